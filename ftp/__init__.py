@@ -1,0 +1,52 @@
+"""ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
+
+from ftp import errors, testing
+from ftp.api import Step, lower, reshard, shard, spmd
+from ftp.collectives import Collective
+from ftp.constrain import constrain
+from ftp.cost import Hardware, Link
+from ftp.errors import FtpError
+from ftp.functional import Constraint, functionalize
+from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
+from ftp.placement import device_get, device_put, local_slice
+from ftp.program import Lowered
+from ftp.registry import along_dim, einsum, pointwise, reduction, rule
+from ftp.spec import P, PartitionSpec, units
+from ftp.tree import plan
+from ftp.version import __version__
+
+__all__ = [
+    "AbstractMesh",
+    "Collective",
+    "Constraint",
+    "FtpError",
+    "Hardware",
+    "Link",
+    "Lowered",
+    "P",
+    "PartitionSpec",
+    "Step",
+    "__version__",
+    "along_dim",
+    "constrain",
+    "device_get",
+    "device_put",
+    "einsum",
+    "errors",
+    "functionalize",
+    "init_process_group",
+    "local_slice",
+    "lower",
+    "make_mesh",
+    "plan",
+    "pointwise",
+    "reduction",
+    "reshard",
+    "rule",
+    "shard",
+    "simulated_mesh",
+    "spmd",
+    "testing",
+    "units",
+    "use_mesh",
+]

@@ -1,0 +1,57 @@
+"""The exception types: every error a user can cause is an ``FtpError``."""
+
+from collections.abc import Iterable
+
+
+class FtpError(Exception):
+    """Base of all errors that ftp raises for something its caller can mend."""
+
+
+class SpecError(FtpError):
+    """A PartitionSpec, spec tree or path pattern that does not fit what it is given for."""
+
+
+class MeshError(FtpError):
+    """A mesh that does not fit the processes, the devices or the call."""
+
+
+class TraceError(FtpError):
+    """A function that cannot be traced into one functional graph."""
+
+
+class RuleError(FtpError):
+    """A sharding rule that cannot be parsed or does not fit the op it is given for."""
+
+
+class InputError(FtpError):
+    """Arguments of a call that do not fit the program: tree, shape, dtype or device."""
+
+
+class PlacementError(InputError):
+    """A tensor whose placement is not the one that the call needs."""
+
+
+class DonationError(InputError):
+    """A donated tensor that is used again, or donated twice."""
+
+
+class PlanningError(FtpError):
+    """Specs and constraints that no program satisfies."""
+
+
+class MismatchError(FtpError):
+    """Ranks that disagree on the program they are about to run."""
+
+
+class ReplicationWarning(UserWarning):
+    """An op without a rule is computed whole on every rank."""
+
+
+def join_failures(failures: Iterable[str]) -> str:
+    """One message out of several, a failing leaf each.
+
+    >>> print(join_failures(["a is wrong.", "b is wrong."]))
+    a is wrong.
+    b is wrong.
+    """
+    return "\n".join(failures)

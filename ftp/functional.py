@@ -1,0 +1,408 @@
+"""nn.Module -> a pure function of its parameters, and those parameters as a tree."""
+
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+
+from ftp.constrain import constrain
+from ftp.errors import FtpError, InputError, SpecError, TraceError, join_failures
+from ftp.spec import P
+from ftp.tree import match_patterns, nearest, remember_tied
+
+
+@dataclass(frozen=True)
+class Constraint:
+    """Where a module's inputs and outputs live; ``None`` leaves one alone.
+
+    Args:
+        inputs: a spec for each positional argument of the module's forward.
+        kwargs: a spec for each keyword argument named.
+        outputs: the spec of its output tensor, or a tuple with a spec for each tensor that it returns.
+
+    >>> Constraint(inputs=(P("dp", "tp", None),), outputs=(P("dp"), None))
+    Constraint(inputs=(P('dp', 'tp', None),), kwargs=None, outputs=(P('dp'), None))
+    """
+
+    inputs: tuple[P | None, ...] | None = None
+    kwargs: Mapping[str, P | None] | None = None
+    outputs: P | tuple[P | None, ...] | None = None
+
+    def __post_init__(self):
+        for field, value in (("inputs", self.inputs), ("outputs", self.outputs)):
+            specs = value if isinstance(value, tuple) else (value,)
+            if (isinstance(value, P) and field == "inputs") or not all(s is None or isinstance(s, P) for s in specs):
+                expected = "a tuple of P or None" if field == "inputs" else "a P or a tuple of P or None"
+                raise SpecError(
+                    f"Constraint({field}={value!r}): it must be {expected}{f', as ({value},)' if isinstance(value, P) else ''}."
+                )
+        for name, spec in (self.kwargs or {}).items():
+            if spec is not None and not isinstance(spec, P):
+                raise SpecError(f"Constraint(kwargs={{{name!r}: {spec!r}}}): the spec must be a P or None.")
+
+
+def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint] | None = None, buffers: bool = False) -> Any:
+    """The model as ``(fn, params)``: a pure ``fn(params, *args, rng=None, **kwargs)`` and the parameters that require a gradient.
+
+    ``params`` is ``{path: tensor}``, detached tensors that share the model's memory. A tied weight is there once, under its first path.
+    Buffers and frozen parameters are constants of ``fn``. The model is left as it is and ``fn`` does not see what is done to it later: its
+    submodules, hooks, train or eval are those of this call. ``fn`` keeps the model alive; ``model.to("meta")`` frees its weights.
+
+    Args:
+        model: any module; on the meta device it stays there.
+        constraints: ``{pattern: P or Constraint}`` over module paths, as in ``plan``; "" is the model itself. A ``P`` pins the output.
+        buffers: return ``(fn, params, buffers)`` with ``fn(params, buffers, *args) -> (out, new_buffers)``: buffers and frozen parameters
+            by path, the buffers updated where the model updates them.
+
+    Raises:
+        SpecError: a constraint that names no module, or two that disagree for one.
+        InputError: what is no module, or one that cannot be called with other parameters.
+
+    >>> fn, params = functionalize(torch.nn.Linear(2, 1, bias=False))
+    >>> params.keys()
+    dict_keys(['weight'])
+    >>> fn({"weight": torch.ones(1, 2)}, torch.ones(3, 2)).flatten()
+    tensor([2., 2., 2.])
+    """
+    _check_model(model)
+    tied: dict[int, list[str]] = {}
+    for path, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+        tied.setdefault(id(tensor), []).append(path)
+    params: dict[str, Tensor] = {}
+    state: dict[str, Tensor] = {}
+    stand_ins: dict[int, Any] = {}
+    for path, tensor in (*model.named_parameters(), *model.named_buffers()):
+        trained = isinstance(tensor, nn.Parameter) and tensor.requires_grad
+        plain = (params if trained else state)[path] = tensor.detach()
+        stand_ins[id(tensor)] = _Slot(path) if trained or buffers else plain
+        if len(tied[id(tensor)]) > 1:
+            remember_tied(plain, tied[id(tensor)])
+    frozen = frozenset(path for path, p in model.named_parameters() if not p.requires_grad)
+    program = _Program(
+        name=type(model).__name__,
+        model=model,
+        modules=tuple(_snapshot(path, module, stand_ins) for path, module in model.named_modules()),
+        pins=_pins(model, constraints or {}),
+        other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
+        constants={id(t): _describe(path, frozen) for path, t in state.items()},
+    )
+    fn = partial(_call_with_buffers, program, tuple(params), tuple(state), frozen) if buffers else partial(_call, program, tuple(params))
+
+    def pure(params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any) -> Any:
+        if rng is not None:
+            raise FtpError(f"{program.name}: rng= is not supported yet. Call it without, with the model in eval mode at functionalize.")
+        return fn(params, *args, **kwargs)
+
+    pure.__name__ = pure.__qualname__ = program.name
+    return (pure, params, state) if buffers else (pure, params)
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """Stands where a module holds a tensor that each call brings."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class _Module:
+    path: str
+    module: nn.Module
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class _Pin:
+    pattern: str
+    path: str
+    constraint: Constraint
+    module: nn.Module
+
+    @property
+    def where(self) -> str:
+        return f"module {self.path!r} ({type(self.module).__name__}), constrained by {self.pattern!r}"
+
+
+@dataclass(frozen=True)
+class _Program:
+    name: str
+    model: nn.Module
+    modules: tuple[_Module, ...]
+    pins: tuple[_Pin, ...]
+    other_names: dict[str, str]
+    constants: dict[int, str]
+
+
+def _check_model(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise InputError(f"functionalize takes an nn.Module, not {model!r}, a {type(model).__name__}. A pure function needs none of it.")
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise InputError(f"module {path!r} is a ScriptModule, whose parameters cannot be replaced. Give the module before torch.jit.")
+        if "_orig_mod" in module._modules:
+            raise InputError(
+                f"module {path!r} holds one made by torch.compile. Give the module before that, and compile=True to ftp.shard."
+            )
+    lazy = [path for path, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
+    if lazy:
+        raise InputError(f"{', '.join(lazy)} have no shape yet (lazy modules). Call the model once before functionalize.")
+
+
+def _describe(path: str, frozen: frozenset[str]) -> str:
+    return f"frozen parameter {path!r}" if path in frozen else f"buffer {path!r}"
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+
+
+def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
+    """``new`` of an attribute or of what a plain container in it holds, as ``_parameters`` does; a container is copied."""
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, new(item)) for key, item in value.items())
+    return kind(map(new, value)) if kind in _CONTAINERS else new(value)
+
+
+def _snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> _Module:
+    attributes = {name: _replace(value, lambda v: stand_ins.get(id(v), v)) for name, value in module.__dict__.items()}
+    attributes["_compiled_call_impl"] = None
+    return _Module(path, module, attributes)
+
+
+@contextmanager
+def _installed(program: _Program, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """While it lasts each module has attributes of its own, copied from the snapshot: nothing that happens reaches the user's."""
+    saved = [(m.module, m.module.__dict__) for m in program.modules]
+    try:
+        for m in program.modules:
+            fresh = {name: _replace(value, lambda v: values[v.path] if type(v) is _Slot else v) for name, value in m.attributes.items()}
+            object.__setattr__(m.module, "__dict__", fresh)
+        yield
+    finally:
+        for module, attributes in saved:
+            object.__setattr__(module, "__dict__", attributes)
+
+
+def _call(program: _Program, params: tuple[str, ...], values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+    _check_paths(program, "params", values, params)
+    with _installed(program, values):
+        out = _run(program, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
+        for m in program.modules:
+            for name, constant in m.attributes["_buffers"].items():
+                if m.module._buffers.get(name) is not constant:
+                    raise TraceError(_impure(program, f"buffer {_join(m.path, name)!r}", "replaces"))
+    return out
+
+
+def _call_with_buffers(
+    program: _Program,
+    params: tuple[str, ...],
+    state: tuple[str, ...],
+    frozen: frozenset[str],
+    values: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> tuple[Any, dict[str, Tensor]]:
+    _check_paths(program, "params", values, params)
+    _check_paths(program, "buffers", buffers, state)
+    # The module may write to a clone; a large frozen weight must not cost a copy.
+    clones = {path: buffers[path].clone() for path in state if path not in frozen}
+    new = {path: clones.get(path, buffers[path]) for path in state}
+    constants = _parameter_names(values) | {id(buffers[path]): _describe(path, frozen) for path in frozen}
+    with _installed(program, {**values, **new}):
+        out = _run(program, constants, frozenset(map(id, clones.values())), args, kwargs)
+        for m in program.modules:
+            for name in m.attributes["_buffers"]:
+                if (path := _join(m.path, name)) in clones:
+                    value = m.module._buffers.get(name)
+                    if not isinstance(value, Tensor):
+                        raise TraceError(f"{program.name} makes buffer {path!r} {value!r}; it must stay a tensor to come back updated.")
+                    new[path] = value
+    return out, new
+
+
+def _check_paths(program: _Program, where: str, given: Mapping[str, Tensor], expected: Sequence[str]) -> None:
+    if not isinstance(given, Mapping):
+        raise InputError(
+            f"{program.name} takes {where} as a dict {{path: tensor}}, as functionalize returned it, not a {type(given).__name__}."
+        )
+    known = frozenset(expected)
+    failures = [f"{where} of {program.name} lack {path!r}." for path in expected if path not in given]
+    for path, value in given.items():
+        if path in program.other_names:
+            failures.append(f"{where}[{path!r}] is tied to {program.other_names[path]!r} and must be given under that path only.")
+        elif path not in known:
+            close = f"; the nearest are {', '.join(map(repr, nearest(path, expected)))}" if expected else ""
+            failures.append(f"{where}[{path!r}] is no {'parameter' if where == 'params' else 'buffer'} of {program.name}{close}.")
+        elif not isinstance(value, Tensor):
+            failures.append(f"{where}[{path!r}] is {value!r}, a {type(value).__name__}; it must be a tensor.")
+    if failures:
+        raise InputError(join_failures(failures))
+
+
+def _parameter_names(values: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(tensor): f"parameter {path!r}" for path, tensor in values.items()}
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _run(program: _Program, names: dict[int, str], mutable: frozenset[int], args: tuple, kwargs: dict[str, Any]) -> Any:
+    ran: set[str] = set()
+    for pin in program.pins:
+        pin.module.register_forward_pre_hook(partial(_pin_inputs, pin, ran), with_kwargs=True)
+        pin.module.register_forward_hook(partial(_pin_outputs, pin))
+    held = {id(tensor): (tensor, name) for tensor, name in _held_tensors(program, names) if id(tensor) not in mutable}
+    versions = {key: _version(tensor) for key, (tensor, _) in held.items()}
+    try:
+        with _Guard(program, {key: name for key, (_, name) in held.items()}):
+            out = program.model(*args, **kwargs)
+    except TypeError as error:
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unexpected and unexpected[1] in kwargs:
+            raise InputError(f"{program.name} does not take the keyword {unexpected[1]!r}: {error}.") from error
+        raise
+    for key, (tensor, name) in held.items():
+        if _version(tensor) != versions[key]:
+            raise TraceError(_impure(program, name, "modifies"))
+    reached = {pin.pattern for pin in program.pins if pin.path in ran}
+    idle = [
+        f"{pin.where}, was not called, so it pins nothing. Name the module around it." for pin in program.pins if pin.pattern not in reached
+    ]
+    if idle:
+        raise InputError(join_failures(idle))
+    return out
+
+
+def _held_tensors(program: _Program, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that the modules hold, each with what to call it; one that is a plain attribute is a constant too."""
+    for m in program.modules:
+        for attribute, value in m.module.__dict__.items():
+            for key, tensor in value.items() if type(value) in (dict, OrderedDict) else [(attribute, value)]:
+                if isinstance(tensor, Tensor):
+                    yield tensor, names.get(id(tensor), f"attribute {_join(m.path, str(key))!r}")
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _impure(program: _Program, name: str, does: str) -> str:
+    if name.startswith("buffer"):
+        todo = (
+            "With fn, params, buffers = functionalize(model, buffers=True) it comes back updated; in eval mode most modules leave it alone."
+        )
+        return f"{program.name} {does} {name} while it runs, but buffers are constants of fn. {todo}"
+    if name.startswith("attribute"):
+        return f"{program.name} {does} {name} while it runs; fn is pure. Make it a buffer and use functionalize(model, buffers=True)."
+    return f"{program.name} {does} {name} in place while it runs; fn is pure and leaves its inputs as they are."
+
+
+class _Guard(TorchFunctionMode):
+    """Refuses ops that would write to the tensors in ``names`` {id: what it is}, before they run.
+
+    Versions are compared afterwards too, but batch_norm does not count its updates of running statistics, and under torch.func's
+    transforms a write to a captured tensor is an error that does not name it.
+    """
+
+    def __init__(self, program: _Program, names: dict[int, str]):
+        super().__init__()
+        self.program = program
+        self.names = names
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        for tensor in _written(func, args, kwargs):
+            base = tensor if id(tensor) in self.names or not tensor._is_view() else tensor._base
+            if id(base) in self.names:
+                raise TraceError(_impure(self.program, self.names[id(base)], "modifies"))
+        return func(*args, **kwargs)
+
+
+_INPLACE_DUNDERS = re.compile(r"__(i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift|matmul)|setitem|set)__")
+
+
+def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors that a torch function is about to write to, as far as its name and arguments tell."""
+    name = getattr(func, "__name__", "")
+    out = kwargs.get("out")
+    targets = list(out) if isinstance(out, tuple | list) else [out]
+    if (name.endswith("_") and not name.endswith("__")) or _INPLACE_DUNDERS.fullmatch(name) or kwargs.get("inplace") is True:
+        first = args[0] if args else kwargs.get("input")
+        targets += first if isinstance(first, tuple | list) else [first]
+    elif name in ("batch_norm", "instance_norm") and (args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))):
+        at = 1 if func in (F.batch_norm, F.instance_norm) else 3
+        targets += [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
+    return [t for t in targets if isinstance(t, Tensor)]
+
+
+def _pins(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tuple[_Pin, ...]:
+    paths: dict[nn.Module, list[str]] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        paths.setdefault(module, []).append(path)
+    answers = [tuple(tuple(path.split(".")) if path else () for path in of_module) for of_module in paths.values()]
+    names = [f"module {of_module[0]!r}" for of_module in paths.values()]
+    failures: list[str] = []
+    found = match_patterns(constraints, answers, names, "the modules", failures, _check_constraint)
+    if failures:
+        raise SpecError(join_failures(failures))
+    pins = []
+    for (module, of_module), match in zip(paths.items(), found, strict=True):
+        if match:
+            pattern, given = match
+            pins.append(_Pin(pattern, of_module[0], Constraint(outputs=given) if isinstance(given, P) else given, module))
+    return tuple(pins)
+
+
+def _check_constraint(pattern: str, value: object) -> str | None:
+    if isinstance(value, P | Constraint):
+        return None
+    return f"constraints[{pattern!r}] is {value!r}, a {type(value).__name__}; it must be a P (of the output) or an ftp.Constraint."
+
+
+def _pin_inputs(pin: _Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    ran.add(pin.path)
+    specs, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
+    if specs is not None and len(specs) != len(args):
+        keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
+        raise InputError(f"{pin.where}: the constraint has {len(specs)} inputs, but it is called with {len(args)} arguments{keywords}.")
+    if missing := [name for name in by_name if name not in kwargs]:
+        called = f"the keywords {', '.join(map(repr, kwargs))}" if kwargs else "no keywords"
+        raise InputError(f"{pin.where}: the constraint names {', '.join(map(repr, missing))}, but it is called with {called}.")
+    if specs is not None:
+        args = tuple(_pinned(value, spec, pin, f"input {i}") for i, (value, spec) in enumerate(zip(args, specs, strict=True)))
+    return args, kwargs | {name: _pinned(kwargs[name], spec, pin, f"keyword {name!r}") for name, spec in by_name.items()}
+
+
+def _pin_outputs(pin: _Pin, module: nn.Module, args: tuple, out: Any) -> Any:
+    specs = pin.constraint.outputs
+    if not isinstance(specs, tuple):
+        return _pinned(out, specs, pin, "its output")
+    if not isinstance(out, tuple | list):
+        raise InputError(f"{pin.where}: the constraint has a tuple of outputs, but it returns a {type(out).__name__}.")
+    if len(specs) != len(out):
+        raise InputError(f"{pin.where}: the constraint has {len(specs)} outputs, but it returns {len(out)}.")
+    new = [_pinned(value, spec, pin, f"output {i}") for i, (value, spec) in enumerate(zip(out, specs, strict=True))]
+    return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+
+
+def _pinned(value: Any, spec: P | None, pin: _Pin, what: str) -> Any:
+    if spec is None:
+        return value
+    if not isinstance(value, Tensor):
+        several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
+        raise InputError(f"{pin.where}: {what} is a {type(value).__name__}; {spec} can pin a tensor only.{several}")
+    if len(spec) > value.ndim:
+        raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
+    return constrain(value, spec)

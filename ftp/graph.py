@@ -1,0 +1,234 @@
+"""The program between passes: a straight line of ops whose tensor dims are factors, with the cuts made so far.
+
+Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the mesh axes folded so far.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ftp.layout import Layout, Size, prod
+from ftp.notation import Dims
+from ftp.registry import BoundRule, Meta, tensors
+
+BATCH, PARAMETER = 1, 2
+
+
+@dataclass(frozen=True)
+class FactorCut:
+    """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the axes folded before."""
+
+    axis: str
+    factor: str
+    outer: Size
+    extent: Size
+    inner: Size
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to the axes folded before."""
+
+    axis: str
+    n: int
+    src: Layout
+    dst: Layout
+    shape: tuple[Size, ...]
+
+    @property
+    def op(self) -> str:
+        """The collective that does it, or the name of the local step."""
+        pair = self.src.kind + self.dst.kind
+        if pair == "SS":
+            return "all_gather" if self.src.dim == self.dst.dim else "all_to_all"
+        return {"PR": "all_reduce", "PS": "reduce_scatter", "SR": "all_gather", "RS": "slice", "RP": "contribute", "SP": "pad"}[pair]
+
+
+@dataclass(eq=False)
+class Node:
+    """One op, input, constraint or move.
+
+    Attributes:
+        kind: ``input``, ``op``, ``constrain`` or ``move``.
+        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; None for an input.
+        args, kwargs: as the op takes them, ``Value`` in place of tensors.
+        depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
+        forward: whether the loss is computed from it.
+        cause: what asked for a move: a parameter path, a constraint, an op.
+        pending: per result the ``(axis, op)`` of reductions that are still to come.
+    """
+
+    name: str
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Meta, ...]
+    rule: BoundRule
+    source: str = ""
+    depends: int = 0
+    forward: bool = True
+    cause: str = ""
+    sizes: dict[str, Size] = field(default_factory=dict)
+    cuts: list[FactorCut] = field(default_factory=list)
+    pending: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    operands: tuple["Value", ...] = ()
+
+    def __post_init__(self):
+        self.sizes = self.sizes or dict(self.rule.sizes)
+        self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def shape(self, index: int = 0) -> tuple[Size, ...]:
+        """A result's shape on a rank."""
+        return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.results[index])
+
+    def operand_shape(self, slot: int) -> tuple[Size, ...]:
+        return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.operands[slot])
+
+    def replace_operands(self, new: Sequence["Value"]) -> None:
+        fresh = iter(new)
+        self.args = tuple(_swap(a, fresh) for a in self.args)
+        self.kwargs = {k: _swap(a, fresh) for k, a in self.kwargs.items()}
+        self.operands = tuple(new)
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One result of a node."""
+
+    node: Node
+    index: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Value) and self.node is other.node and self.index == other.index
+
+    def __hash__(self) -> int:
+        return id(self.node) + self.index
+
+    def __repr__(self) -> str:
+        return self.node.name if len(self.node.results) == 1 else f"{self.node.name}[{self.index}]"
+
+    @property
+    def meta(self) -> Meta:
+        return self.node.results[self.index]
+
+    @property
+    def dims(self) -> Dims:
+        return self.node.rule.results[self.index]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return self.node.shape(self.index)
+
+
+@dataclass
+class Graph:
+    """Nodes in an order in which they can run, and the values that the program returns."""
+
+    nodes: list[Node]
+    outputs: list[Value]
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [n for n in self.nodes if n.kind == "input"]
+
+    def users(self) -> dict[Value, list[tuple[Node, int]]]:
+        """Who reads each value, and at which operand."""
+        users: dict[Value, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for slot, value in enumerate(node.operands):
+                users.setdefault(value, []).append((node, slot))
+        return users
+
+    def __str__(self) -> str:
+        lines = [f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})  {node.rule}" for node in self.nodes]
+        return "\n".join([*lines, f"return {self.outputs}"])
+
+
+def _swap(tree: Any, fresh: Iterator[Value]) -> Any:
+    if isinstance(tree, Value):
+        return next(fresh)
+    if isinstance(tree, list | tuple):
+        return type(tree)(_swap(t, fresh) for t in tree)
+    return tree
+
+
+def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:
+    """One factor a dim, the same in the operand (if any) and the result."""
+    dims = tuple((f"~{d}",) for d in range(len(shape)))
+    sizes = {f"~{d}": int(s) for d, s in enumerate(shape)}
+    return BoundRule((dims,) * operands, (dims,), frozenset(), ({},), (), sizes, None, False)
+
+
+def whole_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> BoundRule:
+    """Nothing may be cut: the rule of an op without one."""
+    sizes: dict[str, int] = {}
+
+    def dims(shape: Sequence[int]) -> Dims:
+        out = []
+        for s in shape:
+            name = f"~{len(sizes)}"
+            sizes[name] = int(s)
+            out.append((name,))
+        return tuple(out)
+
+    ins, outs = tuple(map(dims, operands)), tuple(map(dims, results))
+    return BoundRule(ins, outs, frozenset(sizes), ({},) * len(outs), (), sizes, None, True)
+
+
+def live(graph: Graph) -> Graph:
+    """The graph without nodes that no output needs; inputs stay."""
+    wanted = {id(v.node) for v in graph.outputs}
+    for node in reversed(graph.nodes):
+        if id(node) in wanted:
+            wanted.update(id(v.node) for v in node.operands)
+    return Graph([n for n in graph.nodes if n.kind == "input" or id(n) in wanted], graph.outputs)
+
+
+def merge_common(graph: Graph) -> Graph:
+    """The graph with equal ops on equal operands computed once."""
+    seen: dict[Any, Node] = {}
+    canonical: dict[int, Node] = {}
+    nodes = []
+    for node in graph.nodes:
+        node.replace_operands([Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands])
+        if node.kind == "op":
+            key = (node.target, _key(node.args), _key(dict(node.kwargs)))
+            first = seen.setdefault(key, node)
+            if first is not node:
+                canonical[id(node)] = first
+                first.forward |= node.forward
+                continue
+        nodes.append(node)
+    return Graph(nodes, [Value(canonical.get(id(v.node), v.node), v.index) for v in graph.outputs])
+
+
+def _key(tree: Any) -> Any:
+    if isinstance(tree, Value):
+        return (id(tree.node), tree.index)
+    if isinstance(tree, list | tuple):
+        return tuple(map(_key, tree))
+    if isinstance(tree, dict):
+        return tuple((k, _key(v)) for k, v in tree.items())
+    if isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format) or tree is None:
+        return repr(tree)
+    return (type(tree).__name__, repr(tree))
+
+
+def mark_dependencies(graph: Graph, outputs_of_forward: Sequence[Value]) -> None:
+    """Fill in which inputs each node is computed from, and whether ``outputs_of_forward`` (the loss) are computed from it."""
+    for node in graph.nodes:
+        for value in node.operands:
+            node.depends |= value.node.depends
+        node.forward = False
+    for value in outputs_of_forward:
+        value.node.forward = True
+    for node in reversed(graph.nodes):
+        if node.forward:
+            for value in node.operands:
+                value.node.forward = True

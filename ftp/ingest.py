@@ -1,0 +1,200 @@
+"""A traced fx graph to a ``Graph`` with a rule on every op, and ops to primitives where a factor that they keep whole is to be cut."""
+
+import operator
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.constrain import spec_from_str
+from ftp.decompositions import DECOMPOSITIONS
+from ftp.errors import PlanningError, ReplicationWarning, RuleError
+from ftp.graph import Graph, Node, Value, identity_rule, merge_common, whole_rule
+from ftp.registry import BoundRule, Call, Meta, lookup
+from ftp.spec import PartitionSpec
+from ftp.trace import decompose as trace_decomposition
+
+aten = torch.ops.aten
+CONSTRAIN = torch.ops.ftp.constrain.default
+
+
+def from_fx(gm: fx.GraphModule, *, strict: bool = False) -> Graph:
+    """The graph of a traced program; inputs in the order of its placeholders.
+
+    Args:
+        strict: an op without a rule is an error, rather than replicated with a warning.
+    """
+    builder = _Builder(strict)
+    for node in gm.graph.nodes:
+        builder.add(node)
+    assert builder.outputs is not None
+    return Graph(builder.nodes, builder.outputs)
+
+
+def constraints(graph: Graph) -> dict[Node, PartitionSpec]:
+    """The spec of every constraint node."""
+    return {node: spec_from_str(node.target) for node in graph.nodes if node.kind == "constrain"}
+
+
+class _Builder:
+    def __init__(self, strict: bool, env: dict[fx.Node, Any] | None = None, names: Mapping[str, Any] | None = None):
+        self.strict = strict
+        self.env: dict[fx.Node, Any] = {} if env is None else env
+        self.nodes: list[Node] = []
+        self.outputs: list[Value] | None = None
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            if node not in self.env:
+                meta = _metas(node.meta["val"])
+                made = Node(node.name, "input", None, (), {}, meta, identity_rule(meta[0].shape, 0))
+                self.nodes.append(made)
+                self.env[node] = Value(made)
+        elif node.op == "output":
+            self.outputs = [self.env[n] for n in node.args[0]]  # type: ignore[union-attr]
+        elif node.target is operator.getitem:
+            self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            self.env[node] = self.call(node)
+
+    def call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a)  # type: ignore[misc]
+        args, kwargs = _plain(args), _plain(kwargs)
+        results = _metas(node.meta["val"])
+        source = node.meta.get("source", "")
+        if node.target is CONSTRAIN:
+            made = Node(node.name, "constrain", args[1], (args[0],), {}, results, identity_rule(results[0].shape), source)
+        else:
+            assert isinstance(node.target, torch._ops.OpOverload), node.target
+            made = Node(node.name, "op", node.target, args, kwargs, results, self.rule(node.target, args, kwargs, results, source), source)
+        self.nodes.append(made)
+        values = [Value(made, i) for i in range(len(results))]
+        return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
+
+    def rule(self, target: torch._ops.OpOverload, args: Any, kwargs: Any, results: tuple[Meta, ...], source: str) -> BoundRule:
+        call = Call(target, _with_metas(args), _with_metas(kwargs), results)
+        try:
+            found = lookup(call)
+        except RuleError as e:
+            raise RuleError(f"{e}\n  The call is at {source or 'an unknown line'}.") from None
+        if found is not None:
+            return found
+        if target not in DECOMPOSITIONS:
+            message = (
+                f"{target} has no sharding rule: every rank computes it whole. It is called at {source or 'an unknown line'}."
+                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
+            )
+            if self.strict:
+                raise PlanningError(message)
+            warnings.warn(message, ReplicationWarning, stacklevel=2)
+        return whole_rule([m.shape for m in call.operands], [m.shape for m in results])
+
+
+def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> Graph:
+    """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same graph where there is none."""
+    wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
+    if not wanted:
+        return graph
+    swapped: dict[Value, Value] = {}
+    out: list[Node] = []
+    for node in graph.nodes:
+        node.replace_operands([swapped.get(v, v) for v in node.operands])
+        if node not in wanted:
+            out.append(node)
+            continue
+        gm = _primitives(node)
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        builder = _Builder(strict, dict(zip(placeholders, node.operands, strict=True)))
+        for inner in gm.graph.nodes:
+            builder.add(inner)
+        for inner in builder.nodes:
+            inner.name, inner.source, inner.forward = f"{node.name}.{inner.name}", node.source, node.forward
+            for value in inner.operands:
+                inner.depends |= value.node.depends
+        out += builder.nodes
+        assert builder.outputs is not None
+        swapped.update({Value(node, i): v for i, v in enumerate(builder.outputs)})
+    return sum_of_scatter(merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs])))
+
+
+_traced: dict[Any, fx.GraphModule] = {}
+
+
+def _primitives(node: Node) -> fx.GraphModule:
+    args, kwargs = _with_metas(node.args), _with_metas(dict(node.kwargs))
+    key = (node.target, repr(args), repr(kwargs))
+    if key not in _traced:
+        gm = trace_decomposition(node.target, args, kwargs, DECOMPOSITIONS[node.target])
+        assert gm is not None
+        _traced[key] = gm
+    return _traced[key]
+
+
+def sum_of_scatter(graph: Graph) -> Graph:
+    """Sums over the dim along which values were scattered onto zeros, as sums of the values: no sum over a cut dim is left."""
+    for node in graph.nodes:
+        if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
+            continue
+        scatter = node.args[0].node
+        if scatter.target is not aten.scatter_add.default or not _is_zero(scatter.args[0].node):
+            continue
+        ndim, dim = scatter.results[0], scatter.args[1]
+        if len(node.args[1]) != 1 or node.args[1][0] % len(ndim.shape) != dim % len(ndim.shape):
+            continue
+        source = scatter.args[3]
+        operand = _metas_of(source)
+        call = Call(node.target, (operand, *node.args[1:]), dict(node.kwargs), node.results)
+        rule = lookup(call)
+        assert rule is not None
+        node.args = (source, *node.args[1:])
+        node.operands = (source,)
+        node.rule, node.sizes = rule, dict(rule.sizes)
+    return graph
+
+
+def _is_zero(node: Node) -> bool:
+    if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.full_like.default, aten.new_full.default) and float(node.args[-1]) == 0.0
+
+
+def _metas_of(value: Value) -> Meta:
+    return value.meta
+
+
+def _metas(val: Any) -> tuple[Meta, ...]:
+    vals = (val,) if isinstance(val, torch.Tensor) else tuple(val)
+    return tuple(Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64) for v in vals)
+
+
+def _with_metas(tree: Any) -> Any:
+    if isinstance(tree, Value):
+        return tree.meta
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_with_metas, tree))
+    if isinstance(tree, dict):
+        return {k: _with_metas(v) for k, v in tree.items()}
+    return tree
+
+
+def _plain(tree: Any) -> Any:
+    """fx's immutable containers as plain ones."""
+    if isinstance(tree, list):
+        return [_plain(t) for t in tree]
+    if isinstance(tree, tuple):
+        return tuple(map(_plain, tree))
+    if isinstance(tree, dict):
+        return {k: _plain(v) for k, v in tree.items()}
+    return tree
+
+
+def _candidate(call: Call) -> str:
+    """A line that is surely right for the call's ranks: every dim whole."""
+
+    def dims(metas: Sequence[Meta], letters: Any) -> str:
+        return ", ".join(" ".join(f"[{next(letters)}]" for _ in m.shape) or "()" for m in metas)
+
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    return f"{dims(call.operands, letters)} -> {dims(call.results, letters)}"

@@ -1,0 +1,298 @@
+"""One mesh axis' choices as a cost network: a strategy per op, a set of copies per value, moves and rules of conduct as prices.
+
+One variable per op (its strategy; all its results follow) and one per value (what its users find: its home layout, a gathered, reduced or
+re-cut copy). The pair (op, value) prices the moves, once for all users; the pair (value, user) is 0 or forbidden.
+"""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import NamedTuple
+
+import numpy as np
+
+from ftp.cost import VIEWS, Hardware, collective_seconds, is_product, op_seconds
+from ftp.eliminate import Infeasible, Solution, minimize
+from ftp.graph import BATCH, Graph, Move, Node, Value
+from ftp.layout import PARTIAL, Layout, R, nominal, partial
+from ftp.reach import Cut, Reach, factor_of, layout_of
+
+GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered, through views
+PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties reduce early
+MOVE_OF_VIEW = 1e-10  # ties move what is not a view of it
+REPLICATED_PRODUCT = 1e4  # times its time, for a product on batch data that could be cut
+VIOLATION = 1e3  # seconds for each rule of conduct broken, where no plan keeps them all
+
+
+class Strategy(NamedTuple):
+    """What one op does on one axis: the layouts it takes and gives; the cut, or the group of operands that are pending sums."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    cut: Cut | None = None
+    pending: tuple[int, ...] | None = None
+
+
+@dataclass
+class AxisPlan:
+    """The choices on one axis.
+
+    Attributes:
+        strategies: per node.
+        copies: per value the layouts it is brought to, beside its home.
+    """
+
+    axis: str
+    n: int
+    strategies: dict[Node, Strategy]
+    copies: dict[Value, tuple[Layout, ...]]
+    solution: Solution
+    kept_rules: bool = True
+
+
+@dataclass
+class Problem:
+    """What is given for one axis: the fixed layouts, what may be cut, and which rules of conduct hold."""
+
+    graph: Graph
+    axis: str
+    n: int
+    hardware: Hardware
+    reach: Reach
+    pinned: Mapping[Node, Layout]
+    outputs: Sequence[Layout | None]  # None: open
+    is_data_axis: bool = False
+    batch_reach: Reach = field(default_factory=Reach)
+
+
+def solve(problem: Problem) -> AxisPlan:
+    """The cheapest plan that keeps the rules of conduct; where there is none, the cheapest with a price on each violation."""
+    try:
+        return _Network(problem, math.inf).solve()
+    except Infeasible:
+        plan = _Network(problem, VIOLATION).solve()
+        plan.kept_rules = False
+        return plan
+
+
+def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()) -> list[Strategy]:
+    """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``."""
+    if pinned is not None:
+        cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
+        return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
+    slots, results = len(node.operands), len(node.results)
+    found = [Strategy((R,) * slots, (R,) * results)]
+    if cuts and node.target in VIEWS:
+        found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
+    for cut in cuts:
+        needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
+        gives = tuple(
+            partial(pending[cut[0]]) if cut[0] in pending and not any(cut[0] in dim for dim in dims) else layout_of(dims, node.sizes, cut, n)
+            for dims, pending in zip(node.rule.results, node.rule.pending, strict=True)
+        )
+        found.append(Strategy(needs, gives, cut))
+    for group in node.rule.linear:
+        if any(node.operands[i] in may_pend for i in group):
+            needs = tuple(PARTIAL if i in group else R for i in range(slots))
+            found.append(Strategy(needs, (PARTIAL,) * results, None, group))
+    return found
+
+
+class _Network:
+    def __init__(self, problem: Problem, violation: float):
+        self.problem, self.violation = problem, violation
+        graph = problem.graph
+        self.users = graph.users()
+        self.required: dict[Value, list[Layout | None]] = {}
+        for value, layout in zip(graph.outputs, problem.outputs, strict=True):
+            self.required.setdefault(value, []).append(layout)
+        self.options = self._strategies()
+        self.free_to_move = _free_to_move(problem, self.users, self.required)
+
+    def _strategies(self) -> dict[Node, list[Strategy]]:
+        options, may_pend = {}, set()
+        for node in self.problem.graph.nodes:
+            found = strategies(node, self.problem.reach.cuts.get(node, ()), self.problem.n, self.problem.pinned.get(node), may_pend)
+            options[node] = found
+            for index in range(len(node.results)):
+                if any(s.results[index].kind == "P" for s in found):
+                    may_pend.add(Value(node, index))
+        return options
+
+    def solve(self) -> AxisPlan:
+        domains: list[int] = []
+        unary: list[np.ndarray] = []
+        pairs: dict[tuple[int, int], np.ndarray] = {}
+        op_index: dict[Node, int] = {}
+        entries: dict[Value, list[tuple[Layout, ...]]] = {}
+        value_index: dict[Value, int] = {}
+        for node in self.problem.graph.nodes:
+            op_index[node] = len(domains)
+            domains.append(len(self.options[node]))
+            unary.append(np.array(self._op_prices(node)))
+            for slot, value in enumerate(node.operands):
+                key = (value_index[value], op_index[node])
+                table = np.array([[self._use_price(node, s, slot, e) for s in self.options[node]] for e in entries[value]])
+                pairs[key] = pairs[key] + table if key in pairs else table
+            for index in range(len(node.results)):
+                value = Value(node, index)
+                if value not in self.users and value not in self.required:
+                    continue
+                entries[value] = self._entries(value)
+                value_index[value] = len(domains)
+                domains.append(len(entries[value]))
+                unary.append(np.array([self._output_price(value, e) for e in entries[value]]))
+                pairs[op_index[node], value_index[value]] = self._move_prices(value, entries[value])
+        solution = minimize(domains, unary, pairs)
+        chosen = {node: self.options[node][solution.choice[i]] for node, i in op_index.items()}
+        copies = {}
+        for value, i in value_index.items():
+            home = chosen[value.node].results[value.index]
+            copies[value] = tuple(layout for layout in entries[value][solution.choice[i]] if layout != home)
+        return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
+
+    def _op_prices(self, node: Node) -> list[float]:
+        if node.kind == "move":
+            nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
+            seconds = collective_seconds(node.target.op, nbytes, node.target.n, self.problem.hardware.link)
+            return [seconds / self.problem.n if s.cut else seconds for s in self.options[node]]
+        if node.kind != "op":
+            return [0.0] * len(self.options[node])
+        sizes = {f: nominal(s) for f, s in node.sizes.items()}
+        seconds = op_seconds(node.target, node.rule, sizes, node.results, self.problem.hardware)
+        could_be_cut = any(s.cut for s in self.options[node])
+        prices = []
+        for s in self.options[node]:
+            price = seconds / self.problem.n if s.cut else seconds
+            if s.pending is not None:
+                price += PASS_ON
+            elif s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH:
+                price *= REPLICATED_PRODUCT
+            prices.append(price)
+        return prices
+
+    def _entries(self, value: Value) -> list[tuple[Layout, ...]]:
+        """The sets of copies that users may find; what can be had for nothing from a member is not written out."""
+        homes = list(dict.fromkeys(s.results[value.index] for s in self.options[value.node]))
+        needs: list[Layout] = []
+        for node, slot in self.users.get(value, ()):
+            for s in self.options[node]:
+                if s.operands[slot] not in needs:
+                    needs.append(s.operands[slot])
+        for layout in self.required.get(value, ()):
+            wanted = [h for h in homes if h.kind == "S"] if layout is None else [layout]
+            needs += [w for w in wanted if w not in needs]
+        cuts = [layout for layout in needs if layout.kind == "S"]
+        found: list[tuple[Layout, ...]] = [(R,)]
+        if any(h.kind == "S" or h is GATHERED for h in homes):
+            found.append((GATHERED,))
+        found += [(cut,) for cut in cuts]
+        found += list(combinations(cuts, 2)) if len(cuts) <= 4 else []
+        if PARTIAL in needs:
+            found.append((PARTIAL,))
+            found += [(h,) for h in homes if h.kind == "S" and h not in cuts]
+        return found
+
+    def _move_prices(self, value: Value, entries: list[tuple[Layout, ...]]) -> np.ndarray:
+        """Seconds from each strategy's result to each set of copies."""
+        shape = [nominal(s) for s in value.shape]
+        nbytes = math.prod(shape) * value.meta.dtype.itemsize
+        table = np.empty((len(self.options[value.node]), len(entries)))
+        known: dict[Layout, list[float]] = {}
+        for row, s in enumerate(self.options[value.node]):
+            home = s.results[value.index]
+            if home not in known:
+                known[home] = [self._price(value, home, entry, nbytes) for entry in entries]
+            table[row] = known[home]
+        return table
+
+    def _price(self, value: Value, home: Layout, entry: tuple[Layout, ...], nbytes: int) -> float:
+        first = entry[0]
+        if first is R:
+            return self._collective(value, home, R, nbytes) if home.kind == "P" else (0.0 if home == R else math.inf)
+        if first is GATHERED:
+            if home == GATHERED:
+                return 0.0
+            return self._collective(value, home, GATHERED, nbytes) if home.kind == "S" else math.inf
+        if first is PARTIAL:
+            return 0.0 if home.kind in "RS" or home == PARTIAL else math.inf
+        if home.kind == "R":
+            return 0.0 if len(entry) == 1 else math.inf  # a lone cut is as free, and users reach the other through R
+        return sum(self._collective(value, home, cut, nbytes) for cut in entry if cut != home)
+
+    def _collective(self, value: Value, src: Layout, dst: Layout, nbytes: int) -> float:
+        if src.kind == "P" and src.op != "sum" and dst.kind == "S":
+            return self._collective(value, src, R, nbytes)
+        move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
+        seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
+        if src.kind == "S" and not self._may_move(value, src):
+            seconds += self.violation
+        return seconds + (MOVE_OF_VIEW if value.node.target in VIEWS else 0.0)
+
+    def _may_move(self, value: Value, home: Layout) -> bool:
+        """Rules C1 and C2: on a data axis activations stay, on any other axis what is computed from parameters alone stays."""
+        if value in self.free_to_move:
+            return True
+        if not self.problem.is_data_axis:
+            return bool(value.node.depends & BATCH)
+        return not value.node.depends & BATCH or home not in self.problem.batch_reach.layouts.get(value, ())
+
+    def _use_price(self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]) -> float:
+        need = strategy.operands[slot]
+        if need == GATHERED:
+            return 0.0 if entry[0] == GATHERED else math.inf
+        if need.kind == "S":
+            return 0.0 if need in entry or entry[0].kind == "R" else math.inf
+        if need.kind == "P":
+            return 0.0 if need == PARTIAL else math.inf
+        if entry[0] is R:
+            return 0.0
+        if entry[0] is not GATHERED:
+            return math.inf
+        # Rule D: a gathered copy does not feed an op left replicated that could be cut.
+        idle = node.kind == "op" and strategy.cut is None and strategy.pending is None and any(s.cut for s in self.options[node])
+        return self.violation if idle else 0.0
+
+    def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:
+        for layout in self.required.get(value, ()):
+            if layout is None:
+                if entry[0].kind == "P":
+                    return math.inf
+            elif layout.kind == "S":
+                if layout not in entry and entry[0].kind != "R":
+                    return math.inf
+            elif entry[0].kind != "R":
+                return math.inf
+        return 0.0
+
+
+def _free_to_move(problem: Problem, users: Mapping[Value, list[tuple[Node, int]]], required: Mapping[Value, object]) -> set[Value]:
+    """Values that no rule keeps in place: those with a required layout, and those that feed nothing but conflict products.
+
+    A conflict product is one whose operands the batch cuts on different factors, as context parallelism cuts q and k.
+    """
+    free = {v for v in required}
+    feeds: dict[Value, int] = {}  # bit 1: a conflict product, bit 2: any other
+    for node in reversed(problem.graph.nodes):
+        if node.kind == "constrain":
+            free.add(node.operands[0])
+        if node.kind == "op" and is_product(node.target):
+            kind = 1 if problem.is_data_axis and _is_conflict(problem, node) else 2
+        else:
+            kind = 0
+            for index in range(len(node.results)):
+                kind |= feeds.get(Value(node, index), 0)
+        for value in node.operands:
+            feeds[value] = feeds.get(value, 0) | kind
+    return free | {value for value, kind in feeds.items() if kind == 1}
+
+
+def _is_conflict(problem: Problem, node: Node) -> bool:
+    cuts = set()
+    for value, dims in zip(node.operands, node.rule.operands, strict=True):
+        for layout in problem.batch_reach.layouts.get(value, ()):
+            cut = factor_of(dims, node.sizes, layout, problem.n)
+            if cut is not None:
+                cuts.add(cut[0])
+    return len(cuts) > 1

@@ -1,0 +1,192 @@
+"""Graph and plan to one rank's program: an ``fx.GraphModule`` on local tensors with its collectives in it.
+
+What differs between ranks of equal local shapes is where their parts begin. Those offsets are inputs of the graph, after the tensors, so
+that such ranks share one graph and one compilation.
+"""
+
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.collectives import Collective, MoveSite, emit_move
+from ftp.graph import FactorCut, Node, Value
+from ftp.layout import Chunk, Product, Size, chunk_at, mul, size_at
+from ftp.localize import Cut, LocalOp, localize
+from ftp.planner import Plan
+
+Coordinate = Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Where a rank's chunk of ``size`` begins (``start``), ends (``stop``), or how much lies ``after`` it."""
+
+    kind: str
+    size: Size
+    axis: str
+    n: int
+
+    def at(self, coordinate: Coordinate) -> int:
+        start, length = chunk_at(Chunk(self.size, self.axis, self.n), coordinate)
+        match self.kind:
+            case "start":
+                return start
+            case "stop":
+                return start + length
+            case _:
+                return size_at(self.size, coordinate) - start - length
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The program of every rank with the same local shapes.
+
+    Attributes:
+        gm: takes the local input tensors, then the rank's ``offsets`` as ints; returns the local outputs.
+        offsets: what the trailing int inputs hold.
+        collectives: in the order in which they are issued.
+    """
+
+    gm: fx.GraphModule
+    offsets: tuple[Offset, ...]
+    collectives: tuple[Collective, ...]
+
+    def offsets_at(self, coordinate: Coordinate) -> list[int]:
+        return [o.at(coordinate) for o in self.offsets]
+
+
+@dataclass
+class Partitioner:
+    """Makes the programs of a plan's ranks, each distinct one once."""
+
+    plan: Plan
+    device: torch.device
+    group_name: Callable[[str], str]
+
+    def __post_init__(self):
+        self._programs: dict[tuple[int, ...], LocalProgram] = {}
+        chunks: dict[Chunk, None] = {}
+        for node in self.plan.graph.nodes:
+            for size in node.sizes.values():
+                if isinstance(size, Product):
+                    chunks.update(dict.fromkeys(size.chunks))
+        self._uneven = list(chunks)
+        firsts = {node.target.axis for node in self.plan.graph.nodes if node.kind == "move" and node.target.op == "contribute"}
+        self._contributing = [a for a in self.plan.axes if a in firsts]
+
+    def program(self, coordinate: Coordinate) -> LocalProgram:
+        """The program of the rank at ``coordinate``."""
+        key = (*(chunk_at(c, coordinate)[1] for c in self._uneven), *(int(coordinate[a] == 0) for a in self._contributing))
+        if key not in self._programs:
+            self._programs[key] = _Emission(self, coordinate).run()
+        return self._programs[key]
+
+
+class _Emission:
+    def __init__(self, owner: Partitioner, coordinate: Coordinate):
+        self.plan, self.device, self.group_name = owner.plan, owner.device, owner.group_name
+        self.coordinate = coordinate
+        self.graph = fx.Graph()
+        self.env: dict[Value, fx.Node] = {}
+        self.offsets: dict[Offset, fx.Node] = {}
+
+    def run(self) -> LocalProgram:
+        for node in self.plan.graph.inputs:
+            self.env[Value(node)] = self.graph.placeholder(node.name)
+        self.last_input = list(self.graph.nodes)[-1] if self.env else None
+        for node in self.plan.graph.nodes:
+            if node.kind != "input":
+                before = len(self.graph.nodes)
+                self._emit(node)
+                self._annotate(node, before)
+        self.graph.output(tuple(self.env[v] for v in self.plan.graph.outputs))
+        self.graph.eliminate_dead_code()
+        for offset, node in list(self.offsets.items()):
+            if not node.users:
+                self.graph.erase_node(node)
+                del self.offsets[offset]
+        gm = fx.GraphModule({}, self.graph)
+        collectives = tuple(n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta)
+        return LocalProgram(gm, tuple(self.offsets), collectives)
+
+    def _annotate(self, node: Node, before: int) -> None:
+        made = len(self.graph.nodes) - before
+        at = self.graph._root.prev
+        for _ in range(made):
+            if at.op == "call_function":
+                at.meta.setdefault("source", node.source)
+                at.meta.setdefault("origin", node.name)
+            at = at.prev
+
+    def _emit(self, node: Node) -> None:
+        sizes = {f: size_at(s, self.coordinate) for f, s in node.sizes.items()}
+        if node.kind == "constrain":
+            self.env[Value(node)] = self.env[node.operands[0]]
+            return
+        if node.kind == "move":
+            site = MoveSite(
+                self.graph,
+                node,
+                sizes,
+                node.results[0].shape,
+                lambda kind: self._offset(Offset(kind, _moved_extent(node), node.target.axis, node.target.n)),
+                self.group_name(node.target.axis),
+                self.coordinate[node.target.axis] == 0,
+            )
+            self.env[Value(node)] = emit_move(site, self.env[node.operands[0]])
+            return
+        cuts: dict[str, list[Cut]] = {}
+        for cut in node.cuts:
+            cuts.setdefault(cut.factor, []).append(self._cut(cut))
+        op = LocalOp(self.graph, node.target, self._lower(node.args), self._lower(dict(node.kwargs)), node.rule, sizes, cuts, self.device)
+        made = localize(op)
+        if len(node.results) == 1 and not isinstance(made, tuple) and not _returns_tuple(node):
+            self.env[Value(node)] = made
+            return
+        for index in range(len(node.results)):
+            self.env[Value(node, index)] = made[index] if isinstance(made, tuple) else self.graph.call_function(operator.getitem, (made, index))
+
+    def _cut(self, cut: FactorCut) -> Cut:
+        n = self.plan.axes[cut.axis]
+        _, length = chunk_at(Chunk(cut.extent, cut.axis, n), self.coordinate)
+        start = self._offset(Offset("start", cut.extent, cut.axis, n))
+        outer, size, inner = (size_at(s, self.coordinate) for s in (cut.outer, cut.extent, cut.inner))
+        return Cut(outer, size, inner, start, length)
+
+    def _offset(self, offset: Offset) -> fx.Node:
+        if offset not in self.offsets:
+            context = self.graph.inserting_after(self.last_input) if self.last_input is not None else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            with context:
+                self.last_input = self.graph.placeholder(f"{offset.kind}_{offset.axis}_{len(self.offsets)}")
+            self.offsets[offset] = self.last_input
+        return self.offsets[offset]
+
+    def _lower(self, tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return self.env[tree]
+        if isinstance(tree, list | tuple):
+            return type(tree)(map(self._lower, tree))
+        if isinstance(tree, dict):
+            return {k: self._lower(v) for k, v in tree.items()}
+        return tree
+
+
+def _returns_tuple(node: Node) -> bool:
+    returns = node.target._schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
+
+
+def _moved_extent(node: Node) -> Size:
+    """The size of what a move slices or pads, on this rank's later axes."""
+    sizes, move = node.sizes, node.target
+    if "yf" in sizes:
+        return sizes["yf"]
+    d = (move.dst if move.dst.kind == "S" else move.src).dim
+    if f"h{d}" in sizes:
+        return sizes[f"h{d}"]
+    return mul(sizes[f"m{d}"], sizes[f"g{d}"])
+

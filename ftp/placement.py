@@ -1,0 +1,232 @@
+"""Placed tensors: local shards that remember their mesh, spec and global shape; full tensors to shards and back."""
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ftp.errors import DonationError, InputError, MeshError, PlacementError, SpecError, join_failures
+from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
+from ftp.spec import PartitionSpec, chunk, local_bounds, local_shape
+from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where a tensor that ftp made lies: mesh, spec and global shape."""
+
+    mesh: Mesh
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+
+
+_placed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_donated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def remember(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
+    _placed[tensor] = placement
+    return tensor
+
+
+def placement_of(tensor: torch.Tensor) -> Placement | None:
+    return _placed.get(tensor) if _placed.data else None
+
+
+def mark_donated(tensors: Iterable[torch.Tensor], by: str) -> None:
+    for tensor in tensors:
+        _donated[tensor] = by
+
+
+def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises for tensors that an earlier call was given to reuse."""
+    if not _donated.data:
+        return
+    failures = [
+        f"{name} was donated to {_donated[leaf]}, which may have reused its memory. Use what that call returned, or do not donate it."
+        for leaf, name in zip(leaves, names, strict=True)
+        if isinstance(leaf, torch.Tensor) and leaf in _donated
+    ]
+    if failures:
+        raise DonationError(join_failures(failures))
+
+
+def check_placed(leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh) -> None:
+    """Raises for tensors that are known to lie elsewhere than the call needs them."""
+    failures = []
+    for leaf, spec, name in zip(leaves, specs, names, strict=True):
+        known = placement_of(leaf) if isinstance(leaf, torch.Tensor) else None
+        if known is None or (known.mesh == mesh and known.spec == spec):
+            continue
+        if known.mesh != mesh:
+            failures.append(f"{name} is placed on the mesh {known.mesh}, not on {mesh}. Take it off with ftp.device_get and place it with ftp.device_put.")
+        else:
+            failures.append(f"{name} is placed with spec {known.spec}, but {spec} is asked for. Move it with ftp.reshard(tree, mesh, {known.spec}, {spec}).")
+    if failures:
+        raise PlacementError(join_failures(failures))
+
+
+def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src: int | None = None) -> Any:
+    """Full tensors to this rank's local shards, as copies on the mesh's device.
+
+    Args:
+        tree: full tensors, equal on every rank, or on rank ``src`` alone; leaves that are no tensors pass through.
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
+        src: the rank of the world whose tensors are broadcast to all others first.
+
+    Returns:
+        The tree of plain local tensors: shape ``torch.chunk``'s. On a simulated mesh the full tensors, copied.
+
+    Raises:
+        SpecError: a spec that does not fit. PlacementError: a tensor placed otherwise already.
+
+    >>> import ftp
+    >>> ftp.device_put({"w": torch.ones(4, 2)}, ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))["w"].shape
+    torch.Size([4, 2])
+    """
+    m = resolve(mesh)
+    leaves, treedef, names, leaf_specs = _flatten(tree, specs, m)
+    check_alive(leaves, names)
+    known = [placement_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    check_placed(leaves, leaf_specs, names, m)
+    check_specs(
+        [s for s, k in zip(leaf_specs, known, strict=True) if k is None],
+        [leaf for leaf, k in zip(leaves, known, strict=True) if k is None],
+        [n for n, k in zip(names, known, strict=True) if k is None],
+        m.axes,
+    )
+    failures = [f"{n} is on {leaf.device.type} under a trace; pin values inside a function with ftp.constrain." for n, leaf in zip(names, leaves, strict=True) if _is_traced(leaf)]
+    if failures:
+        raise InputError(join_failures(failures))
+    out = []
+    for leaf, spec, placed in zip(leaves, leaf_specs, known, strict=True):
+        if placed is not None or not isinstance(leaf, torch.Tensor):
+            out.append(leaf)
+            continue
+        full = leaf.detach()
+        if m.kind == "process" and src is not None and full.device.type != "meta":
+            full = _broadcast(full, m, src)
+        out.append(remember(_shard(full, spec, m), Placement(m, spec, tuple(leaf.shape))))
+    return treedef.unflatten(out)
+
+
+def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
+    """The exact inverse of ``device_put``: full tensors, on every rank."""
+    m = resolve(mesh)
+    leaves, treedef, names, leaf_specs = _flatten(tree, specs, m)
+    check_alive(leaves, names)
+    check_placed(leaves, leaf_specs, names, m)
+    return treedef.unflatten([_gather(leaf, spec, m) if isinstance(leaf, torch.Tensor) else leaf for leaf, spec in zip(leaves, leaf_specs, strict=True)])
+
+
+def local_slice(mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int]) -> tuple[slice, ...]:
+    """The part of a tensor of global ``shape`` that this rank holds, one slice a dim, for loaders; all of it on a simulated mesh.
+
+    >>> import ftp
+    >>> local_slice(ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"), (6, 3))
+    (slice(0, 6, None), slice(0, 3, None))
+    """
+    m = resolve(mesh)
+    check_specs([spec], [torch.empty(tuple(shape), device="meta")], ["the tensor"], m.axes)
+    if m.kind != "process":
+        return tuple(slice(0, s) for s in shape)
+    return tuple(slice(a, b) for a, b in local_bounds(spec, shape, m.axes, require_coordinate(m)))
+
+
+def content_hash(tensor: torch.Tensor) -> str | None:
+    """A digest of a tensor's values; None where they are all one number, which says nothing."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() < 2 or bool((flat == flat[0]).all()):
+        return None
+    return hashlib.sha256(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def _flatten(tree: Any, specs: Any, mesh: Mesh):
+    leaves, treedef = flatten(tree)
+    names = leaf_names(tree, "tree")
+    return leaves, treedef, names, broadcast_specs(PartitionSpec() if specs is None else specs, tree, "tree")
+
+
+def _is_traced(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and (torch._C._functorch.is_gradtrackingtensor(leaf) or torch._C._functorch.is_batchedtensor(leaf))
+
+
+def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
+    if mesh.kind == "abstract":
+        return full if full.device.type == "meta" else full.clone()
+    if mesh.kind == "process":
+        bounds = local_bounds(spec, full.shape, mesh.axes, require_coordinate(mesh))
+        full = full[tuple(slice(a, b) for a, b in bounds)]
+    if full.device.type == "meta":
+        return torch.empty(full.shape, dtype=full.dtype, device="meta")
+    return full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format)
+
+
+def mesh_device(mesh: Mesh) -> torch.device:
+    """The device that this process computes on."""
+    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" and mesh.kind == "process" else torch.device(mesh.device_type)
+
+
+def _broadcast(full: torch.Tensor, mesh: Mesh, src: int) -> torch.Tensor:
+    if src not in mesh.ranks:
+        raise MeshError(f"src={src} is not on the mesh {mesh}, which holds ranks {list(mesh.ranks)}.")
+    assert mesh.torch is not None
+    at = mesh.coordinates()[mesh.ranks.index(src)]
+    data = full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format)
+    # Along one axis after another: each time, the ranks that have it already hand it to all of their group.
+    for axis in mesh.axis_names:
+        group = mesh.torch.get_group(axis)
+        dist.broadcast(_bytes(data), dist.get_global_rank(group, at[axis]), group=group)
+    return data
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.reshape(-1).view(torch.uint8) if tensor.numel() else tensor.reshape(-1).to(torch.uint8)
+
+
+def _gather(local: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
+    if mesh.kind != "process" or local.device.type == "meta":
+        return local.detach().clone()
+    coordinate = require_coordinate(mesh)
+    known = placement_of(local)
+    shape = known.shape if known is not None else _exchange_shape(local, spec, mesh)
+    full = local.detach().contiguous().clone()
+    for dim in range(min(len(spec), local.ndim)):
+        lengths = [shape[dim]]
+        for cut in spec.cuts(dim):
+            lengths.append(chunk(lengths[-1], mesh.axes[cut.axis], coordinate[cut.axis], cut.size)[1])
+        for cut, length in reversed(list(zip(spec.cuts(dim), lengths, strict=False))):
+            full = _gather_dim(full, dim, length, mesh, cut.axis, cut.size)
+    return full
+
+
+def _gather_dim(local: torch.Tensor, dim: int, length: int, mesh: Mesh, axis: str, unit: int) -> torch.Tensor:
+    assert mesh.torch is not None
+    n = mesh.axes[axis]
+    most = chunk(length, n, 0, unit)[1]
+    rows = local.movedim(dim, 0).contiguous()
+    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded[: rows.shape[0]] = rows
+    parts = [torch.empty_like(padded) for _ in range(n)]
+    if padded.numel():
+        dist.all_gather([_bytes(p) for p in parts], _bytes(padded), group=mesh.torch.get_group(axis))
+    kept = [p[: chunk(length, n, i, unit)[1]] for i, p in enumerate(parts)]
+    return torch.cat(kept).movedim(0, dim).contiguous()
+
+
+def _exchange_shape(local: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
+    """The global shape of a shard that nobody has placed: what the ranks hold, added up along the axes that cut it."""
+    assert mesh.torch is not None
+    shape = list(local.shape)
+    for dim in range(min(len(spec), local.ndim)):
+        for cut in reversed(spec.cuts(dim)):
+            held = [torch.zeros(1, dtype=torch.int64, device=mesh_device(mesh)) for _ in range(mesh.axes[cut.axis])]
+            dist.all_gather(held, torch.tensor([shape[dim]], device=mesh_device(mesh)), group=mesh.torch.get_group(cut.axis))
+            shape[dim] = sum(int(h) for h in held)
+    if local_shape(spec, shape, mesh.axes, require_coordinate(mesh)) != tuple(local.shape):
+        raise SpecError(f"A tensor of local shape {tuple(local.shape)} is no shard of {tuple(shape)} under {spec}.")
+    return tuple(shape)

@@ -1,0 +1,366 @@
+"""Graph and specs to a plan: the cost network of one mesh axis after another, each over the shapes that the axes before left.
+
+Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ftp.cost import DEFAULT, VIEWS, Hardware
+from ftp.eliminate import Solution
+from ftp.errors import PlanningError
+from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, live
+from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
+from ftp.network import GATHERED, AxisPlan, Problem, Strategy, solve
+from ftp.notation import Dim
+from ftp.reach import Reach, reach
+from ftp.registry import BoundRule
+from ftp.spec import PartitionSpec
+
+RECOMPUTED = VIEWS | {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # cheap enough to repeat on a regathered parameter
+
+
+@dataclass(frozen=True)
+class Specs:
+    """What is fixed: a spec per input node, per constraint node and per output (None: left open)."""
+
+    inputs: Mapping[Node, PartitionSpec]
+    constraints: Mapping[Node, PartitionSpec]
+    outputs: Sequence[PartitionSpec | None]
+
+
+@dataclass
+class Plan:
+    """A program with its moves, cut over every axis of the mesh.
+
+    Attributes:
+        axes: {name: size} in the order in which they were folded.
+        solutions: per axis, what elimination found: cost in seconds, bound, largest table.
+        kept_rules: per axis, whether a plan exists that keeps all rules of conduct.
+        out_specs: per output.
+    """
+
+    graph: Graph
+    axes: dict[str, int]
+    solutions: dict[str, Solution] = field(default_factory=dict)
+    kept_rules: dict[str, bool] = field(default_factory=dict)
+    out_specs: list[PartitionSpec] = field(default_factory=list)
+
+    @property
+    def cost(self) -> float:
+        """Seconds of all axes' networks together."""
+        return sum(s.cost for s in self.solutions.values())
+
+
+Decompose = Callable[[Graph, Iterable[Node]], Graph]
+
+
+def make_plan(
+    graph: Graph,
+    axes: Mapping[str, int],
+    specs: Specs,
+    *,
+    batch_inputs: Iterable[Node] = (),
+    data_axes: Sequence[str] = (),
+    reshard_after_forward: bool = True,
+    hardware: Hardware = DEFAULT,
+    decompose: Decompose | None = None,
+) -> Plan:
+    """Plan ``graph`` for a mesh of ``axes`` {name: size}.
+
+    Args:
+        batch_inputs: inputs whose cuts make an axis' activations stay in place (rule C1).
+        data_axes: the axes on which parameters move rather than activations.
+        reshard_after_forward: gather a parameter again for the backward pass instead of keeping the gathered copy.
+        decompose: replaces nodes by primitives, where a factor that they keep whole is within reach.
+
+    Raises:
+        PlanningError: where no program meets the specs.
+    """
+    order = _axis_order(graph, axes, specs)
+    batch = list(batch_inputs)
+    if decompose is not None:
+        graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
+    plan = Plan(graph, {name: axes[name] for name in order})
+    open_cuts: list[list[tuple[str, Layout]]] = [[] for _ in graph.outputs]
+    for at, name in enumerate(order):
+        if axes[name] == 1:
+            continue
+        problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware)
+        chosen = solve(problem)
+        plan.solutions[name], plan.kept_rules[name] = chosen.solution, chosen.kept_rules
+        for cuts, layout in zip(open_cuts, _output_layouts(plan.graph, chosen, problem.outputs), strict=True):
+            cuts.append((name, layout))
+        plan.graph = apply(plan.graph, chosen, problem.outputs)
+    if reshard_after_forward:
+        plan.graph = gather_again(plan.graph)
+    plan.out_specs = [
+        spec if spec is not None else _spec_of(cuts, value.meta.ndim) for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
+    ]
+    return plan
+
+
+def _problem(
+    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node], is_data: bool, hardware: Hardware
+) -> Problem:
+    pinned = {}
+    for node in graph.nodes:
+        spec = specs.inputs.get(node) if node.kind == "input" else specs.constraints.get(node)
+        if node.kind == "input" or spec is not None:
+            pinned[node] = spec_layout(spec or PartitionSpec(), node.shape(), name, axes, folded) or R
+    outputs = [
+        None if spec is None else spec_layout(spec, value.shape, name, axes, folded) or R
+        for spec, value in zip(specs.outputs, graph.outputs, strict=True)
+    ]
+    seeds = [(Value(node), layout) for node, layout in pinned.items()]
+    seeds += [(node.operands[0], layout) for node, layout in pinned.items() if node.operands]
+    seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
+    from_batch = [(Value(node), pinned[node]) for node in batch] if is_data else []
+    n = axes[name]
+    return Problem(
+        graph, name, n, hardware, reach(graph, n, seeds, pinned), pinned, outputs, is_data, reach(graph, n, from_batch, pinned) if from_batch else Reach()
+    )
+
+
+def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Mapping[str, int], folded: Sequence[str]) -> Layout | None:
+    """The layout on ``axis`` of a value of local ``shape`` under ``spec``, or None where it cannot be told before a more major axis is folded."""
+    for dim in range(len(spec)):
+        outer, unit = 1, None
+        for cut in spec.cuts(dim):
+            if cut.axis == axis:
+                unit = cut.size
+                break
+            if cut.axis not in folded:
+                outer *= axes[cut.axis]
+        if unit is not None:
+            extent = div(shape[dim], outer * unit)
+            return None if extent is None else shard(dim, outer, extent, unit, axes[axis])
+    return R
+
+
+def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> list[str]:
+    """The first order of the axes, mesh order preferred, in which every spec is a cut of ``[outer, f, inner]``."""
+    shaped = [(spec, node.results[0].shape) for node, spec in (*specs.inputs.items(), *specs.constraints.items())]
+    shaped += [(spec, value.meta.shape) for spec, value in zip(specs.outputs, graph.outputs, strict=True) if spec is not None]
+    several = [(spec, shape) for spec, shape in shaped if any(len(spec.cuts(d)) > 1 or any(c.size > 1 for c in spec.cuts(d)) for d in range(len(spec)))]
+    for order in itertools.permutations(axes):
+        if all(_fits(spec, shape, order, axes) for spec, shape in several):
+            return list(order)
+    raise PlanningError(
+        "No order of the mesh axes serves all specs: " + "; ".join(sorted({f"{spec} of shape {tuple(shape)}" for spec, shape in several}))
+        + ".\n  A dim that does not divide is cut by the same axes in two orders; name them in one order in every spec."
+    )  # fmt: skip
+
+
+def _fits(spec: PartitionSpec, shape: Sequence[Size], order: Sequence[str], axes: Mapping[str, int]) -> bool:
+    local = tuple(shape)
+    for at, name in enumerate(order):
+        layout = spec_layout(spec, local, name, axes, order[:at])
+        if layout is None:
+            return False
+        local = cut_shape(local, layout, name, axes[name])
+    return True
+
+
+def _decompose_on_demand(
+    graph: Graph, order: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node], data_axes: Sequence[str], decompose: Decompose
+) -> Graph:
+    """Replace ops by primitives wherever an axis may cut a factor that they keep whole.
+
+    On a data axis only what the batch cuts counts: there activations stay as the batch cuts them, whatever their parameters' layouts reach.
+    """
+    while True:
+        blocked: dict[Node, None] = {}
+        for at, name in enumerate(order):
+            if axes[name] == 1:
+                continue
+            problem = _problem(graph, name, order[:at], axes, specs, batch, name in data_axes, DEFAULT)
+            found = problem.batch_reach if problem.is_data_axis else problem.reach
+            blocked.update(dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose))
+        smaller = decompose(graph, blocked) if blocked else graph
+        if smaller is graph:
+            return graph
+        graph = smaller
+
+
+def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Graph:
+    """The graph with one axis folded in: its moves are nodes, its cuts are in the nodes' sizes."""
+    emitter = _Emitter(graph, plan)
+    users = graph.users()
+    required: dict[Value, list[Layout]] = {}
+    for value, layout in zip(graph.outputs, outputs, strict=True):
+        if layout is not None:
+            required.setdefault(value, []).append(layout)
+    for node in graph.nodes:
+        needs = plan.strategies[node].operands
+        fresh = [emitter.obtain(value, need, node) for value, need in zip(node.operands, needs, strict=True)]
+        emitter.nodes.append(node)
+        emitter.rewired[node] = fresh
+        for index in range(len(node.results)):
+            value = Value(node, index)
+            for layout in required.get(value, ()):
+                emitter.obtain(value, layout, None)
+            if node.depends & BATCH:
+                for user, slot in users.get(value, ()):
+                    emitter.obtain(value, plan.strategies[user].operands[slot], user)
+    final = [
+        emitter.obtain(value, layout or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ())), None)
+        for value, layout in zip(graph.outputs, outputs, strict=True)
+    ]
+    for node, fresh in emitter.rewired.items():
+        node.replace_operands(fresh)
+    for node in graph.nodes:
+        _cut(node, plan.strategies[node], plan.axis, plan.n)
+    return live(Graph(emitter.nodes, final))
+
+
+def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:
+    """The layout in which an output that is left open is returned: never a pending sum."""
+    return home if home.kind != "P" else copies[0]
+
+
+def _output_layouts(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> list[Layout]:
+    return [
+        layout or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ()))
+        for value, layout in zip(graph.outputs, outputs, strict=True)
+    ]
+
+
+def _spec_of(cuts: Sequence[tuple[str, Layout]], ndim: int) -> PartitionSpec:
+    entries: list[tuple[str, ...]] = [()] * ndim
+    for name, layout in cuts:
+        if layout.kind == "S":
+            assert layout.outer == layout.inner == 1, f"an open output is cut as {layout}"
+            entries[layout.dim] += (name,)
+    return PartitionSpec(*[e or None for e in entries])
+
+
+def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
+    for index, layout in enumerate(strategy.results):
+        if layout.kind == "P":
+            node.pending.setdefault(index, []).append((axis, layout.op))
+    if strategy.cut is None:
+        return
+    factor, outer, inner = strategy.cut
+    extent = div(node.sizes[factor], mul(outer, inner))
+    assert extent is not None
+    node.cuts.append(FactorCut(axis, factor, outer, extent, inner))
+    node.sizes[factor] = prod((outer, cut_size(extent, axis, n), inner))
+
+
+class _Emitter:
+    """Makes each copy of a value once."""
+
+    def __init__(self, graph: Graph, plan: AxisPlan):
+        self.plan = plan
+        self.nodes: list[Node] = []
+        self.rewired: dict[Node, list[Value]] = {}
+        self.made: dict[tuple[Value, Layout], Value] = {}
+        self.shapes = {Value(node, i): node.shape(i) for node in graph.nodes for i in range(len(node.results))}
+
+    def obtain(self, value: Value, need: Layout, user: Node | None) -> Value:
+        """``value`` in the layout ``need``, by the moves that the plan chose."""
+        home = self.plan.strategies[value.node].results[value.index]
+        need = R if need.kind == "R" else need
+        if need == home or (need == R and home.kind == "R"):
+            return value
+        if (value, need) in self.made:
+            return self.made[value, need]
+        copies = self.plan.copies.get(value, ())
+        source, at = value, home
+        if need.kind == "S" and need not in copies and any(c.kind == "R" for c in copies):
+            source, at = self.obtain(value, R, user), R
+        elif need.kind != "R" and home.kind == "P" and home.op != "sum":
+            source, at = self.obtain(value, R, user), R
+        moved = self._move(value, source, at, need, user)
+        self.made[value, need] = moved
+        return moved
+
+    def _move(self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None) -> Value:
+        move = Move(self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, self.shapes[value])
+        rule, sizes = move_rule(move)
+        cause = f"{user.name}: {user.source}" if user is not None and user.source else (user.name if user is not None else "output")
+        name = f"{value!r}_{move.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
+        node = Node(
+            name, "move", move, (source,), {}, (value.meta,), rule, value.node.source, value.node.depends, user.forward if user else value.node.forward, cause
+        )
+        node.sizes = sizes
+        self.nodes.append(node)
+        return Value(node)
+
+
+def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
+    """Factors of a move for the axes that are folded after it: what other axes may cut while this one moves the value.
+
+    In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further; an uneven one stays whole.
+    """
+    sizes: dict[str, Size] = {}
+    whole: set[str] = set()
+    operand = [(f"~{d}",) for d in range(len(move.shape))]
+    result = list(operand)
+    sizes.update({f"~{d}": s for d, s in enumerate(move.shape)})
+    same = move.src.kind == move.dst.kind == "S" and move.src.dim == move.dst.dim
+    for layout, here, there in ((move.src, operand, result), (move.dst, result, operand)):
+        if layout.kind != "S":
+            continue
+        d = layout.dim
+        extent = cut_extent(move.shape[d], layout)
+        assert extent is not None
+        local = cut_size(extent, move.axis, move.n)
+        if same:
+            side = "x" if here is operand else "y"
+            here[d] = (f"{side}o", f"{side}g", f"{side}i")
+            sizes.update({f"{side}o": layout.outer, f"{side}g": local, f"{side}i": layout.inner, f"{side}f": extent})
+            whole |= {f"{side}o", f"{side}g", f"{side}i"}
+        else:
+            o, g, i, m, h = (f"{letter}{d}" for letter in "ogimh")
+            sizes.update({o: layout.outer, g: local, i: layout.inner})
+            here[d] = (o, g, i)
+            if is_even(extent, move.n):
+                sizes[m] = move.n
+                whole.add(m)
+                there[d] = (o, m, g, i)
+            else:
+                sizes[h] = extent
+                whole |= {g, h}
+                there[d] = (o, h, i)
+        sizes.pop(f"~{d}", None)
+    linear = () if "P" == move.src.kind and move.src.op != "sum" else ((0,),)
+    nominal_sizes = {f: nominal(s) for f, s in sizes.items()}
+    return BoundRule((tuple(operand),), (tuple(result),), frozenset(whole), ({},), linear, nominal_sizes, None, False), sizes
+
+
+def gather_again(graph: Graph) -> Graph:
+    """The graph in which the backward pass gathers parameters anew (``reshard_after_forward``)."""
+    made: dict[Node, Node] = {}
+    nodes: list[Node] = []
+
+    def again(value: Value) -> Value:
+        node = value.node
+        if not _is_regatherable(node):
+            return value
+        if node not in made:
+            operands = [again(v) for v in node.operands]
+            copy = replace(node, name=f"{node.name}_again", forward=False, sizes=dict(node.sizes), cuts=list(node.cuts))
+            copy.replace_operands(operands)
+            made[node] = copy
+            nodes.append(copy)
+        return Value(made[node], value.index)
+
+    gathered: dict[Node, bool] = {}
+    for node in graph.nodes:
+        is_gather = node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
+        gathered[node] = is_gather or (_is_regatherable(node) and any(gathered[v.node] for v in node.operands))
+        if not node.forward:
+            node.replace_operands([again(v) if v.node.forward and gathered[v.node] else v for v in node.operands])
+        nodes.append(node)
+    return live(Graph(nodes, graph.outputs))
+
+
+def _is_regatherable(node: Node) -> bool:
+    if node.depends & BATCH or node.kind == "input":
+        return False
+    return node.kind == "move" or (node.kind == "op" and node.target in RECOMPUTED)

@@ -1,0 +1,116 @@
+"""Runs a function or a snippet on n gloo processes that can hang, die or print without harm to the tests."""
+
+import atexit
+import contextlib
+import importlib.util
+import inspect
+import multiprocessing
+import os
+import pickle
+import socket
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rank:
+    """How one process went: ``exit`` is None if it was killed at the timeout, negative for a signal."""
+
+    exit: int | None
+    stdout: str
+    stderr: str
+    value: Any = None
+    error: str | None = None  # the exception as "TypeName: message"
+    seconds: float = 0.0
+
+
+def launch(job: Callable[..., Any] | str, n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None) -> list[Rank]:
+    """Runs ``job`` in n processes, with RANK and the like in their environment, and says how each went.
+
+    A function is called with ``args`` and its result comes back as ``value``, pickled; a string is run as source.
+    The processes are forked from one that has imported torch already, so a launch takes a fraction of a second.
+    """
+    context = _context()
+    source = job if isinstance(job, str) else (inspect.getfile(job), job.__qualname__)
+    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+        free.close()
+        common = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env or {})}
+        processes = [
+            context.Process(
+                target=_main, args=(source, args, {"RANK": str(r), "LOCAL_RANK": str(r), **common}, f"{folder}/{r}"), daemon=True
+            )
+            for r in range(n)
+        ]
+        start = time.monotonic()
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join(max(0.0, start + timeout - time.monotonic()))
+        alive = [process.is_alive() for process in processes]
+        for process in processes:
+            process.kill()
+            process.join()
+        return [
+            _read(f"{folder}/{r}", None if late else process.exitcode)
+            for r, (process, late) in enumerate(zip(processes, alive, strict=True))
+        ]
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "torch.distributed._functional_collectives"])
+    # The server reads the number of threads when it imports torch, at the first launch.
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return context
+
+
+def _main(source: Any, args: tuple, env: dict[str, str], stem: str) -> None:
+    for stream, name in ((1, "out"), (2, "err")):
+        os.dup2(os.open(f"{stem}.{name}", os.O_WRONLY | os.O_CREAT), stream)
+    os.environ.update(env)
+    start, code, value, error = time.monotonic(), 0, None, None
+    try:
+        value = _run(source, args)
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+    except BaseException as e:
+        code, error = 1, f"{type(e).__name__}: {e}"
+        traceback.print_exc()
+    Path(f"{stem}.result").write_bytes(pickle.dumps((value, error, time.monotonic() - start)))
+    # Processes of this kind end without the functions registered for the end; programs of users run them.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def _run(source: Any, args: tuple) -> Any:
+    if isinstance(source, str):
+        exec(compile(source, "<launched>", "exec"), {"__name__": "__main__"})
+        return None
+    path, name = source
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part)
+    return function(*args)
+
+
+def _read(stem: str, code: int | None) -> Rank:
+    texts = [Path(f"{stem}.{name}").read_text(errors="replace") if os.path.exists(f"{stem}.{name}") else "" for name in ("out", "err")]
+    value, error, seconds = None, None, 0.0
+    with contextlib.suppress(FileNotFoundError, EOFError):
+        value, error, seconds = pickle.loads(Path(f"{stem}.result").read_bytes())
+    return Rank(code, texts[0], texts[1], value, error, seconds)

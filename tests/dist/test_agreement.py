@@ -1,0 +1,216 @@
+"""Ranks that agree and ranks that do not, on gloo processes."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.launch import launch  # type: ignore[import-not-found]
+from torch.distributed.device_mesh import DeviceMesh
+
+from ftp.agreement import agree, calls, exchange
+from ftp.mesh import make_mesh, resolve
+
+pytestmark = pytest.mark.dist
+
+
+def _mesh(shape=None, names=("tp",)):
+    return resolve(make_mesh(shape or (int(os.environ["WORLD_SIZE"]),), names, device_type="cpu"))
+
+
+def _all_reduce(mesh, axis="tp"):
+    ops = torch.ops._c10d_functional
+    return ops.wait_tensor(ops.all_reduce(torch.ones(4), "sum", mesh.group_name(axis)))
+
+
+def _run(mesh, program, payload=None, timeout=20.0):
+    """A step as the engine makes it."""
+    record = calls(mesh)
+    call = record.next()
+    if payload is not None:
+        agree(mesh, call, payload, timeout)
+    record.begin(call, program, timeout)
+    try:
+        return _all_reduce(mesh)
+    except RuntimeError as error:
+        raise record.explain(error) or error from error
+
+
+def _agreeing():
+    mesh = _mesh()
+    _run(mesh, "a", {"program": "a", "specs": "s"})
+    start = time.monotonic()
+    for i in range(10):
+        _run(mesh, f"p{i}", {"program": f"p{i}"})
+    replanning = (time.monotonic() - start) / 10
+    start = time.monotonic()
+    for i in range(20):
+        _run(mesh, f"p{8 + i % 2}")
+    switching = (time.monotonic() - start) / 20
+    record = calls(mesh)
+    start = time.monotonic()
+    for _ in range(10000):
+        record.begin(record.next(), "p9")
+    noting = (time.monotonic() - start) / 10000
+    values = [exchange(mesh, "sum", f"{mesh.rank} {turn}", 20.0) for turn in range(2)]
+    dist.barrier()
+    dist.destroy_process_group()
+    return replanning, switching, noting, values
+
+
+def test_ranks_that_agree():
+    ranks = launch(_agreeing, 3)
+    assert [r.exit for r in ranks] == [0, 0, 0], ranks
+    assert [r.stderr for r in ranks] == [""] * 3
+    for rank in ranks:
+        replanning, switching, noting, values = rank.value
+        assert replanning < 0.1
+        assert switching < 0.1
+        assert noting < 1e-4
+        assert values == [["0 0", "1 0", "2 0"], ["0 1", "1 1", "2 1"]]
+
+
+def _differing():
+    mesh = _mesh()
+    batch = 6 if mesh.rank == 1 else 8
+    _run(mesh, f"p{batch}", {"library version": "1", "input shapes": f"{'params ' * 50}batch[0]: ({batch}, 32)", "program": f"p{batch}"})
+
+
+def test_ranks_that_differ_are_named():
+    ranks = launch(_differing, 3)
+    assert [r.exit for r in ranks] == [1, 1, 1]
+    assert len({r.error for r in ranks}) == 1
+    error = ranks[0].error or ""
+    assert error.startswith(
+        "MismatchError: Ranks disagree on the input shapes of call 1: rank 1 differs from rank 0, so no rank runs it.\n"
+    )
+    assert "params batch[0]: (8, 32)\n  rank 1: ..." in error
+    assert "params batch[0]: (6, 32)\n" in error
+    assert max(r.seconds for r in ranks) < 10
+
+
+def _failing():
+    mesh = _mesh()
+    with pytest.raises(Exception, match="no plan") as failure:
+        _run(mesh, "p", ValueError("no plan\nfor this") if mesh.rank == 1 else {"program": "p"})
+    # The groups are whole, and ranks go on in step.
+    first, value = f"{failure.type.__name__}: {failure.value}", _run(mesh, "q", {"program": "q"})
+    dist.barrier()
+    dist.destroy_process_group()
+    return first, value.tolist()
+
+
+def test_a_rank_that_fails_to_plan():
+    ranks = launch(_failing, 3)
+    assert [r.exit for r in ranks] == [0, 0, 0], ranks
+    theirs = "MismatchError: Rank 1 failed to plan call 1, so no rank runs it. Its error:\n  ValueError: no plan\n  for this"
+    assert [r.value[0] for r in ranks] == [theirs, "ValueError: no plan\nfor this", theirs]
+    assert all(r.value[1] == [3.0] * 4 for r in ranks)
+
+
+def _absent():
+    mesh = _mesh()
+    _run(mesh, "p", {"program": "p"})
+    if mesh.rank == 1:
+        time.sleep(4)
+        dist.destroy_process_group()
+    else:
+        _run(mesh, "q", {"program": "q"}, timeout=1.5)
+
+
+def test_a_rank_that_never_arrives_is_named():
+    ranks = launch(_absent, 2)
+    assert [r.exit for r in ranks] == [1, 0], ranks
+    assert (ranks[0].error or "").startswith(
+        "MismatchError: Rank 1 never arrived: rank 0 waited 1.5 s to agree on the program of call 2.\n"
+        "  Rank 1: its last call is number 1, of program p.\n"
+    )
+
+
+def _going_on(planner, linger, switch):
+    mesh = _mesh()
+    _run(mesh, "old", {"program": "old"})
+    _run(mesh, "old")
+    start = time.monotonic()
+    try:
+        _run(mesh, "new", {"program": "new"} if not switch else None) if mesh.rank == planner else _run(mesh, "old")
+    except Exception as error:
+        seconds = time.monotonic() - start
+        time.sleep(linger)
+        again = None
+        try:
+            _run(mesh, "old")
+        except Exception as e:
+            again = type(e).__name__
+        return type(error).__name__, str(error), seconds, again
+
+
+@pytest.mark.parametrize(("planner", "switch"), [(0, False), (1, True)])
+def test_a_rank_that_plans_anew_while_others_go_on(planner, switch):
+    ranks = launch(_going_on, 3, planner, 1.0, switch)
+    assert [r.exit for r in ranks] == [0, 0, 0], ranks
+    for rank in ranks:
+        kind, message, seconds, again = rank.value
+        assert kind == again == "MismatchError"
+        assert f"Rank {planner} changes its program at call 3, but rank " in message
+        assert "goes on with the program of its last call (old) at call 3" in message
+        assert seconds < 5
+
+
+def _ending_at_once(planner):
+    mesh = _mesh()
+    _run(mesh, "old", {"program": "old"})
+    _run(mesh, "new" if mesh.rank == planner else "old", {"program": "new"} if mesh.rank == planner else None)
+
+
+@pytest.mark.parametrize("planner", [0, 1])
+def test_processes_that_end_at_the_error(planner):
+    ranks = launch(_ending_at_once, 2, planner)
+    assert [r.exit for r in ranks] == [1, 1], ranks
+    assert all((r.error or "").startswith(f"MismatchError: Rank {planner} changes its program at call 2") for r in ranks), ranks
+
+
+def _failing_while_others_go_on():
+    mesh = _mesh()
+    _run(mesh, "old", {"program": "old"})
+    _run(mesh, "old", ValueError("bad batch") if mesh.rank == 0 else None)
+
+
+def test_a_rank_that_fails_while_others_go_on():
+    ranks = launch(_failing_while_others_go_on, 2)
+    assert ranks[0].error == "ValueError: bad batch"
+    assert ranks[1].error == "MismatchError: Rank 0 failed to plan call 2, so no rank runs it. Its error:\n  ValueError: bad batch"
+
+
+def _axes():
+    mesh = make_mesh((2, 2), ("dp", "tp"), device_type="cpu")
+    assert isinstance(mesh, DeviceMesh)
+    whole, line = resolve(mesh), resolve(mesh["tp"])
+    found = []
+    for view, axis in ((whole, "dp"), (whole, "tp"), (line, "tp")):
+        ops = torch.ops._c10d_functional
+        ranks = ops.wait_tensor(ops.all_gather_into_tensor(torch.tensor([whole.rank]), 2, view.group_name(axis)))
+        found.append(ranks.tolist())
+    # Agreements of a submesh are its own.
+    agree(line, 1, {"program": f"of line {line.ranks}"}, 20.0)
+    agree(whole, 1, {"program": "of all"}, 20.0)
+    dist.barrier()
+    dist.destroy_process_group()
+    return whole.coordinate, line.ranks, found
+
+
+def test_groups_hold_the_ranks_along_their_axis():
+    ranks = launch(_axes, 4)
+    assert [r.exit for r in ranks] == [0] * 4, ranks
+    for rank, result in enumerate(ranks):
+        dp, tp = divmod(rank, 2)
+        line = [2 * dp, 2 * dp + 1]
+        assert result.value == ({"dp": dp, "tp": tp}, tuple(line), [[tp, 2 + tp], line, line])
+
+
+def test_launch_reports_hangs_and_deaths():
+    ranks = launch(
+        "import os, time\nprint('rank', os.environ['RANK'])\nos.abort() if os.environ['RANK'] == '0' else time.sleep(60)", 2, timeout=1.0
+    )
+    assert [r.exit for r in ranks] == [-6, None]
