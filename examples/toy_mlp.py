@@ -67,12 +67,12 @@ def main(argv=None):
         grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
         return loss, grads
 
-    expected = train(single_device, {name: p.detach().clone() for name, p in params.items()}, batch, args.steps, args.lr)
+    expected = train(single_device, {name: p.clone() for name, p in params.items()}, batch, args.steps, args.lr)
 
     mesh = ftp.make_mesh((1, args.tp), ("dp", "tp"), device_type="cpu")
     specs = ftp.plan(params, SPECS)
     step = ftp.shard(loss_fn, mesh, specs, batch_specs=P("dp"))
-    params = ftp.device_put({name: p.detach().clone() for name, p in params.items()}, mesh, specs)
+    params = ftp.device_put(params, mesh, specs)  # copies
     losses = train(step, params, ftp.device_put(batch, mesh, P("dp")), args.steps, args.lr)
 
     if int(os.environ.get("RANK", 0)) == 0:

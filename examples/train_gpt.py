@@ -79,7 +79,7 @@ class GPT(nn.Module):
         for name, param in self.named_parameters():
             if param.ndim == 2:
                 ends_a_branch = name.endswith(("wo.weight", "down.weight"))
-                nn.init.normal_(param, std=0.02 / math.sqrt(2 * layers) if ends_a_branch else 0.02)
+                nn.init.normal_(param, std=0.05 / math.sqrt(2 * layers) if ends_a_branch else 0.05)
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
 
@@ -130,8 +130,8 @@ def sample(logits_fn, params, prompt, *, count, context, seed, temperature=0.8):
     text = list(prompt)
     for _ in range(count):
         window = text[-context:]
-        tokens = torch.tensor([window + [0] * (context - len(window))])
-        logits = logits_fn(params, tokens)[0, len(window) - 1].cpu()  # causal: what follows the last byte has no say
+        logits = logits_fn(params, torch.tensor([window + [0] * (context - len(window))]))
+        logits = logits[0, len(window) - 1].cpu()  # attention is causal: the padding after the last byte has no say
         text.append(int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)))
     return bytes(text)
 
@@ -164,7 +164,7 @@ def parse_args(argv):
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--lr", type=float, default=1.5e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
@@ -201,7 +201,7 @@ def main(argv=None):
     params = ftp.device_put(params, mesh, specs)
     step_fn = ftp.shard(loss_fn, mesh, specs, batch_specs=P("dp"))
     eval_fn = ftp.spmd(loss_fn, mesh, (specs, P("dp")), P())
-    logits_fn = ftp.spmd(fn, mesh, (specs, P()), P())
+    forward = ftp.spmd(fn, mesh, (specs, P()), P())
 
     # AdamW moves each element by itself: the plain optimizer on local shards is the sharded optimizer, state and all.
     matrices = [p for p in params.values() if p.ndim == 2]
@@ -211,8 +211,8 @@ def main(argv=None):
 
     train_data, val_data = read_corpus(args.corpus_bytes)
     console.print(
-        f"{name}\n{count:,} parameters; {len(train_data):,} bytes to train on, {len(val_data):,} held out;"
-        f" {args.steps} steps of {args.batch} x {args.context} bytes"
+        f"{name}\n{count:,} parameters; {len(train_data):,} bytes to train on, {len(val_data):,} held out"
+        f"\n{args.steps} steps of {args.batch} x {args.context} bytes"
     )
 
     def put(data, step, seed):
@@ -246,6 +246,9 @@ def main(argv=None):
                 progress.console.print(f"step {step + 1:4d}   val {val[-1][1]:.4f}   train {losses[-1]:.4f}   {rate:,.0f} tokens/s")
             progress.update(task, advance=1, loss=losses[-1], val=val[-1][1], rate=rate)
 
+    def logits_fn(params, tokens):
+        return forward(params, ftp.device_put(tokens, mesh, P()))
+
     text = sample(logits_fn, params, b"def ", count=args.sample_bytes, context=args.context, seed=args.seed)
     text = text.decode("utf-8", errors="replace")
     if is_first:
@@ -258,7 +261,9 @@ def main(argv=None):
         console.rule("a sample")
         console.print(text, markup=False)
         console.rule()
-        console.print(f"{time.perf_counter() - started:.0f} s in all; losses.json, loss.png and sample.txt are in {args.out}", soft_wrap=True)
+        console.print(
+            f"{time.perf_counter() - started:.0f} s in all; losses.json, loss.png and sample.txt are in {args.out}", soft_wrap=True
+        )
     if not simulated:
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()

@@ -13,6 +13,7 @@ infinity forbids. The minimum over all assignments is found in three stages:
 Everything is deterministic: no clock, no hash order, ties keep the lower index. Effort is counted in table entries.
 """
 
+import os
 import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -22,8 +23,14 @@ from functools import lru_cache
 import numpy as np
 
 _WORK = 400  # times max_table: entries of all tables together that an exact elimination may form
-_ROUNDS = 12  # of sweeps, search and pruning for a component that is too wide
-_SWEEPS = 25  # of TRW-S in a round
+_ROUNDS = int(os.environ.get("ROUNDS","12"))  # of sweeps, search and pruning for a component that is too wide
+import os
+RESTRICT=eval(os.environ.get('RESTRICT','{}'))
+LIM=int(float(os.environ.get("LIM","1e8")))
+ROT=os.environ.get("ROT","f")
+DBG='DBG' in os.environ
+_TURNS=int(os.environ.get('TURNS','2'))
+_SWEEPS = int(os.environ.get('SWEEPS','100'))  # of TRW-S in a round
 _ROUNDING = 1e-9  # relative; a gap below it counts as none
 
 
@@ -160,7 +167,7 @@ class _Network:
                 fresh = [u for u in self.tables[v] if u not in seen]
                 seen.update(fresh)
                 part += fresh
-            found.append(sorted(part))
+            found.append(part)
         return found
 
     def _touch(self, v: int) -> None:
@@ -288,11 +295,12 @@ def _best_order(net: _Network, part: list[int]) -> _Order | None:
 
 
 def _order(
-    net: _Network, part: list[int], score: Callable[..., tuple[float, ...]], limit: int, fixed: dict[int, int] | None = None
+    net: _Network, part: list[int], score: Callable[..., tuple[float, ...]], limit: int, fixed: dict[int, int] | None = None, size=None
 ) -> _Order | None:
     """A greedy order by lowest score. Where a table would pass the limit: None, or with ``fixed`` a variable is fixed, those fixed least first."""
-    near = {v: set(net.tables[v]) for v in part}
-    size = {v: len(net.values[v]) for v in part}
+    size = size or {v: len(net.values[v]) for v in part}
+    part = [v for v in part if size[v] > 1]
+    near = {v: {u for u in net.tables[v] if size[u] > 1} for v in part}
     now = {v: score(near, size, v) for v in part}
     heap = [(now[v], v) for v in part]
     heapq.heapify(heap)
@@ -379,6 +387,7 @@ def _eliminate(
     return minimum, at
 
 
+SCORE={'w':_weight,'f':_fill}[os.environ.get('SCORE','f')]
 def _tighten(
     net: _Network, part: list[int], choice: dict[int, int], messages: dict[tuple[int, int], np.ndarray], rounds: int
 ) -> tuple[int, float]:
@@ -387,32 +396,52 @@ def _tighten(
     ``choice`` becomes the best assignment found. If nothing more can be dropped, that is the answer: (-1, gap).
     """
     at = {v: int(np.searchsorted(net.values[v], choice[v])) for v in part} if choice else None
+    upper = _cost(net, part, at) if at else math.inf
+    lower = -math.inf
+    limit = min(net.max_table, max(20_000, LIM // len(part)))
     sweeps = _Sweeps(net, part, messages)
     fixed = dict.fromkeys(part, 0)
-    upper, gap = math.inf, math.inf
     while rounds > 0:
         rounds -= 1
+        import time
+        T=[time.time()]
         for _ in range(_SWEEPS):
             sweeps.sweep()
-        if at is None:
-            at = _dive(net, part, sweeps)
-        upper = _search(net, part, at, fixed)
+        T.append(time.time())
+        for turn in range(_TURNS):
+            keep = {v: np.arange(len(net.values[v])) for v in part}
+            if turn in RESTRICT:
+                q = np.quantile(sweeps.slack[np.isfinite(sweeps.slack)], RESTRICT[turn])
+                for n,v in enumerate(part):
+                    m = sweeps.slack[n,:len(net.values[v])] <= q
+                    m[at[v]] = True
+                    keep[v]=np.flatnonzero(m)
+            plan = _order(net, part, SCORE, limit, fixed, {v: len(keep[v]) for v in part})
+            assert plan is not None
+            T.append(time.time())
+            if turn == 0:
+                unary, tables = sweeps.reparametrised()
+                bound, guess = _eliminate(plan.order + plan.cutset, unary, tables, limit)
+                lower = max(lower, bound, sweeps.bound)
+                T.append(time.time())
+                new=_cost(net, part, guess)
+                dive=_dive(net,part,sweeps); dc=_cost(net,part,dive)
+                if DBG: print('   guess', new, 'dive', dc)
+                if new > dc: guess = dive
+                T.append(time.time())
+                if at is None or _cost(net, part, guess) < _cost(net, part, at):
+                    at = guess
+            for v in part:
+                if len(keep[v]) == 1: plan.cutset.append(v)
+            _improve(net, plan, at, fixed, keep)
+            T.append(time.time())
+        upper = _cost(net, part, at)
+        net.largest = max(net.largest, limit)
         choice.update((v, int(net.values[v][a])) for v, a in at.items())
-        slack = _ROUNDING * (abs(upper) + abs(sweeps.bound))
-        if upper - sweeps.bound <= slack:
+        slack = _ROUNDING * (abs(upper) + abs(lower))
+        if DBG: print(len(part), rounds, upper, sweeps.bound, lower, sum(int((sweeps.floor[n, : len(net.values[v])] > upper+slack).sum()) for n, v in enumerate(part)), sum(len(net.values[v]) for v in part), [round(y-x,2) for x,y in zip(T,T[1:])])
+        if upper - lower <= slack:
             return -1, 0.0
-        import os
-        if os.environ.get("DBG"):
-            import time
-            t=time.time(); plan=_order(net, part, _fill, 100000, dict.fromkeys(part,0)); t1=time.time()
-            un, tb = sweeps.reparametrised()
-            t2=time.time()
-            lb, guess = _eliminate(plan.order+plan.cutset, un, tb, 10**5)
-            t3=time.time()
-            ub=math.fsum([net.unary[v][guess[v]] for v in part] + [t[guess[v], guess[u]] for v in part for u, t in net.tables[v].items() if v < u])
-            print('MBE',lb,ub,t1-t,t2-t1,t3-t2)
-            if ub<upper: at=guess
-            print(len(part), rounds, upper, sweeps.bound, sum(int((sweeps.floor[n, : len(net.values[v])] > upper+slack).sum()) for n, v in enumerate(part)), sum(len(net.values[v]) for v in part))
         masks = [sweeps.floor[n, : len(net.values[v])] <= upper + slack for n, v in enumerate(part)]
         if not all(mask.all() for mask in masks):
             sweeps.export(messages)
@@ -421,26 +450,30 @@ def _tighten(
                 net.keep(v, mask)
             net.reduce()
             for v, old, new in net.replaced[seen:]:
-                if choice[v] == old:
+                if choice.get(v) == old:
                     choice[v] = new
             return rounds, 0.0
-    return -1, upper - sweeps.bound
+    return -1, upper - lower
 
 
-def _search(net: _Network, part: list[int], at: dict[int, int], fixed: dict[int, int], passes: int = 4) -> float:
-    """Improves the assignment in place, and its cost: all but a cutset is optimised exactly, each pass with another cutset."""
-    for _ in range(passes):
-        plan = _order(net, part, _fill, min(net.max_table, 20_000), fixed)
-        assert plan is not None
-        net.largest = max(net.largest, plan.largest)
-        unary = {v: net.unary[v] for v in plan.order}
-        for u in plan.cutset:
-            fixed[u] += 1
-            for v, table in net.tables[u].items():
-                if v in unary:
-                    unary[v] = unary[v] + table[at[u]]
-        at.update(_eliminate(plan.order, unary, net.tables)[1])
+def _cost(net: _Network, part: list[int], at: Mapping[int, int]) -> float:
     return math.fsum([net.unary[v][at[v]] for v in part] + [t[at[v], at[u]] for v in part for u, t in net.tables[v].items() if v < u])
+
+
+def _improve(net: _Network, plan: _Order, at: dict[int, int], fixed: dict[int, int], keep) -> None:
+    """Improves the assignment in place: optimises all but the cutset."""
+    unary = {v: net.unary[v][keep[v]] for v in plan.order}
+    for u in plan.cutset:
+        fixed[u] += 1
+        for v, table in net.tables[u].items():
+            if v in unary:
+                unary[v] = unary[v] + table[at[u],keep[v]]
+    tables={v:{} for v in plan.order}
+    for v in plan.order:
+        for u,t in net.tables[v].items():
+            if u in tables and v<u:
+                tables[v][u]=t[keep[v]][:,keep[u]]; tables[u][v]=tables[v][u].T
+    at.update((v, int(keep[v][a])) for v,a in _eliminate(plan.order, unary, tables)[1].items())
 
 
 @dataclass(frozen=True)
@@ -468,7 +501,7 @@ class _Sweeps:
 
     def __init__(self, net: _Network, part: list[int], warm: Mapping[tuple[int, int], np.ndarray]):
         self.net, self.part = net, part
-        place = {v: n for n, v in enumerate(part)}
+        self.place = place = {v: n for n, v in enumerate(part)}
         width = max(len(net.values[v]) for v in part)
         self.unary = np.full((len(part), width), np.inf)
         self.slack = np.full((len(part), width), np.inf)
@@ -480,7 +513,7 @@ class _Sweeps:
             self.unary[n, : len(net.values[v])] = net.unary[v]
             for u in sorted(net.tables[v]):
                 self.edges[v, u] = len(self.edges)
-                if u > v:
+                if place[u] > n:
                     level[place[u]] = max(level[place[u]], level[n] + 1)
         self.messages = np.zeros((len(self.edges), width))
         for (v, u), row in self.edges.items():
@@ -496,7 +529,7 @@ class _Sweeps:
         for group in groups:
             edges = [(n, v, u) for n, v in enumerate(group) for u in sorted(self.net.tables[v])]
             counts = np.array([len(self.net.tables[v]) for v in group])
-            onward = [(n, v, u) for n, v, u in edges if (u - v) * sign > 0]
+            onward = [(n, v, u) for n, v, u in edges if (place[u] - place[v]) * sign > 0]
             ahead = np.bincount([n for n, _, _ in onward], minlength=len(group))
             chains = np.maximum(ahead, counts - ahead)
             shape = [max((len(self.net.values[x]) for x in xs), default=1) for xs in (group, [u for _, _, u in onward])]
@@ -547,7 +580,7 @@ class _Sweeps:
         for n, v in enumerate(part):
             ks = len(self.net.values[v])
             belief = self.net.unary[v] + sum(self.messages[self.edges[u, v], :ks] for u in self.net.tables[v])
-            down = [u for u in self.net.tables[v] if u < v]
+            down = [u for u in self.net.tables[v] if self.place[u] < self.place[v]]
             gamma = 1 / max(len(down), len(self.net.tables[v]) - len(down))
             unary[v] = belief * (1 - gamma * len(down))
             for u in down:
@@ -573,7 +606,7 @@ def _dive(net: _Network, part: list[int], sweeps: _Sweeps) -> dict[int, int]:
     weight = dict.fromkeys(part, 0)
     patience = 100 + len(part)
     while True:
-        order = sorted(part, key=lambda v: (-weight[v], v))
+        order = sorted(part, key=lambda v: -weight[v])
         domain = {v: (1 << len(net.values[v])) - 1 for v in part}
         trail: list[tuple[int, int]] = []
         decisions: list[tuple[int, int]] = []  # length of the trail before it, bit chosen

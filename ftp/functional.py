@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from ftp.constrain import constrain
 from ftp.errors import FtpError, InputError, SpecError, TraceError, join_failures
 from ftp.spec import P
-from ftp.tree import match_patterns, nearest, remember_tied
+from ftp.tree import kind_of, match_patterns, nearest, remember_tied
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,7 @@ class _Program:
 
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise InputError(f"functionalize takes an nn.Module, not {model!r}, a {type(model).__name__}. A pure function needs none of it.")
+        raise InputError(f"functionalize takes an nn.Module, not {model!r}, {kind_of(model)}. A pure function needs none of it.")
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
             raise InputError(f"module {path!r} is a ScriptModule, whose parameters cannot be replaced. Give the module before torch.jit.")
@@ -233,9 +233,7 @@ def _call_with_buffers(
 
 def _check_paths(program: _Program, where: str, given: Mapping[str, Tensor], expected: Sequence[str]) -> None:
     if not isinstance(given, Mapping):
-        raise InputError(
-            f"{program.name} takes {where} as a dict {{path: tensor}}, as functionalize returned it, not a {type(given).__name__}."
-        )
+        raise InputError(f"{program.name} takes {where} as a dict {{path: tensor}}, as functionalize returned it, not {kind_of(given)}.")
     known = frozenset(expected)
     failures = [f"{where} of {program.name} lack {path!r}." for path in expected if path not in given]
     for path, value in given.items():
@@ -245,7 +243,7 @@ def _check_paths(program: _Program, where: str, given: Mapping[str, Tensor], exp
             close = f"; the nearest are {', '.join(map(repr, nearest(path, expected)))}" if expected else ""
             failures.append(f"{where}[{path!r}] is no {'parameter' if where == 'params' else 'buffer'} of {program.name}{close}.")
         elif not isinstance(value, Tensor):
-            failures.append(f"{where}[{path!r}] is {value!r}, a {type(value).__name__}; it must be a tensor.")
+            failures.append(f"{where}[{path!r}] is {value!r}, {kind_of(value)}; it must be a tensor.")
     if failures:
         raise InputError(join_failures(failures))
 
@@ -272,6 +270,10 @@ def _run(program: _Program, names: dict[int, str], mutable: frozenset[int], args
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and unexpected[1] in kwargs:
             raise InputError(f"{program.name} does not take the keyword {unexpected[1]!r}: {error}.") from error
+        raise
+    except RuntimeError as error:
+        if "would mutate a captured Tensor" in str(error):
+            raise TraceError(_impure(program, "buffer (through a view)", "modifies a")) from error
         raise
     for key, (tensor, name) in held.items():
         if _version(tensor) != versions[key]:
@@ -368,7 +370,7 @@ def _pins(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tuple[
 def _check_constraint(pattern: str, value: object) -> str | None:
     if isinstance(value, P | Constraint):
         return None
-    return f"constraints[{pattern!r}] is {value!r}, a {type(value).__name__}; it must be a P (of the output) or an ftp.Constraint."
+    return f"constraints[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a P (of the output) or an ftp.Constraint."
 
 
 def _pin_inputs(pin: _Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -390,7 +392,7 @@ def _pin_outputs(pin: _Pin, module: nn.Module, args: tuple, out: Any) -> Any:
     if not isinstance(specs, tuple):
         return _pinned(out, specs, pin, "its output")
     if not isinstance(out, tuple | list):
-        raise InputError(f"{pin.where}: the constraint has a tuple of outputs, but it returns a {type(out).__name__}.")
+        raise InputError(f"{pin.where}: the constraint has a tuple of outputs, but it returns {kind_of(out)}.")
     if len(specs) != len(out):
         raise InputError(f"{pin.where}: the constraint has {len(specs)} outputs, but it returns {len(out)}.")
     new = [_pinned(value, spec, pin, f"output {i}") for i, (value, spec) in enumerate(zip(out, specs, strict=True))]
@@ -402,7 +404,7 @@ def _pinned(value: Any, spec: P | None, pin: _Pin, what: str) -> Any:
         return value
     if not isinstance(value, Tensor):
         several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
-        raise InputError(f"{pin.where}: {what} is a {type(value).__name__}; {spec} can pin a tensor only.{several}")
+        raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
     if len(spec) > value.ndim:
         raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
     return constrain(value, spec)

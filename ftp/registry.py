@@ -110,7 +110,14 @@ RuleMaker = Callable[[Call], "Rule | str | None"]
 RULES: dict[OpOverload, Rule | RuleMaker] = {}
 
 
-def make(text: str, *, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None, sizes: Mapping[str, int] | None = None, decompose: bool = True) -> Rule:
+def make(
+    text: str,
+    *,
+    linear: Sequence[Sequence[int]] = (),
+    local: LocalHook | None = None,
+    sizes: Mapping[str, int] | None = None,
+    decompose: bool = True,
+) -> Rule:
     """A rule from its text, for functions that depend on a call's arguments."""
     return Rule(parse(text), tuple(map(tuple, linear)), local, sizes or {}, decompose)
 
@@ -160,14 +167,18 @@ def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = (), local: Loc
 
 
 def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
+    """The groups that the call has; bools do not add up."""
     n = len(call.operands)
-    return tuple(g for g in groups if all(i < n for i in g))
+    return tuple(g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g))
 
 
 def broadcast_notation(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> Notation:
     """The factors of tensors that broadcast together from the right: one per dim, none where one of them is stretched."""
     ndim = max((len(s) for s in (*operands, *results)), default=0)
-    sizes = [max((s[len(s) - ndim + d] for s in (*operands, *results) if len(s) - ndim + d >= 0 and s[len(s) - ndim + d] != 1), default=1) for d in range(ndim)]
+    sizes = [
+        max((s[len(s) - ndim + d] for s in (*operands, *results) if len(s) - ndim + d >= 0 and s[len(s) - ndim + d] != 1), default=1)
+        for d in range(ndim)
+    ]
 
     def dims(shape: tuple[int, ...]) -> Dims:
         skip = ndim - len(shape)
@@ -180,20 +191,54 @@ def reduction(*ops: OpOverload, op: str | None = "sum", linear: Sequence[Sequenc
     """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``; ``op=None``: the reduced dims stay whole."""
 
     def maker(call: Call) -> Rule:
-        (x, *_) = call.operands
-        names = {a.name for a in call.target._schema.arguments}
-        dim = call.arg("dim") if "dim" in names else None
-        keepdim = bool(call.arg("keepdim")) if "keepdim" in names else False
-        reduced = set(range(x.ndim)) if dim is None or dim == [] else {d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)}
-        operand = tuple((f"~{d}",) for d in range(x.ndim))
-        result = tuple(() if d in reduced else f for d, f in enumerate(operand) if keepdim or d not in reduced)
-        factors = [f"~{d}" for d in sorted(reduced) if d < x.ndim]
-        whole = frozenset(factors) if op is None else frozenset()
-        pending = () if op is None else tuple((f, op) for f in factors)
-        n = len(call.results)
-        return Rule(Notation((operand,), (result,) * n, whole, (pending,) * n), tuple(map(tuple, linear)), local)
+        return reduction_rule(call, op, linear, local)
 
     _register(ops, maker)
+
+
+def reduction_rule(call: Call, op: str | None, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None) -> Rule:
+    """The rule of one call of such an op."""
+    (x, *_) = call.operands
+    names = {a.name for a in call.target._schema.arguments}
+    dim = call.arg("dim") if "dim" in names else None
+    keepdim = bool(call.arg("keepdim")) if "keepdim" in names else False
+    reduced = set(range(x.ndim)) if dim is None or dim == [] else {d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)}
+    operand = tuple((f"~{d}",) for d in range(x.ndim))
+    result = tuple(() if d in reduced else f for d, f in enumerate(operand) if keepdim or d not in reduced)
+    factors = [f"~{d}" for d in sorted(reduced) if d < x.ndim]
+    whole = frozenset(factors) if op is None else frozenset()
+    pending = () if op is None else tuple((f, op) for f in factors)
+    n = len(call.results)
+    return Rule(Notation((operand,), (result,) * n, whole, (pending,) * n), tuple(map(tuple, linear)), local)
+
+
+def acting_on(call: Call, dims: Sequence[int], linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None) -> Rule:
+    """The rule of an op on tensors of one ndim that acts along ``dims``, where they may differ in size; the other dims correspond."""
+    metas = (*call.operands, *call.results)
+    ndim = metas[0].ndim
+    at = {d % max(ndim, 1) for d in dims}
+    whole = set()
+
+    def name(t: int, d: int) -> tuple[str, ...]:
+        if d not in at:
+            return (f"~{d}",)
+        factor = f"d{d}" if len({m.shape[d] for m in metas}) == 1 else f"d{d}_{t}"
+        whole.add(factor)
+        return (factor,)
+
+    named = [tuple(name(t, d) for d in range(m.ndim)) for t, m in enumerate(metas)]
+    n = len(call.operands)
+    notation = Notation(tuple(named[:n]), tuple(named[n:]), frozenset(whole), ((),) * len(call.results))
+    return Rule(notation, tuple(map(tuple, linear)), local)
+
+
+def leading(call: Call, ndim: int, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None) -> Rule:
+    """The rule of an op whose tensors share their first ``ndim`` dims; the others are whole and each tensor's own."""
+    metas = (*call.operands, *call.results)
+    named = [tuple((f"~{d}",) if d < ndim else (f"y{t}_{d}",) for d in range(m.ndim)) for t, m in enumerate(metas)]
+    whole = frozenset(f for dims in named for (f,) in dims[ndim:])
+    n = len(call.operands)
+    return Rule(Notation(tuple(named[:n]), tuple(named[n:]), whole, ((),) * len(call.results)), tuple(map(tuple, linear)), local)
 
 
 def along_dim(*ops: "OpOverload | str", linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None, dim: str = "dim") -> None:
@@ -251,7 +296,9 @@ def bind(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tupl
     batch = _batch_names(written, shapes)
     tensors_dims = [_write_out(dims, batch) for dims in written]
     sizes = dict(rule.sizes)
-    waiting = [(dim, int(size)) for dims, shape in zip(tensors_dims, shapes, strict=True) for dim, size in _zip_dims(dims, shape, notation, name)]
+    waiting = [
+        (dim, int(size)) for dims, shape in zip(tensors_dims, shapes, strict=True) for dim, size in _zip_dims(dims, shape, notation, name)
+    ]
     while waiting:
         left = []
         for dim, size in waiting:
@@ -263,9 +310,13 @@ def bind(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tupl
                 left.append((dim, size))
                 continue
             if math.prod(sizes[f] for f in dim) != size:
-                raise RuleError(f"The rule {str(notation)!r} of {name} does not fit shapes {operands} -> {results}: dim {dim} is of size {size}.")
+                raise RuleError(
+                    f"The rule {str(notation)!r} of {name} does not fit shapes {operands} -> {results}: dim {dim} is of size {size}."
+                )
         if len(left) == len(waiting):
-            raise RuleError(f"The rule {str(notation)!r} of {name} leaves the sizes of {left[0][0]} open for shapes {operands} -> {results}.")
+            raise RuleError(
+                f"The rule {str(notation)!r} of {name} leaves the sizes of {left[0][0]} open for shapes {operands} -> {results}."
+            )
         waiting = left
     whole = frozenset(itertools.chain.from_iterable(batch if f == BATCH else (f,) for f in notation.whole))
     pending = tuple({g: op for f, op in p for g in (batch if f == BATCH else (f,))} for p in notation.pending)

@@ -168,7 +168,7 @@ def plan(params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, st
         found = _ask(patterns, leaves, answers, names, failures)
     else:
         hint = f" For one spec everywhere give {{'**': {patterns}}}." if isinstance(patterns, P) else ""
-        raise SpecError(f"plan(params, patterns) takes a dict of patterns or a function, not {patterns!r}, a {_kind(patterns)}.{hint}")
+        raise SpecError(f"plan(params, patterns) takes a dict of patterns or a function, not {patterns!r}, {kind_of(patterns)}.{hint}")
     rows: dict[str, _Row] = {}
     for leaf, name, match in zip(leaves, names, found, strict=True):
         given_by, spec = match or ("no pattern: replicated", P())
@@ -192,7 +192,7 @@ def _ask(function: Callable[[str, Any], P], leaves: list, answers: Sequence[tupl
         first, *_ = given.values()
         for path, spec in given.items():
             if not isinstance(spec, P):
-                failures.append(f"{label} gives {spec!r}, a {_kind(spec)}, for path {path!r}; it must give a P.{_as_spec(spec)}")
+                failures.append(f"{label} gives {spec!r}, {kind_of(spec)}, for path {path!r}; it must give a P.{_as_spec(spec)}")
         if all(isinstance(spec, P) for spec in given.values()) and len(set(given.values())) > 1:
             gives = " and ".join(f"{spec} for {path!r}" for path, spec in given.items())
             failures.append(f"{name} is one tied weight, and {label} gives {gives}. Give the same spec for each of its paths.")
@@ -203,13 +203,13 @@ def _ask(function: Callable[[str, Any], P], leaves: list, answers: Sequence[tupl
 def _check_value(pattern: str, spec: object) -> str | None:
     if isinstance(spec, P):
         return None
-    return f"patterns[{pattern!r}] is {spec!r}, a {_kind(spec)}; it must be a P.{_as_spec(spec)}"
+    return f"patterns[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P.{_as_spec(spec)}"
 
 
 def _unfit(leaf: Any, name: str, spec: P, given_by: str) -> str | None:
     """Why no mesh could make the spec fit."""
     if not isinstance(leaf, torch.Tensor):
-        what = f"{name} is {_short(leaf)}, a {_kind(leaf)}"
+        what = f"{name} is {_short(leaf)}, {kind_of(leaf)}"
         return f"{what}, and gets {spec} from {given_by}; only a tensor can be cut. Give P()." if spec else None
     if len(spec) > leaf.ndim:
         what = f"{name} gets {spec} of {len(spec)} entries from {given_by}"
@@ -325,19 +325,18 @@ def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list
     if specs is None and tree is None:
         return
     if specs is None or _is_leaf(specs):
-        failures.append(
-            f"the spec for {where} is {_short(specs)}, a {_kind(specs)}; it must be a P.{_as_spec(specs) or ' P() replicates.'}"
-        )
+        what = "None" if specs is None else f"{_short(specs)}, {kind_of(specs)}"
+        failures.append(f"the spec for {where} is {what}; it must be a P.{_as_spec(specs) or ' P() replicates.'}")
         return
     if tree is None or _is_leaf(tree):
-        what = "None" if tree is None else f"a leaf, a {_kind(tree)}"
+        what = "None" if tree is None else f"a leaf, {kind_of(tree)}"
         failures.append(
-            f"the specs go deeper than the tree: {where} is {what}, its spec is a {_kind(specs)}.{_as_spec(specs) or ' Give a P.'}"
+            f"the specs go deeper than the tree: {where} is {what}, its spec is {kind_of(specs)}.{_as_spec(specs) or ' Give a P.'}"
         )
         return
     if type(specs) is not type(tree) and not (type(specs) in _DICTS and type(tree) in _DICTS):
         failures.append(
-            f"{where} is a {_kind(tree)}, its specs are a {_kind(specs)}; give a {_kind(tree)} of specs, or one P for all of it."
+            f"{where} is {kind_of(tree)}, its specs are {kind_of(specs)}; give {kind_of(tree)} of specs, or one P for all of it."
         )
         return
     wanted, given = _children(tree, where), _children(specs, where)
@@ -377,13 +376,19 @@ def check_specs(specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str],
         if isinstance(leaf, torch.Tensor):
             failures += check_spec(spec, tuple(leaf.shape), axes, name)
         elif spec:
-            failures.append(f"{name} has spec {spec}, but is {_short(leaf)}, a {_kind(leaf)}; only a tensor can be cut. Give P().")
+            failures.append(f"{name} has spec {spec}, but is {_short(leaf)}, {kind_of(leaf)}; only a tensor can be cut. Give P().")
     if failures:
         raise SpecError(join_failures(failures))
 
 
-def _kind(value: object) -> str:
-    return "dict" if type(value) is Specs else type(value).__name__
+def kind_of(value: object) -> str:
+    """What a value is called in messages.
+
+    >>> kind_of(3), kind_of({})
+    ('an int', 'a dict')
+    """
+    kind = "dict" if type(value) is Specs else type(value).__name__
+    return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
 def _short(value: Any) -> str:

@@ -60,6 +60,9 @@ def trace(fn, *args):
     return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
 
 
+RUNS = {"eager": lambda fn, *args: fn(*args), "grad": lambda fn, *args: grad_and_value(lambda *a: fn(*a).sum())(*args), "trace": trace}
+
+
 def gradients(model, *args):
     out = model(*args)
     named = dict(model.named_parameters())
@@ -314,17 +317,21 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["add_", "+=", "setitem", "view", "out", "assign", "foreach"])
-@pytest.mark.parametrize("run", [lambda fn, *a: fn(*a), lambda fn, *a: grad_and_value(lambda *b: fn(*b).sum())(*a), trace])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_a_changed_buffer_is_an_error_unless_it_is_returned(how, run):
     model = Counting(how)
     before = state_of(model)
     fn, params = functionalize(model)
     with pytest.raises(TraceError) as error:
         run(fn, params, torch.ones(3))
+    does = "replaces" if how == "assign" else "modifies"
+    which = "buffer 'count'"
+    if how == "view" and run is not RUNS["eager"]:
+        does, which = "modifies a", "buffer (through a view)"
     assert str(error.value) == (
-        f"Counting {'replaces' if how in ('assign', '+=') else 'modifies'} buffer 'count' while it runs, but buffers are constants of fn."
+        f"Counting {does} {which} while it runs, but buffers are constants of fn."
         " With fn, params, buffers = functionalize(model, buffers=True) it comes back updated; in eval mode most modules leave it alone."
-    ).replace("replaces" if how == "+=" else "\0", "modifies")
+    )
     assert state_of(model) == before
     fn, params, buffers = functionalize(model, buffers=True)
     run(lambda *a: fn(*a)[0], params, buffers, torch.ones(3))
@@ -333,7 +340,7 @@ def test_a_changed_buffer_is_an_error_unless_it_is_returned(how, run):
     assert not buffers["count"].any()
 
 
-@pytest.mark.parametrize("run", [lambda fn, *a: fn(*a), lambda fn, *a: grad_and_value(lambda *b: fn(*b).sum())(*a), trace])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
 def test_batch_norm_in_train_mode_needs_buffers(run):
     model = Cnn()
     before = state_of(model)
@@ -423,7 +430,7 @@ def error_of(call, kind):
 def test_errors_of_constraints():
     block = "module 'blocks.0' (Mlp), constrained by 'blocks.0'"
     assert error_of(lambda: functionalize(Tied(), constraints={"block.*": P("dp")}), SpecError) == (
-        "pattern 'block.*' matches no path of the modules; the nearest are 'blocks.0', 'blocks', 'blocks.0.up'."
+        "pattern 'block.*' matches no path of the modules; the nearest are 'blocks.0', 'blocks.0.up', 'blocks'."
     )
     assert error_of(lambda: functionalize(Tied(), constraints={"blocks.*": P("dp"), "blocks.0": P("tp")}), SpecError) == (
         "patterns 'blocks.*' and 'blocks.0' disagree for module 'blocks.0': P('dp') and P('tp'). Give both the same value, or narrow one."
@@ -464,7 +471,7 @@ def test_errors_of_the_call():
     assert error_of(lambda: fn({"up.weight": params["up.weight"], "up.bais": x, "up.bias": 3}, x), InputError) == (
         "params of Mlp lack 'down.weight'.\n"
         "params['up.bais'] is no parameter of Mlp; the nearest are 'up.bias', 'up.weight', 'down.weight'.\n"
-        "params['up.bias'] is 3, a int; it must be a tensor."
+        "params['up.bias'] is 3, an int; it must be a tensor."
     )
     assert error_of(lambda: fn(x), InputError) == "Mlp takes params as a dict {path: tensor}, as functionalize returned it, not a Tensor."
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
@@ -479,4 +486,4 @@ def test_errors_of_the_model():
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     assert "ScriptModule" in error_of(lambda: functionalize(nn.Sequential(scripted)), InputError)
-    assert "torch.compile" in error_of(lambda: functionalize(torch.compile(nn.Linear(2, 2))), InputError)  # pyright: ignore
+    assert "torch.compile" in error_of(lambda: functionalize(torch.compile(nn.Linear(2, 2), backend="eager")), InputError)  # pyright: ignore

@@ -1,0 +1,449 @@
+"""Fused ops as primitives that have rules, for when a factor that the fused op keeps whole is cut.
+
+Written so that a cut dim costs few small collectives: reductions before anything else, sums rather than means, nothing materialised that
+the fused op does not hold. Half precision is computed in float32 and rounded at the end, as the kernels do.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+aten = torch.ops.aten
+
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
+HALF = (torch.float16, torch.bfloat16)
+NONE, MEAN = 0, 1
+
+
+def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function of the op's signature that computes it from other ops."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        DECOMPOSITIONS.update(dict.fromkeys(ops, fn))
+        return fn
+
+    return register
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.float32) if x.dtype in HALF else x
+
+
+def _count(x: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(x.shape[d] for d in dims) if x.ndim else 1
+
+
+def _dims(x: Tensor, dim: Any) -> list[int]:
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(x.ndim))
+    return [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)] if x.ndim else []
+
+
+# Softmaxes.
+
+
+@decomposition(aten._softmax.default)
+def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = _wide(x)
+    e = torch.exp(wide - torch.amax(wide, dim, True))
+    return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
+
+
+@decomposition(aten._safe_softmax.default)
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows of nothing but ``-inf`` are zero."""
+    x = x if dtype is None else x.to(dtype)
+    wide = _wide(x)
+    top = torch.amax(wide, dim, True)
+    e = torch.exp(wide - torch.where(top == -math.inf, 0.0, top))
+    total = e.sum(dim, True)
+    return (e / torch.where(total == 0, 1.0, total)).to(x.dtype)
+
+
+@decomposition(aten._log_softmax.default)
+def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
+    wide = _wide(x)
+    shifted = wide - torch.amax(wide, dim, True)
+    return (shifted - torch.log(torch.exp(shifted).sum(dim, True))).to(torch.float32 if half_to_float else x.dtype)
+
+
+@decomposition(aten._softmax_backward_data.default)
+def softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    wide_out = _wide(out)
+    product = _wide(grad) * wide_out
+    return (product - wide_out * product.sum(dim, True)).to(input_dtype)
+
+
+@decomposition(aten._log_softmax_backward_data.default)
+def log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch.dtype) -> Tensor:
+    wide = _wide(grad)
+    return (wide - torch.exp(_wide(out)) * wide.sum(dim, True)).to(input_dtype)
+
+
+# Losses. The mean divides two sums, so that uneven parts and ignored targets weigh right.
+
+
+@decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+    dim = min(1, x.ndim - 1)
+    kept = target != ignore_index
+    safe = target.masked_fill(~kept, 0)
+    loss = -torch.gather(x, dim, safe.unsqueeze(dim)).squeeze(dim)
+    if weight is not None:
+        weights = aten.index.Tensor(weight, [safe]).masked_fill(~kept, 0)
+        loss = loss * weights
+    loss = loss.masked_fill(~kept, 0)
+    if reduction == NONE and x.ndim > 1:
+        return loss, torch.zeros((), dtype=x.dtype, device=x.device)
+    total = weights.sum() if weight is not None else kept.sum(dtype=x.dtype)
+    return (loss.sum() / total if reduction == MEAN else loss.sum()), total
+
+
+@decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(
+    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor
+) -> Tensor:
+    dim = min(1, x.ndim - 1)
+    kept = target != ignore_index
+    safe = target.masked_fill(~kept, 0)
+    if reduction == MEAN:
+        grad = grad / total_weight
+    grad = -grad if weight is None else -grad * aten.index.Tensor(weight, [safe])
+    grad = grad.expand(target.shape).masked_fill(~kept, 0)
+    return torch.scatter_add(torch.zeros_like(x), dim, safe.unsqueeze(dim), grad.to(x.dtype).unsqueeze(dim))
+
+
+# Normalisations: two sums, the mean's and the centred squares'.
+
+
+def _statistics(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+    """Centred ``x``, its mean and reciprocal standard deviation over ``dims``, kept."""
+    n = _count(x, dims)
+    mean = x.sum(dims, True) / n
+    centred = x - mean
+    return centred, mean, torch.rsqrt((centred * centred).sum(dims, True) / n + eps)
+
+
+def _normalised_backward(dy: Tensor, normal: Tensor, rstd: Tensor, dims: Sequence[int]) -> Tensor:
+    n = _count(dy, dims)
+    return (dy - dy.sum(dims, True) / n - normal * ((dy * normal).sum(dims, True) / n)) * rstd
+
+
+def _statistics_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> torch.dtype:
+    if x.device.type != "cpu" and x.dtype in HALF:
+        return torch.float32
+    parameter = weight if weight is not None else bias
+    return x.dtype if parameter is None else parameter.dtype
+
+
+@decomposition(aten.native_layer_norm.default)
+def layer_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    dims = list(range(x.ndim - len(normalized_shape), x.ndim))
+    centred, mean, rstd = _statistics(_wide(x), dims, eps)
+    y = centred * rstd
+    y = y if weight is None else y * weight
+    y = y if bias is None else y + bias
+    kept = _statistics_dtype(x, weight, bias)
+    return y.to(x.dtype), mean.to(kept), rstd.to(kept)
+
+
+@decomposition(aten.native_layer_norm_backward.default)
+def layer_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    batch, dims = list(range(x.ndim - len(normalized_shape))), list(range(x.ndim - len(normalized_shape), x.ndim))
+    wide, rstd = _wide(dy), _wide(rstd)
+    normal = (_wide(x) - mean) * rstd
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        dx = _normalised_backward(wide if weight is None else wide * weight, normal, rstd, dims).to(x.dtype)
+    if output_mask[1]:
+        assert weight is not None
+        dweight = _sum(wide * normal, batch).to(weight.dtype)
+    if output_mask[2]:
+        assert bias is not None
+        dbias = _sum(wide, batch).to(bias.dtype)
+    return dx, dweight, dbias
+
+
+def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
+    return x.sum(dims) if dims else x
+
+
+@decomposition(aten._fused_rms_norm.default)
+def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+    dims = list(range(x.ndim - len(normalized_shape), x.ndim))
+    wide = _wide(x)
+    rstd = torch.rsqrt((wide * wide).sum(dims, True) / _count(x, dims) + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    y = wide * rstd
+    return (y if weight is None else y * weight).to(x.dtype), rstd
+
+
+@decomposition(aten._fused_rms_norm_backward.default)
+def rms_norm_backward(
+    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], rstd: Tensor, weight: Tensor | None, output_mask: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None]:
+    batch, dims = list(range(x.ndim - len(normalized_shape))), list(range(x.ndim - len(normalized_shape), x.ndim))
+    wide = _wide(dy)
+    normal = _wide(x) * rstd
+    dx = dweight = None
+    if output_mask[0]:
+        grad = wide if weight is None else wide * weight
+        dx = ((grad - normal * ((grad * normal).sum(dims, True) / _count(x, dims))) * rstd).to(x.dtype)
+    if output_mask[1]:
+        assert weight is not None
+        dweight = _sum(wide * normal, batch).to(weight.dtype)
+    return dx, dweight
+
+
+@decomposition(aten.native_group_norm.default)
+def group_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    space = x.shape[2:]
+    grouped = _wide(x).reshape(n, group, c // group, *space)
+    dims = list(range(2, grouped.ndim))
+    centred, mean, rstd = _statistics(grouped, dims, eps)
+    y = (centred * rstd).reshape(x.shape)
+    affine = (c, *(1,) * len(space))
+    y = y if weight is None else y * weight.reshape(affine)
+    y = y if bias is None else y + bias.reshape(affine)
+    kept = _statistics_dtype(x, weight, bias) if x.device.type == "cpu" else x.dtype
+    return y.to(x.dtype), mean.reshape(n, group).to(kept), rstd.reshape(n, group).to(kept)
+
+
+@decomposition(aten.native_group_norm_backward.default)
+def group_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    mean: Tensor,
+    rstd: Tensor,
+    weight: Tensor | None,
+    n: int,
+    c: int,
+    hxw: int,
+    group: int,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    space = x.shape[2:]
+    shape, ones = (n, group, c // group, *space), (1,) * (len(space) + 1)
+    dims = list(range(2, len(shape)))
+    wide, rstd = _wide(dy).reshape(shape), _wide(rstd).reshape(n, group, *ones)
+    normal = (_wide(x).reshape(shape) - mean.reshape(n, group, *ones)) * rstd
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        scaled = wide if weight is None else wide * weight.reshape(group, c // group, *(1,) * len(space))
+        dx = _normalised_backward(scaled, normal, rstd, dims).reshape(x.shape).to(x.dtype)
+    over = [0, *range(3, len(shape))]
+    if output_mask[1]:
+        dweight = (wide * normal).sum(over).reshape(c).to(x.dtype if weight is None else weight.dtype)
+    if output_mask[2]:
+        dbias = wide.sum(over).reshape(c).to(x.dtype if weight is None else weight.dtype)
+    return dx, dweight, dbias
+
+
+# Reductions.
+
+
+@decomposition(aten.mean.default)
+def mean_all(x: Tensor, *, dtype: torch.dtype | None = None) -> Tensor:
+    return mean(x, None, False, dtype=dtype)
+
+
+@decomposition(aten.mean.dim)
+def mean(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = _dims(x, dim)
+    x = x if dtype is None else x.to(dtype)
+    return (_wide(x).sum(dims, keepdim) / _count(x, dims)).to(x.dtype)
+
+
+def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+    dims = _dims(x, dim)
+    n = _count(x, dims)
+    mean = x.sum(dims, True) / n
+    centred = x - mean
+    rest = max(0.0, n - (1 if correction is None else correction))
+    var = (centred * centred).sum(dims, keepdim) / rest
+    return var, mean if keepdim else mean.reshape(var.shape)
+
+
+@decomposition(aten.var.correction)
+def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return _variance(_wide(x), dim, correction, keepdim)[0].to(x.dtype)
+
+
+@decomposition(aten.var_mean.correction)
+def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    var, mean = _variance(_wide(x), dim, correction, keepdim)
+    return var.to(x.dtype), mean.to(x.dtype)
+
+
+@decomposition(aten.std.correction)
+def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+    return torch.sqrt(_variance(_wide(x), dim, correction, keepdim)[0]).to(x.dtype)
+
+
+@decomposition(aten.std_mean.correction)
+def std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    var, mean = _variance(_wide(x), dim, correction, keepdim)
+    return torch.sqrt(var).to(x.dtype), mean.to(x.dtype)
+
+
+@decomposition(aten.var.dim)
+def var_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return var(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+@decomposition(aten.var.default)
+def var_all(x: Tensor, unbiased: bool = True) -> Tensor:
+    return var(x, None, correction=int(unbiased))
+
+
+@decomposition(aten.std.dim)
+def std_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> Tensor:
+    return std(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+@decomposition(aten.std.default)
+def std_all(x: Tensor, unbiased: bool = True) -> Tensor:
+    return std(x, None, correction=int(unbiased))
+
+
+@decomposition(aten.var_mean.dim)
+def var_mean_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return var_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
+
+
+@decomposition(aten.var_mean.default)
+def var_mean_all(x: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
+    return var_mean(x, None, correction=int(unbiased))
+
+
+@decomposition(aten.logsumexp.default)
+def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
+    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    dims = _dims(x, dim)
+    wide = _wide(x)
+    top = torch.amax(wide, dims, True)
+    top = torch.where(torch.abs(top) == math.inf, 0.0, top)
+    total = torch.log(torch.exp(wide - top).sum(dims, keepdim))
+    return (total + (top if keepdim else top.reshape(total.shape))).to(x.dtype)
+
+
+@decomposition(aten.linalg_vector_norm.default)
+def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+    dims = _dims(x, dim)
+    x = x if dtype is None else x.to(dtype)
+    size = _wide(torch.abs(x))
+    if ord == math.inf:
+        norm = torch.amax(size, dims, keepdim)
+    elif ord == -math.inf:
+        norm = torch.amin(size, dims, keepdim)
+    elif ord == 0:
+        norm = (size != 0).sum(dims, keepdim).to(size.dtype)
+    elif ord == 1:
+        norm = size.sum(dims, keepdim)
+    elif ord == 2:
+        norm = torch.sqrt((size * size).sum(dims, keepdim))
+    else:
+        norm = torch.pow(torch.pow(size, ord).sum(dims, keepdim), 1.0 / ord)
+    return norm.to(size.dtype if x.is_complex() else x.dtype)
+
+
+@decomposition(aten.norm.Scalar)
+def norm_all(x: Tensor, p: float = 2) -> Tensor:
+    return vector_norm(x, p)
+
+
+@decomposition(aten.norm.ScalarOpt_dim)
+def norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
+    return vector_norm(x, 2 if p is None else p, dim, keepdim)
+
+
+@decomposition(aten.any.default, aten.any.dim, aten.any.dims)
+def any_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    """As a maximum of bytes, which every backend reduces."""
+    return torch.amax((x != 0).to(torch.uint8), _dims(x, dim), keepdim).to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+
+
+@decomposition(aten.all.default, aten.all.dim, aten.all.dims)
+def all_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
+    return torch.amin((x != 0).to(torch.uint8), _dims(x, dim), keepdim).to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+
+
+def _first_of(x: Tensor, value: Tensor, dim: int, keepdim: bool) -> Tensor:
+    """Where ``value`` (kept dim) first stands along ``dim``; NaN counts as equal to NaN."""
+    here = (x == value) | ((x != x) & (value != value))
+    shape = [1] * x.ndim
+    shape[dim] = n = x.shape[dim]
+    at = torch.arange(n, device=x.device).reshape(shape)
+    return torch.amin(torch.where(here, at, n), [dim], keepdim)
+
+
+@decomposition(aten.argmax.default)
+def argmax(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _arg(x, dim, keepdim, torch.amax)
+
+
+@decomposition(aten.argmin.default)
+def argmin(x: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+    return _arg(x, dim, keepdim, torch.amin)
+
+
+def _arg(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Tensor]) -> Tensor:
+    if x.ndim == 0:
+        return torch.zeros((), dtype=torch.int64, device=x.device)
+    if dim is None:
+        flat = x.reshape(-1)
+        return _first_of(flat, extremum(flat, [0], True), 0, False).reshape([1] * x.ndim if keepdim else [])
+    dim = dim % x.ndim
+    return _first_of(x, extremum(x, [dim], True), dim, keepdim)
+
+
+@decomposition(aten.max.dim)
+def max_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _extremum(x, dim, keepdim, torch.amax)
+
+
+@decomposition(aten.min.dim)
+def min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return _extremum(x, dim, keepdim, torch.amin)
+
+
+def _extremum(x: Tensor, dim: int, keepdim: bool, extremum: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+    if x.ndim == 0:
+        return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
+    dim = dim % x.ndim
+    value = extremum(x, [dim], True)
+    return (value if keepdim else value.squeeze(dim)), _first_of(x, value, dim, keepdim)
+
+
+@decomposition(aten.aminmax.default)
+def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    dims = _dims(x, dim)
+    return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
+
+
+# Products with something added.
+
+
+@decomposition(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
+def added_product(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.bmm(a, b) if a.ndim == 3 else torch.mm(a, b) if b.ndim == 2 else torch.mv(a, b)
+    product = product if alpha == 1 else product * alpha
+    if beta == 0:
+        return product
+    return product + (x if beta == 1 else x * beta)

@@ -1,0 +1,187 @@
+"""Softmaxes and normalisations: fused while what they reduce is whole, primitives where it is cut."""
+
+import math
+from typing import Any
+
+import torch
+
+from ftp.localize import LocalOp
+from ftp.notation import Dims, Notation
+from ftp.registry import Call, LocalHook, Rule, along_dim, rule
+from ftp.rules.local import contiguous, unless_empty, zeros
+
+aten = torch.ops.aten
+
+along_dim(aten._softmax.default, "... [d] -> ... [d]")
+along_dim(aten._log_softmax.default, "... [d] -> ... [d]")
+along_dim(aten._safe_softmax.default, "... [d] -> ... [d]")
+along_dim(aten._softmax_backward_data.default, "... [d], ... [d] -> ... [d]", linear=[(0,)])
+along_dim(aten._log_softmax_backward_data.default, "... [d], ... [d] -> ... [d]", linear=[(0,)])
+
+
+@rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
+def layer_norm(call: Call) -> Rule:
+    """``... [d], [d], [d] -> ... [d], ... 1, ... 1``, d the normalised dims; the statistics of rms norm are one tensor."""
+    x, (_, *statistics) = call.operands[0], call.results
+    inner = len(call.arg("normalized_shape"))
+    batch, norm = _batch_and_norm(x.ndim, inner)
+    stats = (*batch, *((),) * inner)
+    operands = ((*batch, *norm), *(norm,) * (len(call.operands) - 1))
+    results = ((*batch, *norm), *(stats[: m.ndim] for m in statistics))
+    return Rule(Notation(operands, results, _names(norm), ((),) * len(results)), (), unless_empty(call, inputs=False))
+
+
+@rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
+def layer_norm_backward(call: Call) -> Rule:
+    """The gradients of weight and bias are sums over the batch."""
+    dy, x, *rest = call.operands
+    inner = len(call.arg("normalized_shape"))
+    batch, norm = _batch_and_norm(x.ndim, inner)
+    stats = (*batch, *((),) * inner)
+    statistics = 2 if call.target is aten.native_layer_norm_backward.default else 1
+    operands = ((*batch, *norm),) * 2 + tuple(stats[: m.ndim] for m in rest[:statistics]) + (norm,) * (len(rest) - statistics)
+    wanted = call.arg("output_mask")
+    results = tuple(((*batch, *norm) if i == 0 else norm) if want else () for i, want in enumerate(wanted))
+    summed = tuple((f, "sum") for dim in batch for f in dim)
+    pending = tuple(summed if want and i else () for i, want in enumerate(wanted))
+    return Rule(Notation(operands, results, _names(norm), pending), ((0,),), unless_empty(call, contiguous(0, 1), inputs=False))
+
+
+def _batch_and_norm(ndim: int, inner: int) -> tuple[Dims, Dims]:
+    return tuple((f"~{i}",) for i in range(ndim - inner)), tuple((f"d{i}",) for i in range(inner))
+
+
+@rule(aten.native_group_norm.default)
+def group_norm(call: Call) -> Rule:
+    """``n (g [c]) [y]``: groups are independent."""
+    x, affine = call.operands[0], (("g", "c"),)
+    space = _space(x.ndim - 2)
+    operands = ((("n",), ("g", "c"), *space), *(affine,) * (len(call.operands) - 1))
+    results = (operands[0], (("n",), ("g",)), (("n",), ("g",)))
+    group = call.arg("group")
+    sizes = {"g": group, "c": x.shape[1] // group}
+
+    def local(op: LocalOp):
+        x, weight, bias, *_ = op.args
+        n, c, *yx = op.operand_shape(0)
+        return op.emit(op.target, op.emit(aten.contiguous.default, x), weight, bias, n, c, math.prod(yx), op.sizes["g"], op.args[-1])
+
+    return Rule(Notation(operands, results, frozenset({"c"}) | _names(space), ((),) * 3), (), unless_empty(call, local), sizes)
+
+
+@rule(aten.native_group_norm_backward.default)
+def group_norm_backward(call: Call) -> Rule:
+    x = call.operands[1]
+    space = _space(x.ndim - 2)
+    full, stats, affine = (("n",), ("g", "c"), *space), (("n",), ("g",)), (("g", "c"),)
+    operands = (full, full, stats, stats, *(affine,) * (len(call.operands) - 4))
+    wanted = call.arg("output_mask")
+    results = tuple(dims if want else () for dims, want in zip((full, affine, affine), wanted, strict=True))
+    pending = tuple((("n", "sum"),) if want and i else () for i, want in enumerate(wanted))
+    group = call.arg("group")
+    sizes = {"g": group, "c": x.shape[1] // group}
+
+    def local(op: LocalOp):
+        dy, x, mean, rstd, weight = op.args[:5]
+        n, c, *yx = op.operand_shape(1)
+        if 0 in (n, c, *yx):
+            return tuple(zeros(op, call, i) for i in range(3))
+        dy, x = (op.emit(aten.contiguous.default, t) for t in (dy, x))
+        return op.emit(op.target, dy, x, mean, rstd, weight, n, c, math.prod(yx), op.sizes["g"], op.args[9])
+
+    return Rule(Notation(operands, results, frozenset({"c"}) | _names(space), pending), ((0,),), local, sizes)
+
+
+def _space(ndim: int) -> Dims:
+    return tuple((f"y{i}",) for i in range(ndim))
+
+
+def _names(dims: Dims) -> frozenset[str]:
+    return frozenset(f for dim in dims for f in dim)
+
+
+@rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss(call: Call) -> Rule:
+    """Whole but for losses that are not reduced; cut by its decomposition, which sums loss and weight apart."""
+    reduced = call.arg("reduction") != 0
+    x, target = _class_dims(call)
+    weight = (("c",),) * (len(call.operands) - 2)
+    names = _names(target)
+    return Rule(
+        Notation((x, target, *weight), (() if reduced else target, ()), frozenset("c") | (names if reduced else frozenset()), ((), ()))
+    )
+
+
+@rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(call: Call) -> Rule:
+    reduced = call.arg("reduction") != 0
+    x, target = _class_dims(call, 1)
+    weight = (("c",),) * (len(call.operands) - 4)
+    return Rule(
+        Notation((() if reduced else target, x, target, *weight, ()), (x,), frozenset("c"), ((),)),
+        ((0,),),
+        unless_empty(call, inputs=False),
+    )
+
+
+def _class_dims(call: Call, at: int = 0) -> tuple[Dims, Dims]:
+    x = call.operands[at]
+    batch = tuple((f"~{i}",) for i in range(x.ndim - 1))
+    return ((*batch[:1], ("c",), *batch[1:]) if x.ndim > 1 else (("c",),)), batch
+
+
+@rule(
+    aten.native_batch_norm.default,
+    aten._native_batch_norm_legit.no_stats,
+    aten._native_batch_norm_legit_functional.default,
+    aten._native_batch_norm_legit_no_training.default,
+)
+def batch_norm(call: Call) -> Rule:
+    """Channels are independent; with given statistics so are the others."""
+    training = call.target is not aten._native_batch_norm_legit_no_training.default and bool(call.arg("training"))
+    x = call.operands[0]
+    full, channel = _channels(x.ndim)
+    results = (
+        full,
+        *(
+            channel if m.ndim and m.shape == x.shape[1:2] else tuple((f"e{i}_{d}",) for d in range(m.ndim))
+            for i, m in enumerate(call.results[1:])
+        ),
+    )
+    empty = frozenset(f for dims in results[1:] for (f,) in dims if f != "c")
+    whole = empty | (_names(full) - {"c"} if training else frozenset())
+
+    def local(op: LocalOp) -> Any:
+        made = unless_empty(call, contiguous(0))(op)
+        if len(results) == 5 and isinstance(made, tuple):  # statistics that were given come back as they are
+            return (*made[:3], *(op.emit(aten.clone.default, s) for s in op.args[3:5]))
+        return made
+
+    return Rule(Notation((full, *(channel,) * (len(call.operands) - 1)), results, whole, ((),) * len(results)), (), local)
+
+
+@rule(aten.native_batch_norm_backward.default)
+def batch_norm_backward(call: Call) -> Rule:
+    training = bool(call.arg("train"))
+    x = call.operands[1]
+    full, channel = _channels(x.ndim)
+    rest = tuple(channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:])
+    wanted = call.arg("output_mask")
+    results = tuple(dims if want else () for dims, want in zip((full, channel, channel), wanted, strict=True))
+    batch = [f for dim in full for f in dim if f != "c"]
+    pending = tuple(tuple((f, "sum") for f in batch) if want and i else () for i, want in enumerate(wanted))
+    whole = (frozenset(batch) if training else frozenset()) | ({"e"} if (("e",),) in rest else frozenset())
+    return Rule(Notation((full, full, *rest), results, whole, pending), ((0,),), _by_channel(call))
+
+
+def _by_channel(call: Call) -> LocalHook:
+    def local(op: LocalOp) -> Any:
+        if op.is_cut() and 0 in op.operand_shape(1):
+            return tuple(zeros(op, call, i) for i in range(3))
+        return contiguous(0, 1)(op)
+
+    return local
+
+
+def _channels(ndim: int) -> tuple[Dims, Dims]:
+    return (("n",), ("c",), *_space(ndim - 2)), (("c",),)

@@ -1,0 +1,190 @@
+"""Elementwise ops, grouped by what they are linear in."""
+
+import math
+
+import torch
+from torch import fx
+from torch._ops import OpOverload
+
+from ftp.localize import LocalOp
+from ftp.notation import Notation
+from ftp.registry import Call, Rule, broadcast_notation, pointwise, rule
+
+aten = torch.ops.aten
+
+
+def overloads(names: str, *kinds: str) -> list[OpOverload]:
+    """The overloads that exist of the named aten ops: ``kinds`` or ``default``; those of Python numbers left out."""
+    packets = [getattr(aten, name) for name in names.split()]
+    found = [getattr(packet, kind) for packet in packets for kind in kinds or ("default",) if kind in packet.overloads()]
+    return [op for op in found if any(str(a.type) == "Tensor" for a in op._schema.arguments)]
+
+
+# f(x): nothing passes through.
+pointwise(*overloads(
+    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac"
+    " gelu hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit"
+    " mish mvlgamma nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus"
+    " special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr"
+    " special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri"
+    " special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt square tan tanh threshold trunc"
+))  # fmt: skip
+pointwise(
+    aten.frexp.Tensor,
+    aten.round.decimals,
+    aten.clamp.default,
+    aten.clamp.Tensor,
+    aten.clamp_min.default,
+    aten.clamp_max.default,
+    aten.clamp_min.Tensor,
+    aten.clamp_max.Tensor,
+)
+pointwise(
+    *overloads(
+        "eq ge gt le lt ne bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift",
+        "Tensor",
+        "Scalar",
+        "Tensor_Scalar",
+        "Scalar_Tensor",
+    )
+)
+pointwise(*overloads(
+    "atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp logaddexp2 logical_and logical_or logical_xor maximum minimum nextafter"
+    " remainder special_xlog1py special_zeta special_hermite_polynomial_h special_chebyshev_polynomial_t xlogy", "default", "Tensor", "Scalar", "Scalar_Tensor",
+    "Tensor_Scalar", "self_scalar", "other_scalar"
+))  # fmt: skip
+pointwise(*overloads("pow", "Tensor_Tensor", "Tensor_Scalar", "Scalar"))
+pointwise(aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode)
+pointwise(aten.empty_like.default, aten.full_like.default, aten.ones_like.default)
+pointwise(aten.native_dropout_backward.default, linear=[(0,)])
+
+# f(x + y) = f(x) + f(y).
+pointwise(
+    *overloads(
+        "alias clone detach lift_fresh_copy neg positive conj_physical _conj _neg_view real imag zeros_like _conj_physical lift detach_copy alias_copy"
+    ),
+    linear=[(0,)],
+)
+pointwise(aten.mul.Scalar, aten.div.Scalar, linear=[(0,)])
+
+# Bilinear, or linear in the numerator.
+pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
+pointwise(aten.div.Tensor, linear=[(0,)])
+pointwise(aten.complex.default, linear=[(0, 1)])
+
+# Linear in several operands together.
+pointwise(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, linear=[(0, 1)])
+pointwise(aten.where.self, linear=[(1, 2)])
+pointwise(aten.lerp.Scalar, linear=[(0, 1)])
+pointwise(aten.lerp.Tensor, linear=[(0, 1)])
+pointwise(aten.addcmul.default, linear=[(0, 1), (0, 2)])
+pointwise(aten.addcdiv.default, linear=[(0, 1)])
+pointwise(aten.masked_fill.Tensor, linear=[(0, 2)])
+pointwise(aten.copy.default, linear=[(1,)])
+pointwise(aten.fill.Tensor, linear=[(1,)])
+pointwise(aten.fill.Scalar)
+
+# Backward of f(x): linear in the gradient alone.
+pointwise(*overloads(
+    "elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward"
+    " mish_backward sigmoid_backward silu_backward softplus_backward softshrink_backward hardshrink_backward tanh_backward threshold_backward", "default"
+), linear=[(0,)])  # fmt: skip
+pointwise(*overloads("hardshrink softshrink"))
+
+
+@rule(aten.masked_fill.Scalar, aten.where.ScalarOther)
+def filled(call: Call) -> Rule:
+    """Zero put in the place of values passes partial sums on, any other number would be added on each rank."""
+    value = call.args[2]
+    kept = 1 if call.target is aten.where.ScalarOther else 0
+    return Rule(_broadcast(call), ((kept,),) if value == 0 else ())
+
+
+@rule(aten.where.ScalarSelf)
+def filled_elsewhere(call: Call) -> Rule:
+    return Rule(_broadcast(call), ((1,),) if call.args[1] == 0 else ())
+
+
+@rule(aten._prelu_kernel.default)
+def prelu(call: Call) -> Rule:
+    return Rule(_broadcast(call))
+
+
+@rule(aten._prelu_kernel_backward.default)
+def prelu_backward(call: Call) -> Rule:
+    """The weight comes in the shape of x's dims, its gradient in x's shape."""
+    return Rule(_broadcast(call), ((0,),))
+
+
+@rule(aten.isin.Tensor_Tensor)
+def isin(call: Call) -> Rule:
+    x, among = (tuple((f"{letter}{d}",) for d in range(m.ndim)) for letter, m in zip("xy", call.operands, strict=True))
+    return Rule(Notation((x, among), (x,), frozenset(f for dim in among for f in dim), ((),)))
+
+
+@rule(
+    aten.binary_cross_entropy.default, aten.huber_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default
+)  # fmt: skip
+def loss(call: Call) -> Rule:
+    """A mean divides the sum by the size of the whole."""
+    reduction = call.arg("reduction")
+    if reduction == 0:
+        return Rule(_broadcast(call))
+    terms = broadcast_notation([m.shape for m in call.operands], [])
+    shape = torch.broadcast_shapes(*(m.shape for m in call.operands))
+    count = math.prod(shape)
+
+    def local(op: LocalOp) -> fx.Node:
+        if not op.is_cut() or reduction == 2:
+            return op.default()
+        return op.emit(aten.div.Scalar, _with_reduction(op, 2), count)
+
+    summed = tuple((f, "sum") for f in dict.fromkeys(f for dims in terms.operands for dim in dims for f in dim))
+    return Rule(Notation(terms.operands, ((),), frozenset(), (summed,)), (), local)
+
+
+@rule(
+    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
+    aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
+)  # fmt: skip
+def loss_backward(call: Call) -> Rule:
+    count = math.prod(call.results[0].shape)
+
+    def local(op: LocalOp) -> fx.Node:
+        if not op.is_cut() or call.arg("reduction") != 1:
+            return op.default()
+        return _with_reduction(op, 2, op.emit(aten.div.Scalar, op.args[0], count))
+
+    return Rule(_broadcast(call), ((0,),), local)
+
+
+def _with_reduction(op: LocalOp, reduction: int, *args: fx.Node) -> fx.Node:
+    names = [a.name for a in op.target._schema.arguments]
+    at = names.index("reduction")
+    given = [*args, *op.args[len(args) :]]
+    if at < len(given):
+        given[at] = reduction
+        return op.emit(op.target, *given, **op.kwargs)
+    return op.emit(op.target, *given, **{**op.kwargs, "reduction": reduction})
+
+
+@rule(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+def to_copy(call: Call) -> Rule:
+    """A sum of floats rounds as its parts do; of ints it may not."""
+    old, new = call.operands[0].dtype, call.results[0].dtype
+    both = all(d.is_floating_point or d.is_complex for d in (old, new))
+    return Rule(_broadcast(call), ((0,),) if both else ())
+
+
+@rule(aten.log_sigmoid_forward.default)
+def log_sigmoid(call: Call) -> Rule:
+    """The second result is a buffer, empty on some devices."""
+    (x,) = _broadcast(call, results=1).operands
+    same = call.results[1].shape == call.operands[0].shape
+    buffer = x if same else tuple((f"b{d}",) for d in range(call.results[1].ndim))
+    whole = frozenset() if same else frozenset(f for dim in buffer for f in dim)
+    return Rule(Notation((x,), (x, buffer), whole, ((), ())))
+
+
+def _broadcast(call: Call, results: int | None = None) -> Notation:
+    return broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results[:results]])

@@ -1,0 +1,54 @@
+"""Where in the user's code something happens: the innermost line that is neither torch's nor ours."""
+
+import functools
+import linecache
+import os
+import sys
+import sysconfig
+from types import CodeType, FrameType, TracebackType
+
+import optree
+import torch
+
+_OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, optree, sys.modules[__package__]) if m.__file__)
+_STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
+_SITE = sysconfig.get_paths()["purelib"] + os.sep
+
+
+def user_line(frame: FrameType | None = None, stop: FrameType | None = None) -> str:
+    """``"file.py:12  code text"`` of the innermost user's frame from ``frame`` (the caller's) up to, not including, ``stop``; "" if none."""
+    frame = frame or sys._getframe(1)
+    while frame is not None and frame is not stop:
+        if is_users(frame.f_code):
+            return describe_line(frame.f_code.co_filename, frame.f_lineno)
+        frame = frame.f_back
+    return ""
+
+
+def raised_line(error: BaseException) -> str:
+    """The innermost user's line that ``error`` passed through."""
+    line = ""
+    traceback: TracebackType | None = error.__traceback__
+    while traceback is not None:
+        if is_users(traceback.tb_frame.f_code):
+            line = describe_line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
+        traceback = traceback.tb_next
+    return line
+
+
+@functools.cache
+def is_users(code: CodeType) -> bool:
+    name = code.co_filename
+    if name.startswith(_OURS) or (name.startswith("<") and not name.startswith(("<doctest", "<ipython", "<stdin", "<string"))):
+        return False
+    return name.startswith(_SITE) or not name.startswith(_STDLIB)
+
+
+@functools.lru_cache(maxsize=65536)
+def describe_line(file: str, number: int) -> str:
+    """A line of a file as messages show it; the path relative to where Python finds it, so that it is the same on every machine."""
+    text = linecache.getline(file, number).strip()
+    roots = [os.path.abspath(p) + os.sep for p in (*sys.path, os.getcwd())]
+    root = max((r for r in roots if os.path.abspath(file).startswith(r)), key=len, default="")
+    name = os.path.abspath(file)[len(root) :] if root else file
+    return f"{name}:{number}  {text}".strip()
