@@ -74,7 +74,7 @@ class Sweeps:
         return {(v, u): self._messages[row, : self._tables[v][u].shape[1]] for (v, u), row in self._row.items()}
 
     def shares(self) -> tuple[dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """The same network with costs moved into the tables as the last pass, downwards, left them: every term's minimum is part of the bound."""
+        """The same network with costs moved into the tables as the last pass, a downward one, left them: their minima add up to its bound."""
         unary: dict[int, np.ndarray] = {}
         tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.order}
         messages = self.messages()
@@ -119,7 +119,7 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Variables visited together: rows of the messages they receive (from ``starts`` on, per variable) and, per message sent, what it takes."""
+    """Variables visited together: the rows of messages they receive, each variable's from ``starts`` on, and what each message sent takes."""
 
     nodes: np.ndarray
     received: np.ndarray
@@ -137,9 +137,7 @@ def feasible(unary: Unary, tables: Tables, order: Sequence[int], messages: Messa
     Depth-first with arcs kept consistent; first the value that is cheapest by the choices made so far and the messages of variables still
     open. It restarts with the variables that lost all values in front and twice the patience, so it ends.
     """
-    masks = {
-        (v, u): [sum(1 << int(b) for b in np.flatnonzero(row)) for row in tables[v][u] < np.inf] for v in order for u in tables[v]
-    }
+    masks = {(v, u): [sum(1 << int(b) for b in np.flatnonzero(row)) for row in tables[v][u] < np.inf] for v in order for u in tables[v]}
     failures_at = dict.fromkeys(order, 0)
     patience = 100 + len(order)
     while True:

@@ -53,7 +53,7 @@ class _Constrain(torch.autograd.Function):
         return _Constrain.apply(tangent, ctx.spec)  # type: ignore[return-value]
 
 
-def _run_forward(interpreter: Any, function: type[torch.autograd.Function], generate_vmap_rule: bool, *operands: Any) -> Any:
+def _run_forward(interpreter: Any, function: type[torch.autograd.Function], *operands: Any) -> Any:
     return function.forward(*operands)
 
 

@@ -120,7 +120,7 @@ def nll_loss_backward(
 # Normalisations: two sums, the mean's and the centred squares'.
 
 
-def _statistics(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
+def _statistics(x: Tensor, dims: list[int], eps: float) -> tuple[Tensor, Tensor, Tensor]:
     """Centred ``x``, its mean and reciprocal standard deviation over ``dims``, kept."""
     n = _count(x, dims)
     mean = x.sum(dims, True) / n
@@ -128,7 +128,7 @@ def _statistics(x: Tensor, dims: Sequence[int], eps: float) -> tuple[Tensor, Ten
     return centred, mean, torch.rsqrt((centred * centred).sum(dims, True) / n + eps)
 
 
-def _normalised_backward(dy: Tensor, normal: Tensor, rstd: Tensor, dims: Sequence[int]) -> Tensor:
+def _normalised_backward(dy: Tensor, normal: Tensor, rstd: Tensor, dims: list[int]) -> Tensor:
     n = _count(dy, dims)
     return (dy - dy.sum(dims, True) / n - normal * ((dy * normal).sum(dims, True) / n)) * rstd
 
@@ -179,7 +179,7 @@ def layer_norm_backward(
     return dx, dweight, dbias
 
 
-def _sum(x: Tensor, dims: Sequence[int]) -> Tensor:
+def _sum(x: Tensor, dims: list[int]) -> Tensor:
     return x.sum(dims) if dims else x
 
 

@@ -22,6 +22,7 @@ GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered
 PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties reduce early
 MOVE_OF_VIEW = 1e-10  # ties move what is not a view of it
 REPLICATED_PRODUCT = 1e4  # times its time, for a product on batch data that could be cut
+PAD_LATENCIES = 3  # the price of a shard as a term of a pending sum, beside a gather's: padding must not stand in for a gather
 VIOLATION = 1e3  # seconds for each rule of conduct broken, where no plan keeps them all
 
 
@@ -216,7 +217,7 @@ class _Network:
                 return 0.0
             return self._collective(value, home, GATHERED, nbytes) if home.kind == "S" else math.inf
         if first is PARTIAL:
-            return 0.0 if home.kind in "RS" or home == PARTIAL else math.inf
+            return 0.0 if home == PARTIAL else math.inf
         if home.kind == "R":
             return 0.0 if len(entry) == 1 else math.inf  # a lone cut is as free, and users reach the other through R
         return sum(self._collective(value, home, cut, nbytes) for cut in entry if cut != home)
@@ -245,7 +246,7 @@ class _Network:
         if need.kind == "S":
             return 0.0 if need in entry or entry[0].kind == "R" else math.inf
         if need.kind == "P":
-            return 0.0 if need == PARTIAL else math.inf
+            return self._join_price(node, strategy, slot, entry[0])
         if entry[0] is R:
             return 0.0
         if entry[0] is not GATHERED:
@@ -253,6 +254,18 @@ class _Network:
         # Rule D: a gathered copy does not feed an op left replicated that could be cut.
         idle = node.kind == "op" and strategy.cut is None and strategy.pending is None and any(s.cut for s in self.options[node])
         return self.violation if idle else 0.0
+
+    def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
+        """What it takes to be a term of a pending sum. Alone, a value that is none would become one only to be gathered by its reduction."""
+        if have == PARTIAL:
+            return 0.0
+        if strategy.pending is None or len(strategy.pending) == 1:
+            return math.inf
+        if have.kind == "R":
+            return 0.0
+        value = node.operands[slot]
+        nbytes = math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+        return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds("all_gather", nbytes, self.problem.n, self.problem.hardware.link)
 
     def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:
         for layout in self.required.get(value, ()):

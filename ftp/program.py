@@ -35,7 +35,8 @@ class Program:
         tensor_leaves: which leaves of the arguments are inputs of the graph, in order.
         in_specs, out_specs: a spec per input and per output.
         constants: closure tensors, inputs after the arguments' tensors.
-        out_leaves: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
+        out_leaves, is_static: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
+        leaf_specs: per leaf of the arguments, static ones too.
     """
 
     mesh: Mesh
@@ -46,6 +47,7 @@ class Program:
     out_tree: optree.PyTreeSpec
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
+    leaf_specs: tuple[PartitionSpec, ...]
     compile: bool = False
 
     @cached_property

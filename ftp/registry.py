@@ -253,7 +253,7 @@ def along_dim(*ops: "OpOverload | str", linear: Sequence[Sequence[int]] = (), lo
         def place(dims: Dims) -> Dims:
             inside = [f for f in dims if f != (BATCH,)]
             batch = [(f"~{i}",) for i in range(ndim - 1)]
-            return tuple((*batch[:at], *inside, *batch[at:])) if (BATCH,) in dims else dims
+            return (*batch[:at], *inside, *batch[at:]) if (BATCH,) in dims else dims
 
         if ndim == 0:
             return Rule(Notation(((),) * len(notation.operands), ((),) * len(notation.results), frozenset(), notation.pending))

@@ -55,6 +55,8 @@ def _arguments(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ..
 
 
 def _run(node: fx.Node, arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], groups: Mapping[str, Sequence[Group]], nodes: Sequence[fx.Node]) -> list[Any]:
+    if node.target is c10d.wait_tensor.default:
+        return [args[0] for args, _ in arguments]
     collective = COLLECTIVES.get(node.target)
     if collective is None:
         return [own.target(*args, **kwargs) for own, (args, kwargs) in zip(nodes, arguments, strict=True)]  # type: ignore[operator]
@@ -101,5 +103,4 @@ COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
     c10d.all_to_all_single.default: _all_to_all,
-    c10d.wait_tensor.default: lambda tensors: tensors,
 }

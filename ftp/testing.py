@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.errors import RuleError
@@ -191,7 +192,8 @@ def _prove(case: _Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
         rest = [a for a in (*case.args, *case.kwargs.items()) if not isinstance(a, Tensor)]
         raise RuleError(
-            f"The rule {str(rule)!r} of {case.op} does not hold for operands of shapes {shapes or 'none'} (other arguments {rest}), {how or 'nothing cut'}:\n"
+            f"The rule {str(rule)!r} of {case.op} does not hold for operands of shapes {shapes or 'none'} (other arguments {rest}),"
+            f" {how or 'nothing cut'}:\n"
             f"  {type(error).__name__}: {error}"
         ) from error
 
@@ -218,7 +220,7 @@ def _run(
     made = localize(op)
     for node in graph.nodes:
         if node.op == "call_function":
-            a, k = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
+            a, k = map_arg((node.args, node.kwargs), env.__getitem__)
             env[node] = (case.kernel if node.target is case.op else node.target)(*a, **k)
             if str(node.target).startswith(UNDEFINED):
                 env[node].zero_()

@@ -51,11 +51,44 @@ def s(*args: Any, **kwargs: Any) -> Sample:
 
 # Arguments that are no tensors, by name, for ops without samples of their own.
 BY_NAME: dict[str, Any] = {
-    "alpha": 2, "approximate": "none", "beta": 2.0, "bit_width": 3, "dim": 1, "dims": [1], "eps": 0.2, "exponent": 3, "input_scale": 1.5, "is_result": False,
-    "keepdim": True, "lambd": 0.5, "max": 0.6, "min": 0.3, "max_val": 0.5, "min_val": 0.2, "n": 2, "negative_slope": 0.1, "other": 2, "p": 1, "scale": 1.25,
-    "self": 3, "self_is_result": False, "threshold": 0.4, "value": 2, "weight": 0.3, "diagonal": 1, "rounding_mode": "floor", "dtype": torch.float32, "fill_value": 2.5, "boundaries": None,
-    "decimals": 1, "upper": 1, "lower": 0, "nan": 0.0, "posinf": 1.0, "neginf": 0.0,
-}  # fmt: skip
+    "alpha": 2,
+    "approximate": "none",
+    "beta": 2.0,
+    "bit_width": 3,
+    "dim": 1,
+    "dims": [1],
+    "eps": 0.2,
+    "exponent": 3,
+    "input_scale": 1.5,
+    "is_result": False,
+    "keepdim": True,
+    "lambd": 0.5,
+    "max": 0.6,
+    "min": 0.3,
+    "max_val": 0.5,
+    "min_val": 0.2,
+    "n": 2,
+    "negative_slope": 0.1,
+    "other": 2,
+    "p": 1,
+    "scale": 1.25,
+    "self": 3,
+    "self_is_result": False,
+    "threshold": 0.4,
+    "value": 2,
+    "weight": 0.3,
+    "diagonal": 1,
+    "rounding_mode": "floor",
+    "dtype": torch.float32,
+    "fill_value": 2.5,
+    "boundaries": None,
+    "decimals": 1,
+    "upper": 1,
+    "lower": 0,
+    "nan": 0.0,
+    "posinf": 1.0,
+    "neginf": 0.0,
+}
 INTEGRAL = ("bitwise", "gcd", "lcm")
 
 
@@ -263,9 +296,16 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "bmm.default": lambda: [s(normal(3, 4, 5), normal(3, 5, 2))],
     "mv.default": lambda: [s(normal(4, 5), normal(5))],
     **_alike("dot.default", "vdot.default", samples=lambda: [s(normal(5), normal(5))]),
-    "addmm.default": lambda: [s(normal(3), normal(4, 5), normal(5, 3)), s(normal(4, 3), normal(4, 5), normal(5, 3), beta=2, alpha=3), s(normal(4, 1), normal(4, 5), normal(5, 3))],
+    "addmm.default": lambda: [
+        s(normal(3), normal(4, 5), normal(5, 3)),
+        s(normal(4, 3), normal(4, 5), normal(5, 3), beta=2, alpha=3),
+        s(normal(4, 1), normal(4, 5), normal(5, 3)),
+    ],
     "addmv.default": lambda: [s(normal(4), normal(4, 5), normal(5))],
-    "baddbmm.default": lambda: [s(normal(4, 3), normal(2, 4, 5), normal(2, 5, 3), beta=2), s(normal(2, 1, 3), normal(2, 4, 5), normal(2, 5, 3))],
+    "baddbmm.default": lambda: [
+        s(normal(4, 3), normal(2, 4, 5), normal(2, 5, 3), beta=2),
+        s(normal(2, 1, 3), normal(2, 4, 5), normal(2, 5, 3)),
+    ],
     "_grouped_mm.default": lambda: [
         s(normal(6, 8, dtype=torch.float32), normal(2, 8, 16, dtype=torch.float32), torch.tensor([2, 6], dtype=torch.int32)),
         s(normal(2, 6, 8, dtype=torch.float32), normal(2, 8, 16, dtype=torch.float32)),
@@ -280,7 +320,11 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "where.ScalarSelf": lambda: [s(bools(4, 3), 0, x(4, 3)), s(bools(4, 3), 2.0, x(3))],
     "masked_fill.Scalar": lambda: [s(x(4, 3), bools(4, 3), 0), s(x(4, 3), bools(3), 2.0)],
     "masked_fill.Tensor": lambda: [s(x(4, 3), bools(4, 3), x())],
-    "_to_copy.default": lambda: [({0: (x(4, 3),)}[0], {"dtype": torch.float64}), s(ints(4, 3), dtype=torch.float64), s(x(3, low=0, high=9), dtype=torch.int64)],
+    "_to_copy.default": lambda: [
+        ({0: (x(4, 3),)}[0], {"dtype": torch.float64}),
+        s(ints(4, 3), dtype=torch.float64),
+        s(x(3, low=0, high=9), dtype=torch.int64),
+    ],
     "convert_element_type.default": lambda: [s(x(4, 3), torch.float64), s(ints(4), torch.float64)],
     "log_sigmoid_forward.default": lambda: [s(normal(4, 3))],
     "clamp.Tensor": lambda: [s(x(4, 3), x(4, 3), x(3)), s(x(4, 3), None, x(3))],
@@ -289,7 +333,15 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "copy.default": lambda: [s(x(4, 3), x(4, 3)), s(x(4, 3), x(3))],
     "fill.Tensor": lambda: [s(x(4, 3), x())],
     "complex.default": lambda: [s(x(4, 3), x(4, 3))],
-    **_alike("real.default", "imag.default", "_conj.default", "view_as_real.default", "view_as_real_copy.default", "_neg_view.default", samples=lambda: [s(normal(4, 3, dtype=torch.complex128))]),
+    **_alike(
+        "real.default",
+        "imag.default",
+        "_conj.default",
+        "view_as_real.default",
+        "view_as_real_copy.default",
+        "_neg_view.default",
+        samples=lambda: [s(normal(4, 3, dtype=torch.complex128))],
+    ),
     **_alike("view_as_complex.default", "view_as_complex_copy.default", samples=lambda: [s(normal(4, 3, 2))]),
     "polygamma.default": lambda: [s(1, x(4, 3))],
     "mvlgamma.default": lambda: [s(x(4, 3, low=2, high=3), 2)],
@@ -301,36 +353,113 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "add.Tensor": lambda: [*generic(aten.add.Tensor), s(x(4, 3), x(4, 3), alpha=3), s(ints(4, 3), ints(3)), s(bools(4), bools(4))],
     "mul.Tensor": lambda: [*generic(aten.mul.Tensor), s(ints(4, 3), ints(3)), s(normal(3, dtype=torch.complex128), normal(3))],
     # reductions
-    **_alike("sum.default", "count_nonzero.default", "nansum.default", "mean.default", "prod.default", "std.default", "var.default", "var_mean.default",
-             "all.default", "any.default", "max.default", "min.default", "median.default", "nanmedian.default", "norm.Scalar", samples=lambda: [s(normal(4, 3)), s(normal(5)), s(normal())]),
-    **_alike("sum.dim_IntList", "mean.dim", "amax.default", "amin.default", "logsumexp.default", samples=lambda: [s(normal(4, 3, 2), [0, 2]), s(normal(4, 3), [-1], True), s(normal(5), [0])]),
+    **_alike(
+        "sum.default",
+        "count_nonzero.default",
+        "nansum.default",
+        "mean.default",
+        "prod.default",
+        "std.default",
+        "var.default",
+        "var_mean.default",
+        "all.default",
+        "any.default",
+        "max.default",
+        "min.default",
+        "median.default",
+        "nanmedian.default",
+        "norm.Scalar",
+        samples=lambda: [s(normal(4, 3)), s(normal(5)), s(normal())],
+    ),
+    **_alike(
+        "sum.dim_IntList",
+        "mean.dim",
+        "amax.default",
+        "amin.default",
+        "logsumexp.default",
+        samples=lambda: [s(normal(4, 3, 2), [0, 2]), s(normal(4, 3), [-1], True), s(normal(5), [0])],
+    ),
     **_alike("count_nonzero.dim_IntList", samples=lambda: [s(ints(4, 3, 2, high=2), [0, 2])]),
     **_alike("all.dims", "any.dims", samples=lambda: [s(bools(4, 3, 2), [0, 2]), s(bools(4, 3), None, True)]),
     **_alike("all.dim", "any.dim", samples=lambda: [s(bools(4, 3, 2), 1), s(bools(4, 3), 0, True)]),
-    **_alike("prod.dim_int", "max.dim", "min.dim", "argmax.default", "argmin.default", "median.dim", "nanmedian.dim", "mode.default", samples=lambda: [s(normal(4, 3, 2), 1), s(normal(4, 3), 0, True), s(normal(5), 0)]),
+    **_alike(
+        "prod.dim_int",
+        "max.dim",
+        "min.dim",
+        "argmax.default",
+        "argmin.default",
+        "median.dim",
+        "nanmedian.dim",
+        "mode.default",
+        samples=lambda: [s(normal(4, 3, 2), 1), s(normal(4, 3), 0, True), s(normal(5), 0)],
+    ),
     "kthvalue.default": lambda: [s(normal(4, 3, 2), 2, 1)],
     "aminmax.default": lambda: [s(normal(4, 3), dim=1), s(normal(4, 3))],
-    **_alike("var.correction", "std.correction", "var_mean.correction", "std_mean.correction", samples=lambda: [s(normal(4, 3, 2), [1], correction=1, keepdim=True), s(normal(4, 3), None, correction=0)]),
+    **_alike(
+        "var.correction",
+        "std.correction",
+        "var_mean.correction",
+        "std_mean.correction",
+        samples=lambda: [s(normal(4, 3, 2), [1], correction=1, keepdim=True), s(normal(4, 3), None, correction=0)],
+    ),
     **_alike("var.dim", "std.dim", "var_mean.dim", samples=lambda: [s(normal(4, 3, 2), [1], True, True), s(normal(4, 3), [0], False)]),
-    "linalg_vector_norm.default": lambda: [s(normal(4, 3), p, d, k) for p, d, k in ((2, None, False), (1, [1], True), (float("inf"), [0], False), (3, [0, 1], False))],
+    "linalg_vector_norm.default": lambda: [
+        s(normal(4, 3), p, d, k) for p, d, k in ((2, None, False), (1, [1], True), (float("inf"), [0], False), (3, [0, 1], False))
+    ],
     "norm.ScalarOpt_dim": lambda: [s(normal(4, 3), 2, [1], True)],
     # views
-    **_alike("view.default", "_unsafe_view.default", "reshape.default", "_reshape_copy.default", "view_copy.default", samples=lambda: [s(normal(*a), b) for a, b in VIEWS]),
+    **_alike(
+        "view.default",
+        "_unsafe_view.default",
+        "reshape.default",
+        "_reshape_copy.default",
+        "view_copy.default",
+        samples=lambda: [s(normal(*a), b) for a, b in VIEWS],
+    ),
     "_reshape_alias.default": lambda: [s(normal(4, 6), [24], [1])],
     **_alike("t.default", "t_copy.default", samples=lambda: [s(normal(4, 3)), s(normal(3)), s(normal())]),
     **_alike("adjoint.default", "mT.default", samples=lambda: [s(normal(2, 4, 3))]),
     **_alike("transpose.int", "transpose_copy.int", samples=lambda: [s(normal(2, 4, 3), 0, -1), s(normal(), 0, 0)]),
     **_alike("permute.default", "permute_copy.default", samples=lambda: [s(normal(2, 4, 3), [2, 0, -2])]),
-    **_alike("expand.default", "expand_copy.default", samples=lambda: [s(normal(4, 1), [2, -1, 3]), s(normal(), [3]), s(normal(4, 3), [4, 3])]),
+    **_alike(
+        "expand.default", "expand_copy.default", samples=lambda: [s(normal(4, 1), [2, -1, 3]), s(normal(), [3]), s(normal(4, 3), [4, 3])]
+    ),
     **_alike("unsqueeze.default", "unsqueeze_copy.default", samples=lambda: [s(normal(4, 3), 1), s(normal(4, 3), -1), s(normal(), 0)]),
     **_alike("squeeze.default", "squeeze_copy.default", samples=lambda: [s(normal(4, 1, 2)), s(normal())]),
     **_alike("squeeze.dim", "squeeze_copy.dim", samples=lambda: [s(normal(4, 1, 2), 1), s(normal(2, 1), 0)]),
     **_alike("squeeze.dims", "squeeze_copy.dims", samples=lambda: [s(normal(4, 1, 2), [0, 1])]),
-    **_alike("slice.Tensor", "slice_copy.Tensor", samples=lambda: [s(normal(6, 4), 0, a, b, step) for a, b, step in ((0, 9223372036854775807, 1), (0, 3, 1), (2, 4, 1), (-3, 9, 1), (1, 4, 1), (0, 6, 2), (4, 2, 1))] + [s(normal(4, 6), 1, 3, 6)]),
-    "slice_backward.default": lambda: [s(normal(n, 4), [6, 4], 0, a, b, step) for n, a, b, step in ((6, 0, 9223372036854775807, 1), (3, 0, 3, 1), (2, 2, 4, 1), (3, 1, 4, 1), (3, 0, 6, 2))],
-    **_alike("split.Tensor", "split_copy.Tensor", samples=lambda: [s(normal(6, 4), 3), s(normal(6, 4), 4), s(normal(2, 6), 2, 1), s(normal(4, 3), 4)]),
-    **_alike("split_with_sizes.default", "split_with_sizes_copy.default", samples=lambda: [s(normal(6, 4), [3, 3]), s(normal(6, 4), [1, 5]), s(normal(2, 6), [2, 2, 2], 1)]),
-    "cat.default": lambda: [s([normal(4, 3), normal(4, 3)]), s([normal(4, 3), normal(4, 2)], 1), s([normal(4, 3), normal(4, 3)], -1), s([normal(0), normal(4, 3)], 1), s([normal(4, 3)], 0)],
+    **_alike(
+        "slice.Tensor",
+        "slice_copy.Tensor",
+        samples=lambda: (
+            [
+                s(normal(6, 4), 0, a, b, step)
+                for a, b, step in ((0, 9223372036854775807, 1), (0, 3, 1), (2, 4, 1), (-3, 9, 1), (1, 4, 1), (0, 6, 2), (4, 2, 1))
+            ]
+            + [s(normal(4, 6), 1, 3, 6)]
+        ),
+    ),
+    "slice_backward.default": lambda: [
+        s(normal(n, 4), [6, 4], 0, a, b, step)
+        for n, a, b, step in ((6, 0, 9223372036854775807, 1), (3, 0, 3, 1), (2, 2, 4, 1), (3, 1, 4, 1), (3, 0, 6, 2))
+    ],
+    **_alike(
+        "split.Tensor",
+        "split_copy.Tensor",
+        samples=lambda: [s(normal(6, 4), 3), s(normal(6, 4), 4), s(normal(2, 6), 2, 1), s(normal(4, 3), 4)],
+    ),
+    **_alike(
+        "split_with_sizes.default",
+        "split_with_sizes_copy.default",
+        samples=lambda: [s(normal(6, 4), [3, 3]), s(normal(6, 4), [1, 5]), s(normal(2, 6), [2, 2, 2], 1)],
+    ),
+    "cat.default": lambda: [
+        s([normal(4, 3), normal(4, 3)]),
+        s([normal(4, 3), normal(4, 2)], 1),
+        s([normal(4, 3), normal(4, 3)], -1),
+        s([normal(0), normal(4, 3)], 1),
+        s([normal(4, 3)], 0),
+    ],
     "stack.default": lambda: [s([normal(4, 3), normal(4, 3)]), s([normal(4, 3), normal(4, 3)], -1)],
     **_alike("unbind.int", "unbind_copy.int", samples=lambda: [s(normal(4, 3)), s(normal(4, 3), 1)]),
     **_alike("select.int", "select_copy.int", samples=lambda: [s(normal(4, 3), 0, 2), s(normal(4, 6), 1, -1), s(normal(5), 0, 0)]),
@@ -353,28 +482,73 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "_prelu_kernel.default": lambda: [s(normal(4, 5, 3), normal(1, 5, 1))],
     "_prelu_kernel_backward.default": lambda: [s(normal(4, 5, 3), normal(4, 5, 3), normal(1, 5, 1))],
     "isin.Tensor_Tensor": lambda: [s(ints(4, 5), ints(3))],
-    **_alike("mse_loss.default", "huber_loss.default", "smooth_l1_loss.default", "soft_margin_loss.default", samples=lambda: [s(normal(4, 5), normal(4, 5), r) for r in (0, 1, 2)]),
+    **_alike(
+        "mse_loss.default",
+        "huber_loss.default",
+        "smooth_l1_loss.default",
+        "soft_margin_loss.default",
+        samples=lambda: [s(normal(4, 5), normal(4, 5), r) for r in (0, 1, 2)],
+    ),
     "binary_cross_entropy.default": lambda: [s(x(4, 5), x(4, 5), w, r) for r in (0, 1, 2) for w in (None, x(5))],
-    **_alike("mse_loss_backward.default", "soft_margin_loss_backward.default", samples=lambda: [s(x(*g), normal(4, 5), normal(4, 5), r) for r, g in ((0, (4, 5)), (1, ()), (2, ()))]),
-    **_alike("huber_loss_backward.default", "smooth_l1_loss_backward.default", samples=lambda: [s(x(*g), normal(4, 5), normal(4, 5), r, 1.0) for r, g in ((0, (4, 5)), (1, ()), (2, ()))]),
-    "binary_cross_entropy_backward.default": lambda: [s(x(*g), x(4, 5), x(4, 5), w, r) for r, g in ((0, (4, 5)), (1, ()), (2, ())) for w in (None, x(4, 5))],
+    **_alike(
+        "mse_loss_backward.default",
+        "soft_margin_loss_backward.default",
+        samples=lambda: [s(x(*g), normal(4, 5), normal(4, 5), r) for r, g in ((0, (4, 5)), (1, ()), (2, ()))],
+    ),
+    **_alike(
+        "huber_loss_backward.default",
+        "smooth_l1_loss_backward.default",
+        samples=lambda: [s(x(*g), normal(4, 5), normal(4, 5), r, 1.0) for r, g in ((0, (4, 5)), (1, ()), (2, ()))],
+    ),
+    "binary_cross_entropy_backward.default": lambda: [
+        s(x(*g), x(4, 5), x(4, 5), w, r) for r, g in ((0, (4, 5)), (1, ()), (2, ())) for w in (None, x(4, 5))
+    ],
     # scans
-    **_alike("cumsum.default", "cumprod.default", "logcumsumexp.default", "cummax.default", "cummin.default", samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5, 2), -1), s(normal(5), 0)]),
+    **_alike(
+        "cumsum.default",
+        "cumprod.default",
+        "logcumsumexp.default",
+        "cummax.default",
+        "cummin.default",
+        samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5, 2), -1), s(normal(5), 0)],
+    ),
     **_alike("sort.default", "argsort.default", samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5), -1, True)]),
     **_alike("sort.stable", "argsort.stable", samples=lambda: [s(normal(4, 5), stable=True, dim=0)]),
     "topk.default": lambda: [s(normal(4, 5), 2), s(normal(4, 5), 3, 0, False)],
     # index
     "embedding.default": lambda: [s(normal(7, 3), ints(2, 3, high=7)), s(normal(6, 3), ints(4, high=6), 1), s(normal(2, 3), ints(high=2))],
-    "embedding_dense_backward.default": lambda: [s(normal(2, 3, 4), ints(2, 3, high=7), 7, pad, freq) for pad, freq in ((-1, False), (2, False), (2, True), (-1, True))] + [s(normal(6, 2), torch.arange(6), 6, 0, False)],
-    "gather.default": lambda: [s(normal(4, 6, 3), 1, ints(4, 5, 3, high=6)), s(normal(4, 6, 3), -1, ints(4, 2, 3, high=3)), s(normal(6), 0, ints(4, high=6)), s(normal(), 0, ints(high=1))],
-    "scatter_add.default": lambda: [s(normal(4, 6, 3), 1, ints(4, 5, 3, high=6), normal(4, 5, 3)), s(normal(4, 6), 0, ints(3, 6, high=4), normal(3, 6)), s(normal(4, 6), 1, ints(4, 3, high=6), normal(4, 5))],
-    "scatter.src": lambda: [s(normal(4, 6, 3), 1, torch.stack([torch.randperm(6)[:5]] * 4)[:, :, None].repeat(1, 1, 3), normal(4, 5, 3)), s(normal(6), 0, torch.randperm(6)[:4], normal(4))],
+    "embedding_dense_backward.default": lambda: (
+        [s(normal(2, 3, 4), ints(2, 3, high=7), 7, pad, freq) for pad, freq in ((-1, False), (2, False), (2, True), (-1, True))]
+        + [s(normal(6, 2), torch.arange(6), 6, 0, False)]
+    ),
+    "gather.default": lambda: [
+        s(normal(4, 6, 3), 1, ints(4, 5, 3, high=6)),
+        s(normal(4, 6, 3), -1, ints(4, 2, 3, high=3)),
+        s(normal(6), 0, ints(4, high=6)),
+        s(normal(), 0, ints(high=1)),
+    ],
+    "scatter_add.default": lambda: [
+        s(normal(4, 6, 3), 1, ints(4, 5, 3, high=6), normal(4, 5, 3)),
+        s(normal(4, 6), 0, ints(3, 6, high=4), normal(3, 6)),
+        s(normal(4, 6), 1, ints(4, 3, high=6), normal(4, 5)),
+    ],
+    "scatter.src": lambda: [
+        s(normal(4, 6, 3), 1, torch.stack([torch.randperm(6)[:5]] * 4)[:, :, None].repeat(1, 1, 3), normal(4, 5, 3)),
+        s(normal(6), 0, torch.randperm(6)[:4], normal(4)),
+    ],
     "scatter.value": lambda: [s(normal(4, 6, 3), 1, ints(4, 5, 3, high=6), v) for v in (0, 2.5)],
     "scatter.reduce": lambda: [s(normal(4, 6), 1, ints(4, 3, high=6), normal(4, 3), reduce="add")],
     "scatter.value_reduce": lambda: [s(normal(4, 6), 1, ints(4, 3, high=6), 2.0, reduce="add")],
     "scatter_reduce.two": lambda: [s(normal(4, 6), 1, ints(4, 3, high=6), normal(4, 3), "amax")],
-    "index_select.default": lambda: [s(normal(4, 6, 3), 1, ints(5, high=6)), s(normal(5), 0, ints(3, high=5)), s(normal(4, 6), 0, ints(high=4))],
-    "index_add.default": lambda: [s(normal(4, 6, 3), 1, ints(5, high=6), normal(4, 5, 3)), s(normal(5), 0, ints(3, high=5), normal(3), alpha=2)],
+    "index_select.default": lambda: [
+        s(normal(4, 6, 3), 1, ints(5, high=6)),
+        s(normal(5), 0, ints(3, high=5)),
+        s(normal(4, 6), 0, ints(high=4)),
+    ],
+    "index_add.default": lambda: [
+        s(normal(4, 6, 3), 1, ints(5, high=6), normal(4, 5, 3)),
+        s(normal(5), 0, ints(3, high=5), normal(3), alpha=2),
+    ],
     "index_copy.default": lambda: [s(normal(4, 6), 1, torch.randperm(6)[:3], normal(4, 3))],
     "index_fill.int_Scalar": lambda: [s(normal(4, 6), 1, ints(3, high=6), 2.0)],
     "index_reduce.default": lambda: [s(normal(4, 6), 1, ints(3, high=6), normal(4, 3), "prod")],
@@ -391,28 +565,70 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **_alike("_softmax.default", "_log_softmax.default", samples=_softmax_like),
     "_safe_softmax.default": lambda: [s(normal(4, 5, 2), 1), s(torch.full((3, 4), float("-inf"), dtype=torch.float64), -1)],
     **_alike("_softmax_backward_data.default", "_log_softmax_backward_data.default", samples=_softmax_backward),
-    "native_layer_norm.default": lambda: [s(normal(4, 3, 5), [5], normal(5), normal(5), 1e-5), s(normal(4, 3, 5), [3, 5], normal(3, 5), None, 1e-5), s(normal(4, 5), [5], None, None, 1e-5)],
+    "native_layer_norm.default": lambda: [
+        s(normal(4, 3, 5), [5], normal(5), normal(5), 1e-5),
+        s(normal(4, 3, 5), [3, 5], normal(3, 5), None, 1e-5),
+        s(normal(4, 5), [5], None, None, 1e-5),
+    ],
     "native_layer_norm_backward.default": _layer_norm_backward,
     "_fused_rms_norm.default": lambda: [s(normal(4, 3, 5), [5], normal(5), 1e-5), s(normal(4, 3, 5), [3, 5], None, None)],
     "_fused_rms_norm_backward.default": _rms_norm_backward,
-    "native_group_norm.default": lambda: [s(normal(3, 6, 2, 2), normal(6), normal(6), 3, 6, 4, 3, 1e-5), s(normal(2, 4, 5), None, None, 2, 4, 5, 2, 1e-5)],
+    "native_group_norm.default": lambda: [
+        s(normal(3, 6, 2, 2), normal(6), normal(6), 3, 6, 4, 3, 1e-5),
+        s(normal(2, 4, 5), None, None, 2, 4, 5, 2, 1e-5),
+    ],
     "native_group_norm_backward.default": _group_norm_backward,
     "nll_loss_forward.default": lambda: _nll(False, False),
     "nll_loss_backward.default": lambda: _nll(True, False),
     "nll_loss2d_forward.default": lambda: _nll(False, True),
     "nll_loss2d_backward.default": lambda: _nll(True, True),
-    **_alike("native_batch_norm.default", "_native_batch_norm_legit_functional.default", samples=lambda: [s(normal(4, 3, 2, 2), normal(3), normal(3), normal(3), x(3), t, 0.1, 1e-5) for t in (True, False)]),
+    **_alike(
+        "native_batch_norm.default",
+        "_native_batch_norm_legit_functional.default",
+        samples=lambda: [s(normal(4, 3, 2, 2), normal(3), normal(3), normal(3), x(3), t, 0.1, 1e-5) for t in (True, False)],
+    ),
     "_native_batch_norm_legit.no_stats": lambda: [s(normal(4, 3, 2), normal(3), None, True, 0.1, 1e-5)],
     "_native_batch_norm_legit_no_training.default": lambda: [s(normal(4, 3, 2), normal(3), normal(3), normal(3), x(3), 0.1, 1e-5)],
     "native_batch_norm_backward.default": lambda: [
-        s(normal(4, 3, 2, 2), normal(4, 3, 2, 2), normal(3), normal(3), x(3), normal(3) if t else normal(0), x(3) if t else normal(0), t, 1e-5, [True, True, True]) for t in (True, False)
+        s(
+            normal(4, 3, 2, 2),
+            normal(4, 3, 2, 2),
+            normal(3),
+            normal(3),
+            x(3),
+            normal(3) if t else normal(0),
+            x(3) if t else normal(0),
+            t,
+            1e-5,
+            [True, True, True],
+        )
+        for t in (True, False)
     ],
     # matrices
-    **_alike("_linalg_det.default", "_linalg_slogdet.default", "linalg_inv_ex.default", "linalg_lu.default", "linalg_lu_factor_ex.default", "linalg_qr.default", "_linalg_svd.default", samples=lambda: [s(normal(4, 3, 3)), s(normal(3, 3))]),
-    "linalg_eig.default": lambda: [s(torch.eye(3, dtype=torch.float64) * torch.arange(1.0, 4.0, dtype=torch.float64) + 0.1 * normal(4, 3, 3))],
-    **_alike("_linalg_eigh.default", "cholesky.default", "linalg_cholesky_ex.default", samples=lambda: [s((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3)))]),
+    **_alike(
+        "_linalg_det.default",
+        "_linalg_slogdet.default",
+        "linalg_inv_ex.default",
+        "linalg_lu.default",
+        "linalg_lu_factor_ex.default",
+        "linalg_qr.default",
+        "_linalg_svd.default",
+        samples=lambda: [s(normal(4, 3, 3)), s(normal(3, 3))],
+    ),
+    "linalg_eig.default": lambda: [
+        s(torch.eye(3, dtype=torch.float64) * torch.arange(1.0, 4.0, dtype=torch.float64) + 0.1 * normal(4, 3, 3))
+    ],
+    **_alike(
+        "_linalg_eigh.default",
+        "cholesky.default",
+        "linalg_cholesky_ex.default",
+        samples=lambda: [s((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3)))],
+    ),
     "linalg_householder_product.default": lambda: [s(normal(4, 3, 3), normal(4, 3))],
-    "linalg_solve_triangular.default": lambda: [s(normal(4, 3, 3).triu() + torch.eye(3), normal(4, 3, 2), upper=True), s(normal(3, 3).triu() + torch.eye(3), normal(4, 3, 2), upper=True)],
+    "linalg_solve_triangular.default": lambda: [
+        s(normal(4, 3, 3).triu() + torch.eye(3), normal(4, 3, 2), upper=True),
+        s(normal(3, 3).triu() + torch.eye(3), normal(4, 3, 2), upper=True),
+    ],
     "triangular_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).triu() + torch.eye(3))],
     "cholesky_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).tril() + torch.eye(3))],
     "_linalg_solve_ex.default": lambda: [s(normal(4, 3, 3), normal(4, 3, 2)), s(normal(4, 3, 3), normal(4, 3))],
@@ -427,11 +643,18 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda: _attention(False),
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: _attention(True),
     # factories
-    **_alike("zeros.default", "ones.default", "empty.memory_format", samples=lambda: [s([4, 3], dtype=torch.float64), s([], dtype=torch.float64)]),
+    **_alike(
+        "zeros.default", "ones.default", "empty.memory_format", samples=lambda: [s([4, 3], dtype=torch.float64), s([], dtype=torch.float64)]
+    ),
     "full.default": lambda: [s([4, 3], 2.5, dtype=torch.float64)],
     "empty_strided.default": lambda: [s([4, 3], [1, 4], dtype=torch.float64)],
     "empty_permuted.default": lambda: [s([4, 3], [1, 0], dtype=torch.float64)],
-    **_alike("new_zeros.default", "new_ones.default", "new_empty.default", samples=lambda: [s(normal(4, 2), [4, 3]), s(normal(4, 2), [4, 2]), s(normal(2), [])]),
+    **_alike(
+        "new_zeros.default",
+        "new_ones.default",
+        "new_empty.default",
+        samples=lambda: [s(normal(4, 2), [4, 3]), s(normal(4, 2), [4, 2]), s(normal(2), [])],
+    ),
     "new_full.default": lambda: [s(normal(4, 2), [4, 3], 2.5)],
     "new_empty_strided.default": lambda: [s(normal(4, 2), [4, 3], [1, 4])],
     "full_like.default": lambda: [s(normal(4, 2), 2.5)],
@@ -446,31 +669,65 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     # convolutions
     "convolution.default": lambda: [s(i, w, b, *rest) for i, w, b, rest in _convolutions()],
     "convolution_backward.default": lambda: [
-        s(normal(*aten.convolution(i, w, b, *rest).shape), i, w, None if b is None else list(b.shape), *rest, [True, True, b is not None]) for i, w, b, rest in _convolutions()
+        s(normal(*aten.convolution(i, w, b, *rest).shape), i, w, None if b is None else list(b.shape), *rest, [True, True, b is not None])
+        for i, w, b, rest in _convolutions()
     ],
     **{f"max_pool{d}d_with_indices.default": (lambda d=d: _pooled(d)) for d in (2, 3)},
     **{f"avg_pool{d}d.default": (lambda d=d: _pooled(d)) for d in (2, 3)},
     **{f"max_pool{d}d_with_indices_backward.default": (lambda d=d: _pooled(d, "max")) for d in (2, 3)},
     **{f"avg_pool{d}d_backward.default": (lambda d=d: _pooled(d, "avg")) for d in (2, 3)},
-    **{f"{name}{d}d.default": (lambda d=d: [s(normal(2, 3, *(5, 6, 4)[:d]), [2] * d)]) for d in (2, 3) for name in ("_adaptive_avg_pool", "adaptive_max_pool")},
+    **{
+        f"{name}{d}d.default": (lambda d=d: [s(normal(2, 3, *(5, 6, 4)[:d]), [2] * d)])
+        for d in (2, 3)
+        for name in ("_adaptive_avg_pool", "adaptive_max_pool")
+    },
     **{f"_adaptive_avg_pool{d}d_backward.default": (lambda d=d: [s(normal(2, 3, *[2] * d), normal(2, 3, *(5, 6, 4)[:d]))]) for d in (2, 3)},
     **{
-        f"adaptive_max_pool{d}d_backward.default": (lambda d=d: [s(normal(2, 3, *[2] * d), i := normal(2, 3, *(5, 6, 4)[:d]), getattr(aten, f"adaptive_max_pool{d}d")(i, [2] * d)[1])]) for d in (2, 3)
+        f"adaptive_max_pool{d}d_backward.default": (
+            lambda d=d: [
+                s(normal(2, 3, *[2] * d), i := normal(2, 3, *(5, 6, 4)[:d]), getattr(aten, f"adaptive_max_pool{d}d")(i, [2] * d)[1])
+            ]
+        )
+        for d in (2, 3)
     },
     **{f"{name}{d}d.default": (lambda d=d: _resized(d)) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
     **{f"{name}{d}d.vec": (lambda d=d: _resized_vec(d)) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
-    **{f"{name}{d}d_backward.default": (lambda d=d: _resized_backward(d)) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
-    **{f"{name}.default": (lambda d=d: _resized(d, False)) for name, d in (("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2), ("_upsample_bicubic2d_aa", 2), ("upsample_trilinear3d", 3))},
-    **{f"{name}.vec": (lambda d=d: _resized_vec(d, False)) for name, d in (("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3))},
+    **{
+        f"{name}{d}d_backward.default": (lambda d=d: _resized_backward(d))
+        for d in (1, 2, 3)
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+    },
+    **{
+        f"{name}.default": (lambda d=d: _resized(d, False))
+        for name, d in (
+            ("upsample_linear1d", 1),
+            ("upsample_bilinear2d", 2),
+            ("upsample_bicubic2d", 2),
+            ("_upsample_bilinear2d_aa", 2),
+            ("_upsample_bicubic2d_aa", 2),
+            ("upsample_trilinear3d", 3),
+        )
+    },
+    **{
+        f"{name}.vec": (lambda d=d: _resized_vec(d, False))
+        for name, d in (("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3))
+    },
     **{
         f"{name}_backward.default": (lambda d=d: _resized_backward(d, False))
-        for name, d in (("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("_upsample_bilinear2d_aa", 2), ("_upsample_bicubic2d_aa", 2), ("upsample_trilinear3d", 3))
+        for name, d in (
+            ("upsample_linear1d", 1),
+            ("upsample_bilinear2d", 2),
+            ("upsample_bicubic2d", 2),
+            ("_upsample_bilinear2d_aa", 2),
+            ("_upsample_bicubic2d_aa", 2),
+            ("upsample_trilinear3d", 3),
+        )
     },
     **{f"{name}_pad{d}d.default": (lambda d=d: _padded(d)) for d in (1, 2, 3) for name in ("reflection", "replication")},
     **{f"{name}_pad{d}d_backward.default": (lambda d=d: _padded_backward(d)) for d in (1, 2, 3) for name in ("reflection", "replication")},
     "im2col.default": lambda: [s(normal(2, 3, 4, 5), [2, 2], [1, 1], [0, 0], [1, 1])],
     "col2im.default": lambda: [s(normal(2, 12, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1])],
-}  # fmt: skip
+}
 
 
 def samples(op: OpOverload) -> list[Sample]:

@@ -36,7 +36,7 @@ def convolution(call: Call) -> Rule:
 @rule(aten.convolution_backward.default)
 def convolution_backward(call: Call) -> Rule:
     """Each gradient names what it sums over: the bias' does not see i."""
-    dy, x, weight = call.operands
+    _, x, weight = call.operands
     dims = _conv_dims(call, x.ndim, 1)
     wanted = call.arg("output_mask")
     named = zip((dims["x"], dims["w"], dims["bias"]), wanted, strict=True)
@@ -103,21 +103,26 @@ def max_pool3d_backward(call: Call) -> Rule:
 
 
 @rule(
-    aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
+    aten.avg_pool2d.default, aten.avg_pool2d_backward.default,
+    aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
     aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec,
-    aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec, aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact2d.vec,
+    aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec,
+    aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact2d.vec,
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default,
-    aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default, aten.replication_pad2d.default, aten.replication_pad2d_backward.default,
+    aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default,
+    aten.replication_pad2d.default, aten.replication_pad2d_backward.default,
 )  # fmt: skip
 def plane(call: Call) -> Rule:
     return _spatial(call, 2, linear=True)
 
 
 @rule(
-    aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d_backward.default,
+    aten.avg_pool3d.default, aten.avg_pool3d_backward.default,
+    aten._adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d_backward.default,
     aten.upsample_nearest3d.default, aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.default, aten.upsample_trilinear3d.vec,
     aten._upsample_nearest_exact3d.default, aten._upsample_nearest_exact3d.vec,
-    aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default, aten.replication_pad3d.default, aten.replication_pad3d_backward.default,
+    aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default,
+    aten.replication_pad3d.default, aten.replication_pad3d_backward.default,
 )  # fmt: skip
 def volume(call: Call) -> Rule:
     return _spatial(call, 3, linear=True)
@@ -126,7 +131,8 @@ def volume(call: Call) -> Rule:
 @rule(
     aten.upsample_nearest1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.default, aten.upsample_linear1d.vec,
     aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact1d.vec,
-    aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default, aten.replication_pad1d.default, aten.replication_pad1d_backward.default,
+    aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default,
+    aten.replication_pad1d.default, aten.replication_pad1d_backward.default,
 )  # fmt: skip
 def line(call: Call) -> Rule:
     return _spatial(call, 1, linear=True)
@@ -147,7 +153,8 @@ rule(aten.upsample_nearest1d_backward.default, aten.upsample_linear1d_backward.d
 )
 rule(
     aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default,
-    aten._upsample_nearest_exact2d_backward.default, aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default,
+    aten._upsample_nearest_exact2d_backward.default,
+    aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default,
 )(_resample_backward(2))  # fmt: skip
 rule(aten.upsample_nearest3d_backward.default, aten.upsample_trilinear3d_backward.default, aten._upsample_nearest_exact3d_backward.default)(
     _resample_backward(3)

@@ -39,7 +39,7 @@ def added_product(call: Call) -> Rule:
 
 @rule(aten._grouped_mm.default)
 def grouped_mm(call: Call) -> Rule:
-    """Groups of rows (2-D x 3-D), of columns (3-D x 2-D) or of the summed dim (2-D x 2-D) end where ``offs`` says: that dim and g are whole."""
+    """Groups of rows (2-D x 3-D), columns (3-D x 2-D) or of the summed dim (2-D x 2-D) end where ``offs`` says: it and g are whole."""
     forms = {
         (2, 3): "[m] k, [g] k n, [g] -> [m] n {k}",
         (3, 2): "[g] [m] k, k [n], [g] -> [m] [n] {k}",
@@ -62,7 +62,7 @@ def _aligned(call: Call) -> LocalHook:
     unit = 16 // call.operands[0].dtype.itemsize
 
     def local(op: LocalOp) -> fx.Node:
-        x, w, *rest = op.args
+        x, w, *_ = op.args
         shape = op.shape()
 
         def filled(t: fx.Node, dims: Dims) -> fx.Node:

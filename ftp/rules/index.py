@@ -12,7 +12,7 @@ from torch import fx
 from ftp.localize import LocalOp
 from ftp.notation import Dim, Dims, Notation
 from ftp.registry import Call, Meta, Rule, broadcast_notation, rule
-from ftp.rules.local import contributed_once, masked, unless_empty, unsqueezed, zeros
+from ftp.rules.local import contributed_once, held_rows, masked, unless_empty, unsqueezed, zeros
 
 aten = torch.ops.aten
 
@@ -28,7 +28,7 @@ def embedding(call: Call) -> Rule:
         if not op.sizes["v"]:
             return zeros(op, call)
         weight, index, *_ = op.args
-        at, held = _held(op, "v", index)
+        at, held = held_rows(op, "v", index)
         return masked(op, op.emit(op.target, weight, at), op.emit(aten.unsqueeze.default, held, -1))
 
     return Rule(Notation(((("v",), ("d",)), batch), ((*batch, ("d",)),), frozenset(), ((("v", "sum"),),)), ((0,),), local)
@@ -75,7 +75,7 @@ def gather(call: Call) -> Rule:
             return op.default()
         if not op.sizes[at_dim]:
             return zeros(op, call)
-        at, held = _held(op, at_dim, op.args[2])
+        at, held = held_rows(op, at_dim, op.args[2])
         return masked(op, op.emit(op.target, op.args[0], dim, at), held)
 
     return Rule(Notation((x_dims, index_dims), (index_dims,), whole, (((at_dim, "sum"),),)), ((0,),), local)
@@ -99,7 +99,7 @@ def scatter_add(call: Call) -> Rule:
             return op.emit(op.target, x, dim, index, src)
         if not op.sizes[at_dim]:
             return op.emit(aten.alias.default, x)
-        at, held = _held(op, at_dim, index)
+        at, held = held_rows(op, at_dim, index)
         return op.emit(op.target, x, dim, at, masked(op, src, held))
 
     return Rule(Notation((x_dims, index_dims, index_dims), (x_dims,), whole, (((along, "sum"),),)), ((0, 2),), local)
@@ -174,7 +174,7 @@ def index_select(call: Call) -> Rule:
             return op.default()
         if not op.sizes[at_dim]:
             return zeros(op, call)
-        at, held = _held(op, at_dim, op.args[2])
+        at, held = held_rows(op, at_dim, op.args[2])
         return masked(op, op.emit(op.target, op.args[0], dim, at), unsqueezed(op, held, 0, x.ndim - dim - 1))
 
     result = (*dims[:dim], ("k",), *dims[dim + 1 :])
@@ -198,7 +198,7 @@ def index_add(call: Call) -> Rule:
             return op.emit(op.target, x_, dim, index, source, **op.kwargs)
         if not op.sizes[at_dim]:
             return op.emit(aten.alias.default, x_)
-        at, held = _held(op, at_dim, index)
+        at, held = held_rows(op, at_dim, index)
         return op.emit(op.target, x_, dim, at, masked(op, source, unsqueezed(op, held, 0, x.ndim - dim - 1)), **op.kwargs)
 
     rows = (*dims[:dim], ("k",), *dims[dim + 1 :])
@@ -306,7 +306,7 @@ class _Indexed:
             if not op.is_cut(factor):
                 continue
             index = op.emit(aten.where.self, op.emit(aten.lt.Scalar, index, 0), op.emit(aten.add.Scalar, index, self.sizes[d]), index)
-            local[d], held = _held(op, factor, index)
+            local[d], held = held_rows(op, factor, index)
             all_held = held if all_held is None else _and(op, all_held, held)
         assert all_held is not None
         return local, all_held
@@ -362,13 +362,6 @@ def _all_whole(call: Call, linear: Sequence[Sequence[int]] = ()) -> Rule:
     results = tuple(dims(f"y{i}_", m) for i, m in enumerate(call.results))
     whole = frozenset(f for t in (*operands, *results) for dim in t for f in dim)
     return Rule(Notation(operands, results, whole, ((),) * len(results)), tuple(map(tuple, linear)))
-
-
-def _held(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Global indices as indices into this rank's part, 0 where others hold the row, and which it holds."""
-    at, held = op.to_local(factor, index)
-    assert held is not None
-    return masked(op, at, held), held
 
 
 def _and(op: LocalOp, a: fx.Node | None, b: fx.Node) -> fx.Node:

@@ -10,7 +10,8 @@ aten = torch.ops.aten
 
 @rule(
     aten._linalg_det.default, aten._linalg_eigh.default, aten._linalg_slogdet.default, aten._linalg_svd.default, aten.cholesky.default,
-    aten.linalg_cholesky_ex.default, aten.linalg_eig.default, aten.linalg_inv_ex.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default,
+    aten.linalg_cholesky_ex.default, aten.linalg_eig.default,
+    aten.linalg_inv_ex.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default,
     aten.linalg_qr.default, aten.linalg_householder_product.default,
 )  # fmt: skip
 def matrices(call: Call) -> Rule:

@@ -2,14 +2,13 @@
 
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import fx
 
 from ftp.localize import LocalOp
-from ftp.registry import Call, LocalHook, Meta
+from ftp.registry import Call, LocalHook
 
 aten = torch.ops.aten
 
@@ -64,6 +63,13 @@ def masked(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
     return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), 0)
 
 
+def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Global indices along a cut factor as indices into this rank's part, 0 where others hold the row, and which it holds."""
+    at, held = op.to_local(factor, index)
+    assert held is not None
+    return masked(op, at, held), held
+
+
 def unsqueezed(op: LocalOp, x: fx.Node, before: int, after: int) -> fx.Node:
     """``x`` with ``before`` dims of size one in front and ``after`` behind it."""
     for _ in range(before):
@@ -71,11 +77,3 @@ def unsqueezed(op: LocalOp, x: fx.Node, before: int, after: int) -> fx.Node:
     for _ in range(after):
         x = op.emit(aten.unsqueeze.default, x, -1)
     return x
-
-
-def is_none(meta: Meta, call: Call) -> bool:
-    """Whether a result that an output mask may leave out was left out; it then stands as a 0-d int."""
-    return meta.shape == () and meta.dtype == torch.int64 and bool(call.results)
-
-
-Maker = Callable[[Call], Any]

@@ -34,7 +34,7 @@ def layer_norm(call: Call) -> Rule:
 @rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
 def layer_norm_backward(call: Call) -> Rule:
     """The gradients of weight and bias are sums over the batch."""
-    dy, x, *rest = call.operands
+    _, x, *rest = call.operands
     inner = len(call.arg("normalized_shape"))
     batch, norm = _batch_and_norm(x.ndim, inner)
     stats = (*batch, *((),) * inner)
@@ -51,10 +51,13 @@ def _batch_and_norm(ndim: int, inner: int) -> tuple[Dims, Dims]:
     return tuple((f"~{i}",) for i in range(ndim - inner)), tuple((f"d{i}",) for i in range(inner))
 
 
+GROUPED: Dims = (("g", "c"),)
+
+
 @rule(aten.native_group_norm.default)
 def group_norm(call: Call) -> Rule:
     """``n (g [c]) [y]``: groups are independent."""
-    x, affine = call.operands[0], (("g", "c"),)
+    x, affine = call.operands[0], GROUPED
     space = _space(x.ndim - 2)
     operands = ((("n",), ("g", "c"), *space), *(affine,) * (len(call.operands) - 1))
     results = (operands[0], (("n",), ("g",)), (("n",), ("g",)))
@@ -73,7 +76,7 @@ def group_norm(call: Call) -> Rule:
 def group_norm_backward(call: Call) -> Rule:
     x = call.operands[1]
     space = _space(x.ndim - 2)
-    full, stats, affine = (("n",), ("g", "c"), *space), (("n",), ("g",)), (("g", "c"),)
+    full, stats, affine = (("n",), ("g", "c"), *space), (("n",), ("g",)), GROUPED
     operands = (full, full, stats, stats, *(affine,) * (len(call.operands) - 4))
     wanted = call.arg("output_mask")
     results = tuple(dims if want else () for dims, want in zip((full, affine, affine), wanted, strict=True))
@@ -165,7 +168,7 @@ def batch_norm_backward(call: Call) -> Rule:
     training = bool(call.arg("train"))
     x = call.operands[1]
     full, channel = _channels(x.ndim)
-    rest = tuple(channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:])
+    rest: tuple[Dims, ...] = tuple(channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:])
     wanted = call.arg("output_mask")
     results = tuple(dims if want else () for dims, want in zip((full, channel, channel), wanted, strict=True))
     batch = [f for dim in full for f in dim if f != "c"]

@@ -13,83 +13,63 @@ from ftp.registry import Call, Rule, broadcast_notation, pointwise, rule
 aten = torch.ops.aten
 
 
-def overloads(names: str, *kinds: str) -> list[OpOverload]:
-    """The overloads that exist of the named aten ops: ``kinds`` or ``default``; those of Python numbers left out."""
+def overloads(names: str, kinds: str = "default") -> list[OpOverload]:
+    """The overloads that exist of the named aten ops, those of Python numbers left out."""
     packets = [getattr(aten, name) for name in names.split()]
-    found = [getattr(packet, kind) for packet in packets for kind in kinds or ("default",) if kind in packet.overloads()]
+    found = [getattr(packet, kind) for packet in packets for kind in kinds.split() if kind in packet.overloads()]
     return [op for op in found if any(str(a.type) == "Tensor" for a in op._schema.arguments)]
 
 
-# f(x): nothing passes through.
-pointwise(*overloads(
-    "abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac"
-    " gelu hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid logical_not logit"
-    " mish mvlgamma nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh softplus"
-    " special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr"
-    " special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri"
-    " special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 sqrt square tan tanh threshold trunc"
-))  # fmt: skip
-pointwise(
-    aten.frexp.Tensor,
-    aten.round.decimals,
-    aten.clamp.default,
-    aten.clamp.Tensor,
-    aten.clamp_min.default,
-    aten.clamp_max.default,
-    aten.clamp_min.Tensor,
-    aten.clamp_max.Tensor,
-)
-pointwise(
-    *overloads(
-        "eq ge gt le lt ne bitwise_and bitwise_or bitwise_xor bitwise_left_shift bitwise_right_shift",
-        "Tensor",
-        "Scalar",
-        "Tensor_Scalar",
-        "Scalar_Tensor",
-    )
-)
-pointwise(*overloads(
-    "atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp logaddexp2 logical_and logical_or logical_xor maximum minimum nextafter"
-    " remainder special_xlog1py special_zeta special_hermite_polynomial_h special_chebyshev_polynomial_t xlogy", "default", "Tensor", "Scalar", "Scalar_Tensor",
-    "Tensor_Scalar", "self_scalar", "other_scalar"
-))  # fmt: skip
-pointwise(*overloads("pow", "Tensor_Tensor", "Tensor_Scalar", "Scalar"))
-pointwise(aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar, aten.div.Tensor_mode, aten.div.Scalar_mode)
-pointwise(aten.empty_like.default, aten.full_like.default, aten.ones_like.default)
-pointwise(aten.native_dropout_backward.default, linear=[(0,)])
+# f(x): no partial sum passes.
+UNARY = """
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor frac gelu
+    hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid
+    logical_not logit mish mvlgamma nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid sign signbit silu sin sinc sinh
+    softplus softshrink sqrt square tan tanh threshold trunc
+    special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e
+    special_log_ndtr special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+"""
+BINARY = """
+    atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp logaddexp2 logical_and logical_or logical_xor
+    maximum minimum nextafter pow remainder special_chebyshev_polynomial_t special_hermite_polynomial_h special_xlog1py special_zeta xlogy
+    bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor eq ge gt le lt ne
+"""
+pointwise(*overloads(UNARY))
+pointwise(*overloads(BINARY, "default Tensor Scalar Tensor_Tensor Tensor_Scalar Scalar_Tensor self_scalar other_scalar"))
+pointwise(*overloads("clamp clamp_max clamp_min", "default Tensor"))
+pointwise(*overloads("add rsub sub", "Scalar"))
+pointwise(*overloads("div", "Tensor_mode Scalar_mode"))
+pointwise(*overloads("empty_like full_like ones_like"))
+pointwise(aten.fill.Scalar, aten.frexp.Tensor, aten.round.decimals)
 
 # f(x + y) = f(x) + f(y).
-pointwise(
-    *overloads(
-        "alias clone detach lift_fresh_copy neg positive conj_physical _conj _neg_view real imag zeros_like _conj_physical lift detach_copy alias_copy"
-    ),
-    linear=[(0,)],
+ADDITIVE = (
+    "_conj _conj_physical _neg_view alias alias_copy clone conj_physical detach detach_copy imag lift lift_fresh_copy neg positive real"
 )
-pointwise(aten.mul.Scalar, aten.div.Scalar, linear=[(0,)])
+pointwise(*overloads(ADDITIVE), *overloads("zeros_like"), linear=[(0,)])
+pointwise(*overloads("div mul", "Scalar"), linear=[(0,)])
 
 # Bilinear, or linear in the numerator.
 pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
 pointwise(aten.div.Tensor, linear=[(0,)])
-pointwise(aten.complex.default, linear=[(0, 1)])
 
 # Linear in several operands together.
-pointwise(aten.add.Tensor, aten.sub.Tensor, aten.rsub.Tensor, linear=[(0, 1)])
-pointwise(aten.where.self, linear=[(1, 2)])
-pointwise(aten.lerp.Scalar, linear=[(0, 1)])
-pointwise(aten.lerp.Tensor, linear=[(0, 1)])
-pointwise(aten.addcmul.default, linear=[(0, 1), (0, 2)])
+pointwise(aten.add.Tensor, aten.complex.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.rsub.Tensor, aten.sub.Tensor, linear=[(0, 1)])
 pointwise(aten.addcdiv.default, linear=[(0, 1)])
+pointwise(aten.addcmul.default, linear=[(0, 1), (0, 2)])
 pointwise(aten.masked_fill.Tensor, linear=[(0, 2)])
-pointwise(aten.copy.default, linear=[(1,)])
-pointwise(aten.fill.Tensor, linear=[(1,)])
-pointwise(aten.fill.Scalar)
+pointwise(aten.where.self, linear=[(1, 2)])
 
-# Backward of f(x): linear in the gradient alone.
-pointwise(*overloads(
-    "elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward"
-    " mish_backward sigmoid_backward silu_backward softplus_backward softshrink_backward hardshrink_backward tanh_backward threshold_backward", "default"
-), linear=[(0,)])  # fmt: skip
-pointwise(*overloads("hardshrink softshrink"))
+# One operand gives the values, the other the shape.
+pointwise(aten.copy.default, aten.fill.Tensor, linear=[(1,)])
+
+# The backward of f(x) is linear in the gradient.
+BACKWARD = """
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward logit_backward
+    mish_backward native_dropout_backward sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward
+"""
+pointwise(*overloads(BACKWARD), *overloads("hardshrink_backward softshrink_backward"), linear=[(0,)])
 
 
 @rule(aten.masked_fill.Scalar, aten.where.ScalarOther)
@@ -123,7 +103,8 @@ def isin(call: Call) -> Rule:
 
 
 @rule(
-    aten.binary_cross_entropy.default, aten.huber_loss.default, aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default
+    aten.binary_cross_entropy.default, aten.huber_loss.default,
+    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default
 )  # fmt: skip
 def loss(call: Call) -> Rule:
     """A mean divides the sum by the size of the whole."""

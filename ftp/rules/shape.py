@@ -10,7 +10,7 @@ from torch import fx
 from ftp.localize import LocalOp
 from ftp.notation import Dims, Notation
 from ftp.registry import Call, Rule, acting_on, broadcast_notation, rule
-from ftp.rules.local import masked, unless_empty, unsqueezed, with_shape, zeros
+from ftp.rules.local import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
 
 aten = torch.ops.aten
 
@@ -231,8 +231,7 @@ def select(call: Call) -> Rule:
             return op.default()
         if not op.sizes[factor]:
             return zeros(op, call)
-        at, held = op.to_local(factor, op.emit(aten.full.default, [1], index, dtype=torch.int64, device=op.device))
-        at = masked(op, at, held)
+        at, held = held_rows(op, factor, op.emit(aten.full.default, [1], index, dtype=torch.int64, device=op.device))
         row = op.emit(aten.squeeze.dims, op.emit(aten.index_select.default, op.args[0], dim, at), [dim])
         return masked(op, row, op.emit(aten.squeeze.dims, held, [0]))
 
