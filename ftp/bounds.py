@@ -74,7 +74,7 @@ class Sweeps:
         return {(v, u): self._messages[row, : self._tables[v][u].shape[1]] for (v, u), row in self._row.items()}
 
     def shares(self) -> tuple[dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """The same network with costs moved into the tables as the last pass, a downward one, left them: their minima add up to its bound."""
+        """The same network with costs moved into the tables as the last pass, downwards, left them: their minima add up to its bound."""
         unary: dict[int, np.ndarray] = {}
         tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.order}
         messages = self.messages()
@@ -119,7 +119,7 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Variables visited together: the rows of messages they receive, each variable's from ``starts`` on, and what each message sent takes."""
+    """Variables visited together: rows of the messages they receive, each's from ``starts`` on, and what each message sent takes."""
 
     nodes: np.ndarray
     received: np.ndarray

@@ -287,7 +287,7 @@ def _facts(data: bytes, shape: tuple[int, int]) -> _Facts:
         if np.abs(table - f[:, None] - g).max() <= 1e-15 * np.abs(table).max():
             return _Facts((f, g), None, table)
     with np.errstate(invalid="ignore"):  # inf - inf says nothing, and fmax skips its NaN
-        return _Facts(None, None, np.stack([np.fmax.reduce(row - table, axis=1) for row in table], axis=1))
+        return _Facts(None, None, np.fmax.reduce(table - table[:, None], axis=2))
 
 
 @dataclass(frozen=True)
@@ -315,14 +315,11 @@ def _weight(near: _Near, size: Mapping[int, int], v: int) -> tuple[float, ...]:
     return (math.prod(size[u] for u in near[v]) * size[v] if len(near[v]) <= 64 else math.inf, len(near[v]))
 
 
-def _degree(near: _Near, size: Mapping[int, int], v: int) -> tuple[float, ...]:
-    return (len(near[v]), *_weight(near, size, v))
-
-
 def _best_order(net: _Network, part: list[int]) -> _Order | None:
     """The order with the smallest largest table, or None if none fits."""
+    place = {v: n for n, v in enumerate(part)}
     best = None
-    for score in (_fill, _weight, _degree):
+    for score in (_fill, _weight, lambda near, size, v: (-place[v],)):  # the last against the breadth-first search, for ladders
         plan = _order(net, part, score, net.max_table)
         if plan and plan.work <= EXACT_WORK * net.max_table and (best is None or (plan.largest, plan.work) < (best.largest, best.work)):
             best = plan
@@ -334,7 +331,7 @@ def _best_order(net: _Network, part: list[int]) -> _Order | None:
 def _order(
     net: _Network, part: list[int], score: Callable[..., tuple[float, ...]], limit: int, fixed: dict[int, int] | None = None
 ) -> _Order | None:
-    """A greedy order by lowest score. Where a table would pass the limit: None, or a variable joins the cutset, least ``fixed`` so far first."""
+    """A greedy order by lowest score. Where a table would pass the limit: None, or a variable joins the cutset, least ``fixed`` first."""
     near = {v: set(net.tables[v]) for v in part}
     size = {v: len(net.values[v]) for v in part}
     now = {v: score(near, size, v) for v in part}
@@ -432,7 +429,7 @@ class _Known:
 
 
 def _tighten(net: _Network, part: list[int], rounds: int, known: _Known) -> tuple[int, float, _Known]:
-    """Bounds for a component too wide to eliminate, until values are dropped or nothing is gained: rounds left (then none), gap, assignment."""
+    """Bounds for a component too wide to eliminate, until values are dropped or little is gained: rounds left (then 0), gap, best."""
     at = {v: int(np.searchsorted(net.values[v], known.choice[v])) for v in part} if known.choice else {}
     warm = {(v, u): known.messages[v, u] for v in part for u in net.tables[v] if (v, u) in known.messages}
     sweeps = Sweeps(net.unary, net.tables, part, {e: m[np.searchsorted(values, net.values[e[1]])] for e, (values, m) in warm.items()})

@@ -109,7 +109,7 @@ class _Network:
         for value, layout in zip(graph.outputs, problem.outputs, strict=True):
             self.required.setdefault(value, []).append(layout)
         self.options = self._strategies()
-        self.free_to_move = _free_to_move(problem, self.users, self.required)
+        self.free_to_move, self.after_conflict = _exempt(problem, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
         options, may_pend = {}, set()
@@ -237,7 +237,7 @@ class _Network:
             return True
         if not self.problem.is_data_axis:
             return bool(value.node.depends & BATCH)
-        return not value.node.depends & BATCH or home not in self.problem.batch_reach.layouts.get(value, ())
+        return not value.node.depends & BATCH or (value in self.after_conflict and home not in self.problem.batch_reach.layouts.get(value, ()))
 
     def _use_price(self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]) -> float:
         need = strategy.operands[slot]
@@ -280,25 +280,31 @@ class _Network:
         return 0.0
 
 
-def _free_to_move(problem: Problem, users: Mapping[Value, list[tuple[Node, int]]], required: Mapping[Value, object]) -> set[Value]:
-    """Values that no rule keeps in place: those with a required layout, and those that feed nothing but conflict products.
+def _exempt(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
+    """Values that no rule keeps in place, and values that may come back from where a conflict product took them.
 
-    A conflict product is one whose operands the batch cuts on different factors, as context parallelism cuts q and k.
+    Free are those with a required layout, and those that feed nothing but conflict products: products whose operands the batch cuts on
+    different factors, as context parallelism cuts q and k. What such a product gives may be cut as the batch does not cut it (Ulysses
+    cuts heads), and may then move, until the next product.
     """
-    free = {v for v in required}
+    free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict product, bit 2: any other
+    conflicts = {n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target) and problem.is_data_axis and _is_conflict(problem, n)}
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain":
             free.add(node.operands[0])
+        kind = 0
         if node.kind == "op" and is_product(node.target):
-            kind = 1 if problem.is_data_axis and _is_conflict(problem, node) else 2
+            kind = 1 if node in conflicts else 2
         else:
-            kind = 0
             for index in range(len(node.results)):
                 kind |= feeds.get(Value(node, index), 0)
         for value in node.operands:
             feeds[value] = feeds.get(value, 0) | kind
-    return free | {value for value, kind in feeds.items() if kind == 1}
+    for node in problem.graph.nodes:
+        if node in conflicts or (not is_product(node.target) and any(v in after for v in node.operands)):
+            after.update(Value(node, index) for index in range(len(node.results)))
+    return free | {value for value, kind in feeds.items() if kind == 1}, after
 
 
 def _is_conflict(problem: Problem, node: Node) -> bool:

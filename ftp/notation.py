@@ -30,7 +30,8 @@ class Notation:
     def __str__(self) -> str:
         operands = ", ".join(self._tensor(dims) for dims in self.operands)
         results = ", ".join(
-            " ".join(filter(None, [self._tensor(dims), self._pending(pending)])) for dims, pending in zip(self.results, self.pending, strict=True)
+            " ".join(filter(None, [self._tensor(dims), self._pending(pending)]))
+            for dims, pending in zip(self.results, self.pending, strict=True)
         )
         return f"{operands} -> {results}".strip()
 
@@ -55,8 +56,8 @@ _TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_~][A-Za-z0-9_~]*|1|[()\[\]{},:])")
 def parse(text: str) -> Notation:
     """Read a rule's text.
 
-    >>> print(parse("... d, v d -> ... v {d}"))
-    ... d, v d -> ... v {d}
+    >>> print(parse("v  d,... -> ... d{v}"))
+    v d, ... -> ... d {v}
 
     Raises:
         RuleError: with the text and a caret under the first character that does not fit.

@@ -4,12 +4,14 @@ Decisions depend on global shapes and mesh sizes only, so that every rank reache
 """
 
 import itertools
+import math
+import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
 
-from ftp.cost import DEFAULT, VIEWS, Hardware
+from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
 from ftp.eliminate import Solution
 from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, live
@@ -119,10 +121,29 @@ def _problem(
     seeds += [(node.operands[0], layout) for node, layout in pinned.items() if node.operands]
     seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
     from_batch = [(Value(node), pinned[node]) for node in batch] if is_data else []
+    if from_batch:  # a constraint on a data axis says where activations stay, and the closure does not pass through it
+        from_batch += [(v, pinned[node]) for node in specs.constraints if node in pinned for v in (Value(node), *node.operands)]
     n = axes[name]
+    hardware = replace(hardware, link=replace(hardware.link, latency=_latency(graph, hardware)))
     return Problem(
         graph, name, n, hardware, reach(graph, n, seeds, pinned), pinned, outputs, is_data, reach(graph, n, from_batch, pinned) if from_batch else Reach()
     )
+
+
+SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on the link
+
+
+def _latency(graph: Graph, hardware: Hardware) -> float:
+    """Seconds that a collective costs however small it is, as planned with.
+
+    A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike the model that it stands for.
+    """
+    sizes = [
+        math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
+        for node in graph.nodes
+        if node.kind == "op" and node.depends & BATCH and is_product(node.target)
+    ]
+    return min(hardware.link.latency, SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth) if sizes else hardware.link.latency
 
 
 def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Mapping[str, int], folded: Sequence[str]) -> Layout | None:

@@ -68,6 +68,9 @@ def check_rule(
             for n in ranks:
                 _prove(case, (), (group, n, generator))
                 proven[f"{case.rule}: operands {', '.join(map(str, group))} as sums over {n}"] = None
+            if pairs:
+                for strategy in _strategies(case, ranks[:1], pairs=False):
+                    _prove(case, strategy, (group, ranks[0], generator))
     return list(proven)
 
 
@@ -172,30 +175,32 @@ def chunk(size: int, n: int, at: int) -> tuple[int, int]:
 
 
 def _prove(case: _Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int, ...], int, torch.Generator] | None) -> None:
-    rule = case.rule
     operands = list(tensors((case.args, case.kwargs), Tensor))
+    how = [str(cut) for cut in strategy]
     try:
         if pending is None:
-            shape = tuple(cut.n for cut in strategy)
-            joined = {}
-            for coordinate in itertools.product(*(range(n) for n in shape)):
-                joined[coordinate] = _run(case, strategy, coordinate, operands)
-            results = _join(rule, strategy, joined)
+            results = _sharded(case, strategy, operands)
         else:
             group, n, generator = pending
+            how.append(f"operands {', '.join(map(str, group))} as sums over {n}")
             parts = {i: _random_sum(operands[i], n, generator) for i in group}
-            shares = [_run(case, (), (), [parts[i][r][0] if i in group else x for i, x in enumerate(operands)])[1] for r in range(n)]
+            shares = [_sharded(case, strategy, [parts[i][r] if i in parts else x for i, x in enumerate(operands)]) for r in range(n)]
             results = tuple(None if r[0] is None else sum(r[1:], r[0]) for r in zip(*shares, strict=True))
         _compare(case, results)
     except Exception as error:
-        how = "; ".join(map(str, strategy)) if pending is None else f"operands {pending[0]} as sums over {pending[1]}"
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
         rest = [a for a in (*case.args, *case.kwargs.items()) if not isinstance(a, Tensor)]
         raise RuleError(
-            f"The rule {str(rule)!r} of {case.op} does not hold for operands of shapes {shapes or 'none'} (other arguments {rest}),"
-            f" {how or 'nothing cut'}:\n"
+            f"The rule {str(case.rule)!r} of {case.op} does not hold for operands of shapes {shapes or 'none'} (other arguments {rest}),"
+            f" {'; '.join(how) or 'nothing cut'}:\n"
             f"  {type(error).__name__}: {error}"
         ) from error
+
+
+def _sharded(case: _Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The op done by all ranks."""
+    coordinates = itertools.product(*(range(cut.n) for cut in strategy))
+    return _join(case.rule, strategy, {c: _run(case, strategy, c, operands) for c in coordinates})
 
 
 def _run(
@@ -305,13 +310,13 @@ def _compare(case: _Case, results: Sequence[Any]) -> None:
         torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False, msg=lambda m, i=index: f"result {i}: {m}")
 
 
-def _random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[tuple[Tensor]]:
+def _random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     """``n`` tensors that add up to ``x``, of its order of magnitude."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         parts = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for _ in range(n - 1)]
     else:
         parts = [torch.randint(-5, 6, x.shape, generator=generator).to(x.device, x.dtype) for _ in range(n - 1)]
-    return [(p,) for p in (*parts, x - sum(parts[1:], parts[0]))]
+    return [*parts, x - sum(parts[1:], parts[0])]
 
 
 def _mapped(tree: Any, nodes: Iterator[fx.Node]) -> Any:

@@ -148,8 +148,8 @@ def _attention(backward: bool) -> list[Sample]:
         ((normal(2, 3, 4, 4), normal(2, 3, 5, 4), normal(2, 3, 5, 4)), False, normal(1, 3, 1, 5)),
         ((normal(2, 3, 4, 4), normal(2, 3, 5, 4), normal(2, 3, 5, 4)), False, normal(4, 5)),
     ]
-    if not backward:
-        cases.append(((normal(2, 6, 4, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 4)), False, None))
+    cases.append(((normal(2, 6, 4, 4), normal(2, 2, 5, 4), normal(2, 2, 5, 4)), False, None))
+    cases.append(((normal(2, 6, 4, 4), normal(2, 2, 4, 4), normal(2, 2, 4, 4)), True, None))
     out = []
     for (q, k, v), causal, mask in cases:
         kwargs = {} if mask is None else {"attn_mask": mask}
@@ -266,6 +266,9 @@ def _indexed(accumulate: bool | None = None) -> list[Sample]:
         return [s(normal(*shape), index) for shape, index, _ in cases] + [s(normal(7, 3), [torch.tensor([3, 3, 0])])]
     puts = [s(normal(*shape), index, normal(*values), accumulate) for shape, index, values in cases]
     puts.append(s(normal(7, 3), [torch.tensor([1, 6, 3])], normal(1), accumulate))
+    puts.append(s(normal(5, 3), [bools(5, 3)], normal(), accumulate))
+    puts.append(s(normal(4, 5, 3), [None, bools(5)], normal(1), accumulate))
+    puts.append(s(normal(5, 3), [torch.tensor([True, False, True, False, False])], normal(2, 3), accumulate))
     puts.append(s(normal(7, 3), [torch.tensor([1, 6, 3])], normal(3, 1), accumulate))
     puts.append(s(normal(7, 3), [torch.tensor([1, 6, 3])], normal(), accumulate))
     return [*puts, *([s(normal(7, 3), [torch.tensor([3, 3, 0])], normal(3, 3), True)] if accumulate else [])]

@@ -1,11 +1,13 @@
 """Tensors made from sizes: every rank makes its own part."""
 
+from collections.abc import Sequence
+
 import torch
 from torch import fx
 
 from ftp.localize import LocalOp
 from ftp.notation import Dims, Notation
-from ftp.registry import Call, Rule, rule
+from ftp.registry import Call, LocalHook, Rule, rule
 from ftp.rules.local import with_shape
 
 aten = torch.ops.aten
@@ -30,7 +32,8 @@ def empty_strided(call: Call) -> Rule:
 @rule(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def new(call: Call) -> Rule:
     """Only the type of the operand counts; dims of one size are taken for the same, so that it need not be gathered."""
-    return _like(call, with_shape(1))
+    is_zero = call.target is aten.new_zeros.default or (call.target is aten.new_full.default and call.arg("fill_value") == 0)
+    return _like(call, with_shape(1), [(0,)] if is_zero else ())
 
 
 @rule(aten.new_empty_strided.default)
@@ -38,10 +41,10 @@ def new_empty_strided(call: Call) -> Rule:
     return _like(call, lambda op: op.emit(aten.new_empty.default, op.args[0], op.shape(), **op.kwargs))
 
 
-def _like(call: Call, local) -> Rule:
+def _like(call: Call, local: LocalHook, linear: Sequence[tuple[int]] = ()) -> Rule:
     x, (y,) = call.operands[0], call.results
     operand = tuple((f"~{d}",) if d < y.ndim and y.shape[d] == s else (f"x{d}",) for d, s in enumerate(x.shape))
-    return Rule(Notation((operand,), (_dims(y.ndim),), frozenset(), ((),)), (), local)
+    return Rule(Notation((operand,), (_dims(y.ndim),), frozenset(), ((),)), tuple(linear), local)
 
 
 rule(aten.scalar_tensor.default, "-> ()")

@@ -4,6 +4,7 @@ Where the indexed dim is cut, a rank finds its own rows only: what it reads of o
 vocab-parallel embedding), and what it would write to others' it leaves out.
 """
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -221,6 +222,8 @@ def index_copy(call: Call) -> Rule:
 
 @rule(aten.index.Tensor, aten._unsafe_index.Tensor)
 def index(call: Call) -> Rule:
+    if any(i is not None and i.dtype in MASKS for i in call.args[1]):
+        return _all_whole(call, linear=[(0,)])
     seen = _Indexed(call)
 
     def local(op: LocalOp) -> fx.Node:
@@ -239,6 +242,8 @@ def index(call: Call) -> Rule:
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: Call) -> Rule:
     """What is added may be cut, ``self`` is then added by the first rank alone; where writes replace, all of them are needed."""
+    if any(i is not None and i.dtype in MASKS for i in call.args[1]):
+        return _masked_put(call)
     seen = _Indexed(call)
     adds = bool(call.arg("accumulate"))
     values = call.arg("values")
@@ -271,6 +276,20 @@ def index_put(call: Call) -> Rule:
         whole |= set(seen.indexed)
     pending = tuple((f, "sum") for f in batch) if adds else ()
     return Rule(Notation((seen.x, *seen.indices, value_dims), (seen.x,), whole, (pending,)), ((0, len(seen.indices) + 1),), local)
+
+
+MASKS = (torch.bool, torch.uint8)
+
+
+def _masked_put(call: Call) -> Rule:
+    """One value put where a mask holds is elementwise; several are taken in order."""
+    x, *masks, values = call.operands
+    at = next(d for d, i in enumerate(call.args[1]) if i is not None)
+    if len(masks) > 1 or math.prod(values.shape) != 1:
+        return _all_whole(call)
+    dims = _dims(x.ndim)
+    one = ((),) * values.ndim
+    return Rule(Notation((dims, dims[at : at + masks[0].ndim], one), (dims,), frozenset(), ((),)))
 
 
 class _Indexed:

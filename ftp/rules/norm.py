@@ -108,7 +108,7 @@ def nll_loss(call: Call) -> Rule:
     """Whole but for losses that are not reduced; cut by its decomposition, which sums loss and weight apart."""
     reduced = call.arg("reduction") != 0
     x, target = _class_dims(call)
-    weight = (("c",),) * (len(call.operands) - 2)
+    weight = ((("c",),),) * (len(call.operands) - 2)
     names = _names(target)
     return Rule(
         Notation((x, target, *weight), (() if reduced else target, ()), frozenset("c") | (names if reduced else frozenset()), ((), ()))
@@ -119,7 +119,7 @@ def nll_loss(call: Call) -> Rule:
 def nll_loss_backward(call: Call) -> Rule:
     reduced = call.arg("reduction") != 0
     x, target = _class_dims(call, 1)
-    weight = (("c",),) * (len(call.operands) - 4)
+    weight = ((("c",),),) * (len(call.operands) - 4)
     return Rule(
         Notation((() if reduced else target, x, target, *weight, ()), (x,), frozenset("c"), ((),)),
         ((0,),),
