@@ -5,10 +5,10 @@ re-cut copy). The pair (op, value) prices the moves, once for all users; the pai
 """
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import combinations
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -108,18 +108,35 @@ class _Network:
         self.required: dict[Value, list[Layout | None]] = {}
         for value, layout in zip(graph.outputs, problem.outputs, strict=True):
             self.required.setdefault(value, []).append(layout)
+        self._known: dict[tuple[Any, ...], Any] = {}
+        self._sizes: dict[Value, int] = {}
         self.options = self._strategies()
         self.free_to_move, self.after_conflict = _exempt(problem, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
-        options, may_pend = {}, set()
+        """Repeated blocks share their lists, so that what is derived from a list is derived once (see ``_once``)."""
+        options: dict[Node, list[Strategy]] = {}
+        may_pend: set[Value] = set()
+        shared: dict[Any, list[Strategy]] = {}
         for node in self.problem.graph.nodes:
-            found = strategies(node, self.problem.reach.cuts.get(node, ()), self.problem.n, self.problem.pinned.get(node), may_pend)
-            options[node] = found
+            cuts, pinned = self.problem.reach.cuts.get(node, ()), self.problem.pinned.get(node)
+            rule = node.rule
+            pending = tuple(v in may_pend for v in node.operands)
+            kind = (node.kind, node.target in VIEWS, rule.operands, rule.results, rule.linear, tuple(tuple(p.items()) for p in rule.pending))
+            key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending)
+            if key not in shared:
+                shared[key] = strategies(node, cuts, self.problem.n, pinned, may_pend)
+            found = options[node] = shared[key]
             for index in range(len(node.results)):
                 if any(s.results[index].kind == "P" for s in found):
                     may_pend.add(Value(node, index))
         return options
+
+    def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
+        known = self._known.get(key)
+        if known is None:
+            known = self._known[key] = make()
+        return known
 
     def solve(self) -> AxisPlan:
         domains: list[int] = []
@@ -129,22 +146,30 @@ class _Network:
         entries: dict[Value, list[tuple[Layout, ...]]] = {}
         value_index: dict[Value, int] = {}
         for node in self.problem.graph.nodes:
-            op_index[node] = len(domains)
-            domains.append(len(self.options[node]))
+            mine = self.options[node]
+            at = op_index[node] = len(domains)
+            domains.append(len(mine))
             unary.append(np.array(self._op_prices(node)))
             for slot, value in enumerate(node.operands):
-                key = (value_index[value], op_index[node])
-                table = np.array([[self._use_price(node, s, slot, e) for s in self.options[node]] for e in entries[value]])
+                key = (value_index[value], at)
+                theirs = entries[value]
+                table = self._once(
+                    ("use", id(mine), id(theirs), slot, node.kind, self._nbytes(value)),
+                    lambda n=node, v=value, i=slot: np.array([[self._use_price(n, s, i, e) for s in self.options[n]] for e in entries[v]]),
+                )
                 pairs[key] = pairs[key] + table if key in pairs else table
             for index in range(len(node.results)):
                 value = Value(node, index)
-                if value not in self.users and value not in self.required:
+                users, required = self.users.get(value, ()), tuple(self.required.get(value, ()))
+                if not users and not required:
                     continue
-                entries[value] = self._entries(value)
+                known = ("entries", id(mine), index, tuple([(id(self.options[user]), slot) for user, slot in users]), required)
+                found = entries[value] = self._once(known, lambda v=value: self._entries(v))
                 value_index[value] = len(domains)
-                domains.append(len(entries[value]))
-                unary.append(np.array([self._output_price(value, e) for e in entries[value]]))
-                pairs[op_index[node], value_index[value]] = self._move_prices(value, entries[value])
+                domains.append(len(found))
+                unary.append(self._once(("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]])))
+                moves = ("move", id(mine), index, id(found), self._nbytes(value), node.target in VIEWS, self._movable(value))
+                pairs[at, value_index[value]] = self._once(moves, lambda v=value: self._move_prices(v, entries[v]))
         solution = minimize(domains, unary, pairs)
         chosen = {node: self.options[node][solution.choice[i]] for node, i in op_index.items()}
         copies = {}
@@ -152,6 +177,19 @@ class _Network:
             home = chosen[value.node].results[value.index]
             copies[value] = tuple(layout for layout in entries[value][solution.choice[i]] if layout != home)
         return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
+
+    def _nbytes(self, value: Value) -> int:
+        if value not in self._sizes:
+            self._sizes[value] = math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+        return self._sizes[value]
+
+    def _movable(self, value: Value) -> Any:
+        """All that ``_may_move`` depends on, for a key."""
+        if value in self.free_to_move:
+            return True
+        if not self.problem.is_data_axis or not value.node.depends & BATCH:
+            return bool(value.node.depends & BATCH)
+        return tuple(self.problem.batch_reach.layouts.get(value, ())), value in self.after_conflict
 
     def _op_prices(self, node: Node) -> list[float]:
         if node.kind == "move":
@@ -197,8 +235,7 @@ class _Network:
 
     def _move_prices(self, value: Value, entries: list[tuple[Layout, ...]]) -> np.ndarray:
         """Seconds from each strategy's result to each set of copies."""
-        shape = [nominal(s) for s in value.shape]
-        nbytes = math.prod(shape) * value.meta.dtype.itemsize
+        nbytes = self._nbytes(value)
         table = np.empty((len(self.options[value.node]), len(entries)))
         known: dict[Layout, list[float]] = {}
         for row, s in enumerate(self.options[value.node]):
@@ -263,8 +300,7 @@ class _Network:
             return math.inf
         if have.kind == "R":
             return 0.0
-        value = node.operands[slot]
-        nbytes = math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+        nbytes = self._nbytes(node.operands[slot])
         return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds("all_gather", nbytes, self.problem.n, self.problem.hardware.link)
 
     def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:

@@ -3,16 +3,18 @@
 Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
 """
 
+import gc
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
-from ftp.eliminate import Solution
+from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
@@ -82,8 +84,33 @@ def make_plan(
     Raises:
         PlanningError: where no program meets the specs.
     """
+    with collection_paused():
+        return _make_plan(graph, axes, specs, list(batch_inputs), data_axes, reshard_after_forward, hardware, decompose)
+
+
+@contextmanager
+def collection_paused() -> Iterator[None]:
+    """Planning makes many small objects and no garbage worth a third of its time."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _make_plan(
+    graph: Graph,
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
+    data_axes: Sequence[str],
+    reshard_after_forward: bool,
+    hardware: Hardware,
+    decompose: Decompose | None,
+) -> Plan:
     order = _axis_order(graph, axes, specs)
-    batch = list(batch_inputs)
     if decompose is not None:
         graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
     plan = Plan(graph, {name: axes[name] for name in order})
@@ -92,7 +119,12 @@ def make_plan(
         if axes[name] == 1:
             continue
         problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware)
-        chosen = solve(problem)
+        try:
+            chosen = solve(problem)
+        except Infeasible:
+            raise PlanningError(
+                f"No program meets the specs on mesh axis {name!r}, not even one that moves everything. This is a fault of ftp: please report it, with the function and the specs."
+            ) from None
         plan.solutions[name], plan.kept_rules[name] = chosen.solution, chosen.kept_rules
         for cuts, layout in zip(open_cuts, _output_layouts(plan.graph, chosen, problem.outputs), strict=True):
             cuts.append((name, layout))
@@ -108,26 +140,41 @@ def make_plan(
 def _problem(
     graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node], is_data: bool, hardware: Hardware
 ) -> Problem:
-    pinned = {}
-    for node in graph.nodes:
-        spec = specs.inputs.get(node) if node.kind == "input" else specs.constraints.get(node)
-        if node.kind == "input" or spec is not None:
-            pinned[node] = spec_layout(spec or PartitionSpec(), node.shape(), name, axes, folded) or R
+    pinned, outputs = _fixed(graph, name, folded, axes, specs)
+    from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
+    hardware = replace(hardware, link=replace(hardware.link, latency=_latency(graph, hardware)))
+    return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch())
+
+
+def _fixed(graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs) -> tuple[dict[Node, Layout], list[Layout | None]]:
+    """The layouts on one axis of inputs and constraints, and of outputs (None: open)."""
+    pinned = {node: spec_layout(spec, node.shape(), name, axes, folded) or R for node, spec in (*specs.inputs.items(), *specs.constraints.items())}
+    pinned.update((node, R) for node in graph.inputs if node not in pinned)
     outputs = [
         None if spec is None else spec_layout(spec, value.shape, name, axes, folded) or R
         for spec, value in zip(specs.outputs, graph.outputs, strict=True)
     ]
-    seeds = [(Value(node), layout) for node, layout in pinned.items()]
-    seeds += [(node.operands[0], layout) for node, layout in pinned.items() if node.operands]
-    seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
-    from_batch = [(Value(node), pinned[node]) for node in batch] if is_data else []
-    if from_batch:  # a constraint on a data axis says where activations stay, and the closure does not pass through it
-        from_batch += [(v, pinned[node]) for node in specs.constraints if node in pinned for v in (Value(node), *node.operands)]
+    return pinned, outputs
+
+
+def _reaches(
+    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node]
+) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
+    """What one axis may cut, closed from all that is fixed, and from the ``batch`` inputs alone."""
+    pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
-    hardware = replace(hardware, link=replace(hardware.link, latency=_latency(graph, hardware)))
-    return Problem(
-        graph, name, n, hardware, reach(graph, n, seeds, pinned), pinned, outputs, is_data, reach(graph, n, from_batch, pinned) if from_batch else Reach()
-    )
+    constrained = [(v, pinned[node]) for node in specs.constraints for v in (Value(node), node.operands[0])]
+
+    def from_specs() -> Reach:
+        seeds = [(Value(node), layout) for node, layout in pinned.items()]
+        seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
+        return reach(graph, n, seeds + constrained, pinned)
+
+    def from_batch() -> Reach:
+        # A constraint on a data axis says where activations stay, and the closure does not pass through it.
+        return reach(graph, n, [(Value(node), pinned[node]) for node in batch] + constrained, pinned) if batch else Reach()
+
+    return from_specs, from_batch
 
 
 SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on the link
@@ -198,8 +245,8 @@ def _decompose_on_demand(
         for at, name in enumerate(order):
             if axes[name] == 1:
                 continue
-            problem = _problem(graph, name, order[:at], axes, specs, batch, name in data_axes, DEFAULT)
-            found = problem.batch_reach if problem.is_data_axis else problem.reach
+            from_specs, from_batch = _reaches(graph, name, order[:at], axes, specs, batch if name in data_axes else ())
+            found = from_batch() if name in data_axes else from_specs()
             blocked.update(dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose))
         smaller = decompose(graph, blocked) if blocked else graph
         if smaller is graph:
