@@ -1,10 +1,11 @@
-"""Run the per-rank graphs of a program for all ranks in one process, node by node in lockstep.
+"""Run the per-rank graphs of a program for all ranks in one process, in lockstep from collective to collective.
 
-A rank's program is a straight line, so every rank stands at the same node; a collective is done on the list of the ranks' tensors.
+A rank's program is a straight line, and all ranks issue the same collectives in the same order; a collective is done on the list of the
+ranks' tensors.
 """
 
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import reduce
 from typing import Any
 
@@ -16,9 +17,11 @@ from ftp.partition import LocalProgram
 c10d = torch.ops._c10d_functional
 
 Group = list[int]
+Outputs = tuple[torch.Tensor, ...]
+Issued = tuple[fx.Node, tuple[Any, ...]]
 
 
-def simulate(programs: Sequence[LocalProgram], inputs: Sequence[Sequence[Any]], groups: Mapping[str, Sequence[Group]]) -> list[tuple[torch.Tensor, ...]]:
+def simulate(programs: Sequence[LocalProgram], inputs: Sequence[Sequence[Any]], groups: Mapping[str, Sequence[Group]]) -> list[Outputs]:
     """Run every rank's program on its inputs (local tensors, then offsets).
 
     Args:
@@ -27,53 +30,65 @@ def simulate(programs: Sequence[LocalProgram], inputs: Sequence[Sequence[Any]], 
     Returns:
         Per rank its local outputs.
     """
-    lines = [list(p.gm.graph.nodes) for p in programs]
-    assert len({len(line) for line in lines}) == 1, "programs of one plan have as many nodes on every rank"
-    last_use = _last_uses(lines[0])
-    envs: list[dict[fx.Node, Any]] = [{} for _ in programs]
-    feeds = [iter(i) for i in inputs]
-    for at, nodes in enumerate(zip(*lines, strict=True)):
-        node = nodes[0]
+    ranks = [_rank(p.gm.graph, given) for p, given in zip(programs, inputs, strict=True)]
+    results: list[Any] = [None] * len(ranks)
+    while True:
+        issued: list[Issued] = []
+        ended: list[Outputs] = []
+        for rank, result in zip(ranks, results, strict=True):
+            try:
+                issued.append(rank.send(result))
+            except StopIteration as end:
+                ended.append(end.value)
+        if not issued:
+            return ended
+        assert not ended and len({(node.target, node.meta["axis"]) for node, _ in issued}) == 1, (
+            "ranks of one plan issue the same collectives"
+        )
+        results = _run(issued, groups)
+
+
+def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outputs]:
+    """One rank's run: gives each collective's node and arguments, and is sent what this rank gets of it."""
+    nodes = list(graph.nodes)
+    last_use = _last_uses(nodes)
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    for at, node in enumerate(nodes):
         if node.op == "placeholder":
-            for env, own, feed in zip(envs, nodes, feeds, strict=True):
-                env[own] = next(feed)
+            env[node] = next(feed)
         elif node.op == "output":
-            return [tuple(fx.node.map_arg(own.args[0], env.__getitem__)) for env, own in zip(envs, nodes, strict=True)]
+            break
         else:
-            arguments = [_arguments(own, env) for own, env in zip(nodes, envs, strict=True)]
-            for env, own, value in zip(envs, nodes, _run(node, arguments, groups, nodes), strict=True):
-                env[own] = value
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+            if node.target is c10d.wait_tensor.default:
+                env[node] = args[0]  # type: ignore[index]
+            elif node.target in COLLECTIVES:
+                env[node] = yield node, args
+            else:
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            del args, kwargs
         for dead in last_use.get(at, ()):
-            for env, line in zip(envs, lines, strict=True):
-                env.pop(line[dead], None)
-    raise AssertionError("a graph without an output")
+            del env[dead]
+    return tuple(fx.node.map_arg(nodes[-1].args[0], env.__getitem__))  # type: ignore[arg-type]
 
 
-def _arguments(node: fx.Node, env: Mapping[fx.Node, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)
-    return args, kwargs
-
-
-def _run(node: fx.Node, arguments: Sequence[tuple[tuple[Any, ...], dict[str, Any]]], groups: Mapping[str, Sequence[Group]], nodes: Sequence[fx.Node]) -> list[Any]:
-    if node.target is c10d.wait_tensor.default:
-        return [args[0] for args, _ in arguments]
-    collective = COLLECTIVES.get(node.target)
-    if collective is None:
-        return [own.target(*args, **kwargs) for own, (args, kwargs) in zip(nodes, arguments, strict=True)]  # type: ignore[operator]
-    results: list[Any] = [None] * len(nodes)
-    for group in groups[node.meta["axis"]]:
-        tensors = [arguments[rank][0][0] for rank in group]
-        for rank, result in zip(group, collective(tensors, *arguments[group[0]][0][1:-1]), strict=True):
+def _run(issued: Sequence[Issued], groups: Mapping[str, Sequence[Group]]) -> list[Any]:
+    results: list[Any] = [None] * len(issued)
+    for group in groups[issued[0][0].meta["axis"]]:
+        node, args = issued[group[0]]
+        tensors = [issued[rank][1][0] for rank in group]
+        for rank, result in zip(group, COLLECTIVES[node.target](tensors, *args[1:-1]), strict=True):
             results[rank] = result
     return results
 
 
-def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, list[int]]:
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
     position = {node: at for at, node in enumerate(nodes)}
-    last: dict[int, list[int]] = {}
+    last: dict[int, list[fx.Node]] = {}
     for node, at in position.items():
         if node.op != "output":
-            last.setdefault(max((position[u] for u in node.users), default=at), []).append(at)
+            last.setdefault(max((position[u] for u in node.users), default=at), []).append(node)
     return last
 
 

@@ -1,0 +1,303 @@
+"""Losses, gradients and collectives of small models on simulated meshes, over ways to cut them."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from models import (
+    CNNConfig,
+    Config,
+    GPT2Config,
+    LlamaConfig,
+    MLPConfig,
+    build,
+    class_batch,
+    cuts,
+    lm_batch,
+    loss,
+    reference,
+    sequence_parallel,
+    specs,
+)
+
+import ftp
+from ftp import P
+
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """A mesh of ``n`` ranks an axis, and the axes that cut the weights as Megatron and as ZeRO do, the batch and its sequence."""
+
+    axes: tuple[str, ...]
+    batch_specs: P = P()
+    tp: str | None = None
+    zero: str | None = None
+    order: Any = "free"
+    sp: bool = False
+
+    @property
+    def needs_tokens(self) -> bool:
+        return self.sp or "cp" in self.axes
+
+    def constraints(self) -> dict[str, P] | None:
+        return sequence_parallel(tp="tp", dp="dp" if "dp" in self.axes else None) if self.sp else None
+
+
+TP, DP, CP, BOTH = ("tp",), ("dp",), ("cp",), ("dp", "tp")
+ORDERS = ("free", "tp zero", "zero tp")
+SCHEMES: dict[str, Scheme] = {
+    "tp": Scheme(TP, tp="tp"),
+    "sp": Scheme(TP, tp="tp", sp=True),
+    "dp": Scheme(DP, P("dp")),
+    "zero": Scheme(DP, P("dp"), zero="dp"),
+    "cp": Scheme(CP, P(None, "cp")),
+    "cp+zero": Scheme(CP, P(None, "cp"), zero="cp"),
+    "dp×tp": Scheme(BOTH, P("dp"), tp="tp"),
+    "dp×sp": Scheme(BOTH, P("dp"), tp="tp", sp=True),
+    **{f"zero×tp, {order}": Scheme(BOTH, P("dp"), tp="tp", zero="dp", order=order) for order in ORDERS},
+    **{f"zero×sp, {order}": Scheme(BOTH, P("dp"), tp="tp", zero="dp", order=order, sp=True) for order in ORDERS},
+}
+MODELS: dict[str, Config] = {
+    "llama": LlamaConfig(),
+    "llama, gqa": LlamaConfig(layers=1, kv_heads=2),
+    "gpt2": GPT2Config(layers=1),
+    "gpt2, fused": GPT2Config(layers=1, qkv="fused"),
+    "gpt2, interleaved": GPT2Config(layers=1, qkv="interleaved"),
+    "gpt2, tied": GPT2Config(layers=1, tied=True),
+    "cnn": CNNConfig(blocks=1),
+    "mlp": MLPConfig(),
+}
+
+
+def is_lm(cfg: Config) -> bool:
+    return isinstance(cfg, LlamaConfig | GPT2Config)
+
+
+def batch_of(cfg: Config, batch: int = 4, seq: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+    return lm_batch(cfg, batch, seq) if is_lm(cfg) else class_batch(cfg, batch, dtype=torch.float64)  # type: ignore[arg-type]
+
+
+def check(cfg: Config, scheme: Scheme, shape: tuple[int, ...], batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+    """The sharded step's loss and gradients are those of plain torch on one device."""
+    model = build(cfg, dtype=dtype)
+    fn, params = ftp.functionalize(model, constraints=scheme.constraints())
+    plain, _ = ftp.functionalize(model)
+    plan = ftp.plan(params, specs(cuts(cfg), tp=scheme.tp, zero=scheme.zero, order=scheme.order))
+    step = ftp.shard(loss(cfg, fn, **options), ftp.simulated_mesh(shape, scheme.axes), plan, batch_specs=scheme.batch_specs)
+    value, grads = step(params, batch)
+    expected, expected_grads = reference(loss(cfg, plain, **options), params, batch)
+    largest = max(float(g.abs().max()) for g in expected_grads.values())
+    assert value.dtype == dtype and abs(float(value - expected)) <= TOLERANCE[dtype] * abs(float(expected))
+    assert grads.keys() == expected_grads.keys()
+    for name, grad in expected_grads.items():
+        assert grads[name].shape == grad.shape and grads[name].dtype == grad.dtype, name
+        error = float((grads[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
+        assert error <= TOLERANCE[dtype], f"gradient of {name} is off by {error:.1e}"
+
+
+def ids_of(pairs: Iterable[tuple[str, ...]]) -> list[str]:
+    return [" | ".join(p) for p in pairs]
+
+
+CASES = [(model, scheme) for model, cfg in MODELS.items() for scheme, s in SCHEMES.items() if is_lm(cfg) or not s.needs_tokens]
+
+
+@pytest.mark.parametrize(("model", "scheme"), CASES, ids=ids_of(CASES))
+def test_numbers(model: str, scheme: str):
+    s = SCHEMES[scheme]
+    check(MODELS[model], s, (2,) * len(s.axes), batch_of(MODELS[model]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_numbers_in_float32(scheme: str):
+    s = SCHEMES[scheme]
+    check(MODELS["llama, gqa"], s, (2,) * len(s.axes), batch_of(MODELS["llama, gqa"]), torch.float32)
+
+
+@pytest.mark.parametrize("shape", [(4, 2), (2, 4), (8, 1), (1, 8)], ids=str)
+def test_numbers_on_eight_ranks(shape: tuple[int, int]):
+    cfg = LlamaConfig(layers=1, heads=8)
+    check(cfg, SCHEMES["zero×sp, free"], shape, batch_of(cfg))
+
+
+WEIGHTS = torch.linspace(0.5, 2.0, 32, dtype=torch.float64)
+LOSSES: dict[str, dict[str, Any]] = {
+    "ignore_index": {},
+    "another ignore_index": {"ignore_index": 3},
+    "label smoothing": {"label_smoothing": 0.1},
+    "class weights": {"weight": WEIGHTS},
+    "sum": {"reduction": "sum"},
+    "everything": {"label_smoothing": 0.1, "weight": WEIGHTS},
+    "everything, sum": {"label_smoothing": 0.1, "weight": WEIGHTS, "reduction": "sum"},
+}
+
+
+@pytest.mark.parametrize("scheme", ["tp", "dp", "cp", "zero×sp, tp zero"])
+@pytest.mark.parametrize("options", LOSSES)
+def test_cross_entropy(scheme: str, options: str):
+    cfg, s = LlamaConfig(layers=1), SCHEMES[scheme]
+    tokens, targets = lm_batch(cfg, ignored=0.3)
+    targets = targets.where(targets >= 0, LOSSES[options].get("ignore_index", -100))
+    check(cfg, s, (4,) if len(s.axes) == 1 else (2, 2), (tokens, targets), **LOSSES[options])
+
+
+UNEVEN: dict[str, tuple[Config, tuple[int, int]]] = {
+    "odd vocabulary": (LlamaConfig(vocab=53, layers=1), (4, 8)),
+    "three heads": (LlamaConfig(dim=12, heads=3, layers=1), (4, 8)),
+    "three heads, gpt2": (GPT2Config(dim=12, heads=3, layers=1), (4, 8)),
+    "three heads, fused": (GPT2Config(dim=12, heads=3, layers=1, qkv="fused"), (4, 8)),
+    "batch of five": (LlamaConfig(layers=1), (5, 7)),
+    "batch of one": (LlamaConfig(layers=1), (1, 3)),
+    "odd hidden": (LlamaConfig(hidden=13, layers=1), (4, 8)),
+    "odd everything": (GPT2Config(vocab=35, dim=15, heads=3, layers=1, tied=True), (3, 5)),
+    "odd image": (CNNConfig(channels=5, blocks=1, classes=3, size=7), (3, 0)),
+    "odd features": (MLPConfig(dim=7, hidden=9, layers=1, classes=5), (5, 0)),
+}
+UNEVEN_CASES = [
+    (model, scheme, shape)
+    for model, (cfg, _) in UNEVEN.items()
+    for scheme, shape in [("tp", (2,)), ("tp", (4,)), ("sp", (4,)), ("dp", (2,)), ("zero", (4,)), ("cp", (4,)), ("zero×tp, free", (2, 2))]
+    if is_lm(cfg) or not SCHEMES[scheme].needs_tokens
+]
+
+
+@pytest.mark.parametrize(("model", "scheme", "shape"), UNEVEN_CASES, ids=[f"{m} | {s} | {n}" for m, s, n in UNEVEN_CASES])
+def test_uneven(model: str, scheme: str, shape: tuple[int, ...]):
+    cfg, (batch, seq) = UNEVEN[model]
+    check(cfg, SCHEMES[scheme], shape, batch_of(cfg, batch, seq))
+
+
+# Collectives, counted.
+
+SIZES = {  # and (batch, seq); in the last the embedding's gradient is smaller than that of what it returns
+    "small": (LlamaConfig(vocab=640, dim=16, heads=4, hidden=24), (8, 20)),
+    "wide": (LlamaConfig(vocab=4096, dim=512, heads=8, hidden=1024), (8, 120)),
+    "many tokens": (LlamaConfig(vocab=256, dim=512, heads=8, hidden=1024), (8, 120)),
+}
+COUNTED = [*((size, layers) for size in ("small", "wide") for layers in (1, 2, 3)), ("many tokens", 2)]
+counted = pytest.mark.parametrize(("size", "layers"), COUNTED, ids=[f"{size}, {layers} layers" for size, layers in COUNTED])
+
+
+@dataclass(frozen=True)
+class Counted:
+    """What a step of ``layers`` layers issues over one axis, sorted by what it moves.
+
+    Attributes:
+        activations, weights: per op, of values of (tokens, ...) and of a parameter's shape.
+        vectors: all-reduces of gradients of 1-d parameters.
+        small: all-reduces of at most a number per token.
+        other: what is none of these.
+    """
+
+    layers: int
+    weights_2d: int
+    weights_1d: int
+    stands_in: bool
+    activations: Counter[str]
+    weights: Counter[str]
+    vectors: Counter[str]
+    small: int
+    other: tuple[Any, ...]
+
+
+def issued(scheme: Scheme, size: str, layers: int, **options: Any) -> dict[str, Counted]:
+    """Per mesh axis what the step of a Llama-style decoder issues."""
+    base, tokens = SIZES[size]
+    cfg = replace(base, layers=layers)
+    fn, params = ftp.functionalize(build(cfg, device="meta"), constraints=scheme.constraints())
+    plan = ftp.plan(params, specs(cuts(cfg), tp=scheme.tp, zero=scheme.zero, order=scheme.order))
+    mesh = ftp.AbstractMesh((4,) if len(scheme.axes) == 1 else (2, 2), scheme.axes)
+    step = ftp.shard(loss(cfg, fn), mesh, plan, batch_specs=scheme.batch_specs, **options)
+    collectives = step.lower(params, lm_batch(cfg, *tokens)).collectives
+    return {axis: _count([c for c in collectives if c.axes == (axis,)], params, math.prod(tokens), layers) for axis in scheme.axes}
+
+
+def _count(collectives: Iterable[ftp.Collective], params: Mapping[str, torch.Tensor], tokens: int, layers: int) -> Counted:
+    shapes = {tuple(s) for p in params.values() for s in (p.shape, p.shape[::-1])}
+    assert tokens not in {s[0] for s in shapes}, "a weight must not look like an activation"
+    activations, weights, vectors, small, other = Counter(), Counter(), Counter(), 0, []
+    for c in collectives:
+        shape = tuple(s for s in c.global_shape if s != 1)
+        if shape in shapes:
+            (weights if len(shape) > 1 else vectors)[c.op] += 1
+        elif math.prod(shape) > tokens and math.prod(shape) % tokens == 0:
+            activations[c.op] += 1
+        elif c.op == "all_reduce" and math.prod(shape) <= tokens:
+            small += 1
+        else:
+            other.append(c)
+    matrices = sum(p.ndim > 1 for p in params.values())
+    stands_in = params["emb.weight"].shape[0] < tokens
+    return Counted(layers, matrices, len(params) - matrices, stands_in, activations, weights, vectors, small, tuple(other))
+
+
+def is_tp(found: Counted) -> None:
+    stand_ins = found.weights["reduce_scatter"]
+    assert found.activations["all_reduce"] + found.activations["reduce_scatter"] + stand_ins == 2 + 4 * found.layers
+    assert found.activations.total() + found.weights.total() == 2 + 4 * found.layers
+    assert stand_ins <= found.stands_in
+    assert found.vectors["all_reduce"] == found.vectors.total()
+    assert found.small + found.vectors.total() <= 4 and not found.other
+
+
+def is_sp(found: Counted) -> None:
+    """Where the embedding's gradient is cheaper to reduce-scatter than what it is computed from is to gather, it may be."""
+    stand_ins = found.weights["reduce_scatter"]
+    assert found.activations == Counter(reduce_scatter=2 + 4 * found.layers, all_gather=2 + 4 * found.layers - stand_ins)
+    assert stand_ins == found.weights.total() <= found.stands_in
+    assert found.vectors["all_reduce"] == found.vectors.total() <= found.weights_1d
+    assert found.small <= 4 and not found.other
+
+
+def is_dp(found: Counted) -> None:
+    assert found.weights == Counter(all_reduce=found.weights_2d)
+    assert found.vectors == Counter(all_reduce=found.weights_1d)
+    assert found.small <= 2 and not found.activations and not found.other
+
+
+def is_zero(found: Counted, *, again: bool = True) -> None:
+    twice = 2 if again else 1
+    assert found.weights == Counter(all_gather=twice * found.weights_2d - again, reduce_scatter=found.weights_2d), (
+        "backward needs all but the embedding"
+    )
+    assert found.vectors == Counter(all_gather=twice * found.weights_1d, reduce_scatter=found.weights_1d)
+    assert found.small <= 2 and not found.activations and not found.other
+
+
+def is_cp(found: Counted) -> None:
+    assert found.activations == Counter(all_gather=2 * found.layers, reduce_scatter=2 * found.layers)
+    is_dp(replace(found, activations=Counter()))
+
+
+def is_cp_zero(found: Counted) -> None:
+    gathered = Counter(all_gather=2 * found.layers, reduce_scatter=2 * found.layers)
+    assert found.activations in (gathered, Counter(all_to_all=8 * found.layers))
+    is_zero(replace(found, activations=Counter()))
+
+
+@counted
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_collectives(scheme: str, size: str, layers: int):
+    rows: dict[str, Callable[[Counted], None]] = {
+        "tp": is_tp,
+        "sp": is_sp,
+        "dp": is_dp,
+        "zero": is_zero,
+        "cp": is_cp,
+        "cp+zero": is_cp_zero,
+    }
+    s = SCHEMES[scheme]
+    found = issued(s, size, layers)
+    for axis, row in zip(s.axes, scheme.split(",")[0].split("×"), strict=True):
+        rows[row](found[axis])
+
+
+@counted
+def test_collectives_of_zero_with_one_gather_a_weight(size: str, layers: int):
+    is_zero(issued(SCHEMES["zero"], size, layers, reshard_after_forward=False)["dp"], again=False)
