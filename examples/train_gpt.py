@@ -164,7 +164,7 @@ def parse_args(argv):
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=1.5e-3)
+    parser.add_argument("--lr", type=float, default=3e-3)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
@@ -173,6 +173,7 @@ def parse_args(argv):
     parser.add_argument("--tp", type=int, default=2 if world % 2 == 0 else 1)
     parser.add_argument("--dp", type=int, default=None, help="by default what tp leaves of the processes, or of four simulated ranks")
     parser.add_argument("--device", default=None, help="cpu or cuda; by default what ftp.make_mesh takes")
+    parser.add_argument("--threads", type=int, default=1, help="of torch; more gain little on shards this small, and wait for busy cores")
     parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "runs" / "train_gpt")
     args = parser.parse_args(argv)
     args.dp = args.dp or max(1, world // args.tp)
@@ -182,6 +183,7 @@ def parse_args(argv):
 def main(argv=None):
     args = parse_args(argv)
     started = time.perf_counter()
+    torch.set_num_threads(args.threads)
     is_first = int(os.environ.get("RANK", 0)) == 0
     console = Console(quiet=not is_first, highlight=False)
 

@@ -1,7 +1,7 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
 
 from ftp import errors, testing
-from ftp.api import Step, lower, reshard, shard, spmd
+from ftp.api import lower, reshard, shard, spmd
 from ftp.collectives import Collective
 from ftp.constrain import constrain
 from ftp.cost import Hardware, Link
@@ -12,6 +12,7 @@ from ftp.placement import device_get, device_put, local_slice
 from ftp.program import Lowered
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
 from ftp.spec import P, PartitionSpec, units
+from ftp.step import Step
 from ftp.tree import plan
 from ftp.version import __version__
 

@@ -91,6 +91,8 @@ class Node:
         return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.operands[slot])
 
     def replace_operands(self, new: Sequence["Value"]) -> None:
+        if all(a is b or a == b for a, b in zip(new, self.operands, strict=True)):
+            return
         fresh = iter(new)
         self.args = tuple(_swap(a, fresh) for a in self.args)
         self.kwargs = {k: _swap(a, fresh) for k, a in self.kwargs.items()}
@@ -196,7 +198,8 @@ def merge_common(graph: Graph) -> Graph:
     canonical: dict[int, Node] = {}
     nodes = []
     for node in graph.nodes:
-        node.replace_operands([Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands])
+        if any(id(v.node) in canonical for v in node.operands):
+            node.replace_operands([Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands])
         if node.kind == "op":
             key = (node.target, _key(node.args), _key(dict(node.kwargs)))
             first = seen.setdefault(key, node)

@@ -1,13 +1,14 @@
 """Placed tensors: local shards that remember their mesh, spec and global shape; full tensors to shards and back."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+import weakref
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.errors import DonationError, InputError, MeshError, PlacementError, SpecError, join_failures
 from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
@@ -15,41 +16,69 @@ from ftp.spec import PartitionSpec, chunk, local_bounds, local_shape
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a tensor that ftp made lies: mesh, spec and global shape."""
+    """Where a tensor that ftp made lies; there is one object for each, so that identity is equality."""
 
     mesh: Mesh
     spec: PartitionSpec
     shape: tuple[int, ...]
 
 
-_placed: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_donated: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+@cache
+def placement(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Placement:
+    return Placement(mesh, spec, shape)
 
 
-def remember(tensor: torch.Tensor, placement: Placement) -> torch.Tensor:
-    _placed[tensor] = placement
+@dataclass(frozen=True, eq=False)
+class Donated:
+    """What is known of a tensor whose memory a call was given to reuse."""
+
+    by: str
+
+
+class _Ref(weakref.ref):
+    """A weak reference that knows the id its tensor had."""
+
+    __slots__ = ("key",)
+    key: int
+
+
+# By identity and weakly. torch's WeakTensorKeyDictionary does the same at ten times the price, which every leaf of every step would pay.
+_known: dict[int, tuple[_Ref, Placement | Donated]] = {}
+
+
+def _forget(ref: _Ref) -> None:
+    if (entry := _known.get(ref.key)) is not None and entry[0] is ref:
+        del _known[ref.key]
+
+
+def remember(tensor: torch.Tensor, fact: Placement | Donated) -> torch.Tensor:
+    """Notes ``fact`` for as long as the tensor lives."""
+    ref = _Ref(tensor, _forget)
+    ref.key = id(tensor)
+    _known[ref.key] = (ref, fact)
     return tensor
 
 
-def placement_of(tensor: torch.Tensor) -> Placement | None:
-    return _placed.get(tensor) if _placed.data else None
+def known_of(tensor: torch.Tensor) -> Placement | Donated | None:
+    entry = _known.get(id(tensor))
+    return entry[1] if entry is not None and entry[0]() is tensor else None
 
 
-def mark_donated(tensors: Iterable[torch.Tensor], by: str) -> None:
-    for tensor in tensors:
-        _donated[tensor] = by
+def placement_of(leaf: Any) -> Placement | None:
+    fact = known_of(leaf)
+    return fact if isinstance(fact, Placement) else None
 
 
 def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
     """Raises for tensors that an earlier call was given to reuse."""
-    if not _donated.data:
-        return
+    facts = [known_of(leaf) for leaf in leaves]
     failures = [
-        f"{name} was donated to {_donated[leaf]}, which may have reused its memory. Use what that call returned, or do not donate it."
-        for leaf, name in zip(leaves, names, strict=True)
-        if isinstance(leaf, torch.Tensor) and leaf in _donated
+        f"{name} was donated, as {fact.by} of an earlier call, which may have reused its memory."
+        " Use what that call returned, or do not donate it."
+        for fact, name in zip(facts, names, strict=True)
+        if isinstance(fact, Donated)
     ]
     if failures:
         raise DonationError(join_failures(failures))
@@ -59,13 +88,19 @@ def check_placed(leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: S
     """Raises for tensors that are known to lie elsewhere than the call needs them."""
     failures = []
     for leaf, spec, name in zip(leaves, specs, names, strict=True):
-        known = placement_of(leaf) if isinstance(leaf, torch.Tensor) else None
-        if known is None or (known.mesh == mesh and known.spec == spec):
+        known = placement_of(leaf)
+        if known is None:
             continue
         if known.mesh != mesh:
-            failures.append(f"{name} is placed on the mesh {known.mesh}, not on {mesh}. Take it off with ftp.device_get and place it with ftp.device_put.")
-        else:
-            failures.append(f"{name} is placed with spec {known.spec}, but {spec} is asked for. Move it with ftp.reshard(tree, mesh, {known.spec}, {spec}).")
+            failures.append(
+                f"{name} is placed on the {known.mesh.kind} mesh {known.mesh}, not on the {mesh.kind} mesh {mesh}."
+                " Take it off with ftp.device_get and place it with ftp.device_put."
+            )
+        elif known.spec != spec:
+            failures.append(
+                f"{name} is placed with spec {known.spec}, but {spec} is asked for."
+                f" Move it with ftp.reshard(tree, mesh, {known.spec}, {spec})."
+            )
     if failures:
         raise PlacementError(join_failures(failures))
 
@@ -91,7 +126,7 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
     m = resolve(mesh)
     leaves, treedef, names, leaf_specs = _flatten(tree, specs, m)
     check_alive(leaves, names)
-    known = [placement_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    known = [placement_of(leaf) for leaf in leaves]
     check_placed(leaves, leaf_specs, names, m)
     check_specs(
         [s for s, k in zip(leaf_specs, known, strict=True) if k is None],
@@ -99,7 +134,11 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
         [n for n, k in zip(names, known, strict=True) if k is None],
         m.axes,
     )
-    failures = [f"{n} is on {leaf.device.type} under a trace; pin values inside a function with ftp.constrain." for n, leaf in zip(names, leaves, strict=True) if _is_traced(leaf)]
+    failures = [
+        f"{n} is on {leaf.device.type} under a trace; pin values inside a function with ftp.constrain."
+        for n, leaf in zip(names, leaves, strict=True)
+        if _is_traced(leaf)
+    ]
     if failures:
         raise InputError(join_failures(failures))
     out = []
@@ -110,7 +149,7 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
         full = leaf.detach()
         if m.kind == "process" and src is not None and full.device.type != "meta":
             full = _broadcast(full, m, src)
-        out.append(remember(_shard(full, spec, m), Placement(m, spec, tuple(leaf.shape))))
+        out.append(remember(_shard(full, spec, m), placement(m, spec, tuple(leaf.shape))))
     return treedef.unflatten(out)
 
 
@@ -120,7 +159,9 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     leaves, treedef, names, leaf_specs = _flatten(tree, specs, m)
     check_alive(leaves, names)
     check_placed(leaves, leaf_specs, names, m)
-    return treedef.unflatten([_gather(leaf, spec, m) if isinstance(leaf, torch.Tensor) else leaf for leaf, spec in zip(leaves, leaf_specs, strict=True)])
+    return treedef.unflatten(
+        [_gather(leaf, spec, m) if isinstance(leaf, torch.Tensor) else leaf for leaf, spec in zip(leaves, leaf_specs, strict=True)]
+    )
 
 
 def local_slice(mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -152,7 +193,9 @@ def _flatten(tree: Any, specs: Any, mesh: Mesh):
 
 
 def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (torch._C._functorch.is_gradtrackingtensor(leaf) or torch._C._functorch.is_batchedtensor(leaf))
+    return isinstance(leaf, torch.Tensor) and (
+        torch._C._functorch.is_gradtrackingtensor(leaf) or torch._C._functorch.is_batchedtensor(leaf)
+    )
 
 
 def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
@@ -168,7 +211,11 @@ def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
 
 def mesh_device(mesh: Mesh) -> torch.device:
     """The device that this process computes on."""
-    return torch.device("cuda", torch.cuda.current_device()) if mesh.device_type == "cuda" and mesh.kind == "process" else torch.device(mesh.device_type)
+    return (
+        torch.device("cuda", torch.cuda.current_device())
+        if mesh.device_type == "cuda" and mesh.kind == "process"
+        else torch.device(mesh.device_type)
+    )
 
 
 def _broadcast(full: torch.Tensor, mesh: Mesh, src: int) -> torch.Tensor:

@@ -10,15 +10,15 @@ from types import CodeType, FrameType, TracebackType
 import optree
 import torch
 
-_OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, optree, sys.modules[__package__]) if m.__file__)
+_OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, optree, sys.modules["ftp"]) if m.__file__)
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
 
 
-def user_line(frame: FrameType | None = None, stop: FrameType | None = None) -> str:
-    """``"file.py:12  code text"`` of the innermost user's frame from ``frame`` (the caller's) up to, not including, ``stop``; "" if none."""
-    frame = frame or sys._getframe(1)
-    while frame is not None and frame is not stop:
+def user_line() -> str:
+    """``"file.py:12  code text"`` of the innermost user's frame on the stack; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
         if is_users(frame.f_code):
             return describe_line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back

@@ -3,26 +3,38 @@
 torch's own pytrees never see a user's container: leaves go in and out as flat lists, each with a fake tensor of its own.
 """
 
-import linecache
-import os
+import dataclasses
+import logging
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import optree
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._decomp import decomposition_table
-from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensor, FakeTensorMode, UnsupportedOperatorException
-from torch.func import functionalize
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
+from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import FtpError, InputError, TraceError, join_failures
-from ftp.tree import flatten, leaf_names
+from ftp.source import describe_line, is_users, raised_line
+from ftp.tree import flatten, kind_of, leaf_names
 
 aten = torch.ops.aten
 
@@ -33,14 +45,15 @@ class Traced:
 
     Attributes:
         gm: functional aten graph; its placeholders are the tensor leaves in order, then the constants; it returns a flat tuple.
-        constants: tensors that the function captured.
+            Every node knows its ``meta["val"]`` and, in ``meta["source"]``, the user's line that caused it ("" if none did).
+        constants: tensors that the function captured, in the order of their first use.
         out_tree: the structure of the result.
         out_leaves: per leaf of the result the index of its output, or its static value.
         is_static: per leaf of the result whether it is a static value.
     """
 
     gm: fx.GraphModule
-    constants: tuple[torch.Tensor, ...]
+    constants: tuple[Tensor, ...]
     out_tree: optree.PyTreeSpec
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
@@ -56,312 +69,732 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: optree.PyTreeS
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it cannot be traced with.
+
+    >>> leaves, tree = flatten(({"w": torch.ones(2, 3)}, torch.ones(4, 2)))
+    >>> traced = trace(lambda p, x: x @ p["w"], leaves, tree, "cpu", names=["p['w']", "x"])
+    >>> print(traced.gm.code.strip())
+    def forward(self, p_w, x):
+        mm = torch.ops.aten.mm.default(x, p_w);  x = p_w = None
+        return (mm,)
     """
-    tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    _check_static(leaves, names)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    device = torch.device(device_type)
-    with mode:
-        fakes = [torch.empty(tuple(leaves[i].shape), dtype=leaves[i].dtype, device=device) for i in tensors]
-    result: dict[str, Any] = {}
-    inputs: list[torch.Tensor] = []
+    _check_leaves(leaves, names)
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    recorder = _Recorder(device_type)
+    fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
+    result: list[Any] = []
 
-    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
-        inputs[:] = values
+    def flat(*values: Tensor) -> list[Tensor]:
         filled = list(leaves)
-        for i, value in zip(tensors, values, strict=True):
+        for i, value in zip(at, values, strict=True):
             filled[i] = value
-        out = fn(*in_tree.unflatten(filled))
-        out_leaves, result["tree"] = flatten(out)
-        result["leaves"] = out_leaves
-        _check_static(out_leaves, leaf_names(out, "the result"))
-        return [leaf for leaf in out_leaves if isinstance(leaf, torch.Tensor)]
+        with recorder.recording():
+            out = fn(*in_tree.unflatten(filled))
+            out_leaves, out_tree = flatten(out)
+            _check_results(out_leaves, out)
+            result[:] = out_tree, out_leaves
+            return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
 
-    with _sources() as sources, _meta_constants(mode, device), _transformers_tracing(), mode:
-        try:
-            gm = make_fx(functionalize(flat, remove="mutations"), decomposition_table=DECOMPOSE_ALWAYS, tracing_mode="fake")(*fakes)
-        except FtpError:
-            raise
-        except Exception as e:
-            raise _explain(e, sources) from e
-    _check_inputs_unwritten(gm, len(tensors), [names[i] for i in tensors])
-    constants = _lift_constants(gm, mode, device)
-    _clean(gm)
-    _check_graph(gm, len(tensors) + len(constants))
-    statics, out_leaves, at = [], [], 0
-    for leaf in result["leaves"]:
-        is_tensor = isinstance(leaf, torch.Tensor)
-        statics.append(not is_tensor)
-        out_leaves.append(at if is_tensor else leaf)
-        at += is_tensor
-    return Traced(gm, constants, result["tree"], tuple(out_leaves), tuple(statics))
+    with _transformers_tracing(), recorder.mode:
+        gm = _make_fx(flat, fakes)
+    inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
+    if len(inputs) != len(at):
+        raise TraceError(
+            f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a container that is not seen through."
+        )
+    _check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
+    gm = _functional(gm, recorder)
+    _lift_attributes(gm, recorder)
+    _clean(gm, recorder.device, torch.device(device_type))
+    constants = _constants_last(gm, recorder, [names[i] for i in at])
+    out_tree, out_leaves = result
+    statics = tuple(not isinstance(leaf, Tensor) for leaf in out_leaves)
+    index = iter(range(len(out_leaves)))
+    numbered = tuple(leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True))
+    return Traced(gm, constants, out_tree, numbered, statics)
 
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """``fn(params, *batch) -> (loss, grads)``, or ``((loss, aux), grads)``, over optree trees; gradients as ``params`` is."""
+    """``fn(params, *batch) -> (loss, grads)``, or ``((loss, aux), grads)``, over optree trees; gradients as ``params`` is.
 
+    >>> grad_and_value(lambda params, x: (params["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([2.0, 3.0]))
+    (tensor(5.), {'w': tensor([2., 3.])})
+
+    Raises:
+        InputError: leaves that have no gradient, or a loss that is not one scalar tensor.
+
+    Source: JAX, ``jax.value_and_grad``.
+    """
+
+    @wraps(loss_fn)
     def fn(params: Any, *batch: Any) -> tuple[Any, Any]:
         leaves, treedef = flatten(params)
         _check_differentiable(leaves, leaf_names(params, "params"))
+        batch_leaves, batch_tree = flatten(batch)
         aux: list[Any] = []
 
-        def scalar(flat_params: list[torch.Tensor]) -> torch.Tensor:
-            out = loss_fn(treedef.unflatten(flat_params), *batch)
-            loss, extra = _split_aux(out, has_aux)
+        def scalar(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+            # An alias, so that a write to a batch tensor is seen in the graph, where it can be named; torch.func's error cannot.
+            own = [aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf for leaf in batch_leaves]
+            loss, extra = _split(loss_fn, loss_fn(treedef.unflatten(tensors), *batch_tree.unflatten(own)), has_aux)
             aux_leaves, aux_tree = flatten(extra)
-            aux[:] = [aux_tree, aux_leaves]
-            return loss, [leaf for leaf in aux_leaves if isinstance(leaf, torch.Tensor)]  # type: ignore[return-value]
+            aux[:] = aux_tree, aux_leaves
+            return loss, [leaf for leaf in aux_leaves if isinstance(leaf, Tensor)]
 
         grads, (loss, extras) = torch.func.grad_and_value(scalar, has_aux=True)(leaves)
-        value = loss
-        if has_aux:
-            aux_tree, aux_leaves = aux
-            fresh = iter(extras)
-            value = (loss, aux_tree.unflatten([next(fresh) if isinstance(leaf, torch.Tensor) else leaf for leaf in aux_leaves]))
-        return value, treedef.unflatten(grads)
+        grads = treedef.unflatten(grads)
+        if not has_aux:
+            return loss, grads
+        aux_tree, aux_leaves = aux
+        fresh = iter(extras)
+        return (loss, aux_tree.unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])), grads
 
     return fn
 
 
-def _split_aux(out: Any, has_aux: bool) -> tuple[torch.Tensor, Any]:
+def _split(loss_fn: Callable[..., Any], out: Any, has_aux: bool) -> tuple[Tensor, Any]:
+    where = _defined(loss_fn)
     if has_aux:
         if not isinstance(out, tuple | list) or len(out) != 2:
-            raise InputError(f"has_aux=True, so the loss function must return a pair (loss, aux), not a {type(out).__name__}.")
+            raise InputError(f"has_aux=True, so the loss function{where} must return a pair (loss, aux), not {_kind(out)}.")
         loss, aux = out
     else:
         loss, aux = out, ()
         if isinstance(out, tuple | list):
-            raise InputError(f"The loss function returns a {type(out).__name__} of {len(out)}. Return the loss alone, or (loss, aux) with has_aux=True.")
-    if not isinstance(loss, torch.Tensor):
-        raise InputError(f"The loss is a {type(loss).__name__}, not a tensor. Return a scalar tensor computed from the parameters.")
+            raise InputError(f"The loss function{where} returns {_kind(out)}. Return the loss alone, or (loss, aux) with has_aux=True.")
+    if not isinstance(loss, Tensor):
+        raise InputError(f"The loss function{where} returns {_kind(loss)}, not a tensor. Return a scalar computed from the parameters.")
     if loss.ndim:
-        raise InputError(f"The loss has shape {tuple(loss.shape)}; a gradient needs a scalar. Reduce it with .mean() or .sum().")
+        raise InputError(
+            f"The loss function{where} returns a tensor of shape {tuple(loss.shape)}; a gradient needs a scalar, of shape ()."
+            " Reduce it with .mean() or .sum()."
+        )
     if not loss.dtype.is_floating_point:
-        raise InputError(f"The loss is {loss.dtype}; a gradient needs a real floating-point scalar.")
+        raise InputError(f"The loss function{where} returns {loss.dtype}; a gradient needs a real floating-point scalar.")
     return loss, aux
+
+
+def _defined(fn: Any) -> str:
+    code = getattr(fn, "__code__", None)
+    return f" ({describe_line(code.co_filename, code.co_firstlineno)})" if code else ""
+
+
+def _kind(value: Any) -> str:
+    return f"{kind_of(value)} of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
 
 
 def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
     failures = []
     for leaf, name in zip(leaves, names, strict=True):
-        if not isinstance(leaf, torch.Tensor):
-            failures.append(f"{name} is {leaf!r}, a {type(leaf).__name__}: it has no gradient. Close over it, or pass it as a batch argument.")
+        if not isinstance(leaf, Tensor):
+            failures.append(f"{name} is {leaf!r}, {kind_of(leaf)}: it has no gradient. Close over it, or pass it as a batch argument.")
         elif not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
-            failures.append(f"{name} is {leaf.dtype}: it has no gradient. Make it a buffer or a batch argument, or a floating-point tensor.")
+            failures.append(
+                f"{name} is {leaf.dtype}: it has no gradient. Make it a buffer or a batch argument, or a floating-point tensor."
+            )
     if failures:
         raise InputError(join_failures(failures))
 
 
-def decompose(target: torch._ops.OpOverload, args: Any, kwargs: Mapping[str, Any], by: Callable[..., Any] | None = None) -> fx.GraphModule | None:
+def decompose(target: OpOverload, args: Any, kwargs: Mapping[str, Any], by: Callable[..., Any] | None = None) -> fx.GraphModule | None:
     """One call as a functional graph of primitives, by a decomposition (default torch's own); None where there is none.
 
     Args:
         args, kwargs: as the op takes them, with anything that has ``shape`` and ``dtype`` in place of tensors.
+
+    >>> x = torch.empty(4, 3, device="meta")
+    >>> print(decompose(aten.addcmul.default, [x, x, x], {}, lambda x, a, b: x + a * b).code.strip())
+    def forward(self, arg_0, arg_1, arg_2):
+        mul = torch.ops.aten.mul.Tensor(arg_1, arg_2);  arg_1 = arg_2 = None
+        add = torch.ops.aten.add.Tensor(arg_0, mul);  arg_0 = mul = None
+        return (add,)
     """
     by = by or decomposition_table.get(target)
     if by is None:
         return None
-    mode = FakeTensorMode()
-    fakes: list[torch.Tensor] = []
+    recorder = _Recorder("cpu")
+    flat_args, tree = flatten((list(args), dict(kwargs)))
+    at = [i for i, a in enumerate(flat_args) if hasattr(a, "shape") and hasattr(a, "dtype")]
+    fakes = [recorder.fake(tuple(flat_args[i].shape), flat_args[i].dtype) for i in at]
 
-    def fake(leaf: Any) -> Any:
-        if not hasattr(leaf, "dtype") or not hasattr(leaf, "shape"):
-            return leaf
-        with mode:
-            fakes.append(torch.empty(tuple(leaf.shape), dtype=leaf.dtype))
-        return fakes[-1]
-
-    pytree = torch.utils._pytree
-    flat_args, spec = pytree.tree_flatten((list(args), dict(kwargs)))
-    flat_args = [fake(leaf) for leaf in flat_args]
-
-    def flat(*values: torch.Tensor) -> list[torch.Tensor]:
-        fresh = iter(values)
-        full_args, full_kwargs = pytree.tree_unflatten([next(fresh) if isinstance(a, torch.Tensor) else a for a in flat_args], spec)
-        out = by(*full_args, **full_kwargs)
+    def flat(*values: Tensor) -> list[Any]:
+        filled = list(flat_args)
+        for i, value in zip(at, values, strict=True):
+            filled[i] = value
+        with recorder.recording():
+            full_args, full_kwargs = tree.unflatten(filled)
+            out = by(*full_args, **full_kwargs)
         return list(out) if isinstance(out, tuple | list) else [out]
 
-    with mode:
-        gm = make_fx(functionalize(flat, remove="mutations"), decomposition_table=DECOMPOSE_ALWAYS, tracing_mode="fake")(*fakes)
-    _clean(gm)
+    with recorder.mode:
+        gm = _make_fx(flat, fakes)
+    gm = _functional(gm, recorder)
+    _lift_attributes(gm, recorder)
+    _clean(gm, recorder.device, recorder.device)
+    _constants_last(gm, recorder, [f"arg_{i}" for i in range(len(at))])
     return gm
 
 
-def _mean(x: torch.Tensor, dim: Sequence[int] | None = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> torch.Tensor:
-    dims = list(range(x.ndim)) if not dim and not (isinstance(dim, int)) else [dim] if isinstance(dim, int) else list(dim)  # type: ignore[arg-type]
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
-    return torch.sum(x, dims, keepdim, dtype=dtype) / count if x.ndim else x.to(dtype or x.dtype).clone()
-
-
-def _addmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    product = torch.mm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
-
-
-def _baddbmm(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    product = torch.bmm(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product if beta == 0 else product + (bias if beta == 1 else bias * beta)
-
-
-def _addmv(bias: torch.Tensor, a: torch.Tensor, b: torch.Tensor, beta: float = 1, alpha: float = 1) -> torch.Tensor:
-    product = torch.mv(a, b)
-    product = product if alpha == 1 else product * alpha
-    return product + (bias if beta == 1 else bias * beta)
+# While tracing.
 
 
 # Fewer primitives where no kernel is lost: a product and a sum, a sum and a division.
-DECOMPOSE_ALWAYS: dict[Any, Callable[..., Any]] = {
-    aten.addmm.default: _addmm,
-    aten.baddbmm.default: _baddbmm,
-    aten.addmv.default: _addmv,
-    aten.mean.dim: _mean,
-    aten.mean.default: _mean,
-    **{op: decomposition_table[op] for op in (aten.addcmul.default, aten.addcdiv.default, aten.var.correction, aten.std.correction, aten.var_mean.correction) if op in decomposition_table},
+ALWAYS = {
+    op: DECOMPOSITIONS[op]
+    for packet in (aten.addmm, aten.addmv, aten.baddbmm, aten.mean, aten.std, aten.std_mean, aten.var, aten.var_mean)
+    for op in (getattr(packet, overload) for overload in packet.overloads())
+    if op in DECOMPOSITIONS
 }
 
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
 
-# Errors.
+# Operands that must be of one dtype, though kernels for shapes alone take any.
+_ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
+    aten._cdist_forward.default: (0, 1),
+    aten._prelu_kernel.default: (0, 1),
+    aten._softmax_backward_data.default: (0, 1),
+    aten._log_softmax_backward_data.default: (0, 1),
+    aten.addbmm.default: (0, 1, 2),
+    aten.addmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.binary_cross_entropy.default: (0, 1, 2),
+    aten.bmm.default: (0, 1),
+    aten.complex.default: (0, 1),
+    aten.convolution.default: (0, 1, 2),
+    aten.dot.default: (0, 1),
+    aten.grid_sampler_2d.default: (0, 1),
+    aten.grid_sampler_3d.default: (0, 1),
+    aten.heaviside.default: (0, 1),
+    aten.index_add.default: (0, 3),
+    aten.index_copy.default: (0, 3),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+    aten.mm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.native_group_norm.default: (0, 1, 2),
+    aten.native_layer_norm.default: (0, 2, 3),
+    aten.nll_loss_forward.default: (0, 2),
+    aten.polar.default: (0, 1),
+    aten.vdot.default: (0, 1),
+}
 
+# These take parameters in float32 with an input in half precision.
+_NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
 
-def _check_static(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    failures = []
-    for leaf, name in zip(leaves, names, strict=True):
-        if isinstance(leaf, torch.Tensor):
-            continue
-        held = [k for k, v in getattr(leaf, "__dict__", {}).items() if isinstance(v, torch.Tensor)]
-        if held or isinstance(leaf, torch.nn.Module):
-            what = f"{name} is a {type(leaf).__name__}, which holds tensors ({', '.join(held[:3]) or 'parameters'}) that would be baked in as constants"
-            failures.append(f"{what}. Register the class with optree (namespace='ftp'), or pass a dict; for a module see ftp.functionalize.")
-    if failures:
-        raise InputError(join_failures(failures))
-
-
-_WRITES = "An input is changed in place; inputs are never written to. Work on a copy: x = x.clone()."
-
-
-def _explain(error: Exception, sources: "_Sources") -> FtpError:
-    where = _where(error) or sources.last or "an unknown line"
-    text = str(error)
-    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode) or "data-dependent" in text or ".item()" in text or "aten._local_scalar_dense" in text or "Boolean value" in text:
-        return TraceError(
-            f"The function needs a tensor's value while it is traced (`if`, `while`, bool(), float(), .item() or .tolist()) at {where}."
-            "\n  There are no values then. Use torch.where for a choice, keep numbers as tensors, or pass the value as a static argument."
-        )
-    if isinstance(error, DynamicOutputShapeException):
-        return TraceError(
-            f"{error.func if hasattr(error, 'func') else 'An op'} gives a shape that depends on values, at {where}."
-            "\n  A program has fixed shapes: use torch.where(mask, x, 0) or a weight instead of x[mask], and one_hot or a fixed size instead of nonzero or unique."
-        )
-    if isinstance(error, UnsupportedOperatorException):
-        return TraceError(f"An op cannot be traced without values: {text}, at {where}. Give it a meta kernel with torch.library.register_fake.")
-    if "Mixing fake modes" in text or "from different FakeTensorMode" in text or "FunctionalTensor" in text or "fake_mode is not" in text:
-        return TraceError(f"A tensor left over from an earlier trace is used at {where}: it has no values. Return intermediates from the function (has_aux=True), do not store them.")
-    if "mutat" in text and "input" in text or "leaf Variable that requires grad" in text:
-        return TraceError(f"{_WRITES}\n  At {where}: {text}")
-    return TraceError(f"The function fails while it is traced, at {where}:\n  {type(error).__name__}: {text}")
-
-
-def _where(error: BaseException) -> str:
-    """The innermost line of the user's code in an error's traceback."""
-    found = ""
-    tb = error.__traceback__
-    while tb is not None:
-        if is_user_code(tb.tb_frame.f_code.co_filename):
-            found = _line(tb.tb_frame.f_code.co_filename, tb.tb_lineno)
-        tb = tb.tb_next
-    return found
+_NO_VALUES = (
+    "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or pass the value as a static argument"
+    " (a Python number)."
+)
+_COPY = "Inputs and captured tensors are never written to: work on a copy, x = x.clone(), and return what has changed."
+_LEAKED = (
+    "a tensor that an earlier trace left behind: it has no values. Return intermediates from the function (has_aux=True) rather than"
+    " storing them."
+)
 
 
-_OWN = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
-_OPTREE = os.path.dirname(os.path.abspath(optree.__file__)) + os.sep
+class _Recorder(TorchDispatchMode):
+    """Sees every op before it is traced: refuses those that cannot be, lifts captured tensors to inputs, notes the user's line.
 
+    A node of the backward pass has the line of its forward op, which autograd's sequence numbers tell.
+    """
 
-def is_user_code(filename: str) -> bool:
-    return not filename.startswith((_OWN, _TORCH, _OPTREE, "<frozen", "<eval_with_key", "<string"))
+    def __init__(self, device_type: str):
+        super().__init__()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
+        self.device_types = {device_type, "meta"}
+        self.constants: list[Tensor] = []
+        self.line = ""
+        self.replayed: str | None = None
+        self._known: dict[int, tuple[Tensor, FakeTensor]] = {}
+        self._lines: dict[int, str] = {}
+        self._graph: fx.Graph | None = None
+        self._last: fx.Node | None = None
 
+    def fake(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> FakeTensor:
+        with _disable_current_modes(), self.mode:
+            if strides is None:
+                return torch.empty(tuple(shape), dtype=dtype, device=self.device)  # type: ignore[return-value]
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=self.device)  # type: ignore[return-value]
 
-def _line(filename: str, number: int) -> str:
-    return f"{os.path.basename(filename)}:{number}  {linecache.getline(filename, number).strip()}".rstrip()
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._tracer: Any = proxy_mode.tracer
+        self._graph = self._tracer.graph
+        self._last = None
+        self._numbered = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._boundary = sys._getframe(2)
+        with self:
+            yield
 
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        kwargs = dict(kwargs or {})
+        self.line = line = self._line()
+        if torch.Tag.nondeterministic_seeded in func.tags and not _is_deterministic(func, args, kwargs):
+            raise TraceError(
+                f"{func} draws random numbers{_at(line)} and other ones on each rank. Draw them from a key: functionalized models take"
+                " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval() before ftp.functionalize."
+            )
+        if func in _ONE_DTYPE:
+            _check_dtypes(func, args, line)
+        if func is aten._local_scalar_dense.default and type(args[0]) is not FakeTensor and args[0].device.type != "meta":
+            with _disable_current_modes():
+                return func(*args)
+        if func not in _LIFTS:
+            args, kwargs = self._lifted(args), self._lifted(kwargs)
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type in self.device_types:
+            kwargs["device"] = self.device
+        out = func(*args, **kwargs)
+        assert self._graph is not None
+        root = self._graph._root
+        node = newest = root._prev
+        while node is not self._last and node is not root:
+            node.meta["source"] = line
+            node = node._prev
+        self._last = newest
+        return out
 
-class _Sources:
-    """The user's line of each node as it is traced; a backward node has its forward op's."""
+    def _lifted(self, tree: Any) -> Any:
+        if isinstance(tree, Tensor):
+            return self.known(tree)
+        if isinstance(tree, list | tuple):
+            return [self._lifted(t) for t in tree] if type(tree) is list else tuple(map(self._lifted, tree))
+        if isinstance(tree, dict):
+            return {k: self._lifted(v) for k, v in tree.items()}
+        return tree
 
-    def __init__(self) -> None:
-        self.by_sequence: dict[int, str] = {}
-        self.last = ""
-        self._known: dict[tuple[str, int], str] = {}
+    def known(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or if it is not this trace's but a captured one, the input that stands for it."""
+        tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+            return tensor
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(f"The function uses{_at(self.line)} {_LEAKED}")
+        if id(tensor) not in self._known:
+            if is_traceable_wrapper_subclass(tensor):
+                raise TraceError(f"The function captures a {type(tensor).__name__}{_at(self.line)}; plain tensors only.")
+            fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
+            proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
+            proxy.node.meta["ftp_constant"] = len(self.constants)
+            with _disable_current_modes():
+                self.constants.append(tensor.detach())
+            track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+            self._known[id(tensor)] = (tensor, fake)
+        return self._known[id(tensor)][1]
 
-    def annotate(self, node: fx.Node) -> None:
-        if node.op != "call_function":
-            return
+    def _line(self) -> str:
+        if self.replayed is not None:
+            return self.replayed
         behind = torch._C._current_autograd_node()
-        if behind is not None:
-            node.meta["source"] = self.by_sequence.get(behind._sequence_nr(), "")  # type: ignore[attr-defined]
-            return
-        source = self._current()
-        if source:
-            self.last = source
-            self.by_sequence[torch.autograd._get_sequence_nr() - 1] = source
-        node.meta["source"] = source
-
-    def _current(self) -> str:
         frame = sys._getframe(2)
-        while frame is not None:
+        while frame is not None and frame is not self._boundary:
             code = frame.f_code
-            key = (code.co_filename, frame.f_lineno)
-            if key in self._known:
-                return self._known[key]
-            if is_user_code(code.co_filename):
-                return self._known.setdefault(key, _line(*key))
+            if is_users(code):
+                line = describe_line(code.co_filename, frame.f_lineno)
+                if behind is None:
+                    now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+                    for number in range(self._numbered, now):
+                        self._lines[number] = line
+                    self._numbered = max(self._numbered, now)
+                return line
+            if behind is not None and code.co_name == "_engine_run_backward":
+                line = self._lines.get(behind._sequence_nr())  # type: ignore[attr-defined]
+                if line is not None:
+                    return line
+                behind = None
             frame = frame.f_back
         return ""
 
 
-@contextmanager
-def _sources() -> Iterator[_Sources]:
-    sources = _Sources()
-    original = proxy_tensor.PythonKeyTracer.create_node
+def _at(line: str) -> str:
+    return f" at {line}," if line else ""
 
-    def create_node(self: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        node = original(self, *args, **kwargs)
-        sources.annotate(node)
-        return node
 
-    proxy_tensor.PythonKeyTracer.create_node = create_node  # type: ignore[method-assign]
+def _has_guard(device_type: str) -> bool:
+    """Whether this build of torch knows the device; autograd aborts the process on one that it does not. Its CPU kernels stand in."""
+    if device_type in ("cpu", "meta"):
+        return True
+    module = getattr(torch, device_type, None)
+    return bool(getattr(module, "_is_compiled", lambda: False)() or getattr(module, "is_available", lambda: False)())
+
+
+def _is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention and recurrent kernels count as random ops; they are none without dropout."""
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
+            return True
+        if argument.name in ("train", "training") and value is False:
+            return True
+    return False
+
+
+def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
+    operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
+    if func in _NARROW_INPUT and operands[0].dtype in (torch.bfloat16, torch.float16) and operands[-1].dtype == torch.float32:
+        operands = operands[1:]
+    if len({x.dtype for x in operands}) > 1:
+        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
+        raise TraceError(f"{func} gets operands of dtypes {dtypes}{_at(line)} which torch refuses. Convert them to one with .to(dtype).")
+
+
+def _make_fx(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
     try:
-        yield sources
-    finally:
-        proxy_tensor.PythonKeyTracer.create_node = original  # type: ignore[method-assign]
+        # Lazy: most graphs are read and never called, and generating their code takes time.
+        with _use_lazy_graph_module(True), _without_log():
+            return make_fx(flat, decomposition_table=ALWAYS, tracing_mode="fake")(*inputs)
+    except FtpError:
+        raise
+    except Exception as error:
+        explained = _explain(error)
+        if explained is None:
+            raise
+        raise explained from error
 
 
 @contextmanager
-def _meta_constants(mode: FakeTensorMode, device: torch.device) -> Iterator[None]:
-    """Captured tensors on the meta device count as tensors of the mesh's device: they have a shape and no more."""
-    original = mode.from_tensor
+def _without_log() -> Iterator[None]:
+    """torch logs a traceback of its own for every op whose arguments are wrong, beside the error that says so."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
-    def from_tensor(tensor: torch.Tensor, **kwargs: Any) -> FakeTensor:
-        if tensor.device.type == "meta" and device.type != "meta" and not isinstance(tensor, FakeTensor):
-            known = mode.__dict__.setdefault("_ftp_meta", {})
-            if id(tensor) not in known:
-                with mode:
-                    known[id(tensor)] = (tensor, torch.empty(tensor.shape, dtype=tensor.dtype, device=device))
-            return known[id(tensor)][1]
-        return original(tensor, **kwargs)
 
-    mode.from_tensor = from_tensor  # type: ignore[method-assign]
-    yield
+def _explain(error: Exception) -> FtpError | None:
+    """What is wrong in the function, where torch's error says so in its own terms; None for an ordinary mistake in it."""
+    line, text = raised_line(error), str(error)
+    at = f" at {line}" if line else ""
+    if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode) or (
+        type(error) is RuntimeError
+        and re.search(r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data pointer", text)
+    ):
+        return TraceError(
+            f"The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy()){at}.{_NO_VALUES}"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return TraceError(
+            f"{error.func} gives a shape that depends on values{at}.\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights"
+            " rather than x[mask], one_hot or a fixed size rather than nonzero or unique."
+        )
+    if isinstance(error, UnsupportedOperatorException):
+        return TraceError(f"{error.func} has no kernel for shapes alone{at}. Give it one with torch.library.register_fake.")
+    if "Mixing fake modes" in text or "different fake mode" in text:
+        return TraceError(f"The function uses{at} {_LEAKED}")
+    if "would mutate a captured Tensor" in text or re.search(r"leaf Variable .* in-place operation", text):
+        return TraceError(f"The function changes an input or a captured tensor in place{at}. {_COPY}")
+    if "does not require grad" in text:
+        return TraceError(f"The function asks autograd for a gradient{at}, of inputs that do not require one. Use torch.func.grad.")
+    if "backward() called inside a functorch transform" in text:
+        return TraceError(
+            f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it; inside a function use torch.func.grad."
+        )
+    if "saved tensor hooks" in text:
+        return TraceError(
+            f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they cannot be traced. Call the function itself."
+        )
+    if isinstance(error, RuntimeError) and re.search(r"\bdtypes?\b|scalar type|same datatype", text):
+        return TraceError(f"torch refuses operands of these dtypes{at}: {text.rstrip('.')}. Convert them with .to(dtype).")
+    if line:
+        error.add_note(f"Raised while ftp traced the function, at {line}")
+    return None
+
+
+# Guards.
+
+
+def _check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    failures = []
+    for leaf, name in zip(leaves, names, strict=True):
+        if not isinstance(leaf, Tensor):
+            failures += _unfit_static(leaf, name)
+        elif is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, FakeTensor):
+            failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors, a rank's shard of a DTensor is its .to_local().")
+        elif leaf.layout is not torch.strided or leaf.is_quantized:
+            failures.append(f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones.")
+    if failures:
+        raise InputError(join_failures(failures))
+
+
+def _check_results(leaves: Sequence[Any], out: Any) -> None:
+    if all(isinstance(leaf, Tensor) for leaf in leaves):
+        return
+    failures = []
+    for leaf, name in zip(leaves, leaf_names(out, "the result"), strict=True):
+        failures += [] if isinstance(leaf, Tensor) else _unfit_static(leaf, name)
+    if failures:
+        raise TraceError(join_failures(failures))
+
+
+def _unfit_static(leaf: Any, name: str) -> list[str]:
+    """Why a leaf cannot be a static value, if so."""
+    if isinstance(leaf, torch.nn.Module):
+        return [f"{name} is a module, {type(leaf).__name__}. Give its parameters: fn, params = ftp.functionalize(module)."]
+    if held := _held_tensors(leaf):
+        return [
+            f"{name} is {kind_of(leaf)}, which optree does not know, and holds tensors ({', '.join(held)}) that would be baked in as"
+            " constants. Register the class with optree (namespace='ftp'), or use a dict."
+        ]
+    try:
+        hash(leaf)
+    except TypeError:
+        return [
+            f"{name} is {kind_of(leaf)}, neither a tensor, nor a container that optree knows, nor a hashable static value."
+            " Register the class with optree (namespace='ftp'), or use a dict, list or tuple."
+        ]
+    return []
+
+
+def _held_tensors(leaf: Any) -> list[str]:
+    fields = dict(getattr(leaf, "__dict__", {}))
+    for kind in type(leaf).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        fields |= {s: getattr(leaf, s) for s in ((slots,) if isinstance(slots, str) else slots) if hasattr(leaf, s)}
+    if dataclasses.is_dataclass(leaf):
+        fields |= {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
+    if isinstance(leaf, set | frozenset):
+        fields |= {f"member {i}": v for i, v in enumerate(leaf)}
+    if isinstance(leaf, Mapping):
+        fields |= {str(k): v for k, v in leaf.items()}
+    return [name for name, value in fields.items() if _has_tensor(value)]
+
+
+def _has_tensor(value: Any) -> bool:
+    if isinstance(value, dict | list | tuple):
+        return any(isinstance(v, Tensor) for v in flatten(value)[0])
+    return isinstance(value, Tensor)
+
+
+def _writes(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes to."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return []
+    written = []
+    for i, argument in enumerate(node.target._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
+            map_arg(given, written.append)  # type: ignore[arg-type]
+    return written
+
+
+def _storages(node: fx.Node) -> set[int]:
+    val = node.meta.get("val")
+    vals = val if isinstance(val, list | tuple) else [val]
+    return {v.untyped_storage()._cdata for v in vals if isinstance(v, Tensor)}
+
+
+def _check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
+    writers = [n for n in gm.graph.nodes if _writes(n)]
+    if not writers:
+        return
+    placeholders = {s: n for n in gm.graph.nodes if n.op == "placeholder" for s in _storages(n)}
+    failures = []
+    for node in writers:
+        for storage in sorted({s for v in _writes(node) for s in _storages(v)} & set(placeholders)):
+            placeholder = placeholders[storage]
+            name = names.get(placeholder)
+            if name is None:
+                shape = tuple(placeholder.meta["val"].shape)
+                name = f"a captured tensor of shape {shape}"
+            failures.append(f"{name} is changed in place{_at(node.meta['source'])} by {node.target}. {_COPY}")
+    if failures:
+        raise TraceError(join_failures(dict.fromkeys(failures)))
+
+
+# From a trace to a functional graph.
+
+
+def _functional(gm: fx.GraphModule, recorder: _Recorder) -> fx.GraphModule:
+    """The graph without in-place ops, of which torch's own formulas for gradients have some."""
+    if not any(_writes(n) for n in gm.graph.nodes):
+        return gm
+    if not _rename_writes(gm.graph, recorder.mode):
+        gm = _replay_functional(gm, recorder)
+    left = [n for n in gm.graph.nodes if _writes(n)]
+    if left:
+        raise TraceError(
+            join_failures(
+                f"{n.target} writes to its argument{_at(n.meta['source'])} and has no form that returns a new tensor." for n in left
+            )
+        )
+    return gm
+
+
+def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
+    """In-place ops on values that have no views as ops that return the new value; False, and nothing changed, where that is not enough."""
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in _storages(node):
+            sharing.setdefault(storage, []).append(node)
+    new_targets: dict[fx.Node, OpOverload] = {}
+    for node in graph.nodes:
+        if not (written := _writes(node)):
+            continue
+        group = [n for s in _storages(written[0]) for n in sharing[s]]
+        target = _returning(node.target)
+        plain = group[0].op == "call_function" and all(n is group[0] or (_writes(n) and n.args[0] in group) for n in group)
+        if target is None or not plain or len(written) != 1 or node.args[0] is not written[0]:
+            return False
+        with mode:
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
+            # The value written to keeps its dtype; a new one may be promoted.
+            if target(*args, **kwargs).dtype != node.meta["val"].dtype:
+                return False
+        new_targets[node] = target
+    latest: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if any(n in latest for n in node.all_input_nodes):
+            node.args = map_arg(node.args, lambda n: _newest(latest, n))
+            node.kwargs = map_arg(node.kwargs, lambda n: _newest(latest, n))
+        if node in new_targets:
+            node.target = new_targets[node]
+            latest[node.args[0]] = node  # type: ignore[index]
+    return True
+
+
+def _newest(latest: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    while node in latest:
+        node = latest[node]
+    return node
+
+
+def _returning(target: Any) -> OpOverload | None:
+    """``aten.add.Tensor`` of ``aten.add_.Tensor``."""
+    namespace, name = target._schema.name.split("::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    found = getattr(packet, target._overloadname, None)
+    return found if found is not None and not found._schema.is_mutable else None
+
+
+def _replay_functional(gm: fx.GraphModule, recorder: _Recorder) -> fx.GraphModule:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+    class Replay(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            recorder.replayed = n.meta.get("source", "")
+            return super().run_node(n)
+
+    def flat(*values: Tensor) -> Any:
+        with recorder.recording():
+            return Replay(gm).run(*values)
+
+    with recorder.mode:
+        new = _make_fx(torch.func.functionalize(flat, remove="mutations"), [n.meta["val"] for n in placeholders])
+    for old, node in zip(placeholders, (n for n in new.graph.nodes if n.op == "placeholder"), strict=True):
+        node.meta |= {k: v for k, v in old.meta.items() if k == "ftp_constant"}
+    return new
+
+
+_ALIASES = {
+    aten._conj.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.positive.default,
+}
+_EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
+
+
+def _clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
+    """One name for each thing: no aliases, fills as constants, devices without an index, nothing unused."""
+    graph = gm.graph
+    for node in list(graph.nodes):
+        node.meta.setdefault("source", "")
+        if node.op != "call_function":
+            continue
+        target = node.target
+        if target in _ALIASES and not (target is aten._conj.default and node.meta["val"].is_complex()):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
+        if target in (aten._unsafe_view.default, aten._reshape_alias.default):
+            node.target, node.args = aten.view.default, node.args[:2]
+        elif target in (aten.fill.Scalar, aten.zero.default):
+            of = node.args[0]
+            if of.target in _EMPTY_LIKE and of.args[0].meta["val"].shape == node.meta["val"].shape:
+                of = of.args[0]
+            node.target, node.args = aten.full_like.default, (of, node.args[1] if len(node.args) > 1 else 0)
+            node.kwargs = {} if of.meta["val"].dtype == node.meta["val"].dtype else {"dtype": node.meta["val"].dtype}
+        elif target is aten.copy.default and _alike(node, node.args[1]):
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+            continue
+        given = node.kwargs.get("device")
+        if given is not None and torch.device(given).type in (traced_on.type, device.type):
+            node.kwargs = {**node.kwargs, "device": device}
+    _drop_unused(graph)
+
+
+def _alike(a: fx.Node, b: Any) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+def _lift_attributes(gm: fx.GraphModule, recorder: _Recorder) -> None:
+    """Tensors made from numbers inside the function: single numbers become ops, longer ones captured tensors."""
+    graph = gm.graph
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        made = getattr(gm, node.target)
+        if isinstance(made, FakeTensor):
+            raise TraceError(f"The function uses {_LEAKED}")
+        with graph.inserting_before(node):
+            if made.numel() == 1:
+                new = graph.call_function(aten.full.default, (list(made.shape), made.item()), {"dtype": made.dtype, "device": made.device})
+            else:
+                new = graph.placeholder("captured")
+                new.meta["ftp_constant"] = len(recorder.constants)
+                recorder.constants.append(made)
+        new.meta |= {"val": recorder.fake(made.shape, made.dtype), "source": node.meta.get("source", "")}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def _constants_last(gm: fx.GraphModule, recorder: _Recorder, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named."""
+    graph = gm.graph
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
+    constants = [(n, recorder.constants[n.meta["ftp_constant"]]) for n in graph.nodes if n.op == "placeholder" and "ftp_constant" in n.meta]
+    for node, _ in constants:
+        if not node.users:
+            graph.erase_node(node)
+    kept = [(node, tensor) for node, tensor in constants if node.users]
+    for node in reversed([*inputs, *(n for n, _ in kept)]):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
+    for name, node in zip((*names, *(f"constant_{i}" for i in range(len(kept)))), (*inputs, *(n for n, _ in kept)), strict=True):
+        node._rename(re.sub(r"\W+", "_", name).strip("_") or "input")
+        node.target = node.name
+    output = next(reversed(graph.nodes))
+    returned = output.args[0]
+    output.args = (tuple(returned) if isinstance(returned, list | tuple) else (returned,),)
+    graph.lint()
+    gm.graph = graph
+    return tuple(tensor for _, tensor in kept)
 
 
 @contextmanager
 def _transformers_tracing() -> Iterator[None]:
     """transformers builds its masks without asking for values when it believes that it is traced."""
-    masking = sys.modules.get("transformers.masking_utils")
+    masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "is_tracing"):
         yield
         return
@@ -371,88 +804,3 @@ def _transformers_tracing() -> Iterator[None]:
         yield
     finally:
         masking.is_tracing = original
-
-
-def _check_inputs_unwritten(gm: fx.GraphModule, n: int, names: Sequence[str]) -> None:
-    """Functionalization writes a mutated input back with ``copy_`` at the end."""
-    placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    failures = [
-        f"{names[placeholders.index(node.args[0])]} is changed in place, at {node.meta.get('source') or 'an unknown line'}."
-        " Inputs are never written to: work on a copy, x = x.clone(), and return what has changed."
-        for node in gm.graph.nodes
-        if node.target is aten.copy_.default and node.args[0] in placeholders
-    ]
-    if failures:
-        raise TraceError(join_failures(failures))
-
-
-def _lift_constants(gm: fx.GraphModule, mode: FakeTensorMode, device: torch.device) -> tuple[torch.Tensor, ...]:
-    """Make captured tensors inputs, one each."""
-    constants: list[torch.Tensor] = []
-    lifted: dict[int, fx.Node] = {}
-    *_, last = [None, *(n for n in gm.graph.nodes if n.op == "placeholder")]
-    for node in list(gm.graph.nodes):
-        if node.op != "get_attr":
-            continue
-        tensor = getattr(gm, node.target)
-        if isinstance(tensor, FakeTensor) and tensor.fake_mode is not mode:
-            raise TraceError("A tensor left over from an earlier trace is used: it has no values. Return intermediates from the function, do not store them.")
-        if id(tensor) not in lifted:
-            with gm.graph.inserting_after(last) if last is not None else gm.graph.inserting_before(next(iter(gm.graph.nodes))):
-                last = gm.graph.placeholder(f"constant_{len(constants)}")
-            with mode:
-                last.meta["val"] = torch.empty(tuple(tensor.shape), dtype=tensor.dtype, device=device)
-            lifted[id(tensor)] = last
-            constants.append(tensor.detach())
-        node.replace_all_uses_with(lifted[id(tensor)])
-        gm.graph.erase_node(node)
-    return tuple(constants)
-
-
-_ALIASES = {aten.detach.default, aten.alias.default, aten.lift_fresh_copy.default, aten.lift_fresh.default}
-
-
-def _clean(gm: fx.GraphModule) -> None:
-    for node in list(gm.graph.nodes):
-        if node.target in _ALIASES:
-            node.replace_all_uses_with(node.args[0])
-            gm.graph.erase_node(node)
-    for node in reversed(list(gm.graph.nodes)):
-        if node.op == "call_function" and not node.users:
-            gm.graph.erase_node(node)
-    gm.recompile()
-
-
-def _without_dropout(node: fx.Node) -> bool:
-    """Attention kernels count as random ops; they are none when their dropout probability is zero."""
-    names = [a.name for a in node.target._schema.arguments]  # type: ignore[union-attr]
-    if "dropout_p" not in names:
-        return False
-    at = names.index("dropout_p")
-    return (node.args[at] if at < len(node.args) else node.kwargs.get("dropout_p", 0.0)) == 0.0
-
-
-_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.convolution.default, aten.mv.default, aten.dot.default}
-
-
-def _check_graph(gm: fx.GraphModule, placeholders: int) -> None:
-    failures = []
-    found = 0
-    for node in gm.graph.nodes:
-        found += node.op == "placeholder"
-        target = node.target
-        if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
-            continue
-        where = node.meta.get("source") or "an unknown line"
-        if torch.Tag.nondeterministic_seeded in target.tags and not _without_dropout(node):
-            failures.append(f"{target} draws random numbers, at {where}. They would differ from rank to rank: call model.eval() before ftp.functionalize to turn dropout off.")
-        elif target._schema.is_mutable:
-            failures.append(f"{target} writes to its argument, at {where}; a program has no in-place ops. Use the form that returns a new tensor.")
-        elif target in _PRODUCTS:
-            dtypes = {str(a.meta["val"].dtype).removeprefix("torch.") for a in node.args[:2] if isinstance(a, fx.Node)}
-            if len(dtypes) > 1:
-                failures.append(f"{target} multiplies {' by '.join(sorted(dtypes))}, at {where}, which torch refuses. Convert one of them with .to(dtype).")
-    if failures:
-        raise TraceError(join_failures(dict.fromkeys(failures)))
-    if found != placeholders:
-        raise TraceError(f"The trace has {found} inputs for {placeholders} tensors: some argument is in a container that is not seen through.")

@@ -1,0 +1,351 @@
+"""Step: a function sharded over a mesh, planned at its first call and run at every one."""
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import optree
+import torch
+
+from ftp.agreement import Calls, calls
+from ftp.arguments import (
+    Arguments,
+    Shape,
+    abstract,
+    agreed_shapes,
+    check_donated_once,
+    check_signature,
+    check_static,
+    check_values,
+    describe_held,
+    global_shape,
+    without_addresses,
+)
+from ftp.cost import VIEWS
+from ftp.errors import InputError, MeshError, SpecError, join_failures
+from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
+from ftp.ingest import constraints, decompose, from_fx
+from ftp.mesh import START_TIMEOUT, Mesh
+from ftp.placement import Donated, Placement, check_alive, check_placed, placement, remember
+from ftp.planner import Specs, make_plan
+from ftp.program import Lowered, Program
+from ftp.spec import PartitionSpec, check_spec
+from ftp.trace import Traced, trace
+from ftp.tree import check_specs, flatten, kind_of, leaf_names
+from ftp.version import __version__
+
+InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
+OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
+
+
+@dataclass(frozen=True)
+class Options:
+    """What ``shard`` and ``spmd`` are asked for beside specs; see there."""
+
+    data_axes: tuple[str, ...] | None
+    reshard_after_forward: bool
+    donate: tuple[int, ...]
+    compile: bool
+    strict: bool
+
+
+@dataclass(frozen=True)
+class _Planned:
+    """A program, the arguments it was made for, and what its calls have to do.
+
+    Attributes:
+        shapes: per leaf of the arguments its global shape.
+        placements: per output of the graph where it lies.
+        renewed: outputs that share memory with an argument or with another output, and how they get their own.
+    """
+
+    program: Program
+    key: tuple[Any, ...]
+    shapes: tuple[Shape | None, ...]
+    placements: tuple[Placement, ...]
+    renewed: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
+
+
+class Step:
+    """A function sharded over a mesh; planned once for each distinct abstract input, as ``jit`` does.
+
+    Args:
+        in_specs: arguments to a spec per leaf. out_specs: the result, the arguments' specs and the arguments to a spec per leaf.
+        arguments: what the positional arguments are called in messages.
+        is_shard: whether the function gives ``(loss, grads)``.
+        state: positions of arguments that are state rather than a batch.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        in_specs: InSpecs,
+        out_specs: OutSpecs,
+        *,
+        arguments: Sequence[str],
+        is_shard: bool,
+        state: Sequence[int],
+        options: Options,
+    ):
+        self.mesh = mesh
+        self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
+        self._arguments, self._is_shard, self._state, self._options = tuple(arguments), is_shard, frozenset(state), options
+        self._programs: dict[tuple[Any, ...], _Planned] = {}
+
+    def __call__(self, *args: Any, **unexpected: Any) -> Any:
+        record = self._record
+        try:
+            call = Arguments(args, self._arguments)
+            planned = self._look_up(call, unexpected)
+        except Exception as e:
+            # The other ranks are told, for they may be about to wait for this one.
+            record.agree(record.next(), e, START_TIMEOUT)
+            raise
+        if planned is None:
+            planned = self._programs[call.key] = self._plan(call, record)
+        program = planned.program
+        record.begin(record.next(), program.fingerprint)
+        try:
+            with torch.no_grad():
+                outputs = list(program.run([call.leaves[i] for i in program.tensor_leaves]))
+                for i, renew in planned.renewed:
+                    outputs[i] = renew(outputs[i])
+        except RuntimeError as e:
+            explained = record.explain(e)
+            if explained is None:
+                raise
+            raise explained from e
+        for position in self._options.donate:
+            _mark_donated(args[position], Donated(self._argument_name(position)))
+        for tensor, where in zip(outputs, planned.placements, strict=True):
+            remember(tensor, where)
+        leaves = [leaf if static else outputs[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True)]
+        return program.out_tree.unflatten(leaves)
+
+    def lower(self, *args: Any) -> Lowered:
+        """The program for these arguments (real, fake or meta), without running it or talking to other ranks."""
+        call = Arguments(args, self._arguments)
+        specs = self._checked_specs(call)
+        return Lowered(self._build(call, specs, self._estimated_shapes(call, specs)).program)
+
+    @cached_property
+    def _record(self) -> Calls:
+        if self.mesh.kind == "abstract":
+            raise MeshError(
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Read the program with step.lower(...), or make the step"
+                " on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
+            )
+        return calls(self.mesh)
+
+    def _argument_name(self, position: int) -> str:
+        return self._arguments[position] if position < len(self._arguments) else f"args[{position}]"
+
+    def _look_up(self, call: Arguments, unexpected: dict[str, Any]) -> _Planned | None:
+        if unexpected:
+            given = ", ".join([*map(self._argument_name, range(len(call.args))), *unexpected])
+            raise InputError(
+                f"The step does not take the keyword {next(iter(unexpected))!r}; its arguments are positional. Call step({given})."
+            )
+        if self._options.donate:
+            check_donated_once(call, self._options.donate)
+        try:
+            known = self._programs.get(call.key)
+        except TypeError:
+            check_static(call)
+            raise
+        if known is None:
+            known = next((p for p in self._programs.values() if call.is_like(p.key, p.shapes, p.program.leaf_specs, self.mesh)), None)
+            if known is not None:
+                self._programs[call.key] = known
+        return known
+
+    def _plan(self, call: Arguments, record: Calls) -> _Planned:
+        """A program for these arguments; on processes all ranks make it together, or all fail."""
+        number = record.next()
+        try:
+            check_values(call, self.mesh)
+            specs = self._checked_specs(call)
+            shapes = self._estimated_shapes(call, specs)
+            held = json.dumps([describe_held(leaf, spec) for leaf, spec in zip(call.leaves, specs, strict=True)])
+        except Exception as e:
+            record.agree(number, e, START_TIMEOUT)
+            raise
+        if self.mesh.kind == "process":
+            versions = f"ftp {__version__}, torch {torch.__version__}"
+            tree = without_addresses(str(call.treedef))
+            record.agree(number, {"library version": versions, "argument tree": tree, "specs": str(specs)}, START_TIMEOUT)
+            everyone = [json.loads(text) for text in record.exchange("arguments", held, START_TIMEOUT)]
+            shapes = agreed_shapes(everyone, specs, call.names, self.mesh)
+        try:
+            planned = self._build(call, specs, shapes)
+            fingerprint = planned.program.fingerprint
+        except Exception as e:
+            record.agree(number, e, START_TIMEOUT)
+            raise
+        record.agree(number, {"program": fingerprint}, START_TIMEOUT)
+        return planned
+
+    def _estimated_shapes(self, call: Arguments, specs: Sequence[PartitionSpec]) -> list[Shape | None]:
+        return [global_shape(leaf, spec, self.mesh) for leaf, spec in zip(call.leaves, specs, strict=True)]
+
+    def _checked_specs(self, call: Arguments) -> list[PartitionSpec]:
+        """A spec per leaf of the arguments; everything that can be wrong with either is found here."""
+        check_static(call)
+        check_signature(self._fn, call.args, f"the step, ({', '.join(map(self._argument_name, range(len(call.args))))})")
+        if self._options.donate:
+            check_donated_once(call, self._options.donate)
+        specs = self._in_specs(call.args)
+        check_alive(call.leaves, call.names)
+        check_placed(call.leaves, specs, call.names, self.mesh)
+        leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, self._estimated_shapes(call, specs), strict=True)]
+        check_specs(specs, leaves, call.names, self.mesh.axes)
+        return specs
+
+    def _build(self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None]) -> _Planned:
+        leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
+        traced = trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
+        graph = from_fx(traced.gm, strict=self._options.strict)
+        tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
+        arguments = graph.inputs[: len(tensor_leaves)]
+        out_specs = self._checked_out_specs(traced, graph, specs, call.args)
+        state = self._state | _returned_state(call, specs, traced, graph, out_specs)
+        batch = []
+        for node, i in zip(arguments, tensor_leaves, strict=True):
+            node.depends = PARAMETER if call.positions[i] in state else BATCH
+            if call.positions[i] not in state:
+                batch.append(node)
+        in_specs = {node: specs[i] for node, i in zip(arguments, tensor_leaves, strict=True)}
+        graph = merge_common(live(graph))
+        mark_dependencies(graph, [v for i, v in enumerate(graph.outputs) if i < self._forward_outputs(traced)])
+        constrained = constraints(graph)
+        _check_constraints(constrained, self.mesh)
+        data_axes = self._options.data_axes
+        if data_axes is None:
+            data_axes = tuple(dict.fromkeys(axis for node in batch for axis in in_specs[node].axes))
+        plan = make_plan(
+            graph,
+            self.mesh.axes,
+            Specs(in_specs, constrained, out_specs),
+            batch_inputs=batch,
+            data_axes=data_axes,
+            reshard_after_forward=self._options.reshard_after_forward,
+            decompose=lambda g, nodes: decompose(g, nodes, strict=self._options.strict),
+        )
+        program = Program(
+            self.mesh,
+            plan,
+            tensor_leaves,
+            tuple(specs[i] for i in tensor_leaves),
+            traced.constants,
+            traced.out_tree,
+            traced.out_leaves,
+            traced.is_static,
+            tuple(specs),
+            self._options.compile,
+        )
+        placements = tuple(placement(self.mesh, spec, shape) for spec, shape in zip(program.out_specs, program.out_shapes, strict=True))
+        donated = {node.name for node, i in zip(arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate}
+        return _Planned(program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated))
+
+    def _forward_outputs(self, traced: Traced) -> int:
+        """How many outputs of the graph are the loss and aux, which come first, rather than gradients."""
+        if not self._is_shard:
+            return len(traced.out_leaves)
+        value = traced.out_tree.children()[0]
+        return sum(not static for static in traced.is_static[: value.num_leaves])
+
+    def _checked_out_specs(
+        self, traced: Traced, graph: Graph, specs: Sequence[PartitionSpec], args: tuple[Any, ...]
+    ) -> list[PartitionSpec | None]:
+        """A spec per output of the graph, or None where propagation is to choose."""
+        result = traced.out_tree.unflatten(traced.out_leaves)
+        found: list[PartitionSpec | None] = [None] * len(graph.outputs)
+        failures = []
+        leaf_specs = self._out_specs(result, specs, args)
+        for leaf, static, spec, name in zip(traced.out_leaves, traced.is_static, leaf_specs, leaf_names(result, "the result"), strict=True):
+            if not static:
+                found[leaf] = spec
+                failures += check_spec(spec, graph.outputs[leaf].meta.shape, self.mesh.axes, name) if spec else []
+            elif spec:
+                failures.append(f"{name} has spec {spec}, but is {leaf!r}, {kind_of(leaf)}; only a tensor can be cut. Give P().")
+        if failures:
+            raise SpecError(join_failures(failures))
+        return found
+
+
+def _mark_donated(arg: Any, fact: Donated) -> None:
+    for leaf in flatten(arg)[0]:
+        if isinstance(leaf, torch.Tensor):
+            remember(leaf, fact)
+
+
+def _check_constraints(constrained: dict[Node, PartitionSpec], mesh: Mesh) -> None:
+    failures: dict[str, None] = {}
+    for node, spec in constrained.items():
+        where = f"the constraint at {node.source}" if node.source else "a constraint"
+        failures |= dict.fromkeys(check_spec(spec, node.results[0].shape, mesh.axes, where))
+    if failures:
+        raise SpecError(join_failures(failures))
+
+
+def _returned_state(
+    call: Arguments, specs: Sequence[PartitionSpec], traced: Traced, graph: Graph, out_specs: Sequence[PartitionSpec | None]
+) -> set[int]:
+    """Positions of arguments that come back as a part of the result, with the same tree, shapes and specs: state, such as an optimizer's."""
+    results = [
+        _leaf(None if static else graph.outputs[leaf].meta.shape, None if static else out_specs[leaf])
+        for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
+    ]
+    subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(results))]
+    found = set()
+    at = 0
+    for position, tree in enumerate(call.treedef.children()):
+        given = [
+            _leaf(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, spec)
+            for leaf, spec in zip(call.leaves[at : at + tree.num_leaves], specs[at:], strict=False)
+        ]
+        at += tree.num_leaves
+        if not tree.is_leaf() and given and any(tree == other and all(map(_comes_back, given, leaves)) for leaves, other in subtrees):
+            found.add(position)
+    return found
+
+
+@dataclass(frozen=True)
+class _leaf:
+    shape: Shape | None
+    spec: PartitionSpec | None
+
+
+def _comes_back(given: _leaf, returned: _leaf) -> bool:
+    return given.shape == returned.shape and returned.spec in (given.spec, None)
+
+
+def _subtrees(tree: Any) -> list[Any]:
+    if tree is None or optree.tree_is_leaf(tree, none_is_leaf=False, namespace="ftp"):
+        return []
+    level = optree.tree_flatten_one_level(tree, none_is_leaf=False, namespace="ftp")
+    return [tree, *(sub for child in level.children for sub in _subtrees(child))]
+
+
+def _renewed(graph: Graph, donated: set[str]) -> tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]:
+    """Outputs that are views of an argument or of another output are copied, as writing to one must not change the other."""
+    found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
+    taken: set[Value] = set()
+    for i, value in enumerate(graph.outputs):
+        is_spread = False
+        while value.node.operands and (value.node.kind in ("constrain", "move") or value.node.target in VIEWS):
+            is_spread |= value.node.target is torch.ops.aten.expand.default
+            value = value.node.operands[0]
+        if value in taken or is_spread or (value.node.kind == "input" and value.node.name not in donated):
+            found.append((i, torch.clone if not is_spread else _dense))
+        elif value.node.kind == "input":
+            found.append((i, torch.Tensor.detach))
+        taken.add(value)
+    return tuple(found)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)

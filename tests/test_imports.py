@@ -1,0 +1,47 @@
+"""A file of the package imports only files above it in this order; rules import the registry and what it stands on."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "ftp"
+ORDER = """
+errors version source mesh spec tree constrain functional notation layout registry localize rules decompositions placement agreement
+arguments trace graph cost reach bounds eliminate network planner ingest collectives partition simulate program step api testing __init__
+""".split()
+FOR_RULES = {"errors", "notation", "registry", "localize", "rules"}
+
+
+def imported(path: Path) -> set[str]:
+    """The modules of the package that a file imports at its top level or below."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ftp":
+            parts = node.module.split(".")
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists()}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ftp.")}
+    return found
+
+
+def test_every_file_has_its_place():
+    files = {p.stem for p in PACKAGE.glob("*.py")} | {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
+    assert files == set(ORDER)
+
+
+def test_imports_point_up():
+    wrong = []
+    for path in PACKAGE.glob("*.py"):
+        allowed = set(ORDER[: ORDER.index(path.stem)])
+        wrong += [f"{path.stem} imports {name}" for name in sorted(imported(path) - allowed)]
+    for path in (PACKAGE / "rules").glob("*.py"):
+        wrong += [f"rules/{path.stem} imports {name}" for name in sorted(imported(path) - FOR_RULES)]
+    assert not wrong, "\n".join(wrong)
+
+
+def test_import_is_light():
+    heavy = "matplotlib, rich, tensorboard, transformers, scipy, hypothesis, torch._inductor, torch._dynamo".split(", ")
+    program = f"import torch, sys; before = set(sys.modules); import ftp; print([m for m in {heavy} if m in sys.modules and m not in before])"
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.strip() == "[]"
