@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import DonationError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
-from ftp.placement import content_hash, known_of, placement, placement_of
+from ftp.placement import Placement, content_hash, known_of, placement, placement_of
 from ftp.spec import PartitionSpec, local_shape
 from ftp.tree import broadcast_specs, flatten, kind_of, leaf_names
 
@@ -48,15 +49,18 @@ class Arguments:
         treedef, *described = key
         if self.treedef != treedef:
             return False
-        for leaf, (shape, dtype, *_), known_shape, spec in zip(self.leaves, described, shapes, specs, strict=True):
-            if not isinstance(leaf, torch.Tensor):
-                if _describe(leaf) != (shape, dtype):
-                    return False
-            elif leaf.shape != shape or leaf.dtype != dtype or not _is_ordinary(leaf, mesh):
-                return False
-            elif known_of(leaf) not in (None, placement(mesh, spec, known_shape or ())):
-                return False
-        return True
+        return all(
+            _is_alike(leaf, shape, dtype, None if known is None else placement(mesh, spec, known), mesh)
+            for leaf, (shape, dtype, *_), known, spec in zip(self.leaves, described, shapes, specs, strict=True)
+        )
+
+
+def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Mesh) -> bool:
+    if not isinstance(leaf, torch.Tensor):
+        return _describe(leaf) == (shape, dtype)
+    if leaf.shape != shape or leaf.dtype != dtype or known_of(leaf) not in (None, due):
+        return False
+    return leaf.layout is torch.strided and leaf.device.type == mesh.device_type and not _is_traced(leaf)
 
 
 _dispatch_keys = torch._C._dispatch_keys
@@ -69,12 +73,8 @@ def _describe(leaf: Any) -> tuple[Any, ...]:
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
 
-def _is_ordinary(leaf: torch.Tensor, mesh: Mesh) -> bool:
-    return leaf.layout is torch.strided and leaf.device.type == mesh.device_type and not _is_traced(leaf)
-
-
 def _is_traced(leaf: torch.Tensor) -> bool:
-    return isinstance(leaf, FakeTensor) or torch._C._functorch.is_functorch_wrapped_tensor(leaf)
+    return isinstance(leaf, FakeTensor) or is_functorch_wrapped_tensor(leaf)
 
 
 def check_static(call: Arguments) -> None:
@@ -245,9 +245,7 @@ def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mes
             )
         return None
     if odd := _first_odd([h["dtype"] for h in tensors]):
-        failures.append(
-            f"{name} is {tensors[0]['dtype']} on rank {mesh.ranks[0]}, but {tensors[odd]['dtype']} on rank {mesh.ranks[odd]}."
-        )
+        failures.append(f"{name} is {tensors[0]['dtype']} on rank {mesh.ranks[0]}, but {tensors[odd]['dtype']} on rank {mesh.ranks[odd]}.")
         return None
     known = next((h["global"] for h in tensors if h["global"] is not None), None)
     shape = tuple(known if known is not None else _assembled([h["local"] for h in tensors], spec, mesh))
@@ -272,7 +270,7 @@ def _no_shards(
     other = rank or next((r for r, h in enumerate(held) if h["local"] != held[0]["local"]), 0)
     given = f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}, rank {mesh.ranks[other]} {tuple(held[other]['local'])}"
     right = f" Of a global {shape}, rank {mesh.ranks[rank]} should hold {due}." if due is not None else ""
-    return f"{name}, of spec {spec}, is not the shards of one tensor: {given}.{right} Shards are cut as torch.chunk cuts; ftp.device_put does it."
+    return f"{name}, of spec {spec}, is not the shards of one tensor: {given}.{right} Place it with ftp.device_put(tree, mesh, specs)."
 
 
 def _first_odd(values: Sequence[Any]) -> int:

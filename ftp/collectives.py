@@ -236,7 +236,14 @@ def _recut(site: MoveSite, x: fx.Node, here: list[int], there: list[int]) -> fx.
     """From one cut of a dim to another cut of it: gathered whole, then sliced."""
     d = site.move.src.dim
     src, dst = (
-        _Dim(d, site.sizes[f"{side}o"], site.sizes[f"{side}f"], site.sizes[f"{side}i"], site.sizes[f"{side}g"], -(-site.sizes[f"{side}f"] // site.move.n))
+        _Dim(
+            d,
+            site.sizes[f"{side}o"],
+            site.sizes[f"{side}f"],
+            site.sizes[f"{side}i"],
+            site.sizes[f"{side}g"],
+            -(-site.sizes[f"{side}f"] // site.move.n),
+        )
         for side in "xy"
     )
     full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]

@@ -64,7 +64,9 @@ VIEWS = frozenset(
         aten.select.int, aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
     }
 )  # fmt: skip
-PRODUCTS = frozenset({aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default, aten.mv.default, aten.dot.default})
+PRODUCTS = frozenset(
+    {aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default, aten.mv.default, aten.dot.default}
+)
 
 
 def is_product(target: Any) -> bool:

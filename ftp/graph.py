@@ -148,7 +148,9 @@ class Graph:
         return users
 
     def __str__(self) -> str:
-        lines = [f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})  {node.rule}" for node in self.nodes]
+        lines = [
+            f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})  {node.rule}" for node in self.nodes
+        ]
         return "\n".join([*lines, f"return {self.outputs}"])
 
 

@@ -20,17 +20,21 @@ aten = torch.ops.aten
 CONSTRAIN = torch.ops.ftp.constrain.default
 
 
-def from_fx(gm: fx.GraphModule, *, strict: bool = False) -> Graph:
+def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = False) -> Graph:
     """The graph of a traced program; inputs in the order of its placeholders.
 
     Args:
+        names: what the first inputs are called.
         strict: an op without a rule is an error, rather than replicated with a warning.
     """
     builder = _Builder(strict)
     for node in gm.graph.nodes:
         builder.add(node)
     assert builder.outputs is not None
-    return Graph(builder.nodes, builder.outputs)
+    graph = Graph(builder.nodes, builder.outputs)
+    for node, name in zip(graph.inputs, names, strict=False):
+        node.name = name
+    return graph
 
 
 def constraints(graph: Graph) -> dict[Node, PartitionSpec]:

@@ -146,7 +146,9 @@ def shard(dim: int, outer: Size, f: Size, inner: Size, n: int) -> Layout:
     """The cut of ``f`` in ``[outer, f, inner]``, by its one name: units matter only where they move a boundary."""
     if inner != 1:
         whole = mul(f, inner)
-        if is_even(f, n) or (isinstance(whole, int) and isinstance(f, int) and isinstance(inner, int) and -(-f // n) * inner == -(-whole // n)):
+        if is_even(f, n) or (
+            isinstance(whole, int) and isinstance(f, int) and isinstance(inner, int) and -(-f // n) * inner == -(-whole // n)
+        ):
             inner = 1
     return Layout("S", dim, outer, inner)
 

@@ -89,7 +89,9 @@ def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, m
     for cut in cuts:
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
         gives = tuple(
-            partial(pending[cut[0]]) if cut[0] in pending and not any(cut[0] in dim for dim in dims) else layout_of(dims, node.sizes, cut, n)
+            partial(pending[cut[0]])
+            if cut[0] in pending and not any(cut[0] in dim for dim in dims)
+            else layout_of(dims, node.sizes, cut, n)
             for dims, pending in zip(node.rule.results, node.rule.pending, strict=True)
         )
         found.append(Strategy(needs, gives, cut))
@@ -122,7 +124,14 @@ class _Network:
             cuts, pinned = self.problem.reach.cuts.get(node, ()), self.problem.pinned.get(node)
             rule = node.rule
             pending = tuple(v in may_pend for v in node.operands)
-            kind = (node.kind, node.target in VIEWS, rule.operands, rule.results, rule.linear, tuple(tuple(p.items()) for p in rule.pending))
+            kind = (
+                node.kind,
+                node.target in VIEWS,
+                rule.operands,
+                rule.results,
+                rule.linear,
+                tuple(tuple(p.items()) for p in rule.pending),
+            )
             key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending)
             if key not in shared:
                 shared[key] = strategies(node, cuts, self.problem.n, pinned, may_pend)
@@ -167,7 +176,9 @@ class _Network:
                 found = entries[value] = self._once(known, lambda v=value: self._entries(v))
                 value_index[value] = len(domains)
                 domains.append(len(found))
-                unary.append(self._once(("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]])))
+                unary.append(
+                    self._once(("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]]))
+                )
                 moves = ("move", id(mine), index, id(found), self._nbytes(value), node.target in VIEWS, self._movable(value))
                 pairs[at, value_index[value]] = self._once(moves, lambda v=value: self._move_prices(v, entries[v]))
         solution = minimize(domains, unary, pairs)
@@ -274,7 +285,9 @@ class _Network:
             return True
         if not self.problem.is_data_axis:
             return bool(value.node.depends & BATCH)
-        return not value.node.depends & BATCH or (value in self.after_conflict and home not in self.problem.batch_reach.layouts.get(value, ()))
+        return not value.node.depends & BATCH or (
+            value in self.after_conflict and home not in self.problem.batch_reach.layouts.get(value, ())
+        )
 
     def _use_price(self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]) -> float:
         need = strategy.operands[slot]
@@ -293,7 +306,7 @@ class _Network:
         return self.violation if idle else 0.0
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
-        """What it takes to be a term of a pending sum. Alone, a value that is none would become one only to be gathered by its reduction."""
+        """Seconds to be a term of a pending sum. Alone, a value that is none would become one only to be gathered by the reduction."""
         if have == PARTIAL:
             return 0.0
         if strategy.pending is None or len(strategy.pending) == 1:
@@ -301,7 +314,9 @@ class _Network:
         if have.kind == "R":
             return 0.0
         nbytes = self._nbytes(node.operands[slot])
-        return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds("all_gather", nbytes, self.problem.n, self.problem.hardware.link)
+        return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds(
+            "all_gather", nbytes, self.problem.n, self.problem.hardware.link
+        )
 
     def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:
         for layout in self.required.get(value, ()):
@@ -325,7 +340,9 @@ def _exempt(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Val
     """
     free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict product, bit 2: any other
-    conflicts = {n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target) and problem.is_data_axis and _is_conflict(problem, n)}
+    conflicts = {
+        n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target) and problem.is_data_axis and _is_conflict(problem, n)
+    }
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain":
             free.add(node.operands[0])

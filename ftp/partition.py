@@ -5,6 +5,7 @@ that such ranks share one graph and one compilation.
 """
 
 import operator
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,7 @@ class _Emission:
 
     def run(self) -> LocalProgram:
         for node in self.plan.graph.inputs:
-            self.env[Value(node)] = self.graph.placeholder(node.name)
+            self.env[Value(node)] = self.graph.placeholder(re.sub(r"\W+", "_", node.name).strip("_"))
         self.last_input = list(self.graph.nodes)[-1] if self.env else None
         for node in self.plan.graph.nodes:
             if node.kind != "input":
@@ -148,7 +149,9 @@ class _Emission:
             self.env[Value(node)] = made
             return
         for index in range(len(node.results)):
-            self.env[Value(node, index)] = made[index] if isinstance(made, tuple) else self.graph.call_function(operator.getitem, (made, index))
+            self.env[Value(node, index)] = (
+                made[index] if isinstance(made, tuple) else self.graph.call_function(operator.getitem, (made, index))
+            )
 
     def _cut(self, cut: FactorCut) -> Cut:
         n = self.plan.axes[cut.axis]
@@ -159,7 +162,11 @@ class _Emission:
 
     def _offset(self, offset: Offset) -> fx.Node:
         if offset not in self.offsets:
-            context = self.graph.inserting_after(self.last_input) if self.last_input is not None else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            context = (
+                self.graph.inserting_after(self.last_input)
+                if self.last_input is not None
+                else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            )
             with context:
                 self.last_input = self.graph.placeholder(f"{offset.kind}_{offset.axis}_{len(self.offsets)}")
             self.offsets[offset] = self.last_input
@@ -189,4 +196,3 @@ def _moved_extent(node: Node) -> Size:
     if f"h{d}" in sizes:
         return sizes[f"h{d}"]
     return mul(sizes[f"m{d}"], sizes[f"g{d}"])
-

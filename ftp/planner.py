@@ -18,7 +18,7 @@ from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
-from ftp.network import GATHERED, AxisPlan, Problem, Strategy, solve
+from ftp.network import AxisPlan, Problem, Strategy, solve
 from ftp.notation import Dim
 from ftp.reach import Reach, reach
 from ftp.registry import BoundRule
@@ -123,7 +123,8 @@ def _make_plan(
             chosen = solve(problem)
         except Infeasible:
             raise PlanningError(
-                f"No program meets the specs on mesh axis {name!r}, not even one that moves everything. This is a fault of ftp: please report it, with the function and the specs."
+                f"No program meets the specs on mesh axis {name!r}, not even one that moves everything."
+                " This is a fault of ftp: please report it, with the function and the specs."
             ) from None
         plan.solutions[name], plan.kept_rules[name] = chosen.solution, chosen.kept_rules
         for cuts, layout in zip(open_cuts, _output_layouts(plan.graph, chosen, problem.outputs), strict=True):
@@ -132,13 +133,21 @@ def _make_plan(
     if reshard_after_forward:
         plan.graph = gather_again(plan.graph)
     plan.out_specs = [
-        spec if spec is not None else _spec_of(cuts, value.meta.ndim) for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
+        spec if spec is not None else _spec_of(cuts, value.meta.ndim)
+        for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
     ]
     return plan
 
 
 def _problem(
-    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node], is_data: bool, hardware: Hardware
+    graph: Graph,
+    name: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
+    is_data: bool,
+    hardware: Hardware,
 ) -> Problem:
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
@@ -146,9 +155,13 @@ def _problem(
     return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch())
 
 
-def _fixed(graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs) -> tuple[dict[Node, Layout], list[Layout | None]]:
+def _fixed(
+    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs
+) -> tuple[dict[Node, Layout], list[Layout | None]]:
     """The layouts on one axis of inputs and constraints, and of outputs (None: open)."""
-    pinned = {node: spec_layout(spec, node.shape(), name, axes, folded) or R for node, spec in (*specs.inputs.items(), *specs.constraints.items())}
+    pinned = {
+        node: spec_layout(spec, node.shape(), name, axes, folded) or R for node, spec in (*specs.inputs.items(), *specs.constraints.items())
+    }
     pinned.update((node, R) for node in graph.inputs if node not in pinned)
     outputs = [
         None if spec is None else spec_layout(spec, value.shape, name, axes, folded) or R
@@ -190,11 +203,13 @@ def _latency(graph: Graph, hardware: Hardware) -> float:
         for node in graph.nodes
         if node.kind == "op" and node.depends & BATCH and is_product(node.target)
     ]
-    return min(hardware.link.latency, SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth) if sizes else hardware.link.latency
+    return (
+        min(hardware.link.latency, SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth) if sizes else hardware.link.latency
+    )
 
 
 def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Mapping[str, int], folded: Sequence[str]) -> Layout | None:
-    """The layout on ``axis`` of a value of local ``shape`` under ``spec``, or None where it cannot be told before a more major axis is folded."""
+    """The layout on ``axis`` of a value of local ``shape`` under ``spec``; None where a more major axis must be folded first."""
     for dim in range(len(spec)):
         outer, unit = 1, None
         for cut in spec.cuts(dim):
@@ -213,7 +228,11 @@ def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> list[str
     """The first order of the axes, mesh order preferred, in which every spec is a cut of ``[outer, f, inner]``."""
     shaped = [(spec, node.results[0].shape) for node, spec in (*specs.inputs.items(), *specs.constraints.items())]
     shaped += [(spec, value.meta.shape) for spec, value in zip(specs.outputs, graph.outputs, strict=True) if spec is not None]
-    several = [(spec, shape) for spec, shape in shaped if any(len(spec.cuts(d)) > 1 or any(c.size > 1 for c in spec.cuts(d)) for d in range(len(spec)))]
+    several = [
+        (spec, shape)
+        for spec, shape in shaped
+        if any(len(spec.cuts(d)) > 1 or any(c.size > 1 for c in spec.cuts(d)) for d in range(len(spec)))
+    ]
     for order in itertools.permutations(axes):
         if all(_fits(spec, shape, order, axes) for spec, shape in several):
             return list(order)
@@ -234,7 +253,13 @@ def _fits(spec: PartitionSpec, shape: Sequence[Size], order: Sequence[str], axes
 
 
 def _decompose_on_demand(
-    graph: Graph, order: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node], data_axes: Sequence[str], decompose: Decompose
+    graph: Graph,
+    order: Sequence[str],
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
+    data_axes: Sequence[str],
+    decompose: Decompose,
 ) -> Graph:
     """Replace ops by primitives wherever an axis may cut a factor that they keep whole.
 
@@ -339,9 +364,9 @@ class _Emitter:
             return self.made[value, need]
         copies = self.plan.copies.get(value, ())
         source, at = value, home
-        if need.kind == "S" and need not in copies and any(c.kind == "R" for c in copies):
-            source, at = self.obtain(value, R, user), R
-        elif need.kind != "R" and home.kind == "P" and home.op != "sum":
+        if (need.kind == "S" and need not in copies and any(c.kind == "R" for c in copies)) or (
+            need.kind != "R" and home.kind == "P" and home.op != "sum"
+        ):
             source, at = self.obtain(value, R, user), R
         moved = self._move(value, source, at, need, user)
         self.made[value, need] = moved
@@ -350,10 +375,20 @@ class _Emitter:
     def _move(self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None) -> Value:
         move = Move(self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, self.shapes[value])
         rule, sizes = move_rule(move)
-        cause = f"{user.name}: {user.source}" if user is not None and user.source else (user.name if user is not None else "output")
+        cause = "an output" if user is None else f"{user.name} at {user.source}" if user.source else user.name
         name = f"{value!r}_{move.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
         node = Node(
-            name, "move", move, (source,), {}, (value.meta,), rule, value.node.source, value.node.depends, user.forward if user else value.node.forward, cause
+            name,
+            "move",
+            move,
+            (source,),
+            {},
+            (value.meta,),
+            rule,
+            value.node.source,
+            value.node.depends,
+            user.forward if user else value.node.forward,
+            cause,
         )
         node.sizes = sizes
         self.nodes.append(node)
@@ -367,7 +402,7 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
     """
     sizes: dict[str, Size] = {}
     whole: set[str] = set()
-    operand = [(f"~{d}",) for d in range(len(move.shape))]
+    operand: list[Dim] = [(f"~{d}",) for d in range(len(move.shape))]
     result = list(operand)
     sizes.update({f"~{d}": s for d, s in enumerate(move.shape)})
     same = move.src.kind == move.dst.kind == "S" and move.src.dim == move.dst.dim
@@ -396,7 +431,7 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
                 whole |= {g, h}
                 there[d] = (o, h, i)
         sizes.pop(f"~{d}", None)
-    linear = () if "P" == move.src.kind and move.src.op != "sum" else ((0,),)
+    linear = () if move.src.kind == "P" and move.src.op != "sum" else ((0,),)
     nominal_sizes = {f: nominal(s) for f, s in sizes.items()}
     return BoundRule((tuple(operand),), (tuple(result),), frozenset(whole), ({},), linear, nominal_sizes, None, False), sizes
 

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ftp.collectives import Collective
+from ftp.constrain import spec_from_str
 from ftp.cost import DEFAULT, VIEWS, Hardware, collective_seconds, op_seconds
 from ftp.errors import MeshError
 from ftp.graph import Node, Value
@@ -24,7 +25,15 @@ from ftp.planner import Plan
 from ftp.simulate import simulate
 from ftp.spec import PartitionSpec, local_bounds
 
-_DTYPES = {torch.float32: "f32", torch.float64: "f64", torch.bfloat16: "bf16", torch.float16: "f16", torch.int64: "i64", torch.int32: "i32", torch.bool: "b1"}
+_DTYPES = {
+    torch.float32: "f32",
+    torch.float64: "f64",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.bool: "b1",
+}
 
 
 @dataclass
@@ -77,7 +86,9 @@ class Program:
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         """Takes this rank's input tensors (all of the global ones, when simulated) and returns its outputs."""
         if self.mesh.kind == "abstract":
-            raise MeshError(f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use ftp.make_mesh or ftp.simulated_mesh to run.")
+            raise MeshError(
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use ftp.make_mesh or ftp.simulated_mesh to run."
+            )
         return self._run_on_processes() if self.mesh.kind == "process" else self._run_simulated
 
     def _run_on_processes(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -108,7 +119,13 @@ def _shard(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordi
     return x[tuple(slice(a, b) for a, b in bounds)].contiguous() if spec else x
 
 
-def _join(parts: Sequence[torch.Tensor], spec: PartitionSpec, shape: tuple[int, ...], axes: Mapping[str, int], coordinates: Sequence[Mapping[str, int]]) -> torch.Tensor:
+def _join(
+    parts: Sequence[torch.Tensor],
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    axes: Mapping[str, int],
+    coordinates: Sequence[Mapping[str, int]],
+) -> torch.Tensor:
     if not spec:
         return parts[0]
     whole = parts[0].new_empty(shape)
@@ -162,7 +179,10 @@ class Lowered:
     def out_specs(self) -> Any:
         """The result's tree with a spec for each leaf."""
         specs = self._program.out_specs
-        leaves = [PartitionSpec() if static else specs[leaf] for leaf, static in zip(self._program.out_leaves, self._program.is_static, strict=True)]
+        leaves = [
+            PartitionSpec() if static else specs[leaf]
+            for leaf, static in zip(self._program.out_leaves, self._program.is_static, strict=True)
+        ]
         return self._program.out_tree.unflatten(leaves)
 
     @cached_property
@@ -225,17 +245,17 @@ class Lowered:
 
 
 def _lines(node: Node, collective: Collective | None) -> list[str]:
-    comment = f"    # {node.source}" if node.source else ""
     typed = ", ".join(_typed(Value(node, i)) for i in range(len(node.results)))
+    operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "move":
         if collective is None:
             return []
-        reason = f"for {node.cause}" if node.cause else ""
-        return [f"  >> {collective.op} over {', '.join(collective.axes)}: %{node.operands[0].node.name} -> {typed}, {collective.nbytes:,} bytes, {reason}{comment}"]
+        where = f"{collective.op} over {', '.join(collective.axes)}"
+        return [f"  >> {typed} = {where} of {operands}, {collective.nbytes:,} bytes, for {node.cause}"]
     if node.kind == "input":
         return [f"  %{node.name}: {typed}"]
-    name = "constrain " + str(node.target) if node.kind == "constrain" else str(node.target).removeprefix("aten.")
-    operands = ", ".join(f"%{v.node.name}" for v in node.operands)
+    name = f"constrain[{spec_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
+    comment = f"    # {node.source}" if node.source else ""
     return [f"  %{node.name}: {typed} = {name}({operands}){comment}"]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from ftp.graph import Graph, Node, Value
-from ftp.layout import R, Layout, Size, div, mul, prod, shard
+from ftp.layout import Layout, R, Size, div, mul, prod, shard
 from ftp.notation import Dims
 
 MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5

@@ -148,7 +148,9 @@ def _sizes(axes: dict[str, int]) -> str:
     return ", ".join(f"{name!r} (size {size})" for name, size in axes.items())
 
 
-def local_shape(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int] | None = None) -> tuple[int, ...]:
+def local_shape(
+    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int] | None = None
+) -> tuple[int, ...]:
     """The shape of the shard at ``coordinate`` {axis: index} (the first rank, which holds the largest, if not given).
 
     >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})

@@ -135,8 +135,8 @@ class Step:
     def _record(self) -> Calls:
         if self.mesh.kind == "abstract":
             raise MeshError(
-                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Read the program with step.lower(...), or make the step"
-                " on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Read the program with step.lower(...), or make the"
+                " step on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
             )
         return calls(self.mesh)
 
@@ -207,11 +207,12 @@ class Step:
     def _build(self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None]) -> _Planned:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
         traced = trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
-        graph = from_fx(traced.gm, strict=self._options.strict)
+        tensor_names = [name for name, leaf in zip(call.names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
+        graph = from_fx(traced.gm, tensor_names, strict=self._options.strict)
         tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         arguments = graph.inputs[: len(tensor_leaves)]
         out_specs = self._checked_out_specs(traced, graph, specs, call.args)
-        state = self._state | _returned_state(call, specs, traced, graph, out_specs)
+        state = self._state | _returned_state(call.treedef, shapes, specs, traced, [v.meta.shape for v in graph.outputs], out_specs)
         batch = []
         for node, i in zip(arguments, tensor_leaves, strict=True):
             node.depends = PARAMETER if call.positions[i] in state else BATCH
@@ -292,35 +293,33 @@ def _check_constraints(constrained: dict[Node, PartitionSpec], mesh: Mesh) -> No
 
 
 def _returned_state(
-    call: Arguments, specs: Sequence[PartitionSpec], traced: Traced, graph: Graph, out_specs: Sequence[PartitionSpec | None]
+    tree: optree.PyTreeSpec,
+    shapes: Sequence[Shape | None],
+    specs: Sequence[PartitionSpec],
+    traced: Traced,
+    out_shapes: Sequence[Shape],
+    out_specs: Sequence[PartitionSpec | None],
 ) -> set[int]:
-    """Positions of arguments that come back as a part of the result, with the same tree, shapes and specs: state, such as an optimizer's."""
-    results = [
-        _leaf(None if static else graph.outputs[leaf].meta.shape, None if static else out_specs[leaf])
+    """Positions of arguments that come back in the result, with the same tree, shapes and specs: state, such as an optimizer's."""
+    returned = [
+        (None, None) if static else (out_shapes[leaf], out_specs[leaf])
         for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
     ]
-    subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(results))]
+    subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(range(len(returned))))]
     found = set()
-    at = 0
-    for position, tree in enumerate(call.treedef.children()):
-        given = [
-            _leaf(tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, spec)
-            for leaf, spec in zip(call.leaves[at : at + tree.num_leaves], specs[at:], strict=False)
-        ]
-        at += tree.num_leaves
-        if not tree.is_leaf() and given and any(tree == other and all(map(_comes_back, given, leaves)) for leaves, other in subtrees):
+    start = 0
+    for position, child in enumerate(tree.children()):
+        end = start + child.num_leaves
+        given = list(zip(shapes[start:end], specs[start:end], strict=True))
+        alike = (
+            all(shape == returned[i][0] and returned[i][1] in (spec, None) for (shape, spec), i in zip(given, indices, strict=True))
+            for indices, other in subtrees
+            if other == child
+        )
+        if not child.is_leaf() and given and any(alike):
             found.add(position)
+        start = end
     return found
-
-
-@dataclass(frozen=True)
-class _leaf:
-    shape: Shape | None
-    spec: PartitionSpec | None
-
-
-def _comes_back(given: _leaf, returned: _leaf) -> bool:
-    return given.shape == returned.shape and returned.spec in (given.spec, None)
 
 
 def _subtrees(tree: Any) -> list[Any]:

@@ -29,7 +29,7 @@ class IntegerProgram:
         self.x = {node: [self.variable(c, 1) for c in net._op_prices(node)] for node in net.problem.graph.nodes}
         self.y = {}
         for node in net.problem.graph.nodes:
-            self.row({x: 1.0 for x in self.x[node]}, 1.0, 1.0)
+            self.row(dict.fromkeys(self.x[node], 1.0), 1.0, 1.0)
             for index in range(len(node.results)):
                 self.copies(network.Value(node, index))
         for node in net.problem.graph.nodes:
@@ -66,7 +66,7 @@ class IntegerProgram:
                 gathered = copy == R and home.kind == "S"
                 y = self.variable(net._collective(value, home, network.GATHERED if gathered else copy, nbytes), 0)
                 if y is not None:
-                    self.row({y: 1.0, **{x: -1.0 for x in xs}}, -np.inf, 0.0)
+                    self.row({y: 1.0, **dict.fromkeys(xs, -1.0)}, -np.inf, 0.0)
                     self.y[value].append((network.GATHERED if gathered else copy, {y: 1.0}))
 
     def need(self, value, wants, price) -> None:
@@ -136,13 +136,13 @@ def check_optimal(monkeypatch, build) -> int:
 
 
 CASES = [
-    pytest.param(dict(tp="tp"), ("tp",), P(), id="tp"),
-    pytest.param(dict(zero="dp"), ("dp",), P("dp"), id="zero"),
-    pytest.param(dict(tp="tp", zero="dp", order="tp zero"), ("dp", "tp"), P("dp"), id="zero x tp"),
+    pytest.param({"tp": "tp"}, ("tp",), P(), id="tp"),
+    pytest.param({"zero": "dp"}, ("dp",), P("dp"), id="zero"),
+    pytest.param({"tp": "tp", "zero": "dp", "order": "tp zero"}, ("dp", "tp"), P("dp"), id="zero x tp"),
 ]
 
 
-@pytest.mark.parametrize("cut, axes, batch_specs", CASES)
+@pytest.mark.parametrize(("cut", "axes", "batch_specs"), CASES)
 @pytest.mark.parametrize("cfg", [models.MLPConfig(), models.CNNConfig(blocks=1), models.LlamaConfig(layers=1)], ids=["mlp", "cnn", "llama"])
 def test_plan_costs_what_the_integer_program_costs(monkeypatch, cfg, cut, axes, batch_specs):
     fn, params = ftp.functionalize(models.build(cfg))
@@ -204,7 +204,11 @@ def test_plans_do_not_depend_on_string_hashes():
     )
     found = {
         subprocess.run(
-            [sys.executable, "-c", program, *sys.path], env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=True
+            [sys.executable, "-c", program, *sys.path],
+            env={"PYTHONHASHSEED": seed, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            check=True,
         ).stdout
         for seed in ("0", "1", "2")
     }
@@ -215,11 +219,15 @@ def test_shapes_of_tables_stay_small():
     cfg = models.LlamaConfig(layers=4)
     fn, params = ftp.functionalize(models.build(cfg, device="meta"))
     tables = []
-    for layers, cut in itertools.product((1, 4), (dict(tp="tp"), dict(zero="tp"))):
+    for layers, cut in itertools.product((1, 4), ({"tp": "tp"}, {"zero": "tp"})):
         cfg = models.LlamaConfig(layers=layers)
         fn, params = ftp.functionalize(models.build(cfg, device="meta"))
         specs = ftp.plan(params, models.specs(models.cuts(cfg), **cut))
         batch_specs = P("tp") if "zero" in cut else P()
-        plan = ftp.shard(models.lm_loss(fn), ftp.AbstractMesh((4,), ("tp",)), specs, batch_specs=batch_specs).lower(params, models.lm_batch(cfg)).plan
+        plan = (
+            ftp.shard(models.lm_loss(fn), ftp.AbstractMesh((4,), ("tp",)), specs, batch_specs=batch_specs)
+            .lower(params, models.lm_batch(cfg))
+            .plan
+        )
         tables.append(plan.solutions["tp"].largest_table)
     assert max(tables) <= 20_000, tables

@@ -1,0 +1,303 @@
+"""Steps on gloo processes equal one device; ranks that differ all fail, and soon."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.launch import launch  # type: ignore[import-not-found]
+
+import ftp
+from ftp import P
+
+pytestmark = pytest.mark.dist
+
+
+def _mesh(shape=None, names=("tp",)):
+    return ftp.make_mesh(shape or (int(os.environ["WORLD_SIZE"]),), names, device_type="cpu")
+
+
+def _end():
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _values(ranks):
+    assert [r.exit for r in ranks] == [0] * len(ranks), [r.error or r.stderr[-2000:] for r in ranks]
+    return [r.value for r in ranks]
+
+
+def _errors(ranks, within=15.0):
+    assert all(r.error for r in ranks), ranks
+    assert max(r.seconds for r in ranks) < within, [r.seconds for r in ranks]
+    return [r.error for r in ranks]
+
+
+# Numbers.
+
+
+def _llama(shape, names, batch_spec, batch, options, compile):
+    import models  # type: ignore[import-not-found]
+
+    mesh = _mesh(shape, names)
+    cfg = models.LlamaConfig(vocab=33, heads=3, dim=12, hidden=10, layers=2)
+    fn, full = ftp.functionalize(models.build(cfg, dtype=torch.float64))
+    loss_fn = models.lm_loss(fn)
+    specs = ftp.plan(full, models.specs(models.cuts(cfg), **options))
+    step = ftp.shard(loss_fn, mesh, specs, batch_specs=batch_spec, compile=compile)
+    data = models.lm_batch(cfg, batch=batch, seq=6, ignored=0.2)
+    params = ftp.device_put(full, mesh, specs)
+    local = ftp.device_put(data, mesh, batch_spec)
+    expected_loss, expected = models.reference(loss_fn, full, data)
+    errors = []
+    for _ in range(2):
+        loss, grads = step(params, local)
+        grads = ftp.device_get(grads, mesh, specs)
+        errors.append(float((loss - expected_loss).abs()))
+        largest = max(float(g.abs().max()) for g in expected.values())
+        errors += [float((grads[k] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * largest) for k, g in expected.items()]
+    _end()
+    return max(errors)
+
+
+def test_a_llama_under_tensor_parallelism_equals_one_device():
+    for error in _values(launch(_llama, 2, None, ("tp",), P(), 4, {"tp": "tp"}, False)):
+        assert error < 1e-12
+
+
+def test_uneven_sizes_over_two_axes_equal_one_device():
+    options = {"tp": "tp", "zero": "dp"}
+    for error in _values(launch(_llama, 4, (2, 2), ("dp", "tp"), P("dp"), 5, options, False)):
+        assert error < 1e-12
+
+
+@pytest.mark.slow
+def test_compiled_programs_equal_one_device():
+    for error in _values(launch(_llama, 2, None, ("tp",), P(), 4, {"tp": "tp"}, True, timeout=200)):
+        assert error < 1e-12
+
+
+# Placement.
+
+
+def _loss(params, x):
+    return (x @ params["w"]).square().sum()
+
+
+def _placement():
+    mesh = _mesh((2, 2), ("dp", "tp"))
+    rank = dist.get_rank()
+    spec = P("tp", "dp")
+    bad = []
+    for dtype in (torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64):
+        full = (torch.arange(35).reshape(5, 7) % 3).to(dtype)
+        mine = full if rank == 1 else torch.zeros_like(full)
+        placed = ftp.device_put({"w": mine, "zero": mine[0, 0], "none": mine[:0]}, mesh, {"w": spec, "zero": P(), "none": P("dp")}, src=1)
+        back = ftp.device_get(placed, mesh, {"w": spec, "zero": P(), "none": P("dp")})
+        at = ftp.local_slice(mesh, spec, full.shape)
+        moved = ftp.reshard(placed["w"], mesh, spec, P(("dp", "tp")))
+        bad += [
+            str(dtype)
+            for a, b in ((back["w"], full), (back["zero"], full[0, 0]), (back["none"], full[:0]), (placed["w"], full[at]))
+            if not torch.equal(a, b) or a.dtype != b.dtype
+        ]
+        bad += [f"reshard {dtype}"] * (not torch.equal(ftp.device_get(moved, mesh, P(("dp", "tp"))), full))
+    _end()
+    return bad
+
+
+def test_placement_on_processes():
+    assert _values(launch(_placement, 4)) == [[]] * 4
+
+
+def _unknown():
+    """Plain tensors are taken as shards, uneven ones too; a loop whose parameters are new tensors plans once."""
+    mesh = _mesh()
+    full = torch.arange(15.0).reshape(5, 3)
+    w = full[ftp.local_slice(mesh, P("tp"), (5, 3))].clone()
+    x = torch.ones(4, 5)
+    step = ftp.shard(_loss, mesh, {"w": P("tp")})
+    losses = []
+    for _ in range(3):
+        loss, grads = step({"w": w}, x)
+        losses.append(float(loss))
+        w = w - 0.01 * grads["w"]
+    programs = len({id(p) for p in step._programs.values()})
+    _end()
+    return losses, programs, tuple(grads["w"].shape)
+
+
+def _unknown_on_one_device():
+    w, losses = torch.arange(15.0).reshape(5, 3), []
+    for _ in range(3):
+        grads, loss = torch.func.grad_and_value(_loss)({"w": w}, torch.ones(4, 5))
+        losses.append(float(loss))
+        w = w - 0.01 * grads["w"]
+    return losses
+
+
+def test_unknown_tensors_are_shards():
+    values = _values(launch(_unknown, 2))
+    assert [programs for _, programs, _ in values] == [1, 1]
+    assert [shape for *_, shape in values] == [(3, 3), (2, 3)]
+    for losses, *_ in values:
+        assert losses == pytest.approx(_unknown_on_one_device())
+
+
+# Ranks that differ.
+
+
+def _full_tensors():
+    mesh = _mesh()
+    ftp.shard(_loss, mesh, {"w": P("tp")})({"w": torch.arange(12.0).reshape(4, 3)}, torch.ones(2, 8))
+
+
+def test_full_tensors_where_shards_are_due():
+    for error in _errors(launch(_full_tensors, 2)):
+        assert error == (
+            "MismatchError: params['w'] has the same contents on all ranks, of shape (4, 3), though its spec P('tp') cuts it: it looks like"
+            " a full tensor where a shard is due. Place it with ftp.device_put(tree, mesh, specs)."
+        )
+
+
+def _other_shapes():
+    mesh = _mesh()
+    rank = dist.get_rank()
+    ftp.shard(_loss, mesh, {"w": P()})({"w": torch.ones(4, 3)}, torch.ones(2 + rank, 4))
+
+
+def test_other_batch_shapes():
+    for error in _errors(launch(_other_shapes, 2)):
+        assert error == (
+            "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (2, 4), rank 1 (3, 4)."
+            " Of a global (2, 4), rank 1 should hold (2, 4). Place it with ftp.device_put(tree, mesh, specs)."
+        )
+
+
+def _other_program():
+    mesh = _mesh()
+    rank = dist.get_rank()
+    loss = (lambda p, x: _loss(p, x)) if rank == 0 else (lambda p, x: _loss(p, x) * 2)
+    ftp.shard(loss, mesh, {"w": P()})({"w": torch.ones(4, 3)}, torch.ones(2, 4))
+
+
+def _other_static():
+    mesh = _mesh()
+    ftp.shard(lambda p, x, n: _loss(p, x) * n, mesh)({"w": torch.ones(4, 3)}, torch.ones(2, 4), 3 + dist.get_rank())
+
+
+def _other_dtype():
+    mesh = _mesh()
+    dtype = torch.float64 if dist.get_rank() else torch.float32
+    ftp.shard(_loss, mesh)({"w": torch.ones(4, 3, dtype=dtype)}, torch.ones(2, 4, dtype=dtype))
+
+
+DIFFERENCES = {
+    _other_program: "Ranks disagree on the program of call 1: rank 1 differs from rank 0, so no rank runs it.",
+    _other_static: "n is 3, an int on rank 0, but 4, an int on rank 1. Give all ranks one value.",
+    _other_dtype: "params['w'] is float32 on rank 0, but float64 on rank 1.",
+}
+
+
+@pytest.mark.parametrize("job", DIFFERENCES, ids=lambda job: job.__name__)
+def test_ranks_that_differ(job):
+    for error in _errors(launch(job, 2)):
+        assert error.startswith("MismatchError: ") and DIFFERENCES[job] in error
+
+
+def _one_sided(kind):
+    """After two good calls rank 1 makes one that is wrong for it alone."""
+    mesh = _mesh()
+    rank = dist.get_rank()
+    step = ftp.shard(_loss, mesh, {"w": P("tp")})
+    params = ftp.device_put({"w": torch.arange(12.0).reshape(4, 3)}, mesh, {"w": P("tp")})
+    x = torch.ones(2, 4)
+    for _ in range(2):
+        step(params, x)
+    if rank == 1 and kind == "placed":
+        params = {"w": ftp.placement.remember(params["w"].clone(), ftp.placement.placement(step.mesh, P(None, "tp"), (2, 6)))}
+    if rank == 1 and kind == "donated":
+        ftp.placement.remember(params["w"], ftp.placement.Donated("p"))
+    if rank == 1 and kind == "numpy":
+        x = x.numpy()
+    start = time.monotonic()
+    try:
+        step(params, x)
+    except ftp.FtpError as e:
+        return str(e), time.monotonic() - start
+
+
+ONE_SIDED = {
+    "placed": "params['w'] is placed with spec P(None, 'tp')",
+    "donated": "params['w'] was donated, as p of an earlier call",
+    "numpy": "x is a numpy array of shape (2, 4)",
+}
+
+
+@pytest.mark.parametrize("kind", ONE_SIDED)
+def test_a_failure_of_one_rank_reaches_the_others(kind):
+    first, second = launch(_one_sided, 2, kind)
+    assert ONE_SIDED[kind] in second.value[0]
+    assert "rank 0 goes on with the program of its last call" in first.value[0] or ONE_SIDED[kind] in first.value[0]
+    assert max(first.value[1], second.value[1]) < 10
+
+
+def _one_sided_first():
+    mesh = _mesh()
+    loss = (lambda p, x: _loss(p, x) * x.sum().item()) if dist.get_rank() == 1 else _loss
+    ftp.shard(loss, mesh)({"w": torch.ones(4, 3)}, torch.ones(2, 4))
+
+
+def test_a_rank_that_cannot_plan():
+    first, second = _errors(launch(_one_sided_first, 2))
+    assert second.startswith("TraceError: The function needs a tensor's value")
+    assert first.startswith("MismatchError: Rank 1 failed to plan call 1") and "x.sum().item()" in first
+
+
+def _benign():
+    """One rank's copy of its shard is a tensor that nobody placed; it serves as well."""
+    mesh = _mesh()
+    step = ftp.shard(_loss, mesh, {"w": P("tp")})
+    params = ftp.device_put({"w": torch.arange(12.0).reshape(4, 3)}, mesh, {"w": P("tp")})
+    x = torch.ones(2, 4)
+    losses = [float(step(params, x)[0])]
+    if dist.get_rank() == 1:
+        params = {"w": params["w"].clone()}
+    losses.append(float(step(params, x)[0]))
+    _end()
+    return losses
+
+
+def test_a_copy_of_a_placed_tensor_serves():
+    for first, second in _values(launch(_benign, 2)):
+        assert first == second
+
+
+def _outside():
+    _mesh()
+    from torch.distributed.device_mesh import DeviceMesh
+
+    step = ftp.shard(_loss, DeviceMesh("cpu", [0, 1], mesh_dim_names=("tp",)))
+    result = None
+    try:
+        result = float(step({"w": torch.ones(4, 3)}, torch.ones(2, 4))[0])
+    except ftp.FtpError as e:
+        result = f"{type(e).__name__}: {e}"
+    _end()
+    return result
+
+
+def test_a_rank_outside_of_the_mesh():
+    *inside, outside = _values(launch(_outside, 3))
+    assert inside == [96.0, 96.0]
+    assert outside.startswith("MeshError: Rank 2 is not on the mesh (tp 2) on cpu, which holds ranks")
+
+
+def _wrong_world():
+    _mesh((4,))
+
+
+def test_a_mesh_that_is_not_the_size_of_the_world():
+    for error in _errors(launch(_wrong_world, 2)):
+        assert error.startswith("MeshError: The mesh (tp 4) takes 4 ranks, but the world has 2.")
