@@ -236,7 +236,7 @@ class Lowered:
         lines = [f"program on {self._program.mesh}"]
         for node in self.plan.graph.nodes:
             lines += _lines(node, issued.get(node.name))
-        lines.append("return " + ", ".join(f"%{v.node.name}: {_typed(v)}" for v in self.plan.graph.outputs))
+        lines += [f"  return %{v.node.name}: {_typed(v)}" for v in self.plan.graph.outputs]
         counts = Counter((c.op, c.axes, c.shape, c.dtype) for c in self.collectives)
         lines.append(f"collectives: {len(self.collectives)}, {sum(c.wire_nbytes for c in self.collectives):,} bytes sent per rank")
         for (op, axes, shape, dtype), count in counts.items():
@@ -251,7 +251,7 @@ def _lines(node: Node, collective: Collective | None) -> list[str]:
         if collective is None:
             return []
         where = f"{collective.op} over {', '.join(collective.axes)}"
-        return [f"  >> {typed} = {where} of {operands}, {collective.nbytes:,} bytes, for {node.cause}"]
+        return [f"  >> %{node.name}: {typed} = {where} of {operands}, {collective.nbytes:,} bytes, for {node.cause}"]
     if node.kind == "input":
         return [f"  %{node.name}: {typed}"]
     name = f"constrain[{spec_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")

@@ -78,6 +78,9 @@ class Drawn:
         options = f"out_specs={self.out_specs}, data_axes={self.data_axes}, reshard_after_forward={self.reshard_after_forward}"
         return "\n".join(["", f"mesh {self.mesh} {AXES[: len(self.mesh)]}, {options}", *inputs, self.source, ""])
 
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(repr(self))
+
 
 def live(lines: Sequence[str], returned: Sequence[str]) -> list[str]:
     wanted, kept = set(returned), []

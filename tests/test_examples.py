@@ -41,6 +41,13 @@ def test_the_tour_runs_as_it_stands_and_learns(tmp_path):
     assert losses[-1] < losses[0]
 
 
+def test_the_printed_program_is_what_the_readme_shows(tmp_path):
+    text = (ROOT / "README.md").read_text()
+    code, shown = re.search(r"^```python\n([^`]*?step\.lower[^`]*?)^```\n\nprints\n\n```text\n(.*?)^```", text, flags=re.M | re.S).groups()
+    (tmp_path / "mlp.py").write_text(code)
+    assert python("mlp.py", cwd=tmp_path) == shown
+
+
 def test_the_tour_is_about_thirty_lines():
     assert sum(bool(line.strip()) for line in tour().splitlines()) <= 32
 
