@@ -11,7 +11,7 @@ from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, PlanningError, SpecError
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, resolve
-from ftp.placement import check_alive, check_placed, device_get, device_put
+from ftp.placement import check_alive, check_placed, device_get, device_put, placement, placement_of, remember
 from ftp.program import Lowered
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step
@@ -181,11 +181,33 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any) -> Any:
 def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:
     if old == new and mesh.kind != "abstract":
         return device_put(leaf, mesh, new) if mesh.kind == "simulated" else leaf
+    if mesh.kind == "process" and leaf.dtype not in _MOVED:
+        return _moved_as_bytes(leaf, mesh, old, new)
     try:
-        return _mover(mesh, old, new)(leaf)
+        return _mover(mesh, _shortest(old), _shortest(new))(leaf)
     except PlanningError:
         # No order of the axes gets there a step at a time.
         return device_put(device_get(leaf, mesh, old), mesh, new)
+
+
+# What every backend can send.
+_MOVED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+
+
+def _moved_as_bytes(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:
+    raw = leaf.detach().contiguous().unsqueeze(-1).view(torch.uint8)
+    if (known := placement_of(leaf)) is not None:
+        remember(raw, placement(mesh, old, (*known.shape, leaf.dtype.itemsize)))
+    raw = _moved(raw, mesh, old, new)
+    arrived = placement_of(raw)
+    assert arrived is not None
+    return remember(raw.contiguous().view(leaf.dtype).squeeze(-1), placement(mesh, new, arrived.shape[:-1]))
+
+
+def _shortest(spec: PartitionSpec) -> PartitionSpec:
+    """Equal specs of any length serve tensors of any rank, so that one step moves them all."""
+    cut = [dim for dim, entry in enumerate(spec) if entry is not None]
+    return PartitionSpec(*list(spec)[: cut[-1] + 1]) if cut else PartitionSpec()
 
 
 @lru_cache(maxsize=1024)

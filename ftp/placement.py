@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from ftp.errors import DonationError, InputError, MeshError, PlacementError, SpecError, join_failures
 from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
@@ -193,9 +194,7 @@ def _flatten(tree: Any, specs: Any, mesh: Mesh):
 
 
 def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and (
-        torch._C._functorch.is_gradtrackingtensor(leaf) or torch._C._functorch.is_batchedtensor(leaf)
-    )
+    return isinstance(leaf, torch.Tensor) and is_functorch_wrapped_tensor(leaf)
 
 
 def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:

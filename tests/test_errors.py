@@ -175,7 +175,9 @@ def asks_list(p, x):
 def test_a_value_that_is_not_there_is_an_error_with_the_line(loss):
     text = message(step(loss), PARAMS, X)
     line = {uses_item: "x.sum().item()", branches: "(x > 0).all()", asks_numpy: "x.numpy()", asks_list: "x.tolist()"}[loss]
-    assert text.startswith("TraceError: The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy())")
+    assert text.startswith(
+        "TraceError: The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy())"
+    )
     assert "test_errors.py:" in text and line in text and "torch.where" in text
 
 
