@@ -241,6 +241,14 @@ class Lowered:
         lines.append(f"collectives: {len(self.collectives)}, {sum(c.wire_nbytes for c in self.collectives):,} bytes sent per rank")
         for (op, axes, shape, dtype), count in counts.items():
             lines.append(f"  {count:4d} x {op} over {', '.join(axes)} of {_DTYPES.get(dtype, dtype)}{list(shape)}")
+        for axis, solution in self.plan.solutions.items():
+            proof = "optimal" if solution.optimal else f"at most {(solution.cost - solution.bound) / solution.cost:.1%} above the optimum"
+            broken = (
+                ""
+                if self.plan.kept_rules[axis]
+                else "; no plan keeps all rules of conduct: some activations or parameters move that should stay"
+            )
+            lines.append(f"plan over {axis}: {proof}, largest table {solution.largest_table:,}{broken}")
         return "\n".join(lines)
 
 
@@ -249,7 +257,7 @@ def _lines(node: Node, collective: Collective | None) -> list[str]:
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "move":
         if collective is None:
-            return []
+            return [f"  %{node.name}: {typed} = {node.target.op} over {node.target.axis} of {operands}, local"]
         where = f"{collective.op} over {', '.join(collective.axes)}"
         return [f"  >> %{node.name}: {typed} = {where} of {operands}, {collective.nbytes:,} bytes, for {node.cause}"]
     if node.kind == "input":
