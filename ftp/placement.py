@@ -2,7 +2,8 @@
 
 import hashlib
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -11,8 +12,9 @@ import torch
 import torch.distributed as dist
 from torch._C._functorch import is_functorch_wrapped_tensor
 
-from ftp.errors import DonationError, InputError, MeshError, PlacementError, SpecError, join_failures
-from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
+from ftp.agreement import calls
+from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
+from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, require_coordinate, resolve
 from ftp.spec import PartitionSpec, chunk, local_bounds, local_shape
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 
@@ -125,26 +127,19 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
     torch.Size([4, 2])
     """
     m = resolve(mesh)
-    leaves, treedef, names, leaf_specs = _flatten(tree, specs, m)
-    check_alive(leaves, names)
-    known = [placement_of(leaf) for leaf in leaves]
-    check_placed(leaves, leaf_specs, names, m)
-    check_specs(
-        [s for s, k in zip(leaf_specs, known, strict=True) if k is None],
-        [leaf for leaf, k in zip(leaves, known, strict=True) if k is None],
-        [n for n, k in zip(names, known, strict=True) if k is None],
-        m.axes,
-    )
-    failures = [
-        f"{n} is on {leaf.device.type} under a trace; pin values inside a function with ftp.constrain."
-        for n, leaf in zip(names, leaves, strict=True)
-        if _is_traced(leaf)
-    ]
-    if failures:
-        raise InputError(join_failures(failures))
+    with _together(m, is_due=src is not None) as tell:
+        leaves, treedef, names, leaf_specs = _checked(tree, specs, m)
+        failures = [
+            f"{n} belongs to a trace and has no values; pin values inside a function with ftp.constrain."
+            for n, leaf in zip(names, leaves, strict=True)
+            if _is_traced(leaf)
+        ]
+        if failures:
+            raise InputError(join_failures(failures))
+        tell(f"device_put from rank {src}", leaves, leaf_specs)
     out = []
-    for leaf, spec, placed in zip(leaves, leaf_specs, known, strict=True):
-        if placed is not None or not isinstance(leaf, torch.Tensor):
+    for leaf, spec in zip(leaves, leaf_specs, strict=True):
+        if placement_of(leaf) is not None or not isinstance(leaf, torch.Tensor):
             out.append(leaf)
             continue
         full = leaf.detach()
@@ -155,14 +150,45 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
 
 
 def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
-    """The exact inverse of ``device_put``: full tensors, on every rank."""
+    """The exact inverse of ``device_put``: full tensors, on every rank; all ranks of the mesh call it together.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> ftp.device_get(ftp.device_put(torch.arange(3), mesh, ftp.P("tp")), mesh, ftp.P("tp"))
+    tensor([0, 1, 2])
+    """
     m = resolve(mesh)
-    leaves, treedef, names, leaf_specs = _flatten(tree, specs, m)
-    check_alive(leaves, names)
-    check_placed(leaves, leaf_specs, names, m)
+    with _together(m, is_due=True) as tell:
+        leaves, treedef, _, leaf_specs = _checked(tree, specs, m)
+        if any(leaf_specs):
+            tell("device_get", leaves, leaf_specs)
     return treedef.unflatten(
         [_gather(leaf, spec, m) if isinstance(leaf, torch.Tensor) else leaf for leaf, spec in zip(leaves, leaf_specs, strict=True)]
     )
+
+
+@contextmanager
+def _together(mesh: Mesh, *, is_due: bool) -> Iterator[Callable[[str, Sequence[Any], Sequence[PartitionSpec]], None]]:
+    """Inside, ranks that are about to communicate check what they were given; if one fails, all of them do.
+
+    It yields what a rank calls to say what it is about to do, which has to be the same on all.
+    """
+    if mesh.kind != "process" or not is_due:
+        yield lambda what, leaves, specs: None
+        return
+    record = calls(mesh)
+
+    def tell(what: str, leaves: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
+        dtypes = [str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, torch.Tensor) else "static" for leaf in leaves]
+        record.begin(record.next(), f"{what} of {', '.join(f'{d} {s}' for d, s in zip(dtypes, specs, strict=True))}")
+
+    try:
+        yield tell
+    except MismatchError:
+        raise
+    except Exception as e:
+        record.agree(record.next(), e, START_TIMEOUT)
+        raise
 
 
 def local_slice(mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int]) -> tuple[slice, ...]:
@@ -187,10 +213,15 @@ def content_hash(tensor: torch.Tensor) -> str | None:
     return hashlib.sha256(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def _flatten(tree: Any, specs: Any, mesh: Mesh):
+def _checked(tree: Any, specs: Any, mesh: Mesh) -> tuple[list[Any], Any, list[str], list[PartitionSpec]]:
+    """Leaves, tree, names and specs; every leaf alive, and placed as its spec says if it is placed."""
     leaves, treedef = flatten(tree)
     names = leaf_names(tree, "tree")
-    return leaves, treedef, names, broadcast_specs(PartitionSpec() if specs is None else specs, tree, "tree")
+    leaf_specs = broadcast_specs(PartitionSpec() if specs is None else specs, tree, "tree")
+    check_alive(leaves, names)
+    check_placed(leaves, leaf_specs, names, mesh)
+    check_specs(leaf_specs, leaves, names, mesh.axes)
+    return leaves, treedef, names, leaf_specs
 
 
 def _is_traced(leaf: Any) -> bool:
@@ -235,7 +266,10 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _gather(local: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
-    if mesh.kind != "process" or local.device.type == "meta":
+    if local.device.type == "meta":
+        known = placement_of(local)
+        return torch.empty(local.shape if known is None else known.shape, dtype=local.dtype, device="meta")
+    if mesh.kind != "process":
         return local.detach().clone()
     coordinate = require_coordinate(mesh)
     known = placement_of(local)

@@ -274,6 +274,30 @@ def test_a_copy_of_a_placed_tensor_serves():
         assert first == second
 
 
+def _one_sided_placement(kind):
+    mesh = _mesh()
+    rank = dist.get_rank()
+    x = ftp.device_put(torch.arange(6.0), mesh, P("tp"))
+    start = time.monotonic()
+    try:
+        if kind == "get":
+            ftp.device_get(x, mesh, P("tp") if rank == 0 else P())
+        elif kind == "put":
+            ftp.device_put(torch.arange(6.0), mesh, P("tp") if rank == 0 else P("pp"), src=0)
+        else:
+            ftp.reshard(x, mesh, P("tp") if rank == 0 else P(), P(None))
+    except ftp.FtpError as e:
+        return str(e), time.monotonic() - start
+
+
+@pytest.mark.parametrize("kind", ["get", "put", "reshard"])
+def test_placement_that_fails_on_one_rank_fails_on_all(kind):
+    first, second = (r.value for r in launch(_one_sided_placement, 2, kind))
+    assert ("no axis 'pp'" if kind == "put" else "is placed with spec P('tp'), but P() is asked for") in second[0]
+    assert "Rank 1 failed to plan" in first[0]
+    assert max(first[1], second[1]) < 10
+
+
 def _outside():
     _mesh()
     from torch.distributed.device_mesh import DeviceMesh
