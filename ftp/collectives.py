@@ -108,22 +108,25 @@ class MoveSite:
 
 
 def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
-    """Emit the steps that bring ``x`` from the move's source layout to its destination."""
+    """Emit the steps that bring ``x`` from the move's source layout to its destination.
+
+    Parts are made contiguous: kernels of attention and of norms' backward take strided views and give wrong values.
+    """
     move = site.move
     here, there = site.shape(site.node.rule.operands[0]), site.shape(site.node.rule.results[0])
     match move.op:
         case "all_reduce":
             return site.collective(c10d.all_reduce.default, x, move.src.op, shape=here)
         case "all_gather" if move.dst.kind == "R":
-            return _all_gather(site, x, here, there, site.cut(move.src))
+            return _contiguous(site, _all_gather(site, x, here, there, site.cut(move.src)))
         case "all_gather":
-            return _recut(site, x, here, there)
+            return _contiguous(site, _recut(site, x, here, there))
         case "reduce_scatter":
-            return _reduce_scatter(site, x, here, there, site.cut(move.dst))
+            return _contiguous(site, _reduce_scatter(site, x, here, there, site.cut(move.dst)))
         case "all_to_all":
-            return _all_to_all(site, x, here, there, site.cut(move.src), site.cut(move.dst))
+            return _contiguous(site, _all_to_all(site, x, here, there, site.cut(move.src), site.cut(move.dst)))
         case "slice":
-            return _slice(site, x, here, there, site.cut(move.dst))
+            return _contiguous(site, _slice(site, x, here, there, site.cut(move.dst)))
         case "contribute":
             return site.emit(aten.alias.default, x) if site.is_first else site.emit(aten.zeros_like.default, x)
         case "pad":

@@ -184,7 +184,7 @@ class _Emission:
 
 def _returns_tuple(node: Node) -> bool:
     returns = node.target._schema.returns
-    return len(returns) > 1 or (len(returns) == 1 and "[]" in str(returns[0].type))
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
 
 
 def _moved_extent(node: Node) -> Size:

@@ -1,0 +1,68 @@
+"""What the benchmarks share: cases in processes of their own, tables, and results with the machine that they were measured on."""
+
+import json
+import os
+import platform
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, Any]:
+    """What ``script --case`` prints for the case, from a fresh process on one thread; ``{"failed": why}`` past ``limit`` seconds or on an error."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    try:
+        done = subprocess.run([sys.executable, script, "--case", json.dumps(case)], env=env, capture_output=True, text=True, timeout=limit)
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {limit:g} s"}
+    if done.returncode:
+        return {"failed": done.stderr.strip().splitlines()[-1][:200]}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:
+    """Print rows as an aligned table."""
+    text = [[_cell(row.get(c, "")) for c in columns] for row in rows]
+    widths = [max(map(len, column)) for column in zip(columns, *text, strict=True)]
+    for line in [list(columns), *text]:
+        print("  ".join(cell.ljust(w) for cell, w in zip(line, widths, strict=True)).rstrip())
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.3g}" if abs(value) < 100 else f"{value:.0f}"
+    return str(value)
+
+
+def save(name: str, tables: Mapping[str, Any]) -> None:
+    """Write ``results/<name>.json``: the tables, the date, the revision and the machine."""
+    head = {"date": time.strftime("%Y-%m-%d"), "revision": _revision(), "machine": _machine(), "torch": version("torch")}
+    path = ROOT / "benchmarks" / "results" / f"{name}.json"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps({**head, **tables}, indent=1) + "\n")
+    print(f"written: {path.relative_to(ROOT)}")
+
+
+def _revision() -> str:
+    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def _machine() -> dict[str, Any]:
+    cpu = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+    except OSError:
+        pass
+    load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None
+    return {"cpu": cpu, "cores": os.cpu_count(), "load": load, "python": platform.python_version()}
