@@ -11,7 +11,7 @@ from torch import fx
 from ftp.constrain import spec_from_str
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import PlanningError, ReplicationWarning, RuleError
-from ftp.graph import Graph, Node, Value, identity_rule, merge_common, whole_rule
+from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, merge_common, whole_rule
 from ftp.registry import BoundRule, Call, Meta, lookup
 from ftp.spec import PartitionSpec
 from ftp.trace import decompose as trace_decomposition
@@ -28,8 +28,9 @@ def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = Fal
         strict: an op without a rule is an error, rather than replicated with a warning.
     """
     builder = _Builder(strict)
-    for node in gm.graph.nodes:
-        builder.add(node)
+    with collection_paused():
+        for node in gm.graph.nodes:
+            builder.add(node)
     assert builder.outputs is not None
     graph = Graph(builder.nodes, builder.outputs)
     for node, name in zip(graph.inputs, names, strict=False):
@@ -47,7 +48,8 @@ class _Builder:
         self.strict = strict
         self.env: dict[fx.Node, Any] = {} if env is None else env
         self.nodes: list[Node] = []
-        self.outputs: list[Value] | None = None
+        self.rules: dict[Any, BoundRule] = {}
+        self.outputs: list[Any] | None = None  # None for a result that was not asked for
 
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
@@ -57,7 +59,7 @@ class _Builder:
                 self.nodes.append(made)
                 self.env[node] = Value(made)
         elif node.op == "output":
-            self.outputs = [self.env[n] for n in node.args[0]]  # type: ignore[union-attr]
+            self.outputs = [self.env.get(n) for n in node.args[0]]  # type: ignore[union-attr]
         elif node.target is operator.getitem:
             self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         else:
@@ -79,6 +81,13 @@ class _Builder:
 
     def rule(self, target: torch._ops.OpOverload, args: Any, kwargs: Any, results: tuple[Meta, ...], source: str) -> BoundRule:
         call = Call(target, _with_metas(args), _with_metas(kwargs), results)
+        key = (target, repr(call.args), repr(call.kwargs))  # repeated blocks make the same calls
+        if key not in self.rules:
+            self.rules[key] = self._rule(call, source)
+        return self.rules[key]
+
+    def _rule(self, call: Call, source: str) -> BoundRule:
+        target = call.target
         try:
             found = lookup(call)
         except RuleError as e:
@@ -93,7 +102,7 @@ class _Builder:
             if self.strict:
                 raise PlanningError(message)
             warnings.warn(message, ReplicationWarning, stacklevel=2)
-        return whole_rule([m.shape for m in call.operands], [m.shape for m in results])
+        return whole_rule([m.shape for m in call.operands], [m.shape for m in call.results])
 
 
 def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> Graph:
@@ -119,7 +128,7 @@ def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> G
                 inner.depends |= value.node.depends
         out += builder.nodes
         assert builder.outputs is not None
-        swapped.update({Value(node, i): v for i, v in enumerate(builder.outputs)})
+        swapped.update({Value(node, i): v for i, v in enumerate(builder.outputs) if v is not None})
     return sum_of_scatter(merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs])))
 
 

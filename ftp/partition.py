@@ -14,7 +14,7 @@ import torch
 from torch import fx
 
 from ftp.collectives import Collective, MoveSite, emit_move
-from ftp.graph import FactorCut, Node, Value
+from ftp.graph import FactorCut, Node, Value, collection_paused
 from ftp.layout import Chunk, Product, Size, chunk_at, mul, size_at
 from ftp.localize import Cut, LocalOp, localize
 from ftp.planner import Plan
@@ -83,7 +83,8 @@ class Partitioner:
         """The program of the rank at ``coordinate``."""
         key = (*(chunk_at(c, coordinate)[1] for c in self._uneven), *(int(coordinate[a] == 0) for a in self._contributing))
         if key not in self._programs:
-            self._programs[key] = _Emission(self, coordinate).run()
+            with collection_paused():
+                self._programs[key] = _Emission(self, coordinate).run()
         return self._programs[key]
 
 
@@ -105,7 +106,9 @@ class _Emission:
                 self._emit(node)
                 self._annotate(node, before)
         self.graph.output(tuple(self.env[v] for v in self.plan.graph.outputs))
-        self.graph.eliminate_dead_code()
+        for made in reversed(self.graph.nodes):
+            if made.op == "call_function" and not made.users:
+                self.graph.erase_node(made)
         for offset, node in list(self.offsets.items()):
             if not node.users:
                 self.graph.erase_node(node)

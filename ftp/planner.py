@@ -3,12 +3,10 @@
 Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
 """
 
-import gc
 import itertools
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -16,7 +14,7 @@ import torch
 from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
 from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
-from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, live
+from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, collection_paused, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
 from ftp.network import AxisPlan, Problem, Strategy, solve
 from ftp.notation import Dim
@@ -86,18 +84,6 @@ def make_plan(
     """
     with collection_paused():
         return _make_plan(graph, axes, specs, list(batch_inputs), data_axes, reshard_after_forward, hardware, decompose)
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Planning makes many small objects and no garbage worth a third of its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _make_plan(
