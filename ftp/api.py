@@ -9,9 +9,9 @@ import torch
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
-from ftp.errors import InputError, PlanningError, SpecError
+from ftp.errors import InputError, SpecError
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, resolve
-from ftp.placement import check_alive, check_placed, device_get, device_put, placement, placement_of, remember
+from ftp.placement import check_alive, check_placed, device_put, placement, placement_of, remember
 from ftp.program import Lowered
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step
@@ -183,11 +183,7 @@ def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpe
         return device_put(leaf, mesh, new) if mesh.kind == "simulated" else leaf
     if mesh.kind == "process" and leaf.dtype not in _MOVED:
         return _moved_as_bytes(leaf, mesh, old, new)
-    try:
-        return _mover(mesh, _shortest(old), _shortest(new))(leaf)
-    except PlanningError:
-        # No order of the axes gets there a step at a time.
-        return device_put(device_get(leaf, mesh, old), mesh, new)
+    return _mover(mesh, _shortest(old), _shortest(new))(leaf)
 
 
 # What every backend can send.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.distributed import _functional_collectives  # noqa: F401  (graph passes then keep a collective that one rank has no use for)
 
 from ftp.graph import Move, Node
 from ftp.layout import Layout

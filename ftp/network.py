@@ -231,7 +231,7 @@ class _Network:
                 if s.operands[slot] not in needs:
                     needs.append(s.operands[slot])
         for layout in self.required.get(value, ()):
-            wanted = [h for h in homes if h.kind == "S"] if layout is None else [layout]
+            wanted = [h for h in homes if h.kind == "S" and is_at_rest(h)] if layout is None else [layout]
             needs += [w for w in wanted if w not in needs]
         cuts = [layout for layout in needs if layout.kind == "S"]
         found: list[tuple[Layout, ...]] = [(R,)]
@@ -321,7 +321,7 @@ class _Network:
     def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:
         for layout in self.required.get(value, ()):
             if layout is None:
-                if entry[0].kind == "P":
+                if not any(map(is_at_rest, entry)):
                     return math.inf
             elif layout.kind == "S":
                 if layout not in entry and entry[0].kind != "R":
@@ -329,6 +329,11 @@ class _Network:
             elif entry[0].kind != "R":
                 return math.inf
         return 0.0
+
+
+def is_at_rest(layout: Layout) -> bool:
+    """Whether an output that is left open may be returned so: as a spec can say it, no pending sum and no strided cut."""
+    return layout.kind == "R" or (layout.kind == "S" and layout.outer == layout.inner == 1)
 
 
 def _exempt(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:

@@ -6,7 +6,7 @@ that such ranks share one graph and one compilation.
 
 import operator
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,10 +14,11 @@ import torch
 from torch import fx
 
 from ftp.collectives import Collective, MoveSite, emit_move
-from ftp.graph import FactorCut, Node, Value, collection_paused
-from ftp.layout import Chunk, Product, Size, chunk_at, mul, size_at
+from ftp.graph import FactorCut, Move, Node, Value, collection_paused
+from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
 from ftp.localize import Cut, LocalOp, localize
-from ftp.planner import Plan
+from ftp.planner import Plan, move_rule
+from ftp.spec import PartitionSpec, Units, chunk
 
 Coordinate = Mapping[str, int]
 
@@ -77,15 +78,36 @@ class Partitioner:
                     chunks.update(dict.fromkeys(size.chunks))
         self._uneven = list(chunks)
         firsts = {node.target.axis for node in self.plan.graph.nodes if node.kind == "move" and node.target.op == "contribute"}
+        self._outside = [(Value(node), spec) for node, spec in self.plan.entries.items()]
+        self._outside += [(self.plan.graph.outputs[i], spec) for i, spec in self.plan.exits.items()]
         self._contributing = [a for a in self.plan.axes if a in firsts]
 
     def program(self, coordinate: Coordinate) -> LocalProgram:
         """The program of the rank at ``coordinate``."""
-        key = (*(chunk_at(c, coordinate)[1] for c in self._uneven), *(int(coordinate[a] == 0) for a in self._contributing))
+        key = (
+            *(chunk_at(c, coordinate)[1] for c in self._uneven),
+            *(int(coordinate[a] == 0) for a in self._contributing),
+            *(cut[3] for value, spec in self._outside for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)),
+        )
         if key not in self._programs:
             with collection_paused():
                 self._programs[key] = _Emission(self, coordinate).run()
         return self._programs[key]
+
+
+def nested_cuts(
+    spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate
+) -> list[tuple[int, Units, int, int]]:
+    """Per cut of a dim that several cuts share, major to minor: the dim, the cut, and the dim's size before and after it on this rank."""
+    found = []
+    for dim in range(len(spec)):
+        cuts = spec.cuts(dim)
+        size = int(shape[dim])
+        for cut in cuts if len(cuts) > 1 or any(c.size > 1 for c in cuts) else ():
+            _, length = chunk(size, axes[cut.axis], coordinate[cut.axis], cut.size)
+            found.append((dim, cut, size, length))
+            size = length
+    return found
 
 
 class _Emission:
@@ -100,12 +122,15 @@ class _Emission:
         for node in self.plan.graph.inputs:
             self.env[Value(node)] = self.graph.placeholder(re.sub(r"\W+", "_", node.name).strip("_"))
         self.last_input = list(self.graph.nodes)[-1] if self.env else None
+        for node, spec in self.plan.entries.items():
+            self.env[Value(node)] = self._enter_or_leave(Value(node), spec, True)
         for node in self.plan.graph.nodes:
             if node.kind != "input":
                 before = len(self.graph.nodes)
                 self._emit(node)
                 self._annotate(node, before)
-        self.graph.output(tuple(self.env[v] for v in self.plan.graph.outputs))
+        outputs = [self._enter_or_leave(v, self.plan.exits.get(i), False) for i, v in enumerate(self.plan.graph.outputs)]
+        self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
             if made.op == "call_function" and not made.users:
                 self.graph.erase_node(made)
@@ -116,6 +141,42 @@ class _Emission:
         gm = fx.GraphModule({}, self.graph)
         collectives = tuple(n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta)
         return LocalProgram(gm, tuple(self.offsets), collectives)
+
+    def _enter_or_leave(self, value: Value, spec: PartitionSpec | None, enters: bool) -> fx.Node:
+        """A value whose spec fits no order of the axes, gathered whole from minor to major axis or sliced from major to minor."""
+        x = self.env[value]
+        if spec is None:
+            return x
+        cuts = nested_cuts(spec, value.meta.shape, self.plan.axes, self.coordinate)
+        shape = [size_at(s, self.coordinate) for s in value.shape]
+        if enters:
+            for dim, _, _, length in cuts:
+                shape[dim] = length
+        for dim, cut, whole, length in reversed(cuts) if enters else cuts:
+            n = self.plan.axes[cut.axis]
+            shape[dim] = whole
+            layout = shard(dim, 1, whole // cut.size, cut.size, n)
+            move = Move(cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape))
+            rule, sizes = move_rule(move)
+            step = Node(
+                f"{value.node.name}_{move.op}_{cut.axis}",
+                "move",
+                move,
+                (value,),
+                {},
+                (value.meta,),
+                rule,
+                value.node.source,
+                cause=str(spec),
+            )
+            step.sizes = sizes
+            outer, self.env[value] = self.env[value], x
+            self._emit(step)
+            self.env[value] = outer
+            x = self.env[Value(step)]
+            if not enters:
+                shape[dim] = length
+        return x
 
     def _annotate(self, node: Node, before: int) -> None:
         made = len(self.graph.nodes) - before

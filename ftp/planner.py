@@ -16,7 +16,7 @@ from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, collection_paused, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
-from ftp.network import AxisPlan, Problem, Strategy, solve
+from ftp.network import AxisPlan, Problem, Strategy, is_at_rest, solve
 from ftp.notation import Dim
 from ftp.reach import Reach, reach
 from ftp.registry import BoundRule
@@ -43,6 +43,7 @@ class Plan:
         solutions: per axis, what elimination found: cost in seconds, bound, largest table.
         kept_rules: per axis, whether a plan exists that keeps all rules of conduct.
         out_specs: per output.
+        entries, exits: inputs that are gathered and outputs that are sliced beside the plan, and the specs that they have outside.
     """
 
     graph: Graph
@@ -50,6 +51,8 @@ class Plan:
     solutions: dict[str, Solution] = field(default_factory=dict)
     kept_rules: dict[str, bool] = field(default_factory=dict)
     out_specs: list[PartitionSpec] = field(default_factory=list)
+    entries: dict[Node, PartitionSpec] = field(default_factory=dict)
+    exits: dict[int, PartitionSpec] = field(default_factory=dict)
 
     @property
     def cost(self) -> float:
@@ -96,7 +99,8 @@ def _make_plan(
     hardware: Hardware,
     decompose: Decompose | None,
 ) -> Plan:
-    order = _axis_order(graph, axes, specs)
+    given = specs
+    order, specs = _axis_order(graph, axes, given)
     if decompose is not None:
         graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
     plan = Plan(graph, {name: axes[name] for name in order})
@@ -118,9 +122,11 @@ def _make_plan(
         plan.graph = apply(plan.graph, chosen, problem.outputs)
     if reshard_after_forward:
         plan.graph = gather_again(plan.graph)
+    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != specs.inputs[node]}
+    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != specs.outputs[i]}
     plan.out_specs = [
         spec if spec is not None else _spec_of(cuts, value.meta.ndim)
-        for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
+        for spec, cuts, value in zip(given.outputs, open_cuts, graph.outputs, strict=True)
     ]
     return plan
 
@@ -210,22 +216,35 @@ def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Map
     return R
 
 
-def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> list[str]:
-    """The first order of the axes, mesh order preferred, in which every spec is a cut of ``[outer, f, inner]``."""
+def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[list[str], Specs]:
+    """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f, inner]``, and the specs to plan for.
+
+    A dim that does not divide and is cut by the same axes in both orders fits no order twice. Such a dim is planned as whole: it is
+    gathered where it comes in and sliced where it goes out.
+    """
     shaped = [(spec, node.results[0].shape) for node, spec in (*specs.inputs.items(), *specs.constraints.items())]
     shaped += [(spec, value.meta.shape) for spec, value in zip(specs.outputs, graph.outputs, strict=True) if spec is not None]
-    several = [
-        (spec, shape)
-        for spec, shape in shaped
-        if any(len(spec.cuts(d)) > 1 or any(c.size > 1 for c in spec.cuts(d)) for d in range(len(spec)))
-    ]
-    for order in itertools.permutations(axes):
-        if all(_fits(spec, shape, order, axes) for spec, shape in several):
-            return list(order)
-    raise PlanningError(
-        "No order of the mesh axes serves all specs: " + "; ".join(sorted({f"{spec} of shape {tuple(shape)}" for spec, shape in several}))
-        + ".\n  A dim that does not divide is cut by the same axes in two orders; name them in one order in every spec."
-    )  # fmt: skip
+    nested = [(spec, shape) for spec, shape in shaped if any(_is_nested(spec, d) for d in range(len(spec)))]
+    orders = list(itertools.permutations(axes)) if len(axes) <= 4 else [tuple(axes)]
+    misfits = [sum(not _fits(spec, shape, order, axes) for spec, shape in nested) for order in orders]
+    order = orders[misfits.index(min(misfits))]
+    if not min(misfits):
+        return list(order), specs
+
+    def fitting(spec: PartitionSpec, shape: Sequence[Size]) -> PartitionSpec:
+        if _fits(spec, shape, order, axes):
+            return spec
+        return PartitionSpec(*[None if _is_nested(spec, d) else entry for d, entry in enumerate(spec)])
+
+    return list(order), Specs(
+        {node: fitting(spec, node.results[0].shape) for node, spec in specs.inputs.items()},
+        {node: fitting(spec, node.results[0].shape) for node, spec in specs.constraints.items()},
+        [spec if spec is None else fitting(spec, v.meta.shape) for spec, v in zip(specs.outputs, graph.outputs, strict=True)],
+    )
+
+
+def _is_nested(spec: PartitionSpec, dim: int) -> bool:
+    return len(spec.cuts(dim)) > 1 or any(cut.size > 1 for cut in spec.cuts(dim))
 
 
 def _fits(spec: PartitionSpec, shape: Sequence[Size], order: Sequence[str], axes: Mapping[str, int]) -> bool:
@@ -297,8 +316,8 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Gra
 
 
 def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:
-    """The layout in which an output that is left open is returned: never a pending sum."""
-    return home if home.kind != "P" else copies[0]
+    """The layout in which an output that is left open is returned."""
+    return next(layout for layout in (home, *copies) if is_at_rest(layout))
 
 
 def _output_layouts(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> list[Layout]:

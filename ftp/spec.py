@@ -124,11 +124,30 @@ def check_spec(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str,
             elif cut.axis in seen:
                 failures.append(_repeated(spec, shape, axes, where, cut.axis, seen[cut.axis], dim))
             seen.setdefault(cut.axis, dim)
+    if shape is not None and not failures and len(spec) <= len(shape):
+        failures += _ragged(spec, shape, axes, where)
     if shape is not None and len(spec) > len(shape):
         failures.append(
             f"{where} has spec {spec} of {len(spec)} entries, but its shape {tuple(shape)} has {len(shape)} dims."
             f" Give at most {len(shape)} {'entry' if len(shape) == 1 else 'entries'}."
         )
+    return failures
+
+
+def _ragged(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], where: str) -> list[str]:
+    """Units that do not divide what they cut, on any rank."""
+    failures = []
+    for dim in range(len(spec)):
+        sizes = {int(shape[dim])}
+        for cut in spec.cuts(dim):
+            if odd := [size for size in sizes if size % cut.size]:
+                held = "" if odd == [shape[dim]] else f", of which some ranks hold {max(odd)} before {cut.axis!r} cuts it"
+                failures.append(
+                    f"{where} has spec {spec}: units of {cut.size} do not divide dim {dim} of size {shape[dim]}{held}."
+                    f" Pad the dim, or cut it by {cut.axis!r} alone."
+                )
+                break
+            sizes = {chunk(size, axes[cut.axis], i, cut.size)[1] for size in sizes for i in range(axes[cut.axis])}
     return failures
 
 

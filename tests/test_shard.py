@@ -173,6 +173,20 @@ def test_uneven(model: str, scheme: str, shape: tuple[int, ...]):
     check(cfg, SCHEMES[scheme], shape, batch_of(cfg, batch, seq))
 
 
+def test_ranks_without_a_part_issue_what_the_others_issue():
+    x, weight = torch.randn(2, 3, 4, 4), torch.randn(4, 3, 3, 3)
+    step = ftp.spmd(lambda x, w: torch.conv2d(x, w), ftp.simulated_mesh((4,), ("dp",)), (P("dp"), P("dp")), P("dp"))
+    torch.testing.assert_close(step(x, weight), torch.conv2d(x, weight))
+
+
+def test_moved_parts_are_contiguous():
+    """Attention's kernel gives wrong values for heads whose last dim is strided."""
+    x = torch.randn(2, 2, 2, 2, dtype=torch.float64)
+    attend = lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)  # noqa: E731
+    step = ftp.spmd(attend, ftp.simulated_mesh((2,), ("tp",)), (P(None, None, None, "tp"),), P(None, "tp"))
+    torch.testing.assert_close(step(x), attend(x))
+
+
 # Collectives, counted.
 
 SIZES = {  # and (batch, seq); in the last the embedding's gradient is smaller than that of what it returns

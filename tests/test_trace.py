@@ -149,11 +149,12 @@ def test_custom_containers():
     ],
 )
 def test_fewer_primitives(fn, dtype):
-    x = torch.randn(5, 4).to(dtype)
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     f = grad_and_value(lambda x: (fn(x).float() ** 2).sum())
     t = traced(f, x)
-    tolerance = {"atol": 0.05, "rtol": 0.05} if dtype is torch.bfloat16 else {}
-    torch.testing.assert_close(run(t, x), f(x), **tolerance)
+    for ours, theirs in zip(run(t, x), f(x), strict=True):  # primitives round in between: bfloat16 has eight bits, of the largest element
+        tolerance = {"atol": 0.02 * float(theirs.abs().max()), "rtol": 0.02} if dtype is torch.bfloat16 else {}
+        torch.testing.assert_close(ours, theirs, **tolerance)
     assert not any(op in str(o) for o in ops(t) for op in ("addmm", "mean", "var", "std"))
 
 
