@@ -2,8 +2,9 @@
 
     python benchmarks/planning.py [--json] [--repeats 3] [--layers 2 8 32]
 
-Every measurement is a fresh process on one thread, warmed up on a small model; repeats are interleaved and medians taken. Seconds are those of
-the processor (``time.process_time``), which a busy machine disturbs less than the clock. "after" is everything but tracing: ingest, plan, partition.
+Every measurement is a fresh process on one thread, warmed up on a small model; repeats are interleaved and medians taken. Seconds are
+those of the processor (``time.process_time``), which a busy machine disturbs less than the clock. "after" is everything but tracing:
+ingest, plan, partition.
 """
 
 import argparse
@@ -20,9 +21,8 @@ MESHES = {
     "tp": {"tp": 4},
     "fsdp x tp": {"dp": 2, "tp": 4},
     "dp x fsdp x tp": {"rep": 2, "dp": 2, "tp": 4},
-    "fsdp x cp x tp": {"dp": 2, "cp": 2, "tp": 4},
 }
-SIZES = [{"dp": 2}, {"dp": 2, "tp": 2}, {"dp": 2, "tp": 8}, {"dp": 8, "tp": 8}, {"dp": 32, "tp": 8}, {"dp": 128, "tp": 8}, {"dp": 512, "tp": 8}]
+SIZES = [{"dp": 2}, {"dp": 2, "tp": 2}, *({"dp": dp, "tp": 8} for dp in (8, 64, 512))]
 
 
 def measure(case: dict) -> dict:
@@ -42,7 +42,7 @@ def measure(case: dict) -> dict:
         ranks = axes.get("rep", 1) * axes.get("dp", 1)
         batch = tuple(torch.empty(4 * ranks, 2048, dtype=torch.int64, device="meta") for _ in range(2))
         mesh = ftp.AbstractMesh(tuple(axes.values()), tuple(axes), device_type="cuda")
-        batch_specs = ftp.P(rows or None, "cp") if "cp" in axes else ftp.P(rows) if rows else ftp.P()
+        batch_specs = ftp.P(rows) if rows else ftp.P()
         step = ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=batch_specs)
         for name in ("trace", "from_fx", "make_plan"):
             setattr(ftp.step, name, _timed(getattr(ftp.step, name), name, clock))
@@ -95,7 +95,10 @@ def _row(case: dict, runs: list[dict]) -> dict:
     failed = [run["failed"] for run in runs if "failed" in run]
     if failed:
         return {**head, "failed": failed[0]}
-    median = {key: statistics.median(run[key] for run in runs) for key in ("trace", "from_fx", "make_plan", "partition", "total", "wall", "peak_mib")}
+    median = {
+        key: statistics.median(run[key] for run in runs)
+        for key in ("trace", "from_fx", "make_plan", "partition", "total", "wall", "peak_mib")
+    }
     after = median["total"] - median["trace"]
     exact = {key: runs[0][key] for key in ("nodes", "collectives", "largest_table", "optimal", "kept_rules")}
     ratios = [run["total"] / run["trace"] - 1 for run in runs]
@@ -124,7 +127,7 @@ def main() -> None:
         print(json.dumps(measure(json.loads(args.case))))
         return
     depths = [{"layers": layers, "axes": axes} for axes in MESHES.values() for layers in args.layers]
-    sizes = [{"layers": 4, "axes": axes} for axes in SIZES]
+    sizes = [{"layers": 2, "axes": axes} for axes in SIZES]
     rows = medians(depths + sizes, args.repeats)
     tables = {"depths": rows[: len(depths)], "sizes": rows[len(depths) :]}
     for table in tables.values():

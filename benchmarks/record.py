@@ -15,7 +15,11 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """What ``script --case`` prints for the case, from a fresh process on one thread; ``{"failed": why}`` past ``limit`` seconds or on an error."""
+    """What ``script --case`` prints for the case, from a fresh process on one thread; ``{"failed": why}`` if late or on an error.
+
+    Args:
+        limit: seconds.
+    """
     paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
     try:

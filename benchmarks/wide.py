@@ -2,8 +2,8 @@
 
     python benchmarks/wide.py [--json] [--only gru] [--limit 120]
 
-Each case is a fresh process on one thread; one row a mesh axis. "seconds" is the time to minimize the axis' cost network (``network.solve``),
-"lower" the time of the whole ``step.lower``, tracing included. "gap" is (cost - bound) / cost, zero where the plan is optimal.
+Each case is a fresh process on one thread; one row a mesh axis. "seconds" is the time that ``network.solve`` takes on the axis, "lower"
+the time of the whole ``step.lower``, tracing included. "gap" is (cost - bound) / cost, zero where the plan is optimal.
 """
 
 import argparse
@@ -60,7 +60,7 @@ def gru(case: dict):
 
 
 def t5(case: dict):
-    """An encoder-decoder with relative position biases, cross attention and one embedding at three places, its tokens cut on their sequence dim."""
+    """An encoder-decoder with relative biases, cross attention and one embedding at three places; tokens cut on their sequence dim."""
     import torch
     from models import RMSNorm
     from torch import nn
