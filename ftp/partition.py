@@ -21,6 +21,7 @@ from ftp.planner import Plan, move_rule
 from ftp.spec import PartitionSpec, Units, chunk
 
 Coordinate = Mapping[str, int]
+WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,8 @@ class _Emission:
         outputs = [self._enter_or_leave(v, self.plan.exits.get(i), False) for i, v in enumerate(self.plan.graph.outputs)]
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
-            if made.op == "call_function" and not made.users:
+            # A rank that holds none of a value has no use for what it helps the others to get.
+            if made.op == "call_function" and not made.users and made.target is not WAIT:
                 self.graph.erase_node(made)
         for offset, node in list(self.offsets.items()):
             if not node.users:

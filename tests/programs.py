@@ -10,7 +10,7 @@ import torch
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
-from ftp import P, constrain
+from ftp import P, constrain, units
 
 Shape = tuple[int, ...]
 LARGEST = 400  # elements of a value
@@ -28,7 +28,7 @@ def positions(*shape: int, below: int) -> torch.Tensor:
     return (torch.arange(math.prod(shape)) * 7 + 3).remainder(below).reshape(shape)
 
 
-NAMES: dict[str, Any] = {"torch": torch, "F": F, "constrain": constrain, "P": P, "ramp": ramp, "positions": positions}
+NAMES: dict[str, Any] = {"torch": torch, "F": F, "constrain": constrain, "P": P, "units": units, "ramp": ramp, "positions": positions}
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,9 @@ class Drawn:
         return [given.value(seed) for seed, given in enumerate(self.inputs)]
 
     def __repr__(self) -> str:
-        inputs = [f"  {i.name}: {'parameter' if i.is_parameter else 'index' if i.is_index else 'data'} {i.shape} {i.spec}" for i in self.inputs]
+        inputs = [
+            f"  {i.name}: {'parameter' if i.is_parameter else 'index' if i.is_index else 'data'} {i.shape} {i.spec}" for i in self.inputs
+        ]
         options = f"out_specs={self.out_specs}, data_axes={self.data_axes}, reshard_after_forward={self.reshard_after_forward}"
         return "\n".join(["", f"mesh {self.mesh} {AXES[: len(self.mesh)]}, {options}", *inputs, self.source, ""])
 
@@ -94,11 +96,13 @@ def live(lines: Sequence[str], returned: Sequence[str]) -> list[str]:
 
 @st.composite
 def specs(draw: st.DrawFn, shape: Shape, mesh: Shape) -> P:
-    """Any spec of a tensor of ``shape``: each axis on one dim or on none, several on one dim in any order."""
-    entries: list[tuple[str, ...]] = [()] * len(shape)
+    """Any spec of a tensor of ``shape``: each axis on one dim or on none, several on one dim in any order, some in units."""
+    entries: list[tuple[Any, ...]] = [()] * len(shape)
     for axis in AXES[: len(mesh)]:
         at = draw(st.integers(-1, len(shape) - 1))
-        if at >= 0:
+        if at >= 0 and not entries[at] and draw(st.integers(0, 4)) == 4:
+            entries[at] = (units(axis, draw(st.sampled_from([k for k in range(1, shape[at] + 1) if shape[at] % k == 0]))),)
+        elif at >= 0:
             entries[at] = draw(st.sampled_from([(*entries[at], axis), (axis, *entries[at])])) if entries[at] else (axis,)
     return P(*[e if len(e) > 1 else (e or (None,))[0] for e in entries])
 
@@ -159,13 +163,30 @@ def has_dims(least: int) -> Callable[[torch.Tensor], bool]:
 
 def unary(e: Env) -> str:
     x = e.pick()
-    return e.choose(f"{x}.tanh()", f"{x}.sin().exp()", f"{x}.relu()", f"F.gelu({x})", f"-{x}", f"{x} * 0.5", f"{x}.sigmoid()", f"({x} + 2) / 3", f"{x}.square()")
+    return e.choose(
+        f"{x}.tanh()",
+        f"{x}.sin().exp()",
+        f"{x}.relu()",
+        f"F.gelu({x})",
+        f"-{x}",
+        f"{x} * 0.5",
+        f"{x}.sigmoid()",
+        f"({x} + 2) / 3",
+        f"{x}.square()",
+    )
 
 
 def binary(e: Env) -> str | None:
     x = e.pick()
     y = e.pick(lambda t: broadcasts(t.shape, e.shape(x)))  # type: ignore[arg-type]
-    return e.choose(f"{x} + {y}", f"{x} * {y}", f"{x} - {y}", f"{x} / ({y}.square() + 1)", f"torch.add({x}, {y}, alpha=2)", f"torch.where({x} + ramp({x}) > 0.2, {x}, {y})")
+    return e.choose(
+        f"{x} + {y}",
+        f"{x} * {y}",
+        f"{x} - {y}",
+        f"{x} / ({y}.square() + 1)",
+        f"torch.add({x}, {y}, alpha=2)",
+        f"torch.where({x} + ramp({x}) > 0.2, {x}, {y})",
+    )
 
 
 def broadcasts(a: Sequence[int], b: Sequence[int]) -> bool:
@@ -266,7 +287,9 @@ def join(e: Env) -> str | None:
     if e.shape(x) == () or e.draw(st.booleans()):  # type: ignore[arg-type]
         return f"torch.stack([{x}, {y}], {e.up_to(len(e.shape(x)))})"  # type: ignore[arg-type]
     d = e.dim(x)  # type: ignore[arg-type]
-    y = e.pick(lambda t: t.ndim == len(e.shape(x)) and all(a == b for i, (a, b) in enumerate(zip(t.shape, e.shape(x), strict=True)) if i != d))  # type: ignore[arg-type]
+    y = e.pick(
+        lambda t: t.ndim == len(e.shape(x)) and all(a == b for i, (a, b) in enumerate(zip(t.shape, e.shape(x), strict=True)) if i != d)
+    )  # type: ignore[arg-type]
     return e.choose(f"torch.cat([{x}, {y}], {d})", f"torch.cat([{y}, {x}, {x}], {d})")
 
 
@@ -313,7 +336,13 @@ def along(e: Env) -> str | None:
     if x is None:
         return None
     d, d2 = e.dim(x), e.dim(x)
-    return e.choose(f"{x}.softmax({d})", f"{x}.log_softmax({d})", f"{x}.cumsum({d})", f"F.layer_norm({x}, {e.shape(x)[d:]}, eps=0.1)", f"{x}.softmax({d}) * {x}.sum({d2}, True)")
+    return e.choose(
+        f"{x}.softmax({d})",
+        f"{x}.log_softmax({d})",
+        f"{x}.cumsum({d})",
+        f"F.layer_norm({x}, {e.shape(x)[d:]}, eps=0.1)",
+        f"{x}.softmax({d}) * {x}.sum({d2}, True)",
+    )
 
 
 def norm(e: Env) -> str | None:
@@ -323,7 +352,11 @@ def norm(e: Env) -> str | None:
     n = len(e.shape(w))
     x = e.pick(lambda t: tuple(t.shape[-n:]) == e.shape(w))
     b = e.pick(lambda t: tuple(t.shape) == e.shape(w))
-    return e.choose(f"F.layer_norm({x}, {e.shape(w)}, {w}, {b}, eps=0.1)", f"F.rms_norm({x}, {e.shape(w)}, {w}, eps=0.1)", f"F.layer_norm({x}, {e.shape(w)}, {w}, eps=0.1)")
+    return e.choose(
+        f"F.layer_norm({x}, {e.shape(w)}, {w}, {b}, eps=0.1)",
+        f"F.rms_norm({x}, {e.shape(w)}, {w}, eps=0.1)",
+        f"F.layer_norm({x}, {e.shape(w)}, {w}, eps=0.1)",
+    )
 
 
 def triangle(e: Env) -> str | None:
@@ -366,6 +399,21 @@ def attention(e: Env) -> str | None:
     return f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={e.draw(st.booleans())})"
 
 
+def convolution(e: Env) -> str | None:
+    x = e.pick(lambda t: t.ndim == 4)
+    w = x and e.pick(lambda t: t.ndim == 4 and t.shape[1] == e.shape(x)[1])
+    return w and f"F.conv2d({x}, {w}, padding={e.up_to(3, 1)}, stride={e.up_to(2, 1)})"
+
+
+def scatter(e: Env) -> str | None:
+    i, x = e.pick(lambda t: t.ndim == 1, index=True), e.pick(has_dims(1))
+    if i is None or x is None:
+        return None
+    d = e.dim(x)
+    index = f"{i} % {e.shape(x)[d]}"
+    return e.choose(f"{x}.index_add({d}, {index}, {x}.index_select({d}, {index}))", f"{x}.index_fill({d}, {index}, 0.5)")
+
+
 def pin(e: Env) -> str | None:
     x = e.pick()
     assert x is not None
@@ -374,7 +422,7 @@ def pin(e: Env) -> str | None:
 
 INSTRUCTIONS: list[Instruction] = [
     unary, binary, matmul, linear, einsum, merge, split, reshape, reorder, stretch, expand, join, part,
-    reduce, along, norm, triangle, lookup, gather, attention, pin, binary, matmul, lookup, reduce, along,
+    reduce, along, norm, triangle, lookup, gather, attention, convolution, scatter, pin, binary, matmul, lookup, reduce, along,
 ]  # fmt: skip
 
 

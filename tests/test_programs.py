@@ -9,7 +9,12 @@ import ftp
 from ftp.errors import PlanningError
 
 QUICK = settings(
-    max_examples=100, derandomize=True, deadline=None, database=None, print_blob=False, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=400,
+    derandomize=True,
+    deadline=None,
+    database=None,
+    print_blob=False,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 LARGE = settings(QUICK, max_examples=3000, derandomize=False)
 TOLERANCE = 1e-10

@@ -174,8 +174,9 @@ def test_uneven(model: str, scheme: str, shape: tuple[int, ...]):
 
 
 def test_ranks_without_a_part_issue_what_the_others_issue():
-    x, weight = torch.randn(2, 3, 4, 4), torch.randn(4, 3, 3, 3)
-    step = ftp.spmd(lambda x, w: torch.conv2d(x, w), ftp.simulated_mesh((4,), ("dp",)), (P("dp"), P("dp")), P("dp"))
+    x, weight = torch.randn(2, 3, 4, 4), torch.randn(2, 3, 3, 3)
+    step = ftp.spmd(torch.conv2d, ftp.simulated_mesh((4,), ("dp",)), (P("dp"), P("dp")))
+    assert [c.op for c in step.lower(x, weight).collectives] == ["all_gather"]
     torch.testing.assert_close(step(x, weight), torch.conv2d(x, weight))
 
 
