@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from hypothesis import assume
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from ftp import P, constrain, units
+from ftp.spec import check_spec
 
 Shape = tuple[int, ...]
 LARGEST = 400  # elements of a value
@@ -104,7 +106,9 @@ def specs(draw: st.DrawFn, shape: Shape, mesh: Shape) -> P:
             entries[at] = (units(axis, draw(st.sampled_from([k for k in range(1, shape[at] + 1) if shape[at] % k == 0]))),)
         elif at >= 0:
             entries[at] = draw(st.sampled_from([(*entries[at], axis), (axis, *entries[at])])) if entries[at] else (axis,)
-    return P(*[e if len(e) > 1 else (e or (None,))[0] for e in entries])
+    spec = P(*[e if len(e) > 1 else (e or (None,))[0] for e in entries])
+    assume(not check_spec(spec, shape, dict(zip(AXES, mesh, strict=False)), "x"))  # nested units need not divide
+    return spec
 
 
 class Env:
@@ -253,7 +257,7 @@ def reshape(e: Env) -> str | None:
     for _ in range(e.up_to(3)):
         shape.append(e.choose(*(k for k in range(1, left + 1) if left % k == 0)))
         left //= shape[-1]
-    return f"{x}.reshape({tuple([*shape, left])})"
+    return f"{x}.reshape({(*shape, left)})"
 
 
 def reorder(e: Env) -> str | None:
@@ -269,7 +273,7 @@ def stretch(e: Env) -> str:
     x = e.pick()
     assert x is not None
     shape, at = e.shape(x), e.up_to(len(e.shape(x)))
-    wide = tuple([*[-1] * at, e.up_to(4, 1), *[-1] * (len(shape) - at)])
+    wide = (*[-1] * at, e.up_to(4, 1), *[-1] * (len(shape) - at))
     return e.choose(f"{x}.unsqueeze({at})", f"{x}.unsqueeze({at}).expand({wide})", f"{x}.squeeze()")
 
 
