@@ -77,6 +77,11 @@ def solve(problem: Problem) -> AxisPlan:
         return plan
 
 
+def _passes_on(node: Node) -> bool:
+    """Whether a node only hands on what was gathered: a view, or another axis' move that reduces nothing."""
+    return node.target in VIEWS or (node.kind == "move" and node.target.src.kind != "P")
+
+
 def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``."""
     if pinned is not None:
@@ -84,7 +89,7 @@ def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, m
         return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
     slots, results = len(node.operands), len(node.results)
     found = [Strategy((R,) * slots, (R,) * results)]
-    if cuts and node.target in VIEWS:
+    if cuts and _passes_on(node):
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
     for cut in cuts:
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
@@ -126,7 +131,7 @@ class _Network:
             pending = tuple(v in may_pend for v in node.operands)
             kind = (
                 node.kind,
-                node.target in VIEWS,
+                _passes_on(node),
                 rule.operands,
                 rule.results,
                 rule.linear,
