@@ -349,6 +349,8 @@ class _Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
+        if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
+            func = aten._native_batch_norm_legit.default  # the same, with a schema that tells that it writes to the running statistics
         out = func(*args, **kwargs)
         assert self._graph is not None
         root = self._graph._root
