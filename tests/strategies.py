@@ -590,6 +590,12 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "_native_batch_norm_legit_functional.default",
         samples=lambda: [s(normal(4, 3, 2, 2), normal(3), normal(3), normal(3), x(3), t, 0.1, 1e-5) for t in (True, False)],
     ),
+    "_embedding_bag.default": lambda: [s(x(7, 3), *_bags(), False, mode, False, None, False, 3) for mode in (1, 2)],
+    "_embedding_bag_forward_only.default": lambda: [s(x(7, 3), *_bags(), False, mode, False, None, False, 3) for mode in (1, 2)],
+    "_embedding_bag_backward.default": lambda: [
+        s(x(4, 3), *_bags(), *aten._embedding_bag.default(x(7, 3), *_bags(), False, mode)[1:], 7, False, mode, False, None, 3)
+        for mode in (1, 2)
+    ],
     "_native_batch_norm_legit.no_stats": lambda: [s(normal(4, 3, 2), normal(3), None, True, 0.1, 1e-5)],
     "_native_batch_norm_legit_no_training.default": lambda: [s(normal(4, 3, 2), normal(3), normal(3), normal(3), x(3), 0.1, 1e-5)],
     "native_batch_norm_backward.default": lambda: [
@@ -738,3 +744,7 @@ def samples(op: OpOverload) -> list[Sample]:
     torch.manual_seed(0)
     name = str(op).split(".", 1)[1] if str(op).count(".") == 2 else str(op)
     return SAMPLES[name]() if name in SAMPLES else generic(op)
+
+
+def _bags() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.tensor([0, 2, 3, 3, 5, 6]), torch.tensor([0, 2, 2, 4])
