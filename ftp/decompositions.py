@@ -449,6 +449,65 @@ def added_product(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: fl
     return product + (x if beta == 1 else x * beta)
 
 
+@decomposition(aten.addbmm.default)
+def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = torch.bmm(a, b).sum([0]) * alpha
+    return product if beta == 0 else product + x * beta
+
+
+@decomposition(aten.addr.default)
+def addr(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    product = a.unsqueeze(1) * b.unsqueeze(0) * alpha
+    return product if beta == 0 else product + x * beta
+
+
+# Diagonals and turned planes.
+
+
+@decomposition(aten.trace.default)
+def trace(x: Tensor) -> Tensor:
+    return torch.diagonal(x).sum()
+
+
+@decomposition(aten.diag_embed.default)
+def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
+    padded = torch.constant_pad_nd(x, [offset, 0] if offset > 0 else [0, -offset])
+    at = torch.arange(padded.shape[-1], device=x.device)
+    made = torch.where(at.unsqueeze(0) == at.unsqueeze(1) + offset, padded.unsqueeze(-2), torch.zeros((), dtype=x.dtype, device=x.device))
+    return made.movedim((-2, -1), (dim1, dim2))
+
+
+@decomposition(aten.rot90.default)
+def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
+    first, second = dims
+    match k % 4:
+        case 0:
+            return x.clone()
+        case 1:
+            return torch.flip(x, [second]).transpose(first, second)
+        case 2:
+            return torch.flip(x, [first, second])
+        case _:
+            return torch.flip(x, [first]).transpose(first, second)
+
+
+# Gathers that a mask guards.
+
+
+def _clamped(x: Tensor, indices: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [None if i is None else i.clamp(0, x.shape[d] - 1) for d, i in enumerate(indices)]
+
+
+@decomposition(aten._unsafe_masked_index.default)
+def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill: float) -> Tensor:
+    return aten.index.Tensor(x, _clamped(x, indices)).masked_fill(~mask, fill)
+
+
+@decomposition(aten._unsafe_masked_index_put_accumulate.default)
+def masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
+    return aten.index_put.default(x, _clamped(x, indices), values.masked_fill(~mask, 0), True)
+
+
 # Bags of embeddings: rows are looked up, then added to the bag that they belong to, so that the table may be cut along either dim.
 
 MAX = 2

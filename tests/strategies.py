@@ -449,11 +449,13 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **_alike(
         "split.Tensor",
         "split_copy.Tensor",
+        "unsafe_split.Tensor",
         samples=lambda: [s(normal(6, 4), 3), s(normal(6, 4), 4), s(normal(2, 6), 2, 1), s(normal(4, 3), 4)],
     ),
     **_alike(
         "split_with_sizes.default",
         "split_with_sizes_copy.default",
+        "unsafe_split_with_sizes.default",
         samples=lambda: [s(normal(6, 4), [3, 3]), s(normal(6, 4), [1, 5]), s(normal(2, 6), [2, 2, 2], 1)],
     ),
     "cat.default": lambda: [
@@ -473,8 +475,39 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "repeat.default": lambda: [s(normal(4, 3), [2, 1]), s(normal(3), [2, 3]), s(normal(), [3])],
     **_alike("diagonal.default", "diagonal_copy.default", samples=lambda: [s(normal(4, 3)), s(normal(4, 3, 5), 1, 0, 2)]),
     "diagonal_backward.default": lambda: [s(normal(3), [4, 3], 0, 0, 1), s(normal(3, 4), [4, 3, 5], 1, 0, 2)],
-    **_alike("unfold.default", "unfold_copy.default", samples=lambda: [s(normal(4, 7), 1, 3, 2), s(normal(7, 4), 0, 2, 1)]),
-    "unfold_backward.default": lambda: [s(normal(4, 3, 3), [4, 7], 1, 3, 2)],
+    **_alike(
+        "unfold.default", "unfold_copy.default", samples=lambda: [s(normal(4, 7), 1, 3, 2), s(normal(7, 4), 0, 2, 1), s(normal(), 0, 1, 1)]
+    ),
+    "pixel_shuffle.default": lambda: [s(normal(2, 8, 3, 2), 2), s(normal(12, 2, 2), 2)],
+    "pixel_unshuffle.default": lambda: [s(normal(2, 2, 6, 4), 2), s(normal(3, 4, 4), 2)],
+    "channel_shuffle.default": lambda: [s(normal(2, 6, 3), 2), s(normal(2, 8, 3, 2), 4)],
+    "narrow_copy.default": lambda: [s(normal(4, 6), 1, 2, 3)],
+    "diag_embed.default": lambda: [s(normal(3)), s(normal(2, 3), 1), s(normal(2, 3), -2, 0, 2), s(normal(2, 3), 1, 2, 0)],
+    "trace.default": lambda: [s(normal(3, 4))],
+    "rot90.default": lambda: [s(normal(3, 4, 2), k, [0, 2]) for k in range(-1, 4)],
+    "addbmm.default": lambda: [
+        s(normal(3, 2), normal(4, 3, 5), normal(4, 5, 2)),
+        s(normal(2), normal(4, 3, 5), normal(4, 5, 2), beta=2, alpha=3),
+    ],
+    "addr.default": lambda: [s(normal(3, 2), normal(3), normal(2)), s(normal(2), normal(3), normal(2), beta=2, alpha=3)],
+    "_unsafe_masked_index.default": lambda: [s(normal(4, 6), bools(5, 1), [ints(5, 1, low=-2), ints(3, low=-1)], 2.0)],
+    "_unsafe_masked_index_put_accumulate.default": lambda: [
+        s(normal(4, 6), bools(5, 3), [ints(5, 1, low=-2), ints(3, low=-1)], normal(5, 3))
+    ],
+    **_alike("max_unpool2d.default", samples=lambda: [s(normal(2, 3, 2, 2), torch.tensor([[0, 3], [9, 14]]).expand(2, 3, 2, 2), [4, 4])]),
+    "max_unpool3d.default": lambda: [
+        s(normal(2, 3, 1, 2, 2), torch.tensor([[[0, 3], [9, 14]]]).expand(2, 3, 1, 2, 2), [1, 4, 4], [1, 2, 2], [0, 0, 0])
+    ],
+    "grid_sampler_2d.default": lambda: [s(normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False)],
+    "grid_sampler_3d.default": lambda: [s(normal(2, 3, 4, 5, 2), normal(2, 6, 4, 2, 3), 0, 1, True)],
+    "grid_sampler_2d_backward.default": lambda: [
+        s(normal(2, 3, 6, 4), normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False, [True, True]),
+        s(normal(2, 3, 6, 4), normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False, [False, True]),
+    ],
+    "grid_sampler_3d_backward.default": lambda: [
+        s(normal(2, 3, 6, 4, 2), normal(2, 3, 4, 5, 2), normal(2, 6, 4, 2, 3), 0, 0, False, [True, True])
+    ],
+    "unfold_backward.default": lambda: [s(normal(4, 3, 3), [4, 7], 1, 3, 2), s(normal(1), [], 0, 1, 1)],
     "view.dtype": lambda: [s(normal(4, 3), torch.int64), s(normal(4, 3), torch.int32)],
     **_alike("tril.default", "triu.default", samples=lambda: [s(normal(4, 5)), s(normal(2, 6, 4), -1), s(normal(4, 4), 1)]),
     "slice_scatter.default": lambda: [s(normal(6, 4), normal(2, 4), 0, 1, 3)],
@@ -621,6 +654,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "linalg_lu.default",
         "linalg_lu_factor_ex.default",
         "linalg_qr.default",
+        "geqrf.default",
+        "linalg_matrix_exp.default",
         "_linalg_svd.default",
         samples=lambda: [s(normal(4, 3, 3)), s(normal(3, 3))],
     ),
@@ -631,6 +666,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "_linalg_eigh.default",
         "cholesky.default",
         "linalg_cholesky_ex.default",
+        "cholesky_inverse.default",
+        "linalg_ldl_factor_ex.default",
         samples=lambda: [s((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3)))],
     ),
     "linalg_householder_product.default": lambda: [s(normal(4, 3, 3), normal(4, 3))],
@@ -642,6 +679,11 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "cholesky_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).tril() + torch.eye(3))],
     "_linalg_solve_ex.default": lambda: [s(normal(4, 3, 3), normal(4, 3, 2)), s(normal(4, 3, 3), normal(4, 3))],
     "linalg_lu_solve.default": lambda: [s(*torch.linalg.lu_factor(normal(4, 3, 3)), normal(4, 3, 2))],
+    "linalg_ldl_solve.default": lambda: [
+        s(*torch.linalg.ldl_factor((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3))), normal(4, 3, 2))
+    ],
+    "lu_unpack.default": lambda: [s(*torch.linalg.lu_factor(normal(4, 3, 3))), s(*torch.linalg.lu_factor(normal(4, 3, 3)), True, False)],
+    "linalg_pinv.atol_rtol_tensor": lambda: [s(normal(4, 3, 2)), s(normal(4, 3, 3), rtol=torch.tensor(0.1, dtype=torch.float64))],
     "_fft_c2c.default": lambda: [s(normal(4, 5, dtype=torch.complex128), [1], 0, True)],
     "_fft_r2c.default": lambda: [s(normal(4, 5), [1], 0, True), s(normal(4, 5, 3), [0, 1], 0, True)],
     "_fft_c2r.default": lambda: [s(normal(4, 3, dtype=torch.complex128), [1], 0, 5)],

@@ -138,6 +138,49 @@ def line(call: Call) -> Rule:
     return _spatial(call, 1, linear=True)
 
 
+@rule(aten.max_unpool2d.default)
+def max_unpool2d(call: Call) -> Rule:
+    return _spatial(call, 2)
+
+
+@rule(aten.max_unpool3d.default)
+def max_unpool3d(call: Call) -> Rule:
+    return _spatial(call, 3)
+
+
+@rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
+def grid_sampler(call: Call) -> Rule:
+    """``n c [h] [w], n y x [t] -> n c y x``: points are cut, the image is whole."""
+    image, points, out = _grid_dims(call.operands[0].ndim - 2)
+    return Rule(Notation((image, points), (out,), _whole_of(image, points), ((),)), ((0,),), unless_empty(call))
+
+
+@rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
+def grid_sampler_backward(call: Call) -> Rule:
+    image, points, out = _grid_dims(call.operands[1].ndim - 2)
+    wanted = call.arg("output_mask")
+    over_points = tuple((f, "sum") for (f,) in out[2:])
+    sums = (over_points if wanted[0] else (), (("c", "sum"),))
+    results = (image if wanted[0] else (), points)
+
+    def local(op: LocalOp) -> Any:
+        shapes = [op.operand_shape(i) for i in range(3)]
+        if op.is_cut() and any(0 in shape for shape in shapes):
+            return tuple(zeros(op, call, i) if want else None for i, want in enumerate((wanted[0], True)))
+        return op.default()
+
+    return Rule(Notation((out, image, points), results, _whole_of(image, points), sums), ((0,),), local)
+
+
+def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
+    inside, at = tuple((f"h{d}",) for d in range(space)), tuple((f"y{d}",) for d in range(space))
+    return (("n",), ("c",), *inside), (("n",), *at, ("t",)), (("n",), ("c",), *at)
+
+
+def _whole_of(image: Dims, points: Dims) -> frozenset[str]:
+    return frozenset({"t"} | {f for (f,) in image[2:]})
+
+
 def _resample_backward(dims: int) -> RuleMaker:
     def made(call: Call) -> Rule:
         def local(op: LocalOp) -> Any:

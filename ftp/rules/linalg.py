@@ -12,7 +12,8 @@ aten = torch.ops.aten
     aten._linalg_det.default, aten._linalg_eigh.default, aten._linalg_slogdet.default, aten._linalg_svd.default, aten.cholesky.default,
     aten.linalg_cholesky_ex.default, aten.linalg_eig.default,
     aten.linalg_inv_ex.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default,
-    aten.linalg_qr.default, aten.linalg_householder_product.default,
+    aten.linalg_qr.default, aten.linalg_householder_product.default, aten.cholesky_inverse.default, aten.geqrf.default,
+    aten.linalg_ldl_factor_ex.default, aten.linalg_matrix_exp.default,
 )  # fmt: skip
 def matrices(call: Call) -> Rule:
     return leading(call, call.operands[0].ndim - 2, local=unless_empty(call))
@@ -20,7 +21,7 @@ def matrices(call: Call) -> Rule:
 
 @rule(
     aten.linalg_solve_triangular.default, aten.triangular_solve.default, aten.cholesky_solve.default, aten._linalg_solve_ex.default,
-    aten.linalg_lu_solve.default,
+    aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default, aten.lu_unpack.default,
 )  # fmt: skip
 def systems(call: Call) -> Rule:
     """Batches that broadcast are whole."""
@@ -30,6 +31,13 @@ def systems(call: Call) -> Rule:
     while alike < ndim and len({m.shape[alike] for m in metas if m.ndim > alike}) == 1 and len({m.ndim for m in call.operands}) == 1:
         alike += 1
     return leading(call, alike, local=unless_empty(call))
+
+
+@rule(aten.linalg_pinv.atol_rtol_tensor)
+def pseudoinverse(call: Call) -> Rule:
+    """Batches whose tolerances differ are whole."""
+    x, *tolerances = call.operands
+    return leading(call, 0 if any(t.ndim for t in tolerances) else x.ndim - 2, local=unless_empty(call))
 
 
 @rule(aten._fft_c2c.default, aten._fft_r2c.default)

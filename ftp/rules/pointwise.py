@@ -28,12 +28,15 @@ UNARY = """
     sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold trunc special_bessel_j0 special_bessel_j1
     special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
     special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0
+    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai
 """
 BINARY = """
     atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp logaddexp2 logical_and logical_or
     logical_xor maximum minimum nextafter pow remainder special_chebyshev_polynomial_t special_hermite_polynomial_h special_xlog1py
-    special_zeta xlogy bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor eq ge gt le lt ne
+    special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_he
+    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
+    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
+    special_zeta xlogy polar ldexp bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor eq ge gt le lt ne
 """
 pointwise(*overloads(UNARY))
 pointwise(*overloads(BINARY, "default Tensor Scalar Tensor_Tensor Tensor_Scalar Scalar_Tensor self_scalar other_scalar"))

@@ -9,7 +9,7 @@ from torch import fx
 
 from ftp.localize import LocalOp
 from ftp.notation import Dims, Notation
-from ftp.registry import Call, Rule, acting_on, broadcast_notation, rule
+from ftp.registry import Call, Meta, Rule, acting_on, broadcast_notation, make, rule
 from ftp.rules.local import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
 
 aten = torch.ops.aten
@@ -155,14 +155,17 @@ def slice_backward(call: Call) -> Rule:
     return Rule(_parts_notation(_dims(x.ndim), dim, sizes["k"], 1, reverse=True), ((0,),), local, sizes)
 
 
-@rule(aten.split.Tensor, aten.split_with_sizes.default, aten.split_copy.Tensor, aten.split_with_sizes_copy.default)
+@rule(
+    aten.split.Tensor, aten.split_with_sizes.default, aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
+)  # fmt: skip
 def split(call: Call) -> Rule:
     x = call.operands[0]
     dim = call.arg("dim") % x.ndim
     parts = [m.shape[dim] for m in call.results]
     if len(set(parts)) > 1 or not parts or not parts[0]:
         return acting_on(call, [dim], linear=[(0,)])
-    with_sizes = call.target in (aten.split_with_sizes.default, aten.split_with_sizes_copy.default)
+    with_sizes = "split_with_sizes" in str(call.target)
     sizes = {"k": len(parts), "s": parts[0]}
 
     def local(op: LocalOp) -> fx.Node:
@@ -355,6 +358,8 @@ def diagonal_backward(call: Call) -> Rule:
 @rule(aten.unfold.default, aten.unfold_copy.default)
 def unfold(call: Call) -> Rule:
     x = call.operands[0]
+    if not x.ndim:
+        return make("() -> [w]", linear=[(0,)])
     at = call.arg("dimension") % x.ndim
     dims = _dims(x.ndim)
     result = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
@@ -364,10 +369,46 @@ def unfold(call: Call) -> Rule:
 @rule(aten.unfold_backward.default)
 def unfold_backward(call: Call) -> Rule:
     (x,) = call.results
+    if not x.ndim:
+        return make("[w] -> ()", linear=[(0,)])
     at = call.arg("dim") % x.ndim
     dims = _dims(x.ndim)
     grad = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
     return Rule(Notation((grad,), (dims,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),), with_shape(1))
+
+
+@rule(aten.pixel_shuffle.default)
+def pixel_shuffle(call: Call) -> Rule:
+    """``... (c a b) h w -> ... c (h a) (w b)``; a pixel's parts are whole."""
+    return _pixels(call, call.operands[0], call.results[0], call.arg("upscale_factor"), shuffled=False)
+
+
+@rule(aten.pixel_unshuffle.default)
+def pixel_unshuffle(call: Call) -> Rule:
+    return _pixels(call, call.results[0], call.operands[0], call.arg("downscale_factor"), shuffled=True)
+
+
+def _pixels(call: Call, deep: Meta, wide: Meta, factor: int, *, shuffled: bool) -> Rule:
+    batch = _dims(deep.ndim - 3)
+    deep_dims: Dims = (*batch, ("c", "a", "b"), ("h",), ("w",))
+    wide_dims: Dims = (*batch, ("c",), ("h", "a"), ("w", "b"))
+    sizes = {"a": factor, "b": factor, "c": wide.shape[-3], "h": deep.shape[-2], "w": deep.shape[-1]}
+    pair = (wide_dims, deep_dims) if shuffled else (deep_dims, wide_dims)
+    return Rule(Notation((pair[0],), (pair[1],), frozenset("ab"), ((),)), ((0,),), unless_empty(call), sizes)
+
+
+@rule(aten.channel_shuffle.default)
+def channel_shuffle(call: Call) -> Rule:
+    """``n (g c) ... -> n (c g) ...``; groups are whole."""
+    x, groups = call.operands[0], call.arg("groups")
+    space = tuple((f"y{d}",) for d in range(x.ndim - 2))
+    notation = Notation(((("n",), ("g", "c"), *space),), ((("n",), ("c", "g"), *space),), frozenset("g"), ((),))
+    return Rule(notation, ((0,),), unless_empty(call), {"g": groups, "c": x.shape[1] // groups})
+
+
+@rule(aten.narrow_copy.default)
+def narrow(call: Call) -> Rule:
+    return acting_on(call, [call.arg("dim")], linear=[(0,)])
 
 
 @rule(aten.view_as_real.default, aten.view_as_real_copy.default)
