@@ -41,6 +41,7 @@ ORDER = [
     "api",
     "testing",
     "__init__",
+    "__main__",
 ]
 FOR_RULES = {"errors", "notation", "registry", "localize", "rules"}
 

@@ -1,0 +1,170 @@
+"""``python -m ftp ops``: the table of ops, with the sharding rule of each."""
+
+import argparse
+import itertools
+import json
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import torch
+from torch._ops import OpOverload
+
+import ftp.rules  # noqa: F401  the registry is empty without them
+from ftp.decompositions import DECOMPOSITIONS
+from ftp.errors import FtpError
+from ftp.registry import RULES, Call, Meta, Rule, lookup
+
+SIZES = (2, 3, 5, 7)
+
+
+@dataclass(frozen=True)
+class Row:
+    """An op, the factors of a small call of it, and where its sharding comes from: a rule, a decomposition, or nothing (replicated)."""
+
+    op: str
+    rule: str
+    source: str
+
+
+def rows(pattern: str = "") -> list[Row]:
+    """Every op with a rule or a decomposition, and the core ops that have neither and are computed whole on every rank.
+
+    >>> for row in rows("aten.mm.default"):
+    ...     print(row.rule, "|", row.source)
+    m k, k n -> m n {k} | rule
+    """
+    core = {op for op in _overloads() if torch.Tag.core in op.tags}
+    every = sorted((set(RULES) | set(DECOMPOSITIONS) | core), key=str)
+    return [Row(str(op), rule_text(op), _source(op)) for op in every if pattern in str(op)]
+
+
+def rule_text(op: OpOverload) -> str:
+    """The notation of an op's rule; where that depends on the call, of a small one with dims of 2, 3, 5 and 7.
+
+    >>> rule_text(torch.ops.aten.transpose.int)
+    'i j k -> j i k, such as for (2, 3, 5)'
+    """
+    entry = RULES.get(op)
+    if entry is None:
+        return ""
+    if isinstance(entry, Rule):
+        return str(entry)
+    for call in _small_calls(op):
+        try:
+            found = lookup(call)
+        except (FtpError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
+            continue
+        if found is not None:
+            return f"{_lettered(str(found))}, such as for {', '.join(str(m.shape) for m in call.operands) or 'no operands'}"
+    return "depends on the call"
+
+
+def _source(op: OpOverload) -> str:
+    known = [name for name, table in (("rule", RULES), ("decomposition", DECOMPOSITIONS)) if op in table]
+    return ", ".join(known) or "replicated"
+
+
+def _lettered(text: str) -> str:
+    """Numbered batch factors as letters: ``~0`` is i."""
+    for number, letter in enumerate("ijklpq"):
+        text = text.replace(f"~{number}", letter)
+    return text
+
+
+def _overloads() -> Iterator[OpOverload]:
+    for name in dir(torch.ops.aten):
+        packet = getattr(torch.ops.aten, name)
+        if hasattr(packet, "overloads"):
+            yield from (getattr(packet, overload) for overload in packet.overloads())
+
+
+def _small_calls(op: OpOverload) -> Iterator[Call]:
+    """Calls with guessed arguments that the op takes."""
+    required = [a for a in op._schema.arguments if not a.has_default_value()]
+    kinds = [str(a.type) for a in required]
+    for ndim in (3, 2, 1, 4):
+        shape = SIZES[:ndim]
+        choices = [_guesses(kind, shape, first=kind not in kinds[:i]) for i, kind in enumerate(kinds)]
+        for values in itertools.islice(itertools.product(*choices), 64):
+            given = {a.name: v for a, v in zip(required, values, strict=True)}
+            args = tuple(given[a.name] for a in required if not a.kwarg_only)
+            kwargs = {a.name: given[a.name] for a in required if a.kwarg_only}
+            try:
+                made = op(*args, **kwargs)
+            except Exception:  # the guess is no call of this op
+                continue
+            results = tuple(made) if isinstance(made, list | tuple) else (made,)
+            if all(isinstance(r, torch.Tensor) for r in results):
+                yield Call(op, _metas(args), dict(zip(kwargs, _metas(tuple(kwargs.values())), strict=True)), _metas(results))
+
+
+def _guesses(kind: str, shape: tuple[int, ...], first: bool) -> Sequence[object]:
+    """Values of one argument, likely ones in front; a second number differs from the first."""
+    match kind:
+        case "Tensor":
+            floats = torch.empty(shape, device="meta")
+            return [floats, torch.empty(shape, dtype=torch.int64, device="meta"), floats.to(torch.bool)]
+        case "Optional[Tensor]":
+            return [None]
+        case "List[Tensor]":
+            return [[torch.empty(shape, device="meta")] * 2]
+        case "int":
+            return [1, 0] if first else [0, 1]
+        case "List[int]":
+            return [list(shape), [1], [0], [1, 2, 0], [2, 2], [1] * len(shape)]
+        case "bool":
+            return [False]
+        case "float" | "number":
+            return [1.0, 1]
+        case _:
+            return [None]
+
+
+def _metas(values: Iterable[object]) -> tuple:
+    def meta(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            return Meta(tuple(value.shape), value.dtype)
+        return [meta(v) for v in value] if isinstance(value, list) else value
+
+    return tuple(meta(v) for v in values)
+
+
+def _print(table: Sequence[Row]) -> None:
+    try:
+        from rich.console import Console
+        from rich.table import Table
+    except ImportError:
+        widths = [max(len(getattr(row, field)) for row in table) for field in ("op", "source")]
+        for row in table:
+            print(f"{row.op:{widths[0]}}  {row.source:{widths[1]}}  {row.rule}")
+        return
+    shown = Table("op", "rule", "source", box=None, header_style="bold")
+    for row in table:
+        shown.add_row(*(text.replace("[", "\\[") for text in (row.op, row.rule, row.source)))
+    console = Console()
+    console.print(shown) if console.is_terminal else Console(width=200).print(shown)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m ftp", description="What ftp knows of PyTorch's ops.")
+    commands = parser.add_subparsers(dest="command", required=True)
+    ops = commands.add_parser("ops", help="the table of ops: sharding rule and where it comes from")
+    ops.add_argument("pattern", nargs="?", default="", help="only ops whose name has this in it")
+    ops.add_argument("--json", action="store_true", help="as JSON, for other programs")
+    options = parser.parse_args(argv)
+    table = rows(options.pattern)
+    if not table:
+        print(f"No op's name has {options.pattern!r} in it.", file=sys.stderr)
+        return 1
+    if options.json:
+        print(json.dumps([asdict(row) for row in table], indent=1))
+        return 0
+    _print(table)
+    print(", ".join(f"{n} {source}" for source, n in Counter(row.source for row in table).most_common()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
