@@ -204,11 +204,15 @@ def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Map
     """The layout on ``axis`` of a value of local ``shape`` under ``spec``; None where a more major axis must be folded first."""
     for dim in range(len(spec)):
         outer, unit = 1, None
-        for cut in spec.cuts(dim):
+        cuts = spec.cuts(dim)
+        for at, cut in enumerate(cuts):
             if cut.axis == axis:
-                unit = cut.size
+                # A minor axis that is folded already has cut within this one's units: what is left is cut evenly, or did not fit before.
+                unit = 1 if any(c.axis in folded for c in cuts[at + 1 :]) else cut.size
                 break
             if cut.axis not in folded:
+                if cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None:
+                    return None
                 outer *= axes[cut.axis]
         if unit is not None:
             extent = div(shape[dim], outer * unit)
