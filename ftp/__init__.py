@@ -1,6 +1,6 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
 
-from ftp import errors, testing
+from ftp import errors, plans, testing
 from ftp.api import lower, reshard, shard, spmd
 from ftp.collectives import Collective
 from ftp.constrain import constrain
@@ -40,6 +40,7 @@ __all__ = [
     "lower",
     "make_mesh",
     "plan",
+    "plans",
     "pointwise",
     "reduction",
     "reshard",

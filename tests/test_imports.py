@@ -39,6 +39,7 @@ ORDER = [
     "program",
     "step",
     "api",
+    "plans",
     "testing",
     "__init__",
     "__main__",
@@ -70,6 +71,9 @@ def test_imports_point_up():
         wrong += [f"{path.stem} imports {name}" for name in sorted(imported(path) - allowed)]
     for path in (PACKAGE / "rules").glob("*.py"):
         wrong += [f"rules/{path.stem} imports {name}" for name in sorted(imported(path) - FOR_RULES)]
+    for path in (PACKAGE / "plans").glob("*.py"):
+        allowed = set(ORDER[: ORDER.index("plans") + 1])
+        wrong += [f"plans/{path.stem} imports {name}" for name in sorted(imported(path) - allowed)]
     assert not wrong, "\n".join(wrong)
 
 
