@@ -1,6 +1,6 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
 
-from ftp import errors, plans, testing
+from ftp import errors, optim, plans, testing
 from ftp.api import lower, reshard, shard, spmd
 from ftp.collectives import Collective
 from ftp.constrain import constrain
@@ -39,6 +39,7 @@ __all__ = [
     "local_slice",
     "lower",
     "make_mesh",
+    "optim",
     "plan",
     "plans",
     "pointwise",

@@ -12,6 +12,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.errors import SpecError, join_failures
+from ftp.slots import Slots
 from ftp.spec import P, check_spec
 
 NAMESPACE = "ftp"
@@ -315,12 +316,17 @@ def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
     return found
 
 
-_DICTS = (dict, OrderedDict, defaultdict, Specs)
+_DICTS = (dict, OrderedDict, defaultdict, Specs, Slots)
+
+
+def _covering(spec: P, tree: Any) -> list[P]:
+    nodes = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Slots), none_is_leaf=False, namespace=NAMESPACE)
+    return [s for node in nodes for s in (node.covered(spec, P()) if isinstance(node, Slots) else [spec])]
 
 
 def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list[str]) -> None:
     if isinstance(specs, P):
-        found.extend([specs] * optree.tree_structure(tree, none_is_leaf=False, namespace=NAMESPACE).num_leaves)
+        found.extend(_covering(specs, tree))
         return
     if specs is None and tree is None:
         return
@@ -387,7 +393,7 @@ def kind_of(value: object) -> str:
     >>> kind_of(3), kind_of({})
     ('an int', 'a dict')
     """
-    kind = "dict" if type(value) is Specs else type(value).__name__
+    kind = "dict" if type(value) in (Specs, Slots) else type(value).__name__
     return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 

@@ -1,0 +1,258 @@
+"""Optimizers against torch.optim over twenty steps, unsharded and cut; schedules against torch.optim.lr_scheduler."""
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.optim import lr_scheduler
+
+import ftp
+from ftp import P
+from ftp.optim import schedules
+
+STEPS = 20
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "AdamW": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1}),
+    "AdamW, amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True, "maximize": True}),
+    "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "SGD": (torch.optim.SGD, {"lr": 0.1}),
+    "SGD, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "SGD, dampened": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2}),
+    "RMSprop, centered": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "NAdam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
+    "RAdam": (torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1}),
+    "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
+    "Adamax": (torch.optim.Adamax, {"lr": 1e-2}),
+    "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 5}),
+    "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
+    "Muon": (torch.optim.Muon, {"lr": 1e-2}),
+    "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
+}
+SPECS = {"up": P("tp"), "down": P(None, "tp"), "scale": P("tp")}
+
+
+@pytest.fixture(autouse=True)
+def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch's own counters and Muon's products in float64 too, so that nothing hides behind rounding."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self)
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+def parameters(cls: type = torch.optim.AdamW) -> dict[str, torch.Tensor]:
+    """Sizes that do not divide; Muon takes matrices only."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"up": (7, 4), "down": (4, 5)} | ({} if cls is torch.optim.Muon else {"scale": (5,)})
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+def gradients(params: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(2)
+    return [{name: torch.randn(p.shape, generator=generator) for name, p in params.items()} for _ in range(STEPS)]
+
+
+def of_torch(opt: torch.optim.Optimizer, leaves: dict[str, torch.Tensor], scheduler: Any = None) -> dict[str, torch.Tensor]:
+    for grads in gradients(leaves):
+        for name, leaf in leaves.items():
+            leaf.grad = grads[name]
+        opt.step()
+        if scheduler is not None:
+            scheduler.step()
+    return {name: leaf.detach() for name, leaf in leaves.items()}
+
+
+def leaves_of(params: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: p.clone().requires_grad_() for name, p in params.items()}
+
+
+def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("scheduled", [False, True], ids=["cut", "scheduled"])
+def test_as_torch(name: str, scheduled: bool):
+    cls, options = OPTIMIZERS[name]
+    params, leaves = parameters(cls), leaves_of(parameters(cls))
+    theirs = cls(list(leaves.values()), **options)
+    expected = of_torch(theirs, leaves, lr_scheduler.ExponentialLR(theirs, 0.9) if scheduled else None)
+    rate: Any = schedules.exponential(options["lr"], 0.9) if scheduled else options["lr"]
+    opt = ftp.optim.from_torch(cls, **{**options, "lr": rate})
+    state = opt.init(params)
+    specs = {key: SPECS[key] for key in params}
+    update = opt.update if scheduled else ftp.spmd(opt.update, ftp.simulated_mesh((2,), ("tp",)), (specs,) * 3, (specs,) * 2)
+    for grads in gradients(params):
+        params, state = update(grads, state, params)
+    same(params, expected)
+
+
+REFUSED = {
+    torch.optim.LBFGS: "torch.optim.LBFGS cannot be made pure: it evaluates the loss several times in one step",
+    torch.optim.SparseAdam: "torch.optim.SparseAdam cannot be made pure: it takes sparse gradients",
+}
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_refused_by_name(cls: type[torch.optim.Optimizer]):
+    with pytest.raises(ftp.FtpError, match=REFUSED[cls]):
+        ftp.optim.from_torch(cls, lr=0.1)
+
+
+class OwnSigns(torch.optim.Optimizer):
+    """Somebody's own: a counter that is a number, and a slot that begins as the parameter."""
+
+    def __init__(self, params: Any, lr: float = 0.1):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state["count"], state["anchor"] = 0, p.detach().clone()
+                state["count"] += 1
+                p.add_(p.grad.sign(), alpha=-group["lr"] / state["count"])
+                p.lerp_(state["anchor"], 0.01)
+
+
+def test_a_class_of_ones_own():
+    params, leaves = parameters(), leaves_of(parameters())
+    expected = of_torch(OwnSigns(list(leaves.values())), leaves)
+    opt = ftp.optim.from_torch(OwnSigns)
+    state = opt.init(params)
+    for grads in gradients(params):
+        params, state = opt.update(grads, state, params)
+    same(params, expected)
+
+
+def test_groups_by_path():
+    params, leaves = parameters(), leaves_of(parameters())
+    theirs = torch.optim.AdamW([{"params": [leaves["up"], leaves["down"]]}, {"params": [leaves["scale"]], "weight_decay": 0.0, "lr": 0.3}])
+    expected = of_torch(theirs, leaves)
+    opt = ftp.optim.from_torch(torch.optim.AdamW, groups={"scale": {"weight_decay": 0.0, "lr": 0.3}})
+    state = opt.init(params)
+    for grads in gradients(params):
+        params, state = opt.update(grads, state, params)
+    same(params, expected)
+
+
+def test_another_optimizer_by_path_and_none_for_the_frozen():
+    params, leaves = parameters(), leaves_of(parameters())
+    expected = of_torch(torch.optim.Muon([leaves["up"]], lr=0.1), {"up": leaves["up"]})
+    muon, adam = ftp.optim.from_torch(torch.optim.Muon, lr=0.1), ftp.optim.from_torch(torch.optim.AdamW)
+    opt = ftp.optim.by_path({"up": muon, "down": None, "scale": adam})
+    given, state = params, opt.init(params)
+    assert {name: sorted(slots) for name, slots in state.items()} == {
+        "up": ["momentum_buffer"],
+        "down": [],
+        "scale": ["exp_avg", "exp_avg_sq", "step"],
+    }
+    for grads in gradients({"up": params["up"]}):
+        params, state = opt.update({**given, **grads}, state, params)
+    same({"up": params["up"]}, expected)
+    assert torch.equal(params["down"], given["down"]) and not torch.equal(params["scale"], given["scale"])
+
+
+def test_errors_name_the_leaf():
+    opt, params = ftp.optim.from_torch(torch.optim.SGD, lr=0.1, groups={"uq": {"lr": 1.0}}), parameters()
+    with pytest.raises(ftp.FtpError, match=r"pattern 'uq' matches no path of params; the nearest are 'up'"):
+        opt.init(params)
+    opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.1)
+    with pytest.raises(ftp.FtpError, match=r"grads\['up'\] has shape \(3,\), its parameter \(7, 4\)"):
+        opt.update({**params, "up": torch.ones(3)}, opt.init(params), params)
+    with pytest.raises(ftp.FtpError, match="grads is not a tree as params is"):
+        opt.update({"up": params["up"]}, opt.init(params), params)
+    with pytest.raises(ftp.FtpError, match=r"params\['scale'\] has no optimizer: no pattern names it"):
+        ftp.optim.by_path({"up": opt, "down": None}).init(params)
+    with pytest.raises(ftp.FtpError, match=r"torch.optim.SGD refuses its options: .*unexpected keyword argument 'betas'"):
+        ftp.optim.from_torch(torch.optim.SGD, lr=0.1, betas=(0.9, 0.9))
+    with pytest.raises(ftp.FtpError, match=r"AdamW\(fused=True\) has no meaning in a program"):
+        ftp.optim.from_torch(torch.optim.AdamW, fused=True)
+
+
+def test_specs_of_the_state():
+    opt, params = ftp.optim.from_torch(torch.optim.Adafactor), parameters()
+    found = opt.specs(params, SPECS)
+    assert found["up"] == {"col_var": P(), "row_var": P(), "step": P()} and found["scale"] == {"step": P(), "variance": P("tp")}
+    adam = ftp.optim.from_torch(torch.optim.AdamW)
+    found = adam.specs(params, SPECS, {"**.exp_avg_sq": P("dp")})
+    assert found["down"] == {"exp_avg": P(None, "tp"), "exp_avg_sq": P("dp"), "step": P()}
+    with pytest.raises(ftp.FtpError, match="pattern 'momentum' matches no path of state"):
+        adam.specs(params, SPECS, {"momentum": P()})
+
+
+def test_state_made_on_the_mesh():
+    """The parameters' spec tree covers the state: what is no parameter's shape is replicated."""
+    mesh, opt, params = ftp.simulated_mesh((2,), ("tp",)), ftp.optim.from_torch(torch.optim.AdamW), parameters()
+    state = ftp.spmd(opt.init, mesh, (SPECS,), SPECS)(ftp.device_put(params, mesh, SPECS))
+    placed = ftp.device_put(opt.init(params), mesh, SPECS)
+    assert state.keys() == placed.keys() and all(torch.equal(state[k][s], placed[k][s]) for k in state for s in state[k])
+
+
+NORMS = {
+    "tp": (SPECS, 1),
+    "replicated": (P(), 0),
+    "dp×tp": ({"up": P("tp", "dp"), "down": P("dp"), "scale": P("tp")}, 2),
+}
+
+
+@pytest.mark.parametrize("case", NORMS)
+def test_global_norm_counts_every_element_once(case: str):
+    specs, axes = NORMS[case]
+    grads = gradients(parameters())[0]
+    leaves = leaves_of(grads)
+    for name, leaf in leaves.items():
+        leaf.grad = grads[name].clone()
+    norm = torch.nn.utils.clip_grad_norm_(list(leaves.values()), 0.5)
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    clip = ftp.spmd(lambda grads: ftp.optim.clip_by_global_norm(grads, 0.5), mesh, (specs,), (specs, P()))
+    clipped, found = clip(grads)
+    torch.testing.assert_close(found, norm, rtol=1e-14, atol=0)
+    same(clipped, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
+    collectives = clip.lower(grads).collectives
+    assert Counter((c.op, c.shape) for c in collectives) == ({("all_reduce", ()): axes} if axes else {})
+
+
+def test_ema():
+    params = parameters()
+    average = {name: torch.zeros_like(p) for name, p in params.items()}
+    theirs = torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    expected = {name: p.clone() for name, p in average.items()}
+    for grads in gradients(params):
+        theirs(list(expected.values()), list(grads.values()), 0)
+        average = ftp.optim.ema(average, grads, 0.9)
+    same(average, expected)
+
+
+SCHEDULES: dict[str, tuple[Any, Any]] = {
+    "linear": (schedules.linear(0.1, 7, start=0.2, end=0.8), lambda o: lr_scheduler.LinearLR(o, 0.2, 0.8, 7)),
+    "exponential": (schedules.exponential(0.1, 0.9), lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
+    "steps": (schedules.steps(0.1, [3, 8], 0.5), lambda o: lr_scheduler.MultiStepLR(o, [3, 8], 0.5)),
+    "polynomial": (schedules.polynomial(0.1, 9, 2.0), lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0)),
+    "cosine": (schedules.cosine(0.1, 25, end=0.01), lambda o: lr_scheduler.CosineAnnealingLR(o, 25, 0.01)),
+    "cosine_restarts": (schedules.cosine_restarts(0.1, 6, end=0.01), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6, 1, 0.01)),
+    "sequence": (
+        schedules.sequence([schedules.linear(0.1, 5, start=0.1), schedules.cosine(0.1, 20)], [5]),
+        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.CosineAnnealingLR(o, 20)], [5]),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_schedules(name: str):
+    mine, theirs = SCHEDULES[name]
+    opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
+    scheduler = theirs(opt)
+    for i in range(STEPS):
+        assert math.isclose(float(mine(torch.tensor(float(i)))), opt.param_groups[0]["lr"], rel_tol=1e-12, abs_tol=1e-15), i
+        opt.step()
+        scheduler.step()
