@@ -11,7 +11,7 @@ from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, SpecError
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, resolve
-from ftp.placement import check_alive, check_placed, device_put, placement, placement_of, remember
+from ftp.placement import as_global, check_alive, check_placed, device_put, placement, placement_of, remember
 from ftp.program import Lowered
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step
@@ -164,8 +164,9 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any) -> Any:
     try:
         names = leaf_names(tree, "tree")
         old_specs, new_specs = broadcast_specs(old, tree, "tree"), broadcast_specs(new, tree, "tree")
-        check_specs(old_specs, leaves, names, m.axes)
-        check_specs(new_specs, leaves, names, m.axes)
+        full = as_global(leaves, old_specs, m)
+        check_specs(old_specs, full, names, m.axes)
+        check_specs(new_specs, full, names, m.axes)
         check_alive(leaves, names)
         check_placed(leaves, old_specs, names, m)
     except Exception as e:

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ftp.errors import DonationError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
 from ftp.placement import Placement, content_hash, known_of, placement, placement_of
-from ftp.spec import PartitionSpec, local_shape
+from ftp.spec import PartitionSpec, known_size, local_shape
 from ftp.tree import broadcast_specs, flatten, kind_of, leaf_names
 
 Shape = tuple[int, ...]
@@ -185,21 +185,6 @@ def abstract(leaf: Any, shape: Shape | None) -> Any:
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
-def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> Shape | None:
-    """The global shape of a leaf as far as one rank can tell: as placed, else as if all shards were equal."""
-    if not isinstance(leaf, torch.Tensor):
-        return None
-    known = placement_of(leaf)
-    if known is not None:
-        return known.shape
-    shape = list(leaf.shape)
-    if mesh.kind == "process" and leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
-        for dim in range(min(len(spec), leaf.ndim)):
-            for cut in spec.cuts(dim):
-                shape[dim] *= mesh.axes[cut.axis]
-    return tuple(shape)
-
-
 def describe_held(leaf: Any, spec: PartitionSpec) -> Any:
     """What this rank holds of a leaf, for the others to read."""
     if not isinstance(leaf, torch.Tensor):
@@ -255,7 +240,7 @@ def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mes
             failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, due))
             return shape
     hashes = {h["hash"] for h in tensors}
-    if any(mesh.axes[axis] > 1 for axis in spec.axes) and len(hashes) == 1 and None not in hashes:
+    if tuple(tensors[0]["local"]) != shape and len(hashes) == 1 and None not in hashes:
         failures.append(
             f"{name} has the same contents on all ranks, of shape {tuple(tensors[0]['local'])}, though its spec {spec} cuts it: it looks"
             " like a full tensor where a shard is due. Place it with ftp.device_put(tree, mesh, specs)."
@@ -289,5 +274,5 @@ def _assembled(locals_: Sequence[Sequence[int]], spec: PartitionSpec, mesh: Mesh
             if len(local) == len(shape) and all(i == 0 for axis, i in at.items() if axis not in axes)
         ]
         if axes:
-            shape[dim] = sum(along)
+            shape[dim] = known_size(spec, dim) or sum(along)
     return shape

@@ -15,6 +15,7 @@ from torch.distributed import _functional_collectives  # noqa: F401  (graph pass
 
 from ftp.graph import Move, Node
 from ftp.layout import Layout
+from ftp.spec import Piece
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -133,6 +134,34 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
         case "pad":
             return _pad(site, x, here, there, site.cut(move.src))
     raise AssertionError(move)
+
+
+def emit_gathered_pieces(site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]) -> fx.Node:
+    """Gathers a dim of which rank i holds the pieces ``held[i]`` in a row, some perhaps held by several; ``shape`` is this rank's."""
+    n, most = len(held), max(sum(b - a for a, b in pieces) for pieces in held)
+    padded = [*shape[:dim], most, *shape[dim + 1 :]]
+    x = _pad_to(site, x, shape, dim, most)
+    x = _contiguous(site, _reshape(site, x, padded, [math.prod(padded)]))
+    y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
+    y = site.emit(aten.reshape.default, y, [n, *padded])
+    where: dict[Piece, tuple[int, int]] = {}
+    for rank, pieces in enumerate(held):
+        at = 0
+        for piece in pieces:
+            if piece[0] < piece[1]:
+                where.setdefault(piece, (rank, at))
+            at += piece[1] - piece[0]
+    parts = []
+    for (start, stop), (rank, at) in sorted(where.items()):
+        of_rank = site.emit(aten.select.int, y, 0, rank)
+        parts.append(site.emit(aten.slice.Tensor, of_rank, dim, at, at + stop - start))
+    return _contiguous(site, site.emit(aten.cat.default, parts, dim))
+
+
+def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
+    """This rank's pieces of a dim in a row."""
+    parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
+    return _contiguous(site, parts[0] if len(parts) == 1 else site.emit(aten.cat.default, parts, dim))
 
 
 def _reshape(site: MoveSite, x: fx.Node, old: Sequence[int], new: Sequence[int]) -> fx.Node:

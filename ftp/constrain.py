@@ -65,7 +65,7 @@ def _entry(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple):
         return tuple(map(_entry, node.elts))
     if isinstance(node, ast.Call):
-        return Units(*map(ast.literal_eval, node.args))
+        return Units(*map(ast.literal_eval, node.args), **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg})
     return ast.literal_eval(node)
 
 

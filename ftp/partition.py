@@ -4,6 +4,7 @@ What differs between ranks of equal local shapes is where their parts begin. Tho
 that such ranks share one graph and one compilation.
 """
 
+import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -13,12 +14,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.collectives import Collective, MoveSite, emit_move
+from ftp.collectives import Collective, MoveSite, emit_gathered_pieces, emit_move, emit_pieces
 from ftp.graph import FactorCut, Move, Node, Value, collection_paused
 from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
 from ftp.localize import Cut, LocalOp, localize
 from ftp.planner import Plan, move_rule
-from ftp.spec import PartitionSpec, Units, chunk
+from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
 
 Coordinate = Mapping[str, int]
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -88,7 +89,12 @@ class Partitioner:
         key = (
             *(chunk_at(c, coordinate)[1] for c in self._uneven),
             *(int(coordinate[a] == 0) for a in self._contributing),
-            *(cut[3] for value, spec in self._outside for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)),
+            *(
+                of_rank
+                for value, spec in self._outside
+                for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
+                for of_rank in (cut.length, *itertools.chain(*(cut.pieces if cut.is_irregular else ())))
+            ),
         )
         if key not in self._programs:
             with collection_paused():
@@ -96,18 +102,33 @@ class Partitioner:
         return self._programs[key]
 
 
-def nested_cuts(
-    spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate
-) -> list[tuple[int, Units, int, int]]:
-    """Per cut of a dim that several cuts share, major to minor: the dim, the cut, and the dim's size before and after it on this rank."""
+@dataclass(frozen=True)
+class NestedCut:
+    """One of the cuts of a dim on one rank: the dim's size before it, and the pieces of that which the rank holds."""
+
+    dim: int
+    cut: Units
+    size: int
+    pieces: tuple[Piece, ...]
+    is_irregular: bool
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for start, stop in self.pieces)
+
+
+def nested_cuts(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate) -> list[NestedCut]:
+    """The cuts, major to minor, of every dim that several cuts share or that is cut in units."""
     found = []
     for dim in range(len(spec)):
         cuts = spec.cuts(dim)
         size = int(shape[dim])
-        for cut in cuts if len(cuts) > 1 or any(c.size > 1 for c in cuts) else ():
-            _, length = chunk(size, axes[cut.axis], coordinate[cut.axis], cut.size)
-            found.append((dim, cut, size, length))
-            size = length
+        for cut in cuts if len(cuts) > 1 or not all(c.is_plain for c in cuts) else ():
+            n = axes[cut.axis]
+            pieces = tuple(cut_pieces(size, n, coordinate[cut.axis], cut))
+            irregular = not is_factored(PartitionSpec(cut), 0, size, {cut.axis: n})
+            found.append(NestedCut(dim, cut, size, pieces, irregular))
+            size = found[-1].length
     return found
 
 
@@ -152,16 +173,19 @@ class _Emission:
         cuts = nested_cuts(spec, value.meta.shape, self.plan.axes, self.coordinate)
         shape = [size_at(s, self.coordinate) for s in value.shape]
         if enters:
-            for dim, _, _, length in cuts:
-                shape[dim] = length
-        for dim, cut, whole, length in reversed(cuts) if enters else cuts:
-            n = self.plan.axes[cut.axis]
-            shape[dim] = whole
-            layout = shard(dim, 1, whole // cut.size, cut.size, n)
-            move = Move(cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape))
+            for at in cuts:
+                shape[at.dim] = at.length
+        for at in reversed(cuts) if enters else cuts:
+            n = self.plan.axes[at.cut.axis]
+            here = list(shape)
+            shape[at.dim] = at.size
+            packs = at.cut.sizes(at.size)
+            regular = shard(at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n)
+            layout = shard(at.dim, 1, at.size, 1, n) if at.is_irregular else regular
+            move = Move(at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape))
             rule, sizes = move_rule(move)
             step = Node(
-                f"{value.node.name}_{move.op}_{cut.axis}",
+                f"{value.node.name}_{move.op}_{at.cut.axis}",
                 "move",
                 move,
                 (value,),
@@ -172,12 +196,17 @@ class _Emission:
                 cause=str(spec),
             )
             step.sizes = sizes
-            outer, self.env[value] = self.env[value], x
-            self._emit(step)
-            self.env[value] = outer
-            x = self.env[Value(step)]
+            if at.is_irregular:
+                site = self._site(step, {})
+                held = [cut_pieces(at.size, n, index, at.cut) for index in range(n)]
+                x = emit_gathered_pieces(site, x, at.dim, here, held) if enters else emit_pieces(site, x, at.dim, at.pieces)
+            else:
+                outer, self.env[value] = self.env[value], x
+                self._emit(step)
+                self.env[value] = outer
+                x = self.env[Value(step)]
             if not enters:
-                shape[dim] = length
+                shape[at.dim] = at.length
         return x
 
     def _annotate(self, node: Node, before: int) -> None:
@@ -195,16 +224,7 @@ class _Emission:
             self.env[Value(node)] = self.env[node.operands[0]]
             return
         if node.kind == "move":
-            site = MoveSite(
-                self.graph,
-                node,
-                sizes,
-                node.results[0].shape,
-                lambda kind: self._offset(Offset(kind, _moved_extent(node), node.target.axis, node.target.n)),
-                self.group_name(node.target.axis),
-                self.coordinate[node.target.axis] == 0,
-            )
-            self.env[Value(node)] = emit_move(site, self.env[node.operands[0]])
+            self.env[Value(node)] = emit_move(self._site(node, sizes), self.env[node.operands[0]])
             return
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:
@@ -218,6 +238,17 @@ class _Emission:
             self.env[Value(node, index)] = (
                 made[index] if isinstance(made, tuple) else self.graph.call_function(operator.getitem, (made, index))
             )
+
+    def _site(self, node: Node, sizes: Mapping[str, int]) -> MoveSite:
+        return MoveSite(
+            self.graph,
+            node,
+            sizes,
+            node.results[0].shape,
+            lambda kind: self._offset(Offset(kind, _moved_extent(node), node.target.axis, node.target.n)),
+            self.group_name(node.target.axis),
+            self.coordinate[node.target.axis] == 0,
+        )
 
     def _cut(self, cut: FactorCut) -> Cut:
         n = self.plan.axes[cut.axis]

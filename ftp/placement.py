@@ -6,16 +6,18 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
+from itertools import accumulate, product
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.agreement import calls
 from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, require_coordinate, resolve
-from ftp.spec import PartitionSpec, chunk, local_bounds, local_shape
+from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, known_size, local_pieces, local_shape
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 
 
@@ -159,7 +161,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     """
     m = resolve(mesh)
     with _together(m, is_due=True) as tell:
-        leaves, treedef, _, leaf_specs = _checked(tree, specs, m)
+        leaves, treedef, _, leaf_specs = _checked(tree, specs, m, are_shards=True)
         if any(leaf_specs):
             tell("device_get", leaves, leaf_specs)
     return treedef.unflatten(
@@ -191,8 +193,10 @@ def _together(mesh: Mesh, *, is_due: bool) -> Iterator[Callable[[str, Sequence[A
         raise
 
 
-def local_slice(mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int]) -> tuple[slice, ...]:
+def local_slice(mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int]) -> tuple[slice | torch.Tensor, ...]:
     """The part of a tensor of global ``shape`` that this rank holds, one slice a dim, for loaders; all of it on a simulated mesh.
+
+    In place of a slice there is an index tensor for a packed dim (``ftp.units(..., pack=)``) of which this rank holds several pieces.
 
     >>> import ftp
     >>> local_slice(ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"), (6, 3))
@@ -202,7 +206,50 @@ def local_slice(mesh: AnyMesh | None, spec: PartitionSpec, shape: Sequence[int])
     check_specs([spec], [torch.empty(tuple(shape), device="meta")], ["the tensor"], m.axes)
     if m.kind != "process":
         return tuple(slice(0, s) for s in shape)
-    return tuple(slice(a, b) for a, b in local_bounds(spec, shape, m.axes, require_coordinate(m)))
+    pieces = local_pieces(spec, shape, m.axes, require_coordinate(m))
+    if len(packed := [dim for dim, found in enumerate(pieces) if len(found) > 1]) > 1:
+        raise SpecError(f"{spec} packs dims {packed}: no tuple of slices and one index is that part. Take ftp.device_put.")
+    return tuple(slice(*p[0]) if len(p) == 1 else torch.cat([torch.arange(a, b) for a, b in p]) for p in pieces)
+
+
+def take(full: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> torch.Tensor:
+    """The shard of ``full`` made of these pieces of each dim (`local_pieces`)."""
+    full = full[tuple(slice(p[0][0], p[0][1]) if len(p) == 1 else slice(None) for p in pieces)]
+    for dim, p in enumerate(pieces):
+        if len(p) > 1:
+            full = torch.cat([full.narrow(dim, a, b - a) for a, b in p], dim)
+    return full
+
+
+def put(full: torch.Tensor, shard: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> None:
+    """Writes a shard to where ``take`` reads it."""
+    starts = [list(accumulate((b - a for a, b in p), initial=0)) for p in pieces]
+    for at in product(*(range(len(p)) for p in pieces)):
+        there = tuple(slice(*pieces[d][k]) for d, k in enumerate(at))
+        here = tuple(slice(starts[d][k], starts[d][k + 1]) for d, k in enumerate(at))
+        full[there] = shard[here]
+
+
+def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] | None:
+    """The global shape of a leaf as far as one rank can tell: as placed, else as if all shards were equal."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    known = placement_of(leaf)
+    if known is not None:
+        return known.shape
+    shape = list(leaf.shape)
+    if mesh.kind == "process" and leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
+        for dim in range(min(len(spec), leaf.ndim)):
+            for cut in spec.cuts(dim):
+                shape[dim] *= mesh.axes.get(cut.axis, 1)
+            shape[dim] = known_size(spec, dim) or shape[dim]
+    return tuple(shape)
+
+
+def as_global(leaves: Sequence[Any], specs: Sequence[PartitionSpec], mesh: Mesh) -> list[Any]:
+    """Shards as tensors of global shape, without storage; what is no tensor as it is."""
+    shapes = [global_shape(leaf, spec, mesh) for leaf, spec in zip(leaves, specs, strict=True)]
+    return [leaf if shape is None else torch.empty(shape, device="meta") for leaf, shape in zip(leaves, shapes, strict=True)]
 
 
 def content_hash(tensor: torch.Tensor) -> str | None:
@@ -213,14 +260,16 @@ def content_hash(tensor: torch.Tensor) -> str | None:
     return hashlib.sha256(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
-def _checked(tree: Any, specs: Any, mesh: Mesh) -> tuple[list[Any], Any, list[str], list[PartitionSpec]]:
+def _checked(tree: Any, specs: Any, mesh: Mesh, *, are_shards: bool = False) -> tuple[list[Any], Any, list[str], list[PartitionSpec]]:
     """Leaves, tree, names and specs; every leaf alive, and placed as its spec says if it is placed."""
     leaves, treedef = flatten(tree)
     names = leaf_names(tree, "tree")
     leaf_specs = broadcast_specs(PartitionSpec() if specs is None else specs, tree, "tree")
     check_alive(leaves, names)
     check_placed(leaves, leaf_specs, names, mesh)
-    check_specs(leaf_specs, leaves, names, mesh.axes)
+    full = as_global(leaves, leaf_specs, mesh)
+    full = [g if are_shards or placement_of(leaf) is not None else leaf for leaf, g in zip(leaves, full, strict=True)]
+    check_specs(leaf_specs, full, names, mesh.axes)
     return leaves, treedef, names, leaf_specs
 
 
@@ -232,8 +281,7 @@ def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
     if mesh.kind == "abstract":
         return full if full.device.type == "meta" else full.clone()
     if mesh.kind == "process":
-        bounds = local_bounds(spec, full.shape, mesh.axes, require_coordinate(mesh))
-        full = full[tuple(slice(a, b) for a, b in bounds)]
+        full = take(full, local_pieces(spec, full.shape, mesh.axes, require_coordinate(mesh)))
     if full.device.type == "meta":
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     return full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format)
@@ -278,28 +326,34 @@ def _gather(local: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tenso
     for dim in range(min(len(spec), local.ndim)):
         lengths = [shape[dim]]
         for cut in spec.cuts(dim):
-            lengths.append(chunk(lengths[-1], mesh.axes[cut.axis], coordinate[cut.axis], cut.size)[1])
+            lengths.append(_length(cut_pieces(lengths[-1], mesh.axes[cut.axis], coordinate[cut.axis], cut)))
         for cut, length in reversed(list(zip(spec.cuts(dim), lengths, strict=False))):
-            full = _gather_dim(full, dim, length, mesh, cut.axis, cut.size)
+            full = _gather_dim(full, dim, length, mesh, cut)
     return full
 
 
-def _gather_dim(local: torch.Tensor, dim: int, length: int, mesh: Mesh, axis: str, unit: int) -> torch.Tensor:
+def _length(pieces: Sequence[Piece]) -> int:
+    return sum(b - a for a, b in pieces)
+
+
+def _gather_dim(local: torch.Tensor, dim: int, length: int, mesh: Mesh, cut: Units) -> torch.Tensor:
     assert mesh.torch is not None
-    n = mesh.axes[axis]
-    most = chunk(length, n, 0, unit)[1]
+    n = mesh.axes[cut.axis]
+    held = [cut_pieces(length, n, i, cut) for i in range(n)]
     rows = local.movedim(dim, 0).contiguous()
-    padded = rows.new_zeros((most, *rows.shape[1:]))
+    padded = rows.new_zeros((max(map(_length, held)), *rows.shape[1:]))
     padded[: rows.shape[0]] = rows
     parts = [torch.empty_like(padded) for _ in range(n)]
     if padded.numel():
-        dist.all_gather([_bytes(p) for p in parts], _bytes(padded), group=mesh.torch.get_group(axis))
-    kept = [p[: chunk(length, n, i, unit)[1]] for i, p in enumerate(parts)]
-    return torch.cat(kept).movedim(0, dim).contiguous()
+        dist.all_gather([_bytes(p) for p in parts], _bytes(padded), group=mesh.torch.get_group(cut.axis))
+    full = rows.new_empty((length, *rows.shape[1:]))
+    for part, pieces in zip(parts, held, strict=True):
+        put(full, part, [pieces, *([(0, size)] for size in rows.shape[1:])])
+    return full.movedim(0, dim).contiguous()
 
 
 def _exchange_shape(local: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...]:
-    """The global shape of a shard that nobody has placed: what the ranks hold, added up along the axes that cut it."""
+    """The global shape of a shard that nobody has placed: what its spec tells, else what the ranks along each cut hold together."""
     assert mesh.torch is not None
     shape = list(local.shape)
     for dim in range(min(len(spec), local.ndim)):
@@ -307,6 +361,7 @@ def _exchange_shape(local: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> tup
             held = [torch.zeros(1, dtype=torch.int64, device=mesh_device(mesh)) for _ in range(mesh.axes[cut.axis])]
             dist.all_gather(held, torch.tensor([shape[dim]], device=mesh_device(mesh)), group=mesh.torch.get_group(cut.axis))
             shape[dim] = sum(int(h) for h in held)
+        shape[dim] = known_size(spec, dim) or shape[dim]
     if local_shape(spec, shape, mesh.axes, require_coordinate(mesh)) != tuple(local.shape):
         raise SpecError(f"A tensor of local shape {tuple(local.shape)} is no shard of {tuple(shape)} under {spec}.")
     return tuple(shape)

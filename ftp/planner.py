@@ -20,7 +20,7 @@ from ftp.network import AxisPlan, Problem, Strategy, is_at_rest, solve
 from ftp.notation import Dim
 from ftp.reach import Reach, reach
 from ftp.registry import BoundRule
-from ftp.spec import PartitionSpec
+from ftp.spec import PartitionSpec, Units, is_factored
 
 RECOMPUTED = VIEWS | {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # cheap enough to repeat on a regathered parameter
 
@@ -209,9 +209,10 @@ def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Map
             if cut.axis == axis:
                 # A minor axis that is folded already has cut within this one's units: what is left is cut evenly, or did not fit before.
                 unit = 1 if any(c.axis in folded for c in cuts[at + 1 :]) else cut.size
+                outer *= _packs(cut)
                 break
             if cut.axis not in folded:
-                if cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None:
+                if _packs(cut) > 1 or (cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None):
                     return None
                 outer *= axes[cut.axis]
         if unit is not None:
@@ -223,8 +224,8 @@ def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Map
 def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[list[str], Specs]:
     """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f, inner]``, and the specs to plan for.
 
-    A dim that does not divide and is cut by the same axes in both orders fits no order twice. Such a dim is planned as whole: it is
-    gathered where it comes in and sliced where it goes out.
+    A dim that does not divide and is cut by the same axes in both orders fits no order twice, packs of several sizes and units that ranks
+    share fit none. Such a dim is planned as whole: it is gathered where it comes in and sliced where it goes out.
     """
     shaped = [(spec, node.results[0].shape) for node, spec in (*specs.inputs.items(), *specs.constraints.items())]
     shaped += [(spec, value.meta.shape) for spec, value in zip(specs.outputs, graph.outputs, strict=True) if spec is not None]
@@ -247,11 +248,17 @@ def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[li
     )
 
 
+def _packs(cut: Units) -> int:
+    return cut.pack if isinstance(cut.pack, int) else len(cut.pack)
+
+
 def _is_nested(spec: PartitionSpec, dim: int) -> bool:
-    return len(spec.cuts(dim)) > 1 or any(cut.size > 1 for cut in spec.cuts(dim))
+    return len(spec.cuts(dim)) > 1 or not all(cut.is_plain for cut in spec.cuts(dim))
 
 
 def _fits(spec: PartitionSpec, shape: Sequence[Size], order: Sequence[str], axes: Mapping[str, int]) -> bool:
+    if not all(isinstance(size, int) and is_factored(spec, dim, size, dict(axes)) for dim, size in enumerate(shape)):
+        return False
     local = tuple(shape)
     for at, name in enumerate(order):
         layout = spec_layout(spec, local, name, axes, order[:at])

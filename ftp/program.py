@@ -20,10 +20,10 @@ from ftp.graph import Node, Value
 from ftp.layout import nominal
 from ftp.mesh import Mesh, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
-from ftp.placement import mesh_device
+from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
 from ftp.simulate import simulate
-from ftp.spec import PartitionSpec, local_bounds
+from ftp.spec import PartitionSpec, local_pieces
 
 _DTYPES = {
     torch.float32: "f32",
@@ -115,8 +115,7 @@ class Program:
 
 
 def _shard(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:
-    bounds = local_bounds(spec, x.shape, dict(axes), dict(coordinate))
-    return x[tuple(slice(a, b) for a, b in bounds)].contiguous() if spec else x
+    return take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous() if spec else x
 
 
 def _join(
@@ -130,7 +129,7 @@ def _join(
         return parts[0]
     whole = parts[0].new_empty(shape)
     for part, coordinate in zip(parts, coordinates, strict=True):
-        whole[tuple(slice(a, b) for a, b in local_bounds(spec, shape, dict(axes), dict(coordinate)))] = part
+        put(whole, part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
     return whole
 
 

@@ -9,24 +9,67 @@ from ftp.errors import SpecError
 
 @dataclass(frozen=True)
 class Units:
-    """An axis name that cuts a dim in whole units of ``size`` elements."""
+    """An axis name that cuts a dim, or each of the packs that lie along it, in whole units of ``size`` elements.
+
+    ``pack`` is the number of equal packs, or the sizes of all of them.
+    """
 
     axis: str
     size: int
+    pack: int | tuple[int, ...] = 1
 
     def __repr__(self) -> str:
-        return f"units({self.axis!r}, {self.size})"
+        pack = "" if self.pack == 1 else f", pack={self.pack!r}"
+        return f"units({self.axis!r}, {self.size}{pack})"
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a bare axis name says the same."""
+        return self.size == 1 and self.pack == 1
+
+    def sizes(self, size: int) -> tuple[int, ...]:
+        """What the packs along a dim of ``size`` measure."""
+        return (size // self.pack,) * self.pack if isinstance(self.pack, int) else self.pack
+
+    def fits(self, size: int) -> bool:
+        """Whether the packs make up a dim of ``size`` and hold whole units."""
+        sizes = self.sizes(size)
+        return sum(sizes) == size and not any(s % self.size for s in sizes)
+
+    def repeats(self, size: int, n: int) -> int:
+        """How many ranks of ``n`` share a unit of a pack of ``size``: more than one where there are fewer units than ranks."""
+        count = size // self.size
+        return n // count if self.size > 1 and 0 < count < n and n % count == 0 else 1
 
 
-def units(axis: str, size: int) -> Units:
+def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
     """An entry of a spec that cuts a dim over ``axis`` in whole units of ``size`` elements, such as attention heads.
 
-    >>> P(units("tp", 64), None)
-    P(units('tp', 64), None)
+    Where the ranks are a multiple of the units, 2 heads on 4 ranks say, neighbouring ranks share a unit: each holds all of it, and its
+    gradient is the sum of what they contribute.
+
+    Args:
+        size: elements that stay together; the dim, or each pack, is a multiple of it.
+        pack: tensors that lie one after another along the dim, each cut for itself: a shard is this rank's part of the first, then of the
+            second, and so on. A number where all are of one size (3 for q, k and v, 2 for gate and up; Megatron's ``partition_stride``),
+            else the size of each, as ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
+
+    Raises:
+        SpecError: what is no axis name, or no positive number.
+
+    >>> P(units("tp", 64), None), P(units("tp", 64, pack=3))
+    (P(units('tp', 64), None), P(units('tp', 64, pack=3)))
+    >>> local_pieces(P(units("tp", 2, pack=2)), (8,), {"tp": 2}, {"tp": 1})
+    [[(2, 4), (6, 8)]]
     """
-    if not isinstance(axis, str) or not isinstance(size, int) or size < 1:
-        raise SpecError(f"units(axis, size) takes a mesh axis name and a positive int, not units({axis!r}, {size!r}).")
-    return Units(axis, size)
+    sizes = pack if isinstance(pack, int) else tuple(pack)
+    numbers = (size, *(sizes if isinstance(sizes, tuple) else (sizes,)))
+    if not isinstance(axis, str) or not all(isinstance(x, int) and x >= 1 for x in numbers) or sizes == ():
+        raise SpecError(
+            "units(axis, size, pack=) takes a mesh axis name, a positive int, and the number of packs or a size for each,"
+            f" not units({axis!r}, {size!r}, pack={pack!r})."
+        )
+    return Units(axis, size, sizes)
 
 
 Entry = None | str | Units | tuple["str | Units", ...]
@@ -135,26 +178,32 @@ def check_spec(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str,
 
 
 def _ragged(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], where: str) -> list[str]:
-    """Units that do not divide what they cut, on any rank."""
+    """Units or packs that do not fit what they cut, on any rank."""
     failures = []
     for dim in range(len(spec)):
         sizes = {int(shape[dim])}
         for cut in spec.cuts(dim):
-            if odd := [size for size in sizes if size % cut.size]:
+            if odd := [size for size in sizes if not cut.fits(size)]:
                 held = "" if odd == [shape[dim]] else f", of which some ranks hold {max(odd)} before {cut.axis!r} cuts it"
-                failures.append(
-                    f"{where} has spec {spec}: units of {cut.size} do not divide dim {dim} of size {shape[dim]}{held}."
-                    f" Pad the dim, or cut it by {cut.axis!r} alone."
-                )
+                failures.append(f"{where} has spec {spec}: {_misfit(cut, f'dim {dim} of size {shape[dim]}{held}', max(odd))}.")
                 break
-            sizes = {chunk(size, axes[cut.axis], i, cut.size)[1] for size in sizes for i in range(axes[cut.axis])}
+            sizes = {_cut_length(size, axes[cut.axis], i, cut) for size in sizes for i in range(axes[cut.axis])}
     return failures
+
+
+def _misfit(cut: Units, dim: str, size: int) -> str:
+    if isinstance(cut.pack, tuple) and sum(cut.pack) != size:
+        return f"packs of {' + '.join(map(str, cut.pack))} = {sum(cut.pack)} do not make up {dim}. Give the size of each"
+    if isinstance(cut.pack, int) and size % cut.pack:
+        return f"{cut.pack} equal packs do not make up {dim}. Give the size of each, as pack=(...)"
+    packs = "" if cut.pack == 1 else f"the packs of {' + '.join(map(str, cut.sizes(size)))} along "
+    return f"units of {cut.size} do not divide {packs}{dim}. Pad {'the dim' if cut.pack == 1 else 'them'}, or cut it by {cut.axis!r} alone"
 
 
 def _repeated(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str, axis: str, first: int, dim: int) -> str:
     message = f"{where} has spec {spec}, which uses mesh axis {axis!r} (size {axes[axis]}) for dim {first} and again for dim {dim}."
     entries = list(spec)
-    kept = tuple(c if c.size > 1 else c.axis for c in spec.cuts(dim) if c.axis != axis)
+    kept = tuple(c.axis if c.is_plain else c for c in spec.cuts(dim) if c.axis != axis)
     entries[dim] = kept or None
     suggestion = P(*entries)
     if shape is None or check_spec(suggestion, shape, axes, where):
@@ -175,19 +224,86 @@ def local_shape(
     >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     ((3, 3), (2, 3))
     """
-    return tuple(stop - start for start, stop in local_bounds(spec, shape, axes, coordinate or dict.fromkeys(axes, 0)))
+    pieces = local_pieces(spec, shape, axes, coordinate or dict.fromkeys(axes, 0))
+    return tuple(sum(stop - start for start, stop in dim) for dim in pieces)
 
 
 def local_bounds(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]) -> list[tuple[int, int]]:
-    """Per dim the (start, stop) that the rank at ``coordinate`` holds, cut as ``torch.chunk`` cuts, axis inside axis."""
-    bounds = []
+    """Per dim the (start, stop) that the rank at ``coordinate`` holds, of a spec under which that is one piece (`local_pieces`)."""
+    found = local_pieces(spec, shape, axes, coordinate)
+    if scattered := [dim for dim, pieces in enumerate(found) if len(pieces) != 1]:
+        raise SpecError(f"Under {spec} a shard of {tuple(shape)} is several pieces along dim {scattered[0]}, no single slice.")
+    return [pieces[0] for pieces in found]
+
+
+Piece = tuple[int, int]
+
+
+def local_pieces(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]) -> list[list[Piece]]:
+    """Per dim the (start, stop) of each piece of the global dim that the shard at ``coordinate`` is made of, in its order.
+
+    There is one piece but for packed dims; cut as ``torch.chunk`` cuts, axis inside axis.
+
+    >>> local_pieces(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
+    [[(3, 5)], [(0, 3)]]
+    """
+    found = []
     for dim, size in enumerate(shape):
-        start, length = 0, int(size)
+        held: list[Piece] = [(0, int(size))]
         for cut in spec.cuts(dim):
-            offset, length = chunk(length, axes[cut.axis], coordinate[cut.axis], cut.size)
-            start += offset
-        bounds.append((start, start + length))
-    return bounds
+            length = sum(stop - start for start, stop in held)
+            held = [p for piece in cut_pieces(length, axes[cut.axis], coordinate[cut.axis], cut) for p in _within(held, *piece)]
+        found.append(held)
+    return found
+
+
+def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
+    """What rank ``index`` of ``n`` holds of a dim of ``size``, pack after pack; at least one piece, which may be empty.
+
+    >>> [cut_pieces(6, 4, i, units("tp", 3)) for i in range(4)]
+    [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
+    """
+    found, begin = [], 0
+    for pack in cut.sizes(size):
+        repeats = cut.repeats(pack, n)
+        start, length = chunk(pack, n // repeats, index // repeats, cut.size)
+        found.append((begin + start, begin + start + length))
+        begin += pack
+    return [p for p in found if p[0] < p[1]] or found[:1]
+
+
+def _within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+    """The pieces of the global dim that lie at (start, stop) of what ``held`` make up."""
+    found, before = [], 0
+    for a, b in held:
+        low, high = max(start, before), min(stop, before + b - a)
+        if low < high:
+            found.append((a + low - before, a + high - before))
+        before += b - a
+    return found or [(held[0][0], held[0][0])]
+
+
+def _cut_length(size: int, n: int, index: int, cut: Units) -> int:
+    return sum(stop - start for start, stop in cut_pieces(size, n, index, cut))
+
+
+def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) -> bool:
+    """Whether every cut of the dim is a cut of ``f`` in ``[outer, f, inner]``: not where packs differ, nor where ranks share units."""
+    sizes = {size}
+    for cut in spec.cuts(dim):
+        n = axes[cut.axis]
+        for held in sizes:
+            packs = cut.sizes(held)
+            if n > 1 and (len(set(packs)) > 1 or cut.repeats(packs[0], n) > 1):
+                return False
+        sizes = {_cut_length(held, n, i, cut) for held in sizes for i in range(n)}
+    return True
+
+
+def known_size(spec: PartitionSpec, dim: int) -> int | None:
+    """The global size that a spec itself tells: the sum of its packs, where their sizes are given on the major cut."""
+    cuts = spec.cuts(dim)
+    return sum(cuts[0].pack) if cuts and isinstance(cuts[0].pack, tuple) else None
 
 
 def chunk(size: int, n: int, index: int, unit: int = 1) -> tuple[int, int]:

@@ -20,7 +20,6 @@ from ftp.arguments import (
     check_static,
     check_values,
     describe_held,
-    global_shape,
     without_addresses,
 )
 from ftp.cost import VIEWS
@@ -28,7 +27,7 @@ from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, from_fx
 from ftp.mesh import START_TIMEOUT, Mesh
-from ftp.placement import Donated, Placement, check_alive, check_placed, placement, remember
+from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, make_plan
 from ftp.program import Lowered, Program
 from ftp.spec import PartitionSpec, check_spec
