@@ -21,6 +21,7 @@ ORDER = [
     "registry",
     "localize",
     "rules",
+    "prover",
     "decompositions",
     "agreement",
     "placement",

@@ -15,7 +15,7 @@ import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.errors import RuleError
 from ftp.localize import Cut, LocalOp, localize
 from ftp.notation import Dims
-from ftp.registry import BoundRule, Call, Meta, lookup, tensors
+from ftp.registry import BoundRule, Call, Meta, Rule, bind, lookup, tensors
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results whose values mean nothing
@@ -59,19 +59,26 @@ def check_rule(
     proven: dict[str, None] = {}
     generator = torch.Generator().manual_seed(seed)
     for args, kwargs in samples:
-        case = _Case.of(op, list(args), dict(kwargs), kernel or op)
-        _prove(case, (), None)
-        for strategy in _strategies(case, ranks, pairs):
-            _prove(case, strategy, None)
-            proven[f"{case.rule}: {'; '.join(map(str, strategy))}"] = None
-        for group in case.rule.linear:
-            for n in ranks:
-                _prove(case, (), (group, n, generator))
-                proven[f"{case.rule}: operands {', '.join(map(str, group))} as sums over {n}"] = None
-            if pairs:
-                for strategy in _strategies(case, ranks[:1], pairs=False):
-                    _prove(case, strategy, (group, ranks[0], generator))
+        case = Case.of(op, list(args), dict(kwargs), kernel or op)
+        proven |= dict.fromkeys(prove(case, ranks, pairs, generator))
     return list(proven)
+
+
+def prove(case: "Case", ranks: Sequence[int], pairs: bool, generator: torch.Generator) -> list[str]:
+    """Every strategy of one call's rule, as ``check_rule`` proves it."""
+    proven = []
+    _prove(case, (), None)
+    for strategy in _strategies(case, ranks, pairs):
+        _prove(case, strategy, None)
+        proven.append(f"{case.rule}: {'; '.join(map(str, strategy))}")
+    for group in case.rule.linear:
+        for n in ranks:
+            _prove(case, (), (group, n, generator))
+            proven.append(f"{case.rule}: operands {', '.join(map(str, group))} as sums over {n}")
+        if pairs:
+            for strategy in _strategies(case, ranks[:1], pairs=False):
+                _prove(case, strategy, (group, ranks[0], generator))
+    return proven
 
 
 @dataclass(frozen=True)
@@ -92,8 +99,8 @@ class _FactorCut:
 
 
 @dataclass(frozen=True)
-class _Case:
-    """One call on the whole."""
+class Case:
+    """One call on the whole, with its results and the rule that is to be proven for it."""
 
     op: OpOverload
     kernel: Callable[..., Any]
@@ -103,24 +110,41 @@ class _Case:
     rule: BoundRule
 
     @classmethod
-    def of(cls, op: OpOverload, args: list[Any], kwargs: dict[str, Any], kernel: Callable[..., Any]) -> "_Case":
-        results = _tuple(kernel(*_cloned(args), **_cloned(kwargs)))
-        metas = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64) for r in results)
-        rule = lookup(Call(op, tuple(_with_metas(args)), _with_metas(kwargs), metas))
-        if rule is None:
+    def of(
+        cls, op: OpOverload, args: list[Any], kwargs: dict[str, Any], kernel: Callable[..., Any] | None = None, rule: Rule | None = None
+    ) -> "Case":
+        """Runs the op; the rule is the one that is stated for it where none is given."""
+        kernel = kernel or op
+        results = results_of(kernel, args, kwargs)
+        call = call_of(op, args, kwargs, results)
+        found = lookup(call) if rule is None else bind(rule, [m.shape for m in call.operands], [m.shape for m in call.results], str(op))
+        if found is None:
             raise RuleError(f"{op} has no sharding rule to prove. State one with ftp.rule(torch.ops.{op}, 'operands -> results').")
-        case = cls(op, kernel, args, kwargs, results, rule)
-        for dims in (*rule.operands, *rule.results):
+        case = cls(op, kernel, args, kwargs, results, found)
+        for dims in (*found.operands, *found.results):
             named = [f for dim in dims for f in dim]
             if len(set(named)) < len(named):
-                raise RuleError(f"The rule {str(rule)!r} of {op} has a factor twice in one tensor, so that a cut of it would be two cuts.")
-        for group in rule.linear:
-            if any(i >= len(rule.operands) for i in group):
-                raise RuleError(f"The rule {str(rule)!r} of {op} says that operands {group} are linear; the call has {len(rule.operands)}.")
+                raise RuleError(f"The rule {str(found)!r} of {op} has a factor twice in one tensor, so that a cut of it would be two cuts.")
+        for group in found.linear:
+            if any(i >= len(found.operands) for i in group):
+                raise RuleError(
+                    f"The rule {str(found)!r} of {op} says that operands {group} are linear; the call has {len(found.operands)}."
+                )
         return case
 
 
-def _strategies(case: _Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_FactorCut, ...]]:
+def results_of(kernel: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What the op returns, on arguments of its own."""
+    return _tuple(kernel(*_cloned(args), **_cloned(kwargs)))
+
+
+def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]) -> Call:
+    """A call as a rule sees it."""
+    metas = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64) for r in results)
+    return Call(op, tuple(_with_metas(list(args))), _with_metas(dict(kwargs)), metas)
+
+
+def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_FactorCut, ...]]:
     rule = case.rule
     present = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim}
     free = sorted(present - rule.whole)
@@ -174,7 +198,7 @@ def chunk(size: int, n: int, at: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def _prove(case: _Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int, ...], int, torch.Generator] | None) -> None:
+def _prove(case: Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int, ...], int, torch.Generator] | None) -> None:
     operands = list(tensors((case.args, case.kwargs), Tensor))
     how = [str(cut) for cut in strategy]
     try:
@@ -183,7 +207,7 @@ def _prove(case: _Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int
         else:
             group, n, generator = pending
             how.append(f"operands {', '.join(map(str, group))} as sums over {n}")
-            parts = {i: _random_sum(operands[i], n, generator) for i in group}
+            parts = {i: random_sum(operands[i], n, generator) for i in group}
             shares = [_sharded(case, strategy, [parts[i][r] if i in parts else x for i, x in enumerate(operands)]) for r in range(n)]
             results = tuple(None if r[0] is None else sum(r[1:], r[0]) for r in zip(*shares, strict=True))
         _compare(case, results)
@@ -197,14 +221,14 @@ def _prove(case: _Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int
         ) from error
 
 
-def _sharded(case: _Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]) -> tuple[Any, ...]:
+def _sharded(case: Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]) -> tuple[Any, ...]:
     """The op done by all ranks."""
     coordinates = itertools.product(*(range(cut.n) for cut in strategy))
     return _join(case.rule, strategy, {c: _run(case, strategy, c, operands) for c in coordinates})
 
 
 def _run(
-    case: _Case, strategy: Sequence[_FactorCut], coordinate: tuple[int, ...], operands: Sequence[Tensor]
+    case: Case, strategy: Sequence[_FactorCut], coordinate: tuple[int, ...], operands: Sequence[Tensor]
 ) -> tuple[_Rank, tuple[Any, ...]]:
     """The op's local form on one rank's shards."""
     rule, graph, env = case.rule, fx.Graph(), {}
@@ -300,7 +324,7 @@ def _joined(
     return parts[0]
 
 
-def _compare(case: _Case, results: Sequence[Any]) -> None:
+def _compare(case: Case, results: Sequence[Any]) -> None:
     for index, (whole, joined) in enumerate(zip(case.results, results, strict=True)):
         if not isinstance(whole, Tensor):
             continue
@@ -310,7 +334,7 @@ def _compare(case: _Case, results: Sequence[Any]) -> None:
         torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False, msg=lambda m, i=index: f"result {i}: {m}")
 
 
-def _random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
+def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     """``n`` tensors that add up to ``x``, of its order of magnitude."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
         parts = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for _ in range(n - 1)]
