@@ -47,6 +47,10 @@ class ReplicationWarning(UserWarning):
     """An op without a rule is computed whole on every rank."""
 
 
+class DiscoveryWarning(UserWarning):
+    """An op without a stated rule is divided by one that was found by trial."""
+
+
 def join_failures(failures: Iterable[str]) -> str:
     """One message out of several, a failing leaf each.
 

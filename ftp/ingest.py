@@ -10,9 +10,10 @@ from torch import fx
 
 from ftp.constrain import spec_from_str
 from ftp.decompositions import DECOMPOSITIONS
-from ftp.errors import PlanningError, ReplicationWarning, RuleError
+from ftp.discovery import discover
+from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, merge_common, whole_rule
-from ftp.registry import BoundRule, Call, Meta, lookup
+from ftp.registry import BoundRule, Call, Meta, bind, lookup
 from ftp.spec import PartitionSpec
 from ftp.trace import decompose as trace_decomposition
 
@@ -95,13 +96,27 @@ class _Builder:
         if found is not None:
             return found
         if target not in DECOMPOSITIONS:
-            message = (
-                f"{target} has no sharding rule: every rank computes it whole. It is called at {source or 'an unknown line'}."
-                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
-            )
+            at = f"It is called at {source or 'an unknown line'}."
+            finding = discover(call)
             if self.strict:
-                raise PlanningError(message)
-            warnings.warn(message, ReplicationWarning, stacklevel=2)
+                proven = f" proven on {finding.cases} generated calls" if finding.rule else ""
+                line = finding.line(target) if finding.rule else f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
+                raise PlanningError(f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}: {line}")
+            if finding.stated is not None:
+                warnings.warn(
+                    f"{target} has no sharding rule; one was found by trial, is proven on {finding.cases} generated calls, and is used."
+                    f" {at}\n  State it, and nothing is tried any more: {finding.line(target)}",
+                    DiscoveryWarning,
+                    stacklevel=2,
+                )
+                metas = [m.shape for m in call.operands], [m.shape for m in call.results]
+                return bind(finding.stated, *metas, str(target))
+            warnings.warn(
+                f"{target} has no sharding rule: every rank computes it whole. {at} None was found by trial: {finding.reason}."
+                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r})",
+                ReplicationWarning,
+                stacklevel=2,
+            )
         return whole_rule([m.shape for m in call.operands], [m.shape for m in call.results])
 
 

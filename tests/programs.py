@@ -7,16 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from hypothesis import assume
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from ftp import P, constrain, units
-from ftp.spec import check_spec
+from ftp.testing.strategies import MESHES as MESHES
+from ftp.testing.strategies import specs as specs_of_axes
 
 Shape = tuple[int, ...]
 LARGEST = 400  # elements of a value
-MESHES: list[Shape] = [(2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (8,), (1, 3), (1,)]
 AXES = ("a", "b")
 
 
@@ -96,19 +95,8 @@ def live(lines: Sequence[str], returned: Sequence[str]) -> list[str]:
     return kept[::-1]
 
 
-@st.composite
-def specs(draw: st.DrawFn, shape: Shape, mesh: Shape) -> P:
-    """Any spec of a tensor of ``shape``: each axis on one dim or on none, several on one dim in any order, some in units."""
-    entries: list[tuple[Any, ...]] = [()] * len(shape)
-    for axis in AXES[: len(mesh)]:
-        at = draw(st.integers(-1, len(shape) - 1))
-        if at >= 0 and not entries[at] and draw(st.integers(0, 4)) == 4:
-            entries[at] = (units(axis, draw(st.sampled_from([k for k in range(1, shape[at] + 1) if shape[at] % k == 0]))),)
-        elif at >= 0:
-            entries[at] = draw(st.sampled_from([(*entries[at], axis), (axis, *entries[at])])) if entries[at] else (axis,)
-    spec = P(*[e if len(e) > 1 else (e or (None,))[0] for e in entries])
-    assume(not check_spec(spec, shape, dict(zip(AXES, mesh, strict=False)), "x"))  # nested units need not divide
-    return spec
+def specs(shape: Shape, mesh: Shape) -> st.SearchStrategy[P]:
+    return specs_of_axes(shape, dict(zip(AXES, mesh, strict=False)))
 
 
 class Env:
@@ -287,13 +275,14 @@ def expand(e: Env) -> str | None:
 
 def join(e: Env) -> str | None:
     x = e.pick()
-    y = e.pick(lambda t: tuple(t.shape) == e.shape(x))  # type: ignore[arg-type]
-    if e.shape(x) == () or e.draw(st.booleans()):  # type: ignore[arg-type]
-        return f"torch.stack([{x}, {y}], {e.up_to(len(e.shape(x)))})"  # type: ignore[arg-type]
-    d = e.dim(x)  # type: ignore[arg-type]
+    assert x is not None
+    y = e.pick(lambda t: tuple(t.shape) == e.shape(x))
+    if e.shape(x) == () or e.draw(st.booleans()):
+        return f"torch.stack([{x}, {y}], {e.up_to(len(e.shape(x)))})"
+    d = e.dim(x)
     y = e.pick(
         lambda t: t.ndim == len(e.shape(x)) and all(a == b for i, (a, b) in enumerate(zip(t.shape, e.shape(x), strict=True)) if i != d)
-    )  # type: ignore[arg-type]
+    )
     return e.choose(f"torch.cat([{x}, {y}], {d})", f"torch.cat([{y}, {x}, {x}], {d})")
 
 
@@ -399,7 +388,7 @@ def attention(e: Env) -> str | None:
     q = e.pick(lambda t: t.ndim in (3, 4) and t.shape[-1] > 1)
     if q is None:
         return None
-    k, v = (e.pick(lambda t: tuple(t.shape) == e.shape(q)) for _ in range(2))
+    k, v = (e.pick(lambda t, shape=e.shape(q): tuple(t.shape) == shape) for _ in range(2))
     return f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={e.draw(st.booleans())})"
 
 

@@ -1,5 +1,21 @@
-"""Tests of people's own programs and rules: proofs of rules, strategies for hypothesis, and programs against one device."""
+"""Tests of people's own programs and rules: proofs of rules, strategies for hypothesis, and programs against one device.
+
+``docs/testing.md`` shows them at work. What draws needs hypothesis, which is imported when first used.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ftp.prover import check_rule
+from ftp.testing.equal import assert_equal_to_one_device
 
-__all__ = ["check_rule"]
+if TYPE_CHECKING:
+    from ftp.testing.strategies import meshes, op_inputs, shapes, spec_trees, specs, tensors
+
+__all__ = ["assert_equal_to_one_device", "check_rule", "meshes", "op_inputs", "shapes", "spec_trees", "specs", "tensors"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return getattr(import_module("ftp.testing.strategies"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
