@@ -388,7 +388,8 @@ def attention(e: Env) -> str | None:
     q = e.pick(lambda t: t.ndim in (3, 4) and t.shape[-1] > 1)
     if q is None:
         return None
-    k, v = (e.pick(lambda t, shape=e.shape(q): tuple(t.shape) == shape) for _ in range(2))
+    shape = e.shape(q)
+    k, v = (e.pick(lambda t: tuple(t.shape) == shape) for _ in range(2))
     return f"F.scaled_dot_product_attention({q}, {k}, {v}, is_causal={e.draw(st.booleans())})"
 
 
