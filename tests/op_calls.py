@@ -113,7 +113,7 @@ def drawn(op: OpOverload, count: int, seed: int = 0) -> list[Call]:
 
 
 def prove_op(op: OpOverload, calls: Sequence[Any], pairs: bool, ranks: Sequence[int] = (2, 3)) -> tuple[int, int, str]:
-    """Strategies proven, calls proven, and the first failure; calls that the op itself refuses, or gives other values each time, are left out."""
+    """Strategies proven, calls proven, and the first failure; calls that the op itself refuses are left out."""
     strategies = proven = 0
     generator = torch.Generator().manual_seed(0)
     for args, kwargs in calls:
