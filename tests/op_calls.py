@@ -97,7 +97,12 @@ def drawn(op: OpOverload, count: int, seed: int = 0) -> list[Call]:
     found: list[Call] = []
 
     @settings(
-        max_examples=count, deadline=None, database=None, phases=[Phase.generate], suppress_health_check=list(HealthCheck), print_blob=False
+        max_examples=count,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate],
+        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        print_blob=False,
     )
     @seeded(seed)
     @given(op_inputs(op, samples(op), kernel=STAND_INS.get(op)))
