@@ -9,6 +9,7 @@ from ftp.errors import FtpError
 from ftp.functional import Constraint, functionalize
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice
+from ftp.plans import from_parallelize_plan
 from ftp.program import Lowered
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
 from ftp.spec import P, PartitionSpec, units
@@ -34,6 +35,7 @@ __all__ = [
     "device_put",
     "einsum",
     "errors",
+    "from_parallelize_plan",
     "functionalize",
     "init_process_group",
     "local_slice",

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from types import EllipsisType
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -14,40 +15,79 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ftp.constrain import constrain
+from ftp.constrain import constrain, entries_over, misnamed
 from ftp.errors import FtpError, InputError, SpecError, TraceError, join_failures
 from ftp.spec import P
 from ftp.tree import kind_of, match_patterns, nearest, remember_tied
+
+Pins = P | tuple[P, ...] | None
+"""Where one tensor lives: a spec; several that hold one after the other, as it arrives and as it goes on; None leaves it alone."""
 
 
 @dataclass(frozen=True)
 class Constraint:
     """Where a module's inputs and outputs live; ``None`` leaves one alone.
 
-    Args:
-        inputs: a spec for each positional argument of the module's forward.
-        kwargs: a spec for each keyword argument named.
-        outputs: the spec of its output tensor, or a tuple with a spec for each tensor that it returns.
+    A tensor's entry may be a tuple of specs, which hold one after the other: ``(P("tp"), P())`` arrives cut and goes on whole.
 
-    >>> Constraint(inputs=(P("dp", "tp", None),), outputs=(P("dp"), None))
-    Constraint(inputs=(P('dp', 'tp', None),), kwargs=None, outputs=(P('dp'), None))
+    Args:
+        inputs: an entry for each positional argument of the module's forward; a trailing ``...`` leaves the rest alone.
+        kwargs: an entry for each keyword argument named.
+        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it returns.
+        axes: the mesh axes that the specs speak of, as in ``ftp.constrain``; by default all.
+        grad: whether gradients are laid out so too, or left to the planner.
+
+    Raises:
+        SpecError: entries that are no such things.
+
+    >>> Constraint(inputs=(P("dp", "tp", None),), outputs=(P("dp"), None)).outputs
+    (P('dp'), None)
+    >>> Constraint(inputs=((P(None, "tp"), P()), ...), axes="tp").axes
+    ('tp',)
     """
 
-    inputs: tuple[P | None, ...] | None = None
-    kwargs: Mapping[str, P | None] | None = None
-    outputs: P | tuple[P | None, ...] | None = None
+    inputs: "tuple[Pins | EllipsisType, ...] | None" = None
+    kwargs: Mapping[str, Pins] | None = None
+    outputs: "P | tuple[Pins | EllipsisType, ...] | None" = None
+    axes: str | Sequence[str] | None = None
+    grad: bool = True
 
     def __post_init__(self):
+        if self.axes is not None:
+            object.__setattr__(self, "axes", (self.axes,) if isinstance(self.axes, str) else tuple(self.axes))
         for field, value in (("inputs", self.inputs), ("outputs", self.outputs)):
-            specs = value if isinstance(value, tuple) else (value,)
-            if (isinstance(value, P) and field == "inputs") or not all(s is None or isinstance(s, P) for s in specs):
-                expected = "a tuple of P or None" if field == "inputs" else "a P or a tuple of P or None"
-                raise SpecError(
-                    f"Constraint({field}={value!r}): it must be {expected}{f', as ({value},)' if isinstance(value, P) else ''}."
-                )
-        for name, spec in (self.kwargs or {}).items():
-            if spec is not None and not isinstance(spec, P):
-                raise SpecError(f"Constraint(kwargs={{{name!r}: {spec!r}}}): the spec must be a P or None.")
+            entries = value if isinstance(value, tuple) else (value,)
+            if field == "inputs" and not (value is None or isinstance(value, tuple)):
+                hint = f", as ({value},)" if isinstance(value, P) else ""
+                raise SpecError(f"Constraint(inputs={value!r}): it must be a tuple of P or None{hint}.")
+            for i, entry in enumerate(entries):
+                if not _is_entry(entry) and not (entry is ... and isinstance(value, tuple) and i == len(value) - 1):
+                    what = "a P or a tuple of P or None" if field == "outputs" else "a tuple of P or None"
+                    raise SpecError(f"Constraint({field}={value!r}): it must be {what}; {entry!r} is {kind_of(entry)}.")
+        for name, entry in (self.kwargs or {}).items():
+            if not _is_entry(entry):
+                raise SpecError(f"Constraint(kwargs={{{name!r}: {entry!r}}}): the spec must be a P or None.")
+        for spec in self.specs():
+            if problem := misnamed(spec, cast("tuple[str, ...] | None", self.axes)):
+                raise SpecError(f"Constraint: {problem}")
+
+    def specs(self) -> tuple[P, ...]:
+        """Every spec in it.
+
+        >>> Constraint(inputs=((P("tp"), P()), None), outputs=P("tp")).specs()
+        (P('tp'), P(), P('tp'))
+        """
+        outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
+        entries = (*(self.inputs or ()), *(self.kwargs or {}).values(), *outputs)
+        return tuple(spec for entry in entries if entry is not ... for spec in _chain(entry))
+
+
+def _is_entry(entry: object) -> bool:
+    return entry is None or isinstance(entry, P) or (isinstance(entry, tuple) and bool(entry) and all(isinstance(s, P) for s in entry))
+
+
+def _chain(entry: Pins) -> tuple[P, ...]:
+    return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
 
 
 def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint] | None = None, buffers: bool = False) -> Any:
@@ -375,36 +415,46 @@ def _check_constraint(pattern: str, value: object) -> str | None:
 
 def _pin_inputs(pin: _Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
     ran.add(pin.path)
-    specs, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
-    if specs is not None and len(specs) != len(args):
-        keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
-        raise InputError(f"{pin.where}: the constraint has {len(specs)} inputs, but it is called with {len(args)} arguments{keywords}.")
+    given, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
+    keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
+    entries = None if given is None else _fitted(given, len(args), pin, "inputs", f"it is called with {len(args)} arguments{keywords}")
     if missing := [name for name in by_name if name not in kwargs]:
         called = f"the keywords {', '.join(map(repr, kwargs))}" if kwargs else "no keywords"
         raise InputError(f"{pin.where}: the constraint names {', '.join(map(repr, missing))}, but it is called with {called}.")
-    if specs is not None:
-        args = tuple(_pinned(value, spec, pin, f"input {i}") for i, (value, spec) in enumerate(zip(args, specs, strict=True)))
-    return args, kwargs | {name: _pinned(kwargs[name], spec, pin, f"keyword {name!r}") for name, spec in by_name.items()}
+    if entries is not None:
+        args = tuple(_pinned(value, entry, pin, f"input {i}") for i, (value, entry) in enumerate(zip(args, entries, strict=True)))
+    return args, kwargs | {name: _pinned(kwargs[name], entry, pin, f"keyword {name!r}") for name, entry in by_name.items()}
 
 
 def _pin_outputs(pin: _Pin, module: nn.Module, args: tuple, out: Any) -> Any:
-    specs = pin.constraint.outputs
-    if not isinstance(specs, tuple):
-        return _pinned(out, specs, pin, "its output")
+    given = pin.constraint.outputs
+    if not isinstance(given, tuple):
+        return _pinned(out, given, pin, "its output")
+    if isinstance(out, Tensor) and len(given) == 1:
+        (entry,) = _fitted(given, 1, pin, "outputs", "")
+        return _pinned(out, entry, pin, "its output")
     if not isinstance(out, tuple | list):
         raise InputError(f"{pin.where}: the constraint has a tuple of outputs, but it returns {kind_of(out)}.")
-    if len(specs) != len(out):
-        raise InputError(f"{pin.where}: the constraint has {len(specs)} outputs, but it returns {len(out)}.")
-    new = [_pinned(value, spec, pin, f"output {i}") for i, (value, spec) in enumerate(zip(out, specs, strict=True))]
+    entries = _fitted(given, len(out), pin, "outputs", f"it returns {len(out)}")
+    new = [_pinned(value, entry, pin, f"output {i}") for i, (value, entry) in enumerate(zip(out, entries, strict=True))]
     return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
 
 
-def _pinned(value: Any, spec: P | None, pin: _Pin, what: str) -> Any:
-    if spec is None:
-        return value
-    if not isinstance(value, Tensor):
-        several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
-        raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
-    if len(spec) > value.ndim:
-        raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
-    return constrain(value, spec)
+def _fitted(entries: tuple, n: int, pin: _Pin, field: str, but: str) -> tuple[Pins, ...]:
+    """An entry for each of ``n`` values."""
+    is_open = entries[-1:] == (...,)
+    given = len(entries) - is_open
+    if given > n or (given < n and not is_open):
+        raise InputError(f"{pin.where}: the constraint has {given} {field}, but {but}.")
+    return (*entries[:given], *(None,) * (n - given))
+
+
+def _pinned(value: Any, entry: Pins, pin: _Pin, what: str) -> Any:
+    for spec in _chain(entry):
+        if not isinstance(value, Tensor):
+            several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
+            raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
+        if entries_over(spec, value.ndim):
+            raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
+        value = constrain(value, spec, axes=pin.constraint.axes, grad=pin.constraint.grad)
+    return value

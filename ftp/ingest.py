@@ -3,18 +3,18 @@
 import operator
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from ftp.constrain import spec_from_str
+from ftp.constrain import Pin, pin_from_str
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import discover
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, merge_common, whole_rule
 from ftp.registry import BoundRule, Call, Meta, bind, lookup
-from ftp.spec import PartitionSpec
 from ftp.trace import decompose as trace_decomposition
 
 aten = torch.ops.aten
@@ -39,9 +39,9 @@ def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = Fal
     return graph
 
 
-def constraints(graph: Graph) -> dict[Node, PartitionSpec]:
-    """The spec of every constraint node."""
-    return {node: spec_from_str(node.target) for node in graph.nodes if node.kind == "constrain"}
+def constraints(graph: Graph) -> dict[Node, Pin]:
+    """What every constraint node fixes."""
+    return {node: pin_from_str(node.target) for node in graph.nodes if node.kind == "constrain"}
 
 
 class _Builder:
@@ -72,7 +72,9 @@ class _Builder:
         results = _metas(node.meta["val"])
         source = node.meta.get("source", "")
         if node.target is CONSTRAIN:
-            made = Node(node.name, "constrain", args[1], (args[0],), {}, results, identity_rule(results[0].shape), source)
+            # On an axis of which it does not speak it is the identity, and hands on what is pending too.
+            rule = replace(identity_rule(results[0].shape), linear=((0,),))
+            made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, source)
         else:
             assert isinstance(node.target, torch._ops.OpOverload), node.target
             made = Node(node.name, "op", node.target, args, kwargs, results, self.rule(node.target, args, kwargs, results, source), source)

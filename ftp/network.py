@@ -78,8 +78,8 @@ def solve(problem: Problem) -> AxisPlan:
 
 
 def _passes_on(node: Node) -> bool:
-    """Whether a node only hands on what was gathered: a view, or another axis' move that reduces nothing."""
-    return node.target in VIEWS or (node.kind == "move" and node.target.src.kind != "P")
+    """Whether a node only hands on what was gathered: a view, a constraint of other axes, or another axis' move that reduces nothing."""
+    return node.target in VIEWS or node.kind == "constrain" or (node.kind == "move" and node.target.src.kind != "P")
 
 
 def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()) -> list[Strategy]:
@@ -354,7 +354,7 @@ def _exempt(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Val
         n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target) and problem.is_data_axis and _is_conflict(problem, n)
     }
     for node in reversed(problem.graph.nodes):
-        if node.kind == "constrain":
+        if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
         kind = 0
         if node.kind == "op" and is_product(node.target):

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ftp.constrain import Pin
 from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
 from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
@@ -27,10 +28,10 @@ RECOMPUTED = VIEWS | {torch.ops.aten._to_copy.default, torch.ops.aten.clone.defa
 
 @dataclass(frozen=True)
 class Specs:
-    """What is fixed: a spec per input node, per constraint node and per output (None: left open)."""
+    """What is fixed: a spec per input node, a pin per constraint node, and a spec per output (None: left open)."""
 
     inputs: Mapping[Node, PartitionSpec]
-    constraints: Mapping[Node, PartitionSpec]
+    constraints: Mapping[Node, Pin]
     outputs: Sequence[PartitionSpec | None]
 
 
@@ -152,7 +153,8 @@ def _fixed(
 ) -> tuple[dict[Node, Layout], list[Layout | None]]:
     """The layouts on one axis of inputs and constraints, and of outputs (None: open)."""
     pinned = {
-        node: spec_layout(spec, node.shape(), name, axes, folded) or R for node, spec in (*specs.inputs.items(), *specs.constraints.items())
+        node: spec_layout(spec, node.shape(), name, axes, folded) or R
+        for node, spec in (*specs.inputs.items(), *((node, pin.spec) for node, pin in specs.constraints.items() if pin.holds(name)))
     }
     pinned.update((node, R) for node in graph.inputs if node not in pinned)
     outputs = [
@@ -168,7 +170,7 @@ def _reaches(
     """What one axis may cut, closed from all that is fixed, and from the ``batch`` inputs alone."""
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
-    constrained = [(v, pinned[node]) for node in specs.constraints for v in (Value(node), node.operands[0])]
+    constrained = [(v, pinned[node]) for node, pin in specs.constraints.items() if pin.holds(name) for v in (Value(node), node.operands[0])]
 
     def from_specs() -> Reach:
         seeds = [(Value(node), layout) for node, layout in pinned.items()]
@@ -227,7 +229,8 @@ def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[li
     A dim that does not divide and is cut by the same axes in both orders fits no order twice, packs of several sizes and units that ranks
     share fit none. Such a dim is planned as whole: it is gathered where it comes in and sliced where it goes out.
     """
-    shaped = [(spec, node.results[0].shape) for node, spec in (*specs.inputs.items(), *specs.constraints.items())]
+    shaped = [(spec, node.results[0].shape) for node, spec in specs.inputs.items()]
+    shaped += [(pin.spec, node.results[0].shape) for node, pin in specs.constraints.items()]
     shaped += [(spec, value.meta.shape) for spec, value in zip(specs.outputs, graph.outputs, strict=True) if spec is not None]
     nested = [(spec, shape) for spec, shape in shaped if any(_is_nested(spec, d) for d in range(len(spec)))]
     orders = list(itertools.permutations(axes)) if len(axes) <= 4 else [tuple(axes)]
@@ -243,7 +246,7 @@ def _axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[li
 
     return list(order), Specs(
         {node: fitting(spec, node.results[0].shape) for node, spec in specs.inputs.items()},
-        {node: fitting(spec, node.results[0].shape) for node, spec in specs.constraints.items()},
+        {node: replace(pin, spec=fitting(pin.spec, node.results[0].shape)) for node, pin in specs.constraints.items()},
         [spec if spec is None else fitting(spec, v.meta.shape) for spec, v in zip(specs.outputs, graph.outputs, strict=True)],
     )
 

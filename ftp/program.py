@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ftp.collectives import Collective
-from ftp.constrain import spec_from_str
+from ftp.constrain import pin_from_str
 from ftp.cost import DEFAULT, VIEWS, Hardware, collective_seconds, op_seconds
 from ftp.errors import MeshError
 from ftp.graph import Node, Value
@@ -261,7 +261,7 @@ def _lines(node: Node, collective: Collective | None) -> list[str]:
         return [f"  >> %{node.name}: {typed} = {where} of {operands}, {collective.nbytes:,} bytes, for {node.cause}"]
     if node.kind == "input":
         return [f"  %{node.name}: {typed}"]
-    name = f"constrain[{spec_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
+    name = f"constrain[{pin_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
     comment = f"    # {node.source}" if node.source else ""
     return [f"  %{node.name}: {typed} = {name}({operands}){comment}"]
 

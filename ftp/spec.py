@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 from ftp.errors import SpecError
 
@@ -72,13 +73,14 @@ def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
     return Units(axis, size, sizes)
 
 
-Entry = None | str | Units | tuple["str | Units", ...]
+Entry = None | str | Units | EllipsisType | tuple["str | Units", ...]
 
 
 class PartitionSpec:
     """One entry per tensor dim: ``None``, an axis name, or a tuple of names, major to minor.
 
-    Missing trailing entries are ``None``; specs that differ only in those are equal.
+    Missing trailing entries are ``None``; specs that differ only in those are equal. In a constraint a leading ``...`` stands for the
+    dims before the last ones: ``P(..., "tp")`` cuts the last dim.
 
     >>> P("tp", None) == P("tp")
     True
@@ -92,7 +94,7 @@ class PartitionSpec:
     _entries: tuple[Entry, ...]
 
     def __init__(self, *entries: "Entry | Sequence[str | Units]"):
-        self._entries = tuple(_entry(entries, e) for e in entries)
+        self._entries = tuple(e if e is ... and not i else _entry(entries, e) for i, e in enumerate(entries))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -106,7 +108,7 @@ class PartitionSpec:
     def cuts(self, dim: int) -> tuple[Units, ...]:
         """The cuts of one dim, major to minor; a plain axis name is a unit of one element."""
         entry = self._entries[dim] if dim < len(self._entries) else None
-        if entry is None:
+        if entry is None or entry is ...:
             return ()
         parts = entry if isinstance(entry, tuple) else (entry,)
         return tuple(p if isinstance(p, Units) else Units(p, 1) for p in parts)
@@ -122,9 +124,21 @@ class PartitionSpec:
 
     def __bool__(self) -> bool:
         """Whether any dim is cut."""
-        return any(e is not None for e in self._entries)
+        return any(e is not None and e is not ... for e in self._entries)
+
+    def at_rank(self, ndim: int) -> "PartitionSpec":
+        """The spec of a tensor of ``ndim`` dims: a leading ``...`` is as many ``None`` as it takes.
+
+        >>> P(..., "tp", None).at_rank(3)
+        P(None, 'tp', None)
+        """
+        if not self._entries or self._entries[0] is not ...:
+            return self
+        return PartitionSpec(*(None,) * (ndim - len(self._entries) + 1), *self._entries[1:])
 
     def _key(self) -> tuple[Entry, ...]:
+        if self._entries[:1] == (...,):
+            return self._entries
         end = max((d + 1 for d, e in enumerate(self._entries) if e is not None), default=0)
         return self._entries[:end]
 
@@ -135,7 +149,7 @@ class PartitionSpec:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"P({', '.join(map(repr, self._entries))})"
+        return f"P({', '.join('...' if e is ... else repr(e) for e in self._entries)})"
 
     def __reduce__(self):
         return (PartitionSpec, self._entries)
@@ -159,6 +173,9 @@ def check_spec(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str,
     ``where`` names the leaf in the messages, as ``params['mlp']['up']``.
     """
     failures = []
+    if spec.entries[:1] == (...,):
+        way_out = f" Give {spec.at_rank(len(shape))}." if shape is not None else ""
+        return [f"{where} has spec {spec}, but only a constraint may begin with '...'.{way_out}"]
     seen: dict[str, int] = {}
     for dim in range(len(spec)):
         for cut in spec.cuts(dim):

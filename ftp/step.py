@@ -22,6 +22,7 @@ from ftp.arguments import (
     describe_held,
     without_addresses,
 )
+from ftp.constrain import Pin
 from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
@@ -282,11 +283,16 @@ def _mark_donated(arg: Any, fact: Donated) -> None:
             remember(leaf, fact)
 
 
-def _check_constraints(constrained: dict[Node, PartitionSpec], mesh: Mesh) -> None:
+def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
     failures: dict[str, None] = {}
-    for node, spec in constrained.items():
+    for node, pin in constrained.items():
         where = f"the constraint at {node.source}" if node.source else "a constraint"
-        failures |= dict.fromkeys(check_spec(spec, node.results[0].shape, mesh.axes, where))
+        failures |= dict.fromkeys(check_spec(pin.spec, node.results[0].shape, mesh.axes, where))
+        failures |= dict.fromkeys(
+            f"{where} speaks of mesh axis {axis!r}, but the mesh is {mesh}. Give axes= names of its axes."
+            for axis in pin.axes or ()
+            if axis not in (*mesh.axes, *pin.spec.axes)
+        )
     if failures:
         raise SpecError(join_failures(failures))
 

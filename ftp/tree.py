@@ -82,9 +82,9 @@ def tied_paths(leaf: Any, path: Path) -> tuple[Path, ...]:
 class Specs(dict):
     """A dict of specs that ``plan`` made; printing it gives a table of every path, its spec and the pattern that gave it."""
 
-    rows: "Mapping[str, _Row]"
+    rows: "Mapping[str, Row]"
 
-    def __init__(self, specs: Mapping, rows: "Mapping[str, _Row]"):
+    def __init__(self, specs: Mapping, rows: "Mapping[str, Row]"):
         super().__init__(specs)
         self.rows = rows
 
@@ -102,7 +102,7 @@ class Specs(dict):
 
 
 @dataclass(frozen=True)
-class _Row:
+class Row:
     spec: P
     shape: tuple[int, ...] | None
     given_by: str
@@ -170,12 +170,12 @@ def plan(params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, st
     else:
         hint = f" For one spec everywhere give {{'**': {patterns}}}." if isinstance(patterns, P) else ""
         raise SpecError(f"plan(params, patterns) takes a dict of patterns or a function, not {patterns!r}, {kind_of(patterns)}.{hint}")
-    rows: dict[str, _Row] = {}
+    rows: dict[str, Row] = {}
     for leaf, name, match in zip(leaves, names, found, strict=True):
         given_by, spec = match or ("no pattern: replicated", P())
         if match and (problem := _unfit(leaf, name, spec, given_by)):
             failures.append(problem)
-        rows[name] = _Row(spec, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, given_by)
+        rows[name] = Row(spec, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, given_by)
     unmatched = [name for name, match in zip(names, found, strict=True) if match is None]
     if strict and unmatched:
         failures.append(f"strict=True, and no pattern matches {_several(unmatched)}. Give a pattern for each; P() replicates.")

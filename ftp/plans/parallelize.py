@@ -1,0 +1,275 @@
+"""Plans of torch's parallelize_module: patterns over module paths to styles, as specs and constraints."""
+
+import difflib
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from ftp.errors import MeshError, SpecError, join_failures
+from ftp.functional import Constraint, functionalize
+from ftp.mesh import AnyMesh
+from ftp.plans.styles import combine, read_style
+from ftp.spec import P
+from ftp.tree import Row, Specs, kind_of, leaf_names
+
+Plan = tuple[Mapping[str, P], Mapping[str, Constraint]]
+
+
+def from_parallelize_plan(
+    model: nn.Module, plan: Any, *, mesh: AnyMesh | None = None, axis: str | None = None, tp_mesh_dim: int | None = None
+) -> tuple[Specs, dict[str, Constraint]]:
+    """What torch's ``parallelize_module(model, mesh, plan)`` says, as specs for ``ftp.shard`` and constraints for ``ftp.functionalize``.
+
+    A constraint speaks of the plan's own axis and of values, not of gradients: on any other axis, and for gradients, the planner chooses.
+
+    Args:
+        plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path, fnmatch per element; "" is the model.
+            A style is one of torch's, one of ``ftp.plans``, or a function ``(path, module) -> (specs, constraints)`` of yours, its paths
+            from the model or from the module.
+        mesh: a 1-D mesh, whose axis it is.
+        axis: the mesh axis to shard over, of a mesh of any size; "tp" by default.
+        tp_mesh_dim: the axis by its position in ``mesh``, as older versions of torch took it.
+
+    Returns:
+        ``{path: P}`` for every parameter that ``functionalize`` gives (what no style names is ``P()``), which prints as a table, and
+        ``{module path: Constraint}``.
+
+    Raises:
+        SpecError: a pattern that matches no module, with the nearest ones; what is no plan or no style; a subclass of a style; a style on
+            a module that it cannot shard; two styles that disagree for one parameter; all at once.
+        MeshError: a mesh of several axes without ``axis``.
+
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+    >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> specs, constraints = from_parallelize_plan(model, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> print(specs)
+    path      spec           shape   given by
+    0.bias    P('tp')        (8,)    '0': ColwiseParallel
+    0.weight  P('tp')        (8, 4)  '0': ColwiseParallel
+    2.bias    P()            (4,)    no style: replicated
+    2.weight  P(None, 'tp')  (4, 8)  '2': RowwiseParallel
+    >>> constraints["2"].inputs, constraints["2"].outputs
+    ((P(..., 'tp'), Ellipsis), P())
+    >>> fn, params = functionalize(model, constraints=constraints)
+
+    Source: PyTorch, ``torch/distributed/tensor/parallel/api.py``, with whole paths always, and errors where it warns or is silent.
+    """
+    axis = _axis(mesh, axis, tp_mesh_dim)
+    _, params = functionalize(model)
+    reader = _Reader(model, axis, frozenset(params))
+    for pattern, style in _entries(plan).items():
+        for path in reader.matched(pattern):
+            reader.read(pattern, style, path)
+    if reader.failures:
+        raise SpecError(join_failures(list(dict.fromkeys(reader.failures))))
+    specs = {path: reader.specs[path][0] if path in reader.specs else P() for path in params}
+    rows = {
+        name: Row(specs[path], tuple(params[path].shape), reader.specs[path][1] if path in reader.specs else "no style: replicated")
+        for path, name in zip(sorted(params), leaf_names(params, "params"), strict=True)
+    }
+    return Specs(specs, rows), reader.constraints
+
+
+def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
+    """Plans of parts of a model as one of the whole: ``{prefix: (specs, constraints)}``; "" is the model's own.
+
+    A parameter that one plan cuts and another leaves whole is cut. Constraints on one module hold one after the other.
+
+    Raises:
+        SpecError: two plans that cut one parameter differently; what is no plan.
+
+    >>> from torch.distributed.tensor.parallel import ColwiseParallel
+    >>> block = nn.ModuleDict({"up": nn.Linear(2, 4, bias=False)})
+    >>> model = nn.ModuleDict({"layers": nn.ModuleList([block])})
+    >>> root = from_parallelize_plan(model, {})
+    >>> specs, constraints = merge({"": root, "layers.0": from_parallelize_plan(block, {"up": ColwiseParallel()})})
+    >>> specs["layers.0.up.weight"], list(constraints)
+    (P('tp'), ['layers.0.up'])
+    """
+    failures: list[str] = []
+    specs: dict[str, P] = {}
+    rows: dict[str, Row] = {}
+    constraints: dict[str, Constraint] = {}
+    if not isinstance(plans, Mapping):
+        raise SpecError(f"merge takes a dict {{prefix: (specs, constraints)}}, not {kind_of(plans)}.")
+    for prefix, given in plans.items():
+        if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Mapping) for part in given):
+            failures.append(f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that from_parallelize_plan gives.")
+            continue
+        for key, spec in given[0].items():
+            path = _join(prefix, key)
+            if specs.get(path) and spec and specs[path] != spec:
+                failures.append(f"plans[{prefix!r}] gives {spec} for {path!r}, and one before it gives {specs[path]}.")
+            if spec or path not in specs:
+                specs[path] = spec
+                row = getattr(given[0], "rows", {}).get(f"params[{key!r}]")
+                if row is not None:
+                    rows[f"params[{path!r}]"] = row
+        for key, constraint in given[1].items():
+            path = _join(prefix, key)
+            try:
+                constraints[path] = combine(constraints[path], constraint) if path in constraints else constraint
+            except SpecError as error:
+                failures.append(f"module {path!r}: {error}")
+    if failures:
+        raise SpecError(join_failures(failures))
+    return Specs(specs, rows), constraints
+
+
+def axis_of(mesh: AnyMesh) -> str:
+    """The axis of a 1-D mesh.
+
+    >>> from ftp import simulated_mesh
+    >>> axis_of(simulated_mesh(2, "model"))
+    'model'
+    """
+    names = _names(mesh)
+    if len(names) != 1:
+        raise MeshError(
+            f"The plan is for one axis, and the mesh has {', '.join(map(repr, names))}. Name it, as axis={names[-1]!r}, or give a 1-D mesh."
+        )
+    return names[0]
+
+
+def _axis(mesh: AnyMesh | None, axis: str | None, tp_mesh_dim: int | None) -> str:
+    if tp_mesh_dim is not None:
+        warnings.warn("tp_mesh_dim= is deprecated; name the mesh axis, as axis='tp'.", DeprecationWarning, stacklevel=3)
+        if mesh is None or axis is not None:
+            raise MeshError("tp_mesh_dim= counts the axes of mesh=; give that and not axis=, or better axis= alone.")
+        names = _names(mesh)
+        if not -len(names) <= tp_mesh_dim < len(names):
+            raise MeshError(f"tp_mesh_dim={tp_mesh_dim}, but the mesh has the axes {', '.join(map(repr, names))}.")
+        return names[tp_mesh_dim]
+    if mesh is None:
+        if axis is not None and not isinstance(axis, str):
+            raise MeshError(f"axis={axis!r} is {kind_of(axis)}; it must be the name of a mesh axis. A mesh is given as mesh=.")
+        return axis or "tp"
+    names = _names(mesh)
+    if axis is not None and axis not in names:
+        raise MeshError(f"The mesh has no axis {axis!r}; its axes are {', '.join(map(repr, names))}.")
+    return axis or axis_of(mesh)
+
+
+def _names(mesh: Any) -> tuple[str, ...]:
+    names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
+    if not names:
+        raise MeshError(f"mesh={mesh!r} has no named axes. Make it with ftp.make_mesh(shape, names), or give mesh_dim_names.")
+    return tuple(names)
+
+
+def _entries(plan: Any) -> Mapping[str, Any]:
+    if isinstance(plan, Mapping):
+        return plan
+    if plan is None:
+        raise SpecError("The plan is None. Give a style or a dict {pattern: style}; {} replicates everything.")
+    if isinstance(plan, str | Sequence) or hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names"):
+        hint = " A mesh is given as mesh=." if hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names") else ""
+        raise SpecError(f"The plan is {plan!r}, {kind_of(plan)}; it must be a style or a dict {{pattern: style}}.{hint}")
+    return {"": plan}
+
+
+@dataclass
+class _Reader:
+    """What the plan's entries say so far, and what is wrong with them."""
+
+    model: nn.Module
+    axis: str
+    trained: frozenset[str]
+    specs: dict[str, tuple[P, str]] = field(default_factory=dict)
+    constraints: dict[str, Constraint] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.modules = dict(self.model.named_modules(remove_duplicate=False))
+        first: dict[int, str] = {}
+        for path, module in self.modules.items():
+            first.setdefault(id(module), path)
+        self.first = {path: first[id(module)] for path, module in self.modules.items()}
+        names = {id(p): path for path, p in self.model.named_parameters()}
+        self.parameters = {path: names[id(p)] for path, p in self.model.named_parameters(remove_duplicate=False)}
+
+    def matched(self, pattern: Any) -> list[str]:
+        """The modules that a pattern names, each once."""
+        if not isinstance(pattern, str):
+            self.failures.append(f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'.")
+            return []
+        if pattern == "":
+            return [""]
+        tokens = pattern.split(".")
+        if "" in tokens:
+            whole = ".".join(t for t in tokens if t)
+            hint = f" Try {whole!r}." if whole and self._find(whole.split(".")) else ""
+            self.failures.append(f"pattern {pattern!r} has an empty element.{hint}")
+            return []
+        found = self._find(tokens)
+        if not found:
+            self.failures.append(f"pattern {pattern!r} matches no module; {self._nearest(pattern, tokens)}")
+        return list(dict.fromkeys(self.first[path] for path in found))
+
+    def _find(self, tokens: Sequence[str]) -> list[str]:
+        return [path for path in self.modules if path and _matches(tokens, path.split("."))]
+
+    def _nearest(self, pattern: str, tokens: Sequence[str]) -> str:
+        """A pattern that differs in one element and matches, or the nearest paths."""
+        paths = [path.split(".") for path in self.modules if path]
+        if not paths:
+            return "the model has none below it."
+        best: tuple[float, str] | None = None
+        for i, token in enumerate(tokens):
+            others = [p for p in paths if len(p) == len(tokens) and all(j == i or fnmatchcase(p[j], t) for j, t in enumerate(tokens))]
+            for name in dict.fromkeys(p[i] for p in others):
+                likeness = difflib.SequenceMatcher(None, token, name).ratio()
+                if likeness > (best[0] if best else 0.5):
+                    best = likeness, ".".join((*tokens[:i], name, *tokens[i + 1 :]))
+        if best:
+            n = len(self._find(best[1].split(".")))
+            return f"did you mean {best[1]!r}, which matches {n}?"
+        wider = dict.fromkeys(
+            ".".join(["*" if e.isdigit() else e for e in p[: -len(tokens)]] + list(tokens))
+            for p in paths
+            if _matches(tokens, p[-len(tokens) :])
+        )
+        if wider:
+            return f"did you mean {', '.join(map(repr, wider))}? A pattern is a whole path."
+        families = dict.fromkeys(".".join("*" if e.isdigit() else e for e in p) for p in paths)
+        return f"the nearest are {', '.join(map(repr, difflib.get_close_matches(pattern, families, n=3, cutoff=0.0)))}."
+
+    def read(self, pattern: str, style: object, path: str) -> None:
+        module = self.modules[path]
+        where = f"{pattern!r}" if pattern == path else f"{pattern!r}, module {path!r}"
+        try:
+            part = read_style(style, path, module, self.axis)
+        except SpecError as error:
+            self.failures.append(f"plan[{where}]: {error}")
+            return
+        label = f"{pattern!r}: {getattr(style, '__name__', type(style).__name__)}"
+        for name, spec in part.specs.items():
+            own = self.parameters[_join(path, name)]
+            known, by = self.specs.get(own, (spec, label))
+            if known != spec:
+                self.failures.append(
+                    f"{by} gives {known} for parameter {own!r}, and {label} gives {spec}. Give both the same, or narrow one."
+                )
+            elif own in self.trained:
+                self.specs[own] = (spec, label)
+        parent = self.modules.get(path.rpartition(".")[0])
+        if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
+            return  # it holds a weight for its parent and is never called
+        for name, constraint in part.constraints.items():
+            at = self.first[_join(path, name)]
+            try:
+                self.constraints[at] = combine(self.constraints[at], constraint) if at in self.constraints else constraint
+            except SpecError as error:
+                self.failures.append(f"module {at!r}: {error}")
+
+
+def _matches(tokens: Sequence[str], path: Sequence[str]) -> bool:
+    return len(tokens) == len(path) and all(map(fnmatchcase, path, tokens))
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name
