@@ -255,6 +255,101 @@ def group_norm_backward(
     return dx, dweight, dbias
 
 
+def _of_channels(x: Tensor, *vectors: Tensor) -> list[Tensor]:
+    """Vectors over channels, shaped to broadcast against ``x``."""
+    return [_wide(t).reshape(-1, *(1,) * (x.ndim - 2)) for t in vectors]
+
+
+@decomposition(aten.native_batch_norm.default)
+def batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, running_mean, running_var, training, momentum, eps)[:3]
+
+
+@decomposition(aten._native_batch_norm_legit.no_stats)
+def batch_norm_without_statistics(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return _batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
+
+
+@decomposition(aten._native_batch_norm_legit_functional.default)
+def _batch_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
+) -> tuple[Tensor, ...]:
+    """With the statistics that it leaves, whose variance is divided by one less than the number of elements."""
+    dims, wide = [0, *range(2, x.ndim)], _wide(x)
+    if training:
+        centred, mean, rstd = _statistics(wide, dims, eps)
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, var = _of_channels(x, running_mean, running_var)
+        centred, rstd = wide - mean, torch.rsqrt(var + eps)
+    y = centred * rstd
+    y = y if weight is None else y * _of_channels(x, weight)[0]
+    y = y if bias is None else y + _of_channels(x, bias)[0]
+    kept = _statistics_dtype(x, weight, bias)
+    saved = (mean.flatten().to(kept), rstd.flatten().to(kept)) if training else (x.new_zeros((0,), dtype=kept),) * 2
+    if running_mean is None or running_var is None:
+        return y.to(x.dtype), *saved
+    if not training:
+        return y.to(x.dtype), *saved, running_mean.clone(), running_var.clone()
+    n = _count(x, dims)
+    var = (centred * centred).sum(dims, True).flatten() / max(n - 1, 1)
+    new_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
+    new_var = running_var * (1 - momentum) + var * momentum
+    return y.to(x.dtype), *saved, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
+
+
+@decomposition(aten.native_batch_norm_backward.default)
+def batch_norm_backward(
+    dy: Tensor,
+    x: Tensor,
+    weight: Tensor | None,
+    running_mean: Tensor | None,
+    running_var: Tensor | None,
+    save_mean: Tensor | None,
+    save_rstd: Tensor | None,
+    train: bool,
+    eps: float,
+    output_mask: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    dims, wide = [0, *range(2, x.ndim)], _wide(dy)
+    if train:
+        assert save_mean is not None and save_rstd is not None
+        mean, rstd = _of_channels(x, save_mean, save_rstd)
+    else:
+        assert running_mean is not None and running_var is not None
+        mean, var = _of_channels(x, running_mean, running_var)
+        rstd = torch.rsqrt(var + eps)
+    normal = (_wide(x) - mean) * rstd
+    dx = dweight = dbias = None
+    if output_mask[0]:
+        scale = rstd if weight is None else rstd * _of_channels(x, weight)[0]
+        dx = (_normalised_backward(wide, normal, scale, dims) if train else wide * scale).to(x.dtype)
+    kept = x.dtype if weight is None else weight.dtype
+    if output_mask[1]:
+        dweight = (wide * normal).sum(dims).to(kept)
+    if output_mask[2]:
+        dbias = wide.sum(dims).to(kept)
+    return dx, dweight, dbias
+
+
 # Reductions.
 
 

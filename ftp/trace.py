@@ -35,6 +35,7 @@ from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import FtpError, InputError, TraceError, join_failures
 from ftp.source import describe_line, is_users, raised_line
 from ftp.tree import flatten, kind_of, leaf_names
+from ftp.unchecked import unchecked
 
 aten = torch.ops.aten
 
@@ -94,7 +95,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: optree.PyTreeS
             result[:] = out_tree, out_leaves
             return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
 
-    with _transformers_tracing(), recorder.mode:
+    with _transformers_tracing(), unchecked(), recorder.mode:
         gm = _make_fx(flat, fakes)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):
@@ -283,7 +284,14 @@ _NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
 
 _NO_VALUES = (
     "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or pass the value as a static argument"
-    " (a Python number)."
+    " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
+)
+_REWRITES = {
+    aten.linalg_lstsq.default: "\n  Where the matrix has full rank, torch.linalg.pinv(a) @ b or the normal equations give the solution alone.",
+} | dict.fromkeys(
+    (aten._ctc_loss.default, aten._ctc_loss.Tensor),
+    "\n  It keeps a table as wide as the longest target. Compute the loss outside the program, from its returned log-probabilities, or"
+    " give it as an op of your own (torch.library.custom_op) with a rule (ftp.rule).",
 )
 _COPY = "Inputs and captured tensors are never written to: work on a copy, x = x.clone(), and return what has changed."
 _LEAKED = (
@@ -349,9 +357,7 @@ class _Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
-        if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
-            func = aten._native_batch_norm_legit.default  # the same, with a schema that tells that it writes to the running statistics
-        out = func(*args, **kwargs)
+        out = _called(func, args, kwargs)
         assert self._graph is not None
         root = self._graph._root
         node = newest = root._prev
@@ -411,6 +417,19 @@ class _Recorder(TorchDispatchMode):
                 behind = None
             frame = frame.f_back
         return ""
+
+
+def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The op's result; batch norms by the kernel that all devices have, with a schema that tells when it writes to its statistics."""
+    if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
+        return aten._native_batch_norm_legit.default(*args)
+    if func is aten.cudnn_batch_norm.default:
+        reserve = args[0].new_empty((0,), dtype=torch.uint8)
+        return (*_called(aten.native_batch_norm.default, args, {}), reserve)
+    if func is aten.cudnn_batch_norm_backward.default:
+        x, dy, weight, mean, var, save_mean, save_rstd, eps, _ = args
+        return aten.native_batch_norm_backward.default(dy, x, weight, mean, var, save_mean, save_rstd, True, eps, [True] * 3)
+    return func(*args, **kwargs)
 
 
 def _at(line: str) -> str:
@@ -477,16 +496,21 @@ def _explain(error: Exception) -> FtpError | None:
     at = f" at {line}" if line else ""
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode) or (
         type(error) is RuntimeError
-        and re.search(r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data pointer", text)
+        and re.search(
+            r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data pointer|data is not allocated yet", text
+        )
     ):
         return TraceError(
-            f"The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy()){at}.{_NO_VALUES}"
+            "The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy())"
+            f"{at}.{_of_experts(error) or _NO_VALUES}"
         )
     if isinstance(error, DynamicOutputShapeException):
-        return TraceError(
-            f"{error.func} gives a shape that depends on values{at}.\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights"
-            " rather than x[mask], one_hot or a fixed size rather than nonzero or unique."
+        rewrite = _REWRITES.get(
+            error.func,
+            "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask], one_hot or a fixed size rather than"
+            " nonzero or unique.",
         )
+        return TraceError(f"{error.func} gives a shape that depends on values{at}.{_of_experts(error) or rewrite}")
     if isinstance(error, UnsupportedOperatorException):
         return TraceError(f"{error.func} has no kernel for shapes alone{at}. Give it one with torch.library.register_fake.")
     if "Mixing fake modes" in text or "different fake mode" in text:
@@ -504,10 +528,25 @@ def _explain(error: Exception) -> FtpError | None:
             f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they cannot be traced. Call the function itself."
         )
     if isinstance(error, RuntimeError) and re.search(r"\bdtypes?\b|scalar type|same datatype", text):
-        return TraceError(f"torch refuses operands of these dtypes{at}: {text.rstrip('.')}. Convert them with .to(dtype).")
+        advice = _of_experts(error) or " Convert them with .to(dtype)."
+        return TraceError(f"torch refuses operands of these dtypes{at}: {text.rstrip('.')}.{advice}")
     if line:
         error.add_note(f"Raised while ftp traced the function, at {line}")
     return None
+
+
+def _of_experts(error: Exception) -> str:
+    """What to do where the experts of one of transformers' models failed, "" elsewhere."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        code = traceback.tb_frame.f_code
+        if "transformers" in code.co_filename and ("Experts" in code.co_qualname or code.co_filename.endswith("moe.py")):
+            return (
+                "\n  These are a model's experts, in a form that cannot be traced. Build the model with"
+                ' config.experts_implementation = "batched_mm" (from_config(..., experts_implementation="batched_mm")), which has fixed shapes.'
+            )
+        traceback = traceback.tb_next
+    return ""
 
 
 # Guards.
@@ -669,13 +708,20 @@ def _newest(latest: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 
 def _returning(target: Any) -> OpOverload | None:
-    """``aten.add.Tensor`` of ``aten.add_.Tensor``."""
+    """``aten.add.Tensor`` of ``aten.add_.Tensor``, ``aten.pow.Tensor_Scalar`` of ``aten.pow_.Scalar``."""
     namespace, name = target._schema.name.split("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    found = getattr(packet, target._overloadname, None)
-    return found if found is not None and not found._schema.is_mutable else None
+    overloads = [] if packet is None else sorted(packet.overloads(), key=lambda o: o != target._overloadname)  # its namesake first
+    for found in (getattr(packet, o) for o in overloads):
+        if not found._schema.is_mutable and _takes(found) == _takes(target):
+            return found
+    return None
+
+
+def _takes(target: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in target._schema.arguments]
 
 
 def _replay_functional(gm: fx.GraphModule, recorder: _Recorder) -> fx.GraphModule:

@@ -29,6 +29,7 @@ ORDER = [
     "agreement",
     "placement",
     "arguments",
+    "unchecked",
     "trace",
     "graph",
     "cost",

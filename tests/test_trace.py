@@ -313,6 +313,12 @@ def test_in_place_ops_keep_their_dtype():
     assert [n.meta["val"].dtype for n in next(reversed(t.gm.graph.nodes)).args[0]] == [torch.float32, torch.float64, torch.float32]
 
 
+def test_an_in_place_op_whose_namesake_takes_something_else():
+    x = torch.randn(2, 3, dtype=torch.float64)
+    same(lambda x: torch.exp(x).pow_(3), x)
+    same(lambda x: torch.func.grad(lambda x: torch.linalg.vector_norm(x, 6))(x), x)
+
+
 def test_in_place_ops_on_views():
     def fn(x):
         y = torch.zeros(4, 3)
@@ -350,6 +356,59 @@ def test_parameters_and_captured_tensors_are_not_written():
 # What cannot be traced.
 
 
+INTEGERS, POSITIVE = torch.tensor([[2, 0, 3], [1, 1, 0]]), torch.tensor([[0.5, 2.0, 1.0], [1e-9, 3.0, 0.0]], dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: F.one_hot(INTEGERS, 4) * x.sum(),
+        lambda x: F.gaussian_nll_loss(x, x.exp(), POSITIVE * x.cos().square(), eps=1e-3),
+        lambda x: F.gaussian_nll_loss(x, x.exp(), POSITIVE[0].expand(2, 3)[:, 0], full=True, reduction="none"),
+        lambda x: F.gaussian_nll_loss(x, x.exp(), 2.0, reduction="sum"),
+        lambda x: torch.cov(x),
+        lambda x: x[0].cov(correction=0),
+        lambda x: x.cov(fweights=INTEGERS[0]),
+        lambda x: torch.cov(x, fweights=INTEGERS[1], aweights=POSITIVE[0]),
+        lambda x: torch.cov(x, aweights=POSITIVE[0], correction=0),
+        lambda x: torch.corrcoef(torch.stack([x[0], x[1] * x[0], x[1]])),
+        lambda x: x[0].corrcoef(),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*degrees of freedom")
+def test_values_that_are_only_checked(fn):
+    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    same(fn, x)
+    same(grad_and_value(lambda p, x: fn(p["x"]).sin().sum()), {"x": x}, x)
+
+
+def test_batch_norm_of_other_devices_is_the_one_that_all_have():
+    x, w, b, mean, var = torch.randn(4, 3, 5), torch.rand(3), torch.rand(3), torch.zeros(3), torch.ones(3)
+
+    def loss(kernel, p, mean, var):
+        return kernel(p["x"], p["w"], p["b"], mean.clone(), var.clone(), True, 0.1, 1e-5)[0].sin().sum()
+
+    params = {"x": x, "w": w, "b": b}
+    made = traced(grad_and_value(lambda *args: loss(torch.cudnn_batch_norm, *args)), params, mean, var)
+    torch.testing.assert_close(
+        run(made, params, mean, var), grad_and_value(lambda *args: loss(torch.native_batch_norm, *args))(params, mean, var)
+    )
+
+
+@pytest.mark.parametrize(
+    ("fn", "advice"),
+    [
+        (lambda x: torch.linalg.lstsq(x, x)[0], "torch.linalg.pinv"),
+        (lambda x: F.ctc_loss(x[:, None].log_softmax(-1), INTEGERS[:1, :1], (2,), (1,)), "torch.library.custom_op"),
+        (lambda x: x[x > 0], "torch.where"),
+    ],
+)
+def test_shapes_that_depend_on_values(fn, advice):
+    with pytest.raises(TraceError, match="gives a shape that depends on values at(.|\n)*test_trace.py") as error:
+        traced(fn, torch.ones(2, 3))
+    assert advice in str(error.value)
+
+
 @pytest.mark.parametrize(
     "fn",
     [
@@ -360,6 +419,7 @@ def test_parameters_and_captured_tensors_are_not_written():
         lambda x: x.tolist(),
         lambda x: x.numpy(),
         lambda x: torch.vmap(lambda r: r if r.sum() > 0 else -r)(x),
+        lambda x: torch.tensor_split(x, x[0].detach().long())[0],
     ],
 )
 def test_values_are_not_known(fn):

@@ -170,7 +170,8 @@ def batch_norm_backward(call: Call) -> Rule:
     full, channel = _channels(x.ndim)
     rest: tuple[Dims, ...] = tuple(channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:])
     wanted = call.arg("output_mask")
-    results = tuple(dims if want else () for dims, want in zip((full, channel, channel), wanted, strict=True))
+    shaped = [want or bool(m.ndim) for want, m in zip(wanted, call.results, strict=True)]  # shapes alone do not tell what is not wanted
+    results = tuple(dims if has else () for dims, has in zip((full, channel, channel), shaped, strict=True))
     batch = [f for dim in full for f in dim if f != "c"]
     pending = tuple(tuple((f, "sum") for f in batch) if want and i else () for i, want in enumerate(wanted))
     whole = (frozenset(batch) if training else frozenset()) | ({"e"} if (("e",),) in rest else frozenset())
