@@ -670,6 +670,14 @@ def embedding_bag_backward(
     return aten.embedding_dense_backward.default(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
 
 
+@decomposition(aten._embedding_bag_per_sample_weights_backward.default)
+def embedding_bag_weights_backward(
+    grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bag: Tensor, mode: int, padding_idx: int = -1
+) -> Tensor:
+    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets)]) * aten.embedding.default(weight, indices)
+    return rows.sum(1).masked_fill(indices == padding_idx, 0)
+
+
 def _bag_of(indices: Tensor, starts: Tensor) -> Tensor:
     at = torch.arange(indices.shape[0], device=indices.device, dtype=starts.dtype)
     return (torch.searchsorted(starts, at, right=True) - 1).to(indices.dtype)

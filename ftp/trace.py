@@ -287,7 +287,9 @@ _NO_VALUES = (
     " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
 )
 _REWRITES = {
-    aten.linalg_lstsq.default: "\n  Where the matrix has full rank, torch.linalg.pinv(a) @ b or the normal equations give the solution alone.",
+    aten.linalg_lstsq.default: (
+        "\n  Where the matrix has full rank, torch.linalg.pinv(a) @ b or the normal equations give the solution alone."
+    ),
 } | dict.fromkeys(
     (aten._ctc_loss.default, aten._ctc_loss.Tensor),
     "\n  It keeps a table as wide as the longest target. Compute the loss outside the program, from its returned log-probabilities, or"
@@ -543,7 +545,7 @@ def _of_experts(error: Exception) -> str:
         if "transformers" in code.co_filename and ("Experts" in code.co_qualname or code.co_filename.endswith("moe.py")):
             return (
                 "\n  These are a model's experts, in a form that cannot be traced. Build the model with"
-                ' config.experts_implementation = "batched_mm" (from_config(..., experts_implementation="batched_mm")), which has fixed shapes.'
+                ' config.experts_implementation="batched_mm" (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
             )
         traceback = traceback.tb_next
     return ""

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 
-class unchecked(TorchFunctionMode):  # noqa: N801, used as a function is
+class unchecked(TorchFunctionMode):
     """While it is on, ``one_hot`` with a number of classes, ``cov``, ``corrcoef`` and ``gaussian_nll_loss`` read no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

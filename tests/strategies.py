@@ -629,6 +629,9 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(x(4, 3), *_bags(), *aten._embedding_bag.default(x(7, 3), *_bags(), False, mode)[1:], 7, False, mode, False, None, 3)
         for mode in (1, 2)
     ],
+    "_embedding_bag_per_sample_weights_backward.default": lambda: [
+        s(x(4, 3), x(7, 3), *_bags(), aten._embedding_bag.default(x(7, 3), *_bags())[1], 0, 3)
+    ],
     "_native_batch_norm_legit.no_stats": lambda: [s(normal(4, 3, 2), normal(3), None, True, 0.1, 1e-5)],
     "_native_batch_norm_legit_no_training.default": lambda: [s(normal(4, 3, 2), normal(3), normal(3), normal(3), x(3), 0.1, 1e-5)],
     "native_batch_norm_backward.default": lambda: [

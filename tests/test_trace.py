@@ -404,7 +404,7 @@ def test_batch_norm_of_other_devices_is_the_one_that_all_have():
     ],
 )
 def test_shapes_that_depend_on_values(fn, advice):
-    with pytest.raises(TraceError, match="gives a shape that depends on values at(.|\n)*test_trace.py") as error:
+    with pytest.raises(TraceError, match=r"gives a shape that depends on values at(.|\n)*test_trace.py") as error:
         traced(fn, torch.ones(2, 3))
     assert advice in str(error.value)
 
