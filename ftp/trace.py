@@ -286,6 +286,10 @@ _NO_VALUES = (
     "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or pass the value as a static argument"
     " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
 )
+_FIXED_SHAPES = (
+    "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask], one_hot or a fixed size rather than"
+    " nonzero or unique."
+)
 _REWRITES = {
     aten.linalg_lstsq.default: (
         "\n  Where the matrix has full rank, torch.linalg.pinv(a) @ b or the normal equations give the solution alone."
@@ -507,11 +511,7 @@ def _explain(error: Exception) -> FtpError | None:
             f"{at}.{_of_experts(error) or _NO_VALUES}"
         )
     if isinstance(error, DynamicOutputShapeException):
-        rewrite = _REWRITES.get(
-            error.func,
-            "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask], one_hot or a fixed size rather than"
-            " nonzero or unique.",
-        )
+        rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
         return TraceError(f"{error.func} gives a shape that depends on values{at}.{_of_experts(error) or rewrite}")
     if isinstance(error, UnsupportedOperatorException):
         return TraceError(f"{error.func} has no kernel for shapes alone{at}. Give it one with torch.library.register_fake.")
