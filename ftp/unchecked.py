@@ -14,7 +14,7 @@ class unchecked(TorchFunctionMode):
     """While it is on, ``one_hot`` with a number of classes, ``cov``, ``corrcoef`` and ``gaussian_nll_loss`` read no values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return _UNCHECKED.get(func, func)(*args, **(kwargs or {}))
+        return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:

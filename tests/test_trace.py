@@ -1,5 +1,8 @@
 """The tracer: one functional graph, equal to the function, and an error for everything that cannot be one."""
 
+# optree's types say nothing of what is in a tree.
+# pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
+
 import sys
 import types
 from collections import Counter
