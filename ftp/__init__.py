@@ -6,6 +6,7 @@ from ftp.collectives import Collective
 from ftp.constrain import constrain
 from ftp.cost import Hardware, Link
 from ftp.errors import FtpError
+from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice
@@ -49,6 +50,7 @@ __all__ = [
     "reshard",
     "rule",
     "shard",
+    "shard_exported",
     "simulated_mesh",
     "spmd",
     "testing",

@@ -107,7 +107,7 @@ class Program:
         for coordinate, program in zip(coordinates, programs, strict=True):
             shards = [_shard(x, spec, axes, coordinate) for x, spec in zip(inputs, self.in_specs, strict=True)]
             locals_.append([*shards, *self.constants, *program.offsets_at(coordinate)])
-        outputs = simulate(programs, locals_, _groups(self.mesh))
+        outputs = simulate(programs, locals_, groups_of(self.mesh))
         return [
             _join([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
@@ -133,7 +133,8 @@ def _join(
     return whole
 
 
-def _groups(mesh: Mesh) -> dict[str, list[list[int]]]:
+def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """Per axis the groups of ranks, by their position on the mesh, that differ in that axis only."""
     found: dict[str, dict[tuple[int, ...], list[int]]] = {axis: {} for axis in mesh.axis_names}
     for rank, coordinate in enumerate(mesh.coordinates()):
         for axis in mesh.axis_names:

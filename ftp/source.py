@@ -3,6 +3,7 @@
 import functools
 import linecache
 import os
+import re
 import sys
 import sysconfig
 from types import CodeType, FrameType, TracebackType
@@ -36,9 +37,23 @@ def raised_line(error: BaseException) -> str:
     return line
 
 
+def told_line(stack_trace: str) -> str:
+    """The innermost user's line of a stack trace that was kept as text; its innermost line at all if none is the user's.
+
+    >>> told_line('File "model.py", line 3, in forward\\n    x = x + 1')
+    'model.py:3'
+    """
+    found = [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', stack_trace)]
+    users = [at for at in found if _is_users_file(at[0])] or found
+    return describe_line(*users[-1]) if users else ""
+
+
 @functools.cache
 def is_users(code: CodeType) -> bool:
-    name = code.co_filename
+    return _is_users_file(code.co_filename)
+
+
+def _is_users_file(name: str) -> bool:
     if name.startswith(_OURS) or (name.startswith("<") and not name.startswith(("<doctest", "<ipython", "<stdin", "<string"))):
         return False
     return name.startswith(_SITE) or not name.startswith(_STDLIB)

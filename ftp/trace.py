@@ -60,13 +60,22 @@ class Traced:
     is_static: tuple[bool, ...]
 
 
-def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: optree.PyTreeSpec, device_type: str, *, names: Sequence[str]) -> Traced:
+def trace(
+    fn: Callable[..., Any],
+    leaves: Sequence[Any],
+    in_tree: optree.PyTreeSpec,
+    device_type: str,
+    *,
+    names: Sequence[str],
+    line: Callable[[], str] | None = None,
+) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
     Args:
         leaves: tensors (real, fake or meta; only shape and dtype count) and static values.
         device_type: where the program will run; on another one some ops have other kernels.
         names: what each leaf is called in messages.
+        line: tells the user's line that is running, where ``fn`` replays a program and the stack does not show it.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it cannot be traced with.
@@ -80,7 +89,7 @@ def trace(fn: Callable[..., Any], leaves: Sequence[Any], in_tree: optree.PyTreeS
     """
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = _Recorder(device_type)
+    recorder = _Recorder(device_type, line)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
 
@@ -312,8 +321,9 @@ class _Recorder(TorchDispatchMode):
     A node of the backward pass has the line of its forward op, which autograd's sequence numbers tell.
     """
 
-    def __init__(self, device_type: str):
+    def __init__(self, device_type: str, told: Callable[[], str] | None = None):
         super().__init__()
+        self._told = told
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
@@ -348,7 +358,7 @@ class _Recorder(TorchDispatchMode):
             return args[0].fake_device
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
-        if torch.Tag.nondeterministic_seeded in func.tags and not _is_deterministic(func, args, kwargs):
+        if torch.Tag.nondeterministic_seeded in func.tags and not is_deterministic(func, args, kwargs):
             raise TraceError(
                 f"{func} draws random numbers{_at(line)} and other ones on each rank. Draw them from a key: functionalized models take"
                 " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval() before ftp.functionalize."
@@ -404,6 +414,8 @@ class _Recorder(TorchDispatchMode):
     def _line(self) -> str:
         if self.replayed is not None:
             return self.replayed
+        if self._told is not None:
+            return self._told()
         behind = torch._C._current_autograd_node()
         frame = sys._getframe(2)
         while frame is not None and frame is not self._boundary:
@@ -450,7 +462,7 @@ def _has_guard(device_type: str) -> bool:
     return bool(getattr(module, "_is_compiled", lambda: False)() or getattr(module, "is_available", lambda: False)())
 
 
-def _is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Attention and recurrent kernels count as random ops; they are none without dropout."""
     for i, argument in enumerate(func._schema.arguments):
         value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)

@@ -48,6 +48,8 @@ ORDER = [
     "plans",
     "schedules",
     "optim",
+    "exported_plan",
+    "exported",
     "testing",
     "__init__",
     "__main__",
