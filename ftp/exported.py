@@ -342,7 +342,7 @@ def _out_specs(program: "ExportedProgram", specs: Mapping[str, P], entries: Sequ
 class _Replay(fx.Interpreter):
     """Runs the exported graph, telling the line and the module of each op, with the values at module boundaries pinned."""
 
-    def __init__(self, module: fx.GraphModule, pins: Mapping[fx.Node, P]):
+    def __init__(self, module: fx.GraphModule, pins: Mapping[fx.Node, Pin]):
         super().__init__(module)
         self.extra_traceback = False
         self.line = ""
@@ -351,7 +351,8 @@ class _Replay(fx.Interpreter):
     def run_node(self, n: fx.Node) -> Any:
         self.line = told_line(n.meta.get("stack_trace") or "")
         out = super().run_node(n)
-        return constrain(out, self._pins[n]) if n in self._pins else out
+        pin = self._pins.get(n)
+        return out if pin is None else constrain(out, pin.spec, axes=pin.axis)
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         return None if target in _CHECKS else super().call_function(target, args, kwargs)
@@ -362,7 +363,7 @@ def _planned(
 ) -> tuple[Traced, Plan]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
-    at = {node: pin.spec for pin in pins for node in boundary(program, pin.module, pin.slot)}
+    at = {node: pin for pin in pins for node in boundary(program, pin.module, pin.slot)}
     replay = _Replay(program.graph_module, at)
     tensors = [e for e in entries if e.is_tensor]
     returned = [i for i, spec in enumerate(program.graph_signature.output_specs) if isinstance(spec.arg, TensorArgument)]

@@ -8,8 +8,10 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
+from ftp.constrain import entries_over
 from ftp.errors import SpecError, join_failures
 from ftp.mesh import Mesh
+from ftp.plans.styles import shard_spec
 from ftp.spec import P, check_spec
 from ftp.tree import broadcast_specs, flatten, kind_of, leaf_names, match_patterns
 
@@ -26,6 +28,7 @@ class Pin:
     module: str
     slot: int
     spec: P
+    axis: str
 
 
 def state_specs(
@@ -61,7 +64,7 @@ def state_specs(
         for module, match in zip(modules, read, strict=True):
             if match is None:
                 continue
-            specs = _of_style(program, module, match[1], axis, mesh, state, pins, failures)
+            specs = _of_style(program, module, match[1], axis, state, pins, failures)
             for path, spec in ((name, spec) for own, spec in specs.items() for name in tied[own]):
                 if path in by_path and by_path[path][1] != spec:
                     failures.append(
@@ -200,7 +203,6 @@ def _of_style(
     module: str,
     style: Any,
     axis: str,
-    mesh: Mesh,
     state: Mapping[str, torch.Tensor],
     pins: list[Pin],
     failures: list[str],
@@ -232,7 +234,7 @@ def _of_style(
         for slot, name in enumerate(("input_layouts", "output_layouts")):
             given = getattr(style, name)
             if given != getattr(fresh, name):
-                _pin(program, module, slot, given, axis, mesh, label, name, pins, failures)
+                _pin(program, module, slot, given, axis, label, name, pins, failures)
     return {path: spec for path, spec in specs.items() if path in state}
 
 
@@ -242,7 +244,6 @@ def _pin(
     slot: int,
     layouts: Sequence[Any],
     axis: str,
-    mesh: Mesh,
     label: str,
     name: str,
     pins: list[Pin],
@@ -251,25 +252,16 @@ def _pin(
     from torch.distributed.tensor import Replicate, Shard
 
     layout = layouts[0] if len(layouts) == 1 else layouts
-    if len([a for a in mesh.axes if mesh.axes[a] > 1]) > 1:
-        failures.append(
-            f"{label} has {name} {layout}, which says nothing of the mesh's axes beside {axis!r}."
-            " On a mesh of several axes give specs, or leave the layouts out: the planner chooses them."
-        )
-        return
     if type(layout) not in (Replicate, Shard):
         failures.append(f"{label} has {name} {layout}; only Shard(dim) and Replicate() say where a value lies.")
         return
+    spec = shard_spec(layout.dim, axis) if isinstance(layout, Shard) else P()
     for node in boundary(program, module, slot):
         ndim = node.meta["val"].ndim
-        entries = [None] * ndim
-        if isinstance(layout, Shard):
-            if not -ndim <= layout.dim < ndim:
-                failures.append(f"{label} has {name} {layout}, but the value has {ndim} dims.")
-                return
-            entries[layout.dim] = axis  # type: ignore[call-overload]
-        pins.append(Pin(module, slot, P(*entries)))
-        return
+        if entries_over(spec, ndim):
+            failures.append(f"{label} has {name} {layout}, but the value has {ndim} dims.")
+            return
+    pins.append(Pin(module, slot, spec, axis))
 
 
 def boundary(program: "ExportedProgram", module: str, slot: int) -> list[fx.Node]:

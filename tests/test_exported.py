@@ -161,9 +161,7 @@ def test_everything_at_once_equals_one_device(mesh, decomposed):
         "shift": P("tp"),
         "scale": P(None),
     }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ftp.errors.ReplicationWarning)
-        equals_one_device(model, args, kwargs, mesh, specs, decomposed, calls=2)
+    equals_one_device(model, args, kwargs, mesh, specs, decomposed, calls=2)
 
 
 # What styles and specs give.
@@ -210,6 +208,8 @@ def test_a_column_and_a_row_need_one_all_reduce(given):
 )
 def test_layouts_of_styles_are_met(given, expected, decomposed):
     made, *_ = equals_one_device(Mlp().double(), (x(5, 3, 4),), {}, TP, given, decomposed)
+    if decomposed:
+        equals_one_device(Mlp().double(), (x(5, 3, 4),), {}, GRID, given)
     found = [op.removeprefix("_c10d_functional.") for op in ops(made)]
     assert [{"all_gather_into_tensor.default": "gather", "reduce_scatter_tensor.default": "scatter"}[op] for op in found] == expected
 
@@ -235,9 +235,7 @@ def test_embeddings(style):
 
 def test_a_tied_weight_stays_tied():
     model = Everything().double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ftp.errors.ReplicationWarning)
-        made = ftp.shard_exported(export(model, *everything()[1:]), TP, {"emb": RowwiseParallel}, rank=2)
+    made = ftp.shard_exported(export(model, *everything()[1:]), TP, {"emb": RowwiseParallel}, rank=2)
     assert made.state_dict["emb.weight"] is made.state_dict["head.weight"]
     assert made.state_dict["emb.weight"].shape == (1, 4)
 
@@ -370,7 +368,9 @@ def test_a_module_called_twice_and_strict_export():
     assert [path for path, _ in issued.meta["nn_module_stack"].values()] == ["", "net2"]
 
 
-def test_an_op_without_a_rule_is_replicated_with_a_warning():
+def test_an_op_without_a_rule_is_replicated_with_a_warning(monkeypatch):
+    monkeypatch.setenv("FTP_DISCOVERY", "0")
+
     class Odd(nn.Module):
         def __init__(self):
             super().__init__()
