@@ -13,6 +13,7 @@ from ftp.placement import device_get, device_put, local_slice
 from ftp.plans import from_parallelize_plan
 from ftp.program import Lowered
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
+from ftp.remat import remat
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
 from ftp.tree import plan
@@ -47,6 +48,7 @@ __all__ = [
     "plans",
     "pointwise",
     "reduction",
+    "remat",
     "reshard",
     "rule",
     "shard",

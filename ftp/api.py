@@ -78,7 +78,6 @@ def shard(
         in_specs,
         out_specs,
         arguments=("params", *names[1:]),
-        is_shard=True,
         state=(0,),
         options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict),
     )
@@ -127,7 +126,6 @@ def spmd(
         input_specs,
         output_specs,
         arguments=names,
-        is_shard=False,
         state=(0, *donate),
         options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict),
     )

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ftp.cost import is_product
 from ftp.layout import Layout, Size, prod
 from ftp.notation import Dims
 from ftp.registry import BoundRule, Meta, tensors
+from ftp.remat import Region
 
 BATCH, PARAMETER = 1, 2
 
@@ -57,7 +59,8 @@ class Node:
         target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; None for an input.
         args, kwargs: as the op takes them, ``Value`` in place of tensors.
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
-        forward: whether the loss is computed from it.
+        phase: how often forward and backward passes took turns before it.
+        region: the recomputation (``remat``) that it is part of.
         cause: what asked for a move: a parameter path, a constraint, an op.
         pending: per result the ``(axis, op)`` of reductions that are still to come.
     """
@@ -71,7 +74,8 @@ class Node:
     rule: BoundRule
     source: str = ""
     depends: int = 0
-    forward: bool = True
+    phase: int = 0
+    region: Region | None = None
     cause: str = ""
     sizes: dict[str, Size] = field(default_factory=dict)
     cuts: list[FactorCut] = field(default_factory=list)
@@ -197,22 +201,63 @@ def live(graph: Graph) -> Graph:
 
 
 def merge_common(graph: Graph) -> Graph:
-    """The graph with equal ops on equal operands computed once."""
+    """The graph with equal ops on equal operands computed once; what a recomputation is to repeat stays apart."""
     seen: dict[Any, Node] = {}
     canonical: dict[int, Node] = {}
+    firsts = first_of_equals(graph)
     nodes = []
     for node in graph.nodes:
         if any(id(v.node) in canonical for v in node.operands):
             node.replace_operands([Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands])
         if node.kind == "op":
-            key = (node.target, _key(node.args), _key(dict(node.kwargs)))
-            first = seen.setdefault(key, node)
+            original = firsts.get(node, node)
+            if node.region is not None and original.region is None and node.region.keeps(node.target, is_product(node.target)):
+                first = canonical.get(id(original), original)
+            else:
+                first = seen.setdefault((node.target, _key(node.args), _key(dict(node.kwargs)), node.region), node)
             if first is not node:
                 canonical[id(node)] = first
-                first.forward |= node.forward
                 continue
         nodes.append(node)
     return Graph(nodes, [Value(canonical.get(id(v.node), v.node), v.index) for v in graph.outputs])
+
+
+def first_of_equals(graph: Graph) -> dict[Node, Node]:
+    """Per op or move the first one of the same value and layout; nothing where nothing is recomputed."""
+    if not any(node.region for node in graph.nodes):
+        return {}
+    first: dict[Any, Node] = {}
+    found: dict[Node, Node] = {}
+
+    def key(tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return (id(found.get(tree.node, tree.node)), tree.index)
+        if isinstance(tree, list | tuple):
+            return tuple(map(key, tree))
+        return {k: key(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+    for node in graph.nodes:
+        if node.kind != "input":
+            known = (node.kind, node.target, _key(key(node.args)), _key(key(dict(node.kwargs))), tuple(node.cuts))
+            found[node] = first.setdefault(known, node)
+    return found
+
+
+def keep_collectives(graph: Graph) -> Graph:
+    """The graph in which recomputations whose policy says so take what the forward pass has moved, rather than move it again."""
+    firsts = first_of_equals(graph)
+    kept = {
+        node: first
+        for node, first in firsts.items()
+        if node.kind == "move"
+        and node.region is not None
+        and node.region.keeps_collectives
+        and first.region is None
+        and node.depends & BATCH
+    }
+    for node in graph.nodes if kept else ():
+        node.replace_operands([Value(kept.get(v.node, v.node), v.index) for v in node.operands])
+    return live(Graph(graph.nodes, [Value(kept.get(v.node, v.node), v.index) for v in graph.outputs])) if kept else graph
 
 
 def _key(tree: Any) -> Any:
@@ -227,18 +272,11 @@ def _key(tree: Any) -> Any:
     return (type(tree).__name__, repr(tree))
 
 
-def mark_dependencies(graph: Graph, outputs_of_forward: Sequence[Value]) -> None:
-    """Fill in which inputs each node is computed from, and whether ``outputs_of_forward`` (the loss) are computed from it."""
+def mark_dependencies(graph: Graph) -> None:
+    """Fill in which inputs each node is computed from."""
     for node in graph.nodes:
         for value in node.operands:
             node.depends |= value.node.depends
-        node.forward = False
-    for value in outputs_of_forward:
-        value.node.forward = True
-    for node in reversed(graph.nodes):
-        if node.forward:
-            for value in node.operands:
-                value.node.forward = True
 
 
 @contextmanager

@@ -71,13 +71,15 @@ class _Builder:
         args, kwargs = _plain(args), _plain(kwargs)
         results = _metas(node.meta["val"])
         source = node.meta.get("source", "")
+        origin = {"source": source, "phase": node.meta.get("phase", 0), "region": node.meta.get("region")}
         if node.target is CONSTRAIN:
             # On an axis of which it does not speak it is the identity, and hands on what is pending too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
-            made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, source)
+            made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
         else:
             assert isinstance(node.target, torch._ops.OpOverload), node.target
-            made = Node(node.name, "op", node.target, args, kwargs, results, self.rule(node.target, args, kwargs, results, source), source)
+            rule = self.rule(node.target, args, kwargs, results, source)
+            made = Node(node.name, "op", node.target, args, kwargs, results, rule, **origin)
         self.nodes.append(made)
         values = [Value(made, i) for i in range(len(results))]
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
@@ -140,7 +142,8 @@ def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> G
         for inner in gm.graph.nodes:
             builder.add(inner)
         for inner in builder.nodes:
-            inner.name, inner.source, inner.forward = f"{node.name}.{inner.name}", node.source, node.forward
+            inner.name, inner.source = f"{node.name}.{inner.name}", node.source
+            inner.phase, inner.region = node.phase, node.region
             for value in inner.operands:
                 inner.depends |= value.node.depends
         out += builder.nodes

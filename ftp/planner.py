@@ -15,7 +15,7 @@ from ftp.constrain import Pin
 from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
 from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
-from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, collection_paused, live
+from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, collection_paused, keep_collectives, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
 from ftp.network import AxisPlan, Problem, Strategy, is_at_rest, solve
 from ftp.notation import Dim
@@ -121,6 +121,7 @@ def _make_plan(
         for cuts, layout in zip(open_cuts, _output_layouts(plan.graph, chosen, problem.outputs), strict=True):
             cuts.append((name, layout))
         plan.graph = apply(plan.graph, chosen, problem.outputs)
+    plan.graph = keep_collectives(plan.graph)
     if reshard_after_forward:
         plan.graph = gather_again(plan.graph)
     plan.entries = {node: spec for node, spec in given.inputs.items() if spec != specs.inputs[node]}
@@ -406,7 +407,8 @@ class _Emitter:
             rule,
             value.node.source,
             value.node.depends,
-            user.forward if user else value.node.forward,
+            user.phase if user else value.node.phase,
+            value.node.region,
             cause,
         )
         node.sizes = sizes
@@ -456,28 +458,28 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
 
 
 def gather_again(graph: Graph) -> Graph:
-    """The graph in which the backward pass gathers parameters anew (``reshard_after_forward``)."""
-    made: dict[Node, Node] = {}
+    """The graph in which each pass, forward or backward, gathers parameters anew (``reshard_after_forward``)."""
+    made: dict[tuple[Node, int], Node] = {}
     nodes: list[Node] = []
 
-    def again(value: Value) -> Value:
+    def again(value: Value, phase: int) -> Value:
         node = value.node
         if not _is_regatherable(node):
             return value
-        if node not in made:
-            operands = [again(v) for v in node.operands]
-            copy = replace(node, name=f"{node.name}_again", forward=False, sizes=dict(node.sizes), cuts=list(node.cuts))
+        if (node, phase) not in made:
+            operands = [again(v, phase) for v in node.operands]
+            name = f"{node.name}_again" if phase == 1 else f"{node.name}_again_{phase}"
+            copy = replace(node, name=name, phase=phase, sizes=dict(node.sizes), cuts=list(node.cuts))
             copy.replace_operands(operands)
-            made[node] = copy
+            made[node, phase] = copy
             nodes.append(copy)
-        return Value(made[node], value.index)
+        return Value(made[node, phase], value.index)
 
     gathered: dict[Node, bool] = {}
     for node in graph.nodes:
         is_gather = node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
         gathered[node] = is_gather or (_is_regatherable(node) and any(gathered[v.node] for v in node.operands))
-        if not node.forward:
-            node.replace_operands([again(v) if v.node.forward and gathered[v.node] else v for v in node.operands])
+        node.replace_operands([again(v, node.phase) if v.node.phase < node.phase and gathered[v.node] else v for v in node.operands])
         nodes.append(node)
     return live(Graph(nodes, graph.outputs))
 

@@ -74,7 +74,6 @@ class Step:
     Args:
         in_specs: arguments to a spec per leaf. out_specs: the result, the arguments' specs and the arguments to a spec per leaf.
         arguments: what the positional arguments are called in messages.
-        is_shard: whether the function gives ``(loss, grads)``.
         state: positions of arguments that are state rather than a batch.
     """
 
@@ -86,13 +85,12 @@ class Step:
         out_specs: OutSpecs,
         *,
         arguments: Sequence[str],
-        is_shard: bool,
         state: Sequence[int],
         options: Options,
     ):
         self.mesh = mesh
         self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
-        self._arguments, self._is_shard, self._state, self._options = tuple(arguments), is_shard, frozenset(state), options
+        self._arguments, self._state, self._options = tuple(arguments), frozenset(state), options
         self._programs: dict[tuple[Any, ...], _Planned] = {}
 
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
@@ -220,7 +218,7 @@ class Step:
                 batch.append(node)
         in_specs = {node: specs[i] for node, i in zip(arguments, tensor_leaves, strict=True)}
         graph = merge_common(live(graph))
-        mark_dependencies(graph, [v for i, v in enumerate(graph.outputs) if i < self._forward_outputs(traced)])
+        mark_dependencies(graph)
         constrained = constraints(graph)
         _check_constraints(constrained, self.mesh)
         data_axes = self._options.data_axes
@@ -250,13 +248,6 @@ class Step:
         placements = tuple(placement(self.mesh, spec, shape) for spec, shape in zip(program.out_specs, program.out_shapes, strict=True))
         donated = {node.name for node, i in zip(arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate}
         return _Planned(program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated))
-
-    def _forward_outputs(self, traced: Traced) -> int:
-        """How many outputs of the graph are the loss and aux, which come first, rather than gradients."""
-        if not self._is_shard:
-            return len(traced.out_leaves)
-        value = traced.out_tree.children()[0]
-        return sum(not static for static in traced.is_static[: value.num_leaves])
 
     def _checked_out_specs(
         self, traced: Traced, graph: Graph, specs: Sequence[PartitionSpec], args: tuple[Any, ...]

@@ -33,6 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import FtpError, InputError, TraceError, join_failures
+from ftp.remat import current_region
 from ftp.source import describe_line, is_users, raised_line
 from ftp.tree import flatten, kind_of, leaf_names
 from ftp.unchecked import unchecked
@@ -46,7 +47,9 @@ class Traced:
 
     Attributes:
         gm: functional aten graph; its placeholders are the tensor leaves in order, then the constants; it returns a flat tuple.
-            Every node knows its ``meta["val"]`` and, in ``meta["source"]``, the user's line that caused it ("" if none did).
+            Every node knows its ``meta["val"]``, in ``meta["source"]`` the user's line that caused it ("" if none did), in
+            ``meta["phase"]`` how often forward and backward passes took turns before it, and in ``meta["region"]`` the recomputation
+            that it is part of.
         constants: tensors that the function captured, in the order of their first use.
         out_tree: the structure of the result.
         out_leaves: per leaf of the result the index of its output, or its static value.
@@ -329,7 +332,8 @@ class _Recorder(TorchDispatchMode):
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
         self.line = ""
-        self.replayed: str | None = None
+        self.replayed: Mapping[str, Any] | None = None
+        self._phase = 0
         self._known: dict[int, tuple[Tensor, FakeTensor]] = {}
         self._lines: dict[int, str] = {}
         self._graph: fx.Graph | None = None
@@ -374,11 +378,12 @@ class _Recorder(TorchDispatchMode):
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
         out = _called(func, args, kwargs)
+        phase, region = self._turn()
         assert self._graph is not None
         root = self._graph._root
         node = newest = root._prev
         while node is not self._last and node is not root:
-            node.meta["source"] = line
+            node.meta |= {"source": line, "phase": phase, "region": region}
             node = node._prev
         self._last = newest
         return out
@@ -411,9 +416,17 @@ class _Recorder(TorchDispatchMode):
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]
 
+    def _turn(self) -> tuple[int, Any]:
+        """The pass that is going on, even numbers forward and odd ones backward, and the recomputation."""
+        if self.replayed is not None:
+            return self.replayed.get("phase", 0), self.replayed.get("region")
+        is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        self._phase += is_backward != bool(self._phase % 2)
+        return self._phase, current_region()
+
     def _line(self) -> str:
         if self.replayed is not None:
-            return self.replayed
+            return self.replayed.get("source", "")
         if self._told is not None:
             return self._told()
         behind = torch._C._current_autograd_node()
@@ -743,7 +756,7 @@ def _replay_functional(gm: fx.GraphModule, recorder: _Recorder) -> fx.GraphModul
 
     class Replay(fx.Interpreter):
         def run_node(self, n: fx.Node) -> Any:
-            recorder.replayed = n.meta.get("source", "")
+            recorder.replayed = n.meta
             return super().run_node(n)
 
     def flat(*values: Tensor) -> Any:
