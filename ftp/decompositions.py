@@ -365,36 +365,41 @@ def mean(x: Tensor, dim: Any, keepdim: bool = False, *, dtype: torch.dtype | Non
     return (_wide(x).sum(dims, keepdim) / _count(x, dims)).to(x.dtype)
 
 
+def _real(dtype: torch.dtype) -> torch.dtype:
+    return dtype.to_real() if dtype.is_complex else dtype
+
+
 def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
     dims = _dims(x, dim)
     n = _count(x, dims)
     mean = x.sum(dims, True) / n
     centred = x - mean
     rest = max(0.0, n - (1 if correction is None else correction))
-    var = (centred * centred).sum(dims, keepdim) / rest
+    squares = centred * centred if not centred.is_complex() else (centred * centred.conj()).real
+    var = squares.sum(dims, keepdim) / rest
     return var, mean if keepdim else mean.reshape(var.shape)
 
 
 @decomposition(aten.var.correction)
 def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return _variance(_wide(x), dim, correction, keepdim)[0].to(x.dtype)
+    return _variance(_wide(x), dim, correction, keepdim)[0].to(_real(x.dtype))
 
 
 @decomposition(aten.var_mean.correction)
 def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     var, mean = _variance(_wide(x), dim, correction, keepdim)
-    return var.to(x.dtype), mean.to(x.dtype)
+    return var.to(_real(x.dtype)), mean.to(x.dtype)
 
 
 @decomposition(aten.std.correction)
 def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
-    return torch.sqrt(_variance(_wide(x), dim, correction, keepdim)[0]).to(x.dtype)
+    return torch.sqrt(_variance(_wide(x), dim, correction, keepdim)[0]).to(_real(x.dtype))
 
 
 @decomposition(aten.std_mean.correction)
 def std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     var, mean = _variance(_wide(x), dim, correction, keepdim)
-    return torch.sqrt(var).to(x.dtype), mean.to(x.dtype)
+    return torch.sqrt(var).to(_real(x.dtype)), mean.to(x.dtype)
 
 
 @decomposition(aten.var.dim)
@@ -429,10 +434,10 @@ def var_mean_all(x: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
 
 @decomposition(aten.logsumexp.default)
 def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    x = x if x.is_floating_point() else x.to(torch.get_default_dtype())
+    x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     dims = _dims(x, dim)
     wide = _wide(x)
-    top = torch.amax(wide, dims, True)
+    top = torch.amax(wide.real if wide.is_complex() else wide, dims, True)
     top = torch.where(torch.abs(top) == math.inf, 0.0, top)
     total = torch.log(torch.exp(wide - top).sum(dims, keepdim))
     return (total + (top if keepdim else top.reshape(total.shape))).to(x.dtype)

@@ -111,7 +111,14 @@ REDUCTIONS: dict[str, Pitfall] = {
     "integers": (lambda a: [a.sum(0), a.amax(1), a.prod(), a.cumsum(1)], (i(4, 5, 3) + 1,)),
     "bools": (lambda a: [a.sum(), a.any(), a.all(0), a & ~a.flip(0)], (MASK,)),
     "complex": (
-        lambda a, b: [torch.complex(a, b).abs(), (torch.complex(a, b) * torch.complex(b, a)).sum(0).real],
+        lambda a, b: [
+            torch.complex(a, b).abs(),
+            (torch.complex(a, b) * torch.complex(b, a)).sum(0).real,
+            torch.complex(a, b).var(0),
+            torch.complex(a, b).std(),
+            torch.complex(a, b).logsumexp(1).imag,
+            torch.linalg.vector_norm(torch.complex(a, b), 3, 0),
+        ],
         (x(5, 3), x(5, 3, seed=1)),
     ),
     "scalars": (lambda a, b: [a * b, a.sum(), a.amax(), b.sum(0, keepdim=True)], (torch.tensor(2.0, dtype=torch.float64), x(5))),
@@ -286,6 +293,12 @@ def test_a_loss_whose_batch_is_cut(name: str, mesh: str):
     fn, arguments = PITFALLS[name]
     cut = P(MESHES[mesh][1])
     check(fn, arguments, mesh, tuple(cut if t.shape[0] in (3, 7) else P() for t in arguments))
+
+
+def test_variances_of_complex_numbers_are_real():
+    step = ftp.spmd(lambda a: [a.var(), *torch.var_mean(a, 0), a.std(1), *torch.std_mean(a)], ftp.simulated_mesh((3,), ("x",)), (P("x"),))
+    a = torch.complex(x(5, 3), x(5, 3, seed=1))
+    torch.testing.assert_close(list(step(a)), [a.var(), *torch.var_mean(a, 0), a.std(1), *torch.std_mean(a)])
 
 
 @pytest.mark.parametrize("name", ["batch_norm", "batch_norm of vectors"])
