@@ -8,11 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+import ftp
 from ftp.spec import P
 
 Specs = Mapping[str, P]
@@ -107,6 +109,47 @@ _T5: Specs = {
     "lm_head.weight": COLUMN,
 }
 
+_QWEN_MOE: Specs = _MIXTRAL
+_PHI: Specs = {
+    "**.embed_tokens.weight": COLUMN,
+    "**.self_attn.[qkv]_proj.*": P("tp"),
+    "**.self_attn.dense.weight": ROW,
+    "**.mlp.fc1.*": P("tp"),
+    "**.mlp.fc2.weight": ROW,
+    "lm_head.*": P("tp"),
+}
+_OPT: Specs = {
+    "**.embed_tokens.weight": COLUMN,
+    "**.self_attn.[qkv]_proj.*": P("tp"),
+    "**.self_attn.out_proj.weight": ROW,
+    "**.fc1.*": P("tp"),
+    "**.fc2.weight": ROW,
+}
+_BART: Specs = {k: v for k, v in _OPT.items() if "embed" not in k and "self_attn" not in k} | {
+    "model.shared.weight": COLUMN,
+    "**.*_attn.[qkv]_proj.*": P("tp"),
+    "**.*_attn.out_proj.weight": ROW,
+}
+_DISTILBERT: Specs = {
+    "**.word_embeddings.weight": COLUMN,
+    "**.attention.[qkv]_lin.*": P("tp"),
+    "**.attention.out_lin.weight": ROW,
+    "**.ffn.lin1.*": P("tp"),
+    "**.ffn.lin2.weight": ROW,
+    "vocab_projector.bias": BIAS,
+}
+_ROBERTA: Specs = {k: v for k, v in _ENCODER.items() if not k.startswith("bert")} | {
+    "**.word_embeddings.weight": COLUMN,
+    "roberta.encoder.layer.*.output.dense.weight": ROW,
+    "lm_head.bias": BIAS,
+}
+_FUSED: Specs = {
+    "**.query_key_value.*": P("tp"),
+    "**.dense.weight": ROW,
+    "**.dense_h_to_4h.*": P("tp"),
+    "**.dense_4h_to_h.weight": ROW,
+}
+
 _SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
 _DECODER = _SMALL | {"intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
@@ -135,6 +178,50 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Specs]] = {
         _VIT,
     ),
 }
+# Others of these families.
+MORE: dict[str, tuple[str, str, dict[str, Any], Specs]] = {
+    "Mistral": ("MistralConfig", "MistralForCausalLM", _DECODER, _LLAMA),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DECODER | {"head_dim": 4}, _LLAMA),
+    "Qwen3 MoE": (
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
+        _DECODER | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        _QWEN_MOE,
+    ),
+    "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", _DECODER | {"head_dim": 4}, _GEMMA),
+    "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _DECODER | {"head_dim": 4}, _GEMMA),
+    "Phi": ("PhiConfig", "PhiForCausalLM", _DECODER | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, _PHI),
+    "GPT-NeoX": (
+        "GPTNeoXConfig",
+        "GPTNeoXForCausalLM",
+        _SMALL | {"intermediate_size": 24, "max_position_embeddings": 32},
+        _FUSED | {"gpt_neox.embed_in.weight": COLUMN, "lm_head.weight": COLUMN},
+    ),
+    "Bloom": (
+        "BloomConfig",
+        "BloomForCausalLM",
+        {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 4},
+        _FUSED | {"transformer.word_embeddings.weight": COLUMN},
+    ),
+    "OPT": ("OPTConfig", "OPTForCausalLM", _SMALL | {"ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 16}, _OPT),
+    "BART": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {"vocab_size": VOCAB, "d_model": 16, "max_position_embeddings": 32}
+        | {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 24))}
+        | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
+        _BART,
+    ),
+    "DistilBERT": (
+        "DistilBertConfig",
+        "DistilBertForMaskedLM",
+        {"vocab_size": VOCAB, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 32},
+        _DISTILBERT,
+    ),
+    "RoBERTa": ("RobertaConfig", "RobertaForMaskedLM", _SMALL | _NO_DROPOUT | {"intermediate_size": 24}, _ROBERTA),
+}
+_MASKED = ("BERT", "DistilBERT", "RoBERTa")
+_ENCODERS = (*_MASKED, "ViT")
 
 
 class _InFloat64(TorchFunctionMode):
@@ -149,23 +236,23 @@ class _InFloat64(TorchFunctionMode):
 
 def transformer(name: str, attention: str) -> Case:
     """A model of transformers in eval mode with its own loss; ``attention`` is "eager" or "sdpa"."""
-    import transformers
+    import transformers  # pyright: ignore[reportMissingImports]
 
-    config_class, model_class, arguments, cuts = TRANSFORMERS[name]
-    if name.startswith("Mixtral"):
+    config_class, model_class, arguments, cuts = (TRANSFORMERS | MORE)[name]
+    if name.startswith("Mixtral") or "MoE" in name:
         arguments = arguments | {"experts_implementation": "batched_mm"}
     config = getattr(transformers, config_class)(**arguments, attn_implementation=attention)
     model = float64(getattr(transformers, model_class)(config).eval())
     if name == "ViT":
         batch: tuple[Tensor, ...] = (randn(BATCH, 3, 8, 8), tokens(7, BATCH))
         call: tuple[str, ...] = ("pixel_values", "labels")
-    elif name == "BERT":
+    elif name in _MASKED:
         mask = torch.ones(BATCH, SEQ, dtype=torch.int64)
         mask[1, 4:] = 0
         batch, call = (tokens(VOCAB, BATCH, SEQ), tokens(VOCAB, BATCH, SEQ, seed=2), mask), ("input_ids", "labels", "attention_mask")
     else:
         batch, call = (tokens(VOCAB, BATCH, SEQ), tokens(VOCAB, BATCH, SEQ, seed=2)), ("input_ids", "labels")
-    options = {} if name == "ViT" or name == "BERT" else {"use_cache": False}
+    options = {} if name in _ENCODERS else {"use_cache": False}
 
     def loss(fn: Callable[..., Any]) -> Callable[..., Tensor]:
         def of(params: Any, *batch: Tensor) -> Tensor:
@@ -325,6 +412,39 @@ def with_function(function: type[torch.autograd.Function]) -> Case:
     return Case(float64(WithFunction(function)), cuts, (randn(4, 6),), _squared, (P("dp"),))
 
 
+@torch.library.custom_op("ftp_models::bend", mutates_args=())
+def bend(x: Tensor) -> Tensor:
+    """A kernel that no trace sees into."""
+    return torch.from_numpy(np.tanh(x.detach().numpy()) + 0.1 * x.detach().numpy())
+
+
+@bend.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+ftp.pointwise(torch.ops.ftp_models.bend.default)
+
+
+class _Bend(torch.autograd.Function):
+    """The kernel with its gradient, in the form that torch.func knows."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor) -> Tensor:
+        return torch.ops.ftp_models.bend(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        return grad * (1.1 - (y - 0.1 * x).square())
+
+
 def _bag(mode: str, **options: Any) -> Case:
     batch = (tokens(VOCAB, 4, 5),)
     return Case(float64(nn.EmbeddingBag(VOCAB, 6, mode=mode, **options)), {"weight": COLUMN}, batch, _squared, (P("dp"),))
@@ -362,6 +482,7 @@ MODULES: dict[str, Callable[[], Case]] = {
     "RNN": lambda: _recurrent(nn.RNN),
     "pools": lambda: Case(float64(_Pools()), {"conv.weight": P("tp"), "conv.bias": BIAS}, (randn(4, 3, 9, 9),), _squared, (P("dp"),)),
     "autograd.Function": lambda: with_function(_Double),
+    "custom op": lambda: with_function(_Bend),
     "EmbeddingBag, sum": lambda: _bag("sum"),
     "EmbeddingBag, mean": lambda: _bag("mean", padding_idx=3),
     "EmbeddingBag, max": lambda: _bag("max"),
