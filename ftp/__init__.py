@@ -12,8 +12,8 @@ from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh
 from ftp.placement import device_get, device_put, local_slice
 from ftp.plans import from_parallelize_plan
 from ftp.program import Lowered
+from ftp.recompute import remat
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
-from ftp.remat import remat
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
 from ftp.tree import plan

@@ -14,8 +14,8 @@ import torch
 from ftp.cost import is_product
 from ftp.layout import Layout, Size, prod
 from ftp.notation import Dims
+from ftp.recompute import Region
 from ftp.registry import BoundRule, Meta, tensors
-from ftp.remat import Region
 
 BATCH, PARAMETER = 1, 2
 

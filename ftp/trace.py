@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import FtpError, InputError, TraceError, join_failures
-from ftp.remat import current_region
+from ftp.recompute import current_region
 from ftp.source import describe_line, is_users, raised_line
 from ftp.tree import flatten, kind_of, leaf_names
 from ftp.unchecked import unchecked

@@ -15,7 +15,7 @@ ORDER = [
     "slots",
     "tree",
     "constrain",
-    "remat",
+    "recompute",
     "functional",
     "notation",
     "layout",
