@@ -10,7 +10,7 @@ from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice
-from ftp.plans import from_parallelize_plan
+from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.program import Lowered
 from ftp.recompute import remat
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
@@ -37,6 +37,8 @@ __all__ = [
     "device_put",
     "einsum",
     "errors",
+    "from_hf",
+    "from_megatron",
     "from_parallelize_plan",
     "functionalize",
     "init_process_group",

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P, units
-from ftp.constrain import spec_from_str, spec_to_str
+from ftp.constrain import Pin, pin_from_str, pin_to_str
 from ftp.mesh import resolve
 from ftp.placement import put, take
 from ftp.spec import check_spec, local_pieces, local_shape
@@ -72,7 +72,7 @@ def test_shards_make_up_the_tensor(case):
     assert torch.equal(whole, x)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(cases(), st.booleans())
 def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
     mesh, shape, old, new = case
@@ -89,7 +89,7 @@ def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
 
 def test_text_of_a_spec_with_packs():
     for spec in (P(units("tp", 4, pack=3), None), P(None, ("dp", units("tp", 1, pack=(4, 2, 2))))):
-        assert spec_from_str(spec_to_str(spec)) == spec
+        assert pin_from_str(pin_to_str(Pin(spec))).spec == spec
 
 
 def attention(p, x, heads, kv_heads, head_dim):
@@ -116,7 +116,7 @@ def check(loss, mesh, specs, params, *batch, batch_specs=P()):
     return step
 
 
-@settings(max_examples=12, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(
     kv_heads=st.integers(1, 4),
     group=st.integers(1, 3),
