@@ -386,7 +386,7 @@ def _planned(
         if not is_state:
             batch.append(node)
     graph = merge_common(live(graph))
-    mark_dependencies(graph, graph.outputs)
+    mark_dependencies(graph)
     plan = make_plan(
         graph,
         mesh.axes,
