@@ -1,6 +1,6 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
 
-from ftp import errors, optim, plans, testing
+from ftp import errors, optim, plans, random, testing
 from ftp.api import lower, reshard, shard, spmd
 from ftp.collectives import Collective
 from ftp.constrain import constrain
@@ -49,6 +49,7 @@ __all__ = [
     "plan",
     "plans",
     "pointwise",
+    "random",
     "reduction",
     "remat",
     "reshard",

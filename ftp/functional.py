@@ -16,7 +16,9 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ftp.constrain import constrain, entries_over, misnamed
-from ftp.errors import FtpError, InputError, SpecError, TraceError, join_failures
+from ftp.draws import Draws
+from ftp.errors import InputError, SpecError, TraceError, join_failures
+from ftp.random import check_key
 from ftp.spec import P
 from ftp.tree import kind_of, match_patterns, nearest, remember_tied
 
@@ -96,6 +98,7 @@ def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint]
     ``params`` is ``{path: tensor}``, detached tensors that share the model's memory. A tied weight is there once, under its first path.
     Buffers and frozen parameters are constants of ``fn``. The model is left as it is and ``fn`` does not see what is done to it later: its
     submodules, hooks, train or eval are those of this call. ``fn`` keeps the model alive; ``model.to("meta")`` frees its weights.
+    What the model draws at random, dropout above all, comes from ``rng``, an ``ftp.random`` key, and from nothing else.
 
     Args:
         model: any module; on the meta device it stays there.
@@ -139,8 +142,9 @@ def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint]
 
     def pure(params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any) -> Any:
         if rng is not None:
-            raise FtpError(f"{program.name}: rng= is not supported yet. Call it without, with the model in eval mode at functionalize.")
-        return fn(params, *args, **kwargs)
+            check_key(rng, f"{program.name}(..., rng=)")
+        with Draws(rng, program.name) as draws:
+            return fn(draws, params, *args, **kwargs)
 
     pure.__name__ = pure.__qualname__ = program.name
     return (pure, params, state) if buffers else (pure, params)
@@ -232,10 +236,10 @@ def _installed(program: _Program, values: Mapping[str, Tensor]) -> Iterator[None
             object.__setattr__(module, "__dict__", attributes)
 
 
-def _call(program: _Program, params: tuple[str, ...], values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+def _call(program: _Program, params: tuple[str, ...], draws: Draws, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     _check_paths(program, "params", values, params)
     with _installed(program, values):
-        out = _run(program, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
+        out = _run(program, draws, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
         for m in program.modules:
             for name, constant in m.attributes["_buffers"].items():
                 if m.module._buffers.get(name) is not constant:
@@ -248,6 +252,7 @@ def _call_with_buffers(
     params: tuple[str, ...],
     state: tuple[str, ...],
     frozen: frozenset[str],
+    draws: Draws,
     values: Mapping[str, Tensor],
     buffers: Mapping[str, Tensor],
     *args: Any,
@@ -260,7 +265,7 @@ def _call_with_buffers(
     new = {path: clones.get(path, buffers[path]) for path in state}
     constants = _parameter_names(values) | {id(buffers[path]): _describe(path, frozen) for path in frozen}
     with _installed(program, {**values, **new}):
-        out = _run(program, constants, frozenset(map(id, clones.values())), args, kwargs)
+        out = _run(program, draws, constants, frozenset(map(id, clones.values())), args, kwargs)
         for m in program.modules:
             for name in m.attributes["_buffers"]:
                 if (path := _join(m.path, name)) in clones:
@@ -296,8 +301,13 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _run(program: _Program, names: dict[int, str], mutable: frozenset[int], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(program: _Program, draws: Draws, names: dict[int, str], mutable: frozenset[int], args: tuple, kwargs: dict[str, Any]) -> Any:
     ran: set[str] = set()
+    # Hooks turn fused kernels of eval mode off.
+    if draws.key is not None or any(m.module.training for m in program.modules):
+        for m in program.modules:
+            m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
+            m.module.register_forward_hook(partial(_leave, draws), always_call=True)
     for pin in program.pins:
         pin.module.register_forward_pre_hook(partial(_pin_inputs, pin, ran), with_kwargs=True)
         pin.module.register_forward_hook(partial(_pin_outputs, pin))
@@ -325,6 +335,14 @@ def _run(program: _Program, names: dict[int, str], mutable: frozenset[int], args
     if idle:
         raise InputError(join_failures(idle))
     return out
+
+
+def _enter(draws: Draws, path: str, module: nn.Module, args: tuple) -> None:
+    draws.path.append(path)
+
+
+def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
+    draws.path.pop()
 
 
 def _held_tensors(program: _Program, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:

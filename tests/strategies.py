@@ -89,7 +89,7 @@ BY_NAME: dict[str, Any] = {
     "posinf": 1.0,
     "neginf": 0.0,
 }
-INTEGRAL = ("bitwise", "gcd", "lcm")
+INTEGRAL = ("bitwise", "gcd", "lcm", "shift__")
 
 
 def generic(op: OpOverload) -> list[Sample]:
@@ -716,6 +716,17 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "arange.default": lambda: [s(7), s(6), s(5.5, dtype=torch.float64)],
     "arange.start": lambda: [s(2, 9), s(0.5, 6.0, dtype=torch.float64)],
     "arange.start_step": lambda: [s(2, 13, 2), s(9, 1, -2), s(0.5, 6.0, 0.5, dtype=torch.float64)],
+    "random_bits.default": lambda: [
+        s(ints(2, high=1 << 40), [5, 4], [4, 1], 0),
+        s(ints(3, 2, high=1 << 40), [7, 3], [12, 3], 2),
+        s(ints(2, high=1 << 40), [6], [1], 1),
+        s(ints(2, 3, 2, high=1 << 40), [], [], 5),
+    ],
+    "random_keys.default": lambda: [
+        s(ints(2, high=1 << 40), ints(5, high=9)),
+        s(ints(4, 2, high=1 << 40), ints(high=9)),
+        s(ints(3, 1, 2, high=1 << 40), ints(3, 4, high=9)),
+    ],
     "eye.default": lambda: [s(4, dtype=torch.float64)],
     "eye.m": lambda: [s(4, 6, dtype=torch.float64)],
     **_alike("linspace.default", "logspace.default", samples=lambda: [s(0, 1, 5, dtype=torch.float64)]),

@@ -16,7 +16,7 @@ from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp.functional
-from ftp.errors import FtpError, InputError, SpecError, TraceError
+from ftp.errors import InputError, SpecError, TraceError
 from ftp.functional import Constraint, functionalize
 from ftp.spec import P
 from ftp.tree import flatten, plan
@@ -170,10 +170,7 @@ def test_train_mode_is_fixed_too():
     model = nn.Dropout(0.5)
     fn, params = functionalize(model)
     model.eval()
-    torch.manual_seed(0)
-    assert (fn(params, torch.ones(64)) == 0).any()
-    with pytest.raises(FtpError, match="rng= is not supported yet"):
-        fn(params, torch.ones(64), rng=torch.zeros(2, dtype=torch.int64))
+    assert (fn(params, torch.ones(64), rng=torch.zeros(2, dtype=torch.int64)) == 0).any()
 
 
 def test_hooks_of_the_model_run_and_stay():

@@ -9,12 +9,15 @@ PACKAGE = Path(__file__).parent.parent / "ftp"
 ORDER = [
     "errors",
     "version",
+    "philox",
     "source",
     "mesh",
     "spec",
     "slots",
     "tree",
     "constrain",
+    "random",
+    "draws",
     "recompute",
     "functional",
     "notation",
@@ -55,7 +58,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-FOR_RULES = {"errors", "notation", "registry", "localize", "rules"}
+FOR_RULES = {"errors", "philox", "notation", "registry", "localize", "rules"}
 
 
 def imported(path: Path) -> set[str]:

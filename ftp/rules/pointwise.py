@@ -37,6 +37,7 @@ BINARY = """
     special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
     special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
     special_zeta xlogy polar ldexp bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor eq ge gt le lt ne
+    __lshift__ __rshift__
 """
 pointwise(*overloads(UNARY))
 pointwise(*overloads(BINARY, "default Tensor Scalar Tensor_Tensor Tensor_Scalar Scalar_Tensor self_scalar other_scalar"))

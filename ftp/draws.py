@@ -1,0 +1,419 @@
+"""torch's random functions drawn from a key, while a functionalized model or an initializer runs.
+
+A call's key is that of its module's path with the number of draws made there before folded in: layers do not depend on one another, and
+a module that is called again draws anew.
+"""
+
+import functools
+import hashlib
+import math
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+
+from ftp import random
+from ftp.errors import TraceError
+from ftp.source import user_line
+
+
+class Draws(TorchFunctionMode):
+    """While it lasts torch's random functions draw from ``key``; where that is None they are errors.
+
+    Args:
+        name: of the model, for messages.
+        counts: how many draws each path has made; those of a run that is to be continued.
+    """
+
+    def __init__(self, key: Tensor | None, name: str, path: Sequence[str] = ("",), counts: dict[str, int] | None = None):
+        super().__init__()
+        self.key, self.name = key, name
+        self.path = list(path)
+        self.counts = counts if counts is not None else {}
+        self._keys: dict[str, Tensor] = {}
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        drawn = DRAWN.get(func)
+        if drawn is not None:
+            result = drawn(self, func, *args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        if func in COMPOSITE:
+            with self:
+                return _reentrant(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def next_key(self, what: str) -> Tensor:
+        """The key of a draw that is made now.
+
+        Raises:
+            TraceError: there is no key to draw from.
+        """
+        path = self.path[-1]
+        if self.key is None:
+            line = user_line()
+            raise TraceError(
+                f"{what} draws random numbers{f' at {line}' if line else ''}, in {f'module {path!r} of ' if path else ''}{self.name}, which"
+                " has no key to draw them from. Call fn(params, ..., rng=key), with key = ftp.random.key(seed) and a new key for each"
+                " step. If it is dropout that should be off, call model.eval() before ftp.functionalize."
+            )
+        if path not in self._keys:
+            self._keys[path] = random.fold_in(self.key, path_number(path))
+        count = self.counts.get(path, 0)
+        self.counts[path] = count + 1
+        return random.fold_in(self._keys[path], count)
+
+    @contextmanager
+    def at(self, path: str) -> Iterator[None]:
+        """Draw as the module at ``path``."""
+        self.path.append(path)
+        try:
+            yield
+        finally:
+            self.path.pop()
+
+
+def path_number(path: str) -> int:
+    """What is folded into a key for a path: the first 61 bits of its BLAKE2b hash.
+
+    >>> path_number("layers.0.dropout")
+    1857243124633355296
+    """
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big") >> 3
+
+
+def redrawing() -> Callable[[], AbstractContextManager[Any]]:
+    """A function whose contexts draw once more what will be drawn from here on, for code that runs a block again.
+
+    >>> with Draws(random.key(0), "model"):
+    ...     again = redrawing()
+    ...     first = torch.rand(3)
+    >>> with again():
+    ...     bool((torch.rand(3) == first).all())
+    True
+    """
+    now = [(m.key, m.name, tuple(m.path), dict(m.counts)) for m in _get_current_function_mode_stack() if isinstance(m, Draws)]
+
+    @contextmanager
+    def context() -> Iterator[None]:
+        if not now:
+            yield
+            return
+        key, name, path, counts = now[-1]
+        with Draws(key, name, path, dict(counts)):
+            yield
+
+    return context
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+class _Torch:
+    """torch, as the code of a composite function sees it."""
+
+    overrides = types.SimpleNamespace(has_torch_function=_never, has_torch_function_unary=_never, has_torch_function_variadic=_never)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@functools.cache
+def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
+    """``func`` without its own check for overrides: what it calls is seen by the mode, which torch leaves out otherwise."""
+    own = {"has_torch_function": _never, "has_torch_function_unary": _never, "has_torch_function_variadic": _never, "torch": _Torch()}
+    copy = types.FunctionType(func.__code__, {**func.__globals__, **own}, func.__name__, func.__defaults__, func.__closure__)
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# Python functions that draw through others.
+COMPOSITE = {
+    F.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.fractional_max_pool2d_with_indices,
+    F.fractional_max_pool3d_with_indices, F.gumbel_softmax, F.multi_head_attention_forward, F.rrelu, nn.init.constant_,
+    nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_,
+}  # fmt: skip
+
+Drawn = Callable[..., Any]
+# What draws in place of each of torch's functions: takes the mode, the function and its arguments; NotImplemented where nothing is random.
+DRAWN: dict[Any, Drawn] = {}
+
+
+def _draws(*functions: Any) -> Callable[[Drawn], Drawn]:
+    def register(drawn: Drawn) -> Drawn:
+        DRAWN.update(dict.fromkeys(functions, drawn))
+        return drawn
+
+    return register
+
+
+# Layers.
+
+
+@_draws(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_)
+def _dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> Any:
+    if not train or p == 0:
+        return NotImplemented
+    shape = (*input.shape[:2], *(1,) * (input.ndim - 2)) if "feature" in func.__name__ else tuple(input.shape)
+    dropped = random.bernoulli(draws.next_key(func.__name__), p, shape)
+    return _given(func, input, input.masked_fill(dropped, 0) * (1 / (1 - p) if p < 1 else 0.0))
+
+
+@_draws(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_)
+def _alpha_dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> Any:
+    """What is dropped takes SELU's least value, then mean and variance are restored."""
+    if not train or p == 0:
+        return NotImplemented
+    if p == 1:
+        return _given(func, input, input * 0.0)
+    shape = (*input.shape[:2], *(1,) * (input.ndim - 2)) if "feature" in func.__name__ else tuple(input.shape)
+    least = -1.7580993408473766
+    scale = 1 / math.sqrt((least * least * p + 1) * (1 - p))
+    dropped = random.bernoulli(draws.next_key(func.__name__), p, shape)
+    return _given(func, input, input.masked_fill(dropped, least) * scale - scale * p * least)
+
+
+def _given(func: Any, input: Tensor, value: Tensor) -> Tensor:
+    return input.copy_(value) if func.__name__.endswith("_") else value
+
+
+@_draws(torch.rrelu, torch.rrelu_)
+def _rrelu(
+    draws: Draws, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+) -> Any:
+    if not training or lower == upper:
+        return NotImplemented
+    slope = random.uniform(draws.next_key("rrelu"), tuple(input.shape), input.dtype, low=lower, high=upper)
+    return _given(func, input, torch.where(input >= 0, input, input * slope))
+
+
+@_draws(F.scaled_dot_product_attention)
+def _attention(
+    draws: Draws,
+    func: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """No fused kernel takes a mask of its own: probabilities are stored."""
+    if dropout_p == 0:
+        return NotImplemented
+    if enable_gqa:
+        key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
+    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    if is_causal:
+        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril().logical_not(), -math.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
+    probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
+    return random.dropout(draws.next_key("scaled_dot_product_attention"), probabilities, dropout_p) @ value
+
+
+@_draws(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
+def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+    """One layer at a time, with dropout between them."""
+    at = 3 if isinstance(args[3], list | tuple) else 2  # a packed sequence has its batch sizes after the data
+    state, weights, has_biases, layers, p, train, *options = args[at - 1 :]
+    if not train or p == 0 or layers == 1:
+        return NotImplemented
+    states = state if isinstance(state, list | tuple) else (state,)
+    each, rows = len(weights) // layers, states[0].shape[0] // layers
+    x, last = args[0], []
+    for layer in range(layers):
+        own = tuple(s[layer * rows : (layer + 1) * rows] for s in states)
+        x, *new = func(
+            x,
+            *args[1 : at - 1],
+            own if isinstance(state, list | tuple) else own[0],
+            weights[layer * each : (layer + 1) * each],
+            has_biases,
+            1,
+            0.0,
+            train,
+            *options,
+            **kwargs,
+        )
+        last.append(new)
+        if layer < layers - 1:
+            x = random.dropout(draws.next_key(func.__name__), x, p)
+    return (x, *(torch.cat(parts) for parts in zip(*last, strict=True)))
+
+
+# Tensors.
+
+
+@_draws(torch.rand, torch.randn)
+def _factory(draws: Draws, func: Any, *size: Any, generator: Any = None, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    draw = random.uniform if func is torch.rand else random.normal
+    return _made(draw(_key(draws, func, generator), _size(size, kwargs), dtype), kwargs)
+
+
+@_draws(torch.rand_like, torch.randn_like)
+def _like(draws: Draws, func: Any, input: Tensor, *, generator: Any = None, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    draw = random.uniform if func is torch.rand_like else random.normal
+    return _made(draw(_key(draws, func, generator), tuple(input.shape), dtype or input.dtype), {"device": input.device, **kwargs})
+
+
+@_draws(torch.randint)
+def _randint(
+    draws: Draws, func: Any, *args: Any, generator: Any = None, dtype: torch.dtype | None = None, low: int = 0, **kwargs: Any
+) -> Tensor:
+    *bounds, size = (*args, kwargs.pop("size")) if "size" in kwargs else args
+    bounds = [*bounds, kwargs.pop("high")] if "high" in kwargs else bounds
+    first, last = bounds if len(bounds) == 2 else (low, bounds[0])
+    return _made(random.randint(_key(draws, func, generator), first, last, tuple(size), dtype or torch.int64), kwargs)
+
+
+@_draws(torch.randint_like)
+def _randint_like(
+    draws: Draws,
+    func: Any,
+    input: Tensor,
+    *bounds: int,
+    low: int = 0,
+    high: int | None = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    bounds = bounds if high is None else (*bounds, high)
+    first, last = bounds if len(bounds) == 2 else (low, bounds[0])
+    drawn = random.randint(_key(draws, func, kwargs.pop("generator", None)), first, last, tuple(input.shape), dtype or input.dtype)
+    return _made(drawn, {"device": input.device, **kwargs})
+
+
+@_draws(torch.randperm)
+def _randperm(draws: Draws, func: Any, n: int, *, generator: Any = None, dtype: torch.dtype = torch.int64, **kwargs: Any) -> Tensor:
+    return _made(random.permutation(_key(draws, func, generator), n).to(dtype), kwargs)
+
+
+@_draws(torch.normal)
+def _normal(
+    draws: Draws, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, generator: Any = None, dtype: Any = None, **kwargs: Any
+) -> Tensor:
+    given = [t for t in (mean, std) if isinstance(t, Tensor)]
+    shape = torch.broadcast_shapes(*(t.shape for t in given)) if size is None else tuple(size)
+    drawn = random.normal(_key(draws, func, generator), shape, dtype or (given[0].dtype if given else None))
+    return _made(drawn, {"device": given[0].device, **kwargs} if given else kwargs) * std + mean
+
+
+@_draws(torch.bernoulli, Tensor.bernoulli)
+def _bernoulli(
+    draws: Draws, func: Any, input: Tensor, p: float | None = None, *, generator: Any = None, out: Tensor | None = None
+) -> Tensor:
+    key = _key(draws, func, generator)
+    drawn = (random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))).to(input.dtype)
+    return drawn if out is None else out.copy_(drawn)
+
+
+@_draws(torch.multinomial, Tensor.multinomial)
+def _multinomial(
+    draws: Draws, func: Any, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Tensor | None = None
+) -> Tensor:
+    """Without replacement the largest of logits with Gumbel draws added come in the order of drawing one by one."""
+    key, logits = _key(draws, func, generator), input.log()
+    if replacement:
+        drawn = random.categorical(key, logits, (num_samples, *input.shape[:-1])).movedim(0, -1)
+    else:
+        gumbel = -random.exponential(key, tuple(input.shape), input.dtype).log()
+        drawn = (logits + gumbel).topk(num_samples, -1).indices
+    return drawn if out is None else out.copy_(drawn)
+
+
+# Tensors in place.
+
+
+@_draws(Tensor.uniform_)
+def _uniform_(draws: Draws, func: Any, x: Tensor, *bounds: float, generator: Any = None, **kwargs: float) -> Tensor:
+    low, high = _pair(bounds, kwargs, ("from", 0.0), ("to", 1.0))
+    return x.copy_(random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype, low=low, high=high))
+
+
+@_draws(Tensor.normal_)
+def _normal_(draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float) -> Tensor:
+    mean, std = _pair(moments, kwargs, ("mean", 0.0), ("std", 1.0))
+    return x.copy_(random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean)
+
+
+@_draws(Tensor.log_normal_)
+def _log_normal_(draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float) -> Tensor:
+    mean, std = _pair(moments, kwargs, ("mean", 1.0), ("std", 2.0))
+    return x.copy_((random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean).exp())
+
+
+@_draws(Tensor.cauchy_)
+def _cauchy_(draws: Draws, func: Any, x: Tensor, *at: float, generator: Any = None, **kwargs: float) -> Tensor:
+    median, sigma = _pair(at, kwargs, ("median", 0.0), ("sigma", 1.0))
+    return x.copy_(((random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype) - 0.5) * math.pi).tan() * sigma + median)
+
+
+@_draws(Tensor.exponential_)
+def _exponential_(draws: Draws, func: Any, x: Tensor, lambd: float = 1.0, *, generator: Any = None) -> Tensor:
+    return x.copy_(random.exponential(_key(draws, func, generator), tuple(x.shape), x.dtype) / lambd)
+
+
+@_draws(Tensor.geometric_)
+def _geometric_(draws: Draws, func: Any, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
+    return x.copy_((random.exponential(_key(draws, func, generator), tuple(x.shape), torch.float32) / -math.log1p(-p)).ceil())
+
+
+@_draws(Tensor.bernoulli_)
+def _bernoulli_(draws: Draws, func: Any, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+    return x.copy_(random.bernoulli(_key(draws, func, generator), p, tuple(x.shape)))
+
+
+@_draws(Tensor.random_)
+def _random_(draws: Draws, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any) -> Tensor:
+    first, last = _pair(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
+    if last is None:
+        last = 2 ** _DIGITS[x.dtype] + 1 if x.dtype in _DIGITS else min(torch.iinfo(x.dtype).max + 1, (1 << 63) - 1)
+    return x.copy_(random.randint(_key(draws, func, generator), first, last, tuple(x.shape)))
+
+
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+@_draws(torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)  # type: ignore[reportPrivateImportUsage]
+def _unknown(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+    draws.next_key(func.__name__)
+    raise TraceError(f"{func.__name__} cannot be drawn from a key. Draw with ftp.random's functions, and pass the model what is drawn.")
+
+
+def _key(draws: Draws, func: Any, generator: Any) -> Tensor:
+    if generator is not None:
+        raise TraceError(
+            f"{func.__name__} is given a generator, whose numbers would differ from rank to rank. Leave it out: rng=key decides."
+        )
+    return draws.next_key(func.__name__)
+
+
+def _size(size: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, ...]:
+    given = kwargs.pop("size", None)
+    if given is not None:
+        return tuple(given)
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _made(drawn: Tensor, kwargs: dict[str, Any]) -> Tensor:
+    """What a factory's other arguments ask for."""
+    device, out = kwargs.get("device"), kwargs.get("out")
+    if device is not None and torch.device(device).type != drawn.device.type:
+        drawn = drawn.to(device)
+    drawn = drawn if out is None else out.copy_(drawn)
+    return drawn.requires_grad_() if kwargs.get("requires_grad") else drawn
+
+
+def _pair(given: Sequence[Any], kwargs: dict[str, Any], *named: tuple[str, Any]) -> tuple[Any, Any]:
+    first, second = (given[i] if i < len(given) else kwargs.get(name, default) for i, (name, default) in enumerate(named))
+    return first, second

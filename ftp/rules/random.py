@@ -1,0 +1,92 @@
+"""Random words: a rank makes those of its own part, wherever that lies in the stream of the key."""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ftp.localize import Cut, LocalOp, Offset
+from ftp.notation import Dims, Notation
+from ftp.philox import random_bits, random_keys
+from ftp.registry import Call, Rule, broadcast_notation, rule
+
+aten = torch.ops.aten
+Pieces = list[tuple[int, int]]  # a dim as sizes, major to minor, each with its stride in the stream
+
+
+@rule(random_bits)
+def bits(call: Call) -> Rule:
+    batch = call.operands[0].ndim - 1
+    dims = tuple((f"~{d}",) for d in range(call.results[0].ndim))
+    return Rule(Notation(((*dims[:batch], ("k",)),), (dims,), frozenset({"k"}), ((),)), (), _part)
+
+
+def _part(op: LocalOp) -> fx.Node:
+    if not op.is_cut():
+        return op.default()
+    key, size, stride, offset = op.args
+    batch = len(op.rule.operands[0]) - 1
+    pieces: Pieces = []
+    picked: dict[int, str] = {}
+    for d, (n, step) in enumerate(zip(size, stride, strict=True), batch):
+        factor = f"~{d}"
+        found = _pieces(op, op.cuts.get(factor, ()), n, step, offset)
+        if found is None:
+            picked[d] = factor
+            found = [(n, step)], offset
+        of_dim, offset = found
+        pieces += of_dim
+    made = op.emit(op.target, key, [n for n, _ in pieces], [step for _, step in pieces], offset)
+    shape = op.shape()
+    if not picked:
+        return op.emit(aten.view.default, made, shape)
+    made = op.emit(aten.view.default, made, [size[d - batch] if d in picked else n for d, n in enumerate(shape)])
+    for d, factor in picked.items():
+        made = op.emit(aten.index_select.default, made, d, op.positions(factor))
+    return made
+
+
+def _pieces(op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset) -> tuple[Pieces, Offset] | None:
+    """The part that the cuts leave of a dim, and where it begins; None where it is no box of strides (a cut across an uneven other)."""
+    pieces: Pieces = [(n, step)]
+    for cut in cuts:
+        before, rest = _split(pieces, cut.outer)
+        middle, after = _split(rest, cut.size) if rest is not None else (None, None)
+        if before is None or middle is None or after is None or len(middle) > 1:
+            return None
+        ((_, step),) = middle or [(1, 0)]
+        if step:
+            offset = op.emit(operator.add, offset, op.emit(operator.mul, cut.start, step))
+        pieces = [*before, (cut.length, step), *after]
+    return pieces, offset
+
+
+def _split(pieces: Pieces, size: int) -> tuple[Pieces | None, Pieces | None]:
+    """The pieces that make up the first ``size`` of a dim, and those within it."""
+    left: Pieces = []
+    right = [p for p in pieces if p[0] != 1]
+    while size != 1:
+        if not right:
+            return None, None
+        n, step = right.pop(0)
+        if n and size % n == 0:
+            left.append((n, step))
+            size //= n
+        elif size and n % size == 0:
+            inner = n // size
+            left.append((size, step * inner))
+            right.insert(0, (inner, step))
+            size = 1
+        else:
+            return None, None
+    return left, right
+
+
+@rule(random_keys)
+def keys(call: Call) -> Rule:
+    key, counter = call.operands
+    notation = broadcast_notation([key.shape[:-1], counter.shape], [call.results[0].shape[:-1]])
+    (of_key, of_counter), (made,) = notation.operands, notation.results
+    last: Dims = (("k",),)
+    return Rule(Notation((of_key + last, of_counter), (made + last,), frozenset({"k"}), ((),)))
