@@ -9,13 +9,13 @@ import hashlib
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 
 from ftp import random
 from ftp.errors import TraceError
@@ -27,14 +27,13 @@ class Draws(TorchFunctionMode):
 
     Args:
         name: of the model, for messages.
-        counts: how many draws each path has made; those of a run that is to be continued.
     """
 
-    def __init__(self, key: Tensor | None, name: str, path: Sequence[str] = ("",), counts: dict[str, int] | None = None):
+    def __init__(self, key: Tensor | None, name: str):
         super().__init__()
         self.key, self.name = key, name
-        self.path = list(path)
-        self.counts = counts if counts is not None else {}
+        self.path = [""]
+        self.counts: dict[str, int] = {}
         self._keys: dict[str, Tensor] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
@@ -85,30 +84,6 @@ def path_number(path: str) -> int:
     1857243124633355296
     """
     return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big") >> 3
-
-
-def redrawing() -> Callable[[], AbstractContextManager[Any]]:
-    """A function whose contexts draw once more what will be drawn from here on, for code that runs a block again.
-
-    >>> with Draws(random.key(0), "model"):
-    ...     again = redrawing()
-    ...     first = torch.rand(3)
-    >>> with again():
-    ...     bool((torch.rand(3) == first).all())
-    True
-    """
-    now = [(m.key, m.name, tuple(m.path), dict(m.counts)) for m in _get_current_function_mode_stack() if isinstance(m, Draws)]
-
-    @contextmanager
-    def context() -> Iterator[None]:
-        if not now:
-            yield
-            return
-        key, name, path, counts = now[-1]
-        with Draws(key, name, path, dict(counts)):
-            yield
-
-    return context
 
 
 def _never(*args: Any) -> bool:

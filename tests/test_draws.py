@@ -12,7 +12,7 @@ from torch import nn
 
 import ftp
 from ftp import P, random
-from ftp.draws import DRAWN, Draws, redrawing
+from ftp.draws import DRAWN, Draws
 from ftp.errors import InputError, TraceError
 
 KEY = random.key(11)
@@ -230,19 +230,15 @@ def test_what_cannot_be_drawn_from_a_key():
             fn(params, torch.ones(3), rng=KEY)
 
 
-def test_redrawing_continues_where_it_was():
-    def draw():
-        return torch.rand(3), F.dropout(torch.ones(8), 0.5)
-
-    with Draws(KEY, "test") as draws, draws.at("layer"):
-        torch.rand(2)
-        again = redrawing()
-        first, last = draw(), torch.rand(1)
-    for _ in range(2):
-        with again():
-            for a, b in zip(draw(), first, strict=True):
-                assert torch.equal(a, b)
-            assert torch.equal(torch.rand(1), last)
+def test_a_recomputed_block_draws_the_same():
+    fn, params = model_of("encoder")
+    plain, again = squares(fn), squares(lambda p, x, rng: ftp.remat(lambda p, x, key: fn(p, x, rng=key))(p, x, rng))
+    expected = torch.func.grad_and_value(plain)(params, X, KEY)
+    torch.testing.assert_close(torch.func.grad_and_value(again)(params, X, KEY), expected)
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    step = ftp.shard(again, mesh, ftp.plan(params, {"up.weight": P("tp")}), batch_specs=(P("dp"), P()))
+    got_loss, got = step(params, X, KEY)
+    torch.testing.assert_close((got, got_loss), expected, rtol=1e-10, atol=1e-12)
 
 
 # Each of torch's functions: the same shape, type and distribution as it has.
