@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 import ftp
-from ftp.spec import P
+from ftp.spec import P, units
 
 Specs = Mapping[str, P]
 COLUMN, ROW, BIAS = P("tp", None), P(None, "tp"), P("tp")
@@ -65,6 +65,11 @@ _LLAMA: Specs = {
     "lm_head.weight": COLUMN,
 }
 _QWEN2: Specs = _LLAMA | {"**.self_attn.[qkv]_proj.bias": BIAS}
+# Its q, k and v are one layer of three widths, its gate and up another of two equal ones.
+_PHI3: Specs = {k: v for k, v in _LLAMA.items() if "[qkv]" not in k and "gate" not in k and "up_proj" not in k} | {
+    "**.self_attn.qkv_proj.weight": P(units("tp", 4, pack=(16, 8, 8)), None),
+    "**.mlp.gate_up_proj.weight": P(units("tp", pack=2), None),
+}
 _GEMMA: Specs = {k: v for k, v in _LLAMA.items() if k != "lm_head.weight"}  # its head is the embedding
 _MIXTRAL: Specs = {k: v for k, v in _LLAMA.items() if ".mlp." not in k} | {
     "**.experts.gate_up_proj": P(None, "tp", None),
@@ -158,6 +163,8 @@ _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Specs]] = {
     "Llama": ("LlamaConfig", "LlamaForCausalLM", _DECODER, _LLAMA),
     "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", _DECODER, _QWEN2),
+    "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DECODER | {"head_dim": 4}, _LLAMA),
+    "Phi3": ("Phi3Config", "Phi3ForCausalLM", _DECODER | {"pad_token_id": 0}, _PHI3),
     "Gemma": ("GemmaConfig", "GemmaForCausalLM", _DECODER | {"head_dim": 4}, _GEMMA),
     "Mixtral": ("MixtralConfig", "MixtralForCausalLM", _DECODER | {"num_local_experts": 4}, _MIXTRAL),
     "Mixtral, experts": ("MixtralConfig", "MixtralForCausalLM", _DECODER | {"num_local_experts": 4}, _MIXTRAL_EP),

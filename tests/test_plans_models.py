@@ -225,6 +225,7 @@ def test_a_base_that_is_not_there():
         lora(model, {})
 
 
+@pytest.mark.filterwarnings("ignore:.*is deprecated:FutureWarning")  # what peft calls of transformers
 def test_peft():
     """peft's own wrapper around a model of transformers, its plan read before."""
     peft = pytest.importorskip("peft")
