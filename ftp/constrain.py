@@ -30,6 +30,13 @@ class Pin:
         return str(self.spec) if self.axes is None else f"{self.spec} over {', '.join(self.axes)}"
 
 
+@dataclass(frozen=True)
+class Gradient:
+    """A spec of a tensor's gradient alone, as an entry of a ``Constraint``."""
+
+    spec: P
+
+
 def constrain(x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, grad: bool = True) -> Tensor:
     """``x``, laid out as ``spec`` says where this runs inside ``ftp.shard`` or ``ftp.spmd``; so is its gradient.
 
@@ -66,6 +73,17 @@ def constrain(x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, gr
     if problem := misnamed(spec, pin.axes):
         raise SpecError(f"{_at()}{problem}")
     return _Constrain.apply(x, pin_to_str(pin), grad)  # type: ignore[return-value]
+
+
+def constrain_gradient(x: Tensor, spec: P, *, axes: Sequence[str] | None = None) -> Tensor:
+    """``x``, its gradient laid out as ``spec`` says; the arguments are those of `constrain`.
+
+    >>> x = torch.ones(2, requires_grad=True)
+    >>> constrain_gradient(x, P("tp")).sum().backward()
+    >>> x.grad
+    tensor([1., 1.])
+    """
+    return _ConstrainGradient.apply(x, pin_to_str(Pin(spec.at_rank(x.dim()), None if axes is None else tuple(axes))))  # type: ignore[return-value]
 
 
 def entries_over(spec: P, ndim: int) -> bool:
@@ -158,6 +176,26 @@ class _Constrain(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
         return _Constrain.apply(tangent, ctx.entries, ctx.grad)
+
+
+class _ConstrainGradient(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, entries: str) -> Tensor:  # type: ignore[override]
+        return x.view_as(x)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, str], output: Tensor) -> None:
+        ctx.entries = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _Constrain.apply(grad, ctx.entries, True), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, _: None) -> Any:  # type: ignore[override]
+        return tangent.view_as(tangent)
 
 
 def _run_forward(interpreter: Any, function: type[torch.autograd.Function], *operands: Any) -> Any:

@@ -1,5 +1,6 @@
 """nn.Module -> a pure function of its parameters, and those parameters as a tree."""
 
+import math
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import EllipsisType
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -15,14 +16,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
-from ftp.constrain import constrain, entries_over, misnamed
+from ftp.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
 from ftp.draws import Draws
 from ftp.errors import InputError, SpecError, TraceError, join_failures
 from ftp.random import check_key
 from ftp.spec import P
 from ftp.tree import kind_of, match_patterns, nearest, remember_tied
 
-Pins = P | tuple[P, ...] | None
+Pins = P | tuple[P | Gradient, ...] | None
 """Where one tensor lives: a spec; several that hold one after the other, as it arrives and as it goes on; None leaves it alone."""
 
 
@@ -31,13 +32,15 @@ class Constraint:
     """Where a module's inputs and outputs live; ``None`` leaves one alone.
 
     A tensor's entry may be a tuple of specs, which hold one after the other: ``(P("tp"), P())`` arrives cut and goes on whole.
+    ``Gradient(spec)`` among them speaks of the gradient alone.
 
     Args:
         inputs: an entry for each positional argument of the module's forward; a trailing ``...`` leaves the rest alone.
         kwargs: an entry for each keyword argument named.
         outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it returns.
         axes: the mesh axes that the specs speak of, as in ``ftp.constrain``; by default all.
-        grad: whether gradients are laid out so too, or left to the planner.
+        grad: whether gradients are laid out so too, or left to the planner. "dtensor" is what DTensor does: an output's gradient is laid
+            out as the output, an input's as it arrived where it goes on in another layout, and any other is left.
 
     Raises:
         SpecError: entries that are no such things.
@@ -52,7 +55,7 @@ class Constraint:
     kwargs: Mapping[str, Pins] | None = None
     outputs: "P | tuple[Pins | EllipsisType, ...] | None" = None
     axes: str | Sequence[str] | None = None
-    grad: bool = True
+    grad: bool | Literal["dtensor"] = True
 
     def __post_init__(self):
         if self.axes is not None:
@@ -69,6 +72,8 @@ class Constraint:
         for name, entry in (self.kwargs or {}).items():
             if not _is_entry(entry):
                 raise SpecError(f"Constraint(kwargs={{{name!r}: {entry!r}}}): the spec must be a P or None.")
+        if self.grad not in (True, False, "dtensor"):
+            raise SpecError(f"Constraint(grad={self.grad!r}): it must be True, False or 'dtensor'.")
         for spec in self.specs():
             if problem := misnamed(spec, cast("tuple[str, ...] | None", self.axes)):
                 raise SpecError(f"Constraint: {problem}")
@@ -81,14 +86,19 @@ class Constraint:
         """
         outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
         entries = (*(self.inputs or ()), *(self.kwargs or {}).values(), *outputs)
-        return tuple(spec for entry in entries if entry is not ... for spec in _chain(entry))
+        chains = [_chain(entry) for entry in entries if entry is not ...]
+        return tuple(spec.spec if isinstance(spec, Gradient) else spec for chain in chains for spec in chain)
 
 
 def _is_entry(entry: object) -> bool:
-    return entry is None or isinstance(entry, P) or (isinstance(entry, tuple) and bool(entry) and all(isinstance(s, P) for s in entry))
+    return (
+        entry is None
+        or isinstance(entry, P)
+        or (isinstance(entry, tuple) and bool(entry) and all(isinstance(s, P | Gradient) for s in entry))
+    )
 
 
-def _chain(entry: Pins) -> tuple[P, ...]:
+def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
 
 
@@ -324,6 +334,11 @@ def _run(program: _Program, draws: Draws, names: dict[int, str], mutable: frozen
     except RuntimeError as error:
         if "would mutate a captured Tensor" in str(error):
             raise TraceError(_impure(program, "buffer (through a view)", "modifies a")) from error
+        if share := _share(str(error)):
+            raise TraceError(
+                f"{program.name}: {error}\n  The tensor has {share} times the elements that its new shape holds, as where a model was"
+                f" edited for {share} ranks to view to its local head count. Model code sees global shapes here: give it the global count."
+            ) from error
         raise
     for key, (tensor, name) in held.items():
         if _version(tensor) != versions[key]:
@@ -343,6 +358,13 @@ def _enter(draws: Draws, path: str, module: nn.Module, args: tuple) -> None:
 
 def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
     draws.path.pop()
+
+
+def _share(error: str) -> int | None:
+    """How many times too large the tensor of a failed view or reshape is, where it is a whole number."""
+    found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", error)
+    times, rest = divmod(int(found[2]), math.prod(map(int, found[1].split(",")))) if found and "0" not in found[1].split(", ") else (0, 0)
+    return times if times > 1 and not rest else None
 
 
 def _held_tensors(program: _Program, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:
@@ -468,11 +490,18 @@ def _fitted(entries: tuple, n: int, pin: _Pin, field: str, but: str) -> tuple[Pi
 
 
 def _pinned(value: Any, entry: Pins, pin: _Pin, what: str) -> Any:
-    for spec in _chain(entry):
+    chain = _chain(entry)
+    for at, given in enumerate(chain):
+        spec = given.spec if isinstance(given, Gradient) else given
         if not isinstance(value, Tensor):
             several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
             raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
         if entries_over(spec, value.ndim):
             raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
-        value = constrain(value, spec, axes=pin.constraint.axes, grad=pin.constraint.grad)
+        if isinstance(given, Gradient):
+            value = constrain_gradient(value, spec, axes=pin.constraint.axes)
+            continue
+        grad = pin.constraint.grad
+        is_output = "output" in what
+        value = constrain(value, spec, axes=pin.constraint.axes, grad=is_output or at < len(chain) - 1 if grad == "dtensor" else grad)
     return value

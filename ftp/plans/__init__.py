@@ -1,14 +1,30 @@
 """Plans that people already have, read as specs and constraints: PyTorch's styles, transformers', Megatron's, adapters; and our own."""
 
+from ftp.plans import older
 from ftp.plans.hf import from_hf
 from ftp.plans.lora import lora
 from ftp.plans.megatron import from_megatron
 from ftp.plans.models import NAMES, Names, attention, bert, gpt2, llama, mixtral, mlp, sequence_parallel, t5, vit, vocabulary
+from ftp.plans.older import (
+    PairwiseParallel,
+    PairwiseSequenceParallel,
+    make_input_replicate_1d,
+    make_input_reshard_replicate,
+    make_input_shard_1d,
+    make_input_shard_1d_last_dim,
+    make_output_replicate_1d,
+    make_output_reshard_tensor,
+    make_output_shard_1d,
+    make_output_tensor,
+    make_sharded_output_tensor,
+)
 from ftp.plans.parallelize import from_parallelize_plan, merge
 
 __all__ = [
     "NAMES",
     "Names",
+    "PairwiseParallel",
+    "PairwiseSequenceParallel",
     "attention",
     "bert",
     "from_hf",
@@ -17,9 +33,19 @@ __all__ = [
     "gpt2",
     "llama",
     "lora",
+    "make_input_replicate_1d",
+    "make_input_reshard_replicate",
+    "make_input_shard_1d",
+    "make_input_shard_1d_last_dim",
+    "make_output_replicate_1d",
+    "make_output_reshard_tensor",
+    "make_output_shard_1d",
+    "make_output_tensor",
+    "make_sharded_output_tensor",
     "merge",
     "mixtral",
     "mlp",
+    "older",
     "sequence_parallel",
     "t5",
     "vit",

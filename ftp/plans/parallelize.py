@@ -1,7 +1,6 @@
 """Plans of torch's parallelize_module: patterns over module paths to styles, as specs and constraints."""
 
 import difflib
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -9,9 +8,10 @@ from typing import Any
 
 from torch import nn
 
-from ftp.errors import MeshError, SpecError, join_failures
+from ftp.errors import SpecError, join_failures
 from ftp.functional import Constraint, functionalize
 from ftp.mesh import AnyMesh
+from ftp.plans.axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.spec import P
 from ftp.tree import Row, Specs, kind_of, leaf_names
@@ -24,7 +24,7 @@ def from_parallelize_plan(
 ) -> tuple[Specs, dict[str, Constraint]]:
     """What torch's ``parallelize_module(model, mesh, plan)`` says, as specs for ``ftp.shard`` and constraints for ``ftp.functionalize``.
 
-    A constraint speaks of the plan's own axis and of values, not of gradients: on any other axis, and for gradients, the planner chooses.
+    A constraint speaks of the plan's own axis; on any other, and for gradients that DTensor would not lay out either, the planner chooses.
 
     Args:
         plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path, fnmatch per element; "" is the model.
@@ -58,7 +58,7 @@ def from_parallelize_plan(
 
     Source: PyTorch, ``torch/distributed/tensor/parallel/api.py``, with whole paths always, and errors where it warns or is silent.
     """
-    axis = _axis(mesh, axis, tp_mesh_dim)
+    axis = choose_axis(mesh, axis, tp_mesh_dim)
     _, params = functionalize(model)
     reader = _Reader(model, axis, frozenset(params))
     for pattern, style in _entries(plan).items():
@@ -118,47 +118,6 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
     if failures:
         raise SpecError(join_failures(failures))
     return Specs(specs, rows), constraints
-
-
-def axis_of(mesh: AnyMesh) -> str:
-    """The axis of a 1-D mesh.
-
-    >>> from ftp import simulated_mesh
-    >>> axis_of(simulated_mesh(2, "model"))
-    'model'
-    """
-    names = _names(mesh)
-    if len(names) != 1:
-        raise MeshError(
-            f"The plan is for one axis, and the mesh has {', '.join(map(repr, names))}. Name it, as axis={names[-1]!r}, or give a 1-D mesh."
-        )
-    return names[0]
-
-
-def _axis(mesh: AnyMesh | None, axis: str | None, tp_mesh_dim: int | None) -> str:
-    if tp_mesh_dim is not None:
-        warnings.warn("tp_mesh_dim= is deprecated; name the mesh axis, as axis='tp'.", DeprecationWarning, stacklevel=3)
-        if mesh is None or axis is not None:
-            raise MeshError("tp_mesh_dim= counts the axes of mesh=; give that and not axis=, or better axis= alone.")
-        names = _names(mesh)
-        if not -len(names) <= tp_mesh_dim < len(names):
-            raise MeshError(f"tp_mesh_dim={tp_mesh_dim}, but the mesh has the axes {', '.join(map(repr, names))}.")
-        return names[tp_mesh_dim]
-    if mesh is None:
-        if axis is not None and not isinstance(axis, str):
-            raise MeshError(f"axis={axis!r} is {kind_of(axis)}; it must be the name of a mesh axis. A mesh is given as mesh=.")
-        return axis or "tp"
-    names = _names(mesh)
-    if axis is not None and axis not in names:
-        raise MeshError(f"The mesh has no axis {axis!r}; its axes are {', '.join(map(repr, names))}.")
-    return axis or axis_of(mesh)
-
-
-def _names(mesh: Any) -> tuple[str, ...]:
-    names = getattr(mesh, "axis_names", None) or getattr(mesh, "mesh_dim_names", None)
-    if not names:
-        raise MeshError(f"mesh={mesh!r} has no named axes. Make it with ftp.make_mesh(shape, names), or give mesh_dim_names.")
-    return tuple(names)
 
 
 def _entries(plan: Any) -> Mapping[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any, cast
 
 from torch import nn
 
+from ftp.constrain import Gradient
 from ftp.errors import SpecError
 from ftp.functional import Constraint, Pins
 from ftp.spec import P
@@ -72,8 +73,8 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
 
 
 def constrained(axis: str, **constraint: Any) -> Part:
-    """A part that constrains the module itself, in its values only: gradients go where they cost least."""
-    made = Constraint(**constraint, axes=axis, grad=False)
+    """A part that constrains the module itself, and gradients as DTensor does: any other goes where it costs least."""
+    made = Constraint(**constraint, axes=axis, grad="dtensor")
     return Part(constraints={"": made} if made.specs() else {})
 
 
@@ -92,12 +93,12 @@ def then(*pins: Pins) -> Pins:
     >>> then(P("tp"), None, P("tp"), P())
     (P('tp'), P())
     """
-    chain: list[P] = []
+    chain: list[P | Gradient] = []
     for entry in pins:
         for spec in entry if isinstance(entry, tuple) else (entry,):
             if spec is not None and (not chain or chain[-1] != spec):
                 chain.append(spec)
-    return tuple(chain) if len(chain) > 1 else chain[0] if chain else None
+    return tuple(chain) if len(chain) > 1 else cast("P", chain[0]) if chain else None
 
 
 def combine(first: Constraint, second: Constraint) -> Constraint:
@@ -147,10 +148,19 @@ def _colwise(style: Any, module: nn.Module, axis: str) -> Part:
 
 def _rowwise(style: Any, module: nn.Module, axis: str) -> Part:
     if isinstance(module, nn.Linear):
-        return Part({"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis))
+        part = Part({"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis))
+        return summed_whole(part) if module.bias is not None else part
     if isinstance(module, nn.Embedding):
         return Part({name: P(axis) for name, _ in module.named_parameters()}, _around(style, P(), axis))
     raise _cannot_shard(module)
+
+
+def summed_whole(part: Part) -> Part:
+    """The gradient that is gathered for a row-wise product's weight serves its bias too, as in DTensor: no sum of a cut one to reduce."""
+    constraint = part.constraints[""]
+    if not isinstance(constraint.outputs, P) or not constraint.outputs:
+        return part
+    return replace(part, constraints={"": replace(constraint, outputs=((Gradient(P()), constraint.outputs),))})
 
 
 def _cannot_shard(module: nn.Module) -> SpecError:
