@@ -260,10 +260,12 @@ def match_patterns(
 
 
 def matches(pattern: str, path: Path) -> bool:
-    """Whether a pattern matches all elements of ``path``; the empty one matches the root.
+    """Whether a pattern matches all elements of ``path``; the empty one matches the root, and every path matches itself.
 
     >>> matches("layers.*.w[qkv]", ("layers", "0", "wq")), matches("**.weight", ("weight",)), matches("*", ("a", "b"))
     (True, True, False)
+    >>> matches("w[0]", ("w[0]",))
+    True
     """
     return _matches(tuple(pattern.split(".")) if pattern else (), path)
 
@@ -274,7 +276,7 @@ def _matches(pattern: Path, path: Path) -> bool:
     head, rest = pattern[0], pattern[1:]
     if head == "**":
         return any(_matches(rest, path[i:]) for i in range(len(path) + 1))
-    return bool(path) and fnmatchcase(path[0], head) and _matches(rest, path[1:])
+    return bool(path) and (path[0] == head or fnmatchcase(path[0], head)) and _matches(rest, path[1:])
 
 
 def _matches_nothing(pattern: str, answers: Sequence[tuple[Path, ...]], where: str) -> str:
