@@ -5,11 +5,12 @@ from ftp.api import lower, reshard, shard, spmd
 from ftp.collectives import Collective
 from ftp.constrain import constrain
 from ftp.cost import Hardware, Link
+from ftp.dtensor import from_dtensor, to_dtensor
 from ftp.errors import FtpError
 from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
-from ftp.placement import device_get, device_put, local_slice
+from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.program import Lowered
 from ftp.recompute import remat
@@ -37,6 +38,7 @@ __all__ = [
     "device_put",
     "einsum",
     "errors",
+    "from_dtensor",
     "from_hf",
     "from_megatron",
     "from_parallelize_plan",
@@ -57,8 +59,10 @@ __all__ = [
     "shard",
     "shard_exported",
     "simulated_mesh",
+    "specs_of",
     "spmd",
     "testing",
+    "to_dtensor",
     "units",
     "use_mesh",
 ]

@@ -11,7 +11,7 @@ from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, SpecError
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, resolve
-from ftp.placement import as_global, check_alive, check_placed, device_put, placement, placement_of, remember
+from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
 from ftp.program import Lowered
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step
@@ -172,9 +172,19 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any) -> Any:
         raise
     # A leaf at a time: each finds its own order of the axes, and no more than one is in flight.
     moved = [
-        _moved(leaf, m, a, b) if isinstance(leaf, torch.Tensor) else leaf for leaf, a, b in zip(leaves, old_specs, new_specs, strict=True)
+        _kept(_moved(leaf, m, a, b), leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf, a, b in zip(leaves, old_specs, new_specs, strict=True)
     ]
     return treedef.unflatten(moved)
+
+
+def _kept(moved: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """What was moved, a Parameter or a leaf that requires a gradient as before."""
+    if moved is old or not (old.requires_grad or isinstance(old, torch.nn.Parameter)):
+        return moved
+    where = placement_of(moved)
+    assert where is not None
+    return remember(leaf_like(moved, old), where)
 
 
 def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:

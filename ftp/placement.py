@@ -11,12 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.agreement import calls
 from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, require_coordinate, resolve
+from ftp.placements import is_dtensor, specs_of_any
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, known_size, local_pieces, local_shape
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 
@@ -115,14 +118,17 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
 
     Args:
         tree: full tensors, equal on every rank, or on rank ``src`` alone; leaves that are no tensors pass through.
-        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. DTensor placements, one for each axis of the mesh, may
+            stand where a spec may, as ``(Shard(-1), Replicate())``.
         src: the rank of the world whose tensors are broadcast to all others first.
 
     Returns:
-        The tree of plain local tensors: shape ``torch.chunk``'s. On a simulated mesh the full tensors, copied.
+        The tree of local tensors: shape ``torch.chunk``'s. On a simulated mesh the full tensors, copied. They are leaves and require a
+        gradient where the full ones do; a Parameter stays one, frozen or not. Meta tensors stay meta.
 
     Raises:
-        SpecError: a spec that does not fit. PlacementError: a tensor placed otherwise already.
+        SpecError: a spec that does not fit. PlacementError: a tensor placed otherwise already. InputError: a tensor of a trace, or one
+            that was computed from tensors which require a gradient.
 
     >>> import ftp
     >>> ftp.device_put({"w": torch.ones(4, 2)}, ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))["w"].shape
@@ -131,11 +137,7 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
     m = resolve(mesh)
     with _together(m, is_due=src is not None) as tell:
         leaves, treedef, names, leaf_specs = _checked(tree, specs, m)
-        failures = [
-            f"{n} belongs to a trace and has no values; pin values inside a function with ftp.constrain."
-            for n, leaf in zip(names, leaves, strict=True)
-            if _is_traced(leaf)
-        ]
+        failures = [problem for n, leaf in zip(names, leaves, strict=True) if (problem := _unfit(leaf, n))]
         if failures:
             raise InputError(join_failures(failures))
         tell(f"device_put from rank {src}", leaves, leaf_specs)
@@ -147,8 +149,31 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
         full = leaf.detach()
         if m.kind == "process" and src is not None and full.device.type != "meta":
             full = _broadcast(full, m, src)
-        out.append(remember(_shard(full, spec, m), placement(m, spec, tuple(leaf.shape))))
+        shard = leaf_like(_shard(full, spec, m), leaf)
+        out.append(remember(shard, placement(m, spec, tuple(leaf.shape))))
     return treedef.unflatten(out)
+
+
+def specs_of(tree: Any) -> Any:
+    """The spec of every placed tensor in ``tree``, as a tree; ``P()`` for leaves that are no tensors.
+
+    Raises:
+        PlacementError: a tensor that ftp has not placed.
+
+    >>> import ftp
+    >>> specs_of({"w": ftp.device_put(torch.ones(4), ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))})
+    {'w': P('tp')}
+    """
+    leaves, treedef = flatten(tree)
+    found = [placement_of(leaf) for leaf in leaves]
+    failures = [
+        f"{name} is a tensor of shape {tuple(leaf.shape)} that was never placed. Place it with ftp.device_put(tree, mesh, specs)."
+        for name, leaf, where in zip(leaf_names(tree, "tree"), leaves, found, strict=True)
+        if where is None and isinstance(leaf, torch.Tensor)
+    ]
+    if failures:
+        raise PlacementError(join_failures(failures))
+    return treedef.unflatten([PartitionSpec() if where is None else where.spec for where in found])
 
 
 def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
@@ -264,7 +289,8 @@ def _checked(tree: Any, specs: Any, mesh: Mesh, *, are_shards: bool = False) -> 
     """Leaves, tree, names and specs; every leaf alive, and placed as its spec says if it is placed."""
     leaves, treedef = flatten(tree)
     names = leaf_names(tree, "tree")
-    leaf_specs = broadcast_specs(PartitionSpec() if specs is None else specs, tree, "tree")
+    given = specs_of_any(PartitionSpec() if specs is None else specs, tree, mesh)
+    leaf_specs = broadcast_specs(given, tree, "tree")
     check_alive(leaves, names)
     check_placed(leaves, leaf_specs, names, mesh)
     full = as_global(leaves, leaf_specs, mesh)
@@ -273,8 +299,27 @@ def _checked(tree: Any, specs: Any, mesh: Mesh, *, are_shards: bool = False) -> 
     return leaves, treedef, names, leaf_specs
 
 
-def _is_traced(leaf: Any) -> bool:
-    return isinstance(leaf, torch.Tensor) and is_functorch_wrapped_tensor(leaf)
+def leaf_like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """A fresh tensor that requires a gradient where ``old`` does, and is a Parameter where it is one."""
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(tensor, old.requires_grad)
+    return tensor.requires_grad_() if old.requires_grad else tensor
+
+
+def _unfit(leaf: Any, name: str) -> str | None:
+    """Why a leaf cannot be placed, if so."""
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    if is_functorch_wrapped_tensor(leaf) or get_proxy_mode() is not None:
+        return f"{name} belongs to a trace and has no values; pin values inside a function with ftp.constrain."
+    if is_dtensor(leaf):
+        return f"{name} is a DTensor, a shard already. Take it as it lies with ftp.from_dtensor."
+    if leaf.grad_fn is not None and placement_of(leaf) is None:
+        return (
+            f"{name} is computed from tensors that require a gradient ({type(leaf.grad_fn).__name__}), which placing it would cut off."
+            " Pin it inside the function with ftp.constrain, or place what it is computed from, or its .detach()."
+        )
+    return None
 
 
 def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:

@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp import P
@@ -30,9 +33,54 @@ def test_what_is_placed_is_returned_as_it_is():
     assert where is not None and where.shape == (4,) and where.spec == P("tp")
 
 
-def test_parameters_are_placed_as_plain_tensors():
-    placed = ftp.device_put(torch.nn.Parameter(torch.ones(4)), MESH, P("tp"))
-    assert type(placed) is torch.Tensor and not placed.requires_grad
+@pytest.mark.parametrize("mesh", [MESH, ftp.AbstractMesh((2,), ("tp",))], ids=["simulated", "abstract"])
+def test_what_requires_a_gradient_still_does(mesh):
+    tree = {
+        "trained": nn.Parameter(torch.ones(4)),
+        "frozen": nn.Parameter(torch.ones(4), requires_grad=False),
+        "leaf": torch.ones(4, requires_grad=True),
+        "plain": torch.ones(4),
+        "meta": nn.Parameter(torch.ones(4, device="meta"), requires_grad=False),
+    }
+    placed = ftp.device_put(tree, mesh, P("tp"))
+    for name, x in tree.items():
+        assert type(placed[name]) is type(x) and placed[name].requires_grad == x.requires_grad and placed[name].is_leaf
+        assert placed[name] is not x and x.grad is None
+    if isinstance(mesh, ftp.AbstractMesh) and not isinstance(mesh, type(MESH)):
+        return
+    real = {name: x for name, x in placed.items() if name != "meta"}
+    for name, x in ftp.reshard(real, mesh, P("tp"), P("dp")).items():
+        assert type(x) is type(tree[name]) and x.requires_grad == tree[name].requires_grad and x.is_leaf
+
+
+def test_what_cannot_be_placed_is_refused():
+    with pytest.raises(
+        ftp.errors.InputError, match=r"tree\['a'\] is computed from tensors that require a gradient \(MulBackward0\).*ftp.constrain"
+    ):
+        ftp.device_put({"a": torch.ones(4, requires_grad=True) * 2}, MESH, P("tp"))
+    with pytest.raises(
+        ftp.errors.InputError, match=r"belongs to a trace and has no values; pin values inside a function with ftp.constrain"
+    ):
+        torch.func.grad(lambda x: ftp.device_put(x, MESH, P("tp")).sum())(torch.ones(4))
+    with pytest.raises(ftp.errors.InputError, match=r"belongs to a trace"):
+        make_fx(lambda x: ftp.device_put(x, MESH, P("tp")), tracing_mode="fake")(torch.ones(4))
+    placed = ftp.device_put(torch.ones(4, 4), MESH, P("tp"))
+    with pytest.raises(ftp.errors.PlacementError, match=r"Move it with ftp.reshard\(tree, mesh, P\('tp'\), P\('tp', 'dp'\)\)"):
+        ftp.device_put(placed, MESH, P("tp", "dp"))
+
+
+def test_placements_stand_for_specs():
+    tree = {"w": torch.ones(4, 6), "layers": [torch.ones(3), torch.ones(2, 4, 2)], "n": 3}
+    placed = ftp.device_put(tree, MESH, (Replicate(), Shard(-1)))
+    assert ftp.specs_of(placed) == {"w": P(None, "tp"), "layers": [P("tp"), P(None, None, "tp")], "n": P()}
+    placed = ftp.device_put(tree, MESH, {"w": [Shard(1), Shard(-1)], "layers": P("dp"), "n": P()})
+    assert ftp.specs_of(placed)["w"] == P(None, ("dp", "tp"))
+    with pytest.raises(ftp.errors.SpecError, match=r"tree\['w'\] is Shard\(dim=2\) over 'dp', but its shape \(4, 6\) has 2 dims"):
+        ftp.device_put({"w": torch.ones(4, 6)}, MESH, (Shard(2), Replicate()))
+    with pytest.raises(ftp.errors.SpecError, match=r"has 1 placements, but the mesh is"):
+        ftp.device_put({"w": torch.ones(4, 6)}, MESH, [Shard(0)])
+    with pytest.raises(ftp.errors.PlacementError, match=r"tree\['w'\] is a tensor of shape \(4, 6\) that was never placed"):
+        ftp.specs_of({"w": torch.ones(4, 6)})
 
 
 def test_meta_tensors_stay_meta():
