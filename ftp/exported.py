@@ -22,12 +22,13 @@ from ftp.graph import BATCH, PARAMETER, Node, live, mark_dependencies, merge_com
 from ftp.ingest import constraints, decompose, from_fx
 from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
 from ftp.partition import LocalProgram, Partitioner
+from ftp.placement import take
 from ftp.planner import Plan, Specs, make_plan
 from ftp.program import groups_of
 from ftp.simulate import COLLECTIVES
 from ftp.simulate import simulate as run_in_lockstep
 from ftp.source import told_line
-from ftp.spec import PartitionSpec, check_spec, local_bounds
+from ftp.spec import PartitionSpec, check_spec, local_pieces, local_shape
 from ftp.trace import Traced, is_deterministic, trace
 from ftp.tree import flatten
 
@@ -559,8 +560,8 @@ class _Build:
             return value
         key = (memory_of(value), spec, isinstance(value, nn.Parameter))
         if key not in copies:
-            bounds = local_bounds(spec, value.shape, self.mesh.axes, self.coordinate)
-            part = value.detach()[tuple(slice(a, b) for a, b in bounds)] if spec else value.detach()
+            pieces = local_pieces(spec, value.shape, self.mesh.axes, self.coordinate)
+            part = take(value.detach(), pieces) if spec else value.detach()
             part = part.clone(memory_format=torch.contiguous_format) if spec else part.clone()
             copies[key] = nn.Parameter(part, value.requires_grad) if isinstance(value, nn.Parameter) else part
         return copies[key]
@@ -579,9 +580,8 @@ class _Build:
                         node.meta["val"] = _fake(held[target], held[target].device)
                     elif isinstance(node.meta["val"], torch.Tensor):
                         val = node.meta["val"]
-                        bounds = local_bounds(cuts[node.name], val.shape, self.mesh.axes, self.coordinate)
-                        shape = [b - a for a, b in bounds]
-                        is_whole = shape == list(val.shape)
+                        shape = local_shape(cuts[node.name], val.shape, self.mesh.axes, self.coordinate)
+                        is_whole = shape == tuple(val.shape)
                         node.meta["val"] = _fake(val, val.device) if is_whole else torch.empty(shape, dtype=val.dtype, device=val.device)
                 elif node.op == "call_function":
                     args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]

@@ -11,6 +11,7 @@ from torch.nn import functional as F
 import ftp
 from ftp import P, units
 from ftp.constrain import Pin, pin_from_str, pin_to_str
+from ftp.exported import simulate
 from ftp.mesh import resolve
 from ftp.placement import put, take
 from ftp.spec import check_spec, local_pieces, local_shape
@@ -201,3 +202,25 @@ def test_what_does_not_fit(spec, text):
 def test_what_is_no_unit(arguments):
     with pytest.raises(ftp.FtpError, match="takes a mesh axis name, a positive int"):
         units("tp", **arguments)
+
+
+class GatedMLP(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(4, 12), torch.nn.Linear(6, 4)
+
+    def forward(self, x):
+        gate, up = self.up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+def test_exported_programs_hold_packs():
+    torch.manual_seed(0)
+    model, x = GatedMLP().double(), tensor(3, 4)
+    program = torch.export.export(model, (x,), strict=True)
+    mesh = ftp.simulated_mesh((3,), ("tp",))
+    cuts = {"up.*": P(units("tp", pack=2)), "down.weight": P(None, "tp")}
+    made = [ftp.shard_exported(program, mesh, cuts, rank=rank) for rank in range(3)]
+    assert torch.equal(made[1].state_dict["up.bias"], model.up.bias[[2, 3, 8, 9]])
+    for out in simulate(made, mesh, [(x,)] * 3):
+        torch.testing.assert_close(out, model(x).detach(), rtol=1e-12, atol=1e-12)
