@@ -7,12 +7,14 @@ import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.decompositions import DECOMPOSITIONS
+from ftp.discovery import cached_findings
 from ftp.errors import FtpError
 from ftp.registry import RULES, Call, Meta, Rule, lookup
 
@@ -21,23 +23,49 @@ SIZES = (2, 3, 5, 7)
 
 @dataclass(frozen=True)
 class Row:
-    """An op, the factors of a small call of it, and where its sharding comes from: a rule, a decomposition, or nothing (replicated)."""
+    """An op, the factors of a small call of it, and where its sharding comes from.
+
+    Attributes:
+        source: rule, decomposition, both, discovered (found by trial on this machine), or replicated.
+        proven: whether the rule was proven, or the decomposition compared with the op, by the tests of this version of torch; what is
+            discovered is proven before it is used.
+    """
 
     op: str
     rule: str
     source: str
+    proven: bool
 
 
 def rows(pattern: str = "") -> list[Row]:
-    """Every op with a rule or a decomposition, and the core ops that have neither and are computed whole on every rank.
+    """Every op with a rule or a decomposition, what was found by trial, and the core ops that are computed whole on every rank.
 
     >>> for row in rows("aten.mm.default"):
     ...     print(row.rule, "|", row.source)
     m k, k n -> m n {k} | rule
     """
     core = {op for op in _overloads() if torch.Tag.core in op.tags}
-    every = sorted((set(RULES) | set(DECOMPOSITIONS) | core), key=str)
-    return [Row(str(op), rule_text(op), _source(op)) for op in every if pattern in str(op)]
+    proven = proven_ops()
+    stated = {str(op) for op in (*RULES, *DECOMPOSITIONS)}
+    found = {op: finding for op, finding in cached_findings().items() if op not in stated}
+    table = [
+        Row(str(op), rule_text(op), _source(op), str(op) in proven)
+        for op in (set(RULES) | set(DECOMPOSITIONS) | core)
+        if str(op) not in found
+    ]
+    table += [Row(op, f"{finding.rule}, found by trial", "discovered", True) for op, finding in found.items()]
+    return sorted((row for row in table if pattern in row.op), key=lambda row: row.op)
+
+
+def proven_ops() -> frozenset[str]:
+    """The ops that the tests proved for this version of torch; none where they ran with another one.
+
+    >>> "aten.mm.default" in proven_ops()
+    True
+    """
+    record = json.loads((Path(__file__).parent / "proven.json").read_text())
+    same = record["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
+    return frozenset(record["proven"] if same else ())
 
 
 def rule_text(op: OpOverload) -> str:
@@ -138,11 +166,11 @@ def _print(table: Sequence[Row]) -> None:
     except ImportError:
         widths = [max(len(getattr(row, field)) for row in table) for field in ("op", "source")]
         for row in table:
-            print(f"{row.op:{widths[0]}}  {row.source:{widths[1]}}  {row.rule}")
+            print(f"{row.op:{widths[0]}}  {row.source:{widths[1]}}  {'proven' if row.proven else '      '}  {row.rule}")
         return
-    shown = Table("op", "rule", "source", box=None, header_style="bold")
+    shown = Table("op", "rule", "source", "proven", box=None, header_style="bold")
     for row in table:
-        shown.add_row(*(text.replace("[", "\\[") for text in (row.op, row.rule, row.source)))
+        shown.add_row(*(text.replace("[", "\\[") for text in (row.op, row.rule, row.source, "yes" if row.proven else "no")))
     console = Console()
     console.print(shown) if console.is_terminal else Console(width=200).print(shown)
 
@@ -150,7 +178,7 @@ def _print(table: Sequence[Row]) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m ftp", description="What ftp knows of PyTorch's ops.")
     commands = parser.add_subparsers(dest="command", required=True)
-    ops = commands.add_parser("ops", help="the table of ops: sharding rule and where it comes from")
+    ops = commands.add_parser("ops", help="the table of ops: sharding rule, where it comes from, and whether it is proven")
     ops.add_argument("pattern", nargs="?", default="", help="only ops whose name has this in it")
     ops.add_argument("--json", action="store_true", help="as JSON, for other programs")
     options = parser.parse_args(argv)
@@ -162,7 +190,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps([asdict(row) for row in table], indent=1))
         return 0
     _print(table)
-    print(", ".join(f"{n} {source}" for source, n in Counter(row.source for row in table).most_common()))
+    counts = Counter(row.source for row in table).most_common()
+    print(f"{', '.join(f'{n} {source}' for source, n in counts)}; {sum(row.proven for row in table)} of {len(table)} proven")
     return 0
 
 

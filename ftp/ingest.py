@@ -14,7 +14,7 @@ from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import discover
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, merge_common, whole_rule
-from ftp.registry import BoundRule, Call, Meta, bind, lookup
+from ftp.registry import RULES, BoundRule, Call, Meta, bind, lookup
 from ftp.trace import decompose as trace_decomposition
 
 aten = torch.ops.aten
@@ -42,6 +42,12 @@ def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = Fal
 def constraints(graph: Graph) -> dict[Node, Pin]:
     """What every constraint node fixes."""
     return {node: pin_from_str(node.target) for node in graph.nodes if node.kind == "constrain"}
+
+
+def found_by_trial(graph: Graph) -> str:
+    """The rules of the ops for which none is stated, as text: what ranks compare beside the program, to say more than that it differs."""
+    unstated = {f"{n.target}: {n.rule}" for n in graph.nodes if n.kind == "op" and n.target not in RULES and n.target not in DECOMPOSITIONS}
+    return "; ".join(sorted(unstated))
 
 
 class _Builder:

@@ -26,7 +26,7 @@ from ftp.constrain import Pin
 from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
-from ftp.ingest import constraints, decompose, from_fx
+from ftp.ingest import constraints, decompose, found_by_trial, from_fx
 from ftp.mesh import START_TIMEOUT, Mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, make_plan
@@ -179,11 +179,11 @@ class Step:
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh)
         try:
             planned = self._build(call, specs, shapes)
-            fingerprint = planned.program.fingerprint
+            agreed = {"rules found by trial": found_by_trial(planned.program.plan.graph), "program": planned.program.fingerprint}
         except Exception as e:
             record.agree(number, e, START_TIMEOUT)
             raise
-        record.agree(number, {"program": fingerprint}, START_TIMEOUT)
+        record.agree(number, agreed, START_TIMEOUT)
         return planned
 
     def _estimated_shapes(self, call: Arguments, specs: Sequence[PartitionSpec]) -> list[Shape | None]:

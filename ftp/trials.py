@@ -79,6 +79,8 @@ def _outcome(
         except Exception:
             return None
         parts.append(tuple(made) if isinstance(made, list | tuple) else (made,))
+    if any(len(made) != len(results) for made in parts):
+        return None
     places = []
     for whole, *shares in zip(results, *parts, strict=True):
         if not isinstance(whole, Tensor):

@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,12 +22,20 @@ from ftp.errors import RuleError
 from ftp.prover import Case, prove, results_of
 from ftp.registry import RULES, tensors
 from ftp.testing import op_inputs
-from ftp.trials import holding, stated
+from ftp.trials import holding, resized, stated
 
 aten = torch.ops.aten
 STAND_INS = {aten._fused_rms_norm_backward.default: DECOMPOSITIONS[aten._fused_rms_norm_backward.default]}
+ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensors
+    getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
+    for kind in ("flash", "efficient", "cudnn")
+    for way in ("", "_backward")
+}
 NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._grouped_mm.default: "its offsets must rise to the number of rows",
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "it takes heads that do not divide, and reads beyond them",
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "the same",
+    aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit each other",
     aten._reshape_alias.default: "its sizes and strides are not checked",
 }
 LARGEST = 600  # elements of a call's operands together
@@ -38,7 +46,7 @@ Call = tuple[list[Any], dict[str, Any]]
 
 
 class _Recorder(TorchDispatchMode):
-    """Notes every call of an op that has a rule."""
+    """Notes every call of an op that has a rule or a decomposition."""
 
     def __init__(self, calls: dict[OpOverload, dict[str, Call]], forms: int):
         super().__init__()
@@ -46,7 +54,11 @@ class _Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        known = self.calls.setdefault(func, {}) if func in RULES and len(self.calls.get(func, ())) < self.forms else None
+        known = (
+            self.calls.setdefault(func, {})
+            if (func in RULES or func in DECOMPOSITIONS) and len(self.calls.get(func, ())) < self.forms
+            else None
+        )
         if known is not None and _small((args, kwargs)):
             copied = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (list(args), dict(kwargs)))
             known.setdefault(_form(copied), copied)
@@ -129,6 +141,11 @@ def prove_op(op: OpOverload, calls: Sequence[Any], pairs: bool, ranks: Sequence[
                 results_of(kernel, args, kwargs)
             except Exception:
                 continue
+            if op not in RULES:
+                if wrong := _difference(op, args, kwargs):
+                    return strategies, proven, wrong
+                proven += 1
+                continue
             try:
                 case = Case.of(op, list(args), dict(kwargs), kernel)
             except RuleError as error:
@@ -143,29 +160,57 @@ def prove_op(op: OpOverload, calls: Sequence[Any], pairs: bool, ranks: Sequence[
     return strategies, proven, ""
 
 
-def missed(op: OpOverload, calls: Sequence[Any]) -> set[str]:
-    """Placements that hold for a call of the op and that its rule does not state: of every call, those that no other contradicts."""
-    found: set[str] = set()
+def _difference(op: OpOverload, args: Any, kwargs: Any) -> str:
+    """How an op's decomposition differs from it, empty where it does not."""
+    expected, made = results_of(op, args, kwargs), results_of(DECOMPOSITIONS[op], args, kwargs)
+    try:
+        torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-7, equal_nan=True, check_stride=False)
+    except AssertionError as error:
+        return f"The decomposition of {op} differs from it: {error}"
+    return ""
+
+
+def missed(op: OpOverload, calls: Sequence[Any]) -> dict[str, str]:
+    """Placements that hold for calls of the op, on other values too, and that its rule does not state; each with the shapes of a call."""
+    found: dict[str, str] = {}
     for args, kwargs in calls:
         kernel = STAND_INS.get(op, op)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
                 case = Case.of(op, list(args), dict(kwargs), kernel)
-            except Exception:
+                again = [_refreshed(op, case, seed) for seed in range(3)]
+                results = [results_of(kernel, *sample) for sample in again]
+            except Exception:  # no rule for this call, or other values are none of its
                 continue
-            known = stated(case.rule)
-            operands = list(tensors((case.args, case.kwargs), Tensor))
-            shapes = ", ".join(str(tuple(x.shape)) for x in operands)
-            for held in holding(kernel, case.args, case.kwargs, case.results):
-                if held not in known and not any(held.operands == k.operands for k in known):
-                    found.add(f"{held} for {shapes}")
+            known = {held.operands for held in stated(case.rule)}
+            shapes = ", ".join(str(tuple(x.shape)) for x in tensors((case.args, case.kwargs), Tensor))
+            held = set(holding(kernel, case.args, case.kwargs, case.results))
+            for sample, made in zip(again, results, strict=True):
+                held &= set(holding(kernel, *sample, made))
+            found |= {str(h): shapes for h in sorted(held, key=str) if h.operands not in known and str(h) not in found}
     return found
 
 
-@dataclass(frozen=True)
+def _refreshed(op: OpOverload, case: Case, seed: int) -> Call:
+    """The same call with its values in another order; integers, which may be indices, too."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def fill(shape: tuple[int, ...], x: Tensor) -> Tensor:
+        return x.reshape(-1)[torch.randperm(x.numel(), generator=generator)].reshape(shape)
+
+    return resized(op, case.args, case.kwargs, {}, fill)
+
+
+@dataclass(frozen=True, order=True)
 class Proof:
-    """What was proven of one op's rule: strategies, on how many calls drawn by hypothesis and of the database; the first failure."""
+    """What was proven of an op's rule, or of its decomposition where it has no rule.
+
+    Attributes:
+        strategies: how many.
+        drawn, database: calls that hypothesis drew, and that the database makes.
+        failure: the first one, empty where there is none.
+    """
 
     strategies: int = 0
     drawn: int = 0
@@ -175,17 +220,24 @@ class Proof:
 
 def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
     """In child processes, as kernels crash and hang on shards that make no sense."""
+    draws = 0 if op in ELSEWHERE or op in NOT_DRAWN else draws
+
+    def work(count: int) -> list[Any]:
+        return [*prove_op(op, calls, pairs=False), *prove_op(op, drawn(op, count) if count else [], pairs=False)]
+
     limits = {"cpu_seconds": SECONDS, "seconds": 3 * SECONDS}
-    takes = op not in NOT_DRAWN and not isinstance(apart(lambda: len(drawn(op, draws)), **limits), Ended)
-    answer = apart(lambda: [*prove_op(op, calls, pairs=False), *prove_op(op, drawn(op, draws) if takes else [], pairs=False)], **limits)
+    answer = apart(lambda: work(draws), **limits)
+    if isinstance(answer, Ended) and isinstance(apart(lambda: len(drawn(op, draws)), **limits), Ended):
+        answer = apart(lambda: work(0), **limits)  # the op by itself, uncut, does not survive what was drawn
     if isinstance(answer, Ended):
         return Proof(failure=answer.how)
     strategies, database, failure, more, cases, wrong = answer
     return Proof(strategies + more, cases, database, failure or wrong)
 
 
-def write(proofs: dict[str, Proof], path: Path) -> None:
+def write(proofs: Mapping[OpOverload, Proof], path: Path) -> None:
     """What ``python -m ftp ops`` reads: the ops whose rule was proven, with strategies and calls."""
-    proven = {op: [p.strategies, p.drawn + p.database] for op, p in sorted(proofs.items()) if not p.failure and p.drawn + p.database}
+    known = sorted((str(op), p) for op, p in proofs.items() if not p.failure and p.drawn + p.database)
+    proven = {op: [p.strategies, p.drawn + p.database] for op, p in known}
     lines = ",\n".join(f"  {json.dumps(op)}: {json.dumps(counts)}" for op, counts in proven.items())
     path.write_text(f'{{\n "torch": "{torch.__version__.split("+")[0]}",\n "proven": {{\n{lines}\n }}\n}}\n')

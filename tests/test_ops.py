@@ -1,18 +1,23 @@
 """PyTorch's operator database, sharded at random: every case right, or refused with an error that says why."""
 
 import json
+import statistics
 import warnings
 from pathlib import Path
 
+import op_shares
 import op_sweep
 import pytest
 import torch
 from op_sweep import Outcome, cases, op_names, run_case, summary, sweep
 
-from ftp.__main__ import main
+from ftp.__main__ import Row, main, rows
+from ftp.discovery import discover
+from ftp.prover import call_of
 from ftp.registry import RULES, make
 
 RESULTS = Path(__file__).parent / "results" / "ops.json"
+SHARES = Path(__file__).parent / "results" / "op_shares.json"
 EVERY = 3  # of the ops, for the subset that runs by default
 
 
@@ -52,6 +57,35 @@ def test_the_whole_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert counts["right"] > 0.95 * (sum(counts.values()) - counts["skipped"])
 
 
+def test_the_work_of_a_part_of_the_database_is_divided():
+    found = op_shares.shares(op_names()[::25], count=1)
+    assert len(found) > 10
+    assert statistics.median(found.values()) <= 0.55
+    above = json.loads(SHARES.read_text())["above"]
+    assert {name for name, share in found.items() if share > 0.55} <= set(above), "ops are divided less than the reviewed results say"
+
+
+@pytest.mark.slow
+def test_the_work_of_the_database_is_divided(capsys: pytest.CaptureFixture[str]):
+    found = op_shares.shares(op_names(), count=2)
+    write_shares(found)
+    median = statistics.median(found.values())
+    with capsys.disabled():
+        print(f"\n{len(found)} ops cut in two: median share {median:.3f}, {sum(s <= 0.55 for s in found.values())} at most 0.55")
+    assert median <= 0.55
+
+
+def write_shares(found: dict[str, float], path: Path = SHARES) -> None:
+    table = {
+        "torch": torch.__version__.split("+")[0],
+        "ops": len(found),
+        "median": round(statistics.median(found.values()), 4),
+        "at most 0.55": sum(s <= 0.55 for s in found.values()),
+        "above": {name: round(s, 3) for name, s in sorted(found.items()) if s > 0.55},
+    }
+    path.write_text(json.dumps(table, indent=1) + "\n")
+
+
 def write(outcomes: list[Outcome], path: Path = RESULTS) -> None:
     """Counts by status and by mesh, and which ops were replicated or ever refused."""
     judged = [o for o in outcomes if o.status != "skipped"]
@@ -81,12 +115,28 @@ def test_the_sweep_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch):
 def test_the_table_of_ops(capsys: pytest.CaptureFixture[str]):
     assert main(["ops", "aten.transpose.int", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"op": "aten.transpose.int", "rule": "i j k -> j i k, such as for (2, 3, 5)", "source": "rule"}
+        {"op": "aten.transpose.int", "rule": "i j k -> j i k, such as for (2, 3, 5)", "source": "rule", "proven": True}
     ]
     assert main(["ops", "aten.mm.default"]) == 0
-    assert "m k, k n -> m n {k}" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "m k, k n -> m n {k}" in out
+    assert "1 of 1 proven" in out
     assert main(["ops", "no such op"]) == 1
     assert capsys.readouterr().err == "No op's name has 'no such op' in it.\n"
+
+
+def test_the_table_has_what_was_found_by_trial(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("FTP_CACHE", str(tmp_path))
+    x = torch.randn(6, 4)
+    found = discover(call_of(torch.ops.aten.renorm.default, (x, 2, 0, 0.3), {}, (x,)))
+    (row,) = rows("aten.renorm.default")
+    assert row == Row("aten.renorm.default", f"{found.rule}, found by trial", "discovered", True)
+    assert rows("aten.nonzero.default") == [Row("aten.nonzero.default", "", "replicated", False)]
+
+
+def test_what_was_proven_with_another_torch_is_not_proven(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch, "__version__", "2.99.0")
+    assert not rows("aten.mm.default")[0].proven
 
 
 def test_a_worker_that_dies_costs_one_case(tmp_path: Path):
