@@ -19,6 +19,7 @@ import ftp
 from ftp.child import Ended, apart
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import RuleError
+from ftp.philox import random_bits
 from ftp.registry import RULES, BoundRule, Call, Meta, Rule, lookup, make, rule
 from ftp.testing import check_rule
 
@@ -129,6 +130,7 @@ WRONG = [
     ("linalg", aten.linalg_inv_ex.default, without_whole),
     ("linalg", aten._fft_r2c.default, without_whole),
     ("local", aten.tril.default, without_local),
+    ("random", random_bits, without_local),
 ]
 
 
