@@ -9,6 +9,7 @@ from ftp.dtensor import from_dtensor, to_dtensor
 from ftp.errors import FtpError
 from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
+from ftp.init import init_params
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
@@ -43,6 +44,7 @@ __all__ = [
     "from_megatron",
     "from_parallelize_plan",
     "functionalize",
+    "init_params",
     "init_process_group",
     "local_slice",
     "lower",

@@ -51,6 +51,7 @@ ORDER = [
     "program",
     "step",
     "api",
+    "init",
     "plans",
     "schedules",
     "optim",

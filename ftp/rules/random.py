@@ -1,5 +1,6 @@
 """Random words: a rank makes those of its own part, wherever that lies in the stream of the key."""
 
+import math
 import operator
 from collections.abc import Sequence
 
@@ -40,7 +41,7 @@ def _part(op: LocalOp) -> fx.Node:
     made = op.emit(op.target, key, [n for n, _ in pieces], [step for _, step in pieces], offset)
     shape = op.shape()
     if not picked:
-        return op.emit(aten.view.default, made, shape)
+        return made if not batch and shape == [n for n, _ in pieces] else op.emit(aten.view.default, made, shape)
     made = op.emit(aten.view.default, made, [size[d - batch] if d in picked else n for d, n in enumerate(shape)])
     for d, factor in picked.items():
         made = op.emit(aten.index_select.default, made, d, op.positions(factor))
@@ -48,18 +49,37 @@ def _part(op: LocalOp) -> fx.Node:
 
 
 def _pieces(op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset) -> tuple[Pieces, Offset] | None:
-    """The part that the cuts leave of a dim, and where it begins; None where it is no box of strides (a cut across an uneven other)."""
+    """The part that the cuts leave of a dim, and where it begins; None where it is no box of strides: cuts that do not fit each other."""
     pieces: Pieces = [(n, step)]
     for cut in cuts:
         before, rest = _split(pieces, cut.outer)
         middle, after = _split(rest, cut.size) if rest is not None else (None, None)
-        if before is None or middle is None or after is None or len(middle) > 1:
+        if before is None or middle is None or after is None:
             return None
-        ((_, step),) = middle or [(1, 0)]
-        if step:
-            offset = op.emit(operator.add, offset, op.emit(operator.mul, cut.start, step))
-        pieces = [*before, (cut.length, step), *after]
+        within = _narrow(op, middle, cut.start, cut.length, offset)
+        if within is None:
+            return None
+        middle, offset = within
+        pieces = [*before, *middle, *after]
     return pieces, offset
+
+
+def _narrow(op: LocalOp, pieces: Pieces, start: Offset, length: int, offset: Offset) -> tuple[Pieces, Offset] | None:
+    """``length`` of the elements that pieces make up, from ``start`` on, where those make up pieces again.
+
+    Where the length is a multiple of the inner pieces' size, or divides it, so does the start: it is a multiple of the length or, in the
+    last part, what is left of the whole.
+    """
+    if not pieces or length == 0:
+        return [(length, 1)], offset
+    (_, step), *inner = pieces
+    size = math.prod(n for n, _ in inner)
+    if size > 1 and length % size and size % length:
+        return None
+    offset = op.emit(operator.add, offset, op.emit(operator.mul, op.emit(operator.floordiv, start, size), step))
+    if length % size:
+        return _narrow(op, inner, op.emit(operator.mod, start, size), length, offset)
+    return [(length // size, step), *inner], offset
 
 
 def _split(pieces: Pieces, size: int) -> tuple[Pieces | None, Pieces | None]:
