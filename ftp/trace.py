@@ -298,6 +298,9 @@ _NO_VALUES = (
     "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or pass the value as a static argument"
     " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
 )
+_OF_FUNCTIONS = re.compile(
+    r"no rule registered for HigherOrderOperator (\w+)|(FlexAttention) does not support backward|TransformType\.Grad"
+)
 _FIXED_SHAPES = (
     "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask], one_hot or a fixed size rather than"
     " nonzero or unique."
@@ -540,6 +543,13 @@ def _explain(error: Exception) -> FtpError | None:
         return TraceError(f"{error.func} gives a shape that depends on values{at}.{_of_experts(error) or rewrite}")
     if isinstance(error, UnsupportedOperatorException):
         return TraceError(f"{error.func} has no kernel for shapes alone{at}. Give it one with torch.library.register_fake.")
+    if found := _OF_FUNCTIONS.search(text):
+        name = found[1] or ("flex_attention" if found[2] else "A higher-order operator")
+        return TraceError(
+            f"{name} takes functions, into which a trace does not see{at}."
+            " Write both branches with torch.where, a loop as a Python loop, and what flex_attention does to scores as attn_mask of"
+            " F.scaled_dot_product_attention."
+        )
     if "Mixing fake modes" in text or "different fake mode" in text:
         return TraceError(f"The function uses{at} {_LEAKED}")
     if "would mutate a captured Tensor" in text or re.search(r"leaf Variable .* in-place operation", text):

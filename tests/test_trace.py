@@ -398,6 +398,15 @@ def test_batch_norm_of_other_devices_is_the_one_that_all_have():
     )
 
 
+def test_operators_of_functions():
+    def branch(x):
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
+
+    for fn in (branch, grad_and_value(lambda x: branch(x).sum())):
+        with pytest.raises(TraceError, match=r"takes functions, into which a trace does not see at(.|\n)*test_trace.py(.|\n)*torch.where"):
+            traced(fn, torch.ones(3))
+
+
 @pytest.mark.parametrize(
     ("fn", "advice"),
     [
