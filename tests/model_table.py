@@ -96,8 +96,9 @@ def _table(models: list[tuple[str, str]], results: dict[Row, str]) -> str:
     lines = [heads, ["---"] * len(heads)]
     for name, attention in models:
         cells = [results.get((name, attention, mesh), "not run") for mesh in MESHES]
-        lines.append([name, *([attention] if with_attention else []), *cells])
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+        lines.append([name, *([attention] if with_attention else []), *(cell.split(":")[0] for cell in cells)])
+    why = {f"{name}: {found}" for (name, attention, _), found in results.items() if (name, attention) in models and found != EQUAL}
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(f"\n{line}\n" for line in sorted(why))
 
 
 def missing(wanted: list[str]) -> Iterator[tuple[Row, Callable[[], Case]]]:
