@@ -1,4 +1,4 @@
-"""The styles and helpers that torch.distributed.tensor.parallel had before 2.2, as small functions of specs.
+"""The styles and helpers that torch.distributed.tensor.parallel had once, as small functions of specs.
 
 They are gone from torch; plans written with them keep their meaning. A helper states where a tensor lives, as specs that hold one after
 the other. It moves what it is given: the tensor is whole in model code, and what arrives cut is declared by ``batch_specs``.

@@ -182,7 +182,7 @@ class _Reader:
             others = [p for p in paths if len(p) == len(tokens) and all(j == i or fnmatchcase(p[j], t) for j, t in enumerate(tokens))]
             for name in dict.fromkeys(p[i] for p in others):
                 likeness = difflib.SequenceMatcher(None, token, name).ratio()
-                if likeness > (best[0] if best else 0.5):
+                if likeness > (best[0] if best else 0.4):
                     best = likeness, ".".join((*tokens[:i], name, *tokens[i + 1 :]))
         if best:
             n = len(self._find(best[1].split(".")))
