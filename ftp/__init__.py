@@ -2,9 +2,12 @@
 
 from ftp import errors, optim, plans, random, testing
 from ftp.api import lower, reshard, shard, spmd
+from ftp.attest import certify
+from ftp.certificate import Certificate
 from ftp.collectives import Collective
 from ftp.constrain import constrain
 from ftp.cost import Hardware, Link
+from ftp.divergence import Divergence, first_divergence
 from ftp.dtensor import from_dtensor, to_dtensor
 from ftp.errors import FtpError
 from ftp.exported import shard_exported
@@ -23,8 +26,10 @@ from ftp.version import __version__
 
 __all__ = [
     "AbstractMesh",
+    "Certificate",
     "Collective",
     "Constraint",
+    "Divergence",
     "FtpError",
     "Hardware",
     "Link",
@@ -34,11 +39,13 @@ __all__ = [
     "Step",
     "__version__",
     "along_dim",
+    "certify",
     "constrain",
     "device_get",
     "device_put",
     "einsum",
     "errors",
+    "first_divergence",
     "from_dtensor",
     "from_hf",
     "from_megatron",

@@ -13,6 +13,8 @@ import torch
 from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
+from ftp.certificate import load_certificate
+from ftp.checker import COLLECTIVES, check
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import cached_findings
 from ftp.errors import FtpError
@@ -181,7 +183,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     ops = commands.add_parser("ops", help="the table of ops: sharding rule, where it comes from, and whether it is proven")
     ops.add_argument("pattern", nargs="?", default="", help="only ops whose name has this in it")
     ops.add_argument("--json", action="store_true", help="as JSON, for other programs")
+    proof = commands.add_parser("certify", help="check a certificate that ftp.certify(lowered).save(FILE) wrote")
+    proof.add_argument("file", help="path of the certificate")
     options = parser.parse_args(argv)
+    if options.command == "certify":
+        return _certify(options.file)
     table = rows(options.pattern)
     if not table:
         print(f"No op's name has {options.pattern!r} in it.", file=sys.stderr)
@@ -192,6 +198,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(table)
     counts = Counter(row.source for row in table).most_common()
     print(f"{', '.join(f'{n} {source}' for source, n in counts)}; {sum(row.proven for row in table)} of {len(table)} proven")
+    return 0
+
+
+def _certify(file: str) -> int:
+    try:
+        certificate = check(load_certificate(file))
+    except (FtpError, OSError) as e:
+        print(e, file=sys.stderr)
+        return 1
+    collectives = sum(n.target in COLLECTIVES for n in certificate.ranks.graphs[0].nodes)
+    mesh = ", ".join(f"{name} {size}" for name, size in certificate.axes.items())
+    print(f"certified: {len(certificate.operations)} values, {collectives} collectives, {len(certificate.ranks.at)} ranks on ({mesh})")
     return 0
 
 

@@ -31,6 +31,7 @@ def shard(
     donate: Sequence[int] = (),
     compile: bool = False,
     strict: bool = False,
+    certify: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -46,6 +47,7 @@ def shard(
         donate: positions of arguments whose memory the step may reuse; they must not be used afterwards.
         compile: compile each rank's graph with torch.compile (the simulator runs it as it is).
         strict: an op without a sharding rule is an error, rather than replicated with a warning.
+        certify: check each program independently before its first run, as ``ftp.certify`` does.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -79,7 +81,7 @@ def shard(
         out_specs,
         arguments=("params", *names[1:]),
         state=(0,),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict),
+        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify),
     )
 
 
@@ -94,6 +96,7 @@ def spmd(
     reshard_after_forward: bool = True,
     compile: bool = False,
     strict: bool = False,
+    certify: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -127,7 +130,7 @@ def spmd(
         output_specs,
         arguments=names,
         state=(0, *donate),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict),
+        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify),
     )
 
 

@@ -39,6 +39,10 @@ class PlanningError(FtpError):
     """Specs and constraints that no program satisfies."""
 
 
+class CertificateError(FtpError):
+    """A program whose collectives do not make every output right, or a certificate that cannot be read."""
+
+
 class MismatchError(FtpError):
     """Ranks that disagree on the program they are about to run."""
 

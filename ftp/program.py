@@ -41,6 +41,7 @@ class Program:
     """One planned program of one mesh, for one set of abstract inputs.
 
     Attributes:
+        traced: the single-device program as it was traced.
         tensor_leaves: which leaves of the arguments are inputs of the graph, in order.
         in_specs, out_specs: a spec per input and per output.
         constants: closure tensors, inputs after the arguments' tensors.
@@ -49,6 +50,7 @@ class Program:
     """
 
     mesh: Mesh
+    traced: fx.GraphModule
     plan: Plan
     tensor_leaves: tuple[int, ...]
     in_specs: tuple[PartitionSpec, ...]
@@ -105,20 +107,20 @@ class Program:
         axes = self.mesh.axes
         locals_ = []
         for coordinate, program in zip(coordinates, programs, strict=True):
-            shards = [_shard(x, spec, axes, coordinate) for x, spec in zip(inputs, self.in_specs, strict=True)]
+            shards = [shard_of(x, spec, axes, coordinate) for x, spec in zip(inputs, self.in_specs, strict=True)]
             locals_.append([*shards, *self.constants, *program.offsets_at(coordinate)])
         outputs = simulate(programs, locals_, groups_of(self.mesh))
         return [
-            _join([rank[i] for rank in outputs], spec, shape, axes, coordinates)
+            join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
         ]
 
 
-def _shard(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:
+def shard_of(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:
     return take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous() if spec else x
 
 
-def _join(
+def join_parts(
     parts: Sequence[torch.Tensor],
     spec: PartitionSpec,
     shape: tuple[int, ...],

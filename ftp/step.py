@@ -22,6 +22,7 @@ from ftp.arguments import (
     describe_held,
     without_addresses,
 )
+from ftp.attest import certified
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, SpecError, join_failures
@@ -49,6 +50,7 @@ class Options:
     donate: tuple[int, ...]
     compile: bool
     strict: bool
+    certify: bool
 
 
 @dataclass(frozen=True)
@@ -235,6 +237,7 @@ class Step:
         )
         program = Program(
             self.mesh,
+            traced.gm,
             plan,
             tensor_leaves,
             tuple(specs[i] for i in tensor_leaves),
@@ -245,6 +248,8 @@ class Step:
             tuple(specs),
             self._options.compile,
         )
+        if self._options.certify:
+            certified(program)
         placements = tuple(placement(self.mesh, spec, shape) for spec, shape in zip(program.out_specs, program.out_shapes, strict=True))
         donated = {node.name for node, i in zip(arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate}
         return _Planned(program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated))

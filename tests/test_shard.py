@@ -89,7 +89,7 @@ def check(cfg: Config, scheme: Scheme, shape: tuple[int, ...], batch: Any, dtype
     fn, params = ftp.functionalize(model, constraints=scheme.constraints())
     plain, _ = ftp.functionalize(model)
     plan = ftp.plan(params, specs(cuts(cfg), tp=scheme.tp, zero=scheme.zero, order=scheme.order))
-    step = ftp.shard(loss(cfg, fn, **options), ftp.simulated_mesh(shape, scheme.axes), plan, batch_specs=scheme.batch_specs)
+    step = ftp.shard(loss(cfg, fn, **options), ftp.simulated_mesh(shape, scheme.axes), plan, batch_specs=scheme.batch_specs, certify=True)
     value, grads = step(params, batch)
     expected, expected_grads = reference(loss(cfg, plain, **options), params, batch)
     largest = max(float(g.abs().max()) for g in expected_grads.values())

@@ -1,0 +1,107 @@
+"""``certify``: from a program to its checked certificate."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+
+import ftp.rules  # noqa: F401  (the check looks rules up)
+from ftp.certificate import Certificate, Claim, Operation, Ranks, Ref, Spec
+from ftp.checker import check
+from ftp.graph import Node, Value
+from ftp.layout import Size
+from ftp.numbering import check_traced
+from ftp.program import Lowered, Program
+from ftp.spec import PartitionSpec
+
+
+def certify(lowered: Lowered) -> Certificate:
+    """The proof that a program's collectives make every output of every rank right; ``save`` keeps it.
+
+    On a mesh of more than 64 ranks the first, middle and last of those with equal programs are checked, with all that they receive.
+
+    Raises:
+        CertificateError: with each value that is wrong, on which rank, and why. That is a fault of ftp: please report it.
+
+    >>> import ftp
+    >>> x, w = torch.empty(2, 8), torch.empty(8, 3)
+    >>> lowered = ftp.lower(lambda x, w: x @ w, ftp.AbstractMesh((4,), ("tp",)), (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
+    >>> [o.name for o in certify(lowered).operations]
+    ['x', 'w', 'mm']
+    """
+    return certified(lowered._program)
+
+
+def certified(program: Program) -> Certificate:
+    """The checked certificate of a program."""
+    certificate = certificate_of(program)
+    check_traced(program.traced, certificate)
+    return check(certificate)
+
+
+def certificate_of(program: Program) -> Certificate:
+    """What there is to check of a program, unchecked."""
+    plan, mesh = program.plan, program.mesh
+    graphs: dict[fx.Graph, int] = {}
+    at = {}
+    for coordinate in mesh.coordinates():
+        local = program.partitioner.program(coordinate)
+        number = graphs.setdefault(local.gm.graph, len(graphs))
+        at[tuple(coordinate[a] for a in mesh.axes)] = (number, tuple(local.offsets_at(coordinate)))
+    in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
+    return Certificate(
+        dict(mesh.axes),
+        {mesh.group_name(axis): axis for axis in mesh.axes},
+        tuple(_operation(node, in_specs) for node in plan.graph.nodes if node.kind in ("input", "op")),
+        tuple((_ref(v), _cuts(spec)) for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)),
+        Ranks(tuple(graphs), at),
+    )
+
+
+def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
+    if node.kind == "input":
+        return Operation(node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec())))
+    claims = tuple(Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts)
+    partial: dict[str, list[int]] = {}
+    for slot, value in enumerate(node.operands):
+        for axis, op in _pending(value):
+            if op == "sum":
+                partial.setdefault(axis, []).append(slot)
+    slots = {axis: tuple(found) for axis, found in partial.items()}
+    return Operation(node.name, node.target, _refs(node.args), _refs(dict(node.kwargs)), node.results, claims, slots, (), node.source)
+
+
+def _pending(value: Value) -> tuple[tuple[str, str], ...]:
+    """What is still to come for a value, moves included."""
+    node = value.node
+    if node.kind == "constrain":
+        return _pending(node.operands[0])
+    if node.kind != "move":
+        return tuple(node.pending.get(value.index, ()))
+    move = node.target
+    others = tuple(p for p in _pending(node.operands[0]) if p[0] != move.axis)
+    return (*others, (move.axis, move.dst.op)) if move.dst.kind == "P" else others
+
+
+def _ref(value: Value) -> Ref:
+    while value.node.kind in ("move", "constrain"):
+        value = value.node.operands[0]
+    return Ref(value.node.name, value.index)
+
+
+def _refs(tree: Any) -> Any:
+    if isinstance(tree, Value):
+        return _ref(tree)
+    if isinstance(tree, list | tuple):
+        return type(tree)(map(_refs, tree))
+    if isinstance(tree, dict):
+        return {k: _refs(v) for k, v in tree.items()}
+    return tree
+
+
+def _size(size: Size) -> Any:
+    return size if isinstance(size, int) else [size.const, [[_size(c.size), c.axis, c.n] for c in size.chunks]]
+
+
+def _cuts(spec: PartitionSpec) -> Spec:
+    return tuple(tuple((c.axis, c.size, c.pack) for c in spec.cuts(d)) for d in range(len(spec)))

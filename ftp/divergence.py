@@ -1,0 +1,152 @@
+"""``first_divergence``: one device and all simulated ranks side by side, up to the first value that differs."""
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.attest import certificate_of
+from ftp.certificate import Certificate, Coordinate, Operation, Ref
+from ftp.checker import Checker
+from ftp.errors import MeshError
+from ftp.holding import Held, Unsound
+from ftp.partition import LocalProgram
+from ftp.program import Lowered, groups_of, shard_of
+from ftp.simulate import simulate
+
+
+@dataclass(frozen=True)
+class Divergence:
+    """The first value of a program that some rank holds wrong.
+
+    Attributes:
+        name: of the op in the printed program; ``source`` is the user's line.
+        rank: ``{axis: index}``; the first of those whose sum is wrong, where it is a pending sum.
+        error: the largest absolute difference; infinite where the rank's form of the op cannot be right for any input.
+        why: in words.
+    """
+
+    name: str
+    source: str
+    rank: Mapping[str, int]
+    error: float
+    why: str
+
+
+def first_divergence(lowered: Lowered, *args: torch.Tensor, rtol: float | None = None, atol: float | None = None) -> Divergence | None:
+    """Run a lowered program's single-device form and every rank's on ``args``; None where all values agree.
+
+    Args:
+        args: the tensors that the program was lowered for, in the order of its inputs, whole.
+        rtol, atol: as ``torch.testing.assert_close``; its defaults for each dtype.
+
+    Raises:
+        MeshError: on a mesh of processes, which have only their own parts.
+    """
+    program = lowered._program
+    if program.mesh.kind == "process":
+        raise MeshError("first_divergence runs all ranks in one process. Lower the step on ftp.simulated_mesh with the same axes.")
+    certificate = certificate_of(program)
+    inputs = [*args, *program.constants]
+    shards = []
+    for coordinate in program.mesh.coordinates():
+        parts = [shard_of(x, spec, program.mesh.axes, coordinate) for x, spec in zip(args, program.in_specs, strict=True)]
+        shards.append([*parts, *program.constants])
+    return compare(certificate, inputs, shards, groups_of(program.mesh), rtol, atol)
+
+
+def compare(
+    certificate: Certificate,
+    inputs: Sequence[torch.Tensor],
+    shards: Sequence[Sequence[torch.Tensor]],
+    groups: Mapping[str, Any],
+    rtol: float | None,
+    atol: float | None,
+) -> Divergence | None:
+    """The first divergence of a certificate's programs on whole ``inputs`` and every rank's ``shards`` of them."""
+    checker = Checker(certificate)
+    ranks = list(certificate.ranks.at)
+    watched: list[list[tuple[fx.Node, Held]]] = []
+    for coordinate in ranks:
+        watched.append([])
+        for name in checker.local_ops[certificate.ranks.at[coordinate][0]]:
+            try:
+                checker.bind(coordinate, name)
+            except Unsound as e:
+                op = checker.operations[name]
+                return Divergence(name, op.source, dict(zip(certificate.axes, coordinate, strict=True)), float("inf"), str(e))
+        watched[-1] += [(node, held) for (c, node), held in checker.made.items() if c == coordinate]
+    programs, given = [], []
+    for coordinate, parts, nodes in zip(ranks, shards, watched, strict=True):
+        number, offsets = certificate.ranks.at[coordinate]
+        programs.append(LocalProgram(fx.GraphModule({}, _watching(certificate.ranks.graphs[number], [n for n, _ in nodes])), (), ()))
+        given.append([*parts, *offsets])
+    held: dict[str, dict[Coordinate, tuple[Held, torch.Tensor]]] = {}
+    for coordinate, nodes, values in zip(ranks, watched, simulate(programs, given, groups), strict=True):
+        for (_, what), value in zip(nodes, values, strict=True):
+            held.setdefault(what.value, {})[coordinate] = (what, value)
+    feed = iter(inputs)
+    env: dict[str, torch.Tensor] = {}
+    for op in certificate.operations:
+        for index, whole in enumerate([next(feed)] if op.target is None else _run(op, env)):
+            key = Ref(op.name, index).key
+            env[key] = whole
+            if isinstance(whole, torch.Tensor) and (found := _compared(op, whole, held.get(key, {}), certificate, rtol, atol)):
+                return found
+    return None
+
+
+def _watching(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Graph:
+    """A copy that returns ``nodes``."""
+    copied = fx.Graph()
+    places: dict[fx.Node, Any] = {}
+    copied.graph_copy(graph, places)
+    copied.output(tuple(places[n] for n in nodes))
+    return copied
+
+
+def _run(op: Operation, env: Mapping[str, torch.Tensor]) -> Sequence[Any]:
+    def values(tree: Any) -> Any:
+        if isinstance(tree, Ref):
+            return env[tree.key]
+        if isinstance(tree, list | tuple):
+            return type(tree)(map(values, tree))
+        if isinstance(tree, dict):
+            return {k: values(v) for k, v in tree.items()}
+        return tree
+
+    out = op.target(*values(tuple(op.args)), **values(dict(op.kwargs)))
+    return out if isinstance(out, list | tuple) else [out]
+
+
+def _compared(
+    op: Operation,
+    whole: torch.Tensor,
+    held: Mapping[Coordinate, tuple[Held, torch.Tensor]],
+    certificate: Certificate,
+    rtol: float | None,
+    atol: float | None,
+) -> Divergence | None:
+    names = list(certificate.axes)
+    for coordinate, (what, value) in held.items():
+        pending = sorted(what.pending)
+        if any(coordinate[names.index(axis)] for axis, _ in pending):
+            continue  # the first rank along these axes compares for all
+        for _, reduction in pending[:1]:
+            others = [names.index(a) for a, _ in pending]
+            moved = [range(certificate.axes[names[i]]) if i in others else [c] for i, c in enumerate(coordinate)]
+            parts = [held[c][1] for c in itertools.product(*moved) if c in held]
+            stacked = torch.stack(parts)
+            value = stacked.sum(0) if reduction == "sum" else stacked.amax(0) if reduction == "max" else stacked.amin(0)
+        due = whole
+        for dim, index in enumerate(what.index):
+            due = due.index_select(dim, torch.from_numpy(index.reshape(-1)).to(due.device))
+        try:
+            torch.testing.assert_close(value, due, rtol=rtol, atol=atol, equal_nan=True, check_stride=False)
+        except AssertionError as e:
+            error = float((value.to(torch.float64) - due.to(torch.float64)).abs().max()) if value.shape == due.shape else float("inf")
+            return Divergence(op.name, op.source, dict(zip(names, coordinate, strict=True)), error, str(e).splitlines()[0])
+    return None
