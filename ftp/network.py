@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 from ftp.cost import VIEWS, Hardware, collective_seconds, is_product, op_seconds
 from ftp.eliminate import Infeasible, Solution, minimize
@@ -23,6 +24,7 @@ PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties
 MOVE_OF_VIEW = 1e-10  # ties move what is not a view of it
 REPLICATED_PRODUCT = 1e4  # times its time, for a product on batch data that could be cut
 PAD_LATENCIES = 3  # the price of a shard as a term of a pending sum, beside a gather's: padding must not stand in for a gather
+TOO_NARROW = 2.0  # times a sum's price in the dtype to which it is widened, where it is reduced before
 VIOLATION = 1e3  # seconds for each rule of conduct broken, where no plan keeps them all
 
 
@@ -117,6 +119,7 @@ class _Network:
             self.required.setdefault(value, []).append(layout)
         self._known: dict[tuple[Any, ...], Any] = {}
         self._sizes: dict[Value, int] = {}
+        self._reduced: dict[Value, int] = {}
         self.options = self._strategies()
         self.free_to_move, self.after_conflict = _exempt(problem, self.required)
 
@@ -184,7 +187,16 @@ class _Network:
                 unary.append(
                     self._once(("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]]))
                 )
-                moves = ("move", id(mine), index, id(found), self._nbytes(value), node.target in VIEWS, self._movable(value))
+                moves = (
+                    "move",
+                    id(mine),
+                    index,
+                    id(found),
+                    self._nbytes(value),
+                    self._reduced_nbytes(value),
+                    node.target in VIEWS,
+                    self._movable(value),
+                )
                 pairs[at, value_index[value]] = self._once(moves, lambda v=value: self._move_prices(v, entries[v]))
         solution = minimize(domains, unary, pairs)
         chosen = {node: self.options[node][solution.choice[i]] for node, i in op_index.items()}
@@ -198,6 +210,23 @@ class _Network:
         if value not in self._sizes:
             self._sizes[value] = math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
         return self._sizes[value]
+
+    def _reduced_nbytes(self, value: Value) -> int:
+        """What a pending sum counts as where it is reduced: no less than what it is about to be widened to, and summed as."""
+        if value not in self._reduced:
+            here, users = value.meta.dtype.itemsize, self.users.get(value, ())
+            if value in self.required or not users:
+                found = here
+            else:
+                found = max(here, min(self._width_for(node) for node, _ in users))
+            self._reduced[value] = self._nbytes(value) * found // here if here else 0
+        return self._reduced[value]
+
+    def _width_for(self, user: Node) -> int:
+        result = Value(user)
+        if user.target in VIEWS and len(user.results) == 1:
+            return self._reduced_nbytes(result) * result.meta.dtype.itemsize // max(self._nbytes(result), 1)
+        return result.meta.dtype.itemsize if user.target is torch.ops.aten._to_copy.default else 0
 
     def _movable(self, value: Value) -> Any:
         """All that ``_may_move`` depends on, for a key."""
@@ -280,6 +309,10 @@ class _Network:
             return self._collective(value, src, R, nbytes)
         move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
         seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
+        if src.kind == "P" and self._reduced_nbytes(value) > nbytes:
+            # Whoever widens a sum means it to be summed so; the wider sum must be the cheaper, with the wider terms computed.
+            wide = collective_seconds(move.op, self._reduced_nbytes(value), self.problem.n, self.problem.hardware.link)
+            seconds = TOO_NARROW * wide
         if src.kind == "S" and not self._may_move(value, src):
             seconds += self.violation
         return seconds + (MOVE_OF_VIEW if value.node.target in VIEWS else 0.0)

@@ -1,0 +1,148 @@
+"""Whole train steps against one device over several steps, and their collectives: those of the loss, and a number for the clip."""
+
+from collections import Counter
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+
+import ftp
+from ftp import P
+
+CFG = LlamaConfig(vocab=64, layers=1)
+TOKENS = (8, 20)
+OPT = ftp.optim.from_torch(
+    torch.optim.AdamW, lr=ftp.optim.schedules.linear(1e-2, 4, start=0.1), groups={"**.norm*.weight": {"weight_decay": 0.0}}
+)
+DP, BOTH = ("dp",), ("dp", "tp")
+PLANS: dict[str, tuple[tuple[str, ...], dict[str, str], P, Any]] = {  # axes, what cuts the weights, the batch, the state if otherwise
+    "dp": (DP, {}, P("dp"), None),
+    "tp": (("tp",), {"tp": "tp"}, P(), None),
+    "cp": (("cp",), {}, P(None, "cp"), None),
+    "zero-1": (DP, {}, P("dp"), P("dp")),
+    "zero-3": (DP, {"zero": "dp"}, P("dp"), None),
+    "zero-3×tp": (BOTH, {"tp": "tp", "zero": "dp"}, P("dp"), None),
+}
+
+
+def model() -> tuple[Any, dict[str, torch.Tensor]]:
+    fn, params = ftp.functionalize(build(CFG, dtype=torch.float64))
+    return lm_loss(fn), params
+
+
+def train_step(loss_fn: Any, params: Any, state: Any, batch: Any, *, micro: int = 1) -> Any:
+    grads, loss = ftp.optim.accumulate(torch.func.grad_and_value(loss_fn), micro)(params, batch)
+    grads, norm = ftp.optim.clip_by_global_norm(grads, 0.5)
+    params, state = OPT.update(grads, state, params)
+    return params, state, {"loss": loss, "norm": norm}
+
+
+def step_of(plan: str, fn: Any, params: Any, **options: Any) -> ftp.Step:
+    axes, weights, batch, state = PLANS[plan]
+    of_params = ftp.plan(params, specs(cuts(CFG), **weights))  # type: ignore[arg-type]
+    of_state = of_params if state is None else state
+    mesh = ftp.simulated_mesh((2,) * len(axes), axes)
+    return ftp.spmd(fn, mesh, (of_params, of_state, batch), (of_params, of_state, P()), **options)
+
+
+def kinds(collectives: Sequence[ftp.Collective]) -> Counter[str]:
+    """Per op, but numbers apart, and small all-reduces of 1-d gradients with the reduce-scatters that they may stand for."""
+    return Counter("number" if not c.global_shape else c.op for c in collectives)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_steps_are_those_of_one_device(plan: str):
+    loss_fn, params = model()
+    fn = partial(train_step, loss_fn)
+    step = step_of(plan, fn, params)
+    alone = cut = (params, OPT.init(params))
+    for i in range(3):
+        batch = lm_batch(CFG, *TOKENS, seed=i)
+        *alone, expected = fn(*alone, batch)
+        *cut, metrics = step(*cut, batch)
+        torch.testing.assert_close(metrics, expected, rtol=1e-11, atol=0)
+    for name, value in alone[0].items():
+        torch.testing.assert_close(cut[0][name], value, rtol=1e-9, atol=1e-12)
+    for name, slots in alone[1].items():
+        for slot, value in slots.items():
+            torch.testing.assert_close(cut[1][name][slot], value, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "cp", "zero-3"])
+def test_collectives_are_those_of_shard_and_the_clips(plan: str):
+    loss_fn, params = model()
+    axes, weights, batch_specs, _ = PLANS[plan]
+    of_params = ftp.plan(params, specs(cuts(CFG), **weights))  # type: ignore[arg-type]
+    mesh, batch = ftp.simulated_mesh((2,) * len(axes), axes), lm_batch(CFG, *TOKENS)
+    of_loss = kinds(ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_specs).lower(params, batch).collectives)
+    step = step_of(plan, partial(train_step, loss_fn), params).lower(params, OPT.init(params), batch)
+    found = kinds(step.collectives)
+    assert found["number"] - of_loss["number"] == (1 if weights else 0)
+    assert found["all_gather"] == of_loss["all_gather"]
+    assert found["all_reduce"] + found["reduce_scatter"] == of_loss["all_reduce"] + of_loss["reduce_scatter"]
+    assert step.plan.kept_rules[axes[0]]
+
+
+def test_zero_1_reduces_gradients_to_shards_and_gathers_parameters():
+    loss_fn, params = model()
+    found = kinds(
+        step_of("zero-1", partial(train_step, loss_fn), params).lower(params, OPT.init(params), lm_batch(CFG, *TOKENS)).collectives
+    )
+    assert found["all_gather"] == found["all_reduce"] + found["reduce_scatter"] == len(params)
+    assert found["reduce_scatter"] >= sum(p.ndim > 1 for p in params.values())
+
+
+@pytest.mark.parametrize("plan", ["dp", "tp", "zero-3"])
+def test_microbatches_reduce_gradients_once(plan: str):
+    loss_fn, params = model()
+    state, batch = OPT.init(params), lm_batch(CFG, *TOKENS)
+    once, twice = (step_of(plan, partial(train_step, loss_fn, micro=n), params, reshard_after_forward=False) for n in (1, 2))
+    counts = [
+        Counter(c.op for c in step.lower(params, state, batch).collectives if c.global_shape in shapes(params)) for step in (once, twice)
+    ]
+    assert counts[0] == counts[1]
+    assert counts[1].total() > 0 or plan == "tp"
+    expected = train_step(loss_fn, params, state, batch)
+    torch.testing.assert_close(twice(params, state, batch)[2], expected[2], rtol=1e-11, atol=0)
+    assert twice.lower(params, state, batch).memory < once.lower(params, state, batch).memory
+
+
+def shapes(params: dict[str, torch.Tensor]) -> set[tuple[int, ...]]:
+    return {tuple(s) for p in params.values() if p.ndim > 1 for s in (p.shape, p.shape[::-1])}
+
+
+def test_rows_must_divide_into_microbatches():
+    loss_fn, params = model()
+    with pytest.raises(ftp.FtpError, match=r"batch\[0\]\[1\] has shape \(8, 20\): its first dim must divide into 3 microbatches"):
+        train_step(loss_fn, params, OPT.init(params), lm_batch(CFG, *TOKENS), micro=3)
+
+
+def halved(loss_fn: Any) -> Any:
+    """Computes in bfloat16 and keeps float32 parameters."""
+    return lambda params, batch: loss_fn({k: p.bfloat16() for k, p in params.items()}, batch).float()
+
+
+@pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16], ids=str)
+def test_mixed_precision(reduced: torch.dtype):
+    """Parameters are gathered in the dtype in which they are used, gradients reduced in the one that the step casts to."""
+    fn, params = ftp.functionalize(build(CFG))
+    loss_fn = halved(lm_loss(fn))
+
+    def grads_of(params: Any, batch: Any) -> Any:
+        low = {k: p.bfloat16() for k, p in params.items()}
+        grads = torch.func.grad(lm_loss(fn))(low, batch)
+        return {k: g.to(reduced) for k, g in grads.items()}
+
+    mesh, batch = ftp.simulated_mesh((2,), ("dp",)), lm_batch(CFG, *TOKENS)
+    step = ftp.spmd(grads_of, mesh, (P("dp"), P("dp")), P("dp"))
+    found = step.lower(params, batch).collectives
+    assert {c.dtype for c in found if c.op == "all_gather"} == {torch.bfloat16}
+    assert {c.dtype for c in found if c.op == "reduce_scatter"} == {reduced}
+    expected, grads = torch.func.grad(loss_fn)(params, batch), step(params, batch)
+    for name, grad in grads.items():
+        assert grad.dtype == reduced
+        error = (grad.float() - expected[name]).norm() / expected[name].norm()
+        assert error < 0.03, name

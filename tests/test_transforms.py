@@ -1,0 +1,114 @@
+"""torch.func's transforms inside a program: a grid of transform × model × mesh against one device."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads forward-mode rules
+
+Params = dict[str, Tensor]
+
+
+def mlp(params: Params, x: Tensor) -> Tensor:
+    return torch.tanh(x @ params["up"] + params["bias"]) @ params["down"]
+
+
+def norm_mlp(params: Params, x: Tensor) -> Tensor:
+    return F.layer_norm(mlp(params, F.layer_norm(x, (x.shape[-1],))), (3,))
+
+
+MODELS: dict[str, Callable[[Params, Tensor], Tensor]] = {"mlp": mlp, "norms": norm_mlp, "remat": ftp.remat(mlp)}
+MESHES: dict[str, tuple[tuple[str, ...], Params | dict[str, P], P]] = {
+    "dp": (("dp",), {"up": P(), "bias": P(), "down": P()}, P("dp")),
+    "tp": (("tp",), {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp")}, P()),
+    "dp×tp": (("dp", "tp"), {"up": P("dp", "tp"), "bias": P("tp"), "down": P("tp")}, P("dp")),
+}
+
+
+def inputs(models: int | None = None) -> tuple[Params, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"up": (4, 6), "bias": (6,), "down": (6, 3)}
+    lead = () if models is None else (models,)
+    return {k: torch.randn(*lead, *s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}, torch.randn(
+        5, 4, generator=generator, dtype=torch.float64
+    )
+
+
+Model = Callable[[Params, Tensor], Tensor]
+
+
+def loss_of(model: Model) -> Callable[[Params, Tensor], Tensor]:
+    return lambda params, x: model(params, x).square().mean()
+
+
+def by_row(model: Model) -> Any:
+    return lambda params, x: torch.vmap(lambda row: model(params, row))(x)
+
+
+def per_sample_gradients(model: Model) -> Any:
+    return torch.vmap(torch.func.grad(loss_of(model)), in_dims=(None, 0))
+
+
+def jvp(model: Model) -> Any:
+    return lambda params, x: torch.func.jvp(lambda p: model(p, x), (params,), ({k: p.cos() for k, p in params.items()},))
+
+
+def jacobian(transform: Any) -> Any:
+    return lambda model: lambda params, x: transform(lambda bias: model({**params, "bias": bias}, x).sum(0))(params["bias"])
+
+
+def hessian(model: Model) -> Any:
+    return lambda params, x: torch.func.hessian(lambda bias: loss_of(model)({**params, "bias": bias}, x))(params["bias"])
+
+
+def inner_loop(model: Model) -> Any:
+    """MAML: the gradient of the loss after two steps of gradient descent."""
+
+    def after(params: Params, x: Tensor) -> Tensor:
+        for _ in range(2):
+            grads = torch.func.grad(loss_of(model))(params, x)
+            params = {k: p - 0.1 * grads[k] for k, p in params.items()}
+        return loss_of(model)(params, x)
+
+    return torch.func.grad_and_value(after)
+
+
+TRANSFORMS: dict[str, Callable[[Model], Any]] = {
+    "vmap": by_row,
+    "per-sample gradients": per_sample_gradients,
+    "jvp": jvp,
+    "jacfwd": jacobian(torch.func.jacfwd),
+    "jacrev": jacobian(torch.func.jacrev),
+    "hessian": hessian,
+    "inner loop": inner_loop,
+}
+
+
+@pytest.mark.parametrize("mesh", MESHES)
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_equals_one_device(transform: str, model: str, mesh: str):
+    axes, specs, batch = MESHES[mesh]
+    params, x = inputs()
+    fn = TRANSFORMS[transform](MODELS[model])
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,) * len(axes), axes), (specs, batch), P())
+    torch.testing.assert_close(step(params, x), fn(params, x), rtol=1e-10, atol=1e-13)
+
+
+@pytest.mark.parametrize("spec", [P("n"), P(None, None, "n"), P(None, "n")], ids=str)
+def test_ensembles(spec: P):
+    """Models stacked along a dim of their own, one of the dims cut: between models nothing is moved."""
+    params, x = inputs(models=4)
+    fn = torch.vmap(torch.func.grad_and_value(loss_of(mlp)), in_dims=(0, None))
+    specs = {"up": spec, "bias": P("n") if spec == P("n") else P(), "down": P("n") if spec == P("n") else P()}
+    step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("n",)), (specs, P()))
+    torch.testing.assert_close(step(params, x), fn(params, x), rtol=1e-12, atol=1e-14)
+    if spec == P("n"):
+        assert not step.lower(params, x).collectives
