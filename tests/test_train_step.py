@@ -146,3 +146,50 @@ def test_mixed_precision(reduced: torch.dtype):
         assert grad.dtype == reduced
         error = (grad.float() - expected[name]).norm() / expected[name].norm()
         assert error < 0.03, name
+
+
+HEADS, LENGTH = 4, 6
+
+
+def decode(params: dict[str, torch.Tensor], cache: dict[str, torch.Tensor], token: torch.Tensor, at: torch.Tensor) -> Any:
+    """One token of each row through one layer of attention; keys and values so far are state."""
+    x = params["emb"][token]
+    q, k, v = ((x @ params[name]).unflatten(-1, (HEADS, -1)).transpose(1, 2) for name in "qkv")
+    cache = {"k": cache["k"].index_copy(2, at.reshape(1), k), "v": cache["v"].index_copy(2, at.reshape(1), v)}
+    mask = (torch.arange(LENGTH) <= at)[None, None, None]
+    y = torch.nn.functional.scaled_dot_product_attention(q, cache["k"], cache["v"], attn_mask=mask).transpose(1, 2).flatten(2)
+    return cache, (x + y @ params["o"]) @ params["head"]
+
+
+def greedy(step: Any, params: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    cache = {name: torch.zeros(2, HEADS, LENGTH, 2, dtype=torch.float64) for name in "kv"}
+    token = torch.tensor([[1], [5]])
+    tokens, logits = [token], []
+    for i in range(LENGTH - 1):
+        cache, scores = step(params, cache, token, torch.tensor(i))
+        token = scores.argmax(-1)
+        tokens.append(token)
+        logits.append(scores)
+    return torch.cat(tokens, 1), torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("cut", ["heads", "sequence", "batch"])
+def test_generation_with_a_cache_is_one_program(cut: str):
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"emb": (11, 8), "head": (8, 11)} | {name: (8, 8) for name in "qkvo"}
+    params = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    of_cache = {"heads": P(None, "tp"), "sequence": P(None, None, "tp"), "batch": P("tp")}[cut]
+    columns = P(None, "tp")
+    megatron = {"emb": P(), "q": columns, "k": columns, "v": columns, "o": P("tp"), "head": columns}
+    traces = []
+
+    def traced(*args: Any) -> Any:
+        traces.append(1)
+        return decode(*args)
+
+    specs = (megatron if cut == "heads" else P(), of_cache, P(), P())
+    step = ftp.spmd(traced, ftp.simulated_mesh((2,), ("tp",)), specs, (of_cache, P()))
+    tokens, logits = greedy(step, params)
+    expected_tokens, expected = greedy(decode, params)
+    assert torch.equal(tokens, expected_tokens) and len(traces) == 1
+    torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)
