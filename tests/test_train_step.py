@@ -176,7 +176,7 @@ def greedy(step: Any, params: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
 @pytest.mark.parametrize("cut", ["heads", "sequence", "batch"])
 def test_generation_with_a_cache_is_one_program(cut: str):
     generator = torch.Generator().manual_seed(0)
-    shapes = {"emb": (11, 8), "head": (8, 11)} | {name: (8, 8) for name in "qkvo"}
+    shapes = {"emb": (11, 8), "head": (8, 11)} | dict.fromkeys("qkvo", (8, 8))
     params = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
     of_cache = {"heads": P(None, "tp"), "sequence": P(None, None, "tp"), "batch": P("tp")}[cut]
     columns = P(None, "tp")
