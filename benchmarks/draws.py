@@ -36,23 +36,26 @@ def gradient(dropout: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -
     return lambda: torch.autograd.grad(dropout(leaf).sum(), leaf)
 
 
+def cases(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], Any], Callable[[], Any]]]:
+    x = torch.randn(shape)
+    part = [shape[0] // 2, *shape[1:-1], shape[-1] // 2]
+    strides = philox.contiguous_strides(shape)
+    return {
+        "dropout": (lambda: random.dropout(KEY, x, 0.1), lambda: F.dropout(x, 0.1)),
+        "dropout and gradient": (gradient(lambda x: random.dropout(KEY, x, 0.1), x), gradient(lambda x: F.dropout(x, 0.1), x)),
+        "uniform": (lambda: random.uniform(KEY, shape), lambda: torch.rand(shape)),
+        "normal": (lambda: random.normal(KEY, shape), lambda: torch.randn(shape)),
+        "a quarter's words": (
+            lambda: philox.random_bits(KEY, part, strides, shape[-1] // 2),
+            lambda: philox.random_bits(KEY, list(shape), strides, 0),
+        ),
+    }
+
+
 def rows(rounds: int) -> list[dict[str, Any]]:
     out = []
     for shape in SHAPES:
-        x = torch.randn(shape)
-        part = [shape[0] // 2, *shape[1:-1], shape[-1] // 2]
-        strides = philox.contiguous_strides(shape)
-        cases: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
-            "dropout": (lambda: random.dropout(KEY, x, 0.1), lambda: F.dropout(x, 0.1)),
-            "dropout and gradient": (gradient(lambda x: random.dropout(KEY, x, 0.1), x), gradient(lambda x: F.dropout(x, 0.1), x)),
-            "uniform": (lambda: random.uniform(KEY, shape), lambda: torch.rand(shape)),
-            "normal": (lambda: random.normal(KEY, shape), lambda: torch.randn(shape)),
-            "a quarter's words": (
-                lambda: philox.random_bits(KEY, part, strides, shape[-1] // 2),
-                lambda: philox.random_bits(KEY, list(shape), strides, 0),
-            ),
-        }
-        for name, (ours, theirs) in cases.items():
+        for name, (ours, theirs) in cases(shape).items():
             mine, other = seconds(ours, theirs, rounds)
             beside = "all words" if "quarter" in name else "torch"
             out.append(
