@@ -1,6 +1,6 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
 
-from ftp import errors, optim, plans, random, testing
+from ftp import axis, errors, optim, plans, random, testing
 from ftp.api import lower, reshard, shard, spmd
 from ftp.attest import certify
 from ftp.certificate import Certificate
@@ -13,6 +13,7 @@ from ftp.errors import FtpError
 from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
 from ftp.init import init_params
+from ftp.local import local
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
@@ -39,6 +40,7 @@ __all__ = [
     "Step",
     "__version__",
     "along_dim",
+    "axis",
     "certify",
     "constrain",
     "device_get",
@@ -53,6 +55,7 @@ __all__ = [
     "functionalize",
     "init_params",
     "init_process_group",
+    "local",
     "local_slice",
     "lower",
     "make_mesh",

@@ -5,12 +5,15 @@ from functools import lru_cache
 from typing import Any
 
 import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
 
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, SpecError
-from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, resolve
+from ftp.local import program_of
+from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
 from ftp.program import Lowered
 from ftp.spec import PartitionSpec
@@ -221,6 +224,30 @@ def _shortest(spec: PartitionSpec) -> PartitionSpec:
 @lru_cache(maxsize=1024)
 def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
     return spmd(lambda tree: tree.clone(), mesh, (old,), new)
+
+
+@torch.library.impl("ftp::local", "CompositeExplicitAutograd")
+def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
+    """Per-rank code on whole tensors outside of a step: the program of a step that has nothing else."""
+    run = _simulated(program, xs[0].device.type)
+    with torch.no_grad():
+        return [x.clone() for x in run([x.detach() for x in xs])]
+
+
+@lru_cache(maxsize=1024)
+def _simulated(key: str, device_type: str) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    program = program_of(key)
+    axes = program.axes
+    mesh = SimulatedMesh(tuple(axes.values()), tuple(axes), device_type)
+    metas = [torch.empty(p.global_shape(axes), dtype=p.dtype, device="meta") for p in program.operands]
+    step = spmd(
+        lambda *xs: torch.ops.ftp.local.default(list(xs), key),
+        mesh,
+        tuple(p.spec for p in program.operands),
+        [p.spec for p in program.results],
+    )
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        return step.lower(*metas)._program.run
 
 
 def _check_callable(fn: Any, name: str, form: str) -> None:

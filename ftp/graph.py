@@ -55,8 +55,9 @@ class Node:
     """One op, input, constraint or move.
 
     Attributes:
-        kind: ``input``, ``op``, ``constrain`` or ``move``.
-        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; None for an input.
+        kind: ``input``, ``op``, ``constrain``, ``local`` or ``move``.
+        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; the ``Program`` of per-rank code (``local``);
+            None for an input.
         args, kwargs: as the op takes them, ``Value`` in place of tensors.
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
         phase: how often forward and backward passes took turns before it.

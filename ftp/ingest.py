@@ -13,12 +13,14 @@ from ftp.constrain import Pin, pin_from_str
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import discover
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
-from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, merge_common, whole_rule
+from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, live, merge_common, whole_rule
+from ftp.local import program_of
 from ftp.registry import RULES, BoundRule, Call, Meta, bind, lookup
 from ftp.trace import decompose as trace_decomposition
 
 aten = torch.ops.aten
 CONSTRAIN = torch.ops.ftp.constrain.default
+LOCAL = torch.ops.ftp.local.default
 
 
 def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = False) -> Graph:
@@ -50,6 +52,29 @@ def found_by_trial(graph: Graph) -> str:
     return "; ".join(sorted(unstated))
 
 
+def prune(graph: Graph) -> Graph:
+    """The graph in which per-rank code computes no result, and takes no operand, that nobody needs."""
+    used = set(graph.outputs)
+    swapped: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for node in reversed(graph.nodes):
+        kept = [i for i in range(len(node.results)) if Value(node, i) in used] if node.kind == "local" else []
+        if 0 < len(kept) < len(node.results):
+            program, taken = node.target.giving(kept)
+            operands, results = tuple(node.args[i] for i in taken), tuple(node.results[i] for i in kept)
+            less = replace(node, target=program, args=operands, results=results, rule=program.rule, sizes={})
+            swapped.update({Value(node, i): Value(less, at) for at, i in enumerate(kept)})
+            node = less
+        used.update(node.operands)
+        nodes.append(node)
+    for node in nodes:
+        node.replace_operands([swapped.get(v, v) for v in node.operands])
+    return live(Graph(nodes[::-1], [swapped.get(v, v) for v in graph.outputs]))
+
+
+_WRAP = "\n  or say how the ranks share the work: ftp.local(fn, mesh, in_specs, out_specs) around what calls it."
+
+
 class _Builder:
     def __init__(self, strict: bool, env: dict[fx.Node, Any] | None = None, names: Mapping[str, Any] | None = None):
         self.strict = strict
@@ -78,7 +103,10 @@ class _Builder:
         results = _metas(node.meta["val"])
         source = node.meta.get("source", "")
         origin = {"source": source, "phase": node.meta.get("phase", 0), "region": node.meta.get("region")}
-        if node.target is CONSTRAIN:
+        if node.target is LOCAL:
+            program = program_of(args[1])
+            made = Node(node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin)
+        elif node.target is CONSTRAIN:
             # On an axis of which it does not speak it is the identity, and hands on what is pending too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
             made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
@@ -111,7 +139,7 @@ class _Builder:
             if self.strict:
                 proven = f" proven on {finding.cases} generated calls" if finding.rule else ""
                 line = finding.line(target) if finding.rule else f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
-                raise PlanningError(f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}: {line}")
+                raise PlanningError(f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}: {line}{_WRAP}")
             if finding.stated is not None:
                 warnings.warn(
                     f"{target} has no sharding rule; one was found by trial, is proven on {finding.cases} generated calls, and is used."
@@ -123,7 +151,7 @@ class _Builder:
                 return bind(finding.stated, *metas, str(target))
             warnings.warn(
                 f"{target} has no sharding rule: every rank computes it whole. {at} None was found by trial: {finding.reason}."
-                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r})",
+                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r}){_WRAP}",
                 ReplicationWarning,
                 stacklevel=2,
             )

@@ -90,7 +90,7 @@ def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, m
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
         return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
     slots, results = len(node.operands), len(node.results)
-    found = [Strategy((R,) * slots, (R,) * results)]
+    found = [Strategy((R,) * slots, (R,) * results)] if node.kind != "local" or not cuts else []
     if cuts and _passes_on(node):
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
     for cut in cuts:
@@ -388,6 +388,8 @@ def _exempt(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Val
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
+        elif node.kind == "local":
+            free.update((*node.operands, *(Value(node, index) for index in range(len(node.results)))))
         kind = 0
         if node.kind == "op" and is_product(node.target):
             kind = 1 if node in conflicts else 2

@@ -15,10 +15,12 @@ import torch
 from torch import fx
 
 from ftp.collectives import Collective, MoveSite, emit_gathered_pieces, emit_move, emit_pieces
-from ftp.graph import FactorCut, Move, Node, Value, collection_paused
+from ftp.graph import FactorCut, Move, Node, Value, collection_paused, identity_rule
+from ftp.inline import InlineSite, axes_by_rank, inline
 from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
 from ftp.localize import Cut, LocalOp, localize
 from ftp.planner import Plan, move_rule
+from ftp.registry import Meta
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
 
 Coordinate = Mapping[str, int]
@@ -80,6 +82,9 @@ class Partitioner:
                     chunks.update(dict.fromkeys(size.chunks))
         self._uneven = list(chunks)
         firsts = {node.target.axis for node in self.plan.graph.nodes if node.kind == "move" and node.target.op == "contribute"}
+        local = [axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"]
+        firsts = firsts.union(*(contributing for contributing, _ in local))
+        self._permuting = [a for a in self.plan.axes if any(a in permuting for _, permuting in local)]
         self._outside = [(Value(node), spec) for node, spec in self.plan.entries.items()]
         self._outside += [(self.plan.graph.outputs[i], spec) for i, spec in self.plan.exits.items()]
         self._contributing = [a for a in self.plan.axes if a in firsts]
@@ -89,6 +94,7 @@ class Partitioner:
         key = (
             *(chunk_at(c, coordinate)[1] for c in self._uneven),
             *(int(coordinate[a] == 0) for a in self._contributing),
+            *(coordinate[a] for a in self._permuting),
             *(
                 of_rank
                 for value, spec in self._outside
@@ -226,6 +232,21 @@ class _Emission:
         if node.kind == "move":
             self.env[Value(node)] = emit_move(self._site(node, sizes), self.env[node.operands[0]])
             return
+        if node.kind == "local":
+            cause = f"ftp.local at {node.source}"
+            axes = node.target.axes
+            site = InlineSite(
+                self.graph,
+                self.device,
+                lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
+                lambda x, move, dtype, name, source: self._move(x, move, dtype, f"{node.name}.{name}", source, cause),
+                self.group_name,
+                self.coordinate,
+                cause,
+            )
+            made = inline(site, node.target, [self.env[v] for v in node.operands])
+            self.env.update({Value(node, i): x for i, x in enumerate(made)})
+            return
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:
             cuts.setdefault(cut.factor, []).append(self._cut(cut))
@@ -249,6 +270,17 @@ class _Emission:
             self.group_name(node.target.axis),
             self.coordinate[node.target.axis] == 0,
         )
+
+    def _move(self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str) -> fx.Node:
+        """A move that is no node of the plan."""
+        meta = Meta(tuple(size_at(s, self.coordinate) for s in move.shape), dtype)
+        held = Value(Node(f"{name}.held", "input", None, (), {}, (meta,), identity_rule(meta.shape, 0)))
+        rule, sizes = move_rule(move)
+        step = Node(name, "move", move, (held,), {}, (meta,), rule, source, cause=cause)
+        step.sizes = sizes
+        self.env[held] = x
+        self._emit(step)
+        return self.env[Value(step)]
 
     def _cut(self, cut: FactorCut) -> Cut:
         n = self.plan.axes[cut.axis]

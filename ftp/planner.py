@@ -17,9 +17,10 @@ from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, collection_paused, keep_collectives, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
+from ftp.local import factor
 from ftp.network import AxisPlan, Problem, Strategy, is_at_rest, solve
 from ftp.notation import Dim
-from ftp.reach import Reach, reach
+from ftp.reach import Cut, Reach, layout_of, reach
 from ftp.registry import BoundRule
 from ftp.spec import PartitionSpec, Units, is_factored
 
@@ -172,11 +173,19 @@ def _reaches(
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
     constrained = [(v, pinned[node]) for node, pin in specs.constraints.items() if pin.holds(name) for v in (Value(node), node.operands[0])]
+    # Per-rank code says where its operands and results are, as a constraint does.
+    own: dict[Node, list[Cut]] = {node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"}
+    for node, (cut,) in own.items():
+        there = [(v, layout_of(dims, node.sizes, cut, n)) for v, dims in zip(node.operands, node.rule.operands, strict=True)]
+        there += [(Value(node, i), layout_of(dims, node.sizes, cut, n)) for i, dims in enumerate(node.rule.results)]
+        constrained += [(v, layout) for v, layout in there if layout.kind == "S"]
 
     def from_specs() -> Reach:
         seeds = [(Value(node), layout) for node, layout in pinned.items()]
         seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
-        return reach(graph, n, seeds + constrained, pinned)
+        found = reach(graph, n, seeds + constrained, pinned)
+        found.cuts.update(own)
+        return found
 
     def from_batch() -> Reach:
         # A constraint on a data axis says where activations stay, and the closure does not pass through it.

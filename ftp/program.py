@@ -234,10 +234,10 @@ class Lowered:
         local = self._program.local()
         for node in local.gm.graph.nodes:
             if "collective" in node.meta:
-                issued.setdefault(node.meta.get("origin"), node.meta["collective"])
+                issued.setdefault(node.meta.get("origin"), []).append(node.meta["collective"])
         lines = [f"program on {self._program.mesh}"]
         for node in self.plan.graph.nodes:
-            lines += _lines(node, issued.get(node.name))
+            lines += _lines(node, issued.get(node.name, []))
         lines += [f"  return %{v.node.name}: {_typed(v)}" for v in self.plan.graph.outputs]
         counts = Counter((c.op, c.axes, c.shape, c.dtype) for c in self.collectives)
         lines.append(f"collectives: {len(self.collectives)}, {sum(c.wire_nbytes for c in self.collectives):,} bytes sent per rank")
@@ -254,19 +254,20 @@ class Lowered:
         return "\n".join(lines)
 
 
-def _lines(node: Node, collective: Collective | None) -> list[str]:
+def _lines(node: Node, issued: Sequence[Collective]) -> list[str]:
     typed = ", ".join(_typed(Value(node, i)) for i in range(len(node.results)))
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "move":
-        if collective is None:
+        if not issued:
             return [f"  %{node.name}: {typed} = {node.target.op} over {node.target.axis} of {operands}, local"]
-        where = f"{collective.op} over {', '.join(collective.axes)}"
-        return [f"  >> %{node.name}: {typed} = {where} of {operands}, {collective.nbytes:,} bytes, for {node.cause}"]
+        where = f"{issued[0].op} over {', '.join(issued[0].axes)}"
+        return [f"  >> %{node.name}: {typed} = {where} of {operands}, {issued[0].nbytes:,} bytes, for {node.cause}"]
     if node.kind == "input":
         return [f"  %{node.name}: {typed}"]
     name = f"constrain[{pin_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
     comment = f"    # {node.source}" if node.source else ""
-    return [f"  %{node.name}: {typed} = {name}({operands}){comment}"]
+    inside = [f"  >>   {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes    # {c.source}" for c in issued]
+    return [f"  %{node.name}: {typed} = {name}({operands}){comment}", *inside]
 
 
 def _typed(value: Value) -> str:

@@ -31,7 +31,7 @@ class Reach:
 
 
 def reach(graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: Mapping[Node, Layout]) -> Reach:
-    """Close ``seeds`` forwards and backwards; nothing passes through the ``pinned`` nodes (inputs, constraints)."""
+    """Close ``seeds`` forwards and backwards; nothing passes through per-rank code and the ``pinned`` nodes (inputs, constraints)."""
     found = Reach()
     users = graph.users()
     work: list[tuple[Value, Layout]] = []
@@ -43,7 +43,7 @@ def reach(graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: M
             work.append((value, layout))
 
     def visit(node: Node, dims: Dims, layout: Layout) -> None:
-        if node in pinned:
+        if node in pinned or node.kind == "local":
             return
         cut = factor_of(dims, node.sizes, layout, n)
         if cut is None:

@@ -78,7 +78,11 @@ def _run(issued: Sequence[Issued], groups: Mapping[str, Sequence[Group]]) -> lis
     for group in groups[issued[0][0].meta["axis"]]:
         node, args = issued[group[0]]
         tensors = [issued[rank][1][0] for rank in group]
-        for rank, result in zip(group, COLLECTIVES[node.target](tensors, *args[1:-1]), strict=True):
+        if node.target is c10d.all_to_all_single.default:
+            found = _all_to_all(tensors, [issued[rank][1][2] for rank in group])
+        else:
+            found = COLLECTIVES[node.target](tensors, *args[1:-1])
+        for rank, result in zip(group, found, strict=True):
             results[rank] = result
     return results
 
@@ -108,8 +112,8 @@ def _reduce_scatter(tensors: list[torch.Tensor], op: str, n: int) -> list[torch.
     return list(reduce(_REDUCE[op], tensors).chunk(n))
 
 
-def _all_to_all(tensors: list[torch.Tensor], outputs: list[int], inputs: list[int]) -> list[torch.Tensor]:
-    parts = [t.split(inputs) for t in tensors]
+def _all_to_all(tensors: list[torch.Tensor], sent: list[list[int]]) -> list[torch.Tensor]:
+    parts = [t.split(sizes) for t, sizes in zip(tensors, sent, strict=True)]
     return [torch.cat([p[rank] for p in parts]) for rank in range(len(tensors))]
 
 

@@ -27,8 +27,8 @@ from ftp.constrain import Pin
 from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
-from ftp.ingest import constraints, decompose, found_by_trial, from_fx
-from ftp.mesh import START_TIMEOUT, Mesh
+from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
+from ftp.mesh import START_TIMEOUT, Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, make_plan
 from ftp.program import Lowered, Program
@@ -206,7 +206,8 @@ class Step:
 
     def _build(self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None]) -> _Planned:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
-        traced = trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
+        with use_mesh(self.mesh):
+            traced = trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
         tensor_names = [name for name, leaf in zip(call.names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
         graph = from_fx(traced.gm, tensor_names, strict=self._options.strict)
         tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
@@ -219,10 +220,11 @@ class Step:
             if call.positions[i] not in state:
                 batch.append(node)
         in_specs = {node: specs[i] for node, i in zip(arguments, tensor_leaves, strict=True)}
-        graph = merge_common(live(graph))
+        graph = merge_common(prune(live(graph)))
         mark_dependencies(graph)
         constrained = constraints(graph)
         _check_constraints(constrained, self.mesh)
+        _check_local_meshes(graph, self.mesh)
         data_axes = self._options.data_axes
         if data_axes is None:
             data_axes = tuple(dict.fromkeys(axis for node in batch for axis in in_specs[node].axes))
@@ -291,6 +293,18 @@ def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
         )
     if failures:
         raise SpecError(join_failures(failures))
+
+
+def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
+    failures: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.kind == "local" and dict(node.target.axes) != mesh.axes:
+            given = ", ".join(f"{axis} {n}" for axis, n in node.target.axes.items())
+            failures[
+                f"ftp.local at {node.source} is given a mesh ({given}), but runs in a step on {mesh}. Give it the same mesh, or none."
+            ] = None
+    if failures:
+        raise MeshError(join_failures(failures))
 
 
 def _returned_state(

@@ -31,6 +31,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
+from ftp.axis import is_inside
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import FtpError, InputError, TraceError, join_failures
 from ftp.recompute import current_region
@@ -319,6 +320,10 @@ _LEAKED = (
     "a tensor that an earlier trace left behind: it has no values. Return intermediates from the function (has_aux=True) rather than"
     " storing them."
 )
+SURROUNDING = (
+    "a tensor of the surrounding function that it is not given: it would be whole on every rank, and without a gradient. Give it as an"
+    " argument, with its spec in in_specs; what has no gradient, detached."
+)
 
 
 class _Recorder(TorchDispatchMode):
@@ -405,6 +410,8 @@ class _Recorder(TorchDispatchMode):
         tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
             return tensor
+        if is_inside() and (isinstance(tensor, FakeTensor) or tensor.requires_grad):
+            raise TraceError(f"The function given to ftp.local uses{_at(self.line)} {SURROUNDING}")
         if isinstance(tensor, FakeTensor):
             raise TraceError(f"The function uses{_at(self.line)} {_LEAKED}")
         if id(tensor) not in self._known:
@@ -560,6 +567,11 @@ def _explain(error: Exception) -> FtpError | None:
         return TraceError(
             f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it; inside a function use torch.func.grad."
         )
+    if "setup_context" in text and (function := _function_behind(error)):
+        return TraceError(
+            f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is traced needs the form in two parts:"
+            "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves what backward needs."
+        )
     if "saved tensor hooks" in text:
         return TraceError(
             f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they cannot be traced. Call the function itself."
@@ -584,6 +596,17 @@ def _of_experts(error: Exception) -> str:
             )
         traceback = traceback.tb_next
     return ""
+
+
+def _function_behind(error: Exception) -> str:
+    """The autograd.Function that an error came from, as ``Name (file.py:12  class Name(...):)``."""
+    traceback, found = error.__traceback__, None
+    while traceback is not None:
+        given = traceback.tb_frame.f_locals.get("cls")
+        if isinstance(given, type) and issubclass(given, torch.autograd.Function):
+            found = given
+        traceback = traceback.tb_next
+    return "" if found is None else f"{found.__name__}{_defined(found.forward)}"
 
 
 # Guards.

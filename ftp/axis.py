@@ -1,0 +1,318 @@
+"""Collectives by mesh axis name, for the per-rank code that ``ftp.local`` takes.
+
+Each is one op on a rank's own tensor until the program is partitioned. Its gradient is its exact transpose: a gradient taken inside
+per-rank code is that of the sum over all ranks of what they differentiate, with respect to this rank's own copy.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from ftp.errors import InputError, MeshError
+from ftp.source import user_line
+
+Axes = str | Sequence[str]
+
+
+def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
+    """The sum (largest, smallest) of the ranks' ``x`` along ``axis``, the same on each of them.
+
+    Where ranks tie for the largest, they share its gradient evenly.
+
+    >>> import ftp
+    >>> total = ftp.local(lambda x: all_reduce(x.sum(), "tp"), ftp.simulated_mesh(2, "tp"), ftp.P("tp"), ftp.P())
+    >>> total(torch.arange(4))
+    tensor(6)
+
+    Raises:
+        MeshError: outside of ``ftp.local``, or an axis that its mesh does not have. So do the others.
+    """
+    for name, _ in reversed(_named("all_reduce", axis)):
+        if op not in ("sum", "max", "min"):
+            raise InputError(f"{_at()}all_reduce has op={op!r}; it reduces by 'sum', 'max' or 'min'.")
+        x = _reduced(_tensor("all_reduce", x), op, name)
+    return x
+
+
+def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
+    """The ranks' ``x`` along ``axis`` one after another along ``dim``, the same on each of them.
+
+    Several axes count from major to minor.
+    """
+    for name, n in reversed(_named("all_gather", axis)):
+        x = _Linear.apply(_tensor("all_gather", x), OPS.all_gather.default, (name, n, _dim("all_gather", x, dim)))  # type: ignore[assignment]
+    return x
+
+
+def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
+    """This rank's part along ``dim`` of the sum of the ranks' ``x`` along ``axis``; the ranks must divide the dim."""
+    for name, n in _named("reduce_scatter", axis):
+        d = _dim("reduce_scatter", _tensor("reduce_scatter", x), dim)
+        _require_divides("reduce_scatter", x, d, name, n)
+        x = _Linear.apply(x, OPS.reduce_scatter.default, (name, n, d))  # type: ignore[assignment]
+    return x
+
+
+def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
+    """Part i of ``x`` along ``split_dim`` goes to rank i of ``axis``; what comes from the ranks is joined along ``concat_dim``.
+
+    The ranks must divide ``split_dim``. The two dims may be the same one.
+    """
+    ((name, n),) = _named("all_to_all", (axis,))
+    split, concat = _dim("all_to_all", _tensor("all_to_all", x), split_dim), _dim("all_to_all", x, concat_dim)
+    _require_divides("all_to_all", x, split, name, n)
+    if split != concat:
+        return _Linear.apply(x, OPS.all_to_all.default, (name, n, split, concat))  # type: ignore[return-value]
+    parts = x.unflatten(split, (1, n, x.shape[split] // n))
+    parts = _Linear.apply(parts, OPS.all_to_all.default, (name, n, split + 1, split))
+    return parts.flatten(split, split + 2)  # type: ignore[union-attr]
+
+
+def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
+    """What the pairs ``(from, to)`` of ranks along ``axis`` send each other; zeros on a rank that nobody sends to.
+
+    >>> import ftp
+    >>> shift = ftp.local(lambda x: ppermute(x, "tp", [(0, 1), (1, 2), (2, 0)]), ftp.simulated_mesh(3, "tp"), ftp.P("tp"), ftp.P("tp"))
+    >>> shift(torch.arange(3))
+    tensor([2, 0, 1])
+
+    Source: JAX, ``jax.lax.ppermute``.
+    """
+    ((name, n),) = _named("ppermute", (axis,))
+    pairs = [tuple(map(int, pair)) for pair in perm]
+    sources, targets = [p[0] for p in pairs], [p[-1] for p in pairs]
+    if any(len(p) != 2 or not all(0 <= i < n for i in p) for p in pairs):
+        raise InputError(f"{_at()}ppermute has perm={list(perm)!r}; it takes pairs (from, to) of ranks 0 to {n - 1} of axis {name!r}.")
+    if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
+        raise InputError(f"{_at()}ppermute has perm={pairs!r}; each rank sends at most once and receives at most once.")
+    flat = tuple(i for pair in sorted(pairs) for i in pair)
+    return _Linear.apply(_tensor("ppermute", x), OPS.ppermute.default, (name, n, flat))  # type: ignore[return-value]
+
+
+def axis_index(axis: Axes) -> Tensor:
+    """This rank's position along ``axis``, a 0-d int64 tensor; several axes count from major to minor.
+
+    It has no value while tracing: to pick with it, ``x.index_select(0, i[None])``.
+    """
+    index: Any = 0
+    for name, n in _named("axis_index", axis):
+        index = index * n + _current("axis_index").index[name]
+    return index
+
+
+def axis_size(axis: Axes) -> int:
+    """How many ranks ``axis`` has; the product for several."""
+    total = 1
+    for _, n in _named("axis_size", axis):
+        total *= n
+    return total
+
+
+# What code inside ftp.local knows of the mesh.
+
+
+@dataclass(frozen=True)
+class Inside:
+    """Sizes of the mesh axes, and this rank's position on each."""
+
+    axes: Mapping[str, int]
+    index: Mapping[str, Tensor]
+
+
+_inside: ContextVar[Inside | None] = ContextVar("ftp.axis", default=None)
+
+
+@contextmanager
+def entered(inside: Inside) -> Iterator[None]:
+    """For the code of one rank."""
+    token = _inside.set(inside)
+    try:
+        yield
+    finally:
+        _inside.reset(token)
+
+
+def is_inside() -> bool:
+    return _inside.get() is not None
+
+
+def _current(what: str) -> Inside:
+    inside = _inside.get()
+    if inside is None:
+        raise MeshError(
+            f"{_at()}ftp.axis.{what} is for one rank's code: it works in a function given to ftp.local only. Elsewhere a tensor is the"
+            " whole one, and collectives follow from specs."
+        )
+    return inside
+
+
+def _named(what: str, axis: Axes) -> list[tuple[str, int]]:
+    names = (axis,) if isinstance(axis, str) else tuple(axis)
+    axes = _current(what).axes
+    for name in names:
+        if not isinstance(name, str):
+            raise InputError(f"{_at()}ftp.axis.{what} takes the name of a mesh axis, or a tuple of names, not {axis!r}.")
+        if name not in axes:
+            known = ", ".join(f"{a!r} (size {n})" for a, n in axes.items())
+            raise MeshError(f"{_at()}ftp.axis.{what} names axis {name!r}, but the mesh of ftp.local has {known}.")
+    if len(set(names)) < len(names):
+        raise InputError(f"{_at()}ftp.axis.{what} names an axis twice: {names}.")
+    return [(name, axes[name]) for name in names]
+
+
+def _tensor(what: str, x: Any) -> Tensor:
+    if not isinstance(x, Tensor):
+        raise InputError(f"{_at()}ftp.axis.{what} takes a tensor, not {x!r}. Map it over the leaves of a tree.")
+    return x
+
+
+def _dim(what: str, x: Tensor, dim: int) -> int:
+    if not -x.ndim <= dim < x.ndim:
+        raise InputError(f"{_at()}ftp.axis.{what} has dim {dim}, but its tensor has {x.ndim} dims, shape {tuple(x.shape)}.")
+    return dim % x.ndim
+
+
+def _require_divides(what: str, x: Tensor, dim: int, axis: str, n: int) -> None:
+    if x.shape[dim] % n:
+        raise InputError(
+            f"{_at()}ftp.axis.{what} cuts dim {dim} of a tensor of shape {tuple(x.shape)} in {n}, the size of axis {axis!r}, which does"
+            " not divide it. Pad the dim."
+        )
+
+
+def _at() -> str:
+    line = user_line()
+    return f"{line}\n  " if line else ""
+
+
+# The ops. Only shapes ever pass through them: the partitioner replaces them by collectives.
+
+
+def _define(schema: str, kernel: Callable[..., Tensor], vmap: Callable[..., tuple[Any, ...]]) -> None:
+    name = f"ftp::{schema.split('(')[0]}"
+    torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "CompositeExplicitAutograd")(kernel)
+    target = getattr(torch.ops.ftp, schema.split("(")[0]).default
+
+    def batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int | None]:
+        at = in_dims[0]
+        return target(x, *(args if at is None else vmap(at, *args))), at
+
+    torch.library.register_vmap(name, batched)
+
+
+def _scaled(x: Tensor, dim: int, times: int = 1, by: int = 1) -> list[int]:
+    return [s * times // by if d == dim else s for d, s in enumerate(x.shape)]
+
+
+def _behind(at: int, dim: int) -> int:
+    return dim + (dim >= at)
+
+
+_define("all_reduce(Tensor x, str op, str axis) -> Tensor", lambda x, op, axis: x.new_empty(x.shape), lambda at, *args: args)
+_define("contribute(Tensor x, str axis) -> Tensor", lambda x, axis: x.new_empty(x.shape), lambda at, *args: args)
+_define("ppermute(Tensor x, str axis, int n, int[] perm) -> Tensor", lambda x, axis, n, perm: x.new_empty(x.shape), lambda at, *args: args)
+_define(
+    "all_gather(Tensor x, str axis, int n, int dim) -> Tensor",
+    lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, n)),
+    lambda at, axis, n, dim: (axis, n, _behind(at, dim)),
+)
+_define(
+    "reduce_scatter(Tensor x, str axis, int n, int dim) -> Tensor",
+    lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
+    lambda at, axis, n, dim: (axis, n, _behind(at, dim)),
+)
+_define(
+    "own_part(Tensor x, str axis, int n, int dim) -> Tensor",
+    lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
+    lambda at, axis, n, dim: (axis, n, _behind(at, dim)),
+)
+_define(
+    "all_to_all(Tensor x, str axis, int n, int split, int concat) -> Tensor",
+    lambda x, axis, n, split, concat: x.new_empty([s // n if d == split else s * n if d == concat else s for d, s in enumerate(x.shape)]),
+    lambda at, axis, n, split, concat: (axis, n, _behind(at, split), _behind(at, concat)),
+)
+OPS = torch.ops.ftp
+
+
+def axis_of(target: Any, args: Sequence[Any]) -> str | None:
+    """The axis of a call of one of the ops above (``args`` without the tensor); None for another op."""
+    if target is OPS.all_reduce.default:
+        return args[1]
+    return args[0] if target in _ALL else None
+
+
+_ALL = {
+    op.default for op in (OPS.all_reduce, OPS.contribute, OPS.ppermute, OPS.all_gather, OPS.reduce_scatter, OPS.own_part, OPS.all_to_all)
+}
+
+
+def _reduced(x: Tensor, op: str, axis: str) -> Tensor:
+    if op == "sum":
+        return _Linear.apply(x, OPS.all_reduce.default, (op, axis))  # type: ignore[return-value]
+    return _Extremum.apply(x, op, axis)  # type: ignore[return-value]
+
+
+def _transpose(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    if target is OPS.all_gather.default:
+        return OPS.reduce_scatter.default, args
+    if target is OPS.reduce_scatter.default:
+        return OPS.all_gather.default, args
+    if target is OPS.ppermute.default:
+        axis, n, perm = args
+        pairs = sorted(zip(perm[1::2], perm[::2], strict=True))
+        return target, (axis, n, tuple(i for pair in pairs for i in pair))
+    if target is OPS.all_to_all.default:
+        axis, n, split, concat = args
+        return target, (axis, n, concat, split)
+    assert target is OPS.all_reduce.default
+    return target, args
+
+
+class _Linear(torch.autograd.Function):
+    """A collective that is linear, with its transpose as its gradient."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, target: Any, args: tuple[Any, ...]) -> Tensor:  # type: ignore[override]
+        return target(x, *args)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.call = inputs[1:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return _Linear.apply(grad, *_transpose(*ctx.call)), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]
+        return _Linear.apply(tangent, *ctx.call)
+
+
+class _Extremum(torch.autograd.Function):
+    """The largest or smallest over ranks."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Tensor, op: str, axis: str) -> Tensor:  # type: ignore[override]
+        return OPS.all_reduce.default(x, op, axis)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.axis = inputs[2]
+        ctx.save_for_backward(inputs[0], output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        x, y = ctx.saved_tensors
+        ties = (x == y).to(x.dtype)
+        share = _reduced(grad, "sum", ctx.axis) / OPS.all_reduce.default(ties, "sum", ctx.axis)
+        return share * ties, None, None
