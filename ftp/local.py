@@ -30,7 +30,7 @@ from ftp.mesh import AnyMesh, resolve
 from ftp.notation import Dims
 from ftp.registry import BoundRule
 from ftp.source import user_line
-from ftp.spec import PartitionSpec
+from ftp.spec import PartitionSpec, Units
 from ftp.trace import SURROUNDING, Traced, trace
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.varying import Axes, cause, infer, without_known_sums
@@ -141,8 +141,16 @@ class Program:
         sizes = {factor(axis): n for axis, n in self.axes.items()}
 
         def dims(port: Port, name: str) -> Dims:
-            sizes.update({f"{name}{d}": s for d, s in enumerate(port.shape)})
-            return tuple((*(factor(c.axis) for c in port.spec.cuts(d)), f"{name}{d}") for d in range(len(port.shape)))
+            found: list[tuple[str, ...]] = []
+            for d, size in enumerate(port.shape):
+                cuts, rest = port.spec.cuts(d), f"{name}{d}"
+                pack = _packs(cuts)
+                sizes[rest] = size // pack
+                before = ()
+                if pack > 1:
+                    sizes[f"{rest}p"], before = pack, (f"{rest}p",)
+                found.append((*before, *(factor(c.axis) for c in cuts), rest))
+            return tuple(found)
 
         operands = tuple(dims(p, f"x{i}_") for i, p in enumerate(self.operands))
         results = tuple(dims(p, f"y{i}_") for i, p in enumerate(self.results))
@@ -169,6 +177,13 @@ class Program:
 
     def __str__(self) -> str:
         return f"local[{self.key}]"
+
+
+def _packs(cuts: Sequence[Units]) -> int:
+    """How many equal packs along a dim a lone cut goes through."""
+    (pack,) = {c.pack for c in cuts} or {1}
+    assert isinstance(pack, int)
+    return pack
 
 
 def factor(axis: str) -> str:
@@ -337,8 +352,9 @@ def _uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) 
     failures = []
     for d, size in enumerate(leaf.shape):
         cuts = spec.cuts(d)
-        unit = math.lcm(*(c.size for c in cuts))
+        unit = math.lcm(*(c.size * (c.pack if isinstance(c.pack, int) else 1) for c in cuts))
         n = math.prod(axes[c.axis] for c in cuts)
+        failures += _packed(spec, d, name)
         if size % (n * unit):
             units = f" in units of {unit}" if unit > 1 else ""
             failures.append(
@@ -346,6 +362,13 @@ def _uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) 
                 " equal. In ftp.local they must be: pad the dim, or leave it whole."
             )
     return failures
+
+
+def _packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
+    cuts = spec.cuts(dim)
+    if all(c.pack == 1 for c in cuts) or (len(cuts) == 1 and isinstance(cuts[0].pack, int)):
+        return []
+    return [f"{name} has spec {spec}; in ftp.local a dim of packs is cut by one axis, and its packs are equal. Split it before."]
 
 
 def _part(leaf: Tensor, spec: PartitionSpec, axes: Mapping[str, int]) -> Tensor:
@@ -358,16 +381,27 @@ def _results(traced: Traced, out_specs: Any, axes: dict[str, int]) -> list[Port]
     output = next(reversed(traced.gm.graph.nodes))
     vals = [n.meta["val"] for n in output.args[0]]
     leaves = [leaf if static else vals[leaf] for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)]
-    check_specs([_without_units(s) for s in specs], leaves, names, axes)
+    if failures := [f for s, name in zip(specs, names, strict=True) for d in range(len(s)) for f in _packed(s, d, name)]:
+        raise SpecError(_at() + join_failures(failures))
+    check_specs([_whole_units(s) for s in specs], leaves, names, axes)
     return [
-        Port(_without_units(spec), tuple(map(int, leaf.shape)), leaf.dtype)
+        Port(_of_one(spec), tuple(map(int, leaf.shape)), leaf.dtype)
         for leaf, spec, static in zip(leaves, specs, traced.is_static, strict=True)
         if not static
     ]
 
 
-def _without_units(spec: PartitionSpec) -> PartitionSpec:
+def _of_one(spec: PartitionSpec) -> PartitionSpec:
     """Equal parts are cut the same in units and without."""
+    return PartitionSpec(
+        *(tuple(Units(c.axis, 1, c.pack) if c.pack != 1 else c.axis for c in spec.cuts(d)) or None for d in range(len(spec)))
+    )
+
+
+def _whole_units(spec: PartitionSpec) -> PartitionSpec:
+    """The spec as far as it can be held against a local shape."""
+    if spec.entries[:1] == (...,):
+        return spec
     return PartitionSpec(*(tuple(c.axis for c in spec.cuts(d)) or None for d in range(len(spec))))
 
 

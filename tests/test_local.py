@@ -352,6 +352,32 @@ def test_trees_and_static_leaves():
     assert stepped["i"].tolist() == [0, 1]
 
 
+def test_packs_and_units():
+    mesh = ftp.simulated_mesh(2, "tp")
+    packed = P(None, ftp.units("tp", 2, pack=3))
+
+    def f(x, w):
+        q, k, v = (x @ w).chunk(3, -1)
+        return q * k + v, x @ w
+
+    layer = ftp.local(f, mesh, (P(), packed), (P(None, ftp.units("tp", 2)), packed))
+    x, w = drawn(2, 3), drawn(3, 24)
+    q, k, v = (x @ w).chunk(3, -1)
+    got, whole = layer(x, w)
+    close(got, q * k + v)
+    close(whole, x @ w)
+    check(
+        lambda p, x: layer(x, p["w"])[0] * layer(x, p["w"])[1].sum(),
+        lambda p, x: f(x, p["w"])[0] * (x @ p["w"]).sum(),
+        mesh,
+        {"w": packed},
+        P(),
+        {"w": w},
+        x,
+    )
+    assert "its packs are equal" in failing(lambda x: x, drawn(12), in_specs=P(ftp.units("tp", 1, pack=(4, 8))))
+
+
 def test_captured_tensors_are_constants():
     mesh = ftp.simulated_mesh(2, "tp")
     table = drawn(4)
@@ -603,4 +629,5 @@ def test_the_guide_runs(capsys):
     printed = capsys.readouterr().out
     assert "says that all ranks along 'tp' hold the same" in printed
     assert "['all_to_all', 'all_to_all', 'all_reduce', 'all_to_all', 'all_reduce']" in printed
-    close(scope["layer"](scope["x"], *scope["whole"].values()), F.silu(scope["x"] @ scope["whole"]["up"]) @ scope["whole"]["down"])
+    x, (up, down) = scope["x"], scope["whole"].values()
+    torch.testing.assert_close(scope["layer"](x, up, down), F.silu(x @ up) @ down)

@@ -50,9 +50,7 @@ def test_modules(name: str, mesh: str):
 
 
 def test_a_function_with_ctx_in_forward_is_refused():
-    with pytest.raises(
-        ftp.errors.TraceError, match=r"^OldDouble \(.* forward takes ctx at .*real_models.py:(.|\n)*setup_context"
-    ):
+    with pytest.raises(ftp.errors.TraceError, match=r"^OldDouble \(.* forward takes ctx at .*real_models.py:(.|\n)*setup_context"):
         check(with_function(OldDouble), "tp2")
 
 
