@@ -635,6 +635,13 @@ def _shapes(xs: list[Tensor], program: str) -> list[Tensor]:
     return [xs[0].new_empty(port.global_shape(known.axes), dtype=port.dtype) for port in known.results]
 
 
+def _refuse_vmap(*_: Any) -> Any:
+    raise TraceError(f"{_at()}ftp.local is called under torch.vmap. Map the function that it is given, or give it the whole batch.")
+
+
+torch.library.register_vmap("ftp::local", _refuse_vmap)
+
+
 class _Apply(torch.autograd.Function):
     """Carries the op through autograd and torch.func, with its gradient."""
 
@@ -671,6 +678,14 @@ class _Apply(torch.autograd.Function):
         by_operand = dict(zip(pair.moving, found, strict=True))  # type: ignore[arg-type]
         return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
 
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _refuse_vmap()
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        raise TraceError(f"{_at()}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse mode only.")
+
 
 class _Backward(torch.autograd.Function):
     @staticmethod
@@ -684,3 +699,7 @@ class _Backward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
         raise TraceError("A second derivative goes through ftp.local, which has first ones only.")
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
+        return _refuse_vmap()

@@ -487,6 +487,18 @@ def test_second_derivatives_are_refused():
         torch.func.grad(lambda x: torch.func.grad(square)(x).sum())(torch.ones(4))
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads forward-mode rules
+def test_other_transforms_around_it_are_refused():
+    double = ftp.local(lambda x: 2 * x, ftp.simulated_mesh(2, "tp"), P("tp"), P("tp"))
+    for batch in (torch.ones(3, 4), torch.ones(3, 4).long()):
+        with pytest.raises(ftp.errors.TraceError, match=r"called under torch.vmap"):
+            torch.vmap(double)(batch)
+    with pytest.raises(ftp.errors.TraceError, match=r"vmap"):
+        torch.vmap(torch.func.grad(lambda x: double(x).sum()))(torch.ones(3, 4))
+    with pytest.raises(ftp.errors.TraceError, match=r"forward mode"):
+        torch.func.jvp(double, (torch.ones(4),), (torch.ones(4),))
+
+
 def test_a_kernel_that_cannot_be_seen_through_is_wrapped(monkeypatch):
     monkeypatch.setenv("FTP_DISCOVERY", "0")
     torch.library.define("ftp_tests::thrice", "(Tensor x) -> Tensor")
