@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -330,6 +331,7 @@ def test_eager_autograd():
     layer(*tensors).square().sum().backward()
     (F.silu(others[0] @ others[1]) @ others[2]).square().sum().backward()
     for a, b in zip(tensors, others, strict=True):
+        assert a.grad is not None and b.grad is not None
         close(a.grad, b.grad)
 
 
@@ -414,7 +416,9 @@ def test_unchecked_claims_are_believed():
 # What is wrong is said.
 
 
-def failing(f, *args, in_specs=P("tp"), out_specs=P("tp"), mesh=None, error=ftp.errors.SpecError, **options):
+def failing(
+    f, *args, in_specs: Any = P("tp"), out_specs: Any = P("tp"), mesh=None, error: type[Exception] = ftp.errors.SpecError, **options
+):
     with pytest.raises(error) as e:
         ftp.local(f, mesh or ftp.simulated_mesh((2, 2), ("dp", "tp")), in_specs, out_specs, **options)(*args)
     return str(e.value)
@@ -635,7 +639,7 @@ def test_random_bodies_under_random_specs(data):
 def test_the_guide_runs(capsys):
     text = (Path(__file__).parent.parent / "docs" / "local.md").read_text()
     blocks = [block.split("```")[0] for block in text.split("```python\n")[1:]]
-    scope = {"__name__": "guide"}
+    scope: dict[str, Any] = {"__name__": "guide"}
     for block in blocks:
         exec(compile(block, "docs/local.md", "exec"), scope)
     printed = capsys.readouterr().out

@@ -37,50 +37,6 @@ def _errors(ranks, within=15.0):
 # Numbers.
 
 
-def _local_code(compile):
-    from test_local import experts_of_all_ranks, experts_plain, ring_attention  # type: ignore[import-not-found]
-
-    mesh = _mesh()
-    attend = ftp.local(lambda q: ring_attention(q, q, q, "tp"), mesh, P(None, "tp"), P(None, "tp"))
-    experts = ftp.local(
-        lambda x, router, up, down: experts_of_all_ranks(x, router, up, down, "tp"), mesh, (P("tp"), P(), P("tp"), P("tp")), P("tp")
-    )
-
-    def loss_of(attend, experts):
-        def loss(p, x):
-            y = attend((x @ p["q"]).unflatten(-1, (2, 2)).transpose(0, 1)).transpose(0, 1).flatten(1)
-            return experts(y, p["router"], p["up"], p["down"]).square().sum()
-
-        return loss
-
-    shapes = {"q": (5, 4), "router": (4, 6), "up": (6, 4, 3), "down": (6, 3, 4)}
-    generator = torch.Generator().manual_seed(0)
-    full = {name: torch.randn(shape, dtype=torch.float64, generator=generator) for name, shape in shapes.items()}
-    x = torch.randn(12, 5, dtype=torch.float64, generator=generator)
-    specs = {"q": P(), "router": P(), "up": P("tp"), "down": P("tp")}
-    step = ftp.shard(loss_of(attend, experts), mesh, specs, batch_specs=P("tp"), compile=compile)
-    loss, grads = step(ftp.device_put(full, mesh, specs), ftp.device_put(x, mesh, P("tp")))
-    grads = ftp.device_get(grads, mesh, specs)
-
-    def plain(q):
-        return torch.nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-
-    expected, expected_loss = torch.func.grad_and_value(loss_of(plain, experts_plain))(full, x)
-    _end()
-    return max(float((loss - expected_loss).abs()), *(float((grads[k] - g).abs().max()) for k, g in expected.items()))
-
-
-def test_per_rank_code_equals_one_device():
-    for error in _values(launch(_local_code, 3, False)):
-        assert error < 1e-11
-
-
-@pytest.mark.slow
-def test_compiled_per_rank_code_equals_one_device():
-    for error in _values(launch(_local_code, 2, True, timeout=300)):
-        assert error < 1e-11
-
-
 def _llama(shape, names, batch_spec, batch, options, compile):
     import models  # type: ignore[import-not-found]
 
