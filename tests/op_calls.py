@@ -4,6 +4,7 @@ import json
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +222,7 @@ class Proof:
 def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
     """In child processes, as kernels crash and hang on shards that make no sense."""
     draws = 0 if op in ELSEWHERE or op in NOT_DRAWN else draws
+    _warm()
 
     def work(count: int) -> list[Any]:
         return [*prove_op(op, calls, pairs=False), *prove_op(op, drawn(op, count) if count else [], pairs=False)]
@@ -233,6 +235,13 @@ def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
         return Proof(failure=answer.how)
     strategies, database, failure, more, cases, wrong = answer
     return Proof(strategies + more, cases, database, failure or wrong)
+
+
+@cache
+def _warm() -> None:
+    """What hypothesis sets up at its first draw and torch at a first call, once for all children."""
+    prove_op(aten.mm.default, drawn(aten.mm.default, 2), pairs=False)
+    prove_op(aten.exp.default, drawn(aten.exp.default, 2), pairs=False)
 
 
 def write(proofs: Mapping[OpOverload, Proof], path: Path) -> None:
