@@ -342,8 +342,13 @@ def test_compiled_with_the_ops_taken_apart():
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads inductor
 def test_compiled_by_inductor():
-    x = torch.randn(40, 3)
+    """The ops taken apart, and whole in a rank's graph whose offset is an input."""
+    x = torch.randn(40, 8)
+    lowered = ftp.lower(lambda key, x: random.dropout(key, x, 0.3), ftp.AbstractMesh((2,), ("tp",)), (P(), P(None, "tp")), KEY, x)
+    (part,) = torch.compile(lowered.graph, dynamic=False)(KEY, x[:, 4:].contiguous(), 4)
+    assert torch.equal(part, random.dropout(KEY, x, 0.3)[:, 4:])
     for got, expected in zip(torch.compile(everything, fullgraph=True)(KEY, x), everything(KEY, x), strict=True):
         assert torch.equal(got, expected)
 
