@@ -8,6 +8,7 @@ from torch import fx
 import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certificate import Certificate, Claim, Operation, Ranks, Ref, Spec
 from ftp.checker import check
+from ftp.errors import CertificateError
 from ftp.graph import Node, Value
 from ftp.layout import Size
 from ftp.numbering import check_traced
@@ -42,6 +43,11 @@ def certified(program: Program) -> Certificate:
 def certificate_of(program: Program) -> Certificate:
     """What there is to check of a program, unchecked."""
     plan, mesh = program.plan, program.mesh
+    if own := [n for n in plan.graph.nodes if n.kind == "local"]:
+        raise CertificateError(
+            f"The program has per-rank code, ftp.local at {own[0].source or 'an unknown line'}: its out specs are checked when it is"
+            " traced, and what it computes between them has no single-device form to certify against."
+        )
     graphs: dict[fx.Graph, int] = {}
     at = {}
     for coordinate in mesh.coordinates():

@@ -185,6 +185,24 @@ def _shape(atoms: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
     return Held("", tuple(atoms), tuple(groups), ()).shape
 
 
+def joined(parts: Sequence[Held], dim: int) -> Held:
+    """Parts of one value in a row along a dim of the tensor."""
+    parts = [p for p in parts if p.shape[dim] or len(parts) == 1] or list(parts[:1])
+    if any(p.value != parts[0].value or p.pending != parts[0].pending or p.is_zero for p in parts) and len(parts) > 1:
+        raise Unsound("parts of different values are joined")
+    parts = [dims_as_atoms(p) for p in parts]
+    first, sizes = parts[0], [p.atoms[dim] for p in parts]
+    index = []
+    for arrays in zip(*(p.index for p in parts), strict=True):
+        if all(a.shape[dim] == 1 and _equal(a, arrays[0]) for a in arrays):
+            index.append(arrays[0])
+            continue
+        wide = [np.broadcast_to(a, (*a.shape[:dim], size, *a.shape[dim + 1 :])) for a, size in zip(arrays, sizes, strict=True)]
+        most = [max(a.shape[k] for a in wide) for k in range(len(first.atoms))]
+        index.append(np.concatenate([np.broadcast_to(a, (*most[:dim], a.shape[dim], *most[dim + 1 :])) for a in wide], axis=dim))
+    return replace(first, atoms=(*first.atoms[:dim], sum(sizes), *first.atoms[dim + 1 :]), index=tuple(index))
+
+
 def concatenated(parts: Sequence[Held]) -> Held:
     """The parts behind each other along dim 0, as an all-gather leaves them."""
     first = parts[0]

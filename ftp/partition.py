@@ -76,10 +76,17 @@ class Partitioner:
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
         chunks: dict[Chunk, None] = {}
+
+        def collect(size: Size) -> None:
+            """The chunks that make a size, those inside others too: a local form may name the length of each."""
+            for chunk in size.chunks if isinstance(size, Product) else ():
+                if chunk not in chunks:
+                    chunks[chunk] = None
+                    collect(chunk.size)
+
         for node in self.plan.graph.nodes:
             for size in node.sizes.values():
-                if isinstance(size, Product):
-                    chunks.update(dict.fromkeys(size.chunks))
+                collect(size)
         self._uneven = list(chunks)
         firsts = {node.target.axis for node in self.plan.graph.nodes if node.kind == "move" and node.target.op == "contribute"}
         local = [axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"]
@@ -154,9 +161,9 @@ class _Emission:
             self.env[Value(node)] = self._enter_or_leave(Value(node), spec, True)
         for node in self.plan.graph.nodes:
             if node.kind != "input":
-                before = len(self.graph.nodes)
+                last = self.graph._root.prev
                 self._emit(node)
-                self._annotate(node, before)
+                self._annotate(node, last)
         outputs = [self._enter_or_leave(v, self.plan.exits.get(i), False) for i, v in enumerate(self.plan.graph.outputs)]
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
@@ -215,10 +222,10 @@ class _Emission:
                 shape[at.dim] = at.length
         return x
 
-    def _annotate(self, node: Node, before: int) -> None:
-        made = len(self.graph.nodes) - before
+    def _annotate(self, node: Node, last: fx.Node) -> None:
+        """Notes on the nodes behind ``last`` which op they are the rank's form of, and its source."""
         at = self.graph._root.prev
-        for _ in range(made):
+        while at is not last:
             if at.op == "call_function":
                 at.meta.setdefault("source", node.source)
                 at.meta.setdefault("origin", node.name)

@@ -234,6 +234,20 @@ def test_on_request():
     torch.testing.assert_close(loss, (torch.relu(x @ params["up"]) @ params["down"]).square().mean())
 
 
+def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
+    """Of 3 elements cut in 2 and then in 2, the first and the third rank hold one each, out of 2 and out of 1."""
+    mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
+    x, index = torch.randn(3, dtype=torch.float64), torch.tensor([2, 0, 1, 1])
+    certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
+
+
+def test_per_rank_code_is_refused():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    double = ftp.local(lambda x: 2 * x, mesh, (P("tp"),), P("tp"))
+    with pytest.raises(CertificateError, match="per-rank code"):
+        certify(ftp.spmd(lambda x: double(x), mesh, (P("tp"),)).lower(torch.ones(4)))
+
+
 def test_large_meshes_by_their_corners():
     step, params, x = mlp(ftp.AbstractMesh((16, 8), ("dp", "tp")))
     assert len(certify(step.lower(params, x)).ranks.at) == 128

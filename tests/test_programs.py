@@ -27,6 +27,7 @@ def check_values(drawn: Drawn) -> None:
         drawn.out_specs,
         data_axes=drawn.data_axes,
         reshard_after_forward=drawn.reshard_after_forward,
+        certify=True,
     )
     compare(step(*drawn.values), drawn.function(*drawn.values))
 
@@ -44,6 +45,7 @@ def check_gradients(drawn: Drawn) -> None:
         batch_specs=tuple(i.spec for i in drawn.inputs[count:]),
         data_axes=drawn.data_axes,
         reshard_after_forward=drawn.reshard_after_forward,
+        certify=True,
     )
     params, batch = tuple(drawn.values[:count]), drawn.values[count:]
     grads, value = torch.func.grad_and_value(loss)(params, *batch)
