@@ -108,7 +108,8 @@ def trace(
             result[:] = out_tree, out_leaves
             return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
 
-    with _transformers_tracing(), unchecked(), recorder.mode:
+    # A write to a view has its gradient by the view's own op, rather than by strides that a shard does not have.
+    with _transformers_tracing(), unchecked(), recorder.mode, torch.autograd._force_original_view_tracking(True):
         gm = _make_fx(flat, fakes)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):

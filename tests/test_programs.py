@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from programs import AXES, Drawn, programs
+from torch.utils._pytree import tree_leaves
 
 import ftp
 
@@ -53,7 +54,7 @@ def check_gradients(drawn: Drawn) -> None:
 
 
 def compare(found, expected) -> None:
-    scale = max(1.0, *(float(e.abs().max()) for e in torch.utils._pytree.tree_leaves(expected)))
+    scale = max(1.0, *(float(e.abs().max()) for e in tree_leaves(expected)))
     torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * scale, check_stride=False)
 
 

@@ -15,6 +15,7 @@ from models import Llama, LlamaConfig
 from torch import nn
 from torch.nn import functional as F
 
+import ftp
 from ftp.constrain import constrain
 from ftp.errors import InputError, TraceError
 from ftp.registry import Meta
@@ -579,3 +580,36 @@ def test_decompose():
     assert [n.op for n in gm.graph.nodes].count("placeholder") == 2
     assert gm(x, x)[1] is None
     torch.testing.assert_close(gm(x, x)[0], 3 * x)
+
+
+def write_row(h):
+    h[0] = 2 * h[0]
+
+
+def write_columns(h):
+    h[:, 1:].mul_(3)
+
+
+def write_diagonal_of_transposed(h):
+    h.T[1] += 2 * h.T[0]
+
+
+def write_through_a_view(h):
+    h.view(2, 2, 3)[1, :, 2].copy_(h[:2, 0])
+
+
+@pytest.mark.parametrize("write", [write_row, write_columns, write_diagonal_of_transposed, write_through_a_view])
+@pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
+def test_writes_to_views_have_gradients(write, spec):
+    def loss(w, x):
+        h = (w * x).clone()
+        write(h)
+        return h.square().sum()
+
+    w, x = (torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    leaf = w.clone().requires_grad_()
+    expected = loss(leaf, x)
+    expected.backward()
+    value, grad = ftp.shard(loss, ftp.simulated_mesh((2,), ("a",)), spec, certify=True)(w, x)
+    torch.testing.assert_close(value, expected.detach())
+    torch.testing.assert_close(grad, leaf.grad)
