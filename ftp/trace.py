@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -109,7 +110,7 @@ def trace(
             return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
 
     # A write to a view has its gradient by the view's own op, rather than by strides that a shard does not have.
-    with _transformers_tracing(), unchecked(), recorder.mode, torch.autograd._force_original_view_tracking(True):
+    with _transformers_tracing(), unchecked(), recorder.mode, _force_original_view_tracking(True):
         gm = _make_fx(flat, fakes)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):
