@@ -13,6 +13,7 @@ from ftp.graph import Node, Value
 from ftp.layout import Size
 from ftp.numbering import check_traced
 from ftp.program import Lowered, Program
+from ftp.registry import replaced
 from ftp.spec import PartitionSpec
 
 
@@ -74,7 +75,17 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
             if op == "sum":
                 partial.setdefault(axis, []).append(slot)
     slots = {axis: tuple(found) for axis, found in partial.items()}
-    return Operation(node.name, node.target, _refs(node.args), _refs(dict(node.kwargs)), node.results, claims, slots, (), node.source)
+    return Operation(
+        node.name,
+        node.target,
+        replaced(node.args, Value, _ref),
+        replaced(dict(node.kwargs), Value, _ref),
+        node.results,
+        claims,
+        slots,
+        (),
+        node.source,
+    )
 
 
 def _pending(value: Value) -> tuple[tuple[str, str], ...]:
@@ -93,16 +104,6 @@ def _ref(value: Value) -> Ref:
     while value.node.kind in ("move", "constrain"):
         value = value.node.operands[0]
     return Ref(value.node.name, value.index)
-
-
-def _refs(tree: Any) -> Any:
-    if isinstance(tree, Value):
-        return _ref(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(_refs, tree))
-    if isinstance(tree, dict):
-        return {k: _refs(v) for k, v in tree.items()}
-    return tree
 
 
 def _size(size: Size) -> Any:

@@ -38,7 +38,7 @@ from ftp.holding import (
 )
 from ftp.localize import Cut, LocalOp, localize
 from ftp.notation import Dim
-from ftp.registry import BoundRule, Call, lookup
+from ftp.registry import BoundRule, Call, Meta, lookup, replaced
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -236,18 +236,12 @@ class Checker:
         graph = fx.Graph()
         places: dict[fx.Node, int] = {}
 
-        def place(tree: Any) -> Any:
-            if isinstance(tree, Ref):
-                node = graph.placeholder(f"operand_{len(places)}")
-                places[node] = len(places)
-                return node
-            if isinstance(tree, list | tuple):
-                return type(tree)(map(place, tree))
-            if isinstance(tree, dict):
-                return {k: place(v) for k, v in tree.items()}
-            return tree
+        def place(_: Ref) -> fx.Node:
+            node = graph.placeholder(f"operand_{len(places)}")
+            places[node] = len(places)
+            return node
 
-        args, kwargs = place(tuple(op.args)), place(dict(op.kwargs))
+        args, kwargs = replaced(tuple(op.args), Ref, place), replaced(dict(op.kwargs), Ref, place)
         sizes = {f: len(i) for f, i in index.items()}
         made = localize(LocalOp(graph, op.target, args, kwargs, rule, sizes, cuts, self.device))
         if isinstance(made, tuple):
@@ -410,16 +404,10 @@ def _of_dim(dim: Dim, index: Mapping[str, Index], sizes: Mapping[str, int]) -> I
 
 
 def _rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
-    def metas(tree: Any) -> Any:
-        if isinstance(tree, Ref):
-            return operations[tree.name].results[tree.index]
-        if isinstance(tree, list | tuple):
-            return type(tree)(map(metas, tree))
-        if isinstance(tree, dict):
-            return {k: metas(v) for k, v in tree.items()}
-        return tree
+    def meta(ref: Ref) -> Meta:
+        return operations[ref.name].results[ref.index]
 
-    call = Call(op.target, metas(tuple(op.args)), metas(dict(op.kwargs)), op.results)
+    call = Call(op.target, replaced(tuple(op.args), Ref, meta), replaced(dict(op.kwargs), Ref, meta), op.results)
     found = lookup(call)
     if found is not None:
         return found

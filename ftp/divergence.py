@@ -15,6 +15,7 @@ from ftp.errors import MeshError
 from ftp.holding import Held, Unsound
 from ftp.partition import LocalProgram
 from ftp.program import Lowered, groups_of, shard_of
+from ftp.registry import replaced
 from ftp.simulate import simulate
 
 
@@ -109,16 +110,10 @@ def _watching(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Graph:
 
 
 def _run(op: Operation, env: Mapping[str, torch.Tensor]) -> Sequence[Any]:
-    def values(tree: Any) -> Any:
-        if isinstance(tree, Ref):
-            return env[tree.key]
-        if isinstance(tree, list | tuple):
-            return type(tree)(map(values, tree))
-        if isinstance(tree, dict):
-            return {k: values(v) for k, v in tree.items()}
-        return tree
+    def value(ref: Ref) -> torch.Tensor:
+        return env[ref.key]
 
-    out = op.target(*values(tuple(op.args)), **values(dict(op.kwargs)))
+    out = op.target(*replaced(tuple(op.args), Ref, value), **replaced(dict(op.kwargs), Ref, value))
     return out if isinstance(out, list | tuple) else [out]
 
 

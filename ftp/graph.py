@@ -15,7 +15,7 @@ from ftp.cost import is_product
 from ftp.layout import Layout, Size, prod
 from ftp.notation import Dims
 from ftp.recompute import Region
-from ftp.registry import BoundRule, Meta, tensors
+from ftp.registry import BoundRule, Meta, replaced, tensors
 
 BATCH, PARAMETER = 1, 2
 
@@ -101,8 +101,8 @@ class Node:
         if all(a is b or a == b for a, b in zip(new, self.operands, strict=True)):
             return
         fresh = iter(new)
-        self.args = tuple(_swap(a, fresh) for a in self.args)
-        self.kwargs = {k: _swap(a, fresh) for k, a in self.kwargs.items()}
+        self.args = replaced(self.args, Value, lambda _: next(fresh))
+        self.kwargs = replaced(dict(self.kwargs), Value, lambda _: next(fresh))
         self.operands = tuple(new)
 
 
@@ -159,14 +159,6 @@ class Graph:
             f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})  {node.rule}" for node in self.nodes
         ]
         return "\n".join([*lines, f"return {self.outputs}"])
-
-
-def _swap(tree: Any, fresh: Iterator[Value]) -> Any:
-    if isinstance(tree, Value):
-        return next(fresh)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_swap(t, fresh) for t in tree)
-    return tree
 
 
 def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:

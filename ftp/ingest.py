@@ -15,7 +15,7 @@ from ftp.discovery import discover
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, live, merge_common, whole_rule
 from ftp.local import program_of
-from ftp.registry import RULES, BoundRule, Call, Meta, bind, lookup
+from ftp.registry import RULES, BoundRule, Call, Meta, bind, lookup, replaced
 from ftp.trace import decompose as trace_decomposition
 
 aten = torch.ops.aten
@@ -99,7 +99,7 @@ class _Builder:
 
     def call(self, node: fx.Node) -> Any:
         args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a)  # type: ignore[misc]
-        args, kwargs = _plain(args), _plain(kwargs)
+        args, kwargs = replaced(args, (), _meta), replaced(kwargs, (), _meta)  # fx's immutable containers as plain ones
         results = _metas(node.meta["val"])
         source = node.meta.get("source", "")
         origin = {"source": source, "phase": node.meta.get("phase", 0), "region": node.meta.get("region")}
@@ -119,7 +119,7 @@ class _Builder:
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
 
     def rule(self, target: torch._ops.OpOverload, args: Any, kwargs: Any, results: tuple[Meta, ...], source: str) -> BoundRule:
-        call = Call(target, _with_metas(args), _with_metas(kwargs), results)
+        call = Call(target, replaced(args, Value, _meta), replaced(kwargs, Value, _meta), results)
         key = (target, repr(call.args), repr(call.kwargs))  # repeated blocks make the same calls
         if key not in self.rules:
             self.rules[key] = self._rule(call, source)
@@ -190,7 +190,7 @@ _traced: dict[Any, fx.GraphModule] = {}
 
 
 def _primitives(node: Node) -> fx.GraphModule:
-    args, kwargs = _with_metas(node.args), _with_metas(dict(node.kwargs))
+    args, kwargs = replaced(node.args, Value, _meta), replaced(dict(node.kwargs), Value, _meta)
     key = (node.target, repr(args), repr(kwargs))
     if key not in _traced:
         gm = trace_decomposition(node.target, args, kwargs, DECOMPOSITIONS[node.target])
@@ -211,7 +211,7 @@ def sum_of_scatter(graph: Graph) -> Graph:
         if len(node.args[1]) != 1 or node.args[1][0] % len(ndim.shape) != dim % len(ndim.shape):
             continue
         source = scatter.args[3]
-        operand = _metas_of(source)
+        operand = source.meta
         call = Call(node.target, (operand, *node.args[1:]), dict(node.kwargs), node.results)
         rule = lookup(call)
         assert rule is not None
@@ -227,34 +227,13 @@ def _is_zero(node: Node) -> bool:
     return node.target in (aten.full.default, aten.full_like.default, aten.new_full.default) and float(node.args[-1]) == 0.0
 
 
-def _metas_of(value: Value) -> Meta:
+def _meta(value: Value) -> Meta:
     return value.meta
 
 
 def _metas(val: Any) -> tuple[Meta, ...]:
     vals = (val,) if isinstance(val, torch.Tensor) else tuple(val)
     return tuple(Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64) for v in vals)
-
-
-def _with_metas(tree: Any) -> Any:
-    if isinstance(tree, Value):
-        return tree.meta
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(_with_metas, tree))
-    if isinstance(tree, dict):
-        return {k: _with_metas(v) for k, v in tree.items()}
-    return tree
-
-
-def _plain(tree: Any) -> Any:
-    """fx's immutable containers as plain ones."""
-    if isinstance(tree, list):
-        return [_plain(t) for t in tree]
-    if isinstance(tree, tuple):
-        return tuple(map(_plain, tree))
-    if isinstance(tree, dict):
-        return {k: _plain(v) for k, v in tree.items()}
-    return tree
 
 
 def _candidate(call: Call) -> str:

@@ -20,7 +20,7 @@ from ftp.inline import InlineSite, axes_by_rank, inline
 from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
 from ftp.localize import Cut, LocalOp, localize
 from ftp.planner import Plan, move_rule
-from ftp.registry import Meta
+from ftp.registry import Meta, replaced
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
 
 Coordinate = Mapping[str, int]
@@ -309,13 +309,7 @@ class _Emission:
         return self.offsets[offset]
 
     def _lower(self, tree: Any) -> Any:
-        if isinstance(tree, Value):
-            return self.env[tree]
-        if isinstance(tree, list | tuple):
-            return type(tree)(map(self._lower, tree))
-        if isinstance(tree, dict):
-            return {k: self._lower(v) for k, v in tree.items()}
-        return tree
+        return replaced(tree, Value, self.env.__getitem__)
 
 
 def _returns_tuple(node: Node) -> bool:

@@ -15,7 +15,7 @@ import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.errors import RuleError
 from ftp.localize import Cut, LocalOp, localize
 from ftp.notation import Dims
-from ftp.registry import BoundRule, Call, Meta, Rule, bind, lookup, tensors
+from ftp.registry import BoundRule, Call, Meta, Rule, bind, lookup, replaced, tensors
 
 Sample = tuple[Sequence[Any], Mapping[str, Any]]
 UNDEFINED = ("aten.empty", "aten.new_empty")  # results whose values mean nothing
@@ -135,13 +135,13 @@ class Case:
 
 def results_of(kernel: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What the op returns, on arguments of its own."""
-    return _tuple(kernel(*_cloned(args), **_cloned(kwargs)))
+    return _tuple(kernel(*replaced(args, Tensor, Tensor.clone), **replaced(kwargs, Tensor, Tensor.clone)))
 
 
 def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]) -> Call:
     """A call as a rule sees it."""
     metas = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64) for r in results)
-    return Call(op, tuple(_with_metas(list(args))), _with_metas(dict(kwargs)), metas)
+    return Call(op, tuple(replaced(list(args), Tensor, _meta)), replaced(dict(kwargs), Tensor, _meta), metas)
 
 
 def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_FactorCut, ...]]:
@@ -243,7 +243,7 @@ def _run(
         rank.cut(cut, at, given, rule.sizes[cut.factor])
     sizes = {f: len(rank.held[f]) if f in rank.held else s for f, s in rule.sizes.items()}
     nodes = iter([given(_shard(x, dims, rule.sizes, rank.held)) for x, dims in zip(operands, rule.operands, strict=True)])
-    args, kwargs = _mapped(case.args, nodes), _mapped(case.kwargs, nodes)
+    args, kwargs = replaced(case.args, Tensor, lambda _: next(nodes)), replaced(case.kwargs, Tensor, lambda _: next(nodes))
     device = next((x.device for x in operands), torch.device("cpu"))
     op = LocalOp(graph, case.op, tuple(args), kwargs, rule, sizes, rank.cuts, device)
     made = localize(op)
@@ -343,35 +343,9 @@ def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     return [*parts, x - sum(parts[1:], parts[0])]
 
 
-def _mapped(tree: Any, nodes: Iterator[fx.Node]) -> Any:
-    if isinstance(tree, Tensor):
-        return next(nodes)
-    if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(t, nodes) for t in tree)
-    if isinstance(tree, dict):
-        return {k: _mapped(t, nodes) for k, t in tree.items()}
-    return tree
-
-
-def _with_metas(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return Meta(tuple(tree.shape), tree.dtype)
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(_with_metas, tree))
-    if isinstance(tree, dict):
-        return {k: _with_metas(t) for k, t in tree.items()}
-    return tree
-
-
-def _cloned(tree: Any) -> Any:
-    if isinstance(tree, Tensor):
-        return tree.clone()
-    if isinstance(tree, list | tuple):
-        return type(tree)(map(_cloned, tree))
-    if isinstance(tree, dict):
-        return {k: _cloned(t) for k, t in tree.items()}
-    return tree
-
-
 def _tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _meta(x: Tensor) -> Meta:
+    return Meta(tuple(x.shape), x.dtype)

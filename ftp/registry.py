@@ -64,6 +64,19 @@ def tensors(tree: Any, kind: type) -> Iterator[Any]:
             yield from tensors(t, kind)
 
 
+def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]) -> Any:
+    """Nested arguments with each member of ``kind`` replaced by what ``new`` makes of it; containers come out plain."""
+    if isinstance(tree, kind):
+        return new(tree)
+    if isinstance(tree, list):
+        return [replaced(t, kind, new) for t in tree]
+    if isinstance(tree, tuple):
+        return tuple(replaced(t, kind, new) for t in tree)
+    if isinstance(tree, dict):
+        return {k: replaced(t, kind, new) for k, t in tree.items()}
+    return tree
+
+
 LocalHook = Callable[[Any], Any]
 
 

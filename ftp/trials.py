@@ -11,9 +11,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from ftp.prover import chunk
-from ftp.registry import BoundRule, Meta, tensors
+from ftp.registry import BoundRule, Meta, replaced, tensors
 
 Fill = Callable[[tuple[int, ...], Any], Tensor]
+_TENSORS = (Tensor, Meta)
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,9 @@ def _outcome(
             [x.clone() if d is None else x.narrow(d, *chunk(x.shape[d], n, at)).contiguous() for x, d in zip(operands, dims, strict=True)]
         )
         try:
-            made = kernel(*filled(list(args), lambda _, m=mine: next(m)), **filled(dict(kwargs), lambda _, m=mine: next(m)))
+            made = kernel(
+                *replaced(list(args), _TENSORS, lambda _, m=mine: next(m)), **replaced(dict(kwargs), _TENSORS, lambda _, m=mine: next(m))
+            )
         except Exception:
             return None
         parts.append(tuple(made) if isinstance(made, list | tuple) else (made,))
@@ -141,17 +144,6 @@ def stated(rule: BoundRule) -> set[Held]:
     return found
 
 
-def filled(tree: Any, fill: Callable[[Any], Any]) -> Any:
-    """Nested arguments with every tensor (or ``Meta``) replaced by what ``fill`` makes of it."""
-    if isinstance(tree, Tensor | Meta):
-        return fill(tree)
-    if isinstance(tree, list | tuple):
-        return type(tree)(filled(t, fill) for t in tree)
-    if isinstance(tree, dict):
-        return {k: filled(t, fill) for k, t in tree.items()}
-    return tree
-
-
 def resized(
     op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[int, int], fill: Fill, arguments: bool = True
 ) -> tuple[list[Any], dict[str, Any]]:
@@ -173,7 +165,7 @@ def resized(
     def argument(name: str, value: Any) -> Any:
         if arguments and name in size_arguments(op):
             return renamed(value)
-        return filled(value, lambda x: fill(tuple(sizes.get(s, s) for s in x.shape), x))
+        return replaced(value, _TENSORS, lambda x: fill(tuple(sizes.get(s, s) for s in x.shape), x))
 
     names = [a.name for a in op._schema.arguments if not a.kwarg_only]
     return [argument(n, a) for n, a in zip(names, args, strict=False)], {k: argument(k, a) for k, a in kwargs.items()}

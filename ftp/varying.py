@@ -15,7 +15,7 @@ from torch import fx
 
 from ftp.axis import OPS, axis_of
 from ftp.errors import RuleError
-from ftp.registry import Call, Meta, lookup
+from ftp.registry import Call, Meta, lookup, replaced
 
 Axes = frozenset[str]
 _SAME = (OPS.all_reduce.default, OPS.all_gather.default)  # their result does not vary along their axis
@@ -105,7 +105,9 @@ def _is_linear(node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types:
     val = node.meta["val"]
     vals = [val] if isinstance(val, torch.Tensor) else val
     try:
-        rule = lookup(Call(node.target, _plain(args), _plain(kwargs), tuple(Meta(tuple(v.shape), v.dtype) for v in vals)))
+        rule = lookup(
+            Call(node.target, replaced(args, (), tuple), replaced(kwargs, (), tuple), tuple(Meta(tuple(v.shape), v.dtype) for v in vals))
+        )
     except RuleError:
         return False
     if rule is None:
@@ -114,11 +116,3 @@ def _is_linear(node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types:
         all(slots[i] in sums for i in group) and all(axis not in types[n] for i, n in enumerate(slots) if i not in group)
         for group in rule.linear
     )
-
-
-def _plain(tree: Any) -> Any:
-    if isinstance(tree, list):
-        return [_plain(t) for t in tree]
-    if isinstance(tree, tuple):
-        return tuple(map(_plain, tree))
-    return {k: _plain(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
