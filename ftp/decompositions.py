@@ -555,15 +555,6 @@ def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
     return product if beta == 0 else product + x * beta
 
 
-@decomposition(aten.addr.default)
-def addr(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = a.unsqueeze(1) * b.unsqueeze(0) * alpha
-    return product if beta == 0 else product + x * beta
-
-
-# Diagonals and turned planes.
-
-
 @decomposition(aten.trace.default)
 def trace(x: Tensor) -> Tensor:
     return torch.diagonal(x).sum()

@@ -14,9 +14,11 @@ from ftp.checker import Checker
 from ftp.errors import MeshError
 from ftp.holding import Held, Unsound
 from ftp.partition import LocalProgram
-from ftp.program import Lowered, groups_of, shard_of
+from ftp.program import groups_of, shard_of
 from ftp.registry import replaced
 from ftp.simulate import simulate
+from ftp.step import Step
+from ftp.tree import flatten
 
 
 @dataclass(frozen=True)
@@ -37,20 +39,27 @@ class Divergence:
     why: str
 
 
-def first_divergence(lowered: Lowered, *args: torch.Tensor, rtol: float | None = None, atol: float | None = None) -> Divergence | None:
-    """Run a lowered program's single-device form and every rank's on ``args``; None where all values agree.
+def first_divergence(step: Step, *args: Any, rtol: float | None = None, atol: float | None = None) -> Divergence | None:
+    """Run a step's single-device form and every rank's on ``args``, value by value; None where all agree.
 
     Args:
-        args: the tensors that the program was lowered for, in the order of its inputs, whole.
+        args: what the step takes, tensors whole.
         rtol, atol: as ``torch.testing.assert_close``; its defaults for each dtype.
 
     Raises:
         MeshError: on a mesh of processes, which have only their own parts.
+
+    >>> import ftp
+    >>> step = ftp.spmd(lambda x: x.cumsum(0), ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"))
+    >>> first_divergence(step, torch.ones(5)) is None
+    True
     """
-    program = lowered._program
-    if program.mesh.kind == "process":
-        raise MeshError("first_divergence runs all ranks in one process. Lower the step on ftp.simulated_mesh with the same axes.")
+    if step.mesh.kind == "process":
+        raise MeshError("first_divergence runs all ranks in one process. Make the step on ftp.simulated_mesh with the same axes.")
+    program = step.lower(*args)._program
     certificate = certificate_of(program)
+    leaves, _ = flatten(args)
+    args = tuple(leaves[i] for i in program.tensor_leaves)
     inputs = [*args, *program.constants]
     shards = []
     for coordinate in program.mesh.coordinates():

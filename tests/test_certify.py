@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -292,7 +293,7 @@ def test_a_program_that_is_not_the_traced_one():
 
 def test_no_divergence():
     step, params, x = mlp()
-    assert ftp.first_divergence(step.lower(params, x), params["down"], params["up"], x) is None
+    assert ftp.first_divergence(step, params, x) is None
 
 
 def test_first_divergence():
@@ -310,3 +311,12 @@ def test_first_divergence():
     changed = replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at))
     found = compare(changed, inputs, shards, groups_of(mesh), None, None)
     assert found is not None and found.name == "pow_1" and found.error > 1e-3 and "square" in found.source
+
+
+def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    page = Path(__file__).resolve().parents[1] / "docs/certify.md"
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(block, str(page), "exec"), scope)
+    check(load_certificate("mlp.json"))

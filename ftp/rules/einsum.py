@@ -19,12 +19,13 @@ einsum(aten.mv.default, "m k, k -> m")
 einsum(aten.vdot.default, "k, k -> ()")
 
 
-@rule(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
+@rule(aten.addmm.default, aten.addmv.default, aten.addr.default, aten.baddbmm.default)
 def added_product(call: Call) -> Rule:
     """``self`` would be added by every rank that holds a part of k, so k is whole; the decomposition cuts it."""
     products = {
         aten.addmm.default: "m [k], [k] n -> m n",
         aten.addmv.default: "m [k], [k] -> m",
+        aten.addr.default: "m, n -> m n",
         aten.baddbmm.default: "b m [k], b [k] n -> b m n",
     }
     made = make(products[call.target])
