@@ -4,6 +4,7 @@ from ftp import axis, errors, optim, plans, random, testing
 from ftp.api import lower, reshard, shard, spmd
 from ftp.attest import certify
 from ftp.certificate import Certificate
+from ftp.checkpoint import Saving, save
 from ftp.collectives import Collective
 from ftp.constrain import constrain
 from ftp.cost import Hardware, Link
@@ -14,12 +15,14 @@ from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
 from ftp.init import init_params
 from ftp.local import local
+from ftp.manifest import checkpoints
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.program import Lowered
 from ftp.recompute import remat
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
+from ftp.restore import load
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
 from ftp.tree import plan
@@ -37,11 +40,13 @@ __all__ = [
     "Lowered",
     "P",
     "PartitionSpec",
+    "Saving",
     "Step",
     "__version__",
     "along_dim",
     "axis",
     "certify",
+    "checkpoints",
     "constrain",
     "device_get",
     "device_put",
@@ -55,6 +60,7 @@ __all__ = [
     "functionalize",
     "init_params",
     "init_process_group",
+    "load",
     "local",
     "local_slice",
     "lower",
@@ -68,6 +74,7 @@ __all__ = [
     "remat",
     "reshard",
     "rule",
+    "save",
     "shard",
     "shard_exported",
     "simulated_mesh",

@@ -47,6 +47,10 @@ class MismatchError(FtpError):
     """Ranks that disagree on the program they are about to run."""
 
 
+class CheckpointError(FtpError):
+    """A checkpoint that cannot be written, or does not hold what is asked of it."""
+
+
 class ReplicationWarning(UserWarning):
     """An op without a rule is computed whole on every rank."""
 

@@ -40,6 +40,13 @@ ORDER = [
     "arguments",
     "unchecked",
     "dtensor",
+    "boxes",
+    "shards",
+    "transfer",
+    "tensor_files",
+    "manifest",
+    "checkpoint",
+    "restore",
     "trace",
     "varying",
     "local",
@@ -105,7 +112,7 @@ def test_imports_point_up():
 
 
 def test_import_is_light():
-    heavy = ["matplotlib", "rich", "tensorboard", "transformers", "scipy", "hypothesis", "torch._inductor", "torch._dynamo"]
+    heavy = ["matplotlib", "rich", "tensorboard", "transformers", "safetensors", "scipy", "hypothesis", "torch._inductor", "torch._dynamo"]
     program = (
         f"import torch, sys; before = set(sys.modules); import ftp; print([m for m in {heavy} if m in sys.modules and m not in before])"
     )

@@ -1,0 +1,159 @@
+"""What a checkpoint holds: its manifest as JSON, and the folders of a path that are complete."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ftp.boxes import Box, Shape
+from ftp.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+SAVING = ".saving-"  # begins the name of a folder that is being written
+REMOVING = ".removing-"  # and of one that is being removed
+_FORMAT = "ftp checkpoint 1"
+_NAME = re.compile(r"(\d{8,})(?:-step-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor as one tensor of a file, and the hash of its bytes there."""
+
+    file: str
+    box: Box
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor: its global shape, the spec it was saved with, and the chunks that make it up; dtype as torch names it."""
+
+    dtype: str
+    shape: Shape
+    spec: str
+    chunks: tuple[Chunk, ...]
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """The size of a file's header in bytes, and its hash."""
+
+    header: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but the values of its tensors, which are in safetensors files beside it."""
+
+    step: int | None
+    mesh: str
+    tensors: dict[str, SavedTensor]
+    values: dict[str, Any]
+    files: dict[str, SavedFile]
+
+    def to_json(self) -> str:
+        """One JSON object with the hash of what it says."""
+        body = _canonical({"format": _FORMAT, **asdict(self)})
+        return f'{{"sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n"checkpoint": {body}}}'
+
+    @staticmethod
+    def from_json(text: str, where: Path) -> "Manifest":
+        """The manifest that ``text``, of the file ``where``, states.
+
+        Raises:
+            CheckpointError: text that is not what was written.
+        """
+        try:
+            content = json.loads(text)
+            body = content["checkpoint"]
+            if hashlib.sha256(_canonical(body).encode()).hexdigest() != content["sha256"]:
+                raise CheckpointError(f"{where} was altered: its contents do not have the hash that it states.")
+            if body["format"] != _FORMAT:
+                raise CheckpointError(f"{where} is of format {body['format']!r}; this version reads {_FORMAT!r}.")
+            tensors = {
+                path: SavedTensor(
+                    t["dtype"],
+                    tuple(t["shape"]),
+                    t["spec"],
+                    tuple(Chunk(c["file"], Box(tuple(c["box"]["start"]), tuple(c["box"]["size"])), c["sha256"]) for c in t["chunks"]),
+                )
+                for path, t in body["tensors"].items()
+            }
+            files = {name: SavedFile(**f) for name, f in body["files"].items()}
+            return Manifest(body["step"], body["mesh"], tensors, body["values"], files)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            raise CheckpointError(f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another format.") from e
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A complete checkpoint: its folder, its number in the order of saving, and the step it was given, if any."""
+
+    folder: Path
+    number: int
+    step: int | None
+
+
+def folder_name(number: int, step: int | None) -> str:
+    """
+    >>> folder_name(7, 300)
+    '00000007-step-300'
+    """
+    return f"{number:08d}" + ("" if step is None else f"-step-{step}")
+
+
+def checkpoints(path: str | Path) -> list[Checkpoint]:
+    """The complete checkpoints in a folder, oldest first; empty where there is none, or no folder.
+
+    >>> checkpoints("/nowhere")
+    []
+    """
+    try:
+        entries = sorted(Path(path).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be listed: {e.strerror or e}.") from e
+    found = []
+    for entry in entries:
+        named = _NAME.fullmatch(entry.name)
+        if named and (entry / MANIFEST).is_file():
+            found.append(Checkpoint(entry, int(named[1]), None if named[2] is None else int(named[2])))
+    return sorted(found, key=lambda c: c.number)
+
+
+def find(path: str | Path, step: int | None = None) -> Checkpoint:
+    """The newest complete checkpoint in a folder, or of those with ``step``; ``path`` may be the folder of one itself.
+
+    Raises:
+        CheckpointError: where there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        named = _NAME.fullmatch(path.name)
+        return Checkpoint(path, int(named[1]) if named else 0, None)
+    complete = checkpoints(path)
+    if not complete:
+        what = "does not exist" if not path.exists() else "holds no complete checkpoint"
+        raise CheckpointError(f"{path} {what}. ftp.save(path, tree, mesh, specs) makes one.")
+    wanted = [c for c in complete if step is None or c.step == step]
+    if not wanted:
+        steps = sorted({c.step for c in complete if c.step is not None})
+        raise CheckpointError(f"{path} holds no checkpoint of step {step}; it has {f'steps {steps}' if steps else 'none with a step'}.")
+    return wanted[-1]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint."""
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {e}.") from e
+    return Manifest.from_json(text, folder / MANIFEST)
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,173 @@
+"""Checkpoints on gloo processes: other meshes, specs and numbers of ranks; faults that all ranks learn of."""
+
+import math
+import os
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.launch import launch  # type: ignore[import-not-found]
+from torch.distributed.device_mesh import DeviceMesh
+
+import ftp
+from ftp import P, units
+
+pytestmark = pytest.mark.dist
+
+SHAPES = {"even": (8, 4), "odd": (7, 5), "packed": (12, 3), "shared": (6, 2), "bias": (3,), "scalar": (), "empty": (0, 3), "big": (600, 601)}
+DTYPES = {"odd": torch.bfloat16, "packed": torch.float8_e4m3fn, "bias": torch.complex128, "scalar": torch.int64, "big": torch.float64}
+LAYOUTS = {
+    "pair": ((2,), ("tp",), {"even": P("tp"), "odd": P(None, "tp"), "packed": P(units("tp", 2, pack=2)), "big": P("tp")}),
+    "four": ((4,), ("tp",), {"even": P("tp"), "odd": P("tp"), "packed": P(units("tp", 2, pack=(8, 4))), "shared": P(units("tp", 3)), "bias": P("tp")}),
+    "square": ((2, 2), ("dp", "tp"), {"even": P("dp", "tp"), "odd": P(("tp", "dp")), "packed": P(None, "dp"), "big": P(None, "tp"), "empty": P("dp")}),
+    "first two": ((2,), ("tp",), {"even": P(None, "tp"), "odd": P("tp"), "shared": P("tp")}),
+}
+
+
+def _full():
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64).mul(9).to(DTYPES.get(name, torch.float32))
+        for name, shape in SHAPES.items()
+    }
+
+
+def _on(layout):
+    """The mesh over all processes, or over the first ones, and whether this process is on it."""
+    shape, axes, specs = LAYOUTS[layout]
+    specs = {"params": {name: specs.get(name, P()) for name in SHAPES}, "step": P()}
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    return DeviceMesh("cpu", ranks, mesh_dim_names=axes), specs, int(os.environ["RANK"]) < ranks.numel()
+
+
+def _same(a, b):
+    return a.dtype == b.dtype and torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
+
+
+def _end():
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _there_and_back(folder, layouts, saved):
+    """Saves under each layout, the second time while training goes on; then loads under each what all have saved."""
+    dist.init_process_group("gloo")
+    bad = []
+    for layout in layouts:
+        mesh, specs, is_on = _on(layout)
+        if not is_on:
+            continue
+        local = ftp.device_put({"params": _full(), "step": 5}, mesh, specs)
+        ftp.save(f"{folder}/{layout}", local, mesh, specs, step=5)
+        # Nobody has placed these; of units that ranks share, shards alone do not tell the global size.
+        unplaced = {"params": {k: x if k == "shared" else x.clone() for k, x in local["params"].items()}, "step": 6}
+        saving = ftp.save(f"{folder}/{layout}", unplaced, mesh, specs, step=6, wait=False)
+        for x in unplaced["params"].values():
+            x.zero_()
+        bad += [] if saving.result().name == "00000001-step-6" and saving.done() else ["name"]
+    dist.barrier()
+    for layout in layouts:
+        mesh, specs, is_on = _on(layout)
+        if not is_on:
+            continue
+        due = ftp.device_put(_full(), mesh, specs["params"])
+        meta = {"params": {k: x.to("meta") for k, x in _full().items()}, "step": 0}
+        for source in saved:
+            for step, like in ((None, meta), (5, {"params": due, "step": 0})):
+                found = ftp.load(f"{folder}/{source}", like, mesh, specs, step=step)
+                bad += [f"{source} on {layout}: {k}" for k, x in found["params"].items() if not _same(x, due[k])]
+                bad += [] if found["step"] == (step or 6) and ftp.specs_of(found) == specs else ["step or specs"]
+    _end()
+    return bad
+
+
+def _values(ranks):
+    for rank in ranks:
+        assert rank.exit == 0, rank.error or rank.stderr[-3000:]
+    return [rank.value for rank in ranks]
+
+
+def test_any_number_of_ranks_to_any_other(tmp_path):
+    folder = str(tmp_path)
+    simulated = ftp.simulated_mesh((2, 3), ("dp", "tp"))
+    ftp.save(f"{folder}/simulated", {"params": _full(), "step": 5}, simulated, step=5)
+    ftp.save(f"{folder}/simulated", {"params": _full(), "step": 6}, simulated, step=6)
+    saved = ["simulated", "pair"]
+    assert _values(launch(_there_and_back, 2, folder, ["pair"], saved)) == [[]] * 2
+    saved += ["four", "square", "first two"]
+    assert _values(launch(_there_and_back, 4, folder, saved[2:], saved)) == [[]] * 4
+    size = sum(x.numel() * x.itemsize for x in _full().values())
+    meta = {"params": {k: x.to("meta") for k, x in _full().items()}, "step": 0}
+    for source in saved:
+        found = ftp.load(f"{folder}/{source}", meta, simulated)
+        assert all(_same(x, _full()[k]) for k, x in found["params"].items())
+        # What several ranks hold is written once.
+        written = sum(os.path.getsize(f) for f in Path(folder, source, "00000001-step-6").glob("*.safetensors"))
+        assert written < size + 20_000
+
+
+def _message(attempt):
+    start = time.monotonic()
+    try:
+        attempt()
+    except ftp.FtpError as e:
+        return f"{type(e).__name__}: {e}", time.monotonic() - start
+    return "", time.monotonic() - start
+
+
+def _faults(folder):
+    import resource
+
+    rank = int(os.environ["RANK"])
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    big, like = {"w": torch.full((1 << 19,), float(rank))}, {"w": torch.empty(1 << 20, device="meta")}
+    specs = {"w": P("tp")}
+    ftp.save(folder, big, mesh, specs)
+    found = []
+    # The disk is full, for rank 1 alone.
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    found.append(_message(lambda: ftp.save(folder, big, mesh, specs)))
+    saving = ftp.save(folder, big, mesh, specs, wait=False)
+    while not saving.done():
+        time.sleep(0.01)
+    found.append(_message(lambda: ftp.save(folder, big, mesh, specs)))
+    if rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    # A folder where nothing may be written, known to the leading rank alone at first.
+    os.chmod(folder, 0o555)
+    os.seteuid(65534)
+    found.append(_message(lambda: ftp.save(folder, big, mesh, specs)))
+    os.seteuid(0)
+    os.chmod(folder, 0o755)
+    found.append(_message(lambda: ftp.save(folder if rank == 0 else folder + "x", {"w": 1 if rank else 2}, mesh)))
+    found.append(_message(lambda: ftp.save(folder, big, mesh, specs, step=rank)))
+    found.append(_message(lambda: ftp.load(folder, {"w" if rank else "v": like["w"]}, mesh, {"w" if rank else "v": P("tp")})))
+    found.append(_message(lambda: ftp.load(folder, like, mesh, {"w": P("tp" if rank else None)})))
+    back = ftp.load(folder, like, mesh, specs)["w"]
+    left = os.listdir(folder)
+    _end()
+    return found, torch.equal(back, big["w"]), left
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="gives up rights for a while")
+def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
+    os.chmod(tmp_path, 0o755)
+    folder = tmp_path / "c"
+    values = _values(launch(_faults, 2, str(folder), timeout=90))
+    for at, (found, is_back, left) in enumerate(values):
+        assert is_back and left == ["00000000"]
+        full, later, readonly, other_tree, other_step, missing, other_specs = [text for text, _ in found]
+        assert max(seconds for _, seconds in found) < 20
+        assert "rank-00001.safetensors cannot be written" in full and "File too large" in full
+        assert full.startswith("CheckpointError: Rank 1 failed") == (at == 0)
+        assert "An earlier save, of which nobody has asked the result, failed" in later and "File too large" in later
+        assert f"No checkpoint can be written in {folder}: Permission denied" in readonly
+        assert "Ranks hold different trees: on rank 0 tree['w'] is 2; on rank 1 tree['w'] is 1" in other_tree
+        assert f"saves with step={at}" in other_step
+        assert "like['v'] is missing" in missing
+        assert other_specs == (
+            "MismatchError: Rank 1 loads another tree than rank 0, or with other specs. Give all ranks the same."
+        )
