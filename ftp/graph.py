@@ -3,9 +3,7 @@
 Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the mesh axes folded so far.
 """
 
-import gc
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -270,15 +268,3 @@ def mark_dependencies(graph: Graph) -> None:
     for node in graph.nodes:
         for value in node.operands:
             node.depends |= value.node.depends
-
-
-@contextmanager
-def collection_paused() -> Iterator[None]:
-    """Planning makes many small objects and no garbage worth a third of its time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()

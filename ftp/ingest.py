@@ -9,11 +9,12 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.collection import collection_paused
 from ftp.constrain import Pin, pin_from_str
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import discover
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
-from ftp.graph import Graph, Node, Value, collection_paused, identity_rule, live, merge_common, whole_rule
+from ftp.graph import Graph, Node, Value, identity_rule, live, merge_common, whole_rule
 from ftp.local import program_of
 from ftp.registry import RULES, BoundRule, Call, Meta, bind, lookup, replaced
 from ftp.trace import decompose as trace_decomposition

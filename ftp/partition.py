@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.collection import collection_paused
 from ftp.collectives import Collective, MoveSite, emit_gathered_pieces, emit_move, emit_pieces
-from ftp.graph import FactorCut, Move, Node, Value, collection_paused, identity_rule
+from ftp.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.inline import InlineSite, axes_by_rank, inline
 from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
 from ftp.localize import Cut, LocalOp, localize

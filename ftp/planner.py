@@ -11,11 +11,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ftp.collection import collection_paused
 from ftp.constrain import Pin
 from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
 from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
-from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, collection_paused, keep_collectives, live
+from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, keep_collectives, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
 from ftp.local import factor
 from ftp.network import AxisPlan, Problem, Strategy, is_at_rest, solve

@@ -33,8 +33,10 @@ from torch.fx.node import map_arg
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from ftp.axis import is_inside
+from ftp.collection import collection_paused
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import FtpError, InputError, TraceError, join_failures
+from ftp.recall import Recall
 from ftp.recompute import current_region
 from ftp.source import describe_line, is_users, raised_line
 from ftp.tree import flatten, kind_of, leaf_names
@@ -65,6 +67,7 @@ class Traced:
     is_static: tuple[bool, ...]
 
 
+@collection_paused()
 def trace(
     fn: Callable[..., Any],
     leaves: Sequence[Any],
@@ -338,6 +341,7 @@ class _Recorder(TorchDispatchMode):
         super().__init__()
         self._told = told
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
         self.constants: list[Tensor] = []
@@ -387,16 +391,33 @@ class _Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
-        out = _called(func, args, kwargs)
         phase, region = self._turn()
+        meta = {"source": line, "phase": phase, "region": region}
         assert self._graph is not None
         root = self._graph._root
-        node = newest = root._prev
-        while node is not self._last and node is not root:
-            node.meta |= {"source": line, "phase": phase, "region": region}
-            node = node._prev
+        call = self._recall.call(func, args, kwargs, self._tracer)
+        out = self._recall.again(call, self._tracer) if call else None
+        if out is None:
+            if func._schema.is_mutable:
+                self._keep_vals(args)
+            before = root._prev
+            out = _called(func, args, kwargs)
+            if call:
+                self._recall.learn(call, out, _since(before, root), self._tracer)
+        newest = root._prev
+        for node in _since(self._last, root):
+            node.meta |= meta
         self._last = newest
         return out
+
+    def _keep_vals(self, args: Sequence[Any]) -> None:
+        """Ops in place may change shapes; what nodes say of their values is not to change with them."""
+        for tensor in args:
+            if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
+                node = self._tracer.tensor_tracker[tensor].proxy.node
+                if node.meta.get("val") is tensor:
+                    with _disable_current_modes(), self.mode:
+                        node.meta["val"] = tensor.detach()
 
     def _lifted(self, tree: Any) -> Any:
         if isinstance(tree, Tensor):
@@ -460,6 +481,16 @@ class _Recorder(TorchDispatchMode):
                 behind = None
             frame = frame.f_back
         return ""
+
+
+def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
+    """The nodes of a graph after ``last``, or all."""
+    nodes = []
+    node = root._prev
+    while node is not last and node is not root:
+        nodes.append(node)
+        node = node._prev
+    return nodes[::-1]
 
 
 def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -738,6 +769,7 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
         for storage in _storages(node):
             sharing.setdefault(storage, []).append(node)
     new_targets: dict[fx.Node, OpOverload] = {}
+    dtypes: dict[tuple[OpOverload, str], torch.dtype] = {}
     for node in graph.nodes:
         if not (written := _writes(node)):
             continue
@@ -746,11 +778,14 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
         plain = group[0].op == "call_function" and all(n is group[0] or (_writes(n) and n.args[0] in group) for n in group)
         if target is None or not plain or len(written) != 1 or node.args[0] is not written[0]:
             return False
-        with mode:
-            args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
-            # The value written to keeps its dtype; a new one may be promoted.
-            if target(*args, **kwargs).dtype != node.meta["val"].dtype:
-                return False
+        call = (target, repr(map_arg((node.args, node.kwargs), lambda n: (n.meta["val"].shape, n.meta["val"].dtype))))  # type: ignore[arg-type]
+        if call not in dtypes:
+            with mode:
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
+                dtypes[call] = target(*args, **kwargs).dtype
+        # The value written to keeps its dtype; a new one may be promoted.
+        if dtypes[call] != node.meta["val"].dtype:
+            return False
         new_targets[node] = target
     latest: dict[fx.Node, fx.Node] = {}
     for node in graph.nodes:

@@ -9,6 +9,7 @@ PACKAGE = Path(__file__).parent.parent / "ftp"
 ORDER = [
     "errors",
     "version",
+    "collection",
     "philox",
     "source",
     "mesh",
@@ -19,6 +20,7 @@ ORDER = [
     "random",
     "draws",
     "recompute",
+    "recall",
     "axis",
     "functional",
     "notation",

@@ -1,0 +1,282 @@
+"""Calls that a trace has met before, recorded again from memory: most of a deep model's ops are ops of its first layer.
+
+Tracing one op costs half a millisecond, most of it spent to find out what shape its result has. A call with the same op, the same
+shapes and the same numbers gives the same nodes, so those are written down again, on tensors made from what is known of them.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import _ProxyTensor
+from torch.fx.node import map_arg
+from torch.fx.proxy import Proxy
+
+
+@dataclass(frozen=True)
+class _Input:
+    """The node of the call's n-th tensor."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class _Made:
+    """The call's n-th node."""
+
+    at: int
+
+
+@dataclass(frozen=True)
+class _Val:
+    """What is known of a tensor; ``shares`` is the input or the node whose memory it is in, if any."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    dtype: torch.dtype
+    device: torch.device
+    shares: _Input | _Made | None
+
+
+@dataclass(frozen=True)
+class _Record:
+    """One node of a call: what it calls on what, and the tensor that it gives (None: several, which nodes after it take apart)."""
+
+    target: Any
+    name: str
+    args: Any
+    kwargs: Any
+    val: _Val | None
+
+
+@dataclass(frozen=True)
+class _Known:
+    """The nodes of a call, and its result with places for tensors; in place, the first input stands for the last node from then on."""
+
+    records: tuple[_Record, ...]
+    result: Any
+    in_place: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call: all that its nodes depend on, its tensors, and the nodes that those are when it is made."""
+
+    key: Any
+    given: list[FakeTensor]
+    inputs: list[fx.Node]
+    in_place: bool
+
+
+class Recall:
+    """The calls of one trace.
+
+    Args:
+        mode: of the fake tensors that the trace is on.
+    """
+
+    def __init__(self, mode: FakeTensorMode):
+        self._mode = mode
+        self._known: dict[Any, _Known | None] = {}
+
+    def call(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any) -> Call | None:
+        """The call, or None for one that is never recorded from memory."""
+        in_place = func._schema.is_mutable
+        if in_place and not _is_in_place(func):
+            return None
+        found: list[Any] = [func, torch.get_default_dtype()]
+        given: list[FakeTensor] = []
+        if not _describe(args, found, given) or (kwargs and not _describe(kwargs, found, given)):
+            return None
+        inputs = []
+        for tensor in given:
+            known = tracer.tensor_tracker.get(tensor)
+            if known is None or known.constant is not None:
+                return None
+            inputs.append(known.proxy.node)
+        return Call(tuple(found), given, inputs, in_place)
+
+    def again(self, call: Call, tracer: Any) -> Any:
+        """The call's result, its nodes written to the tracer's graph; None where it is not known."""
+        known = self._known.get(call.key)
+        if known is None:
+            return None
+        tracker, graph = tracer.tensor_tracker, tracer.graph
+        nodes: list[fx.Node] = []
+        made: list[FakeTensor | None] = []
+
+        def node_of(place: Any) -> fx.Node:
+            return call.inputs[place.at] if type(place) is _Input else nodes[place.at]
+
+        with torch._C._DisableTorchDispatch():
+            for record in known.records:
+                args, kwargs = _placed(record.args, node_of), _placed(record.kwargs, node_of)
+                node = graph.create_node("call_function", record.target, args, kwargs, name=record.name)
+                nodes.append(node)
+                tensor = None
+                if record.val is not None:
+                    shared = record.val.shares
+                    source = None if shared is None else call.given[shared.at] if type(shared) is _Input else made[shared.at]
+                    tensor = node.meta["val"] = _tensor(self._mode, record.val, source)
+                    written = call.given[0] if known.in_place else tensor
+                    tracker[written] = _ProxyTensor(Proxy(node, tracer), None)
+                made.append(tensor)
+        if known.in_place:
+            return call.given[0]
+        for i, record in enumerate(known.records):
+            if record.val is None:
+                parts = {r.args[1]: made[j] for j, r in enumerate(known.records) if r.args and r.args[0] == _Made(i)}
+                nodes[i].meta["val"] = tuple(parts.get(k) for k in range(max(parts, default=-1) + 1))
+        return _filled(known.result, made)
+
+    def learn(self, call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> None:
+        """Remember the nodes that a call was recorded as."""
+        if call.key not in self._known:
+            self._known[call.key] = _known(call, result, nodes, tracer)
+
+
+@functools.cache
+def _is_in_place(func: OpOverload) -> bool:
+    """Whether the op writes to its first argument alone, returns it, and leaves its shape as it is."""
+    written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
+    return written[0] and sum(written) == 1 and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags
+
+
+_PLAIN = {int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
+
+
+def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
+    """Add all that a call depends on to ``found`` and its tensors to ``given``; False where something else is among its arguments."""
+    kind = type(tree)
+    if kind is FakeTensor:
+        if tree.requires_grad or tree.is_conj() or tree.is_neg():
+            return False
+        first = len(given)
+        for i, other in enumerate(given):
+            if other is tree:
+                first = i
+                break
+        found.append((first, tree.shape, tree.stride(), tree.storage_offset(), tree.dtype, tree.fake_device))
+        given.append(tree)
+        return True
+    if kind in (list, tuple):
+        found.append((kind, len(tree)))
+        return all(_describe(t, found, given) for t in tree)
+    if kind is dict:
+        found.append((kind, tuple(tree)))
+        return all(_describe(t, found, given) for t in tree.values())
+    if kind is float:  # 0.0 equals -0.0
+        found.append(tree.hex())
+        return True
+    found.append((kind, tree))
+    return kind in _PLAIN
+
+
+def _known(call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _Known | None:
+    """What was recorded for a call, in terms of its inputs; None where that is not all there is to it."""
+    places: dict[fx.Node, Any] = {}
+    stores: dict[int, Any] = {}
+    tracker = tracer.tensor_tracker
+    for i, (tensor, node) in enumerate(zip(call.given, call.inputs, strict=True)):
+        places.setdefault(node, _Input(i))
+        stores.setdefault(tensor.untyped_storage()._cdata, _Input(i))
+    records: list[_Record] = []
+    for i, node in enumerate(nodes):
+        if node.op != "call_function" or any(n not in places for n in node.all_input_nodes):
+            return None
+        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not call.in_place:
+            return None
+        val = node.meta.get("val")
+        taken = None
+        if type(val) is FakeTensor:
+            taken = _val(val, stores)
+            if taken is None:
+                return None
+            stores.setdefault(val.untyped_storage()._cdata, _Made(i))
+        elif not isinstance(val, tuple | list) or not all(v is None or type(v) is FakeTensor for v in val):
+            return None
+        args, kwargs = map_arg((node.args, dict(node.kwargs)), places.__getitem__)  # type: ignore[misc]
+        called: Any = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        name = tracer.graph._target_to_str(called.__name__)
+        records.append(_Record(node.target, name, args, kwargs, taken))
+        places[node] = _Made(i)
+    if call.in_place:
+        first = tracker[call.given[0]]
+        is_all = result is call.given[0] and len(records) == 1 and first.constant is None and first.proxy.node is nodes[0]
+        return _Known(tuple(records), None, True) if is_all and records[0].val is not None else None
+    made = {}
+    for leaf in _leaves(result):
+        if type(leaf) is not FakeTensor or leaf not in tracker or tracker[leaf].constant is not None:
+            return None
+        place = places.get(tracker[leaf].proxy.node)
+        if type(place) is not _Made or records[place.at].val is None:
+            return None
+        made[id(leaf)] = place
+    if not made:
+        return None
+    for i, record in enumerate(records):  # what gives several results has a node for each of them
+        if record.val is None:
+            count = len(nodes[i].meta["val"])
+            parts = {r.args[1] for r in records if r.args and r.args[0] == _Made(i) and r.val is not None}
+            if parts != {k for k in range(count) if nodes[i].meta["val"][k] is not None} or (parts and count != max(parts) + 1):
+                return None
+    return _Known(tuple(records), _marked(result, made), False)
+
+
+def _val(val: FakeTensor, stores: Mapping[int, Any]) -> _Val | None:
+    if val.is_conj() or val.is_neg() or val.is_sparse or val.layout is not torch.strided:
+        return None
+    shares = stores.get(val.untyped_storage()._cdata)
+    if shares is None and val.storage_offset():
+        return None
+    return _Val(tuple(val.shape), val.stride(), int(val.storage_offset()), val.dtype, val.fake_device, shares)
+
+
+def _tensor(mode: FakeTensorMode, val: _Val, source: FakeTensor | None) -> FakeTensor:
+    if source is None:
+        plain = torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device="meta")
+    else:
+        plain = torch.empty(0, dtype=val.dtype, device="meta")
+        plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
+    return FakeTensor(mode, plain, val.device)
+
+
+def _placed(tree: Any, node_of: Any) -> Any:
+    kind = type(tree)
+    if kind is _Input or kind is _Made:
+        return node_of(tree)
+    if isinstance(tree, tuple | list):
+        return tuple([_placed(t, node_of) for t in tree]) if isinstance(tree, tuple) else [_placed(t, node_of) for t in tree]
+    if isinstance(tree, dict):
+        return {k: _placed(t, node_of) for k, t in tree.items()}
+    return tree
+
+
+def _filled(tree: Any, made: Sequence[Any]) -> Any:
+    if type(tree) is _Made:
+        return made[tree.at]
+    if isinstance(tree, tuple | list):
+        return type(tree)([_filled(t, made) for t in tree])
+    return tree
+
+
+def _marked(tree: Any, made: Mapping[int, _Made]) -> Any:
+    if isinstance(tree, Tensor):
+        return made[id(tree)]
+    if isinstance(tree, tuple | list):
+        return type(tree)([_marked(t, made) for t in tree])
+    return tree
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    if isinstance(tree, tuple | list):
+        for t in tree:
+            yield from _leaves(t)
+    elif tree is not None:
+        yield tree
