@@ -3,7 +3,7 @@
 Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the mesh axes folded so far.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
