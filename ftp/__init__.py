@@ -15,11 +15,11 @@ from ftp.exported import shard_exported
 from ftp.functional import Constraint, functionalize
 from ftp.init import init_params
 from ftp.local import local
+from ftp.lowered import Lowered
 from ftp.manifest import checkpoints
 from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
-from ftp.program import Lowered
 from ftp.recompute import remat
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
 from ftp.restore import load

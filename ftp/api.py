@@ -13,9 +13,9 @@ from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, SpecError
 from ftp.local import program_of
+from ftp.lowered import Lowered
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
-from ftp.program import Lowered
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step
 from ftp.trace import grad_and_value

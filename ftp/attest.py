@@ -11,8 +11,9 @@ from ftp.checker import check
 from ftp.errors import CertificateError
 from ftp.graph import Node, Value
 from ftp.layout import Size
+from ftp.lowered import Lowered
 from ftp.numbering import check_traced
-from ftp.program import Lowered, Program
+from ftp.program import Program
 from ftp.registry import replaced
 from ftp.spec import PartitionSpec
 

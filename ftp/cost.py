@@ -1,7 +1,8 @@
 """Seconds for an op or a collective: latency plus work over rate."""
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -18,10 +19,12 @@ class Link:
     Attributes:
         latency: seconds that a collective costs however small it is.
         bandwidth: bytes a second that a rank sends.
+        factors: how much dearer than as a ring a backend's collectives are, where they are: ``{"reduce_scatter": 2.0}``.
     """
 
     latency: float = 1e-5
     bandwidth: float = 1e11
+    factors: Mapping[str, float] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)
@@ -29,13 +32,76 @@ class Hardware:
     """Rates of one device and its links; the defaults are of the order of an 8-GPU H100 node (datasheet, bf16 dense and HBM3).
 
     Attributes:
-        flops: floating-point operations a second.
+        flops: floating-point operations a second, where ``rates`` does not say.
         memory: bytes a second to and from device memory.
+        link: between the ranks of an axis that ``links`` does not name.
+        links: per mesh axis.
+        rates: floating-point operations a second of products, per dtype.
+        cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is no telling.
+        overhead: seconds that issuing an op costs, however small it is.
+        hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that only the larger of both counts.
+        name: for reports.
     """
 
     flops: float = 5e14
     memory: float = 2.5e12
     link: Link = Link()
+    links: Mapping[str, Link] = field(default_factory=dict, hash=False)
+    rates: Mapping[torch.dtype, float] = field(default_factory=dict, hash=False)
+    cache: float = 0.0
+    cache_size: int = 0
+    overhead: float = 0.0
+    hides_overhead: bool = False
+    name: str = "default"
+
+    def link_of(self, axes: Sequence[str]) -> Link:
+        """The slowest of the axes' links."""
+        return min((self.links.get(axis, self.link) for axis in axes), key=lambda link: link.bandwidth, default=self.link)
+
+    def flops_of(self, dtype: torch.dtype) -> float:
+        return self.rates.get(dtype, self.flops)
+
+    @classmethod
+    def h100(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
+        """H100 SXM, 8 in a node. Source: NVIDIA H100 datasheet (dense rates: half of those with sparsity), 3.35 TB/s HBM3, NVLink 900 GB/s
+        in both directions together.
+
+        >>> Hardware.h100().flops_of(torch.bfloat16)
+        989000000000000.0
+        """
+        rates = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
+        return cls._node("H100", 989e12, rates, 3.35e12, 450e9, links)
+
+    @classmethod
+    def h200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
+        """H200 SXM: an H100's rates with 4.8 TB/s HBM3e. Source: NVIDIA H200 datasheet."""
+        rates = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
+        return cls._node("H200", 989e12, rates, 4.8e12, 450e9, links)
+
+    @classmethod
+    def b200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
+        """B200 SXM: dense bf16 2.25 PFLOP/s, 8 TB/s HBM3e, NVLink 5 with 1.8 TB/s in both directions together. Source: NVIDIA DGX B200
+        datasheet and Blackwell architecture brief, per GPU."""
+        rates = {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12}
+        return cls._node("B200", 2250e12, rates, 8e12, 900e9, links)
+
+    @classmethod
+    def cpu(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
+        """One core of a current server with gloo between processes of one host; ``ftp.calibrate()`` measures the real one."""
+        gloo = Link(latency=1e-4, bandwidth=1.5e9, factors={"reduce_scatter": 2.0})
+        return cls(1e11, 1.2e10, gloo, dict(links or {}), {torch.float64: 5e10}, 4e10, 1 << 20, 4e-6, False, "CPU core")
+
+    @classmethod
+    def _node(
+        cls,
+        name: str,
+        flops: float,
+        rates: Mapping[torch.dtype, float],
+        memory: float,
+        bandwidth: float,
+        links: Mapping[str, Link] | None,
+    ) -> "Hardware":
+        return cls(flops, memory, Link(1e-5, bandwidth), dict(links or {}), rates, 0.0, 0, 4e-6, True, name)
 
 
 DEFAULT = Hardware()
@@ -54,7 +120,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
     """
     share = (n - 1) / n
     factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share / n}.get(op)
-    return 0.0 if factor is None else link.latency + factor * nbytes / link.bandwidth
+    return 0.0 if factor is None else link.latency + link.factors.get(op, 1.0) * factor * nbytes / link.bandwidth
 
 
 VIEWS = frozenset(

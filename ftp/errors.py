@@ -51,6 +51,10 @@ class CheckpointError(FtpError):
     """A checkpoint that cannot be written, or does not hold what is asked of it."""
 
 
+class ReportError(FtpError, AssertionError):
+    """A claim about a program that does not hold, or a report that cannot be made."""
+
+
 class ReplicationWarning(UserWarning):
     """An op without a rule is computed whole on every rank."""
 

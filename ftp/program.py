@@ -1,8 +1,6 @@
-"""A planned program: run it on processes, simulate it, read it before it runs."""
+"""A planned program: run it on processes, or simulate it."""
 
 import hashlib
-import math
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -12,28 +10,14 @@ import optree
 import torch
 from torch import fx
 
-from ftp.collectives import Collective
-from ftp.constrain import pin_from_str
-from ftp.cost import DEFAULT, VIEWS, Hardware, collective_seconds, op_seconds
 from ftp.errors import MeshError
-from ftp.graph import Node, Value
-from ftp.layout import nominal
+from ftp.graph import Value
 from ftp.mesh import Mesh, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
 from ftp.simulate import simulate
 from ftp.spec import PartitionSpec, local_pieces
-
-_DTYPES = {
-    torch.float32: "f32",
-    torch.float64: "f64",
-    torch.bfloat16: "bf16",
-    torch.float16: "f16",
-    torch.int64: "i64",
-    torch.int32: "i32",
-    torch.bool: "b1",
-}
 
 
 @dataclass
@@ -47,6 +31,7 @@ class Program:
         constants: closure tensors, inputs after the arguments' tensors.
         out_leaves, is_static: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
         leaf_specs: per leaf of the arguments, static ones too.
+        roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or ``batch``.
     """
 
     mesh: Mesh
@@ -60,6 +45,7 @@ class Program:
     is_static: tuple[bool, ...]
     leaf_specs: tuple[PartitionSpec, ...]
     compile: bool = False
+    roles: tuple[str, ...] = ()
 
     @cached_property
     def partitioner(self) -> Partitioner:
@@ -154,134 +140,3 @@ def describe_plan(plan: Plan) -> str:
         lines.append(f"%{i} = {node.kind} {node.target} {arguments} {constants} {node.rule.sizes} {node.cuts}")
     lines.append(f"return {[f'%{number[v.node]}.{v.index}' for v in plan.graph.outputs]} {plan.out_specs}")
     return "\n".join(lines)
-
-
-class Lowered:
-    """A program before it runs; ``print`` shows it.
-
-    Attributes:
-        plan: what was decided, with the cost of each axis' network.
-    """
-
-    def __init__(self, program: Program):
-        self._program = program
-        self.plan = program.plan
-
-    @property
-    def graph(self) -> fx.GraphModule:
-        """This rank's program on local tensors (the first rank's where there are no processes)."""
-        return self._program.local().gm
-
-    @property
-    def collectives(self) -> tuple[Collective, ...]:
-        """One record per issued collective, in order, unfolded."""
-        return self._program.local().collectives
-
-    @property
-    def out_specs(self) -> Any:
-        """The result's tree with a spec for each leaf."""
-        specs = self._program.out_specs
-        leaves = [
-            PartitionSpec() if static else specs[leaf]
-            for leaf, static in zip(self._program.out_leaves, self._program.is_static, strict=True)
-        ]
-        return self._program.out_tree.unflatten(leaves)
-
-    @cached_property
-    def memory(self) -> int:
-        """Peak bytes per rank: inputs, constants, and what lives between its first and last use; views cost nothing."""
-        graph = self.plan.graph
-        root: dict[Value, Value] = {}
-        for node in graph.nodes:
-            for i in range(len(node.results)):
-                value = Value(node, i)
-                is_view = node.kind == "constrain" or (node.kind == "op" and node.target in VIEWS)
-                root[value] = root.get(node.operands[0], node.operands[0]) if is_view and node.operands else value
-        last: dict[Value, int] = {}
-        for at, node in enumerate(graph.nodes):
-            for value in node.operands:
-                last[root[value]] = at
-        for value in graph.outputs:
-            last[root[value]] = len(graph.nodes)
-        live = peak = sum(_nbytes(Value(node)) for node in graph.inputs)
-        ends: dict[int, int] = {}
-        for at, node in enumerate(graph.nodes):
-            if node.kind == "input":
-                continue
-            for i in range(len(node.results)):
-                value = Value(node, i)
-                if root[value] is value or root[value] == value:
-                    live += _nbytes(value)
-                    end = last.get(value, at)
-                    ends[end] = ends.get(end, 0) + _nbytes(value)
-            peak = max(peak, live)
-            live -= ends.pop(at, 0)
-        return peak
-
-    def cost(self, hardware: Hardware = DEFAULT) -> float:
-        """Estimated seconds of a step on each rank, nothing overlapped."""
-        seconds = 0.0
-        for node in self.plan.graph.nodes:
-            sizes = {f: nominal(s) for f, s in node.sizes.items()}
-            if node.kind == "op":
-                seconds += op_seconds(node.target, node.rule, sizes, node.results, hardware)
-        return seconds + sum(
-            collective_seconds(c.op, c.nbytes, math.prod(self.plan.axes[a] for a in c.axes), hardware.link) for c in self.collectives
-        )
-
-    def __str__(self) -> str:
-        issued = {}
-        local = self._program.local()
-        for node in local.gm.graph.nodes:
-            if "collective" in node.meta:
-                issued.setdefault(node.meta.get("origin"), []).append(node.meta["collective"])
-        lines = [f"program on {self._program.mesh}"]
-        for node in self.plan.graph.nodes:
-            lines += _lines(node, issued.get(node.name, []))
-        lines += [f"  return %{v.node.name}: {_typed(v)}" for v in self.plan.graph.outputs]
-        counts = Counter((c.op, c.axes, c.shape, c.dtype) for c in self.collectives)
-        lines.append(f"collectives: {len(self.collectives)}, {sum(c.wire_nbytes for c in self.collectives):,} bytes sent per rank")
-        for (op, axes, shape, dtype), count in counts.items():
-            lines.append(f"  {count:4d} x {op} over {', '.join(axes)} of {_DTYPES.get(dtype, dtype)}{list(shape)}")
-        for axis, solution in self.plan.solutions.items():
-            proof = "optimal" if solution.optimal else f"at most {(solution.cost - solution.bound) / solution.cost:.1%} above the optimum"
-            broken = (
-                ""
-                if self.plan.kept_rules[axis]
-                else "; no plan keeps all rules of conduct: some activations or parameters move that should stay"
-            )
-            lines.append(f"plan over {axis}: {proof}, largest table {solution.largest_table:,}{broken}")
-        return "\n".join(lines)
-
-
-def _lines(node: Node, issued: Sequence[Collective]) -> list[str]:
-    typed = ", ".join(_typed(Value(node, i)) for i in range(len(node.results)))
-    operands = ", ".join(f"%{v.node.name}" for v in node.operands)
-    if node.kind == "move":
-        if not issued:
-            return [f"  %{node.name}: {typed} = {node.target.op} over {node.target.axis} of {operands}, local"]
-        where = f"{issued[0].op} over {', '.join(issued[0].axes)}"
-        return [f"  >> %{node.name}: {typed} = {where} of {operands}, {issued[0].nbytes:,} bytes, for {node.cause}"]
-    if node.kind == "input":
-        return [f"  %{node.name}: {typed}"]
-    name = f"constrain[{pin_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
-    comment = f"    # {node.source}" if node.source else ""
-    inside = [f"  >>   {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes    # {c.source}" for c in issued]
-    return [f"  %{node.name}: {typed} = {name}({operands}){comment}", *inside]
-
-
-def _typed(value: Value) -> str:
-    """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``; pending sums behind."""
-    cuts: dict[str, list[str]] = {}
-    for cut in value.node.cuts:
-        cuts.setdefault(cut.factor, []).append(cut.axis)
-    pieces = []
-    for size, dim in zip(value.meta.shape, value.dims, strict=True):
-        axes = [axis for factor in dim for axis in cuts.get(factor, ())]
-        pieces.append(f"{size}@{','.join(axes)}" if axes else str(size))
-    pending = "".join(f" {{{op} over {axis}}}" for axis, op in value.node.pending.get(value.index, ()))
-    return f"{_DTYPES.get(value.meta.dtype, str(value.meta.dtype).removeprefix('torch.'))}[{', '.join(pieces)}]{pending}"
-
-
-def _nbytes(value: Value) -> int:
-    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize

@@ -1,7 +1,7 @@
 """Step: a function sharded over a mesh, planned at its first call and run at every one."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -28,10 +28,11 @@ from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
+from ftp.lowered import Lowered
 from ftp.mesh import START_TIMEOUT, Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, make_plan
-from ftp.program import Lowered, Program
+from ftp.program import Program
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
 from ftp.tree import check_specs, flatten, kind_of, leaf_names
@@ -249,6 +250,7 @@ class Step:
             traced.is_static,
             tuple(specs),
             self._options.compile,
+            tuple(_role(call.positions[i], state) for i in tensor_leaves),
         )
         if self._options.certify:
             certified(program)
@@ -273,6 +275,13 @@ class Step:
         if failures:
             raise SpecError(join_failures(failures))
         return found
+
+
+def _role(position: int, state: Collection[int]) -> str:
+    """What an argument's tensors are to the program, for reports."""
+    if position not in state:
+        return "batch"
+    return "optimizer" if position else "parameters"
 
 
 def _mark_donated(arg: Any, fact: Donated) -> None:

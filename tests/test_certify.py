@@ -23,9 +23,10 @@ from ftp.certificate import Certificate, Ranks, load_certificate
 from ftp.checker import check
 from ftp.divergence import compare
 from ftp.errors import CertificateError
+from ftp.lowered import Lowered
 from ftp.numbering import check_traced
 from ftp.partition import LocalProgram
-from ftp.program import Lowered, Program, groups_of, join_parts, shard_of
+from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import COLLECTIVES, simulate
 
 c10d = torch.ops._c10d_functional

@@ -1,0 +1,214 @@
+"""Lowered: a program before it runs, to be read, counted, priced and compared."""
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.collectives import Collective
+from ftp.cost import DEFAULT, Hardware
+from ftp.errors import ReportError
+from ftp.mesh import require_coordinate
+from ftp.partition import LocalProgram
+from ftp.placement import mesh_device
+from ftp.program import Program
+from ftp.report.memory import Memory, measure, on_cpu
+from ftp.report.names import dtype_name
+from ftp.report.reasons import Origins, of_moves, origins
+from ftp.report.shapes import LocalShapes, local_shapes
+from ftp.report.table import Collectives, broken_claims
+from ftp.report.text import folded, program_lines
+from ftp.report.timing import Cost, estimate
+from ftp.spec import PartitionSpec, local_shape
+from ftp.tree import leaf_names
+
+
+class Lowered:
+    """A program before it runs; ``print`` shows it.
+
+    Attributes:
+        plan: what was decided, with the cost of each axis' network.
+    """
+
+    def __init__(self, program: Program):
+        self._program = program
+        self.plan = program.plan
+
+    @property
+    def graph(self) -> fx.GraphModule:
+        """This rank's program on local tensors (the first rank's where there are no processes)."""
+        return self._local.gm
+
+    @cached_property
+    def collectives(self) -> Collectives:
+        """One record per issued collective, in order, unfolded; printed as a table that folds repeats."""
+        return Collectives(replace(n.meta["collective"], cause=self._why(n)) for n in self.graph.graph.nodes if "collective" in n.meta)
+
+    @property
+    def out_specs(self) -> Any:
+        """The result's tree with a spec for each leaf."""
+        specs = self._program.out_specs
+        leaves = [
+            PartitionSpec() if static else specs[leaf]
+            for leaf, static in zip(self._program.out_leaves, self._program.is_static, strict=True)
+        ]
+        return self._program.out_tree.unflatten(leaves)
+
+    @cached_property
+    def memory(self) -> Memory:
+        """Peak bytes per rank, an int that has the parts and a picture of live bytes over the program.
+
+        What the eager runner holds: arguments throughout, any other value up to its last use.
+        """
+        roles = [*self._program.roles, *["constants"] * (len(self.plan.graph.inputs) - len(self._program.roles))]
+        phases = {node.name: node.phase for node in self.plan.graph.nodes}
+        last = max(phases.values(), default=0)
+
+        def phase(node: fx.Node) -> int:
+            return phases.get(node.meta.get("origin", ""), 0 if node.op == "placeholder" else last)
+
+        def workspace(node: fx.Node) -> int:
+            return on_cpu(node, self._shapes) if self._program.mesh.device_type == "cpu" else 0
+
+        return measure(self.graph.graph, self._shapes, roles, phase, lambda node: "collective" in node.meta, workspace)
+
+    def cost(self, hardware: Hardware = DEFAULT) -> Cost:
+        """Estimated seconds of a step on each rank, a float that has the time of every op and collective.
+
+        Args:
+            hardware: rates, such as ``ftp.Hardware.h100()``, or ``ftp.calibrate()`` for this machine's.
+        """
+        return estimate(self.graph.graph, self._shapes, hardware, self.plan.axes)
+
+    def assert_collectives(
+        self,
+        *,
+        all_reduce: int | None = None,
+        all_gather: int | None = None,
+        reduce_scatter: int | None = None,
+        all_to_all: int | None = None,
+        max_bytes: int | None = None,
+        none_over: str | Iterable[str] | None = None,
+    ) -> None:
+        """Claims about a program's communication, for tests.
+
+        Args:
+            all_reduce, all_gather, reduce_scatter, all_to_all: how many there are; None makes no claim.
+            max_bytes: the most bytes that a rank sends in a step.
+            none_over: axes over which nothing is sent.
+
+        Raises:
+            ReportError: an AssertionError with every claim that does not hold, and the collectives' lines of the program.
+
+        >>> import ftp
+        >>> w = {"w": torch.ones(8, 4)}
+        >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.AbstractMesh((4,), ("dp",)), {"w": ftp.P()}, batch_specs=ftp.P("dp"))
+        >>> step.lower(w, torch.ones(8, 8)).assert_collectives(all_reduce=2, all_gather=0, max_bytes=300)
+        """
+        given = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
+        claims = {op: n for op, n in given.items() if n is not None}
+        broken = broken_claims(self.collectives, claims, max_bytes, none_over)
+        if not broken:
+            return
+        lines = dict(zip(map(id, self.collectives), self._collective_lines(), strict=True))
+        text = []
+        for claim, collectives in broken:
+            text.append(f"{claim}:")
+            text += [f"  {line.strip()}" for line in folded([lines[id(c)] for c in collectives], least=1)] or ["  (none)"]
+        raise ReportError("\n".join(text))
+
+    def text(self, *, fold: bool = True) -> str:
+        """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written out."""
+        lines = self._lines
+        head = f"program on {self._program.mesh}"
+        return "\n".join([head, *(folded(lines) if fold else lines), *self._summary()])
+
+    def __str__(self) -> str:
+        return self.text()
+
+    @cached_property
+    def _local(self) -> LocalProgram:
+        return self._program.local()
+
+    @cached_property
+    def _coordinate(self) -> dict[str, int]:
+        mesh = self._program.mesh
+        return require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
+
+    @cached_property
+    def _local_inputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor that this rank's graph takes."""
+        nodes, specs = self.plan.graph.inputs, self._program.in_specs
+        specs = [*specs, *[PartitionSpec()] * (len(nodes) - len(specs))]
+        axes = dict(self._program.mesh.axes)
+        return [
+            (local_shape(spec, node.results[0].shape, axes, self._coordinate), node.results[0].dtype)
+            for node, spec in zip(nodes, specs, strict=True)
+        ]
+
+    @property
+    def _local_offsets(self) -> list[int]:
+        return self._local.offsets_at(self._coordinate)
+
+    @cached_property
+    def _shapes(self) -> LocalShapes:
+        return local_shapes(self._local.gm, self._local_inputs, self._local_offsets, mesh_device(self._program.mesh).type)
+
+    @cached_property
+    def _origins(self) -> Origins:
+        graph = self.plan.graph
+        return origins(graph, list(self.plan.axes), list(zip(graph.inputs, self._program.in_specs, strict=False)))
+
+    @cached_property
+    def _reasons(self) -> dict[str, str]:
+        graph = self.plan.graph
+        specs = dict(zip(graph.inputs, self._program.in_specs, strict=False))
+        return of_moves(graph, self._origins, specs, self._output_names)
+
+    @cached_property
+    def _output_names(self) -> list[str]:
+        program = self._program
+        result = program.out_tree.unflatten(program.out_leaves)
+        leaves = zip(program.out_leaves, program.is_static, leaf_names(result, "the result"), strict=True)
+        names = {leaf: name for leaf, static, name in leaves if not static}
+        return [names[i] for i in range(len(self.plan.graph.outputs))]
+
+    def _why(self, node: fx.Node) -> str:
+        return self._reasons.get(node.meta.get("origin", "")) or node.meta["collective"].cause
+
+    @cached_property
+    def _lines(self) -> list[str]:
+        issued: dict[str, list[Collective]] = {}
+        for node in self.graph.graph.nodes:
+            if "collective" in node.meta:
+                issued.setdefault(node.meta.get("origin", ""), []).append(node.meta["collective"])
+        return program_lines(self.plan.graph, issued, lambda node: self._reasons.get(node.name, ""))
+
+    def _collective_lines(self) -> list[str]:
+        """Per issued collective its line in the printed program."""
+        moves = {line.split(":")[0].removeprefix("  >> %"): line for line in self._lines if line.startswith("  >> %")}
+        return [
+            moves.get(node.meta.get("origin", ""), f"  >> {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes, for {self._why(node)}")
+            for node in self.graph.graph.nodes
+            if "collective" in node.meta
+            for c in [node.meta["collective"]]
+        ]
+
+    def _summary(self) -> list[str]:
+        lines = [f"collectives: {len(self.collectives)}, {self.collectives.wire_nbytes:,} bytes sent per rank"]
+        counts = Counter((c.op, c.axes, c.shape, c.dtype) for c in self.collectives)
+        for (op, axes, shape, dtype), count in counts.items():
+            lines.append(f"  {count:4d} x {op} over {', '.join(axes)} of {dtype_name(dtype)}{list(shape)}")
+        for axis, solution in self.plan.solutions.items():
+            proof = "optimal" if solution.optimal else f"at most {(solution.cost - solution.bound) / solution.cost:.1%} above the optimum"
+            broken = (
+                ""
+                if self.plan.kept_rules[axis]
+                else "; no plan keeps all rules of conduct: some activations or parameters move that should stay"
+            )
+            lines.append(f"plan over {axis}: {proof}, largest table {solution.largest_table:,}{broken}")
+        return lines

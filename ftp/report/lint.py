@@ -1,0 +1,163 @@
+"""What is odd about a program: cuts that do nothing, weights on every rank, shards that differ, activations that are gathered whole."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftp.graph import BATCH, Graph, Node
+from ftp.report.memory import in_bytes
+from ftp.report.names import without_numbers
+from ftp.report.reasons import Origins, describe
+from ftp.report.uneven import uneven_dims
+from ftp.spec import PartitionSpec, local_shape
+
+LARGE = 1 << 20  # bytes from which waste is a warning rather than a note
+SHARE = 0.01  # of all parameters, from which one of them is large
+WASTED = 0.05  # of a shard's memory and time, from which unevenness is a warning
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One oddity.
+
+    Attributes:
+        kind: ``shards nothing``, ``replicated``, ``uneven`` or ``gathered``.
+        severity: ``warning``, which ``strict=True`` makes an error, or ``note``.
+        where: the parameter path, pattern or op.
+        text: what is odd, what it costs, and what to do.
+        nbytes: bytes per rank that it wastes or moves.
+        count: how many alike there are.
+    """
+
+    kind: str
+    severity: str
+    where: str
+    text: str
+    nbytes: int = 0
+    count: int = 1
+
+    def __str__(self) -> str:
+        times = f" (x {self.count})" if self.count > 1 else ""
+        return f"{self.severity}: {self.where}{times} {self.text}"
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": self.kind,
+            "severity": self.severity,
+            "where": self.where,
+            "text": self.text,
+            "nbytes": self.nbytes,
+            "count": self.count,
+        }
+
+
+def lint(
+    graph: Graph,
+    inputs: Sequence[tuple[Node, PartitionSpec, str]],
+    axes: Mapping[str, int],
+    found: Origins,
+    collectives: Mapping[str, Any],
+) -> list[Finding]:
+    """All findings, warnings first, those that repeat with the layers once.
+
+    Args:
+        inputs: input nodes with their specs and roles.
+        collectives: per move, by name, its record.
+    """
+    specs = {node: spec for node, spec, _ in inputs}
+    findings = [
+        *_idle_specs(inputs, axes),
+        *_replicated(inputs, axes),
+        *_uneven(inputs, axes),
+        *_gathered(graph, found, specs, collectives),
+    ]
+    return sorted(folded(findings), key=lambda f: (f.severity != "warning", -f.nbytes))
+
+
+def folded(findings: Sequence[Finding]) -> list[Finding]:
+    """Findings that differ in the numbers of layers only, as one with their count and the sum of their bytes."""
+    groups: dict[Any, list[Finding]] = {}
+    for f in findings:
+        groups.setdefault((f.kind, f.severity, without_numbers(f.where), without_numbers(f.text)), []).append(f)
+    return [
+        Finding(g[0].kind, g[0].severity, g[0].where, g[0].text, sum(f.nbytes for f in g), sum(f.count for f in g)) for g in groups.values()
+    ]
+
+
+def _idle_specs(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]) -> list[Finding]:
+    found = []
+    for node, spec, _ in inputs:
+        shape = node.results[0].shape
+        idle = [axis for axis in spec.axes if axes[axis] == 1]
+        if idle and math.prod(axes[a] for a in spec.axes) == 1:
+            text = f"has spec {spec}, which shards nothing: mesh axis {idle[0]!r} has size 1."
+            found.append(Finding("shards nothing", "note", node.name, text))
+        elif spec.axes and not math.prod(shape):
+            found.append(Finding("shards nothing", "note", node.name, f"has spec {spec} and shape {shape}: there is nothing to shard."))
+        elif spec.axes and any(size == 1 and spec.cuts(dim) for dim, size in enumerate(shape)):
+            dim = next(dim for dim, size in enumerate(shape) if size == 1 and spec.cuts(dim))
+            text = f"has spec {spec}, which cuts dim {dim} of size 1: one rank holds all of it. Give None there."
+            found.append(Finding("shards nothing", "warning", node.name, text))
+    return found
+
+
+def _replicated(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]) -> list[Finding]:
+    """Large parameters that an axis leaves whole though it cuts others."""
+    mine = [(node, spec) for node, spec, role in inputs if role == "parameters"]
+    total = sum(_nbytes(node) for node, _ in mine)
+    used = [axis for axis in axes if axes[axis] > 1 and any(axis in spec.axes for _, spec in mine)]
+    found = []
+    for node, spec in mine:
+        missing = [axis for axis in used if axis not in spec.axes]
+        nbytes = _nbytes(node)
+        if spec.axes or not missing or nbytes < max(LARGE, SHARE * total):
+            continue
+        axis = missing[0]
+        shape = node.results[0].shape
+        dims = [d for d, size in enumerate(shape) if size % axes[axis] == 0]
+        could = f" P({', '.join(['None'] * dims[0] + [repr(axis)])}) would cut it in {axes[axis]}." if dims else ""
+        text = f"of shape {tuple(shape)} is whole on every rank: {in_bytes(nbytes)}, {nbytes / total:.0%} of all parameters.{could}"
+        found.append(Finding("replicated", "warning", node.name, text, nbytes))
+    return found
+
+
+def _uneven(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]) -> list[Finding]:
+    found = []
+    for node, spec, _ in inputs:
+        meta = node.results[0]
+        held = math.prod(local_shape(spec, meta.shape, dict(axes))) * meta.dtype.itemsize
+        for u in uneven_dims(spec, meta.shape, axes):
+            wasted = int(held * u.wasted)
+            severity = "warning" if u.wasted >= WASTED and wasted >= LARGE else "note"
+            nearest = " or ".join(str(n) for n in (u.below, u.above) if n)
+            text = (
+                f"has {u.size} in dim {u.dim} for {u.ranks} ranks: the largest shard has {u.largest}, so that {u.wasted:.1%} of its"
+                f" memory and time ({in_bytes(wasted)} a rank) wait for nothing. {nearest} would divide."
+            )
+            found.append(Finding("uneven", severity, node.name, text, wasted))
+    return found
+
+
+def _gathered(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], collectives: Mapping[str, Any]) -> list[Finding]:
+    """Activations that are gathered whole though no constraint and no cut of the batch asked for the shards."""
+    findings = []
+    for node in graph.nodes:
+        record = collectives.get(node.name)
+        if record is None or record.op != "all_gather" or not node.depends & BATCH or record.shape != record.global_shape:
+            continue
+        origin = found.get((node.operands[0], node.target.axis))
+        if origin is None:
+            continue
+        asked = origin.kind == "constrain" or origin.depends & BATCH
+        severity = "warning" if not asked and record.nbytes >= LARGE else "note"
+        text = (
+            f"is an activation of shape {record.global_shape} that is gathered whole over {node.target.axis!r},"
+            f" {in_bytes(record.nbytes)}; it was cut by {describe(origin, specs)}, and is needed for {node.cause}."
+        )
+        findings.append(Finding("gathered", severity, f"%{node.operands[0].node.name}", text, record.nbytes))
+    return findings
+
+
+def _nbytes(node: Node) -> int:
+    return math.prod(node.results[0].shape) * node.results[0].dtype.itemsize

@@ -1,0 +1,234 @@
+"""Live bytes over a rank's program: what the eager runner holds at each op, freed as it frees."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.report.shapes import LocalShapes
+
+aten = torch.ops.aten
+KINDS = ("parameters", "optimizer", "batch", "constants", "gradients", "outputs", "activations", "collectives", "temporaries")
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
+
+
+@dataclass(frozen=True)
+class Moment:
+    """The memory while one op runs: ``live`` bytes in all, by kind in ``parts``."""
+
+    op: str
+    source: str
+    live: int
+    parts: Mapping[str, int]
+
+
+class Memory(int):
+    """Peak bytes per rank, an int; printing it gives the parts at the peak and a picture of live bytes over the program.
+
+    Attributes:
+        parts: ``{kind: bytes}`` at the peak; they add up to it. Kinds: parameters, optimizer (other state that comes in), batch, constants
+            (tensors that the function captured), gradients, outputs (whatever else is returned), activations (kept by a forward pass for a
+            backward pass), collectives (what they have received), temporaries.
+        totals: ``{kind: bytes}`` of all the parameters, gradients and so on that there are at any time, exact.
+        peak_op: the op at the peak, and its source line.
+        timeline: a ``Moment`` per op.
+    """
+
+    parts: Mapping[str, int]
+    totals: Mapping[str, int]
+    peak_op: str
+    timeline: Sequence[Moment]
+
+    def __new__(cls, timeline: Sequence[Moment], totals: Mapping[str, int]) -> "Memory":
+        peak = max(timeline, key=lambda m: m.live) if timeline else Moment("", "", 0, {})
+        made = super().__new__(cls, peak.live)
+        made.parts, made.totals, made.timeline = {k: n for k, n in peak.parts.items() if n}, totals, tuple(timeline)
+        made.peak_op = f"{peak.op} at {peak.source}" if peak.source else peak.op
+        return made
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return self.timeline, self.totals
+
+    @property
+    def parameters(self) -> int:
+        return self.totals.get("parameters", 0)
+
+    @property
+    def gradients(self) -> int:
+        return self.totals.get("gradients", 0)
+
+    @property
+    def optimizer(self) -> int:
+        return self.totals.get("optimizer", 0)
+
+    @property
+    def activations(self) -> int:
+        """Bytes at the peak beside what comes in, of constants and gradients."""
+        return self - sum(self.parts.get(k, 0) for k in ("parameters", "optimizer", "batch", "constants", "gradients"))
+
+    def picture(self, width: int = 72, height: int = 8) -> str:
+        """Live bytes over the program, as text: columns are ops in order, each the most of those it stands for."""
+        columns = self.columns(width)
+        top = max(max(columns, default=0), 1)
+        lines = []
+        for row in reversed(range(height)):
+            cells = [_EIGHTHS[max(0, min(8, round(n / top * height * 8) - row * 8))] for n in columns]
+            label = in_bytes(top * (row + 1) // height) if row in (height - 1, height // 2 - 1) else ""
+            lines.append(f"{label:>10} |{''.join(cells)}".rstrip())
+        return "\n".join([*lines, f"{'0':>10} +{'-' * len(columns)}"])
+
+    def columns(self, width: int) -> list[int]:
+        """At most ``width`` numbers: the most live bytes in each stretch of the program."""
+        live = [m.live for m in self.timeline]
+        n = min(width, len(live))
+        return [max(live[i * len(live) // n : (i + 1) * len(live) // n]) for i in range(n)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: peak, peak_op, parts, totals."""
+        return {"peak": int(self), "peak_op": self.peak_op, "parts": dict(self.parts), "totals": dict(self.totals)}
+
+    def report(self) -> str:
+        """The peak, its parts and a picture."""
+        lines = [f"memory: {in_bytes(int(self))} at the peak, {self.peak_op}"]
+        lines += [f"  {in_bytes(n):>10}  {n / max(self, 1):6.1%}  {kind}" for kind, n in sorted(self.parts.items(), key=lambda p: -p[1])]
+        return "\n".join([*lines, self.picture()])
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.report())
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.report())}</pre>"
+
+
+def in_bytes(n: float) -> str:
+    """
+    >>> in_bytes(1536), in_bytes(7)
+    ('1.50 KiB', '7 B')
+    """
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(n) < 1024 or unit == "TiB":
+            return f"{n:.0f} {unit}" if unit == "B" else f"{n:.2f} {unit}"
+        n /= 1024
+    raise AssertionError
+
+
+def measure(
+    graph: fx.Graph,
+    shapes: LocalShapes,
+    roles: Sequence[str],
+    phase: Callable[[fx.Node], int],
+    collective: Callable[[fx.Node], bool],
+    workspace: Callable[[fx.Node], int],
+) -> Memory:
+    """The memory of a rank's program, freed as Python frees: a value after its last use, the caller's tensors at the end.
+
+    Args:
+        roles: per input tensor its kind; inputs are kept by the caller throughout.
+        phase: how often forward and backward passes took turns before a node.
+        collective: whether a node issues a collective.
+        workspace: bytes that an op needs while it runs, beside its operands and results.
+    """
+    nodes = list(graph.nodes)
+    position = {node: at for at, node in enumerate(nodes)}
+    end = len(nodes) - 1
+    inputs = [n for n in nodes if n.op == "placeholder" and n in shapes.values]
+    kept = {held.storage for node in inputs for held in shapes.values[node]}
+    dies: dict[int, int] = {}
+    size: dict[int, int] = {}
+    readers: dict[int, set[int]] = {}
+    for node, values in shapes.values.items():
+        last = max((position[u] for u in node.users), default=position[node])
+        for held in values:
+            dies[held.storage] = max(dies.get(held.storage, 0), last, position[node])
+            size[held.storage] = held.storage_nbytes
+            readers.setdefault(held.storage, set()).update(phase(u) for u in node.users if u.op != "output")
+    dies |= dict.fromkeys(kept, end)
+    kind = _kinds(graph, shapes, roles, inputs, phase, collective, readers)
+    births: dict[int, list[int]] = {}
+    for storage, maker in shapes.makers.items():
+        births.setdefault(position[maker], []).append(storage)
+    deaths: dict[int, list[int]] = {}
+    for storage, at in dies.items():
+        deaths.setdefault(at, []).append(storage)
+    parts: dict[str, int] = dict.fromkeys(KINDS, 0)
+    totals: dict[str, int] = {}
+    timeline = []
+    for at, node in enumerate(nodes):
+        for storage in births.get(at, ()):
+            parts[kind[storage]] += size[storage]
+            totals[kind[storage]] = totals.get(kind[storage], 0) + size[storage]
+        if node.op == "output":
+            for held in _copied(node, shapes, kept):
+                parts["outputs"] += held
+        if node.op != "placeholder":
+            here = parts | {"temporaries": parts["temporaries"] + workspace(node)}
+            timeline.append(Moment(node.name, node.meta.get("source", ""), sum(here.values()), here))
+        for storage in deaths.get(at, ()):
+            parts[kind[storage]] -= size[storage]
+    return Memory(timeline, {k: n for k, n in totals.items() if k in KINDS[: KINDS.index("activations")]})
+
+
+def on_cpu(node: fx.Node, shapes: LocalShapes) -> int:
+    """The workspace of oneDNN's float32 convolutions: copies of the tensors in its own blocked layout. Other ops have next to none."""
+    if node.target not in (aten.convolution.default, aten.convolution_backward.default):
+        return 0
+    operands = [shapes.values[a][0] for a in node.args[:3] if isinstance(a, fx.Node)]
+    if operands[0].dtype != torch.float32:
+        return 0
+    first, second = operands[0].nbytes, operands[1].nbytes
+    if node.target is aten.convolution_backward.default:
+        return first + second  # of the gradient and the input, beside the weight's gradient that becomes its own
+    return max(first + second, shapes.values[node][0].nbytes)
+
+
+def _kinds(
+    graph: fx.Graph,
+    shapes: LocalShapes,
+    roles: Sequence[str],
+    inputs: Sequence[fx.Node],
+    phase: Callable[[fx.Node], int],
+    collective: Callable[[fx.Node], bool],
+    readers: Mapping[int, set[int]],
+) -> dict[int, str]:
+    """What each storage is for."""
+    kind = {held.storage: role for node, role in zip(inputs, roles, strict=True) for held in shapes.values[node]}
+    parameters = [node for node, role in zip(inputs, roles, strict=True) if role == "parameters"]
+    like_parameters = {(held.shape, held.dtype) for node in parameters for held in shapes.values[node]}
+    seen: dict[int, set[Any]] = {}
+    for values in shapes.values.values():
+        for held in values:
+            seen.setdefault(held.storage, set()).add((held.shape, held.dtype))
+    returned = {held.storage for out in graph.output_node().args[0] for held in shapes.values.get(out, ())}  # type: ignore[union-attr]
+    for storage, maker in shapes.makers.items():
+        if storage in kind:
+            continue
+        made, read = phase(maker), readers.get(storage, set())
+        is_kept = any(p > made for p in read)
+        looks = not like_parameters.isdisjoint(seen[storage])
+        if made % 2 and looks and (is_kept or storage in returned):
+            kind[storage] = "gradients"
+        elif storage in returned:
+            kind[storage] = "outputs"
+        elif is_kept and made % 2 == 0:
+            kind[storage] = "activations"
+        elif collective(maker):
+            kind[storage] = "collectives"
+        else:
+            kind[storage] = "temporaries"
+    return kind
+
+
+def _copied(output: fx.Node, shapes: LocalShapes, kept: set[int]) -> list[int]:
+    """Bytes of the outputs that are views of an input or of one another, and so are copied as they are returned."""
+    seen = set(kept)
+    copies = []
+    for out in output.args[0]:  # type: ignore[union-attr]
+        for held in shapes.values.get(out, ()):  # type: ignore[arg-type]
+            if held.storage in seen:
+                copies.append(held.nbytes)
+            seen.add(held.storage)
+    return copies

@@ -1,0 +1,39 @@
+"""Short names of dtypes, and texts in which repeated layers read alike."""
+
+import re
+
+import torch
+
+_DTYPES = {
+    torch.float64: "f64",
+    torch.float32: "f32",
+    torch.bfloat16: "bf16",
+    torch.float16: "f16",
+    torch.int64: "i64",
+    torch.int32: "i32",
+    torch.int16: "i16",
+    torch.int8: "i8",
+    torch.uint8: "u8",
+    torch.bool: "b1",
+}
+# A key or an index of a path (no shape: dtypes end in a digit), or a name with the number of an op.
+_NUMBERED = re.compile(r"\['[^']*'\]|(?<=[a-z\]])\[\d+\]|\b[A-Za-z_][\w.]*_\d+(?=\b|_)|\b[A-Za-z]\w*\.\d+\b")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """
+    >>> dtype_name(torch.bfloat16)
+    'bf16'
+    """
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def without_numbers(text: str) -> str:
+    """The text with the numbers in names of values and paths left out, for comparing.
+
+    >>> without_numbers("params['layers.10.w'] for mm_12 at a.py:7  x @ w")
+    "params['layers.w'] for mm at a.py:7  x @ w"
+    >>> without_numbers("f32[4, 8]"), without_numbers("mm")
+    ('f32[4, 8]', 'mm')
+    """
+    return _NUMBERED.sub(lambda m: re.sub(r"[_.]?\d+", "", m.group()), text)

@@ -1,0 +1,102 @@
+"""A planned program as text: a line per op, with runs of lines that repeat, as those of a model's layers do, folded."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from ftp.collectives import Collective
+from ftp.constrain import pin_from_str
+from ftp.graph import Graph, Node, Value
+from ftp.report.names import dtype_name, without_numbers
+
+LONGEST_PERIOD = 4096  # lines of a repeated block
+
+
+def program_lines(graph: Graph, issued: Mapping[str, Sequence[Collective]], why: Callable[[Node], str]) -> list[str]:
+    """The single-device program, a line per op; a collective's begins with ``>>``."""
+    lines = []
+    for node in graph.nodes:
+        lines += _lines(node, issued.get(node.name, ()), why(node))
+    return lines + [f"  return %{v.node.name}: {typed(v)}" for v in graph.outputs]
+
+
+def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
+    result = ", ".join(typed(Value(node, i)) for i in range(len(node.results)))
+    operands = ", ".join(f"%{v.node.name}" for v in node.operands)
+    if node.kind == "move":
+        if not issued:
+            return [f"  %{node.name}: {result} = {node.target.op} over {node.target.axis} of {operands}, local"]
+        where = f"{issued[0].op} over {', '.join(issued[0].axes)}"
+        return [f"  >> %{node.name}: {result} = {where} of {operands}, {issued[0].nbytes:,} bytes, {why}"]
+    if node.kind == "input":
+        return [f"  %{node.name}: {result}"]
+    name = f"constrain[{pin_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
+    comment = f"    # {node.source}" if node.source else ""
+    inside = [f"  >>   {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes    # {c.source}" for c in issued]
+    return [f"  %{node.name}: {result} = {name}({operands}){comment}", *inside]
+
+
+def typed(value: Value) -> str:
+    """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``; pending sums behind."""
+    cuts: dict[str, list[str]] = {}
+    for cut in value.node.cuts:
+        cuts.setdefault(cut.factor, []).append(cut.axis)
+    pieces = []
+    for size, dim in zip(value.meta.shape, value.dims, strict=True):
+        axes = [axis for factor in dim for axis in cuts.get(factor, ())]
+        pieces.append(f"{size}@{','.join(axes)}" if axes else str(size))
+    pending = "".join(f" {{{op} over {axis}}}" for axis, op in value.node.pending.get(value.index, ()))
+    return f"{dtype_name(value.meta.dtype)}[{', '.join(pieces)}]{pending}"
+
+
+def folded(lines: Sequence[str], least: int = 3) -> list[str]:
+    """The lines with each run of equal blocks written once, under a line that says how often.
+
+    Blocks are equal if they differ in the numbers in names only. A block has at least ``least`` lines.
+
+    >>> print("\\n".join(folded(["a = f(x)", *[f"  %h_{i} = g" for i in range(9)], "b"], least=1)))
+    a = f(x)
+      x 9:
+      %h_0 = g
+      end of what repeats 9 times
+    b
+    """
+    numbers: dict[str, int] = {}
+    alike = np.array([numbers.setdefault(without_numbers(line), len(numbers)) for line in lines], dtype=np.int64)
+    found: list[str] = []
+    for start, period, count in _repeats(alike, least):
+        if count == 1:
+            found += lines[start : start + period]
+        else:
+            found += [f"  x {count}:", *lines[start : start + period], f"  end of what repeats {count} times"]
+    return found
+
+
+def _repeats(alike: np.ndarray, least: int) -> list[tuple[int, int, int]]:
+    """The sequence as (start, length, how often) of blocks in a row, the ones that save most first."""
+    done: list[tuple[int, int, int]] = []
+    todo = [(0, len(alike))]
+    while todo:
+        begin, end = todo.pop()
+        best = (0, 0, 0, 0)  # lines saved, -period, start, count
+        part = alike[begin:end]
+        for period in range(least, min(len(part) // 2, LONGEST_PERIOD) + 1):
+            if len(part) - period <= best[0]:
+                break
+            same = part[period:] == part[:-period]
+            if np.count_nonzero(same) <= best[0]:
+                continue
+            edges = np.flatnonzero(np.diff(np.concatenate(([0], same.view(np.int8), [0]))))
+            starts, lengths = edges[::2], edges[1::2] - edges[::2]
+            longest = int(lengths.argmax()) if len(lengths) else 0
+            count = int(lengths[longest]) // period if len(lengths) else 0
+            best = max(best, (count * period, -period, int(starts[longest]) if len(lengths) else 0, count + 1))
+        saved, period, start, count = best
+        if not saved:
+            if begin < end:
+                done.append((begin, end - begin, 1))
+            continue
+        length = -period
+        done.append((begin + start, length, count))
+        todo += [(begin, begin + start), (begin + start + count * length, end)]
+    return sorted(done)

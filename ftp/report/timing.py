@@ -1,0 +1,223 @@
+"""A rank's program timed on a hardware's rates: a roofline per op, latency and bytes per collective, overlapped where the schedule does."""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from ftp.collectives import Collective
+from ftp.cost import Hardware, collective_seconds
+from ftp.partition import WAIT
+from ftp.report.shapes import Held, LocalShapes
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Timed:
+    """One op or collective.
+
+    Attributes:
+        begin, seconds: when it begins in the estimated step, and how long it takes.
+        flops: floating-point operations, counted for products and convolutions only.
+        nbytes: bytes read and written; of a collective this rank's buffer on the larger side.
+        limit: ``compute``, ``memory``, ``overhead`` or ``link``.
+    """
+
+    name: str
+    op: str
+    source: str
+    begin: float
+    seconds: float
+    flops: float
+    nbytes: int
+    limit: str
+
+
+class Cost(float):
+    """Estimated seconds of a step on each rank, a float; printing it gives where they go.
+
+    Attributes:
+        ops: every op that takes time, in order; ``collectives`` every collective.
+        hardware: the rates.
+        flops: of all products, on this rank.
+        waiting: seconds in which nothing is computed because a collective's result is awaited.
+        mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype counted by its own rate.
+    """
+
+    ops: tuple[Timed, ...]
+    collectives: tuple[Timed, ...]
+    hardware: Hardware
+    flops: float
+    waiting: float
+    mfu: float
+
+    def __new__(
+        cls, seconds: float, ops: Sequence[Timed], collectives: Sequence[Timed], hardware: Hardware, waiting: float, ideal: float
+    ) -> "Cost":
+        made = super().__new__(cls, seconds)
+        made.ops, made.collectives, made.hardware, made.waiting = tuple(ops), tuple(collectives), hardware, waiting
+        made.flops = sum(o.flops for o in ops)
+        made.mfu = ideal / seconds if seconds else 0.0
+        made._ideal = ideal
+        return made
+
+    _ideal: float
+
+    def __getnewargs__(self) -> tuple[Any, ...]:
+        return float(self), self.ops, self.collectives, self.hardware, self.waiting, self._ideal
+
+    @property
+    def computing(self) -> float:
+        """Seconds of all ops."""
+        return sum(o.seconds for o in self.ops)
+
+    @property
+    def communicating(self) -> float:
+        """Seconds of all collectives, hidden behind computation or not."""
+        return sum(c.seconds for c in self.collectives)
+
+    def by_op(self) -> dict[str, tuple[int, float]]:
+        """Per op or collective how often and how long, the longest first."""
+        found: dict[str, tuple[int, float]] = {}
+        for one in (*self.ops, *self.collectives):
+            count, seconds = found.get(one.op, (0, 0.0))
+            found[one.op] = count + 1, seconds + one.seconds
+        return dict(sorted(found.items(), key=lambda item: -item[1][1]))
+
+    def report(self, most: int = 12) -> str:
+        """The total, what it is made of, and the ops that take longest."""
+        head = (
+            f"cost on {self.hardware.name}: {in_seconds(self)} a step, {in_seconds(self.computing)} computing,"
+            f" {in_seconds(self.communicating)} communicating ({in_seconds(self.waiting)} waited for), MFU {self.mfu:.1%}"
+        )
+        lines = [
+            f"  {in_seconds(seconds):>10}  {seconds / max(self.computing + self.communicating, 1e-30):6.1%}  {count:5d} x {op}"
+            for op, (count, seconds) in list(self.by_op().items())[:most]
+        ]
+        return "\n".join([head, *lines])
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        kinds = {op: {"count": count, "seconds": seconds} for op, (count, seconds) in self.by_op().items()}
+        return {
+            "hardware": self.hardware.name,
+            "seconds": float(self),
+            "computing": self.computing,
+            "communicating": self.communicating,
+            "waiting": self.waiting,
+            "flops": self.flops,
+            "mfu": self.mfu,
+            "by_op": kinds,
+        }
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
+        printer.text(self.report())
+
+    def _repr_html_(self) -> str:
+        from html import escape
+
+        return f"<pre>{escape(self.report())}</pre>"
+
+
+def in_seconds(seconds: float) -> str:
+    """
+    >>> in_seconds(0.00123), in_seconds(2.5)
+    ('1.23 ms', '2.5 s')
+    """
+    for factor, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs")):
+        if abs(seconds) >= factor:
+            return f"{seconds / factor:.3g} {unit}"
+    return f"{seconds * 1e9:.3g} ns"
+
+
+def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]) -> Cost:
+    """Run a rank's program on the clock: one stream computes, one communicates, and a wait holds the first up."""
+    now = link_free = waiting = ideal = 0.0
+    done: dict[fx.Node, float] = {}
+    ops: list[Timed] = []
+    collectives: list[Timed] = []
+    for node in graph.nodes:
+        if node.op != "call_function":
+            continue
+        source = node.meta.get("source", "")
+        if "collective" in node.meta:
+            record: Collective = node.meta["collective"]
+            n = math.prod(axes[a] for a in record.axes)
+            seconds = collective_seconds(record.op, record.nbytes, n, hardware.link_of(record.axes))
+            begin = max(now, link_free)
+            link_free = done[node] = begin + seconds
+            collectives.append(Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link"))
+        elif node.target is WAIT:
+            arrived = done.get(node.args[0], now)  # type: ignore[arg-type]
+            waiting += max(0.0, arrived - now)
+            now = max(now, arrived)
+        elif node.target is not operator.getitem:
+            timed = _op(node, shapes, hardware, now)
+            if timed.flops:
+                ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
+            now += timed.seconds
+            ops.append(timed)
+    return Cost(max(now, link_free), ops, collectives, hardware, waiting + max(0.0, link_free - now), ideal)
+
+
+def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float) -> Timed:
+    results = shapes.values[node]
+    operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
+    reads = {o.storage for o in operands}
+    is_view = all(r.storage in reads for r in results)
+    flops, nbytes, seconds, limit = 0.0, 0, 0.0, "overhead"
+    if not is_view:
+        nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in results if r.storage not in reads)
+        if node.target in _FROM_INDEX:  # reads as many rows as it gives
+            nbytes = 2 * sum(r.nbytes for r in results)
+        rate = hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
+        flops = flops_of(node, shapes)
+        work = {"compute": flops / hardware.flops_of(results[0].dtype), "memory": nbytes / rate}
+        limit = max(work, key=work.__getitem__)
+        seconds = work[limit]
+    if hardware.hides_overhead:
+        total = 0.0 if is_view else max(seconds, hardware.overhead)
+    else:
+        total = seconds + hardware.overhead
+    limit = limit if 2 * seconds > total else "overhead"
+    return Timed(node.name, str(node.target).removeprefix("aten."), node.meta.get("source", ""), now, total, flops, nbytes, limit)
+
+
+_FROM_INDEX = {aten.embedding.default, aten.gather.default, aten.index_select.default}
+
+
+def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
+    """Operations of a product, counted as torch's own FLOP counter counts; 0 for any other op."""
+    target: Any = node.target
+    packet = getattr(target, "overloadpacket", None)
+    if packet is None:
+        return 0.0
+
+    def shape(value: Any) -> Any:
+        if isinstance(value, fx.Node):
+            held = shapes.values.get(value)
+            return held[0].shape if held else 0
+        if isinstance(value, list | tuple):
+            return type(value)(map(shape, value))
+        return value
+
+    args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
+    if "scaled_dot_product" in str(target):
+        if "backward" in str(target):
+            return float(sdpa_backward_flop_count(*args[:4]))
+        return float(sdpa_flop_count(*args[:3]))
+    if packet not in flop_registry:
+        return 0.0
+    out = _out(shapes.values[node])
+    return float(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def _out(results: Sequence[Held]) -> Any:
+    found = tuple(r.shape for r in results)
+    return found[0] if len(found) == 1 else found
