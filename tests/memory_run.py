@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import optree
 import torch
 import torch.distributed as dist
 from models import CNNConfig, GPT2Config, LlamaConfig, MLPConfig, build, class_batch, cuts, lm_batch, loss, sequence_parallel, specs
@@ -41,7 +42,7 @@ def lowered(name: str, mesh_of: Callable[..., Any]) -> ftp.Lowered:
     step = ftp.shard(loss(cfg, fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=batch_spec)
     if mesh_of is ftp.AbstractMesh:
         return step.lower(params, batch)
-    metas = torch.utils._pytree.tree_map(lambda t: torch.empty_like(t, device="meta"), (params, batch))
+    metas = optree.tree_map(lambda t: torch.empty_like(t, device="meta"), (params, batch))
     return step.lower(*metas)
 
 
@@ -57,7 +58,7 @@ def measured(lowered: ftp.Lowered) -> int:
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     live = peak = 0
     for event in sorted(events, key=lambda e: e.start_ns()):
-        live += event.nbytes()
+        live += event.nbytes()  # type: ignore[attr-defined]
         peak = max(peak, live)
     return peak
 

@@ -69,7 +69,7 @@ def test_a_train_step_tells_optimizer_and_gradients_from_the_rest():
         grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
         return *adamw.update(grads, state, params), loss
 
-    lowered = ftp.lower(partial(train, lm_loss(fn)), ftp.AbstractMesh(1, "dp"), P(), params, state, lm_batch(cfg))
+    lowered = ftp.lower(partial(train, lm_loss(fn)), ftp.AbstractMesh((1,), ("dp",)), P(), params, state, lm_batch(cfg))
     size = sum(p.numel() * p.element_size() for p in params.values())
     memory = lowered.memory
     assert memory.parameters == memory.gradients == size

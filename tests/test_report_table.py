@@ -66,7 +66,7 @@ def test_the_table_shows_itself_as_text_html_rich_and_json():
 
 
 def test_no_collectives_print_too():
-    empty = ftp.lower(lambda x: x + 1, ftp.AbstractMesh(2, "dp"), P(), torch.ones(3)).collectives
+    empty = ftp.lower(lambda x: x + 1, ftp.AbstractMesh((2,), ("dp",)), P(), torch.ones(3)).collectives
     assert len(empty) == 0 and "0 collectives" in str(empty) and "0 collectives" in empty._repr_html_()
 
 
