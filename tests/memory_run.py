@@ -42,7 +42,7 @@ def lowered(name: str, mesh_of: Callable[..., Any]) -> ftp.Lowered:
     step = ftp.shard(loss(cfg, fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=batch_spec)
     if mesh_of is ftp.AbstractMesh:
         return step.lower(params, batch)
-    metas = optree.tree_map(lambda t: torch.empty_like(t, device="meta"), (params, batch))
+    metas = optree.tree_map(lambda t: torch.empty_like(t, device="meta"), (params, batch))  # type: ignore[arg-type]
     return step.lower(*metas)
 
 
