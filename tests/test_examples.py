@@ -41,6 +41,17 @@ def test_the_tour_runs_as_it_stands_and_learns(tmp_path):
     assert losses[-1] < losses[0]
 
 
+def test_the_train_step_of_the_readme(tmp_path):
+    (block,) = [
+        b for b in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S) if "def train_step" in b
+    ]
+    plain = "whole = ftp.functionalize(model)[1]; *_, here = train_step(whole, opt.init(whole), batch, ftp.random.key(0))"
+    script = "\n".join([tour(), block, plain, "print(metrics['loss'].item(), here['loss'].item())"])
+    (tmp_path / "train.py").write_text(script)
+    sharded, one_device = map(float, python("train.py", cwd=tmp_path).splitlines()[-1].split())
+    assert sharded == pytest.approx(one_device, rel=1e-5)
+
+
 def test_the_printed_program_is_what_the_readme_shows(tmp_path):
     text = (ROOT / "README.md").read_text()
     code, shown = re.search(r"^```python\n([^`]*?step\.lower[^`]*?)^```\n\nprints\n\n```text\n(.*?)^```", text, flags=re.M | re.S).groups()
