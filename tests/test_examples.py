@@ -54,7 +54,9 @@ def test_the_train_step_of_the_readme(tmp_path):
 
 def test_the_printed_program_is_what_the_readme_shows(tmp_path):
     text = (ROOT / "README.md").read_text()
-    code, shown = re.search(r"^```python\n([^`]*?step\.lower[^`]*?)^```\n\nprints\n\n```text\n(.*?)^```", text, flags=re.M | re.S).groups()
+    found = re.search(r"^```python\n([^`]*?step\.lower[^`]*?)^```\n\nprints\n\n```text\n(.*?)^```", text, flags=re.M | re.S)
+    assert found is not None
+    code, shown = found.groups()
     (tmp_path / "mlp.py").write_text(code)
     assert python("mlp.py", cwd=tmp_path) == shown
 
