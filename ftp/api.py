@@ -16,6 +16,7 @@ from ftp.local import program_of
 from ftp.lowered import Lowered
 from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
+from ftp.relocation import relocate
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step
 from ftp.trace import grad_and_value
@@ -150,11 +151,22 @@ def lower(fn: Callable[..., Any], mesh: AnyMesh | None, in_specs: Any, *args: An
     return spmd(fn, mesh, in_specs, out_specs).lower(*args)
 
 
-def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any) -> Any:
-    """Placed tensors from specs ``old`` to specs ``new``, by the cheapest collectives; leaves that are no tensors pass through.
+def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any, *, new_mesh: AnyMesh | None = None, max_bytes: int | None = None) -> Any:
+    """Placed tensors from specs ``old`` to specs ``new``; leaves that are no tensors pass through.
+
+    On one mesh they move by the cheapest collectives, a tensor at a time. To another mesh, or where memory is bounded, each rank sends
+    what others lack from rank to rank; all ranks of either mesh call it.
 
     Args:
+        tree: on a rank outside ``mesh``, meta tensors of the global shapes, or anything with a shape and a dtype.
         old, new: spec trees, prefixes of one, or one ``P`` for all.
+        new_mesh: where the tensors shall lie, if elsewhere: a DeviceMesh of more, fewer or other ranks of the same world, or a simulated
+            mesh, which every process that calls holds whole. A rank outside it gets meta tensors of the global shapes.
+        max_bytes: the most that a rank holds at any time beside the tensors it gives and those it gets; at least 16.
+
+    Raises:
+        PlacementError, SpecError: tensors that do not lie as ``old`` says, specs that do not fit. MismatchError: ranks that do not move
+            the same; all before anything is sent.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -163,6 +175,9 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any) -> Any:
     tensor([0, 1, 2, 3])
     """
     m = resolve(mesh)
+    other = m if new_mesh is None else resolve(new_mesh)
+    if other != m or max_bytes is not None:
+        return relocate(tree, m, other, old, new, max_bytes)
     record = calls(m)
     leaves, treedef = flatten(tree)
     try:

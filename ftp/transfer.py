@@ -113,7 +113,7 @@ def move(
     device: torch.device,
     max_bytes: int | None,
 ) -> list[Tensor | None]:
-    """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of ``world`` call it.
+    """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of ``world`` call it, with equal ``moving``.
 
     Args:
         shards: this rank's on the old mesh.
@@ -136,26 +136,40 @@ def move(
                     _view(shards[i], parts_on(old, m.old, m.shape)[here or 0], box)
                 )
     for turn in rounds(pieces, moving, DEFAULT_BYTES if max_bytes is None else max_bytes):
-        mine = [p for p in turn if rank in (p.source, p.target)]
-        if not mine:
-            continue
-        messages: dict[tuple[int, int], Tensor] = {}
-        for pair in dict.fromkeys((p.source, p.target) for p in mine):
-            size = sum(moving[p.tensor].nbytes(p.box) for p in mine if (p.source, p.target) == pair)
-            messages[pair] = torch.empty(size, dtype=torch.uint8, device=device)
-        for p, slot in _slots(mine, moving, messages):
-            if p.source == rank:
-                slot.copy_(_view(shards[p.tensor], parts_on(old, moving[p.tensor].old, moving[p.tensor].shape)[here or 0], p.box))
-        sent = [
-            dist.P2POp(dist.isend, message, target) if source == rank else dist.P2POp(dist.irecv, message, source)
-            for (source, target), message in messages.items()
-        ]
-        for work in dist.batch_isend_irecv(sent):
-            work.wait()
-        for p, slot in _slots(mine, moving, messages):
-            if p.target == rank:
-                _view(arrived[p.tensor], parts_on(new, moving[p.tensor].new, moving[p.tensor].shape)[there or 0], p.box).copy_(slot)
+        if mine := [p for p in turn if rank in (p.source, p.target)]:
+            _exchange(mine, moving, shards, arrived, old, new, rank, device)
     return arrived
+
+
+def _exchange(
+    pieces: Sequence[Piece],
+    moving: Sequence[Moving],
+    shards: Sequence[Tensor | None],
+    arrived: Sequence[Tensor | None],
+    old: Mesh,
+    new: Mesh,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """One round: a message for each pair of ranks. What it allocates is gone when it returns."""
+    sizes: dict[tuple[int, int], int] = defaultdict(int)
+    for p in pieces:
+        sizes[p.source, p.target] += moving[p.tensor].nbytes(p.box)
+    messages = {pair: torch.empty(size, dtype=torch.uint8, device=device) for pair, size in sizes.items()}
+    for p, slot in _slots(pieces, moving, messages):
+        if p.source == rank:
+            m = moving[p.tensor]
+            slot.copy_(_view(shards[p.tensor], parts_on(old, m.old, m.shape)[position(old, rank) or 0], p.box))
+    calls = [
+        dist.P2POp(dist.isend, message, target) if source == rank else dist.P2POp(dist.irecv, message, source)
+        for (source, target), message in messages.items()
+    ]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    for p, slot in _slots(pieces, moving, messages):
+        if p.target == rank:
+            m = moving[p.tensor]
+            _view(arrived[p.tensor], parts_on(new, m.new, m.shape)[position(new, rank) or 0], p.box).copy_(slot)
 
 
 def _slots(pieces: Sequence[Piece], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]) -> Iterator[tuple[Piece, Tensor]]:

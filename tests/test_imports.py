@@ -45,6 +45,7 @@ ORDER = [
     "boxes",
     "shards",
     "transfer",
+    "relocation",
     "tensor_files",
     "manifest",
     "checkpoint",

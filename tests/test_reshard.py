@@ -78,6 +78,18 @@ def test_the_transpose_of_a_move_is_the_identity(case):
     assert torch.equal(grads["x"], weight)
 
 
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(cases(), meshes(), st.data(), st.sampled_from(DTYPES), st.sampled_from([None, 16, 1000]))
+def test_another_mesh(case, new_mesh, data, dtype, max_bytes):
+    mesh, shape, old, _ = case
+    x = tensor(shape, dtype)
+    new = data.draw(specs(new_mesh, shape))
+    placed = ftp.device_put({"x": torch.nn.Parameter(x, requires_grad=False), "n": 3}, mesh, {"x": old, "n": P()})
+    moved = ftp.reshard(placed, mesh, {"x": old, "n": P()}, {"x": new, "n": P()}, new_mesh=new_mesh, max_bytes=max_bytes)
+    assert torch.equal(moved["x"], x) and moved["n"] == 3 and isinstance(moved["x"], torch.nn.Parameter)
+    assert torch.equal(ftp.device_get(moved, new_mesh, {"x": new, "n": P()})["x"], x)
+
+
 def test_trees_and_static_leaves():
     mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
     tree = {"w": tensor((5, 3)), "n": 3, "none": None, "b": tensor((4,))}
@@ -99,4 +111,19 @@ def test_bad_specs(old, new, text):
     x = ftp.device_put(tensor((4,)), mesh, P("a"))
     with pytest.raises(ftp.FtpError) as caught:
         ftp.reshard(x, mesh, old, new)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"new_mesh": ftp.AbstractMesh((2,), ("a",))}, "is abstract: nothing lies on it"),
+        ({"max_bytes": 8}, "max_bytes=8: give an int of at least 16"),
+        ({"new_mesh": ftp.simulated_mesh((2,), ("tp",))}, "tree has spec P('b'), but the mesh has no axis 'b'; its axes are 'tp' (size 2)"),
+    ],
+)
+def test_bad_moves(options, text):
+    mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
+    with pytest.raises(ftp.FtpError) as caught:
+        ftp.reshard(ftp.device_put(tensor((4,)), mesh, P("a")), mesh, P("a"), P("b"), **options)
     assert text in str(caught.value)
