@@ -28,7 +28,7 @@ from ftp.prover import Case, prove, results_of
 from ftp.registry import Call, Meta, Rule, bind, tensors
 from ftp.trials import Held, holding, resized, size_arguments
 
-FORMAT = 1  # of the files, and of what counts as proven: a new one forgets the old
+FORMAT = 2  # of the files, and of what counts as proven: a new one forgets the old
 CPU_SECONDS = 10  # per form of a call
 SECONDS = 45.0
 TIMEOUTS = 2  # after as many in one process nothing more is tried
@@ -217,7 +217,7 @@ DRAWS = ("normal", "positive", "ties")
 def _search(call: Call) -> dict[str, Any]:
     cases = _trials(call)
     if not cases:
-        return asdict(Finding(reason="no small call of it could be made that gives the same twice, and new tensors"))
+        return asdict(Finding(reason="no small call of it could be made that gives the same twice, new tensors, and not only zeros"))
     few = _one_of_each_size(cases)
     held = [h for h in holding(cases[0].op, cases[0].args, cases[0].kwargs, cases[0].results) if _useful(h)]
     chosen: list[Held] = []
@@ -266,7 +266,7 @@ class _Trial:
 
     @classmethod
     def of(cls, call: Call, sizes: Sequence[int], renamed: bool, exact: bool, draw: str, seed: int) -> "_Trial | None":
-        """None where the op takes no such call, or what it gives is not a function of it."""
+        """None where the op takes no such call, what it gives is not a function of it, or says nothing."""
         distinct = dict.fromkeys(s for m in (*call.operands, *call.results) for s in m.shape if s > 1)
         if len(distinct) > len(sizes):
             return None
@@ -295,6 +295,8 @@ class _Trial:
         operands = list(tensors((args, kwargs), Tensor))
         if any(not _equal(a, b) for a, b in zip(before, operands, strict=True)):
             return None
+        if not all(_tells(r) for r in results):
+            return None
         held = {x.untyped_storage().data_ptr() for x in operands if x.numel()}
         if any(r.untyped_storage().data_ptr() in held for r in made if r.numel()):
             return None
@@ -319,6 +321,11 @@ def _drawn(shape: tuple[int, ...], meta: Meta, draw: str, below: int, exact: boo
 
 def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _tells(result: Any) -> bool:
+    """Whether a result can tell placements apart: what is zero or undefined everywhere is so whatever is cut."""
+    return not isinstance(result, Tensor) or not result.numel() or bool((result.nan_to_num() != 0).any())
 
 
 def _useful(held: Held) -> bool:

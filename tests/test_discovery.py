@@ -63,6 +63,12 @@ def writes_unsaid(x: Tensor) -> Tensor:
     return x.clone()
 
 
+@torch.library.custom_op("ftp_tests::far_out", mutates_args=())
+def far_out(x: Tensor) -> Tensor:
+    """Of all of ``x``, though it is zero wherever trials look."""
+    return (x > 1e3) * x.mean()
+
+
 @torch.library.custom_op("ftp_tests::even_only", mutates_args=())
 def even_only(x: Tensor) -> Tensor:
     """Pointwise where the first dim has an even number of rows."""
@@ -117,6 +123,7 @@ def test_what_is_found(op, args, rule, linear):
         (lambda: call(torch.ops.ftp_tests.writes.default, floats(4)), "changes or aliases"),
         (lambda: call(torch.ops.ftp_tests.noisy.default, floats(4, 3)), "gives the same twice"),
         (lambda: call(torch.ops.ftp_tests.writes_unsaid.default, floats(4, 3)), "gives the same twice"),
+        (lambda: call(torch.ops.ftp_tests.far_out.default, floats(4, 3)), "not only zeros"),
         (lambda: call(torch.ops.ftp_tests.whole.default, floats(4, 3)), "no placement holds"),
         (lambda: call(torch.ops.ftp_tests.aborts.default, floats(4), results=(floats(4),)), "ended early: signal 6"),
     ],
