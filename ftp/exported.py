@@ -25,11 +25,12 @@ from ftp.partition import LocalProgram, Partitioner
 from ftp.placement import take
 from ftp.planner import Plan, Specs, make_plan
 from ftp.program import groups_of
+from ftp.recorder import is_deterministic
 from ftp.simulate import COLLECTIVES
 from ftp.simulate import simulate as run_in_lockstep
 from ftp.source import told_line
 from ftp.spec import PartitionSpec, check_spec, local_pieces, local_shape
-from ftp.trace import Traced, is_deterministic, trace
+from ftp.trace import Traced, trace
 from ftp.tree import flatten
 
 if TYPE_CHECKING:

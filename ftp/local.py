@@ -28,10 +28,11 @@ from ftp.axis import OPS, Inside, entered, is_inside
 from ftp.errors import SpecError, TraceError, join_failures
 from ftp.mesh import AnyMesh, resolve
 from ftp.notation import Dims
+from ftp.refusals import SURROUNDING
 from ftp.registry import BoundRule
 from ftp.source import user_line
 from ftp.spec import PartitionSpec, Units
-from ftp.trace import SURROUNDING, Traced, trace
+from ftp.trace import Traced, trace
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.varying import Axes, cause, infer, without_known_sums
 
