@@ -36,6 +36,7 @@ def shard(
     compile: bool = False,
     strict: bool = False,
     certify: bool = False,
+    pack: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -49,9 +50,10 @@ def shard(
         has_aux: the loss function returns ``(loss, aux)``, and the step ``((loss, aux), grads)``, aux replicated.
         reshard_after_forward: drop a parameter's gathered copy after the forward pass and gather it again for the backward pass.
         donate: positions of arguments whose memory the step may reuse; they must not be used afterwards.
-        compile: compile each rank's graph with torch.compile (the simulator runs it as it is).
+        compile: compile each rank's graph with inductor (the simulator runs it as it is).
         strict: an op without a sharding rule is an error, rather than replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
+        pack: issue small all-reduces that are ready together as one. What is certified is the program before that.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -85,7 +87,7 @@ def shard(
         out_specs,
         arguments=("params", *names[1:]),
         state=(0,),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify),
+        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack),
     )
 
 
@@ -101,6 +103,7 @@ def spmd(
     compile: bool = False,
     strict: bool = False,
     certify: bool = False,
+    pack: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -134,7 +137,7 @@ def spmd(
         output_specs,
         arguments=names,
         state=(0, *donate),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify),
+        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack),
     )
 
 

@@ -10,10 +10,12 @@ import optree
 import torch
 from torch import fx
 
+from ftp.compile import Run, compiled, eager
 from ftp.errors import MeshError
 from ftp.graph import Value
 from ftp.mesh import Mesh, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
+from ftp.passes import Packs, pack, packs
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
 from ftp.simulate import simulate
@@ -32,6 +34,8 @@ class Program:
         out_leaves, is_static: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
         leaf_specs: per leaf of the arguments, static ones too.
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or ``batch``.
+        pack: small all-reduces that are ready together are one.
+        donated: positions of inputs whose memory a run may use for its outputs.
     """
 
     mesh: Mesh
@@ -46,10 +50,20 @@ class Program:
     leaf_specs: tuple[PartitionSpec, ...]
     compile: bool = False
     roles: tuple[str, ...] = ()
+    pack: bool = False
+    donated: tuple[int, ...] = ()
 
     @cached_property
     def partitioner(self) -> Partitioner:
         return Partitioner(self.plan, mesh_device(self.mesh), self.mesh.group_name)
+
+    @cached_property
+    def _packs(self) -> Packs:
+        return packs(self.plan.graph)
+
+    @cached_property
+    def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
+        return {}
 
     @property
     def out_specs(self) -> list[PartitionSpec]:
@@ -68,7 +82,14 @@ class Program:
         """This rank's program; the first rank's where there are no processes."""
         if coordinate is None:
             coordinate = require_coordinate(self.mesh) if self.mesh.kind == "process" else dict.fromkeys(self.mesh.axes, 0)
-        return self.partitioner.program(coordinate)
+        local = self.partitioner.program(coordinate)
+        if not self.pack:
+            return local
+        if local.gm not in self._packed:
+            graph = pack(local.gm.graph, self._packs)
+            issued = tuple(node.meta["collective"] for node in graph.nodes if "collective" in node.meta)
+            self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
+        return self._packed[local.gm]
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -84,12 +105,19 @@ class Program:
         offsets = program.offsets_at(require_coordinate(self.mesh))
         device = mesh_device(self.mesh)
         extra = [*(c.to(device) for c in self.constants), *offsets]
-        function = torch.compile(program.gm, dynamic=False) if self.compile else program.gm
-        return lambda inputs: function(*inputs, *extra)
+        prepared: list[Run] = []
+
+        def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            given = [*inputs, *extra]
+            if not prepared:
+                prepared.append((compiled if self.compile else eager)(program.gm.graph, given, self.donated))
+            return prepared[0](given)
+
+        return run
 
     def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinates = self.mesh.coordinates()
-        programs = [self.partitioner.program(c) for c in coordinates]
+        programs = [self.local(c) for c in coordinates]
         axes = self.mesh.axes
         locals_ = []
         for coordinate, program in zip(coordinates, programs, strict=True):

@@ -52,6 +52,7 @@ class Options:
     compile: bool
     strict: bool
     certify: bool
+    pack: bool = False
 
 
 @dataclass(frozen=True)
@@ -251,6 +252,8 @@ class Step:
             tuple(specs),
             self._options.compile,
             tuple(_role(call.positions[i], state) for i in tensor_leaves),
+            self._options.pack,
+            tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in self._options.donate),
         )
         if self._options.certify:
             certified(program)

@@ -68,6 +68,8 @@ ORDER = [
     "inline",
     "partition",
     "simulate",
+    "passes",
+    "compile",
     "program",
     "report",
     "lowered",

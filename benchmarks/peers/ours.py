@@ -1,0 +1,36 @@
+"""ftp: the single-device train step, the specs of Megatron, nothing else."""
+
+import models  # type: ignore[import-not-found]
+import torch
+
+import ftp
+from ftp import P
+from peers.workloads import RATE, Step, Workload, loss_of, module
+
+TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp"), "net2.bias": P()}
+
+
+def build(work: Workload, *, compiled: bool) -> Step:
+    mesh = ftp.make_mesh((torch.distributed.get_world_size(),), ("tp",), device_type="cpu")
+    fn, params = ftp.functionalize(module(work))
+    loss_fn = loss_of(work)
+    specs = ftp.plan(params, TOY if work.cfg is None else models.specs(models.cuts(work.cfg), tp="tp"))
+    optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE)
+
+    def train_step(params, state, batch):
+        x, y = batch
+        grads, loss = torch.func.grad_and_value(lambda p: loss_fn(fn(p, x), y))(params)
+        params, state = optimizer.update(grads, state, params)
+        return params, state, loss
+
+    of_state = optimizer.specs(params, specs)
+    run = ftp.spmd(train_step, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), compile=compiled, pack=True)
+    state = ftp.device_put(optimizer.init(params), mesh, of_state)
+    params = ftp.device_put(params, mesh, specs)
+
+    def step(batch):
+        nonlocal params, state
+        params, state, loss = run(params, state, batch)
+        return loss
+
+    return step

@@ -1,0 +1,108 @@
+"""Results written where an operand lies that is not needed any more: donated weights and moments are updated in place."""
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ftp.passes.alias import families, is_view
+from ftp.passes.copies import copied
+
+aten = torch.ops.aten
+
+
+def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The same module, its nodes with fake tensors of what they give for such inputs (``meta["val"]``)."""
+    with torch.no_grad():
+        FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+    return gm
+
+
+def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
+    """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides and dtype, write to its memory.
+
+    What may be written to: results of the graph's own ops, and the inputs at positions ``donated``. An output that lies in an input's
+    memory is a tensor of its own. The graph is one of `with_values`.
+    """
+    new, _ = copied(graph)
+    nodes = list(new.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    free = {inputs[i] for i in donated}
+    family = families(new)
+    last = _last_uses(nodes, family)
+    kept: dict[fx.Node, fx.Node] = {}  # of a family whose memory is another's, the operand that it was written to
+    written: set[fx.Node] = set()
+
+    def base(node: fx.Node) -> fx.Node:
+        found = family[node]
+        while found in kept:
+            found = family[kept[found]]
+        return found
+
+    for at, node in enumerate(nodes):
+        target = in_place(node)
+        if target is None:
+            continue
+        first = node.args[0]
+        if not isinstance(first, fx.Node) or (is_view(first) and first not in written) or not _same_layout(first, node):
+            continue
+        root = base(first)
+        if last[root] > at or any(base(other) is root for other in _others(node)) or not (root in free or _is_fresh(root)):
+            continue
+        node.target = target
+        written.add(node)
+        kept[family[node]] = first
+        last[root] = max(last[root], last[family[node]])
+    output = new.output_node()
+    taken: dict[fx.Node, fx.Node] = {}
+    with new.inserting_before(output):
+        for result in dict.fromkeys(output.all_input_nodes):
+            if base(result).op == "placeholder" and base(result) is not family[result]:
+                taken[result] = new.call_function(aten.detach.default, (result,))
+    output.args = (map_arg(output.args[0], lambda n: taken.get(n, n)),)
+    return new
+
+
+def in_place(node: fx.Node) -> Any:
+    """The op that writes to its first operand what this node's op gives; None without one."""
+    target: Any = node.target
+    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None)
+    found = None if packet is None or target._overloadname not in packet.overloads() else getattr(packet, target._overloadname)
+    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
+        return None
+    writes = found._schema.arguments[0].alias_info
+    return found if writes is not None and writes.is_write else None
+
+
+def _others(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_arg((node.args[1:], node.kwargs), found.append)
+    return found
+
+
+def _same_layout(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, FakeTensor) or not isinstance(y, FakeTensor):
+        return False
+    return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride() and is_non_overlapping_and_dense_or_false(x)
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a node's result lies in memory of its own, which nothing outside the graph knows."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+
+
+def _last_uses(nodes: Sequence[fx.Node], family: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    last: dict[fx.Node, int] = {}
+    for at, node in enumerate(nodes):
+        last.setdefault(family[node], at)
+        for operand in node.all_input_nodes:
+            last[family[operand]] = at
+    return last

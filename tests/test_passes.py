@@ -1,0 +1,239 @@
+"""Passes over a rank's graph change no value: simulated before and after, on random programs and on train steps."""
+
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from dist.launch import launch  # type: ignore[import-not-found]
+from hypothesis import given, settings
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+from programs import AXES, Drawn, programs
+from test_programs import QUICK, compare
+from torch import fx
+
+import ftp
+from ftp import P
+from ftp.passes import drop_copies, pack, packs, reuse_memory, schedule, with_values
+from ftp.program import Program, groups_of, join_parts, shard_of
+from ftp.simulate import simulate
+
+C10D = torch.ops._c10d_functional
+ADAMW = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+Pass = Callable[[fx.Graph], fx.Graph]
+
+
+def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass], donated: Sequence[int] | None = None) -> tuple[Any, list]:
+    """The program's outputs after some passes, whole, and the rank's inputs as the run left them."""
+    coordinates, axes = program.mesh.coordinates(), program.mesh.axes
+    locals_, inputs = [], []
+    for coordinate in coordinates:
+        local = program.local(coordinate)
+        shards = [shard_of(x, spec, axes, coordinate).clone() for x, spec in zip(leaves, program.in_specs, strict=True)]
+        inputs.append([*shards, *program.constants, *local.offsets_at(coordinate)])
+        graph = local.gm.graph
+        for change in passes:
+            graph = change(graph)
+        if donated is not None:
+            graph = reuse_memory(with_values(fx.GraphModule({}, graph), inputs[-1]).graph, donated)
+        locals_.append(replace(local, gm=fx.GraphModule({}, graph)))
+    outputs = simulate(locals_, inputs, groups_of(program.mesh))
+    whole = [
+        join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
+        for i, (spec, shape) in enumerate(zip(program.out_specs, program.out_shapes, strict=True))
+    ]
+    issued = {tuple((n.target, *n.args[1:]) for n in p.gm.graph.nodes if "collective" in n.meta) for p in locals_}
+    assert len({tuple(str(call[0]) for call in calls) for calls in issued}) == 1, "all ranks issue the same collectives"
+    return whole, inputs
+
+
+def all_passes(program: Program) -> list[Pass]:
+    return [partial(pack, found=packs(program.plan.graph)), drop_copies, schedule]
+
+
+@settings(QUICK, max_examples=60)
+@given(programs(gradients=False))
+def test_random_programs_keep_their_values(drawn: Drawn):
+    mesh = ftp.simulated_mesh(drawn.mesh, AXES[: len(drawn.mesh)])
+    options: dict[str, Any] = {"data_axes": drawn.data_axes, "reshard_after_forward": drawn.reshard_after_forward}
+    step = ftp.spmd(drawn.function, mesh, tuple(i.spec for i in drawn.inputs), drawn.out_specs, **options)
+    program = step.lower(*drawn.values)._program
+    expected = list(drawn.function(*drawn.values))
+    outputs = [expected[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True) if not static]
+    for donated in ((), range(len(drawn.values))):
+        found, inputs = run(program, drawn.values, all_passes(program), donated)
+        compare([found[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True) if not static], outputs)
+        if not donated:
+            for x, spec, shards in zip(drawn.values, program.in_specs, zip(*inputs, strict=False), strict=False):
+                for coordinate, shard in zip(mesh_of(program), shards, strict=True):
+                    assert torch.equal(shard, shard_of(x, spec, program.mesh.axes, coordinate)), "an input that is kept was written to"
+
+
+def mesh_of(program: Program) -> list[dict[str, int]]:
+    return list(program.mesh.coordinates())
+
+
+# Train steps.
+
+PLANS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, str], P]] = {
+    "tp": ((2,), ("tp",), {"tp": "tp"}, P()),
+    "dp": ((2,), ("dp",), {}, P("dp")),
+    "zero": ((2,), ("dp",), {"zero": "dp"}, P("dp")),
+    "zero×tp": ((2, 2), ("dp", "tp"), {"tp": "tp", "zero": "dp"}, P("dp")),
+    "tp of three": ((3,), ("tp",), {"tp": "tp"}, P()),
+}
+
+
+def train_step(loss_fn: Any, params: Any, state: Any, batch: Any) -> Any:
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    params, state = ADAMW.update(grads, state, params)
+    return params, state, loss
+
+
+def lowered(plan: str, layers: int = 1, **options: Any) -> tuple[ftp.Lowered, list[torch.Tensor], list[torch.Tensor]]:
+    """A train step's program, its inputs, and the outputs on one device."""
+    shape, axes, weights, batch_specs = PLANS[plan]
+    cfg = LlamaConfig(vocab=67, layers=layers)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
+    step, args = partial(train_step, lm_loss(fn)), (params, ADAMW.init(params), lm_batch(cfg, 4, 6))
+    of_params = ftp.plan(params, specs(cuts(cfg), **weights))  # type: ignore[arg-type]
+    of_state = ADAMW.specs(params, of_params)
+    mesh = ftp.simulated_mesh(shape, axes)
+    out_specs = (of_params, of_state, P())
+    made = ftp.spmd(step, mesh, (of_params, of_state, batch_specs), out_specs, donate=(0, 1), **options).lower(*args)
+    leaves = [ftp.tree.flatten(tree)[0] for tree in (args, step(*args))]
+    return made, leaves[0], leaves[1]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_train_steps_keep_their_values_and_write_in_place(plan: str):
+    made, leaves, expected = lowered(plan)
+    program = made._program
+    found, inputs = run(program, leaves, all_passes(program), program.donated)
+    compare([found[leaf] for leaf in program.out_leaves], expected)
+    assert len(program.donated) == len(leaves) - 2
+    for at, (shards, spec) in enumerate(zip(zip(*inputs, strict=False), program.in_specs, strict=False)):
+        before = [shard_of(leaves[at], spec, program.mesh.axes, c) for c in mesh_of(program)]
+        assert all(map(torch.equal, shards, before)) == (at not in program.donated), program.plan.graph.inputs[at].name
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+def test_sums_of_the_loss_take_two_collectives(layers: int):
+    assert len(lowered("tp", layers)[0].collectives) == 2 + 4 * layers + 3
+    packed = lowered("tp", layers, pack=True)[0]
+    assert len(packed.collectives) == 2 + 4 * layers + 2
+    assert sum("collective" in node.meta for node in packed.graph.graph.nodes) == len(packed.collectives)
+
+
+def test_gradients_of_data_parallelism_are_few_collectives():
+    plain, packed = lowered("dp")[0].collectives, lowered("dp", pack=True)[0].collectives
+    assert len(plain) > 10
+    assert len(packed) <= 2
+    assert sum(c.nbytes for c in packed) == sum(c.nbytes for c in plain)
+
+
+def test_packed_steps_equal_one_device():
+    cfg = LlamaConfig(vocab=67, layers=1)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
+    of_params = ftp.plan(params, specs(cuts(cfg), tp="tp"))
+    step = ftp.shard(lm_loss(fn), ftp.simulated_mesh((3,), ("tp",)), of_params, pack=True, certify=True)
+    grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, lm_batch(cfg))
+    compare(step(params, lm_batch(cfg)), (loss, grads))
+
+
+@pytest.mark.parametrize("limit", [8, 100, 3000, 10**6])
+def test_packs_keep_to_their_sizes(limit: int):
+    graph = lowered("dp")[0].plan.graph
+    sizes = {n.name: math.prod(n.results[0].shape) * n.results[0].dtype.itemsize for n in graph.nodes if n.kind == "move"}
+    of_one, together = packs(graph, pack_bytes=limit).groups, packs(graph, bucket_bytes=limit).groups
+    assert all(sizes[name] <= limit for name in itertools.chain(*of_one))
+    assert all(sum(sizes[name] for name in group) <= limit for group in together)
+    assert sum(map(len, of_one)) == sum(size <= limit for size in sizes.values())
+
+
+def test_products_for_weights_stand_between_a_start_and_its_wait():
+    made, _, _ = lowered("tp", 2)
+    graph = schedule(drop_copies(made.graph.graph))
+    nodes = list(graph.nodes)
+    assert [n.meta["origin"] for n in nodes if "collective" in n.meta] == [
+        n.meta["origin"] for n in made.graph.graph.nodes if "collective" in n.meta
+    ]
+    position = {node: at for at, node in enumerate(nodes)}
+    covered = 0
+    for node in nodes:
+        if node.target is C10D.all_reduce.default:
+            (wait,) = node.users
+            covered += any(n.target is torch.ops.aten.mm.default for n in nodes[position[node] : position[wait]])
+    assert covered >= 2 * 2
+    first_update = next(at for at, n in enumerate(nodes) if n.target is torch.ops.aten.addcdiv.default)
+    assert first_update < position[[n for n in nodes if "collective" in n.meta][-1]], "weights are updated before the last collective"
+
+
+def test_what_is_read_later_is_not_written():
+    def f(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        c = a + b
+        d = c * 2
+        view = c.t()
+        return d, view.sum(), (a * 3).exp(), b.expand(2, 2, 2) * 1
+
+    graph = fx.GraphModule({}, torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2, 2), torch.ones(2, 2)).graph)
+    given = [torch.randn(2, 2), torch.randn(2, 2)]
+    for donated in ((), (0,), (0, 1)):
+        changed = reuse_memory(with_values(graph, given).graph, donated)
+        mine = [x.clone() for x in given]
+        torch.testing.assert_close(fx.GraphModule({}, changed)(*mine), f(*given))
+        for i, x in enumerate(given):
+            assert i in donated or torch.equal(mine[i], x)
+        assert any(str(node.target).endswith("exp_.default") for node in changed.nodes)
+
+
+# On processes.
+
+
+def _trained(options: dict[str, Any], n: int) -> tuple[float, bool]:
+    mesh = ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
+    cfg = LlamaConfig(vocab=67, heads=3, dim=12, hidden=10, layers=1)
+    fn, full = ftp.functionalize(build(cfg, dtype=torch.float64))
+    step = partial(train_step, lm_loss(fn))
+    of_params = ftp.plan(full, specs(cuts(cfg), tp="tp"))
+    of_state = ADAMW.specs(full, of_params)
+    run = ftp.spmd(step, mesh, (of_params, of_state, P()), (of_params, of_state, P()), donate=(0, 1), pack=True, **options)
+    alone = full, ADAMW.init(full)
+    cut = ftp.device_put(full, mesh, of_params), ftp.device_put(ADAMW.init(full), mesh, of_state)
+    error, in_place = 0.0, True
+    for i in range(n):
+        batch = lm_batch(cfg, 4, 6, seed=i)
+        *alone, expected = step(*alone, batch)
+        before = cut[0]["head.weight"].data_ptr()
+        *cut, loss = run(*cut, batch)
+        in_place &= cut[0]["head.weight"].data_ptr() == before
+        error = max(error, abs(float(loss - expected)))
+    whole = ftp.device_get(cut[0], mesh, of_params)
+    error = max(error, *(float((whole[k] - v).abs().max()) for k, v in alone[0].items()))
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return error, in_place
+
+
+def _check_trained(options: dict[str, Any], timeout: float) -> None:
+    ranks = launch(_trained, 2, options, 3, timeout=timeout)
+    assert [r.exit for r in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
+    for rank in ranks:
+        assert rank.value[0] < 1e-9
+        assert rank.value[1], "a donated weight is updated where it lies"
+
+
+@pytest.mark.dist
+def test_steps_in_place_equal_one_device():
+    _check_trained({}, 90)
+
+
+@pytest.mark.dist
+@pytest.mark.slow
+def test_compiled_steps_equal_one_device():
+    _check_trained({"compile": True}, 300)
