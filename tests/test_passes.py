@@ -16,12 +16,14 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 from programs import AXES, Drawn, programs
 from test_programs import QUICK, compare
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp import P
 from ftp.passes import drop_copies, pack, packs, reuse_memory, schedule, with_values
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import simulate
+from ftp.tree import flatten
 
 C10D = torch.ops._c10d_functional
 ADAMW = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
@@ -106,7 +108,7 @@ def lowered(plan: str, layers: int = 1, **options: Any) -> tuple[ftp.Lowered, li
     mesh = ftp.simulated_mesh(shape, axes)
     out_specs = (of_params, of_state, P())
     made = ftp.spmd(step, mesh, (of_params, of_state, batch_specs), out_specs, donate=(0, 1), **options).lower(*args)
-    leaves = [ftp.tree.flatten(tree)[0] for tree in (args, step(*args))]
+    leaves = [flatten(tree)[0] for tree in (args, step(*args))]
     return made, leaves[0], leaves[1]
 
 
@@ -181,7 +183,7 @@ def test_what_is_read_later_is_not_written():
         view = c.t()
         return d, view.sum(), (a * 3).exp(), b.expand(2, 2, 2) * 1
 
-    graph = fx.GraphModule({}, torch.fx.experimental.proxy_tensor.make_fx(f)(torch.ones(2, 2), torch.ones(2, 2)).graph)
+    graph = fx.GraphModule({}, make_fx(f)(torch.ones(2, 2), torch.ones(2, 2)).graph)
     given = [torch.randn(2, 2), torch.randn(2, 2)]
     for donated in ((), (0,), (0, 1)):
         changed = reuse_memory(with_values(graph, given).graph, donated)
@@ -203,14 +205,14 @@ def _trained(options: dict[str, Any], n: int) -> tuple[float, bool]:
     of_params = ftp.plan(full, specs(cuts(cfg), tp="tp"))
     of_state = ADAMW.specs(full, of_params)
     run = ftp.spmd(step, mesh, (of_params, of_state, P()), (of_params, of_state, P()), donate=(0, 1), pack=True, **options)
-    alone = full, ADAMW.init(full)
-    cut = ftp.device_put(full, mesh, of_params), ftp.device_put(ADAMW.init(full), mesh, of_state)
+    alone: Any = full, ADAMW.init(full)
+    cut: Any = ftp.device_put(full, mesh, of_params), ftp.device_put(ADAMW.init(full), mesh, of_state)
     error, in_place = 0.0, True
     for i in range(n):
         batch = lm_batch(cfg, 4, 6, seed=i)
-        *alone, expected = step(*alone, batch)
+        *alone, expected = step(alone[0], alone[1], batch)
         before = cut[0]["head.weight"].data_ptr()
-        *cut, loss = run(*cut, batch)
+        *cut, loss = run(cut[0], cut[1], batch)
         in_place &= cut[0]["head.weight"].data_ptr() == before
         error = max(error, abs(float(loss - expected)))
     whole = ftp.device_get(cut[0], mesh, of_params)

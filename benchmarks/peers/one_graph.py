@@ -3,9 +3,8 @@
 Inductor's code is called directly, without the guards of torch.compile and without AOTAutograd's wrapper; weights are written in place.
 """
 
-import operator
-
 import torch
+from torch._guards import TracingContext, tracing
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.decomposition import select_decomp_table
 from torch.func import functionalize
@@ -47,7 +46,7 @@ def build(work: Workload) -> Step:
     with torch.no_grad():
         pure = functionalize(traced, remove="mutations_and_views")
         gm = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
-    run = compile_in_place(gm, given, len(flat))
+    run = compile_in_place(gm, len(flat))
 
     def step(batch):
         return run([*flat, *batch])[0]
@@ -55,7 +54,7 @@ def build(work: Workload) -> Step:
     return step
 
 
-def compile_in_place(gm: torch.fx.GraphModule, given: list, written: int):
+def compile_in_place(gm: torch.fx.GraphModule, written: int):
     """Inductor's code for a graph whose first outputs are new values of its first inputs, written there; it returns the rest."""
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     output = gm.graph.output_node()
@@ -67,7 +66,5 @@ def compile_in_place(gm: torch.fx.GraphModule, given: list, written: int):
     gm.graph.eliminate_dead_code()
     gm.recompile()
     fake = [node.meta["val"] for node in inputs]
-    with torch._guards.tracing(torch._guards.TracingContext(fake[0].fake_mode)):
-        code = compile_fx_inner(gm, fake, is_inference=True)
-    assert operator.index(len(given)) == len(inputs)
-    return code
+    with tracing(TracingContext(fake[0].fake_mode)):
+        return compile_fx_inner(gm, fake, is_inference=True)

@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from typing import Any
 
-TORCH = {  # name -> file, options
+PEERS = {  # name -> file, options
     "plain": ("plain", {"compiled": False}),
     "plain compiled": ("plain", {"compiled": True}),
     "DTensor": ("dtensor", {"compiled": False}),
@@ -23,14 +23,14 @@ TORCH = {  # name -> file, options
     "ftp": ("ours", {"compiled": False}),
     "ftp compiled": ("ours", {"compiled": True}),
 }
-ALONE = ("plain", "plain compiled", "JAX in process")  # one process each
+ALONE = ("plain", "plain compiled")  # one process each
 
 
 def serve(spec: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     start = time.perf_counter(), time.process_time()
-    peer = _jax(spec) if spec["peer"].startswith("JAX") else _torch(spec)
+    peer = _Peer(spec)
     imported = time.perf_counter() - start[0]
     for line in sys.stdin:
         asked = json.loads(line)
@@ -53,7 +53,7 @@ def serve(spec: dict[str, Any]) -> None:
         answers.write(json.dumps(answer) + "\n")
 
 
-class _torch:
+class _Peer:
     def __init__(self, spec: dict[str, Any]):
         import torch
         import torch.distributed as dist
@@ -62,7 +62,7 @@ class _torch:
 
         torch.set_num_threads(1)
         self.work, self.workloads = workloads.WORKLOADS[spec["workload"]], workloads
-        self.file, self.options = TORCH[spec["peer"]]
+        self.file, self.options = PEERS[spec["peer"]]
         if spec["peer"] not in ALONE:
             dist.init_process_group("gloo", init_method=f"file://{spec['meet']}", rank=spec["rank"], world_size=spec["ranks"])
         self.batches = [workloads.batch(self.work, i) for i in range(workloads.BATCHES)]
@@ -94,28 +94,6 @@ class _torch:
                 shapes = event.input_shapes or [[0]]
                 nbytes += 4 * sum(_product(shape) for shape in shapes if isinstance(shape, list))
         return {"collectives": sum(found.values()), "kinds": dict(found), "bytes": nbytes}
-
-
-class _jax:
-    def __init__(self, spec: dict[str, Any]):
-        from peers import in_jax
-
-        self.peer = in_jax.Peer(spec)
-
-    def build(self):
-        return self.peer.build()
-
-    def batch(self, i: int) -> Any:
-        return self.peer.batch(i)
-
-    def value(self, loss: Any) -> float:
-        return float(loss)
-
-    def wait(self, loss: Any) -> None:
-        loss.block_until_ready()
-
-    def count(self, step: Any) -> dict[str, Any]:
-        return self.peer.count()
 
 
 def _product(shape: list[int]) -> int:

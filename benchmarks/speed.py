@@ -1,0 +1,154 @@
+"""Seconds of a train step, sharded by ftp and by its peers: two gloo ranks on this machine, one thread each, float32, AdamW included.
+
+    python benchmarks/speed.py [--json] [--workloads W1 W2 W3] [--rounds 5] [--peers ...]
+
+Every peer runs in processes of its own that stay while the peers take turns, a few steps each; medians and quartiles are over all
+steps, ratios over the turns, each against P4's in the same round. With ``--at-once`` fewer peers share the machine's memory, P4 in each
+set. A peer's first losses are compared with those of one device in float64.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+
+from peers import worker, workloads  # noqa: E402
+from record import save, show  # noqa: E402
+
+RANKS = 2
+FIRST = 3  # losses that are compared
+TOLERANCE = {"W1": 1e-5, "W2": 1e-4, "W3": 1e-4}  # relative: three steps in float32 beside float64
+ANCHOR = "P4"
+
+
+class Team:
+    """The processes of one peer on one workload."""
+
+    def __init__(self, peer: str, workload: str, folder: str):
+        self.name = peer
+        ranks = 1 if peer in worker.ALONE else RANKS
+        paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+        env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        stem = f"{folder}/{peer.replace(' ', '_')}"
+        env["TORCHINDUCTOR_CACHE_DIR"] = f"{stem}.cache"  # nothing is found compiled
+        spec = {"peer": peer, "workload": workload, "ranks": ranks, "meet": f"{stem}.meet"}
+        self.log = open(f"{stem}.log", "w+")  # noqa: SIM115
+        self.processes = [
+            subprocess.Popen(
+                [sys.executable, worker.__file__, json.dumps({**spec, "rank": rank})],
+                env=env,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.log,
+                text=True,
+            )
+            for rank in range(ranks)
+        ]
+
+    def ask(self, **question: Any) -> list[dict[str, Any]]:
+        """Each rank's answer."""
+        for process in self.processes:
+            assert process.stdin is not None
+            process.stdin.write(json.dumps(question) + "\n")
+            process.stdin.flush()
+        answers = []
+        for process in self.processes:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            if not line:
+                self.log.seek(0)
+                raise RuntimeError(f"{self.name}: {' '.join(self.log.read().strip().splitlines()[-3:])[-400:]}")
+            answers.append(json.loads(line))
+        return answers
+
+    def close(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.wait()
+        self.log.close()
+
+
+def measure(workload: str, peers: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """A row per peer; the peers take turns, ``steps`` steps each time."""
+    work = workloads.WORKLOADS[workload]
+    expected = workloads.reference(work, FIRST)
+    rows: dict[str, dict[str, Any]] = {peer: {"peer": peer} for peer in peers}
+    seconds: dict[str, list[list[float]]] = {peer: [] for peer in peers}
+    cpu: dict[str, list[float]] = {peer: [] for peer in peers}
+    teams: dict[str, Team] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            for peer in peers:  # one after another: first steps do not disturb each other
+                try:
+                    teams[peer] = Team(peer, workload, folder)
+                    answer = teams[peer].ask(first=FIRST)[0]
+                    teams[peer].ask(run=max(2, steps // 4))
+                except RuntimeError as e:
+                    rows[peer]["failed"] = str(e)
+                    teams.pop(peer).close()
+                    continue
+                off = max(abs(a - b) / abs(b) for a, b in zip(answer["losses"], expected, strict=True))
+                rows[peer] |= {key: answer[key] for key in ("first", "collectives", "kinds", "bytes")}
+                rows[peer] |= {"losses agree": off < TOLERANCE[workload], "loss off by": off}
+            for at in range(rounds):
+                turn = list(teams)[at % max(1, len(teams)) :] + list(teams)[: at % max(1, len(teams))]
+                for peer in turn:
+                    answers = teams[peer].ask(run=steps)
+                    seconds[peer].append(answers[0]["seconds"])
+                    cpu[peer].append(statistics.fmean(a["cpu"] for a in answers))
+                    rows[peer]["peak_mib"] = max(a["peak_mib"] for a in answers)
+                print(".", end="", file=sys.stderr, flush=True)
+        finally:
+            for team in teams.values():
+                team.close()
+    for peer in teams:
+        every = [s for turn in seconds[peer] for s in turn]
+        low, middle, high = statistics.quantiles(every, n=4)
+        rows[peer] |= {"ms": 1e3 * middle, "quartiles": [round(1e3 * low, 3), round(1e3 * high, 3)], "least": 1e3 * min(every)}
+        rows[peer] |= {"cpu ms": 1e3 * statistics.median(cpu[peer])}
+        if ANCHOR in teams:
+            medians = [(statistics.median(a), statistics.median(b)) for a, b in zip(seconds[peer], seconds[ANCHOR], strict=True)]
+            rows[peer]["ratio"] = statistics.median(mine / anchor for mine, anchor in medians)
+            rows[peer]["least ratio"] = rows[peer]["least"] / (1e3 * min(s for turn in seconds[ANCHOR] for s in turn))
+    return list(rows.values())
+
+
+COLUMNS = ("peer", "ratio", "ms", "quartiles", "least", "least ratio", "cpu ms", "first", "peak_mib", "collectives", "bytes")
+COLUMNS += ("losses agree", "failed")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/speed.json")
+    parser.add_argument("--workloads", nargs="+", choices=workloads.WORKLOADS, default=list(workloads.WORKLOADS))
+    parser.add_argument("--peers", nargs="+", choices=worker.PEERS, default=list(worker.PEERS))
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=1.0, help="about how long a turn takes on a quiet machine of two cores")
+    parser.add_argument("--at-once", type=int, default=12, help="peers whose processes live at a time")
+    args = parser.parse_args()
+    tables = {}
+    for name in args.workloads:
+        per_turn = max(2, int(args.seconds / {"W1": 0.001, "W2": 0.12, "W3": 0.6}[name]))
+        others = [peer for peer in args.peers if peer != ANCHOR]
+        sets = [others[i : i + args.at_once] for i in range(0, len(others), args.at_once)] or [[]]
+        rows: list[dict[str, Any]] = []
+        for chosen in sets:
+            with_anchor = [ANCHOR, *chosen] if ANCHOR in args.peers else chosen
+            rows += [row for row in measure(name, with_anchor, args.rounds, per_turn) if row["peer"] != ANCHOR or not rows]
+        tables[name] = rows
+        print(f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}")
+        show(rows, COLUMNS)
+    if args.json:
+        save("speed", {"ranks": RANKS, "rounds": args.rounds, **tables})
+
+
+if __name__ == "__main__":
+    main()
