@@ -23,6 +23,7 @@ from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.recompute import remat
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
 from ftp.restore import load
+from ftp.safetensors_folder import load_safetensors, save_safetensors
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
 from ftp.tree import plan
@@ -61,6 +62,7 @@ __all__ = [
     "init_params",
     "init_process_group",
     "load",
+    "load_safetensors",
     "local",
     "local_slice",
     "lower",
@@ -75,6 +77,7 @@ __all__ = [
     "reshard",
     "rule",
     "save",
+    "save_safetensors",
     "shard",
     "shard_exported",
     "simulated_mesh",

@@ -105,8 +105,8 @@ def save(
         _raise_unseen()
         _check_options(step, keep)
         shards = shards_of(tree, m, specs)
-        _check_leaves(shards)
-        draft = _new_draft(Path(path).absolute(), step) if _leads(m) else None
+        check_leaves(shards)
+        draft = _new_draft(Path(path).absolute(), step) if leads(m) else None
         given: Any = {"digest": digest(shards), "draft": str(draft), "step": step, "keep": keep}
     except Exception as e:
         given = e
@@ -159,7 +159,7 @@ def _check_options(step: Any, keep: Any) -> None:
             raise CheckpointError(f"{name}={value!r}: give an int of at least {least}, or None.")
 
 
-def _check_leaves(shards: Shards) -> None:
+def check_leaves(shards: Shards) -> None:
     """Raises for leaves that no file can hold, or that cannot be told apart in one."""
     failures = []
     first: dict[str, str] = {}
@@ -180,7 +180,8 @@ def _check_leaves(shards: Shards) -> None:
         raise InputError(join_failures(failures))
 
 
-def _leads(mesh: Mesh) -> bool:
+def leads(mesh: Mesh) -> bool:
+    """Whether this rank does what is done once."""
     return mesh.kind != "process" or (require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0])
 
 
@@ -232,7 +233,7 @@ class _Job:
     def run(self, content: Any) -> Path:
         """Writes this rank's files; the leading rank makes a checkpoint of them when all have done so."""
         target = self.draft.with_name(folder_name(int(self.draft.name[len(SAVING) :].split("-")[0]), self.step))
-        leads = _leads(self.mesh)
+        is_leading = leads(self.mesh)
         try:
             try:
                 if isinstance(content, Exception):
@@ -242,12 +243,12 @@ class _Job:
                 outcome = e
             told = share(self.mesh, f"{self.draft.name}/written", outcome, self.timeout, CheckpointError)
             try:
-                outcome = self._commit(told, target) if leads else None
+                outcome = self._commit(told, target) if is_leading else None
             except Exception as e:
                 outcome = e
             share(self.mesh, f"{self.draft.name}/committed", outcome, self.timeout, CheckpointError)
         finally:
-            if leads:
+            if is_leading:
                 _discard(self.draft)
         return target
 

@@ -22,7 +22,7 @@ from ftp.shards import share
 from ftp.spec import PartitionSpec, check_spec, local_shape
 from ftp.tensor_files import BYTES, Header, TensorFile, file_hash, read_header
 from ftp.transfer import Moving, move
-from ftp.tree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths, nearest
+from ftp.tree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths, nearest, tied_paths
 
 _READ = 64 * 2**20  # bytes read, or sent, at a time
 _SPREAD = 2**20  # bytes of a tensor from which on ranks that hold the same read a part each, and pass it on
@@ -164,7 +164,12 @@ class _Fetched:
 
 def _fetch(source: Source, like: Any, mesh: Mesh, specs: Any, rename: Callable[[str], str], verify: bool) -> _Fetched:
     leaves, treedef = flatten(like)
-    paths = [rename(dotted(path) or "tree") for path in leaf_paths(like)]
+    known = source.tensors.keys() | source.values.keys()
+    paths = []
+    for leaf, path in zip(leaves, leaf_paths(like), strict=True):
+        # A tied weight is saved under one of its paths.
+        names = [rename(dotted(p) or "tree") for p in tied_paths(leaf, path)]
+        paths.append(next((name for name in names if name in known), names[0]))
     leaf_specs = broadcast_specs(specs_of_any(PartitionSpec() if specs is None else specs, like, mesh), like, "like")
     wanted = [Wanted(*w) for w in zip(leaves, leaf_names(like, "like"), paths, leaf_specs, strict=True)]
     _check(wanted, source, mesh)

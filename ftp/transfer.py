@@ -112,12 +112,14 @@ def move(
     rank: int,
     device: torch.device,
     max_bytes: int | None,
+    to: torch.device | None = None,
 ) -> list[Tensor | None]:
     """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of ``world`` call it, with equal ``moving``.
 
     Args:
         shards: this rank's on the old mesh.
         world: the ranks of either mesh, ascending.
+        device: where messages are; ``to`` where the new shards are, if elsewhere.
         max_bytes: the most that messages hold at a time, sent and received; at least 16.
     """
     here, there = position(old, rank), position(new, rank)
@@ -127,7 +129,7 @@ def move(
         if there is not None:
             coordinate = new.coordinates()[there] if new.kind == "process" else None
             shape = m.shape if coordinate is None else local_shape(m.new, m.shape, new.axes, coordinate)
-            arrived[i] = torch.empty(shape, dtype=m.dtype, device=device)
+            arrived[i] = torch.empty(shape, dtype=m.dtype, device=to or device)
         for box, source, target in routes(old, new, m.old, m.new, m.shape, world):
             if source != target:
                 pieces.append(Piece(i, box, source, target))

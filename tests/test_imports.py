@@ -53,6 +53,7 @@ ORDER = [
     "refusals",
     "recorder",
     "functionalized",
+    "safetensors_folder",
     "trace",
     "varying",
     "local",
