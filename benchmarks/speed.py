@@ -146,8 +146,8 @@ def main() -> None:
         tables[name] = rows
         print(f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}")
         show(rows, COLUMNS)
-    if args.json:
-        save("speed", {"ranks": RANKS, "rounds": args.rounds, **tables})
+        if args.json:
+            save("speed", {"ranks": RANKS, "rounds": args.rounds, **tables})
 
 
 if __name__ == "__main__":

@@ -131,6 +131,9 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
     """Raises for a donated tensor that is a second leaf as well."""
     if beyond := [position for position in donate if not 0 <= position < len(call.args)]:
         raise DonationError(f"donate names argument {beyond[0]}, but the step is called with {len(call.args)} arguments, 0 the first.")
+    tensors = [id(leaf) for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
+    if len(set(tensors)) == len(tensors):
+        return
     first: dict[int, int] = {}
     for i, leaf in enumerate(call.leaves):
         j = first.setdefault(id(leaf), i) if isinstance(leaf, torch.Tensor) else i

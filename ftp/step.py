@@ -63,6 +63,7 @@ class _Planned:
         shapes: per leaf of the arguments its global shape.
         placements: per output of the graph where it lies.
         renewed: outputs that share memory with an argument or with another output, and how they get their own.
+        donated: leaves whose memory is reused, and what to remember of them.
     """
 
     program: Program
@@ -70,6 +71,7 @@ class _Planned:
     shapes: tuple[Shape | None, ...]
     placements: tuple[Placement, ...]
     renewed: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
+    donated: tuple[tuple[int, Donated], ...]
 
 
 class Step:
@@ -120,8 +122,8 @@ class Step:
             if explained is None:
                 raise
             raise explained from e
-        for position in self._options.donate:
-            _mark_donated(args[position], Donated(self._argument_name(position)))
+        for leaf, fact in planned.donated:
+            remember(call.leaves[leaf], fact)
         for tensor, where in zip(outputs, planned.placements, strict=True):
             remember(tensor, where)
         leaves = [leaf if static else outputs[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True)]
@@ -259,7 +261,9 @@ class Step:
             certified(program)
         placements = tuple(placement(self.mesh, spec, shape) for spec, shape in zip(program.out_specs, program.out_shapes, strict=True))
         donated = {node.name for node, i in zip(arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate}
-        return _Planned(program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated))
+        facts = {position: Donated(self._argument_name(position)) for position in self._options.donate}
+        marks = tuple((i, facts[call.positions[i]]) for i in tensor_leaves if call.positions[i] in facts)
+        return _Planned(program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated), marks)
 
     def _checked_out_specs(
         self, traced: Traced, graph: Graph, specs: Sequence[PartitionSpec], args: tuple[Any, ...]
@@ -285,12 +289,6 @@ def _role(position: int, state: Collection[int]) -> str:
     if position not in state:
         return "batch"
     return "optimizer" if position else "parameters"
-
-
-def _mark_donated(arg: Any, fact: Donated) -> None:
-    for leaf in flatten(arg)[0]:
-        if isinstance(leaf, torch.Tensor):
-            remember(leaf, fact)
 
 
 def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
