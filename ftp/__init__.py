@@ -17,11 +17,12 @@ from ftp.init import init_params
 from ftp.local import local
 from ftp.lowered import Lowered
 from ftp.manifest import checkpoints
-from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
+from ftp.mesh import AbstractMesh, destroy_process_group, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.recompute import remat
 from ftp.registry import along_dim, einsum, pointwise, reduction, rule
+from ftp.replicas import check_replicas
 from ftp.restore import load
 from ftp.safetensors_folder import load_safetensors, save_safetensors
 from ftp.spec import P, PartitionSpec, units
@@ -47,8 +48,10 @@ __all__ = [
     "along_dim",
     "axis",
     "certify",
+    "check_replicas",
     "checkpoints",
     "constrain",
+    "destroy_process_group",
     "device_get",
     "device_put",
     "einsum",

@@ -3,17 +3,20 @@
 A mesh's ranks number their calls, and within them their agreements, alike, so that keys made of these numbers meet.
 A rank joins an agreement when it changes its program; while it goes on with the program of its last call it says nothing.
 So a rank that has reached call ``c`` in silence, while another opens an agreement at ``c``, disagrees. A thread of its
-own answers for it, as it may be waiting in a collective by then.
+own answers for it, as it may be waiting in a collective by then. The same thread answers when a collective of a peer has
+failed, and the peer asks who is still there.
 """
 
 import atexit
 import contextlib
 import json
+import os
+import sys
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ftp.errors import FtpError, MismatchError
-from ftp.mesh import START_TIMEOUT, Mesh, require_coordinate, restart_count
+from ftp.errors import CollectiveError, FtpError, MismatchError
+from ftp.mesh import Mesh, Timeouts, require_coordinate, restart_count, set_timeout, timeouts
 
 _WATCH = 0.5  # seconds between two looks of the watching thread
 _LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
+_ROLL_CALL = 3.0  # seconds for all ranks to say that they are there: a few looks of the watching thread
 _AGREED = "agreed"
 
 
@@ -41,7 +45,9 @@ class Calls:
         self.mesh = mesh
         self.call = 0
         self.program: str | None = None
-        self.failure: str | None = None
+        self.failure: FtpError | None = None
+        self._is_running = False
+        self._finished: set[str] = set()
         self._agreed_call = 0
         self._joined = 0
         self._exchanges: dict[str, int] = {}
@@ -50,33 +56,62 @@ class Calls:
         if mesh.kind == "process":
             require_coordinate(mesh)
         self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
+        self._given = None if self._alone else timeouts()
+        self._timeouts = self._given or Timeouts()
 
     def next(self) -> int:
         """The number of the call that is about to begin, the same until `begin`."""
         return self.call + 1
 
-    def begin(self, call: int, program: str, timeout: float = START_TIMEOUT) -> None:
+    def begin(self, call: int, program: str, timeout: float | None = None) -> None:
         """Notes that this rank runs ``program`` as call number ``call``; every step calls it before its collectives.
 
         ``program`` is a fingerprint, equal on all ranks. One that was not agreed on in this call and is not the last
         call's, as when a train and an evaluation step take turns, is agreed on here.
         """
-        if self.failure is not None:
-            raise MismatchError(self.failure)
+        self._check()
         if program != self.program:
             if call != self._agreed_call:
                 self.agree(call, {"program": program}, timeout)
             self.program = program
         self.call = call
 
-    def agree(self, call: int, payload: dict[str, str] | Exception, timeout: float) -> None:
+    @contextlib.contextmanager
+    def running(self, describe: Callable[[BaseException], str] = lambda error: "") -> Iterator[None]:
+        """Around the collectives of the call that has begun: sets how long they wait, and says of one that fails what is behind it.
+
+        Args:
+            describe: what is known of the collective that raised the exception, "" if nothing.
+
+        Raises:
+            MismatchError, CollectiveError: from the exception.
+        """
+        program = self.program or ""
+        is_first = self._given is not None and program not in self._finished
+        if is_first:
+            set_timeout(self.mesh, self._timeouts.start)
+        self._is_running = True
+        try:
+            yield
+        except RuntimeError as error:
+            explained = self.explain(error, describe(error))
+            if explained is None:
+                raise
+            raise explained from error
+        finally:
+            self._is_running = False
+        if is_first:
+            self._finished.add(program)
+            set_timeout(self.mesh, self._timeouts.step)
+
+    def agree(self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None) -> None:
         """See the function `agree`."""
+        timeout = self._timeouts.start if timeout is None else timeout
         if self._alone:
             if isinstance(payload, Exception):
                 raise payload
             return
-        if self.failure is not None:
-            raise MismatchError(self.failure)
+        self._check()
         store, _ = self._connect()
         # Before anything is published: from here on the watching thread knows that this rank speaks for itself.
         number, self._joined = self._joined, self._joined + 1
@@ -92,20 +127,20 @@ class Calls:
         if not _wait(timeout, lambda: board.is_settled() or board.is_broken()):
             board.settle(board.report_absent(call, timeout))
         if board.is_broken():
-            self.failure = board.broken()
-        verdict = self.failure or board.verdict()
+            self.failure = MismatchError(board.broken())
+        verdict = board.verdict() if self.failure is None else str(self.failure)
         if verdict != _AGREED:
             board.linger()
             raise MismatchError(verdict)
         board.clean()
         self._agreed_call = call
 
-    def exchange(self, key: str, value: str, timeout: float) -> list[str]:
+    def exchange(self, key: str, value: str, timeout: float | None = None) -> list[str]:
         """See the function `exchange`."""
+        timeout = self._timeouts.start if timeout is None else timeout
         if self._alone:
             return [value]
-        if self.failure is not None:
-            raise MismatchError(self.failure)
+        self._check()
         store, _ = self._connect()
         turn = self._exchanges[key] = self._exchanges.get(key, 0) + 1
         keys = {rank: f"{self._prefix()}/exchange/{key}/{turn}/{rank}" for rank in self.mesh.ranks}
@@ -119,20 +154,38 @@ class Calls:
             raise MismatchError(f"{_ranks(absent)} never came to exchange {key!r}, in {timeout:g} s.{_ABSENT}")
         return [v.decode() for v in store.multi_get(list(keys.values()))]
 
-    def explain(self, error: BaseException) -> FtpError | None:
-        """The disagreement behind a collective's failure, if it is one; the caller raises it from ``error``.
+    def explain(self, error: BaseException, where: str = "") -> FtpError | None:
+        """What is behind a collective's failure, for the caller to raise from ``error``: a disagreement, or a rank that is missing.
 
-        Peers that have seen a disagreement leave their process groups, which this rank sees as a lost connection.
+        Peers that have seen a disagreement, or have ended, close their connections, which this rank sees as a lost one. It asks all
+        ranks whether they are there; the first to know publishes it, and those that still wait are interrupted.
+
+        Args:
+            where: the collective and its source line, if known.
         """
-        if not self._alone and self.failure is None and isinstance(error, RuntimeError) and self._stores is not None:
-            try:
-                self._look(self._stores[0])
-                board = _Board(self._stores[0], self._prefix(), self._joined, self.mesh)
-                if self.failure is None and board.is_broken():
-                    self.failure = board.broken()
-            except RuntimeError:  # the store is gone with the rank that held it: nothing to learn
-                return None
-        return None if self.failure is None else MismatchError(self.failure)
+        if self._alone or not isinstance(error, RuntimeError) or (self.failure is None and not _is_of_collective(error)):
+            return None
+        if self.failure is None:
+            self.failure = self._find_out()
+        if isinstance(self.failure, MismatchError):
+            return MismatchError(str(self.failure))
+        return CollectiveError(f"Call {self.call} on the mesh {self.mesh} failed in {where or 'a collective'}: {self.failure}")
+
+    def _find_out(self) -> FtpError:
+        try:
+            store, _ = self._connect()
+            self._look(store)
+            board = _Board(store, self._prefix(), self._joined, self.mesh)
+            if self.failure is None and board.is_broken():
+                self.failure = MismatchError(board.broken())
+            return self.failure or CollectiveError(_Roll(store, self._prefix(), self.mesh).call(self.call))
+        except RuntimeError:
+            holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
+            return self.failure or CollectiveError(f"{holder} has ended, and with it the store that ranks talk through.{_RESTART}")
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise type(self.failure)(str(self.failure))
 
     def _connect(self) -> tuple[c10d.Store, c10d.Store]:
         """A connection for the caller and one for the watching thread, as a question waits its turn on a shared one."""
@@ -154,6 +207,22 @@ class Calls:
             if self.failure is None:
                 self._answer(store)
 
+    def _attend(self, store: c10d.Store) -> None:
+        """Answers peers who ask who is there, and stops waiting for a rank that is known to be missing."""
+        roll = _Roll(store, self._prefix(), self.mesh)
+        if not roll.is_called():
+            return
+        roll.answer(f"is in call {self.call}" if self._is_running else f"has not come to it: its last call is number {self.call}")
+        if roll.is_settled() and self.failure is None:
+            self.failure = CollectiveError(roll.learn())
+            _interrupt(self.mesh)
+
+    def _leave(self, store: c10d.Store) -> None:
+        """Says that this process ends, and why if it is known."""
+        error = getattr(sys, "last_value", None)
+        why = "" if error is None else f" with {_shorten(f'{type(error).__name__}: {error}', 300)}"
+        _Roll(store, self._prefix(), self.mesh).answer(f"has ended after call {self.call}{why}")
+
     def _answer(self, store: c10d.Store) -> None:
         number = self._joined
         board = _Board(store, self._prefix(), number, self.mesh)
@@ -173,7 +242,7 @@ class Calls:
             "  Make the same calls with the same global shapes, in the same order, on every rank."
         )
         board.linger()
-        self.failure = board.broken()
+        self.failure = MismatchError(board.broken())
         _interrupt(self.mesh)
 
 
@@ -240,8 +309,9 @@ class _Board:
 
     def linger(self) -> None:
         """Stays until all ranks know of the failure: this one may hold the store, and its end closes their connections."""
-        self.store.add(self.key("seen"), 1)
-        _wait(_LINGER, lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size())
+        with contextlib.suppress(RuntimeError):  # whoever holds it has seen all, and has left
+            self.store.add(self.key("seen"), 1)
+            _wait(_LINGER, lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size())
 
     def note(self, text: str) -> None:
         self.store.set(self.key(f"note/{self.mesh.rank}"), text)
@@ -259,8 +329,58 @@ class _Board:
         self.store.delete_key(self.key(self.mesh.rank))
 
 
+@dataclass(frozen=True)
+class _Roll:
+    """Who is still there, asked once by whoever sees a collective fail; each rank's first answer stands, and so does the first verdict."""
+
+    store: c10d.Store
+    prefix: str
+    mesh: Mesh
+
+    def key(self, name: str | int) -> str:
+        return f"{self.prefix}/roll/{name}"
+
+    def is_called(self) -> bool:
+        return self.store.check([self.key("called")])
+
+    def answer(self, text: str) -> None:
+        self.store.compare_set(self.key(self.mesh.rank), "", text)
+
+    def is_settled(self) -> bool:
+        return self.store.check([self.key("verdict")])
+
+    def learn(self) -> str:
+        """The verdict; the others see that this rank has it."""
+        verdict = self.store.get(self.key("verdict")).decode()
+        self.store.set(self.key(f"seen/{self.mesh.rank}"), "")
+        return verdict
+
+    def call(self, call: int) -> str:
+        """Asks all ranks, waits for their answers, and gives the verdict of the first that had them."""
+        self.answer(f"is in call {call}")
+        self.store.compare_set(self.key("called"), "", "")
+        keys = {rank: self.key(rank) for rank in sorted(self.mesh.ranks)}
+        _wait(_ROLL_CALL, lambda: self.is_settled() or self.store.check(list(keys.values())))
+        if not self.is_settled():
+            said = {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
+            self.store.compare_set(self.key("verdict"), "", self._describe(call, said))
+        # Whoever holds the store stays until all that are there know.
+        verdict = self.learn()
+        with contextlib.suppress(RuntimeError):
+            there = [self.key(f"seen/{rank}") for rank, key in keys.items() if self.store.check([key])]
+            _wait(_LINGER, lambda: self.store.check(there))
+        return verdict
+
+    def _describe(self, call: int, said: dict[int, str]) -> str:
+        silent = [rank for rank in sorted(self.mesh.ranks) if rank not in said]
+        found = [f"{_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not answer: killed, stopped, or cut off"] if silent else []
+        found += [f"{_ranks([rank])} {text}" for rank, text in said.items() if not text.startswith("is in call")]
+        found = found or [f"{_ranks([rank])} {text}" for rank, text in said.items() if text != f"is in call {call}"]
+        return f"{'. '.join(found) or 'all ranks are in it, so a connection between them failed or was too slow'}.{_RESTART}"
+
+
 class _Watch:
-    """The thread that looks, every half second, whether peers have opened an agreement."""
+    """The thread that looks, every half second, whether peers have opened an agreement or ask who is there."""
 
     def __init__(self, calls: Calls, group: dist.ProcessGroup):
         self._calls = calls
@@ -274,20 +394,28 @@ class _Watch:
     def stop(self) -> None:
         self._stop.set()
         self._thread.join()
+        if self._is_current():
+            with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+                self._calls._leave(self._calls._connect()[1])
+
+    def _is_current(self) -> bool:
+        return dist.is_initialized() and self._group() is c10d._get_default_group()
 
     def _run(self) -> None:
         store = self._calls._connect()[1]
         while not self._stop.wait(_WATCH):
-            if self._calls.failure is not None or not dist.is_initialized() or self._group() is not c10d._get_default_group():
+            if self._calls.failure is not None or not self._is_current():
                 return
             try:
                 self._calls._look(store)
+                self._calls._attend(store)
             except RuntimeError:  # the rank that held the store has left: there is nobody to answer any more
                 return
 
 
 _calls: dict[Mesh, Calls] = {}
 
+_RESTART = "\n  Restart from the last checkpoint: torchrun --max-restarts=N does, where the program resumes by itself."
 _ABSENT = "\n  See what it does: it may have failed before this call, run other code, or still be starting (then allow a longer timeout)."
 
 
@@ -304,7 +432,7 @@ def calls(mesh: Mesh) -> Calls:
     return record
 
 
-def agree(mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: float) -> None:
+def agree(mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: float | None = None) -> None:
     """Returns if all ranks of the mesh give equal payloads for call number ``call``; raises on every rank if not.
 
     Every rank calls it before it first runs a program, and `Calls.begin` whenever the program changes. It is over
@@ -313,7 +441,7 @@ def agree(mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: f
     Args:
         payload: values by facet ("library version", "input shapes", "program"); compared in order, as strings. The
             exception instead, where this rank failed to plan; it is raised again.
-        timeout: seconds to wait for the last rank.
+        timeout: seconds to wait for the last rank; default that of `init_process_group`.
 
     Raises:
         MismatchError: naming the rank and the first facet that differ from the lowest rank's, with both values; or
@@ -322,9 +450,14 @@ def agree(mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: f
     calls(mesh).agree(call, payload, timeout)
 
 
-def exchange(mesh: Mesh, key: str, value: str, timeout: float) -> list[str]:
+def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> list[str]:
     """Every rank's ``value``, in the order of the mesh's ranks, through the store; all ranks call it with one ``key``."""
     return calls(mesh).exchange(key, value, timeout)
+
+
+def _is_of_collective(error: RuntimeError) -> bool:
+    """Whether a collective raised it, rather than an op on local tensors."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
 
 
 def _interrupt(mesh: Mesh) -> None:

@@ -14,7 +14,7 @@ from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, SpecError
 from ftp.local import program_of
 from ftp.lowered import Lowered
-from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, SimulatedMesh, resolve
+from ftp.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
 from ftp.relocation import relocate
 from ftp.spec import PartitionSpec
@@ -37,6 +37,7 @@ def shard(
     strict: bool = False,
     certify: bool = False,
     pack: bool = False,
+    check_inputs: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -54,6 +55,7 @@ def shard(
         strict: an op without a sharding rule is an error, rather than replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         pack: issue small all-reduces that are ready together as one. What is certified is the program before that.
+        check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -87,7 +89,7 @@ def shard(
         out_specs,
         arguments=("params", *names[1:]),
         state=(0,),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack),
+        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack, check_inputs),
     )
 
 
@@ -104,6 +106,7 @@ def spmd(
     strict: bool = False,
     certify: bool = False,
     pack: bool = False,
+    check_inputs: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -137,7 +140,7 @@ def spmd(
         output_specs,
         arguments=names,
         state=(0, *donate),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack),
+        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack, check_inputs),
     )
 
 
@@ -192,7 +195,7 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any, *, new_mesh: An
         check_alive(leaves, names)
         check_placed(leaves, old_specs, names, m)
     except Exception as e:
-        record.agree(record.next(), e, START_TIMEOUT)
+        record.agree(record.next(), e)
         raise
     # A leaf at a time: each finds its own order of the axes, and no more than one is in flight.
     moved = [

@@ -8,7 +8,7 @@ import torch
 from ftp.agreement import calls
 from ftp.arguments import agreed_shapes, describe_held
 from ftp.errors import FtpError, MeshError, SpecError, join_failures
-from ftp.mesh import START_TIMEOUT, AnyMesh, require_coordinate, resolve
+from ftp.mesh import AnyMesh, require_coordinate, resolve
 from ftp.placement import check_alive, check_placed, global_shape, leaf_like, placement, remember
 from ftp.placements import is_dtensor, placements_of_spec, spec_of_placements, specs_of_any
 from ftp.spec import PartitionSpec, check_spec, local_shape
@@ -64,10 +64,10 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
             raise SpecError(join_failures(failures))
         held = json.dumps([_held(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)])
     except FtpError as e:
-        record.agree(number, e, START_TIMEOUT)
+        record.agree(number, e)
         raise
-    record.agree(number, {"specs of to_dtensor": str(dict(zip(names, leaf_specs, strict=True)))}, START_TIMEOUT)
-    everyone = [json.loads(text) for text in record.exchange("dtensor", held, START_TIMEOUT)]
+    record.agree(number, {"specs of to_dtensor": str(dict(zip(names, leaf_specs, strict=True)))})
+    everyone = [json.loads(text) for text in record.exchange("dtensor", held)]
     is_alone = len(everyone) < m.size()  # a process group that only pretends to have other ranks
     shapes = (
         [global_shape(x, spec, m) for x, spec in zip(leaves, leaf_specs, strict=True)]

@@ -55,6 +55,14 @@ class ReportError(FtpError, AssertionError):
     """A claim about a program that does not hold, or a report that cannot be made."""
 
 
+class CollectiveError(FtpError):
+    """A collective that failed while it ran: a rank that is missing, late or ended."""
+
+
+class ReplicaError(FtpError):
+    """Ranks that hold different copies of a value that they should share."""
+
+
 class ReplicationWarning(UserWarning):
     """An op without a rule is computed whole on every rank."""
 

@@ -20,8 +20,16 @@ from torch.distributed.rendezvous import rendezvous
 from ftp.errors import MeshError
 
 DEVICE_TYPES = ("cpu", "cuda")
-START_TIMEOUT = 300.0  # seconds to the end of the first step, which compiles and connects; torchtitan's figure
-STEP_TIMEOUT = 100.0  # seconds for any later one; torchtitan's figure
+START_TIMEOUT = 300.0  # seconds; torchtitan's figure for the first step, which compiles and connects
+STEP_TIMEOUT = 100.0  # seconds; torchtitan's figure for later ones
+
+
+@dataclass(frozen=True)
+class Timeouts:
+    """How many seconds a rank waits for the others: to the end of a program's first run, and in any later run."""
+
+    start: float = START_TIMEOUT
+    step: float = STEP_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -117,6 +125,7 @@ AnyMesh = DeviceMesh | AbstractMesh | Mesh
 _current: ContextVar[Mesh | None] = ContextVar("ftp.mesh", default=None)
 _resolved: dict[DeviceMesh, Mesh] = {}
 _worlds: list[weakref.ref] = []
+_timeouts: dict[int, Timeouts] = {}
 
 
 def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None) -> DeviceMesh | SimulatedMesh:
@@ -210,12 +219,19 @@ def require_coordinate(mesh: Mesh) -> dict[str, int]:
     return coordinate
 
 
-def init_process_group(*, timeout: float = START_TIMEOUT, device_type: str | None = None) -> None:
+def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | None = None, device_type: str | None = None) -> None:
     """Initialises the default process group from a launcher's environment; `make_mesh` does it with the defaults.
 
+    Every attempt of a launcher that restarts its workers gets keys of its own in the launcher's store, so that none meets the
+    addresses of processes that are gone.
+
     Args:
-        timeout: seconds that a collective waits for a missing rank before it fails.
+        timeout: seconds that a rank waits for a missing one, until a program has run once: ranks trace, compile and connect then.
+        step_timeout: the same for later runs; default 100, or ``timeout`` where that is less.
         device_type: "cuda" talks NCCL and takes the device LOCAL_RANK, "cpu" talks gloo; default: what there is.
+
+    Raises:
+        MeshError: without a launcher's environment, with a default process group already there, without devices for all processes.
     """
     device_type = device_type or _default_device_type()
     _check((1,), ("world",), device_type, DEVICE_TYPES, "init_process_group")
@@ -235,11 +251,31 @@ def init_process_group(*, timeout: float = START_TIMEOUT, device_type: str | Non
             )
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
+    if min(timeout, timeout if step_timeout is None else step_timeout) <= 0:
+        raise MeshError(f"init_process_group: timeouts are seconds above 0, not {timeout} and {step_timeout}.")
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(rendezvous("env://", timeout=wait))
     # A restarted attempt finds the agent's store as the last one left it, with the addresses of processes that are gone.
     store = c10d.PrefixStore(f"ftp/attempt{restart_count()}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
+    _timeouts[_world()] = Timeouts(timeout, min(timeout, STEP_TIMEOUT) if step_timeout is None else step_timeout)
+
+
+def destroy_process_group() -> None:
+    """Waits for all ranks, then ends the default process group; does nothing where there is none, as in a simulation.
+
+    A process that ends without it may take a store with it that others still talk to.
+
+    >>> destroy_process_group()
+    """
+    if dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def timeouts() -> Timeouts | None:
+    """What `init_process_group` was given; None for a process group that others initialised, whose timeouts are theirs."""
+    return _timeouts.get(_world())
 
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:

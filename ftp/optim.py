@@ -177,6 +177,33 @@ def clip_by_global_norm(grads: Any, max_norm: float | Tensor, *, eps: float = 1e
     return treedef.unflatten([leaf * scale.to(leaf.dtype) for leaf in leaves]), norm
 
 
+def count_nonfinite(tree: Any) -> Tensor:
+    """How many elements of all leaves are NaN or infinite; in a program one number is reduced, and all ranks get the same.
+
+    >>> count_nonfinite({"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))})
+    tensor(2)
+    """
+    leaves = flatten(tree)[0]
+    if not leaves:
+        raise InputError("count_nonfinite is given a tree without tensors.")
+    total = leaves[0].isfinite().logical_not().sum()
+    for leaf in leaves[1:]:
+        total = total + leaf.isfinite().logical_not().sum()
+    return total
+
+
+def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
+    """``tree`` where the 0-d ``condition`` holds, ``otherwise`` where not: an update that is skipped leaves everything as it was.
+
+    >>> bad = count_nonfinite(torch.tensor([float("nan")]))
+    >>> select(bad == 0, {"w": torch.tensor([2.0])}, {"w": torch.tensor([1.0])})
+    {'w': tensor([1.])}
+    """
+    leaves, treedef = flatten(tree)
+    old = _aligned(treedef, otherwise, "otherwise", "tree")
+    return treedef.unflatten([torch.where(condition, a, b) for a, b in zip(leaves, old, strict=True)])
+
+
 def ema(average: Any, params: Any, decay: float | Tensor) -> Any:
     """The exponential moving average after another step: ``decay * average + (1 - decay) * params``.
 
@@ -254,12 +281,12 @@ def _matched(patterns: Mapping[str, Any], params: Any) -> list[tuple[str, Any] |
     return found
 
 
-def _aligned(treedef: Any, tree: Any, name: str) -> list[Any]:
+def _aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[Any]:
     """What ``tree`` holds at each leaf of ``treedef``."""
     try:
         return treedef.flatten_up_to(tree)
     except ValueError as error:
-        raise InputError(f"{name} is not a tree as params is: {error}") from None
+        raise InputError(f"{name} is not a tree as {like} is: {error}") from None
 
 
 class _Torch:

@@ -18,8 +18,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.agreement import calls
 from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
-from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, require_coordinate, resolve
+from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
 from ftp.placements import is_dtensor, specs_of_any
+from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, known_size, local_pieces, local_shape
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
 
@@ -113,7 +114,7 @@ def check_placed(leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: S
         raise PlacementError(join_failures(failures))
 
 
-def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src: int | None = None) -> Any:
+def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src: int | None = None, check_inputs: bool = False) -> Any:
     """Full tensors to this rank's local shards, as copies on the mesh's device.
 
     Args:
@@ -121,6 +122,7 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. DTensor placements, one for each axis of the mesh, may
             stand where a spec may, as ``(Shard(-1), Replicate())``.
         src: the rank of the world whose tensors are broadcast to all others first.
+        check_inputs: compare what the ranks give, as ``ftp.check_replicas`` does; with ``src`` there is nothing to compare.
 
     Returns:
         The tree of local tensors: shape ``torch.chunk``'s. On a simulated mesh the full tensors, copied. They are leaves and require a
@@ -135,12 +137,18 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
     torch.Size([4, 2])
     """
     m = resolve(mesh)
-    with _together(m, is_due=src is not None) as tell:
+    is_checked = check_inputs and src is None
+    with _together(m, is_due=src is not None or is_checked) as tell:
         leaves, treedef, names, leaf_specs = _checked(tree, specs, m)
         failures = [problem for n, leaf in zip(names, leaves, strict=True) if (problem := _unfit(leaf, n))]
         if failures:
             raise InputError(join_failures(failures))
-        tell(f"device_put from rank {src}", leaves, leaf_specs)
+        tell("checked device_put" if is_checked else f"device_put from rank {src}", leaves, leaf_specs)
+    if is_checked and m.kind == "process":
+        full = [leaf if placement_of(leaf) is None else None for leaf in leaves]
+        sources = [f"{name}, a source of device_put" for name in names]
+        with calls(m).running():
+            compare_copies(full, [PartitionSpec()] * len(full), sources, m, calls(m))
     out = []
     for leaf, spec in zip(leaves, leaf_specs, strict=True):
         if placement_of(leaf) is not None or not isinstance(leaf, torch.Tensor):
@@ -214,7 +222,7 @@ def _together(mesh: Mesh, *, is_due: bool) -> Iterator[Callable[[str, Sequence[A
     except MismatchError:
         raise
     except Exception as e:
-        record.agree(record.next(), e, START_TIMEOUT)
+        record.agree(record.next(), e)
         raise
 
 

@@ -1,6 +1,7 @@
 """A planned program: run it on processes, or simulate it."""
 
 import hashlib
+import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -114,6 +115,24 @@ class Program:
             return prepared[0](given)
 
         return run
+
+    def describe_failure(self, error: BaseException) -> str:
+        """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""
+        traceback, node = error.__traceback__, None
+        while traceback is not None:
+            frame = traceback.tb_frame
+            module = frame.f_locals.get("self")
+            if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
+                name = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno).split("=")[0].strip()
+                node = next((n for n in module.graph.nodes if n.name == name), None)
+            traceback = traceback.tb_next
+        if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
+            node = node.args[0]
+        made = node.meta.get("collective") if isinstance(node, fx.Node) else None
+        if made is None:
+            return ""
+        where = f" at {made.source}" if made.source else ""
+        return f"{made.op} over {', '.join(made.axes)} of {str(made.dtype).removeprefix('torch.')}{list(made.shape)}{where}"
 
     def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinates = self.mesh.coordinates()

@@ -29,10 +29,11 @@ from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
 from ftp.lowered import Lowered
-from ftp.mesh import START_TIMEOUT, Mesh, use_mesh
+from ftp.mesh import Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, make_plan
 from ftp.program import Program
+from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
 from ftp.tree import check_specs, flatten, kind_of, leaf_names
@@ -53,6 +54,7 @@ class Options:
     strict: bool
     certify: bool
     pack: bool = False
+    check_inputs: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,22 +108,19 @@ class Step:
             planned = self._look_up(call, unexpected)
         except Exception as e:
             # The other ranks are told, for they may be about to wait for this one.
-            record.agree(record.next(), e, START_TIMEOUT)
+            record.agree(record.next(), e)
             raise
         if planned is None:
             planned = self._programs[call.key] = self._plan(call, record)
         program = planned.program
         record.begin(record.next(), program.fingerprint)
-        try:
-            with torch.no_grad():
-                outputs = list(program.run([call.leaves[i] for i in program.tensor_leaves]))
-                for i, renew in planned.renewed:
-                    outputs[i] = renew(outputs[i])
-        except RuntimeError as e:
-            explained = record.explain(e)
-            if explained is None:
-                raise
-            raise explained from e
+        with record.running(program.describe_failure), torch.no_grad():
+            inputs = [call.leaves[i] for i in program.tensor_leaves]
+            if self._options.check_inputs:
+                self._check_inputs(call, program, record)
+            outputs = list(program.run(inputs))
+            for i, renew in planned.renewed:
+                outputs[i] = renew(outputs[i])
         for leaf, fact in planned.donated:
             remember(call.leaves[leaf], fact)
         for tensor, where in zip(outputs, planned.placements, strict=True):
@@ -134,6 +133,17 @@ class Step:
         call = Arguments(args, self._arguments)
         specs = self._checked_specs(call)
         return Lowered(self._build(call, specs, self._estimated_shapes(call, specs)).program)
+
+    def _check_inputs(self, call: Arguments, program: Program, record: Calls) -> None:
+        constants = [f"closure constant {i}, a tensor of shape {tuple(c.shape)}," for i, c in enumerate(program.constants)]
+        compare_copies(
+            [*(call.leaves[i] for i in program.tensor_leaves), *program.constants],
+            [*program.in_specs, *([PartitionSpec()] * len(constants))],
+            [*(call.names[i] for i in program.tensor_leaves), *constants],
+            self.mesh,
+            record,
+            f" at call {record.call}",
+        )
 
     @cached_property
     def _record(self) -> Calls:
@@ -175,21 +185,21 @@ class Step:
             shapes = self._estimated_shapes(call, specs)
             held = json.dumps([describe_held(leaf, spec) for leaf, spec in zip(call.leaves, specs, strict=True)])
         except Exception as e:
-            record.agree(number, e, START_TIMEOUT)
+            record.agree(number, e)
             raise
         if self.mesh.kind == "process":
             versions = f"ftp {__version__}, torch {torch.__version__}"
             tree = without_addresses(str(call.treedef))
-            record.agree(number, {"library version": versions, "argument tree": tree, "specs": str(specs)}, START_TIMEOUT)
-            everyone = [json.loads(text) for text in record.exchange("arguments", held, START_TIMEOUT)]
+            record.agree(number, {"library version": versions, "argument tree": tree, "specs": str(specs)})
+            everyone = [json.loads(text) for text in record.exchange("arguments", held)]
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh)
         try:
             planned = self._build(call, specs, shapes)
             agreed = {"rules found by trial": found_by_trial(planned.program.plan.graph), "program": planned.program.fingerprint}
         except Exception as e:
-            record.agree(number, e, START_TIMEOUT)
+            record.agree(number, e)
             raise
-        record.agree(number, agreed, START_TIMEOUT)
+        record.agree(number, agreed)
         return planned
 
     def _estimated_shapes(self, call: Arguments, specs: Sequence[PartitionSpec]) -> list[Shape | None]:

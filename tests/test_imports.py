@@ -38,6 +38,7 @@ ORDER = [
     "discovery",
     "agreement",
     "placements",
+    "replicas",
     "placement",
     "arguments",
     "unchecked",

@@ -222,6 +222,35 @@ def test_global_norm_counts_every_element_once(case: str):
     assert Counter((c.op, c.shape) for c in collectives) == ({("all_reduce", ()): axes} if axes else {})
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.0])
+def test_an_update_from_what_is_not_finite_is_skipped(value: float):
+    params = parameters()
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+    grads = gradients(params)[0]
+    grads["up"][-1, 0] *= value  # in the last rank's shard alone
+
+    def update(grads: Any, state: Any, params: Any) -> Any:
+        bad = ftp.optim.count_nonfinite(grads)
+        return ftp.optim.select(bad == 0, opt.update(grads, state, params), (params, state)), bad
+
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    specs = {"up": P("tp", "dp"), "down": P("dp"), "scale": P("tp")}
+    step = ftp.spmd(update, mesh, (specs, specs, specs), ((specs, specs), P()))
+    (new, state), bad = step(grads, opt.init(params), params)
+    (expected, expected_state), _ = update(grads, opt.init(params), params)
+    assert int(bad) == (value != 1.0)
+    same(new, params if value != 1.0 else expected)
+    for name, slots in state.items():
+        same(slots, opt.init(params)[name] if value != 1.0 else expected_state[name])
+    collectives = step.lower(grads, opt.init(params), params).collectives
+    assert [(c.op, c.shape) for c in collectives] == [("all_reduce", ())] * 2
+
+
+def test_select_takes_trees_alike():
+    with pytest.raises(ftp.FtpError, match="otherwise is not a tree as tree is"):
+        ftp.optim.select(torch.tensor(True), {"a": torch.ones(1)}, {"b": torch.ones(1)})
+
+
 def test_ema():
     params = parameters()
     average = {name: torch.zeros_like(p) for name, p in params.items()}
