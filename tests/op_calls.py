@@ -27,6 +27,7 @@ from ftp.trials import holding, resized, stated
 
 aten = torch.ops.aten
 STAND_INS = {aten._fused_rms_norm_backward.default: DECOMPOSITIONS[aten._fused_rms_norm_backward.default]}
+NAMESPACES = ("aten", "ftp", "prims")  # of the registry's own rules; tests register ops of theirs
 ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensors
     getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
     for kind in ("flash", "efficient", "cudnn")
