@@ -112,7 +112,7 @@ class Calls:
                 raise payload
             return
         self._check()
-        store, _ = self._connect()
+        store, _ = self._connect(timeout)
         # Before anything is published: from here on the watching thread knows that this rank speaks for itself.
         number, self._joined = self._joined, self._joined + 1
         board = _Board(store, self._prefix(), number, self.mesh)
@@ -141,7 +141,7 @@ class Calls:
         if self._alone:
             return [value]
         self._check()
-        store, _ = self._connect()
+        store, _ = self._connect(timeout)
         turn = self._exchanges[key] = self._exchanges.get(key, 0) + 1
         keys = {rank: f"{self._prefix()}/exchange/{key}/{turn}/{rank}" for rank in self.mesh.ranks}
         store.set(keys[self.mesh.rank], value)
@@ -187,12 +187,20 @@ class Calls:
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
-    def _connect(self) -> tuple[c10d.Store, c10d.Store]:
+    def _connect(self, timeout: float | None = None) -> tuple[c10d.Store, c10d.Store]:
         """A connection for the caller and one for the watching thread, as a question waits its turn on a shared one."""
         if self._stores is None:
             store: Any = c10d._get_default_store()
-            self._stores = (store.clone(), store.clone())
-            self._stores[1].set_timeout(timedelta(seconds=5))
+            usual = store.timeout
+            # Where the rank that holds the store has ended, a new connection is tried again until the store's timeout, half an hour.
+            store.set_timeout(timedelta(seconds=self._timeouts.start if timeout is None else timeout))
+            try:
+                stores = (store.clone(), store.clone())
+            finally:
+                store.set_timeout(usual)
+            stores[0].set_timeout(usual)
+            stores[1].set_timeout(timedelta(seconds=5))
+            self._stores = stores
             _Watch(self, c10d._get_default_group())
         return self._stores
 

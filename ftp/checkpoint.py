@@ -21,7 +21,7 @@ from torch import Tensor
 from ftp.boxes import Box, Part, holders, parts_on
 from ftp.errors import CheckpointError, InputError, MeshError, join_failures
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
-from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, require_coordinate, resolve
+from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
 from ftp.shards import Shards, agreed, digest, shards_of, share
 from ftp.tensor_files import BYTES, OFFSETS, STORED, read_header, sync, write_file, write_text
 from ftp.tree import kind_of
@@ -67,7 +67,7 @@ def save(
     step: int | None = None,
     keep: int | None = None,
     wait: bool = True,
-    timeout: float = START_TIMEOUT,
+    timeout: float | None = None,
 ) -> Saving:
     """Saves a tree as one more checkpoint in the folder ``path``; all ranks of the mesh call it, and each writes its part.
 
@@ -82,7 +82,7 @@ def save(
         keep: how many of the newest checkpoints stay; default all.
         wait: return when the checkpoint is complete. Otherwise when the tensors are copied: the disk is written by a thread, and the result
             tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save.
-        timeout: seconds that a rank waits for the others' parts.
+        timeout: seconds that a rank waits for the others' parts; default that of ``init_process_group``.
 
     Raises:
         CheckpointError: what the file system says, with path and rank. FtpError: specs or leaves that do not fit. MismatchError: ranks
@@ -209,7 +209,7 @@ def _discard(folder: Path) -> None:
 class _Job:
     """What is left of a save when its tensors are at hand."""
 
-    def __init__(self, mesh: Mesh, shards: Shards, draft: Path, step: int | None, keep: int | None, timeout: float):
+    def __init__(self, mesh: Mesh, shards: Shards, draft: Path, step: int | None, keep: int | None, timeout: float | None):
         self.mesh, self.shards, self.draft, self.step, self.keep, self.timeout = mesh, shards, draft, step, keep, timeout
         self.me = mesh.ranks.index(mesh.rank) if mesh.kind == "process" else 0
 

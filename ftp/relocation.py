@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ftp.boxes import Shape
 from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
-from ftp.mesh import START_TIMEOUT, Mesh
+from ftp.mesh import Mesh
 from ftp.placement import leaf_like, mesh_device, placement, remember
 from ftp.placements import specs_of_any
 from ftp.shards import Shards, agreed, digest, shards_of, share
@@ -32,11 +32,11 @@ def relocate(tree: Any, old: Mesh, new: Mesh, before: Any, after: Any, max_bytes
         told: Any = digest(shards) if is_here else None
     except Exception as e:
         shards, targets, told = None, [], e
-    digests = share(both, "reshard", told, START_TIMEOUT)
+    digests = share(both, "reshard", told, None)
     assert shards is not None
     try:
         if is_here:
-            shards = agreed(shards, old, "reshard", [d for d in digests if d is not None], START_TIMEOUT)
+            shards = agreed(shards, old, "reshard", [d for d in digests if d is not None], None)
         _check_fit(shards, targets, new)
         facts: Any = _facts(shards, targets)
     except Exception as e:
@@ -116,10 +116,10 @@ def _check_equal(facts: list[str] | Exception, names: Sequence[str], both: Mesh,
     """Raises on all ranks where they would not move the same."""
     is_error = isinstance(facts, Exception)
     told = facts if is_error else hashlib.sha256(json.dumps([names, facts, max_bytes]).encode()).hexdigest()
-    digests = share(both, "reshard/facts", told, START_TIMEOUT)
+    digests = share(both, "reshard/facts", told, None)
     if is_error or len(set(digests)) == 1:
         return
-    everyone = share(both, "reshard/all", [[*names, "max_bytes"], [*facts, str(max_bytes)]], START_TIMEOUT)
+    everyone = share(both, "reshard/all", [[*names, "max_bytes"], [*facts, str(max_bytes)]], None)
     for rank, other in zip(both.ranks, everyone, strict=True):
         for i, (a, b) in enumerate(zip(zip(*everyone[0], strict=True), zip(*other, strict=True), strict=False)):
             if a != b:

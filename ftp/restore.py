@@ -15,7 +15,7 @@ from torch import Tensor
 from ftp.boxes import Shape, parts_on
 from ftp.errors import CheckpointError, MeshError, MismatchError, SpecError, join_failures
 from ftp.manifest import Manifest, SavedFile, SavedTensor, checkpoints, find, read_manifest
-from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh, require_coordinate, resolve
+from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
 from ftp.placement import leaf_like, mesh_device, placement, placement_of, remember
 from ftp.placements import specs_of_any
 from ftp.shards import share
@@ -36,7 +36,7 @@ def load(
     *,
     step: int | None = None,
     verify: bool = True,
-    timeout: float = START_TIMEOUT,
+    timeout: float | None = None,
 ) -> Any:
     """The newest complete checkpoint in ``path``, placed on any mesh with any specs; all ranks of the mesh call it.
 
@@ -50,7 +50,7 @@ def load(
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
         step: which checkpoint, if not the newest.
         verify: compare the hashes of all that is asked for, each on one rank.
-        timeout: seconds that a rank waits for the others.
+        timeout: seconds that a rank waits for the others; default that of ``init_process_group``.
 
     Raises:
         CheckpointError: no complete checkpoint, a file that is truncated, altered or missing, a tensor that is missing, or of another
@@ -123,7 +123,7 @@ def loadable(mesh: AnyMesh | None) -> Mesh:
 
 
 def restore(
-    source_of: Callable[[], Source], like: Any, mesh: Mesh, specs: Any, rename: Callable[[str], str], verify: bool, timeout: float
+    source_of: Callable[[], Source], like: Any, mesh: Mesh, specs: Any, rename: Callable[[str], str], verify: bool, timeout: float | None
 ) -> Any:
     """A tree like ``like`` of what a source holds; whatever goes wrong on one rank is raised on all."""
     try:
@@ -260,7 +260,7 @@ def _spread(spec: PartitionSpec, shape: Shape, mesh: Mesh) -> PartitionSpec:
 
 def _reading_spec(spec: PartitionSpec, saved: SavedTensor, mesh: Mesh) -> PartitionSpec:
     shape, dtype = saved.shape, getattr(torch, saved.dtype)
-    if mesh.kind != "process" or dist.get_backend() == "fake" or torch.Size(shape).numel() * dtype.itemsize < _SPREAD:
+    if mesh.kind != "process" or torch.Size(shape).numel() * dtype.itemsize < _SPREAD or dist.get_backend() == "fake":
         return spec
     return _spread(spec, shape, mesh)
 

@@ -15,7 +15,7 @@ from ftp.boxes import Box, Shape, whole
 from ftp.checkpoint import check_leaves, leads
 from ftp.errors import CheckpointError, InputError, join_failures
 from ftp.manifest import Chunk, SavedTensor
-from ftp.mesh import START_TIMEOUT, AnyMesh, Mesh
+from ftp.mesh import AnyMesh, Mesh
 from ftp.placement import mesh_device
 from ftp.restore import Source, loadable, restore
 from ftp.shards import Shards, agreed, digest, shards_of, share
@@ -40,7 +40,7 @@ def load_safetensors(
     *,
     rename: Rename | None = None,
     verify: bool = True,
-    timeout: float = START_TIMEOUT,
+    timeout: float | None = None,
 ) -> Any:
     """Tensors of safetensors files, by path, placed on a mesh; all ranks call it, and each reads its slices alone.
 
@@ -74,7 +74,7 @@ def save_safetensors(
     *,
     rename: Rename | None = None,
     max_file_bytes: int = 5 * 10**9,
-    timeout: float = START_TIMEOUT,
+    timeout: float | None = None,
 ) -> None:
     """Writes a tree of tensors as Hugging Face's libraries read it: whole tensors by path, in files of at most ``max_file_bytes``.
 
@@ -234,7 +234,7 @@ def _new_draft(target: Path) -> Path:
     return draft
 
 
-def _write(shards: Shards, names: Sequence[str], mesh: Mesh, draft: Path, target: Path, limit: int, timeout: float) -> None:
+def _write(shards: Shards, names: Sequence[str], mesh: Mesh, draft: Path, target: Path, limit: int, timeout: float | None) -> None:
     groups = _groups(shards, limit)
     files = ["model.safetensors" if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
     ranks = mesh.ranks if mesh.kind == "process" else (0,)

@@ -45,14 +45,18 @@ class Shards:
         ]
 
 
-def share(mesh: Mesh, key: str, value: Any, timeout: float, failed: type[FtpError] = MismatchError) -> list[Any]:
+def share(mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[FtpError] = MismatchError) -> list[Any]:
     """Every rank's ``value``, as JSON, in the order of the mesh's ranks; all ranks call it.
 
     A rank whose work failed gives the exception: it is raised again there, and an error of type ``failed`` that names the rank elsewhere.
     """
     is_error = isinstance(value, BaseException)
     text = json.dumps({"error": f"{type(value).__name__}: {value}"[:4000]} if is_error else {"value": value})
-    everyone = [json.loads(t) for t in calls(mesh).exchange(key, text, timeout)]
+    try:
+        everyone = [json.loads(t) for t in calls(mesh).exchange(key, text, timeout)]
+    except RuntimeError as e:
+        lost = f"Rank {mesh.rank} lost its connection to the store by which ranks agree: the process that holds it has ended. {e}"
+        raise (value if is_error else failed(lost)) from e
     ranks = mesh.ranks or (0,)
     errors = {rank: given["error"] for rank, given in zip(ranks, everyone, strict=False) if "error" in given}
     if errors:
@@ -101,7 +105,7 @@ def digest(shards: Shards) -> str:
     return hashlib.sha256(json.dumps([shards.facts(), shards.shapes]).encode()).hexdigest()
 
 
-def agreed(shards: Shards, mesh: Mesh, key: str, digests: Sequence[str], timeout: float) -> Shards:
+def agreed(shards: Shards, mesh: Mesh, key: str, digests: Sequence[str], timeout: float | None) -> Shards:
     """The same, with every tensor's global shape; ``digests`` are those of all ranks, which tell whether more has to be said.
 
     Raises:
