@@ -422,6 +422,8 @@ class _Watch:
 
 
 _calls: dict[Mesh, Calls] = {}
+interrupts: list[Callable[[], None]] = []
+"""What else makes collectives raise, those that are not torch's."""
 
 _RESTART = "\n  Restart from the last checkpoint: torchrun --max-restarts=N does, where the program resumes by itself."
 _ABSENT = "\n  See what it does: it may have failed before this call, run other code, or still be starting (then allow a longer timeout)."
@@ -471,6 +473,8 @@ def _is_of_collective(error: RuntimeError) -> bool:
 def _interrupt(mesh: Mesh) -> None:
     """Makes the collectives of this rank on the mesh raise, one that it is waiting in included."""
     assert mesh.torch is not None
+    for interrupt in interrupts:
+        interrupt()
     for group in mesh.torch.get_all_groups():
         backends: dict[int, Any] = {id(b): b for b in map(group._get_backend, group._device_types)}
         for backend in backends.values():

@@ -4,7 +4,7 @@ import hashlib
 import linecache
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import optree
@@ -19,6 +19,7 @@ from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Packs, pack, packs
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
+from ftp.shared_memory import SharedGroup, shared_groups, through_memory
 from ftp.simulate import simulate
 from ftp.spec import PartitionSpec, local_pieces
 
@@ -111,7 +112,8 @@ class Program:
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
             if not prepared:
-                prepared.append((compiled if self.compile else eager)(program.gm.graph, given, self.donated))
+                graph = through_memory(program.gm.graph, _memory_of(self.mesh))
+                prepared.append((compiled if self.compile else eager)(graph, given, self.donated))
             return prepared[0](given)
 
         return run
@@ -147,6 +149,11 @@ class Program:
             join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
         ]
+
+
+@cache
+def _memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
+    return shared_groups(mesh)
 
 
 def shard_of(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:

@@ -71,6 +71,7 @@ ORDER = [
     "partition",
     "simulate",
     "passes",
+    "shared_memory",
     "compile",
     "program",
     "report",

@@ -1,5 +1,7 @@
 """ftp: the single-device train step, the specs of Megatron, nothing else."""
 
+import os
+
 import models  # type: ignore[import-not-found]
 import torch
 
@@ -10,7 +12,8 @@ from peers.workloads import RATE, Step, Workload, loss_of, module
 TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp"), "net2.bias": P()}
 
 
-def build(work: Workload, *, compiled: bool) -> Step:
+def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
+    os.environ["FTP_SHM"] = str(int(memory))
     mesh = ftp.make_mesh((torch.distributed.get_world_size(),), ("tp",), device_type="cpu")
     fn, params = ftp.functionalize(module(work))
     loss_fn = loss_of(work)

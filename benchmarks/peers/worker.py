@@ -22,6 +22,8 @@ PEERS = {  # name -> file, options
     "P4": ("one_graph", {}),
     "ftp": ("ours", {"compiled": False}),
     "ftp compiled": ("ours", {"compiled": True}),
+    "ftp in memory": ("ours", {"compiled": False, "memory": True}),
+    "ftp compiled in memory": ("ours", {"compiled": True, "memory": True}),
 }
 ALONE = ("plain", "plain compiled")  # one process each
 
@@ -90,7 +92,7 @@ class _Peer:
         nbytes = 0
         for event in seen.events() or ():
             if event.name.startswith("gloo:") or event.name.startswith("ftp:"):
-                found[event.name.split(":", 1)[1]] += 1
+                found[event.name.split(":")[-1]] += 1
                 shapes = event.input_shapes or [[0]]
                 nbytes += 4 * sum(_product(shape) for shape in shapes if isinstance(shape, list))
         return {"collectives": sum(found.values()), "kinds": dict(found), "bytes": nbytes}

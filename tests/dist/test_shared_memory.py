@@ -1,0 +1,98 @@
+"""All-reduces through shared memory equal gloo's; a rank that ends makes the others raise."""
+
+import os
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.launch import launch  # type: ignore[import-not-found]
+
+import ftp
+from ftp import P
+from ftp.mesh import resolve
+from ftp.shared_memory import SLOT_BYTES, shared_groups
+
+pytestmark = pytest.mark.dist
+ASKED = {"FTP_SHM": "1"}
+
+
+def _mesh():
+    return ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
+
+
+def _sums() -> list[str]:
+    (group,) = shared_groups(resolve(_mesh())).values()
+    bad = []
+    for dtype in (torch.float32, torch.float64, torch.int64):
+        for n in (1, 7, 1000, SLOT_BYTES // 4 * 2 + 3, 0):
+            for op, of_torch in (("sum", dist.ReduceOp.SUM), ("max", dist.ReduceOp.MAX), ("min", dist.ReduceOp.MIN)):
+                x = ((torch.arange(n) * (dist.get_rank() + 3)) % 17 - 8).to(dtype)
+                expected, kept = x.clone(), x.clone()
+                dist.all_reduce(expected, of_torch)
+                if not torch.equal(group.all_reduce(x, op), expected) or not torch.equal(x, kept):
+                    bad.append(f"{op} of {n} {dtype}")
+    strided = torch.arange(6.0).reshape(2, 3).t() + dist.get_rank()
+    expected = strided.contiguous()
+    dist.all_reduce(expected)
+    if not torch.equal(group.all_reduce(strided, "sum"), expected):
+        bad.append("strided")
+    dist.barrier()
+    dist.destroy_process_group()
+    return bad
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_sums_equal_gloos(n: int):
+    ranks = launch(_sums, n, env=ASKED)
+    assert [r.value for r in ranks] == [[]] * n, [r.error or r.stderr[-2000:] for r in ranks]
+
+
+def _loss(params, x):
+    return (x @ params["a"] @ params["b"]).square().sum()
+
+
+def _step(dies: bool):
+    mesh = _mesh()
+    specs = {"a": P(None, "tp"), "b": P("tp")}
+    full = {"a": torch.arange(15.0, dtype=torch.float64).reshape(3, 5) / 7, "b": torch.ones(5, 2, dtype=torch.float64)}
+    x = torch.ones(4, 3, dtype=torch.float64)
+    step = ftp.shard(_loss, mesh, specs)
+    params = ftp.device_put(full, mesh, specs)
+    loss, _ = step(params, x)
+    assert torch.allclose(loss, _loss(full, x), rtol=1e-12)
+    assert "all_reduce_in_memory" in _kinds(lambda: step(params, x))
+    if dies and dist.get_rank() == 1:
+        os._exit(9)
+    start = time.monotonic()
+    try:
+        step(params, x)
+    except RuntimeError as e:
+        return f"{e} {time.monotonic() - start < 10}"
+    dist.barrier()
+    dist.destroy_process_group()
+    return "done"
+
+
+def _kinds(run) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        run()
+    return " ".join(event.name for event in seen.events())  # type: ignore[union-attr]
+
+
+def test_a_step_goes_through_memory_and_equals_one_device():
+    ranks = launch(_step, 2, False, env=ASKED)
+    assert [r.value for r in ranks] == ["done"] * 2, [r.error or r.stderr[-2000:] for r in ranks]
+
+
+def test_a_rank_that_ends_makes_the_others_raise():
+    ranks = launch(_step, 2, True, env=ASKED)
+    assert ranks[1].exit == 9
+    assert ranks[0].value == "An all-reduce through shared memory failed: rank 1 of the group has ended. True", ranks[0]
+
+
+def test_no_file_is_left():
+    folder = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
+    before = set(os.listdir(folder))
+    launch(_step, 2, True, env=ASKED)
+    assert not [name for name in set(os.listdir(folder)) - before if name.startswith("ftp-")]
