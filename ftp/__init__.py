@@ -3,6 +3,7 @@
 from ftp import axis, errors, optim, plans, random, testing
 from ftp.api import lower, reshard, shard, spmd
 from ftp.attest import certify
+from ftp.calibration import calibrate
 from ftp.certificate import Certificate
 from ftp.checkpoint import Saving, save
 from ftp.collectives import Collective
@@ -18,6 +19,8 @@ from ftp.local import local
 from ftp.lowered import Lowered
 from ftp.manifest import checkpoints
 from ftp.mesh import AbstractMesh, destroy_process_group, init_process_group, make_mesh, simulated_mesh, use_mesh
+from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
+from ftp.pictures import visualize
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.recompute import remat
@@ -47,6 +50,7 @@ __all__ = [
     "__version__",
     "along_dim",
     "axis",
+    "calibrate",
     "certify",
     "check_replicas",
     "checkpoints",
@@ -90,4 +94,5 @@ __all__ = [
     "to_dtensor",
     "units",
     "use_mesh",
+    "visualize",
 ]

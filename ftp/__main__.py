@@ -1,4 +1,4 @@
-"""``python -m ftp ops``: the table of ops, with the sharding rule of each."""
+"""``python -m ftp``: the table of ops (``ops``), a program before it runs (``report``), and the check of a certificate (``certify``)."""
 
 import argparse
 import itertools
@@ -17,8 +17,9 @@ from ftp.certificate import load_certificate
 from ftp.checker import COLLECTIVES, check
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import cached_findings
-from ftp.errors import FtpError
+from ftp.errors import FtpError, ReportError
 from ftp.registry import RULES, Call, Meta, Rule, lookup
+from ftp.reporting import CONTRACT, HARDWARE, of_config, of_file, parse_mesh, report
 
 SIZES = (2, 3, 5, 7)
 
@@ -185,9 +186,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     ops.add_argument("--json", action="store_true", help="as JSON, for other programs")
     proof = commands.add_parser("certify", help="check a certificate that ftp.certify(lowered).save(FILE) wrote")
     proof.add_argument("file", help="path of the certificate")
+    program = commands.add_parser("report", help="a program before it runs: collectives, memory, cost and what is odd, on any mesh")
+    program.add_argument("target", nargs="?", metavar="FILE:FUNCTION", help=CONTRACT)
+    program.add_argument("--hf", metavar="CONFIG.json", help="a causal language model of transformers instead, as its config describes it")
+    program.add_argument("--mesh", required=True, help="axes and sizes, as dp=64,tp=8")
+    program.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="the type of device whose kernels will run")
+    program.add_argument("--hardware", default="default", choices=sorted(HARDWARE), help="rates for the cost")
+    program.add_argument("--batch", type=int, default=8, help="with --hf: sequences in the whole batch")
+    program.add_argument("--seq", type=int, default=2048, help="with --hf: tokens in a sequence")
+    program.add_argument("--html", metavar="OUT.html", help="write one self-contained page")
+    program.add_argument("--json", action="store_true", help="as JSON, for other programs")
+    program.add_argument("--program", action="store_true", help="show every op too")
     options = parser.parse_args(argv)
     if options.command == "certify":
         return _certify(options.file)
+    if options.command == "report":
+        return _report(options)
     table = rows(options.pattern)
     if not table:
         print(f"No op's name has {options.pattern!r} in it.", file=sys.stderr)
@@ -198,6 +212,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     _print(table)
     counts = Counter(row.source for row in table).most_common()
     print(f"{', '.join(f'{n} {source}' for source, n in counts)}; {sum(row.proven for row in table)} of {len(table)} proven")
+    return 0
+
+
+def _report(options: argparse.Namespace) -> int:
+    try:
+        if (options.target is None) == (options.hf is None):
+            raise ReportError("Give either FILE:FUNCTION or --hf CONFIG.json.")
+        mesh = parse_mesh(options.mesh, options.device)
+        if options.hf:
+            lowered = of_config(options.hf, mesh, batch=options.batch, seq=options.seq)
+        else:
+            lowered = of_file(options.target, mesh)
+        report(lowered, hardware=options.hardware, html=options.html, as_json=options.json, program=options.program)
+    except (FtpError, OSError) as e:
+        print(e, file=sys.stderr)
+        return 1
     return 0
 
 

@@ -52,7 +52,9 @@ def shard(
         reshard_after_forward: drop a parameter's gathered copy after the forward pass and gather it again for the backward pass.
         donate: positions of arguments whose memory the step may reuse; they must not be used afterwards.
         compile: compile each rank's graph with inductor (the simulator runs it as it is).
-        strict: an op without a sharding rule is an error, rather than replicated with a warning.
+        strict: what ``lowered.lint`` warns of is an error: large parameters on every rank, uneven shards that waste much, activations
+            gathered whole, ops whose inputs disagree on their layout with no constraint to decide. So is an op without a sharding rule,
+            else replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         pack: issue small all-reduces that are ready together as one. What is certified is the program before that.
         check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does.

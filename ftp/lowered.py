@@ -11,11 +11,13 @@ from torch import fx
 
 from ftp.collectives import Collective
 from ftp.cost import DEFAULT, Hardware
-from ftp.errors import ReportError
+from ftp.errors import PlanningError, ReportError, join_failures
 from ftp.mesh import require_coordinate
 from ftp.partition import LocalProgram
 from ftp.placement import mesh_device
 from ftp.program import Program
+from ftp.report.disagreement import disagreements
+from ftp.report.lint import Finding, lint
 from ftp.report.memory import Memory, measure, on_cpu
 from ftp.report.names import dtype_name
 from ftp.report.reasons import Origins, of_moves, origins
@@ -121,6 +123,12 @@ class Lowered:
             text += [f"  {line.strip()}" for line in folded([lines[id(c)] for c in collectives], least=1)] or ["  (none)"]
         raise ReportError("\n".join(text))
 
+    @cached_property
+    def lint(self) -> list[Finding]:
+        """What is odd about the program, warnings first: specs that shard nothing, large parameters on every rank, uneven shards with what
+        they waste, activations gathered whole, ops whose inputs disagree on their layout. With ``strict=True`` a warning is an error."""
+        return lint_of(self._program, self._local, self._origins)
+
     def text(self, *, fold: bool = True) -> str:
         """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written out."""
         lines = self._lines
@@ -160,8 +168,7 @@ class Lowered:
 
     @cached_property
     def _origins(self) -> Origins:
-        graph = self.plan.graph
-        return origins(graph, list(self.plan.axes), list(zip(graph.inputs, self._program.in_specs, strict=False)))
+        return origins_of(self._program)
 
     @cached_property
     def _reasons(self) -> dict[str, str]:
@@ -211,4 +218,30 @@ class Lowered:
                 else "; no plan keeps all rules of conduct: some activations or parameters move that should stay"
             )
             lines.append(f"plan over {axis}: {proof}, largest table {solution.largest_table:,}{broken}")
+        lines += [str(finding) for finding in self.lint if finding.severity == "warning"]
         return lines
+
+
+def origins_of(program: Program) -> Origins:
+    graph = program.plan.graph
+    return origins(graph, list(program.plan.axes), list(zip(graph.inputs, program.in_specs, strict=False)))
+
+
+def lint_of(program: Program, local: LocalProgram, found: Origins) -> list[Finding]:
+    graph = program.plan.graph
+    issued = {n.meta.get("origin", ""): n.meta["collective"] for n in local.gm.graph.nodes if "collective" in n.meta}
+    inputs = list(zip(graph.inputs, program.in_specs, program.roles, strict=False))
+    odd = disagreements(graph, found, {node: spec for node, spec, _ in inputs})
+    return [*odd, *lint(graph, inputs, program.mesh.axes, found, issued)]
+
+
+def check_strictly(program: Program) -> None:
+    """What ``strict=True`` refuses of a planned program.
+
+    Raises:
+        PlanningError: with every warning of its lint.
+    """
+    local = program.partitioner.program(dict.fromkeys(program.mesh.axes, 0))
+    warnings = [f for f in lint_of(program, local, origins_of(program)) if f.severity == "warning"]
+    if warnings:
+        raise PlanningError(join_failures(["strict=True, and the program has:", *(f"  {f.where} {f.text}" for f in warnings)]))

@@ -28,7 +28,7 @@ from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
-from ftp.lowered import Lowered
+from ftp.lowered import Lowered, check_strictly
 from ftp.mesh import Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, make_plan
@@ -267,6 +267,8 @@ class Step:
             self._options.pack,
             tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in self._options.donate),
         )
+        if self._options.strict:
+            check_strictly(program)
         if self._options.certify:
             certified(program)
         placements = tuple(placement(self.mesh, spec, shape) for spec, shape in zip(program.out_specs, program.out_shapes, strict=True))

@@ -59,6 +59,7 @@ ORDER = [
     "varying",
     "local",
     "cost",
+    "calibration",
     "graph",
     "reach",
     "bounds",
@@ -76,6 +77,7 @@ ORDER = [
     "program",
     "report",
     "lowered",
+    "pictures",
     "numbering",
     "attest",
     "step",
@@ -88,6 +90,7 @@ ORDER = [
     "exported_plan",
     "exported",
     "testing",
+    "reporting",
     "__init__",
     "__main__",
 ]

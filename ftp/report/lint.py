@@ -144,7 +144,12 @@ def _gathered(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], co
     findings = []
     for node in graph.nodes:
         record = collectives.get(node.name)
-        if record is None or record.op != "all_gather" or not node.depends & BATCH or record.shape != record.global_shape:
+        if (
+            record is None
+            or record.op != "all_gather"
+            or not node.depends & BATCH
+            or math.prod(record.shape) < math.prod(record.global_shape)
+        ):
             continue
         origin = found.get((node.operands[0], node.target.axis))
         if origin is None:

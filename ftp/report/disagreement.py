@@ -1,0 +1,74 @@
+"""Ops whose inputs disagree on their layout, with nothing but the cost to decide which of them moves."""
+
+from collections.abc import Mapping
+
+from ftp.cost import VIEWS
+from ftp.graph import BATCH, Graph, Node, Value
+from ftp.report.lint import Finding, folded
+from ftp.report.reasons import Origins, describe
+from ftp.spec import PartitionSpec
+
+
+def disagreements(graph: Graph, found: Origins, specs: Mapping[Node, PartitionSpec]) -> list[Finding]:
+    """Per op that two cuts of one axis meet in, where an activation gives way that is cut because parameters are.
+
+    A constraint, a cut of the batch and a parameter that moves to where the data is are decisions; a pending sum is no cut.
+    """
+    findings = []
+    for node in graph.nodes:
+        if node.kind != "op" or len(node.operands) < 2 or node.phase % 2:
+            continue
+        for slot, value in enumerate(node.operands):
+            moved = _moved(value)
+            if moved is None or moved.target.src.kind != "S" or not moved.depends & BATCH:
+                continue
+            axis = moved.target.axis
+            origin = found.get((moved.operands[0], axis))
+            others = [v for other, v in enumerate(node.operands) if other != slot and _is_cut(v, axis)]
+            if origin is None or origin.kind == "constrain" or origin.depends & BATCH or not others:
+                continue
+            findings.append(_finding(node, moved, origin, others[0], specs))
+    return folded(findings)
+
+
+def _finding(node: Node, moved: Node, origin: Node, other: Value, specs: Mapping[Node, PartitionSpec]) -> Finding:
+    home, axis = moved.operands[0].node, moved.target.axis
+    spec = spec_of(Value(moved))
+    at = f" at {node.source}" if node.source else ""
+    made = f" made at {home.source}" if home.source else ""
+    text = (
+        f"({node.target}){at} takes inputs that {axis!r} cuts on different dims: %{home.name}, cut by {describe(origin, dict(specs))},"
+        f" and %{_moved_root(other).name}. The plan moves the first ({moved.target.op}), by cost alone."
+        f" Say what you mean: x = ftp.constrain(x, {spec}), x the value{made}."
+    )
+    return Finding("disagreement", "warning", f"%{node.name}", text)
+
+
+def _moved(value: Value) -> Node | None:
+    """The move that an operand comes from, through views."""
+    while value.node.kind == "op" and value.node.target in VIEWS:
+        value = value.node.operands[0]
+    return value.node if value.node.kind == "move" else None
+
+
+def _moved_root(value: Value) -> Node:
+    moved = _moved(value)
+    return moved.operands[0].node if moved is not None else value.node
+
+
+def _is_cut(value: Value, axis: str) -> bool:
+    moved = _moved(value)
+    if moved is not None and moved.target.axis == axis:
+        return moved.target.src.kind == "S" or moved.target.dst.kind == "S"
+    return axis in spec_of(value).axes
+
+
+def spec_of(value: Value) -> PartitionSpec:
+    """A value's layout as a spec, as far as one can say it."""
+    cuts: dict[str, list[str]] = {}
+    for cut in value.node.cuts:
+        cuts.setdefault(cut.factor, []).append(cut.axis)
+    entries = [tuple(axis for factor in dim for axis in cuts.get(factor, ())) for dim in value.dims]
+    while entries and not entries[-1]:
+        entries.pop()
+    return PartitionSpec(*[entry or None for entry in entries])
