@@ -14,14 +14,15 @@ from ftp.cost import DEFAULT, Hardware
 from ftp.errors import PlanningError, ReportError, join_failures
 from ftp.mesh import require_coordinate
 from ftp.partition import LocalProgram
+from ftp.passes import drop_copies, reuse_memory, schedule
 from ftp.placement import mesh_device
 from ftp.program import Program
 from ftp.report.disagreement import disagreements
 from ftp.report.lint import Finding, lint
-from ftp.report.memory import Memory, measure, on_cpu
+from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.names import dtype_name
 from ftp.report.reasons import Origins, of_moves, origins
-from ftp.report.shapes import LocalShapes, local_shapes
+from ftp.report.shapes import LocalShapes, annotate, local_shapes
 from ftp.report.table import Collectives, broken_claims
 from ftp.report.text import folded, program_lines
 from ftp.report.timing import Cost, estimate
@@ -64,7 +65,8 @@ class Lowered:
     def memory(self) -> Memory:
         """Peak bytes per rank, an int that has the parts and a picture of live bytes over the program.
 
-        What the eager runner holds: arguments throughout, any other value up to its last use.
+        What the eager runner holds, with its order of the ops and its writes in place: arguments throughout, any other value up to its
+        last use. Inductor's code (``compile=True``) holds less.
         """
         roles = [*self._program.roles, *["constants"] * (len(self.plan.graph.inputs) - len(self._program.roles))]
         phases = {node.name: node.phase for node in self.plan.graph.nodes}
@@ -74,9 +76,10 @@ class Lowered:
             return phases.get(node.meta.get("origin", ""), 0 if node.op == "placeholder" else last)
 
         def workspace(node: fx.Node) -> int:
-            return on_cpu(node, self._shapes) if self._program.mesh.device_type == "cpu" else 0
+            return on_cpu(node, shapes) if self._program.mesh.device_type == "cpu" else 0
 
-        return measure(self.graph.graph, self._shapes, roles, phase, lambda node: "collective" in node.meta, workspace)
+        graph, shapes, copies = self._executed
+        return measure(graph, shapes, roles, phase, lambda node: "collective" in node.meta, workspace, sum(copies))
 
     def cost(self, hardware: Hardware = DEFAULT) -> Cost:
         """Estimated seconds of a step on each rank, a float that has the time of every op and collective.
@@ -84,7 +87,8 @@ class Lowered:
         Args:
             hardware: rates, such as ``ftp.Hardware.h100()``, or ``ftp.calibrate()`` for this machine's.
         """
-        return estimate(self.graph.graph, self._shapes, hardware, self.plan.axes)
+        graph, shapes, _ = self._executed
+        return estimate(graph, shapes, hardware, self.plan.axes)
 
     def assert_collectives(
         self,
@@ -163,8 +167,16 @@ class Lowered:
         return self._local.offsets_at(self._coordinate)
 
     @cached_property
-    def _shapes(self) -> LocalShapes:
-        return local_shapes(self._local.gm, self._local_inputs, self._local_offsets, mesh_device(self._program.mesh).type)
+    def _executed(self) -> tuple[fx.Graph, LocalShapes, list[int]]:
+        """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs that are copied as they are returned."""
+        program, device = self._program, mesh_device(self._program.mesh).type
+        gm = fx.GraphModule({}, schedule(drop_copies(self.graph.graph)))
+        shapes = local_shapes(gm, self._local_inputs, self._local_offsets, device)
+        annotate(shapes, device)
+        graph = reuse_memory(gm.graph, program.donated)
+        donated = {held.storage for at in program.donated for held in shapes.values[shapes.inputs[at]]}
+        copies = copied_bytes(gm.graph.output_node(), shapes, donated)
+        return graph, local_shapes(fx.GraphModule({}, graph), self._local_inputs, self._local_offsets, device), copies
 
     @cached_property
     def _origins(self) -> Origins:

@@ -16,6 +16,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import ftp
 from ftp import P
+from ftp.compile import eager
 
 LLAMA = LlamaConfig(vocab=512, dim=64, layers=3, heads=4, hidden=160)
 GPT2 = GPT2Config(vocab=512, dim=64, layers=3, heads=4, context=64)
@@ -48,12 +49,12 @@ def lowered(name: str, mesh_of: Callable[..., Any]) -> ftp.Lowered:
 
 def measured(lowered: ftp.Lowered) -> int:
     """Bytes that the CPU's allocator has handed out at most during a run, beside the inputs."""
-    gm = lowered.graph
     inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in lowered._local_inputs]
-    offsets = lowered._local_offsets
-    gm(*inputs, *offsets)
+    given = [*inputs, *lowered._local_offsets]
+    run = eager(lowered.graph.graph, given, lowered._program.donated)
+    run(given)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        outputs = gm(*inputs, *offsets)
+        outputs = run(given)
     del outputs
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     live = peak = 0

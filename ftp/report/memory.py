@@ -1,6 +1,6 @@
 """Live bytes over a rank's program: what the eager runner holds at each op, freed as it frees."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,6 +123,7 @@ def measure(
     phase: Callable[[fx.Node], int],
     collective: Callable[[fx.Node], bool],
     workspace: Callable[[fx.Node], int],
+    copies: int,
 ) -> Memory:
     """The memory of a rank's program, freed as Python frees: a value after its last use, the caller's tensors at the end.
 
@@ -131,11 +132,12 @@ def measure(
         phase: how often forward and backward passes took turns before a node.
         collective: whether a node issues a collective.
         workspace: bytes that an op needs while it runs, beside its operands and results.
+        copies: bytes of outputs that are copied as they are returned.
     """
     nodes = list(graph.nodes)
     position = {node: at for at, node in enumerate(nodes)}
     end = len(nodes) - 1
-    inputs = [n for n in nodes if n.op == "placeholder" and n in shapes.values]
+    inputs = shapes.inputs
     kept = {held.storage for node in inputs for held in shapes.values[node]}
     dies: dict[int, int] = {}
     size: dict[int, int] = {}
@@ -162,8 +164,7 @@ def measure(
             parts[kind[storage]] += size[storage]
             totals[kind[storage]] = totals.get(kind[storage], 0) + size[storage]
         if node.op == "output":
-            for held in _copied(node, shapes, kept):
-                parts["outputs"] += held
+            parts["outputs"] += copies
         if node.op != "placeholder":
             here = parts | {"temporaries": parts["temporaries"] + workspace(node)}
             timeline.append(Moment(node.name, node.meta.get("source", ""), sum(here.values()), here))
@@ -222,9 +223,9 @@ def _kinds(
     return kind
 
 
-def _copied(output: fx.Node, shapes: LocalShapes, kept: set[int]) -> list[int]:
+def copied_bytes(output: fx.Node, shapes: LocalShapes, donated: Collection[int]) -> list[int]:
     """Bytes of the outputs that are views of an input or of one another, and so are copied as they are returned."""
-    seen = set(kept)
+    seen = {held.storage for node in shapes.inputs for held in shapes.values[node]} - set(donated)
     copies = []
     for out in output.args[0]:  # type: ignore[union-attr]
         for held in shapes.values.get(out, ()):  # type: ignore[arg-type]

@@ -37,6 +37,11 @@ class LocalShapes:
     values: Mapping[fx.Node, tuple[Held, ...]]
     makers: Mapping[int, fx.Node]
 
+    @property
+    def inputs(self) -> list[fx.Node]:
+        """The tensors among the graph's inputs."""
+        return [node for node in self.values if node.op == "placeholder"]
+
 
 def local_shapes(
     gm: fx.GraphModule, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int], device: str
@@ -49,6 +54,20 @@ def local_shapes(
         device: the type of device whose kernels will run.
     """
     return _Shapes(device).follow(gm, inputs, offsets)
+
+
+def annotate(shapes: LocalShapes, device: str) -> None:
+    """Give every node that is one tensor a fake one of its shape, strides and dtype as ``meta["val"]``, as passes over a graph expect."""
+    mode, known = FakeTensorMode(), {}
+    for node, values in shapes.values.items():
+        if len(values) != 1:
+            continue
+        held = values[0]
+        key = held.shape, held.stride, held.dtype
+        if key not in known:
+            with _disable_current_modes(), mode:
+                known[key] = torch.empty_strided(held.shape, held.stride, dtype=held.dtype, device=device)
+        node.meta["val"] = known[key]
 
 
 class _Shapes:
