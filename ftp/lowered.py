@@ -1,7 +1,7 @@
 """Lowered: a program before it runs, to be read, counted, priced and compared."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -12,7 +12,9 @@ from torch import fx
 from ftp.collectives import Collective
 from ftp.cost import DEFAULT, Hardware
 from ftp.errors import PlanningError, ReportError, join_failures
+from ftp.graph import Node, Value
 from ftp.mesh import require_coordinate
+from ftp.network import Problem, layout_costs
 from ftp.partition import LocalProgram
 from ftp.passes import drop_copies, reuse_memory, schedule
 from ftp.placement import mesh_device
@@ -24,10 +26,11 @@ from ftp.report.names import dtype_name
 from ftp.report.reasons import Origins, of_moves, origins
 from ftp.report.shapes import LocalShapes, annotate, local_shapes
 from ftp.report.table import Collectives, broken_claims
-from ftp.report.text import folded, program_lines
+from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
+from ftp.report.why import Alternative, Difference, Why, chain_of, counts, describe_layout, find, neighbours
 from ftp.spec import PartitionSpec, local_shape
-from ftp.tree import leaf_names
+from ftp.tree import leaf_names, nearest
 
 
 class Lowered:
@@ -37,8 +40,8 @@ class Lowered:
         plan: what was decided, with the cost of each axis' network.
     """
 
-    def __init__(self, program: Program):
-        self._program = program
+    def __init__(self, program: Program, again: Callable[..., "Lowered"] | None = None):
+        self._program, self._again = program, again
         self.plan = program.plan
 
     @property
@@ -132,6 +135,82 @@ class Lowered:
         """What is odd about the program, warnings first: specs that shard nothing, large parameters on every rank, uneven shards with what
         they waste, activations gathered whole, ops whose inputs disagree on their layout. With ``strict=True`` a warning is an error."""
         return lint_of(self._program, self._local, self._origins)
+
+    def why(self, name: str) -> Why:
+        """The decisions behind the layout of a value or a parameter, and what the whole plan would cost with each other one.
+
+        For an input, every spec that cuts at most one dim over an axis more, less or elsewhere: the program is planned anew with each,
+        exactly. For a value, every layout that it could have, an axis at a time: the minimum over all plans with it.
+
+        Args:
+            name: as the printed program has it, with or without ``%``; of a parameter its path will do.
+
+        Raises:
+            ReportError: no such value.
+
+        >>> import ftp
+        >>> params = {"w": torch.empty(8, 4)}
+        >>> step = ftp.shard(lambda p, x: (x @ p["w"]).square().sum(), ftp.AbstractMesh((2,), ("tp",)), {"w": ftp.P(None, "tp")})
+        >>> print(step.lower(params, torch.empty(16, 8)).why("mm").chain[0])
+        over tp: because of params['w'] P(None, 'tp')
+        """
+        graph, axes = self.plan.graph, self.plan.axes
+        value = find(graph, name)
+        if value is None:
+            near = nearest(name, [node.name for node in graph.nodes])
+            raise ReportError(f"The program has no value {name!r}; the nearest are {', '.join(near)}. print(lowered) shows all.")
+        specs = dict(zip(graph.inputs, self._program.in_specs, strict=False))
+        layout = str(specs[value.node]) if value.node in specs else typed(value)
+        chain = chain_of(value, self._origins, specs, list(axes))
+        if self._again is None:
+            return Why(value.node.name, layout, tuple(chain), ())
+        found = self._other_specs(value.node, specs) if value.node in specs else self._other_layouts(value)
+        return Why(value.node.name, layout, tuple(chain), tuple(found))
+
+    def diff(self, other: "Lowered") -> Difference:
+        """What another program, such as the same function's under other specs, does otherwise."""
+        mine, theirs = counts(self.collectives), counts(other.collectives)
+        specs = {node.name: spec for node, spec in zip(self.plan.graph.inputs, self._program.in_specs, strict=False)}
+        changed = {
+            node.name: (str(specs.get(node.name)), str(spec))
+            for node, spec in zip(other.plan.graph.inputs, other._program.in_specs, strict=False)
+            if specs.get(node.name) != spec
+        }
+        return Difference(
+            changed,
+            dict(theirs - mine),
+            dict(mine - theirs),
+            other.collectives.wire_nbytes - self.collectives.wire_nbytes,
+            int(other.memory) - int(self.memory),
+            float(other.cost()) - float(self.cost()),
+        )
+
+    def _other_specs(self, node: Node, specs: Mapping[Node, PartitionSpec]) -> list[Alternative]:
+        assert self._again is not None
+        leaf = self._program.tensor_leaves[self.plan.graph.inputs.index(node)]
+        found = []
+        for spec in neighbours(specs[node], node.results[0].shape, self._program.mesh.axes):
+            lowered = self if spec == specs[node] else self._again({leaf: spec})
+            cost, delta = lowered.plan.cost, lowered.plan.cost - self.plan.cost
+            found.append(Alternative(str(spec), "", cost, delta, lowered.collectives.wire_nbytes, int(lowered.memory), spec == specs[node]))
+        return sorted(found, key=lambda a: a.seconds or 0.0)
+
+    def _other_layouts(self, value: Value) -> list[Alternative]:
+        assert self._again is not None
+        found: list[Alternative] = []
+
+        def watch(problem: Problem) -> None:
+            at = next((n for n in problem.graph.nodes if n.name == value.node.name), None)
+            if at is None:
+                return
+            own = self.plan.solutions[problem.axis].cost
+            for layout, cost in layout_costs(problem, Value(at, value.index)):
+                delta = None if cost is None else cost - own
+                chosen = layout.kind == _kind_on(value, problem.axis) and delta is not None and abs(delta) <= 1e-9 * own
+                found.append(Alternative(describe_layout(layout), problem.axis, cost, delta, chosen=chosen))
+
+        self._again({}, watch)
+        return found
 
     def text(self, *, fold: bool = True) -> str:
         """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written out."""
@@ -232,6 +311,13 @@ class Lowered:
             lines.append(f"plan over {axis}: {proof}, largest table {solution.largest_table:,}{broken}")
         lines += [str(finding) for finding in self.lint if finding.severity == "warning"]
         return lines
+
+
+def _kind_on(value: Value, axis: str) -> str:
+    if any(a == axis for a, _ in value.node.pending.get(value.index, ())):
+        return "P"
+    mine = {factor for dim in value.dims for factor in dim}
+    return "S" if any(cut.axis == axis and cut.factor in mine for cut in value.node.cuts) else "R"
 
 
 def origins_of(program: Program) -> Origins:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from ftp.cost import VIEWS, Hardware, collective_seconds, is_product, op_seconds
-from ftp.eliminate import Infeasible, Solution, minimize
+from ftp.eliminate import Infeasible, Solution, min_marginals, minimize
 from ftp.graph import BATCH, Graph, Move, Node, Value
 from ftp.layout import PARTIAL, Layout, R, nominal, partial
 from ftp.reach import Cut, Reach, factor_of, layout_of, reach
@@ -109,6 +109,34 @@ def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, m
     return found
 
 
+def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, float | None]]:
+    """Per layout that a value could have on the axis what the cheapest plan with it costs, exactly; None where there is no such plan."""
+    for violation in (math.inf, VIOLATION):
+        network = _Network(problem, violation)
+        tables = network.tables()
+        found = min_marginals(*tables.network, tables.of_node[value.node])
+        if any(found):
+            break
+    costs: dict[Layout, float | None] = {}
+    for strategy, solution in zip(network.options[value.node], found, strict=True):
+        layout = strategy.results[value.index]
+        layout = R if layout.kind == "R" else layout
+        known = costs.get(layout)
+        if solution is not None and (known is None or solution.cost < known):
+            costs[layout] = solution.cost
+        costs.setdefault(layout, None)
+    return list(costs.items())
+
+
+class _Tables(NamedTuple):
+    """The cost network as numbers, and which of its variables stand for what."""
+
+    network: tuple[list[int], list[np.ndarray], dict[tuple[int, int], np.ndarray]]
+    of_node: dict[Node, int]
+    of_value: dict[Value, int]
+    entries: dict[Value, list[tuple[Layout, ...]]]
+
+
 class _Network:
     def __init__(self, problem: Problem, violation: float):
         self.problem, self.violation = problem, violation
@@ -156,6 +184,16 @@ class _Network:
         return known
 
     def solve(self) -> AxisPlan:
+        tables = self.tables()
+        solution = minimize(*tables.network)
+        chosen = {node: self.options[node][solution.choice[i]] for node, i in tables.of_node.items()}
+        copies = {}
+        for value, i in tables.of_value.items():
+            home = chosen[value.node].results[value.index]
+            copies[value] = tuple(layout for layout in tables.entries[value][solution.choice[i]] if layout != home)
+        return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
+
+    def tables(self) -> "_Tables":
         domains: list[int] = []
         unary: list[np.ndarray] = []
         pairs: dict[tuple[int, int], np.ndarray] = {}
@@ -198,13 +236,7 @@ class _Network:
                     self._movable(value),
                 )
                 pairs[at, value_index[value]] = self._once(moves, lambda v=value: self._move_prices(v, entries[v]))
-        solution = minimize(domains, unary, pairs)
-        chosen = {node: self.options[node][solution.choice[i]] for node, i in op_index.items()}
-        copies = {}
-        for value, i in value_index.items():
-            home = chosen[value.node].results[value.index]
-            copies[value] = tuple(layout for layout in entries[value][solution.choice[i]] if layout != home)
-        return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
+        return _Tables((domains, unary, pairs), op_index, value_index, entries)
 
     def _nbytes(self, value: Value) -> int:
         if value not in self._sizes:

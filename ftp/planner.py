@@ -64,6 +64,7 @@ class Plan:
 
 
 Decompose = Callable[[Graph, Iterable[Node]], Graph]
+Watch = Callable[[Problem], None]
 
 
 def make_plan(
@@ -76,6 +77,7 @@ def make_plan(
     reshard_after_forward: bool = True,
     hardware: Hardware = DEFAULT,
     decompose: Decompose | None = None,
+    watch: Watch | None = None,
 ) -> Plan:
     """Plan ``graph`` for a mesh of ``axes`` {name: size}.
 
@@ -84,12 +86,13 @@ def make_plan(
         data_axes: the axes on which parameters move rather than activations.
         reshard_after_forward: gather a parameter again for the backward pass instead of keeping the gathered copy.
         decompose: replaces nodes by primitives, where a factor that they keep whole is within reach.
+        watch: sees each axis' problem before it is solved.
 
     Raises:
         PlanningError: where no program meets the specs.
     """
     with collection_paused():
-        return _make_plan(graph, axes, specs, list(batch_inputs), data_axes, reshard_after_forward, hardware, decompose)
+        return _make_plan(graph, axes, specs, list(batch_inputs), data_axes, reshard_after_forward, hardware, decompose, watch)
 
 
 def _make_plan(
@@ -101,6 +104,7 @@ def _make_plan(
     reshard_after_forward: bool,
     hardware: Hardware,
     decompose: Decompose | None,
+    watch: Watch | None,
 ) -> Plan:
     given = specs
     order, specs = _axis_order(graph, axes, given)
@@ -113,6 +117,8 @@ def _make_plan(
             continue
         problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware)
         try:
+            if watch is not None:
+                watch(problem)
             chosen = solve(problem)
         except Infeasible:
             raise PlanningError(

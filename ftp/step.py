@@ -1,7 +1,7 @@
 """Step: a function sharded over a mesh, planned at its first call and run at every one."""
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -31,7 +31,7 @@ from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
 from ftp.lowered import Lowered, check_strictly
 from ftp.mesh import Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
-from ftp.planner import Specs, make_plan
+from ftp.planner import Specs, Watch, make_plan
 from ftp.program import Program
 from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, check_spec
@@ -132,7 +132,13 @@ class Step:
         """The program for these arguments (real, fake or meta), without running it or talking to other ranks."""
         call = Arguments(args, self._arguments)
         specs = self._checked_specs(call)
-        return Lowered(self._build(call, specs, self._estimated_shapes(call, specs)).program)
+        shapes = self._estimated_shapes(call, specs)
+
+        def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
+            other = [changed.get(i, spec) for i, spec in enumerate(specs)]
+            return Lowered(self._build(call, other, shapes, watch).program, again)
+
+        return Lowered(self._build(call, specs, shapes).program, again)
 
     def _check_inputs(self, call: Arguments, program: Program, record: Calls) -> None:
         constants = [f"closure constant {i}, a tensor of shape {tuple(c.shape)}," for i, c in enumerate(program.constants)]
@@ -218,7 +224,9 @@ class Step:
         check_specs(specs, leaves, call.names, self.mesh.axes)
         return specs
 
-    def _build(self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None]) -> _Planned:
+    def _build(
+        self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None], watch: Watch | None = None
+    ) -> _Planned:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
         with use_mesh(self.mesh):
             traced = trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
@@ -250,6 +258,7 @@ class Step:
             data_axes=data_axes,
             reshard_after_forward=self._options.reshard_after_forward,
             decompose=lambda g, nodes: decompose(g, nodes, strict=self._options.strict),
+            watch=watch,
         )
         program = Program(
             self.mesh,
