@@ -19,7 +19,6 @@ from ftp.local import local
 from ftp.lowered import Lowered
 from ftp.manifest import checkpoints
 from ftp.mesh import AbstractMesh, destroy_process_group, init_process_group, make_mesh, simulated_mesh, use_mesh
-from ftp.mesh import AbstractMesh, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.pictures import visualize
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
