@@ -33,6 +33,14 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.float32) if x.dtype in HALF else x
 
 
+def _top(x: Tensor, dim: Any) -> Tensor:
+    """The largest along ``dim``, which stays; ``-inf`` of none."""
+    dims = _dims(x, dim)
+    if any(x.shape[d] == 0 for d in dims):
+        return x.new_full([1 if d in dims else size for d, size in enumerate(x.shape)], -math.inf)
+    return torch.amax(x, dims, True)
+
+
 def _count(x: Tensor, dims: Sequence[int]) -> int:
     return math.prod(x.shape[d] for d in dims) if x.ndim else 1
 
@@ -49,7 +57,7 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
 @decomposition(aten._softmax.default)
 def softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = _wide(x)
-    e = torch.exp(wide - torch.amax(wide, dim, True))
+    e = torch.exp(wide - _top(wide, dim))
     return (e / e.sum(dim, True)).to(torch.float32 if half_to_float else x.dtype)
 
 
@@ -58,7 +66,7 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     """Rows of nothing but ``-inf`` are zero."""
     x = x if dtype is None else x.to(dtype)
     wide = _wide(x)
-    top = torch.amax(wide, dim, True)
+    top = _top(wide, dim)
     e = torch.exp(wide - torch.where(top == -math.inf, 0.0, top))
     total = e.sum(dim, True)
     return (e / torch.where(total == 0, 1.0, total)).to(x.dtype)
@@ -67,7 +75,7 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
 @decomposition(aten._log_softmax.default)
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = _wide(x)
-    shifted = wide - torch.amax(wide, dim, True)
+    shifted = wide - _top(wide, dim)
     return (shifted - torch.log(torch.exp(shifted).sum(dim, True))).to(torch.float32 if half_to_float else x.dtype)
 
 
@@ -437,7 +445,7 @@ def logsumexp(x: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
     dims = _dims(x, dim)
     wide = _wide(x)
-    top = torch.amax(wide.real if wide.is_complex() else wide, dims, True)
+    top = _top(wide.real if wide.is_complex() else wide, dims)
     top = torch.where(torch.abs(top) == math.inf, 0.0, top)
     total = torch.log(torch.exp(wide - top).sum(dims, keepdim))
     return (total + (top if keepdim else top.reshape(total.shape))).to(x.dtype)
@@ -476,12 +484,21 @@ def norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
 @decomposition(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """As a maximum of bytes, which every backend reduces."""
-    return torch.amax((x != 0).to(torch.uint8), _dims(x, dim), keepdim).to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+    return _of_bytes(torch.amax, x, dim, keepdim, of_none=False)
 
 
 @decomposition(aten.all.default, aten.all.dim, aten.all.dims)
 def all_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
-    return torch.amin((x != 0).to(torch.uint8), _dims(x, dim), keepdim).to(torch.uint8 if x.dtype is torch.uint8 else torch.bool)
+    return _of_bytes(torch.amin, x, dim, keepdim, of_none=True)
+
+
+def _of_bytes(extreme: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, of_none: bool) -> Tensor:
+    dims = _dims(x, dim)
+    dtype = torch.uint8 if x.dtype is torch.uint8 else torch.bool
+    if any(x.shape[d] == 0 for d in dims):
+        shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+        return x.new_full(shape, of_none, dtype=dtype)
+    return extreme((x != 0).to(torch.uint8), dims, keepdim).to(dtype)
 
 
 def _first_of(x: Tensor, value: Tensor, dim: int, keepdim: bool) -> Tensor:

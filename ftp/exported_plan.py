@@ -284,7 +284,18 @@ def boundary(program: "ExportedProgram", module: str, slot: int) -> list[fx.Node
 
 
 _LINEAR = {aten.linear.default: 1, aten.addmm.default: 2, aten.mm.default: 1, aten.matmul.default: 1, aten.bmm.default: 1}
-_VIEWS = {aten.t.default, aten.permute.default, aten.transpose.int, aten.numpy_T.default, aten.detach.default, aten._to_copy.default}
+# A linear layer's weight is broadcast along the batch where the layer decomposes into a batched product.
+_VIEWS = {
+    aten._to_copy.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.numpy_T.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
 
 
 def _reader(program: "ExportedProgram", module: str, weight: str) -> str | None:

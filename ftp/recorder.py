@@ -147,6 +147,9 @@ class Recorder(TorchDispatchMode):
                 self._keep_vals(args)
             before = root._prev
             out = _called(func, args, kwargs)
+            if isinstance(out, Tensor) and out.layout is not torch.strided:
+                layout = str(out.layout).removeprefix("torch.")
+                raise TraceError(f"{func} makes a tensor of layout {layout}{at_line(line)} which no spec describes. Keep tensors strided.")
             if call:
                 self._recall.learn(call, out, _since(before, root), self._tracer)
         newest = root._prev
@@ -183,6 +186,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(tensor, FakeTensor):
             raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
+            if tensor.layout is not torch.strided:
+                raise TraceError(
+                    f"The function captures a tensor of layout {tensor.layout}{at_line(self.line)} which no spec describes."
+                    " Capture x.to_dense()."
+                )
             if is_traceable_wrapper_subclass(tensor):
                 raise TraceError(f"The function captures a {type(tensor).__name__}{at_line(self.line)}; plain tensors only.")
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())

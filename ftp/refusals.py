@@ -105,6 +105,11 @@ def explain(error: Exception) -> FtpError | None:
         return TraceError(
             f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it; inside a function use torch.func.grad."
         )
+    if "call Tensor.requires_grad_()" in text:
+        return TraceError(
+            f"The function calls requires_grad_(){at}. Gradients are those of the first argument's leaves: ftp.shard takes them; inside a"
+            " function use torch.func.grad, whose argnums say of what."
+        )
     if "setup_context" in text and (function := _function_behind(error)):
         return TraceError(
             f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is traced needs the form in two parts:"
@@ -112,7 +117,8 @@ def explain(error: Exception) -> FtpError | None:
         )
     if "saved tensor hooks" in text:
         return TraceError(
-            f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they cannot be traced. Call the function itself."
+            f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they cannot be traced."
+            " Recompute a block with ftp.remat(block)(*args), or call it as it is."
         )
     if isinstance(error, RuntimeError) and re.search(r"\bdtypes?\b|scalar type|same datatype", text):
         advice = _of_experts(error) or " Convert them with .to(dtype)."

@@ -6,6 +6,7 @@ import numpy as np
 import optree
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch.nn import functional as F
 
 import ftp
@@ -129,7 +130,7 @@ IN_FULL = {
         "InputError: params['b'] is on the meta device and has no values. step.lower takes it; to run the step, load real ones.",
     ),
     "function": (
-        lambda: ftp.shard(3, MESH),
+        lambda: ftp.shard(3, MESH),  # pyright: ignore[reportArgumentType]
         "InputError: loss_fn is 3, an int; give a pure function (params, *batch) -> scalar.",
     ),
 }
@@ -262,6 +263,25 @@ def test_random_ops_would_differ_from_rank_to_rank():
     torch.testing.assert_close(step(lambda p, x: loss_fn(p, F.dropout(x, 0.5, training=False)))(PARAMS, X)[0], loss_fn(PARAMS, X))
 
 
+SPARSE = torch.eye(4).to_sparse()
+UNTRACEABLE = {
+    "calls requires_grad_()": (lambda p, x: loss_fn(p, x.clone().requires_grad_()), "torch.func.grad"),
+    "saved tensor hooks": (
+        lambda p, x: torch.utils.checkpoint.checkpoint(loss_fn, p, x, use_reentrant=False),
+        "Recompute a block with ftp.remat(block)(*args)",
+    ),
+    "makes a tensor of layout sparse_coo": (lambda p, x: loss_fn(p, x.to_sparse().to_dense()), "Keep tensors strided"),
+    "captures a tensor of layout torch.sparse_coo": (lambda p, x: loss_fn(p, (SPARSE @ x.T).T), "Capture x.to_dense()"),
+}
+
+
+@pytest.mark.parametrize("what", UNTRACEABLE)
+def test_what_cannot_be_traced_says_what_to_write(what):
+    loss, advice = UNTRACEABLE[what]
+    text = message(step(loss), PARAMS, X, kind=ftp.errors.TraceError)
+    assert what in text and advice in text and "test_errors.py:" in text
+
+
 def test_a_tensor_that_an_earlier_trace_left_behind():
     kept = []
 
@@ -344,12 +364,12 @@ def test_modules_and_sets_are_no_arguments():
 
 
 def test_a_registered_container_is_seen_through():
-    @optree.dataclasses.dataclass(namespace="ftp")
+    @optree.dataclasses.dataclass(namespace="ftp")  # pyright: ignore[reportPrivateImportUsage]
     class Params:
         w: torch.Tensor
         b: torch.Tensor
 
-    sharded = step(lambda p, x: loss_fn({"w": p.w, "b": p.b}, x), Params(SPECS["w"], SPECS["b"]))
+    sharded = step(lambda p, x: loss_fn({"w": p.w, "b": p.b}, x), Params(SPECS["w"], SPECS["b"]))  # pyright: ignore[reportArgumentType]
     for params in (Params(**PARAMS), Params(**{k: 2 * v for k, v in PARAMS.items()})):
         loss, grads = sharded(params, X)
         assert isinstance(grads, Params)

@@ -214,6 +214,18 @@ def test_layouts_of_styles_are_met(given, expected, decomposed):
     assert [{"all_gather_into_tensor.default": "gather", "reduce_scatter_tensor.default": "scatter"}[op] for op in found] == expected
 
 
+def test_a_style_finds_a_layer_whose_input_is_strided():
+    """There a linear layer decomposes into a batched product of its weight, broadcast."""
+
+    class Strided(Mlp):
+        def forward(self, x):
+            return self.net2(torch.relu(self.net1(x.transpose(0, 1))).transpose(0, 1))
+
+    given = {"net1": ColwiseParallel, "net2": RowwiseParallel}
+    made, *_ = equals_one_device(Strided().double(), (x(5, 3, 4),), {}, TP, given, decomposed=True)
+    assert ops(made) == ["_c10d_functional.all_reduce.default"]
+
+
 class Lookup(nn.Module):
     def __init__(self):
         super().__init__()

@@ -123,6 +123,10 @@ REDUCTIONS: dict[str, Pitfall] = {
     ),
     "scalars": (lambda a, b: [a * b, a.sum(), a.amax(), b.sum(0, keepdim=True)], (torch.tensor(2.0, dtype=torch.float64), x(5))),
     "empty": (lambda a, b: [a.sum(0), a @ b, torch.cat([a, b.T]), a.exp()], (x(0, 3), x(3, 0))),
+    "along a dim of size zero": (
+        lambda a: [a.softmax(1), a.log_softmax(1), a.logsumexp(1), a.exp().any(1), a.exp().all(1), a.any(), a.sum(1)],
+        (x(5, 0, 3),),
+    ),
     "broadcast of dims of one": (lambda a, b: [a + b, (a * b).sum(0)], (x(1, 5), x(4, 1))),
 }
 
