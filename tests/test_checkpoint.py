@@ -2,7 +2,9 @@
 
 import os
 import pickle
+import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import optree
@@ -122,6 +124,15 @@ def test_tensors_that_share_memory(tmp_path):
     tree = {"a": flat, "b": flat, "c": flat[3:7], "d": flat.view(3, 4).t(), "e": flat[:1].expand(5)}
     ftp.save(tmp_path, tree, MESH)
     assert all(same(x, tree[k].contiguous()) for k, x in ftp.load(tmp_path, meta(tree), MESH).items())
+
+
+def test_the_page_runs(tmp_path, monkeypatch, capsys):
+    page = (Path(__file__).resolve().parents[1] / "docs/checkpoints.md").read_text()
+    monkeypatch.chdir(tmp_path)
+    found: dict = {}
+    exec(re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)[0], found)
+    assert capsys.readouterr().out == "00000000-step-300\n"
+    assert torch.equal(found["state"]["params"]["up"], found["params"]["up"]) and found["state"]["data"]["position"] == 4096
 
 
 # Checkpoints of a folder.
