@@ -1,24 +1,30 @@
 """Trains a byte-level GPT on the source of Python's own standard library, on a dp x tp mesh.
 
-    python examples/train_gpt.py                                # a simulated 2 x 2 mesh in this process
-    torchrun --nproc-per-node=4 examples/train_gpt.py           # the same file on four processes, the same losses
+    python examples/train_gpt.py                                              # a simulated 2 x 2 mesh in this process
+    torchrun --nproc-per-node=4 examples/train_gpt.py                         # the same file on four processes, the same losses
+    torchrun --nproc-per-node=4 --max-restarts=3 examples/train_gpt.py        # goes on from the last checkpoint when a process dies
 
-The model is ordinary torch and knows nothing of the mesh; SPECS says where its weights live. Every tenth or so file of the
-library is held out for validation. Writes losses.json, loss.png and sample.txt to runs/train_gpt.
+A loop to copy. The model is ordinary torch and knows nothing of the mesh; SPECS says where its weights live; the whole train step
+is one pure function of the state, the batch and nothing else. What a step does depends on the seed and its number alone, so a run that is
+stopped, killed or moved to another number of processes goes on as if nothing had happened: run the same command again.
+
+Every tenth or so file of the library is held out for validation. Writes metrics.jsonl, checkpoints, loss.png and sample.txt to
+runs/train_gpt, and to TensorBoard where that is installed.
 """
 
 import argparse
 import json
 import math
 import os
+import shutil
+import signal
 import sysconfig
 import time
 import zlib
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch import nn
 from torch.nn import functional as F
 
@@ -58,23 +64,24 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, dim, heads):
+    def __init__(self, dim, heads, dropout):
         super().__init__()
         self.norm1, self.attn = nn.LayerNorm(dim), Attention(dim, heads)
         self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim)
+        self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        x = x + self.attn(self.norm1(x))
-        return x + self.mlp(self.norm2(x))
+        x = x + self.dropout(self.attn(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class GPT(nn.Module):
     """bytes (batch, seq) -> logits (batch, seq, 256)."""
 
-    def __init__(self, dim, layers, heads, context):
+    def __init__(self, dim, layers, heads, context, dropout):
         super().__init__()
         self.emb, self.pos = nn.Embedding(VOCAB, dim), nn.Embedding(context, dim)
-        self.layers = nn.ModuleList(Block(dim, heads) for _ in range(layers))
+        self.layers = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, VOCAB, bias=False)
         for name, param in self.named_parameters():
             if param.ndim == 2:
@@ -107,47 +114,118 @@ def read_corpus(max_bytes):
     return tuple(torch.frombuffer(bytearray(b"".join(splits[s])), dtype=torch.uint8) for s in ("train", "val"))
 
 
-def batch_at(data, step, *, batch, context, seed):
-    """(inputs, targets) of (batch, context): a function of (seed, step), whatever the mesh."""
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(data) - context - 1, (batch, 1), generator=generator)
+def batch_at(data, key, *, batch, context):
+    """(inputs, targets) of (batch, context), drawn with ``key``: one for each step, the same on any number of processes."""
+    starts = ftp.random.randint(key, 0, len(data) - context - 1, (batch, 1))
     rows = data[starts + torch.arange(context + 1)].long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
 
 
-def learning_rate(step, steps, peak):
-    """Linear warm-up over a twentieth of the steps, then a cosine down to a tenth of the peak."""
-    warmup = max(1, steps // 20)
-    if step < warmup:
-        return peak * (step + 1) / warmup
-    done = (step - warmup) / max(1, steps - warmup)
-    return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * done)))
+def make_train_step(fn, opt, schedule, max_norm):
+    """One pure function: ``(state, batch, stops) -> (state, metrics)``."""
+
+    def loss_fn(params, batch, key):
+        tokens, targets = batch
+        return F.cross_entropy(fn(params, tokens, rng=key).flatten(0, 1), targets.flatten())
+
+    def train_step(state, batch, stops):
+        key = ftp.random.fold_in(state["key"], state["step"])  # dropout is a function of the step, and of nothing that came before
+        grads, loss = torch.func.grad_and_value(loss_fn)(state["params"], batch, key)
+        nonfinite = ftp.optim.count_nonfinite((loss, grads))
+        grads, norm = ftp.optim.clip_by_global_norm(grads, max_norm)
+        updated = opt.update(grads, state["opt"], state["params"])
+        params, opt_state = ftp.optim.select(nonfinite == 0, updated, (state["params"], state["opt"]))
+        # A signal reaches processes at different times. Here they agree on it: if one of them has it, all of them stop after this step.
+        metrics = {"loss": loss, "norm": norm, "lr": schedule(state["step"]), "nonfinite": nonfinite, "stop": stops.amax()}
+        return {"params": params, "opt": opt_state, "step": state["step"] + 1, "key": state["key"]}, metrics
+
+    return train_step
 
 
 def sample(logits_fn, params, prompt, *, count, context, seed, temperature=0.8):
     """``count`` bytes after ``prompt``. The window has a fixed, padded size, so the forward pass is traced once."""
-    generator = torch.Generator().manual_seed(seed)
+    key = ftp.random.key(seed)
     text = list(prompt)
-    for _ in range(count):
+    for i in range(count):
         window = text[-context:]
         logits = logits_fn(params, torch.tensor([window + [0] * (context - len(window))]))
         logits = logits[0, len(window) - 1].cpu()  # attention is causal: the padding after the last byte has no say
-        text.append(int(torch.multinomial(F.softmax(logits / temperature, dim=-1), 1, generator=generator)))
+        text.append(int(ftp.random.categorical(ftp.random.fold_in(key, i), logits / temperature)))
     return bytes(text)
 
 
-def plot(losses, val, title, path):
+class Metrics:
+    """The numbers of a run: a JSON line for each step in metrics.jsonl, and TensorBoard where it is installed; the first rank writes."""
+
+    def __init__(self, folder, first_step, is_writer):
+        self.file = self.board = None
+        self.path = folder / "metrics.jsonl"
+        if not is_writer:
+            return
+        folder.mkdir(parents=True, exist_ok=True)
+        # What was written after the checkpoint that the run goes on from will be written again.
+        kept = [line for line in self.lines() if json.loads(line)["step"] <= first_step] if first_step else []
+        self.path.write_text("".join(kept))
+        self.file = self.path.open("a", buffering=1)
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
+
+    def lines(self):
+        """Complete ones: a killed run may leave half a line."""
+        return [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")] if self.path.exists() else []
+
+    def records(self):
+        return [json.loads(line) for line in self.lines()]
+
+    def write(self, step, **values):
+        if self.file is not None:
+            self.file.write(json.dumps({"step": step, **values}) + "\n")
+        if self.board is not None:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def close(self):
+        for sink in (self.file, self.board):
+            if sink is not None:
+                sink.close()
+
+
+@contextmanager
+def progress_bar(total, done, is_shown):
+    """``(say, update)``: lines on the screen above a bar of the steps done; without rich just lines."""
+    try:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    except ImportError:
+        yield (print if is_shown else lambda text: None), lambda **fields: None
+        return
+    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")]
+    console = Console(quiet=not is_shown, highlight=False)
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown) as progress:
+        task = progress.add_task("", total=total, completed=done, loss=math.nan, rate=0.0)
+        yield (
+            lambda text: console.print(text, markup=False, soft_wrap=True),
+            lambda **fields: progress.update(task, advance=1, **fields),
+        )
+
+
+def plot(records, title, path):
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
+    losses = [r["loss"] for r in records if "loss" in r]
+    val = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
     width = max(1, len(losses) // 40)
     smooth = [sum(losses[max(0, i - width + 1) : i + 1]) / len(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(smooth, color="tab:blue", linewidth=1.6, label=f"train (mean of {width})")
-    axes.plot([step for step, _ in val], [loss for _, loss in val], color="tab:orange", marker="o", markersize=4, label="held-out files")
+    axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", markersize=4, label="held-out files")
     axes.set(xlabel="step", ylabel="cross entropy, nats per byte", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -164,10 +242,17 @@ def parse_args(argv):
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--dropout", type=float, default=0.0, help="the default run sees its text less than twice and needs none")
+    parser.add_argument(
+        "--lr", type=float, default=3e-3, help="peak, after a warm-up of a twentieth of the steps; then a cosine to a tenth"
+    )
+    parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=50)
     parser.add_argument("--eval-batches", type=int, default=4)
+    parser.add_argument("--save-every", type=int, default=100)
+    parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
+    parser.add_argument("--fresh", action="store_true", help="start anew where there are checkpoints to go on from")
     parser.add_argument("--sample-bytes", type=int, default=400)
     parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="training text at most")
     parser.add_argument("--tp", type=int, default=2 if world % 2 == 0 else 1)
@@ -180,95 +265,137 @@ def parse_args(argv):
     return args
 
 
-def main(argv=None):
-    args = parse_args(argv)
+@contextmanager
+def noted(number):
+    """The signals of this number that have come so far, as a list that grows."""
+    come = []
+    old = signal.signal(number, lambda number, frame: come.append(number))
+    try:
+        yield come
+    finally:
+        signal.signal(number, old)
+
+
+def run(args, stop_signals):
     started = time.perf_counter()
     torch.set_num_threads(args.threads)
     is_first = int(os.environ.get("RANK", 0)) == 0
-    console = Console(quiet=not is_first, highlight=False)
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 0))
 
     mesh = ftp.make_mesh((args.dp, args.tp), ("dp", "tp"), device_type=args.device)
+    ranks = args.dp * args.tp
     simulated = not torch.distributed.is_initialized()
-    name = f"dp {args.dp} x tp {args.tp}, {'simulated in one process' if simulated else f'{args.dp * args.tp} processes'}"
+    name = f"dp {args.dp} x tp {args.tp}, {'simulated in one process' if simulated else f'{ranks} processes'}"
 
+    # The model, and functions of it: a train step and the forward pass.
     torch.manual_seed(args.seed)
-    fn, params = ftp.functionalize(GPT(args.dim, args.layers, args.heads, args.context))
+    model = GPT(args.dim, args.layers, args.heads, args.context, args.dropout)
+    fn, params = ftp.functionalize(model)
+    eval_fn, _ = ftp.functionalize(model.eval())
 
-    def loss_fn(params, batch):
+    def eval_loss(params, batch):
         tokens, targets = batch
-        return F.cross_entropy(fn(params, tokens).flatten(0, 1), targets.flatten())
+        return F.cross_entropy(eval_fn(params, tokens).flatten(0, 1), targets.flatten())
 
-    specs = ftp.plan(params, SPECS)
-    count = sum(p.numel() for p in params.values())
-    params = ftp.device_put(params, mesh, specs)
-    step_fn = ftp.shard(loss_fn, mesh, specs, batch_specs=P("dp"))
-    eval_fn = ftp.spmd(loss_fn, mesh, (specs, P("dp")), P())
-    forward = ftp.spmd(fn, mesh, (specs, P()), P())
-
-    # AdamW moves each element by itself: the plain optimizer on local shards is the sharded optimizer, state and all.
-    matrices = [p for p in params.values() if p.ndim == 2]
-    vectors = [p for p in params.values() if p.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
-    optimizer = torch.optim.AdamW(groups, lr=args.lr, betas=(0.9, 0.95))
-
-    train_data, val_data = read_corpus(args.corpus_bytes)
-    console.print(
-        f"{name}\n{count:,} parameters; {len(train_data):,} bytes to train on, {len(val_data):,} held out"
-        f"\n{args.steps} steps of {args.batch} x {args.context} bytes"
+    warmup = max(1, args.steps // 20)
+    rise, fall = (
+        ftp.optim.schedules.linear(args.lr, warmup, start=1 / warmup),
+        ftp.optim.schedules.cosine(args.lr, args.steps, end=args.lr / 10),
     )
+    schedule = ftp.optim.schedules.sequence([rise, fall], [warmup])
+    vectors = {name: {"weight_decay": 0.0} for name, p in params.items() if p.ndim < 2}
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=vectors)
 
-    def put(data, step, seed):
-        return ftp.device_put(batch_at(data, step, batch=args.batch, context=args.context, seed=seed), mesh, P("dp"))
+    # The state is one tree, and a checkpoint is that tree: whatever the next step depends on is in it.
+    state = {"params": params, "opt": opt.init(params), "step": torch.tensor(0), "key": ftp.random.key(args.seed)}
+    specs = ftp.plan(params, SPECS)
+    specs = {"params": specs, "opt": specs, "step": P(), "key": P()}
+    checkpoints = args.out / "checkpoints"
+    if args.fresh and attempt == 0 and is_first:
+        shutil.rmtree(checkpoints, ignore_errors=True)
+    if ftp.checkpoints(checkpoints) and not (args.fresh and attempt == 0):
+        state = ftp.load(checkpoints, state, mesh, specs)
+    else:
+        state = ftp.device_put(state, mesh, specs)
+    first_step = int(state["step"])
 
-    val_batches = [put(val_data, i, args.seed + 1) for i in range(args.eval_batches)]
+    train_step = make_train_step(fn, opt, schedule, args.max_norm)
+    each_rank = P(("dp", "tp"))
+    # Every rank gives a signal of its own, which cuts an argument over tp as well: only dp is an axis of the data.
+    train_step = ftp.spmd(train_step, mesh, (specs, P("dp"), each_rank), (specs, P()), donate=(0,), data_axes=("dp",))
+    eval_step = ftp.spmd(eval_loss, mesh, (specs["params"], P("dp")), P())
+    predict = ftp.spmd(eval_fn, mesh, (specs["params"], P()), P())
 
-    def evaluate():
-        return sum(eval_fn(params, batch).item() for batch in val_batches) / len(val_batches)
+    # The data. Step n draws its batch with the n-th key; ftp.local_slice would tell a real loader which rows this rank needs.
+    train_data, val_data = read_corpus(args.corpus_bytes)
+    train_key, val_key = ftp.random.split(ftp.random.key(args.seed + 1))
 
-    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}  val {task.fields[val]:.3f}")]
-    columns += [TextColumn("{task.fields[rate]:,.0f} tokens/s"), TimeRemainingColumn()]
-    losses, val, seconds = [], [(0, evaluate())], 0.0
-    console.print(f"step {0:4d}   val {val[0][1]:.4f}")
-    with Progress(*columns, console=console, disable=not is_first) as progress:
-        task = progress.add_task("", total=args.steps, loss=math.nan, val=val[0][1], rate=0.0)
-        for step in range(args.steps):
+    def batch(data, key, step):
+        rows = batch_at(data, ftp.random.fold_in(key, step), batch=args.batch, context=args.context)
+        return ftp.device_put(rows, mesh, P("dp"))
+
+    val_batches = [batch(val_data, val_key, i) for i in range(args.eval_batches)]
+
+    def evaluate(params):
+        return sum(eval_step(params, rows).item() for rows in val_batches) / len(val_batches)
+
+    # The loop.
+    seconds, timed, rate = 0.0, 0, 0.0
+    with closing(Metrics(args.out, first_step, is_first)) as metrics, progress_bar(args.steps, first_step, is_first) as (say, update):
+        count = sum(p.numel() for p in params.values())
+        say(f"{name}\n{count:,} parameters; {len(train_data):,} bytes to train on, {len(val_data):,} held out")
+        say(f"{args.steps} steps of {args.batch} x {args.context} bytes" + (f", from step {first_step} on" if first_step else ""))
+        if first_step == 0:
+            val = evaluate(state["params"])
+            metrics.write(0, val_loss=val)
+            say(f"step {0:4d}   val {val:.4f}")
+        for step in range(first_step, args.steps):
             begin = time.perf_counter()
-            for group in optimizer.param_groups:
-                group["lr"] = learning_rate(step, args.steps, args.lr)
-            loss, grads = step_fn(params, put(train_data, step, args.seed))
-            for path, param in params.items():
-                param.grad = grads[path]
-            optimizer.step()
-            losses.append(loss.item())
-            if step > 0:  # the first one traces and plans
-                seconds += time.perf_counter() - begin
-            rate = step * args.batch * args.context / seconds if step > 0 else 0.0
-            if (step + 1) % args.eval_every == 0 or step + 1 == args.steps:
-                val.append((step + 1, evaluate()))
-                progress.console.print(f"step {step + 1:4d}   val {val[-1][1]:.4f}   train {losses[-1]:.4f}   {rate:,.0f} tokens/s")
-            progress.update(task, advance=1, loss=losses[-1], val=val[-1][1], rate=rate)
+            rows = batch(train_data, train_key, step)
+            stops = torch.full((ranks if simulated else 1,), len(stop_signals), dtype=torch.float32, device=mesh.device_type)
+            state, report = train_step(state, rows, stops)
+            report = {key: value.item() for key, value in report.items()}
+            if step > first_step:  # the first one traces and plans
+                seconds, timed = seconds + time.perf_counter() - begin, timed + 1
+                rate = timed * args.batch * args.context / seconds
+            is_stopped = report.pop("stop") > 0
+            done = step + 1
+            metrics.write(done, **report)
+            update(loss=report["loss"], rate=rate)
+            if report["nonfinite"]:
+                say(f"step {done:4d}   {report['nonfinite']} elements of the loss and its gradients are not finite; the update is skipped")
+            if done % args.eval_every == 0 or done == args.steps:
+                val = evaluate(state["params"])
+                metrics.write(done, val_loss=val)
+                say(f"step {done:4d}   val {val:.4f}   train {report['loss']:.4f}   {rate:,.0f} tokens/s")
+            if done % args.save_every == 0 or done == args.steps or is_stopped:
+                ftp.check_replicas(state, mesh, specs, step=done)  # what has drifted apart is not worth keeping
+                ftp.save(checkpoints, state, mesh, specs, step=done, keep=args.keep)
+            if is_stopped:
+                say(f"stopped after step {done}, as a signal asked; the same command goes on from there")
+                break
 
-    def logits_fn(params, tokens):
-        return forward(params, ftp.device_put(tokens, mesh, P()))
+    if int(state["step"]) == args.steps:
+        text = sample(
+            lambda params, tokens: predict(params, ftp.device_put(tokens, mesh, P())),
+            state["params"],
+            b"def ",
+            count=args.sample_bytes,
+            context=args.context,
+            seed=args.seed,
+        ).decode("utf-8", errors="replace")
+        if is_first:
+            (args.out / "sample.txt").write_text(text, encoding="utf-8")
+            plot(metrics.records(), f"byte-level GPT on Python's standard library\n{name}", args.out / "loss.png")
+            rule = "-" * 40
+            print(f"{rule} a sample\n{text}\n{rule}")
+            print(f"{time.perf_counter() - started:.0f} s in all; metrics.jsonl, loss.png, sample.txt and checkpoints are in {args.out}")
+    ftp.destroy_process_group()
 
-    text = sample(logits_fn, params, b"def ", count=args.sample_bytes, context=args.context, seed=args.seed)
-    text = text.decode("utf-8", errors="replace")
-    if is_first:
-        args.out.mkdir(parents=True, exist_ok=True)
-        record = {"mesh": {"dp": args.dp, "tp": args.tp, "simulated": simulated}, "tokens_per_second": rate, "train": losses, "val": val}
-        record["arguments"] = {key: str(value) if isinstance(value, Path) else value for key, value in vars(args).items()}
-        (args.out / "losses.json").write_text(json.dumps(record, indent=1) + "\n")
-        (args.out / "sample.txt").write_text(text, encoding="utf-8")
-        plot(losses, val, f"byte-level GPT on Python's standard library\n{name}", args.out / "loss.png")
-        console.rule("a sample")
-        console.print(text, markup=False)
-        console.rule()
-        console.print(
-            f"{time.perf_counter() - started:.0f} s in all; losses.json, loss.png and sample.txt are in {args.out}", soft_wrap=True
-        )
-    if not simulated:
-        torch.distributed.barrier()
-        torch.distributed.destroy_process_group()
+
+def main(argv=None):
+    with noted(signal.SIGTERM) as stop_signals:
+        run(parse_args(argv), stop_signals)
 
 
 if __name__ == "__main__":

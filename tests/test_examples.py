@@ -1,14 +1,19 @@
 """The README's tour and the examples run, and the examples learn what one device learns."""
 
+import importlib.util
 import json
 import os
 import re
+import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+
+import ftp
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--dim", "16", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "4", "--corpus-bytes", "200000"]
@@ -66,8 +71,6 @@ def test_the_tour_is_about_thirty_lines():
 
 
 def test_the_readme_lists_every_public_name():
-    import ftp
-
     names = set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text().split("## Names")[1].split("## Limits")[0]))
     assert {n for n in ftp.__all__ if n not in names} <= {"__version__", "errors"}
 
@@ -93,27 +96,117 @@ def test_toy_mlp_under_torchrun(tmp_path):
     assert len(toy_losses(torchrun(2, str(ROOT / "examples/toy_mlp.py"), cwd=tmp_path))) == 10
 
 
-def train_gpt(tmp_path: Path, name: str, *arguments: str, processes: int = 0) -> dict:
-    call = [str(ROOT / "examples/train_gpt.py"), *TINY, "--out", str(tmp_path / name), *arguments]
-    (torchrun(processes, *call, cwd=tmp_path) if processes else python(*call, cwd=tmp_path))
-    assert (tmp_path / name / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert (tmp_path / name / "sample.txt").read_text().startswith("def ")
-    return json.loads((tmp_path / name / "losses.json").read_text())
+EXAMPLE = ROOT / "examples/train_gpt.py"
 
 
-def test_train_gpt_does_not_depend_on_the_mesh(tmp_path):
-    here = train_gpt(tmp_path, "simulated", "--steps", "4")
-    one = train_gpt(tmp_path, "one", "--steps", "4", "--dp", "1", "--tp", "1")
-    assert here["mesh"] == {"dp": 2, "tp": 2, "simulated": True}
-    assert len(here["train"]) == 4 and [step for step, _ in here["val"]] == [0, 2, 4]
-    torch.testing.assert_close(here["train"], one["train"], rtol=1e-4, atol=0)
-    assert here["val"][-1][1] < here["val"][0][1]
+@pytest.fixture
+def example():
+    spec = importlib.util.spec_from_file_location("train_gpt", EXAMPLE)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    threads = torch.get_num_threads()
+    yield module
+    torch.set_num_threads(threads)
+
+
+def numbers(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def of(records: list[dict], name: str) -> list[float]:
+    return [r[name] for r in records if name in r]
+
+
+def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example):
+    call = [*TINY, "--steps", "4", "--dropout", "0.1"]
+    example.main([*call, "--out", str(tmp_path / "four")])
+    example.main([*call, "--out", str(tmp_path / "one"), "--dp", "1", "--tp", "1"])
+    four, one = numbers(tmp_path / "four"), numbers(tmp_path / "one")
+    assert [r["step"] for r in four if "val_loss" in r] == [0, 2, 4] and len(of(four, "loss")) == 4
+    for name in ("loss", "val_loss", "norm", "lr"):
+        torch.testing.assert_close(of(four, name), of(one, name), rtol=1e-4, atol=0)
+    val = of(four, "val_loss")
+    assert val[-1] < val[0]
+    assert (tmp_path / "four/loss.png").read_bytes().startswith(b"\x89PNG")
+    assert (tmp_path / "four/sample.txt").read_text().startswith("def ")
+
+
+def test_train_gpt_goes_on_where_it_was_stopped(tmp_path, example, monkeypatch, capsys):
+    """A signal in the third step, a disk that is full in the fifth: the same command goes on, and the losses are those of one run."""
+    call = [*TINY, "--steps", "6", "--save-every", "2", "--dropout", "0.1"]
+    example.main([*call, "--out", str(tmp_path / "whole")])
+    call += ["--out", str(tmp_path / "parts")]
+    draw, drawn = example.batch_at, []
+
+    def signalled(*args, **kwargs):
+        drawn.append(1)
+        if len(drawn) == 1 + 3:  # one batch of held-out text, then the third step
+            signal.raise_signal(signal.SIGTERM)
+        return draw(*args, **kwargs)
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(example, "batch_at", signalled)
+    example.main(call)
+    assert signal.getsignal(signal.SIGTERM) is before
+    assert [r["step"] for r in numbers(tmp_path / "parts") if "loss" in r] == [1, 2, 3]
+    assert "stopped after step 3" in capsys.readouterr().out
+    assert [c.step for c in ftp.checkpoints(tmp_path / "parts/checkpoints")] == [2, 3]
+
+    monkeypatch.setattr(example, "batch_at", draw)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, hard))
+    try:
+        with pytest.raises(ftp.errors.CheckpointError, match="File too large"):
+            example.main(call)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [c.step for c in ftp.checkpoints(tmp_path / "parts/checkpoints")] == [2, 3]
+
+    example.main(call)
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+    assert (tmp_path / "parts/sample.txt").read_bytes() == (tmp_path / "whole/sample.txt").read_bytes()
 
 
 @pytest.mark.dist
-def test_train_gpt_under_torchrun_has_the_simulated_losses(tmp_path):
-    here = train_gpt(tmp_path, "simulated", "--steps", "3")
-    there = train_gpt(tmp_path, "processes", "--steps", "3", processes=4)
-    assert there["mesh"] == {"dp": 2, "tp": 2, "simulated": False}
-    torch.testing.assert_close(there["train"], here["train"], rtol=1e-4, atol=0)
-    torch.testing.assert_close([x for _, x in there["val"]], [x for _, x in here["val"]], rtol=1e-4, atol=0)
+def test_train_gpt_under_torchrun_has_the_simulated_losses(tmp_path, example):
+    call = [*TINY, "--steps", "3"]
+    example.main([*call, "--out", str(tmp_path / "simulated")])
+    torchrun(4, str(EXAMPLE), *call, "--out", str(tmp_path / "processes"), cwd=tmp_path)
+    here, there = numbers(tmp_path / "simulated"), numbers(tmp_path / "processes")
+    for name in ("loss", "val_loss"):
+        torch.testing.assert_close(of(there, name), of(here, name), rtol=1e-4, atol=0)
+
+
+KILLED = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import train_gpt
+
+draw, drawn = train_gpt.batch_at, []
+
+def striking(*args, **kwargs):
+    drawn.append(1)
+    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(drawn) == 1 + 4:
+        os.kill(os.getpid(), signal.{signal})
+    return draw(*args, **kwargs)
+
+train_gpt.batch_at = striking
+train_gpt.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+@pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
+def test_train_gpt_restarts_by_itself(tmp_path, kind):
+    """A rank killed in the fourth step, or given a signal that all stop for; the losses are those of a run where nothing happens."""
+    call = [*TINY, "--steps", "6", "--save-every", "2", "--dropout", "0.1"]
+    torchrun(2, str(EXAMPLE), *call, "--out", str(tmp_path / "whole"), cwd=tmp_path)
+    (tmp_path / "killed.py").write_text(KILLED.format(folder=str(EXAMPLE.parent), signal=kind))
+    torchrun(2, "--max-restarts=1", str(tmp_path / "killed.py"), *call, "--out", str(tmp_path / "parts"), cwd=tmp_path)
+    if kind == "SIGTERM":
+        assert [c.step for c in ftp.checkpoints(tmp_path / "parts/checkpoints")] == [2, 4]
+        assert len(of(numbers(tmp_path / "parts"), "loss")) == 4
+        torchrun(2, str(EXAMPLE), *call, "--out", str(tmp_path / "parts"), cwd=tmp_path)
+    assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
