@@ -236,13 +236,13 @@ def plot(records, title, path):
 def parse_args(argv):
     world = int(os.environ.get("WORLD_SIZE", 4))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--dropout", type=float, default=0.0, help="the default run sees its text less than twice and needs none")
+    parser.add_argument("--dropout", type=float, default=0.0, help="the default run sees little text twice and needs none")
     parser.add_argument(
         "--lr", type=float, default=3e-3, help="peak, after a warm-up of a twentieth of the steps; then a cosine to a tenth"
     )
