@@ -3,8 +3,8 @@
     python benchmarks/speed.py [--json] [--workloads W1 W2 W3] [--rounds 5] [--peers ...]
 
 Every peer runs in processes of its own that stay while the peers take turns, a few steps each; medians and quartiles are over all
-steps, ratios over the turns, each against P4's in the same round. With ``--at-once`` fewer peers share the machine's memory, P4 in each
-set. A peer's first losses are compared with those of one device in float64.
+steps, ratios over the turns, each against the anchor's in the same round. With ``--at-once`` fewer peers share the machine's memory, the
+anchor in each set. A peer's first losses are compared with those of one device in float64.
 """
 
 import argparse
@@ -26,7 +26,6 @@ from record import save, show  # noqa: E402
 RANKS = 2
 FIRST = 3  # losses that are compared
 TOLERANCE = {"W1": 1e-5, "W2": 1e-4, "W3": 1e-4}  # relative: three steps in float32 beside float64
-ANCHOR = "P4"
 
 
 class Team:
@@ -76,7 +75,7 @@ class Team:
         self.log.close()
 
 
-def measure(workload: str, peers: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: str) -> list[dict[str, Any]]:
     """A row per peer; the peers take turns, ``steps`` steps each time."""
     work = workloads.WORKLOADS[workload]
     expected = workloads.reference(work, FIRST)
@@ -114,10 +113,10 @@ def measure(workload: str, peers: list[str], rounds: int, steps: int) -> list[di
         low, middle, high = statistics.quantiles(every, n=4)
         rows[peer] |= {"ms": 1e3 * middle, "quartiles": [round(1e3 * low, 3), round(1e3 * high, 3)], "least": 1e3 * min(every)}
         rows[peer] |= {"cpu ms": 1e3 * statistics.median(cpu[peer])}
-        if ANCHOR in teams:
-            medians = [(statistics.median(a), statistics.median(b)) for a, b in zip(seconds[peer], seconds[ANCHOR], strict=True)]
-            rows[peer]["ratio"] = statistics.median(mine / anchor for mine, anchor in medians)
-            rows[peer]["least ratio"] = rows[peer]["least"] / (1e3 * min(s for turn in seconds[ANCHOR] for s in turn))
+        if anchor in teams:
+            medians = [(statistics.median(a), statistics.median(b)) for a, b in zip(seconds[peer], seconds[anchor], strict=True)]
+            rows[peer]["ratio"] = statistics.median(mine / theirs for mine, theirs in medians)
+            rows[peer]["least ratio"] = rows[peer]["least"] / (1e3 * min(s for turn in seconds[anchor] for s in turn))
     return list(rows.values())
 
 
@@ -130,6 +129,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/speed.json")
     parser.add_argument("--workloads", nargs="+", choices=workloads.WORKLOADS, default=list(workloads.WORKLOADS))
     parser.add_argument("--peers", nargs="+", choices=worker.PEERS, default=list(worker.PEERS))
+    parser.add_argument("--anchor", choices=worker.PEERS, default="P4", help="the peer that ratios refer to")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="about how long a turn takes on a quiet machine of two cores")
     parser.add_argument("--at-once", type=int, default=12, help="peers whose processes live at a time")
@@ -137,17 +137,19 @@ def main() -> None:
     tables = {}
     for name in args.workloads:
         per_turn = max(2, int(args.seconds / {"W1": 0.001, "W2": 0.12, "W3": 0.6}[name]))
-        others = [peer for peer in args.peers if peer != ANCHOR]
+        others = [peer for peer in args.peers if peer != args.anchor]
         sets = [others[i : i + args.at_once] for i in range(0, len(others), args.at_once)] or [[]]
         rows: list[dict[str, Any]] = []
         for chosen in sets:
-            with_anchor = [ANCHOR, *chosen] if ANCHOR in args.peers else chosen
-            rows += [row for row in measure(name, with_anchor, args.rounds, per_turn) if row["peer"] != ANCHOR or not rows]
+            with_anchor = [args.anchor, *chosen] if args.anchor in args.peers else chosen
+            rows += [
+                row for row in measure(name, with_anchor, args.rounds, per_turn, args.anchor) if row["peer"] != args.anchor or not rows
+            ]
         tables[name] = rows
         print(f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}")
         show(rows, COLUMNS)
         if args.json:
-            save("speed", {"ranks": RANKS, "rounds": args.rounds, **tables})
+            save("speed", {"ranks": RANKS, "rounds": args.rounds, "anchor": args.anchor, **tables})
 
 
 if __name__ == "__main__":
