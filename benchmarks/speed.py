@@ -103,7 +103,7 @@ def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: st
                     answers = teams[peer].ask(run=steps)
                     seconds[peer].append(answers[0]["seconds"])
                     cpu[peer].append(statistics.fmean(a["cpu"] for a in answers))
-                    rows[peer]["peak_mib"] = max(a["peak_mib"] for a in answers)
+                    rows[peer]["peak_mib"] = max(a["peak_mib"] or 0.0 for a in answers)
                 print(".", end="", file=sys.stderr, flush=True)
         finally:
             for team in teams.values():
