@@ -17,7 +17,7 @@ from ftp.passes.copies import copied
 aten = torch.ops.aten
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 
-PACK_BYTES = 1 << 20  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
+PACK_BYTES = 2 << 20  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
 BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
 FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
