@@ -25,14 +25,14 @@ from ftp.arguments import (
 from ftp.attest import certified
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
-from ftp.errors import InputError, MeshError, SpecError, join_failures
+from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
 from ftp.lowered import Lowered, check_strictly
 from ftp.mesh import Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, Watch, make_plan
-from ftp.program import Program
+from ftp.program import Program, describe_plan
 from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
@@ -205,7 +205,12 @@ class Step:
         except Exception as e:
             record.agree(number, e)
             raise
-        record.agree(number, agreed)
+        try:
+            record.agree(number, agreed)
+        except MismatchError as e:
+            if "disagree on the program" in str(e):  # on every rank, so all of them come to say where it first differs
+                record.agree(number, {"program": describe_plan(planned.program.plan).replace("\n", "; ")})
+            raise
         return planned
 
     def _estimated_shapes(self, call: Arguments, specs: Sequence[PartitionSpec]) -> list[Shape | None]:

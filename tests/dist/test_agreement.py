@@ -9,6 +9,7 @@ import torch.distributed as dist
 from dist.launch import launch  # type: ignore[import-not-found]
 from torch.distributed.device_mesh import DeviceMesh
 
+import ftp
 from ftp.agreement import agree, calls, exchange
 from ftp.mesh import make_mesh, resolve
 
@@ -207,6 +208,19 @@ def test_groups_hold_the_ranks_along_their_axis():
         dp, tp = divmod(rank, 2)
         line = [2 * dp, 2 * dp + 1]
         assert result.value == ({"dp": dp, "tp": tp}, tuple(line), [[tp, 2 + tp], line, line])
+
+
+def _other_program():
+    mesh = make_mesh((2,), ("tp",), device_type="cpu")
+    scale = 1 + dist.get_rank()
+    ftp.spmd(lambda x: x.sum() * scale if scale > 1 else x.sum(), mesh)(torch.ones(3))
+
+
+def test_the_first_difference_of_two_programs_is_shown():
+    ranks = launch(_other_program, 2)
+    for rank in ranks:
+        assert rank.exit and "MismatchError: Ranks disagree on the program of call 1" in str(rank), rank
+        assert "aten.mul" in str(rank).split("rank 1: ")[-1], rank
 
 
 def test_launch_reports_hangs_and_deaths():
