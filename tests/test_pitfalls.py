@@ -123,6 +123,7 @@ REDUCTIONS: dict[str, Pitfall] = {
     ),
     "scalars": (lambda a, b: [a * b, a.sum(), a.amax(), b.sum(0, keepdim=True)], (torch.tensor(2.0, dtype=torch.float64), x(5))),
     "empty": (lambda a, b: [a.sum(0), a @ b, torch.cat([a, b.T]), a.exp()], (x(0, 3), x(3, 0))),
+    "no copies": (lambda a: [a.repeat(0, 1), a.repeat(1, 0), a.repeat(2, 0, 3), a.sum()], (x(5, 3),)),
     "along a dim of size zero": (
         lambda a: [a.softmax(1), a.log_softmax(1), a.logsumexp(1), a.exp().any(1), a.exp().all(1), a.any(), a.sum(1)],
         (x(5, 0, 3),),

@@ -328,13 +328,15 @@ def repeat(call: Call) -> Rule:
     x, counts = call.operands[0], call.arg("repeats")
     skip = len(counts) - x.ndim
     operand = tuple((f"x{d}",) for d in range(x.ndim))
-    result = tuple((f"r{d}", *(operand[d - skip] if d >= skip else ())) for d in range(len(counts)))
+    # Of no copies nothing of the dim is left to cut.
+    result = tuple((f"r{d}", *(operand[d - skip] if d >= skip and counts[d] else ())) for d in range(len(counts)))
+    whole = frozenset(f"x{d - skip}" for d, count in enumerate(counts) if d >= skip and not count)
     sizes = {f"r{d}": c for d, c in enumerate(counts)} | {f"x{d}": s for d, s in enumerate(x.shape)}
 
     def local(op: LocalOp) -> fx.Node:
         return op.replaced(1, [op.sizes[f"r{d}"] for d in range(len(counts))])
 
-    return Rule(Notation((operand,), (result,), frozenset(), ((),)), ((0,),), local, sizes)
+    return Rule(Notation((operand,), (result,), whole, ((),)), ((0,),), local, sizes)
 
 
 @rule(aten.diagonal.default, aten.diagonal_copy.default)
