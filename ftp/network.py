@@ -18,6 +18,7 @@ from ftp.eliminate import Infeasible, Solution, min_marginals, minimize
 from ftp.graph import BATCH, Graph, Move, Node, Value
 from ftp.layout import PARTIAL, Layout, R, nominal, partial
 from ftp.reach import Cut, Reach, factor_of, layout_of, reach
+from ftp.repeats import Ties
 
 GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered, through views
 PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties reduce early
@@ -26,6 +27,10 @@ REPLICATED_PRODUCT = 1e4  # times its time, for a product on batch data that cou
 PAD_LATENCIES = 3  # the price of a shard as a term of a pending sum, beside a gather's: padding must not stand in for a gather
 TOO_NARROW = 2.0  # times a sum's price in the dtype to which it is widened, where it is reduced before
 VIOLATION = 1e3  # seconds for each rule of conduct broken, where no plan keeps them all
+
+
+class NotAlike(Exception):
+    """Layers that are to be decided alike have different choices."""
 
 
 class Strategy(NamedTuple):
@@ -67,6 +72,7 @@ class Problem:
     outputs: Sequence[Layout | None]  # None: open
     is_data_axis: bool = False
     batch_reach: Reach = field(default_factory=Reach)
+    ties: Ties | None = None
 
 
 def solve(problem: Problem) -> AxisPlan:
@@ -149,6 +155,7 @@ class _Network:
         self._sizes: dict[Value, int] = {}
         self._reduced: dict[Value, int] = {}
         self.options = self._strategies()
+        self._tie()
         self.free_to_move, self.after_conflict = _exempt(problem, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
@@ -177,6 +184,17 @@ class _Network:
                     may_pend.add(Value(node, index))
         return options
 
+    def _tie(self) -> None:
+        """Twins take their choices from one list."""
+        self._twin_users: dict[Value, list[tuple[Node, int]]] = {}
+        for node, twin in self.problem.ties.twins.items() if self.problem.ties else ():
+            if set(self.options[node]) != set(self.options[twin]):
+                raise NotAlike
+            self.options[node] = self.options[twin]
+            for index in range(len(node.results)):
+                pair = Value(twin, index), Value(node, index)
+                self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
+
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         known = self._known.get(key)
         if known is None:
@@ -194,37 +212,56 @@ class _Network:
         return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
 
     def tables(self) -> "_Tables":
+        ties = self.problem.ties
+        twins = ties.twins if ties else {}
         domains: list[int] = []
         unary: list[np.ndarray] = []
         pairs: dict[tuple[int, int], np.ndarray] = {}
-        op_index: dict[Node, int] = {}
-        entries: dict[Value, list[tuple[Layout, ...]]] = {}
+        op_index: dict[Node, int] = {}  # by the earlier twin
         value_index: dict[Value, int] = {}
+        entries: dict[Value, list[tuple[Layout, ...]]] = {}
+
+        def variable(known: dict[Any, int], key: Any, costs: np.ndarray, weight: int) -> int:
+            costs = costs * weight if weight != 1 else costs
+            if key in known:
+                unary[known[key]] = unary[known[key]] + costs
+            else:
+                known[key] = len(domains)
+                domains.append(len(costs))
+                unary.append(costs)
+            return known[key]
+
+        def between(i: int, j: int, table: np.ndarray, weight: int) -> None:
+            table = table * weight if weight != 1 else table
+            i, j, table = (i, j, table) if i < j else (j, i, table.T)
+            pairs[i, j] = pairs[i, j] + table if (i, j) in pairs else table
+
         for node in self.problem.graph.nodes:
-            mine = self.options[node]
-            at = op_index[node] = len(domains)
-            domains.append(len(mine))
-            unary.append(np.array(self._op_prices(node)))
+            mine, first = self.options[node], twins.get(node, node)
+            weight = ties.weight(node) if ties else 1
+            at = variable(op_index, first, np.array(self._op_prices(node)), weight)
             for slot, value in enumerate(node.operands):
-                key = (value_index[value], at)
                 theirs = entries[value]
                 table = self._once(
                     ("use", id(mine), id(theirs), slot, node.kind, self._nbytes(value)),
                     lambda n=node, v=value, i=slot: np.array([[self._use_price(n, s, i, e) for s in self.options[n]] for e in entries[v]]),
                 )
-                pairs[key] = pairs[key] + table if key in pairs else table
+                owner = Value(twins.get(value.node, value.node), value.index)
+                between(value_index[owner], at, table, ties.weight_between(value.node, node) if ties else 1)
             for index in range(len(node.results)):
-                value = Value(node, index)
-                users, required = self.users.get(value, ()), tuple(self.required.get(value, ()))
+                value, owner = Value(node, index), Value(first, index)
+                required = tuple(self.required.get(value, ()))
+                users = self._twin_users.get(value) or self.users.get(value, ())
                 if not users and not required:
                     continue
                 known = ("entries", id(mine), index, tuple([(id(self.options[user]), slot) for user, slot in users]), required)
                 found = entries[value] = self._once(known, lambda v=value: self._entries(v))
-                value_index[value] = len(domains)
-                domains.append(len(found))
-                unary.append(
-                    self._once(("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]]))
+                costs = self._once(
+                    ("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]])
                 )
+                mover = variable(value_index, owner, costs, weight)
+                if domains[mover] != len(found):
+                    raise NotAlike
                 moves = (
                     "move",
                     id(mine),
@@ -235,8 +272,10 @@ class _Network:
                     node.target in VIEWS,
                     self._movable(value),
                 )
-                pairs[at, value_index[value]] = self._once(moves, lambda v=value: self._move_prices(v, entries[v]))
-        return _Tables((domains, unary, pairs), op_index, value_index, entries)
+                between(at, mover, self._once(moves, lambda v=value: self._move_prices(v, entries[v])), weight)
+        of_node = {node: op_index[twins.get(node, node)] for node in self.problem.graph.nodes}
+        of_value = {value: value_index[Value(twins.get(value.node, value.node), value.index)] for value in entries}
+        return _Tables((domains, unary, pairs), of_node, of_value, entries)
 
     def _nbytes(self, value: Value) -> int:
         if value not in self._sizes:
@@ -292,7 +331,7 @@ class _Network:
         """The sets of copies that users may find; what can be had for nothing from a member is not written out."""
         homes = list(dict.fromkeys(s.results[value.index] for s in self.options[value.node]))
         needs: list[Layout] = []
-        for node, slot in self.users.get(value, ()):
+        for node, slot in self._twin_users.get(value) or self.users.get(value, ()):
             for s in self.options[node]:
                 if s.operands[slot] not in needs:
                     needs.append(s.operands[slot])

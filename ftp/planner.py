@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -19,10 +20,11 @@ from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, keep_collectives, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
 from ftp.local import factor
-from ftp.network import AxisPlan, Problem, Strategy, is_at_rest, solve
+from ftp.network import AxisPlan, NotAlike, Problem, Strategy, is_at_rest, solve
 from ftp.notation import Dim
 from ftp.reach import Cut, Reach, layout_of, reach
 from ftp.registry import BoundRule
+from ftp.repeats import Ties, fold, unfold
 from ftp.spec import PartitionSpec, Units, is_factored
 
 RECOMPUTED = VIEWS | {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # cheap enough to repeat on a regathered parameter
@@ -46,6 +48,7 @@ class Plan:
         solutions: per axis, what elimination found: cost in seconds, bound, largest table.
         kept_rules: per axis, whether a plan exists that keeps all rules of conduct.
         out_specs: per output.
+        alike: how many repeated layers were planned as one (0: none); optima and bounds are then over plans that treat them alike.
         entries, exits: inputs that are gathered and outputs that are sliced beside the plan, and the specs that they have outside.
     """
 
@@ -56,6 +59,7 @@ class Plan:
     out_specs: list[PartitionSpec] = field(default_factory=list)
     entries: dict[Node, PartitionSpec] = field(default_factory=dict)
     exits: dict[int, PartitionSpec] = field(default_factory=dict)
+    alike: int = 0
 
     @property
     def cost(self) -> float:
@@ -108,6 +112,52 @@ def _make_plan(
 ) -> Plan:
     given = specs
     order, specs = _axis_order(graph, axes, given)
+    args = order, axes, data_axes, reshard_after_forward, hardware, decompose
+    if specs is given and (plan := _plan_folded(graph, specs, batch, *args)) is not None:
+        return plan
+    plan = _plan_axes(graph, specs, batch, *args)
+    assert plan is not None
+    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != specs.inputs[node]}
+    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != specs.outputs[i]}
+    plan.out_specs = [found if spec is None else spec for spec, found in zip(given.outputs, plan.out_specs, strict=True)]
+    return plan
+
+
+def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:
+    """The plan of a graph whose layers repeat, from that of one with fewer of them; None where they do not, or come out different."""
+    is_batch = set(batch)
+    folded = fold(graph, lambda node: (specs.inputs.get(node), node in is_batch, specs.constraints.get(node)), specs.outputs)
+    if folded is None:
+        return None
+    few = Specs(
+        {copy: specs.inputs[node] for copy, node in folded.origin.items() if node in specs.inputs},
+        {copy: specs.constraints[node] for copy, node in folded.origin.items() if node in specs.constraints},
+        [specs.outputs[i] for i in folded.kept],
+    )
+    plan = _plan_axes(folded.graph, few, [copy for copy, node in folded.origin.items() if node in is_batch], *args, ties=folded.ties)
+    found = unfold(folded, plan.graph) if plan else None
+    if plan is None or found is None:
+        return None
+    plan.graph, like = found
+    plan.out_specs = [plan.out_specs[i] for i in like]
+    plan.alike = folded.left_out + 2
+    return plan
+
+
+def _plan_axes(
+    graph: Graph,
+    specs: Specs,
+    batch: Sequence[Node],
+    order: Sequence[str],
+    axes: Mapping[str, int],
+    data_axes: Sequence[str],
+    reshard_after_forward: bool,
+    hardware: Hardware,
+    decompose: Decompose | None,
+    *,
+    ties: Callable[[Graph], Ties | None] | None = None,
+) -> Plan | None:
+    """The plan, one axis after another; None where layers that are to be decided alike are not alike."""
     if decompose is not None:
         graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
     plan = Plan(graph, {name: axes[name] for name in order})
@@ -115,11 +165,16 @@ def _make_plan(
     for at, name in enumerate(order):
         if axes[name] == 1:
             continue
-        problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware)
+        tied = ties(plan.graph) if ties else None
+        if ties and tied is None:
+            return None
+        problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware, tied)
         try:
             if watch is not None:
                 watch(problem)
             chosen = solve(problem)
+        except NotAlike:
+            return None
         except Infeasible:
             raise PlanningError(
                 f"No program meets the specs on mesh axis {name!r}, not even one that moves everything."
@@ -132,11 +187,9 @@ def _make_plan(
     plan.graph = keep_collectives(plan.graph)
     if reshard_after_forward:
         plan.graph = gather_again(plan.graph)
-    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != specs.inputs[node]}
-    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != specs.outputs[i]}
     plan.out_specs = [
         spec if spec is not None else _spec_of(cuts, value.meta.ndim)
-        for spec, cuts, value in zip(given.outputs, open_cuts, graph.outputs, strict=True)
+        for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
     ]
     return plan
 
@@ -150,11 +203,12 @@ def _problem(
     batch: Sequence[Node],
     is_data: bool,
     hardware: Hardware,
+    ties: Ties | None,
 ) -> Problem:
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
-    hardware = replace(hardware, link=replace(hardware.link, latency=_latency(graph, hardware)))
-    return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch())
+    hardware = replace(hardware, link=replace(hardware.link, latency=_latency(graph, hardware, ties)))
+    return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch(), ties)
 
 
 def _fixed(
@@ -204,7 +258,7 @@ def _reaches(
 SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on the link
 
 
-def _latency(graph: Graph, hardware: Hardware) -> float:
+def _latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
     """Seconds that a collective costs however small it is, as planned with.
 
     A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike the model that it stands for.
@@ -213,6 +267,7 @@ def _latency(graph: Graph, hardware: Hardware) -> float:
         math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
         for node in graph.nodes
         if node.kind == "op" and node.depends & BATCH and is_product(node.target)
+        for _ in range(ties.weight(node) if ties else 1)
     ]
     return (
         min(hardware.link.latency, SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth) if sizes else hardware.link.latency

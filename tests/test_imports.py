@@ -61,6 +61,7 @@ ORDER = [
     "cost",
     "calibration",
     "graph",
+    "repeats",
     "reach",
     "bounds",
     "eliminate",

@@ -1,0 +1,404 @@
+"""Layers that repeat: a graph with most of them left out, to plan, and the plan with them put back.
+
+The inputs' names say which layer they belong to (``layers.3.attn.wq``); every other node belongs to the last layer that it is computed
+from, in a backward pass to the first one. Two layers are alike where all of their nodes are, in order and down to the layers beside them
+that each operand comes from. Of a run of alike layers a few are kept, one of which counts for those that are left out.
+"""
+
+import heapq
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ftp.graph import Graph, Node, Value
+from ftp.recompute import Region
+
+FEWEST = 6  # alike layers in a row that are worth it
+KEPT = 2  # of them at each end: one beside the layers that differ, and one that is planned as those left out are
+
+_INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[|\"\]\[)(\d+)(?=\W|$)")
+
+_Layer = list[Any]
+
+
+@dataclass
+class Layers:
+    """The nodes of each layer, in order; what belongs to none is shared."""
+
+    of: dict[Node, int]
+    at: dict[Node, int]  # its place in the layer
+    nodes: list[list[Node]]
+
+
+@dataclass(frozen=True)
+class Ties:
+    """Two layers beside each other that stand for a run of them: what is decided for one is decided for all.
+
+    Attributes:
+        twins: of each node of the later layer the one of the earlier.
+        layers: of the nodes that are in one.
+        earlier: the number of the earlier layer.
+        left_out: how many layers are between them in the whole graph.
+    """
+
+    twins: Mapping[Node, Node]
+    layers: Mapping[Node, int]
+    earlier: int
+    left_out: int
+
+    def weight(self, node: Node) -> int:
+        """How many nodes of the whole graph it stands for."""
+        return self.left_out + 1 if self.layers.get(node) == self.earlier else 1
+
+    def weight_between(self, node: Node, user: Node) -> int:
+        """How many uses of the whole graph one stands for; those across the two layers stand for those between all that are left out."""
+        here, there = self.layers.get(user), self.layers.get(node)
+        tied = (self.earlier, self.earlier + 1)
+        if here not in tied:
+            return 1
+        if there is None or there == here:
+            return self.weight(user)
+        return self.left_out + 1 if there in tied else 1
+
+
+@dataclass
+class Folded:
+    """A graph without some layers, and what is needed to put them back.
+
+    Attributes:
+        graph: copies of the nodes that are left.
+        origin: of each of them the node of the whole graph.
+        kept: the outputs of the whole graph that it returns.
+        left_out: how many layers it lacks, after ``stands_for``.
+        labels: the layers of its inputs.
+    """
+
+    graph: Graph
+    origin: dict[Node, Node]
+    kept: list[int]
+    left_out: int
+    stands_for: int
+    labels: dict[Node, int]
+    whole: Graph
+    layers: Layers
+
+    def ties(self, graph: Graph) -> Ties | None:
+        """What is to be decided alike in a graph on its way to a plan; None where the two layers are not alike any more."""
+        layers = label(graph, self.labels)
+        t = self.stands_for
+        if _describe(t, layers, _decided) != _describe(t + 1, layers, _decided):
+            return None
+        twins = dict(zip(layers.nodes[t + 1], layers.nodes[t], strict=True))
+        return Ties(twins, layers.of, t, self.left_out)
+
+
+def label(graph: Graph, of_inputs: Mapping[Node, int]) -> Layers:
+    """Each node's layer."""
+    of: dict[Node, int] = {}
+    at: dict[Node, int] = {}
+    nodes: list[list[Node]] = [[] for _ in range(max(of_inputs.values()) + 1)]
+    for node in graph.nodes:
+        if node.kind == "input":
+            layer = of_inputs.get(node)
+        else:
+            found = [of[v.node] for v in node.operands if v.node in of]
+            layer = None if not found else min(found) if node.phase % 2 else max(found)
+        if layer is not None:
+            of[node], at[node] = layer, len(nodes[layer])
+            nodes[layer].append(node)
+    return Layers(of, at, nodes)
+
+
+def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
+    """The layer of each input that has one: the number in its path after the word that has most of them."""
+    found: dict[str, dict[Node, int]] = {}
+    for node, name in names.items():
+        seen = set()
+        for match in _INDEX.finditer(name):
+            if match[1] not in seen:
+                seen.add(match[1])
+                found.setdefault(match[1], {})[node] = int(match[2])
+    if not found:
+        return {}
+    best = max(found, key=lambda word: (len(set(found[word].values())), word))
+    order = {number: i for i, number in enumerate(sorted(set(found[best].values())))}
+    return {node: order[number] for node, number in found[best].items()}
+
+
+def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:
+    """Per layer whether the next one is like it."""
+    described: list[_Layer] = [_describe(r, layers, facts) for r in range(len(layers.nodes))]
+    return [described[r] == described[r + 1] for r in range(len(described) - 1)]
+
+
+def _describe(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> _Layer:
+    of, at = layers.of, layers.at
+    regions: dict[Region, int] = {}
+
+    def refer(tree: Any) -> Any:
+        if isinstance(tree, Value):
+            there = of.get(tree.node)
+            if there is None:
+                return ("shared", id(tree.node), tree.index)
+            return ("layer", there - layer, at[tree.node], tree.index)
+        if isinstance(tree, list | tuple):
+            return tuple([refer(t) for t in tree])
+        if isinstance(tree, dict):
+            return tuple([(k, refer(t)) for k, t in tree.items()])
+        return tree if isinstance(tree, str) else (type(tree).__name__, repr(tree))
+
+    found = []
+    for node in layers.nodes[layer]:
+        region = None if node.region is None else regions.setdefault(node.region, len(regions))
+        found.append((node.kind, node.target, refer(node.args), refer(dict(node.kwargs)), node.results, node.phase, region, facts(node)))
+    return found
+
+
+def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -> Folded | None:
+    """The graph with most of a run of alike layers left out; None where there is no such run.
+
+    Args:
+        facts: of a node all that its place in the graph does not say, such as the spec of an input.
+        out_facts: the same, per output.
+    """
+    labels = numbered({node: node.name for node in graph.inputs})
+    if not labels or max(labels.values()) + 1 < FEWEST:
+        return None
+    layers = label(graph, labels)
+    returned: dict[Node, list[Any]] = {}
+    for value, fact in zip(graph.outputs, out_facts, strict=True):
+        returned.setdefault(value.node, []).append((value.index, fact))
+    same = alike(layers, lambda node: (facts(node), returned.get(node)))
+    first, last = _longest(same)
+    if last - first + 1 < FEWEST:
+        return None
+    start, end = first + KEPT, last + 1 - KEPT  # the layers to leave out
+    if not _is_local(graph, layers, start, end):
+        return None
+    gone = end - start
+    copies: dict[Node, Node] = {}
+
+    def moved(user: Node, value: Value) -> Value:
+        here, there = layers.of.get(user), layers.of.get(value.node)
+        if here is None or there is None:
+            return Value(copies[value.node], value.index)
+        target = (here if here < start else here - gone) + there - here  # as the folded graph counts
+        old = layers.nodes[target if target < start else target + gone][layers.at[value.node]] if here != there else value.node
+        return Value(copies[old], value.index)
+
+    for node in graph.nodes:
+        if not start <= layers.of.get(node, -1) < end:
+            copy = copies[node] = replace(node, sizes=dict(node.sizes), cuts=list(node.cuts), pending=dict(node.pending))
+            copy.replace_operands([moved(node, v) for v in node.operands])
+    kept = [i for i, v in enumerate(graph.outputs) if not start <= layers.of.get(v.node, -1) < end]
+    small = Graph(list(copies.values()), [Value(copies[graph.outputs[i].node], graph.outputs[i].index) for i in kept])
+    inputs = {copies[node]: (r if r < start else r - gone) for node, r in labels.items() if not start <= r < end}
+    return Folded(small, {copy: node for node, copy in copies.items()}, kept, gone, start - 1, inputs, graph, layers)
+
+
+def _longest(same: Sequence[bool]) -> tuple[int, int]:
+    """The first and the last layer of the longest run."""
+    best, start = (0, 0), 0
+    for r in range(len(same) + 1):
+        if r == len(same) or not same[r]:
+            if r - start > best[1] - best[0]:
+                best = (start, r)
+            start = r + 1
+    return best
+
+
+def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
+    """Whether layers that are left out, and those beside them, use and are used by what is next to them alone."""
+    for node in graph.nodes:
+        here = layers.of.get(node)
+        for value in node.operands:
+            there = layers.of.get(value.node)
+            if there is None or here == there:
+                continue
+            if here is None:
+                return False
+            if abs(there - here) > 1 and max(here, there) >= start - KEPT and min(here, there) < end + KEPT:
+                return False
+    return True
+
+
+def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
+    """The plan of the whole graph, and per output the output of the folded graph that it is like; None where layers came out different.
+
+    Args:
+        planned: the folded graph, with the moves and cuts that were decided.
+    """
+    layers = label(planned, folded.labels)
+    t, gone = folded.stands_for, folded.left_out
+    if _describe(t, layers, _decided) != _describe(t + 1, layers, _decided):
+        return None
+    stamp = _Stamp(folded, planned, layers)
+    made = [stamp.layer(step) for step in range(gone)]
+
+    def placed(value: Value, user: int) -> Value:
+        """What a node of layer ``user``, as the whole graph counts, takes in place of ``value``, which layer t or another is given."""
+        there = layers.of.get(value.node)
+        if there is None:
+            return value
+        at = user - t - 1
+        if 0 <= at < gone:
+            there = user + there - t
+        else:
+            there += user - (user if user <= t else user - gone)
+        if not t < there <= t + gone:
+            near = there if there <= t else there - gone
+            same = near == layers.of[value.node]
+            return value if same else Value(layers.nodes[near][layers.at[value.node]], value.index)
+        return Value(made[there - t - 1][layers.nodes[t][layers.at[value.node]]], value.index)
+
+    for step, copies in enumerate(made):
+        for node, copy in copies.items():
+            copy.replace_operands([placed(v, t + 1 + step) for v in node.operands])
+    for node in planned.nodes:
+        here = layers.of.get(node)
+        if here is not None:
+            node.replace_operands([placed(v, here if here <= t else here + gone) for v in node.operands])
+    return stamp.assembled(made)
+
+
+def _decided(node: Node) -> Any:
+    return (tuple(node.sizes.items()), tuple(node.cuts), tuple((i, tuple(p)) for i, p in node.pending.items()))
+
+
+class _Stamp:
+    """Copies of the layer that stands for those left out."""
+
+    def __init__(self, folded: Folded, planned: Graph, layers: Layers):
+        self.folded, self.planned, self.layers = folded, planned, layers
+        self.number = {node: i for i, node in enumerate(folded.whole.nodes)}
+        self.order: dict[Node, tuple[int, int]] = {}
+        self.anchors = self._anchors()
+
+    def _anchors(self) -> dict[Node, tuple[Node | None, int]]:
+        """Per node an original one and how many places it comes after (or, negative, before) it: the next, or the last of its own layer."""
+        layers, nodes = self.layers.of, self.planned.nodes
+        found: dict[Node, tuple[Node | None, int]] = {}
+        following: list[tuple[Node | None, int]] = [(None, 0)] * len(nodes)
+        after: tuple[Node | None, int] = None, 0
+        for i in reversed(range(len(nodes))):
+            after = (nodes[i], 0) if nodes[i] in self.folded.origin else (after[0], after[1] - 1)
+            following[i] = after
+        before: tuple[Node | None, int] = None, 0
+        for node, after in zip(nodes, following, strict=True):
+            before = (node, 0) if node in self.folded.origin else (before[0], before[1] + 1)
+            is_behind = before[0] and layers.get(node) == layers.get(before[0]) and after[0] and layers.get(node) != layers.get(after[0])
+            found[node] = before if is_behind or after[0] is None else after
+            anchor, seq = before if after[0] is None else after
+            self.order[node] = (0 if anchor is None else self.number[self.folded.origin[anchor]], seq)
+        return found
+
+    def _counterpart(self, node: Node, step: int) -> Node:
+        """The node that is to the n-th layer left out what ``node`` is to layer t."""
+        layer = self.layers.of.get(node)
+        origin = self.folded.origin[node]
+        whole = self.folded.layers
+        return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
+
+    def layer(self, step: int) -> dict[Node, Node]:
+        """Of each node of layer t its copy in the n-th layer left out; operands are still those of layer t."""
+        copies: dict[Node, Node] = {}
+        names: dict[str, str] = {}
+        regions: dict[Region, Region] = {}
+        t = self.folded.stands_for
+        for node in self.layers.nodes[t]:
+            own = {"sizes": dict(node.sizes), "cuts": list(node.cuts), "pending": dict(node.pending)}
+            if node in self.folded.origin:
+                there = self._counterpart(node, step)
+                copy = replace(node, name=there.name, source=there.source, region=there.region, **own)
+                if node.region is not None and there.region is not None:
+                    regions[node.region] = there.region
+            else:
+                region = None if node.region is None else regions.get(node.region, node.region)
+                copy = replace(node, name=_renamed(node.name, names), cause=_renamed(node.cause, names), region=region, **own)
+            names[node.name] = copy.name
+            names[_flat(node.name)] = _flat(copy.name)
+            copies[node] = copy
+            anchor, seq = self.anchors[node]
+            if anchor is None:
+                self.order[copy] = self.order[node]
+            else:
+                is_near = abs(self.layers.of.get(anchor, t) - t) <= 1
+                self.order[copy] = self.number[self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]], seq
+        return copies
+
+    def assembled(self, made: Sequence[Mapping[Node, Node]]) -> tuple[Graph, list[int]] | None:
+        """All outputs in their places; nodes in an order in which they can run, near that of the whole graph; names unique."""
+        folded, t = self.folded, self.folded.stands_for
+        whole = folded.layers
+        place = {i: at for at, i in enumerate(folded.kept)}
+        templates: dict[tuple[int, int], list[int]] = {}
+        for i in folded.kept:
+            value = folded.whole.outputs[i]
+            if whole.of.get(value.node) == t:
+                templates.setdefault((whole.at[value.node], value.index), []).append(place[i])
+        seen: dict[Value, int] = {}
+        outputs: list[Value] = []
+        like: list[int] = []
+        for i, value in enumerate(folded.whole.outputs):
+            if i in place:
+                outputs.append(self.planned.outputs[place[i]])
+                like.append(place[i])
+                continue
+            nth = seen[value] = seen.get(value, -1) + 1
+            at = templates[whole.at[value.node], value.index][nth]
+            returned = self.planned.outputs[at]
+            if self.layers.of.get(returned.node) != t:
+                return None
+            outputs.append(Value(made[whole.of[value.node] - t - 1][returned.node], returned.index))
+            like.append(at)
+        nodes = [*self.planned.nodes, *(copy for copies in made for copy in copies.values())]
+        _make_unique(nodes)
+        return Graph(_sorted(nodes, self.order), outputs), like
+
+
+def _make_unique(nodes: Sequence[Node]) -> None:
+    names: set[str] = set()
+    for node in nodes:
+        base, n = node.name, 1
+        while node.name in names:
+            node.name, n = f"{base}_{n}", n + 1
+        names.add(node.name)
+
+
+def _flat(name: str) -> str:
+    return name.replace("[", "_").replace("]", "")
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A name, or what a cause says, made from the longest known name that it starts with."""
+    head = text
+    while head not in names:
+        cut = max(head.rfind(c) for c in "._ ")
+        if cut <= 0:
+            return text
+        head = head[:cut]
+    return names[head] + text[len(head) :]
+
+
+def _sorted(nodes: Sequence[Node], order: Mapping[Node, tuple[int, int]]) -> list[Node]:
+    missing: dict[Node, int] = {}
+    users: dict[Node, list[Node]] = {}
+    for node in nodes:
+        before = dict.fromkeys(v.node for v in node.operands)
+        missing[node] = len(before)
+        for other in before:
+            users.setdefault(other, []).append(node)
+    ready = [(*order[node], i, node) for i, node in enumerate(nodes) if not missing[node]]
+    place = {node: (*order[node], i, node) for i, node in enumerate(nodes)}
+    heapq.heapify(ready)
+    done = []
+    while ready:
+        node = heapq.heappop(ready)[-1]
+        done.append(node)
+        for user in users.get(node, ()):
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, place[user])
+    assert len(done) == len(nodes)
+    return done
