@@ -308,7 +308,8 @@ class Lowered:
                 if self.plan.kept_rules[axis]
                 else "; no plan keeps all rules of conduct: some activations or parameters move that should stay"
             )
-            lines.append(f"plan over {axis}: {proof}, largest table {solution.largest_table:,}{broken}")
+            alike = f" with {self.plan.alike} repeated layers alike" if self.plan.alike else ""
+            lines.append(f"plan over {axis}: {proof}{alike}, largest table {solution.largest_table:,}{broken}")
         lines += [str(finding) for finding in self.lint if finding.severity == "warning"]
         return lines
 
