@@ -27,6 +27,7 @@ from ftp.registry import along_dim, einsum, pointwise, reduction, rule
 from ftp.replicas import check_replicas
 from ftp.restore import load
 from ftp.safetensors_folder import load_safetensors, save_safetensors
+from ftp.search import Found, search
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
 from ftp.tree import plan
@@ -38,6 +39,7 @@ __all__ = [
     "Collective",
     "Constraint",
     "Divergence",
+    "Found",
     "FtpError",
     "Hardware",
     "Link",
@@ -84,6 +86,7 @@ __all__ = [
     "rule",
     "save",
     "save_safetensors",
+    "search",
     "shard",
     "shard_exported",
     "simulated_mesh",

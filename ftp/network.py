@@ -16,7 +16,7 @@ import torch
 from ftp.cost import VIEWS, Hardware, collective_seconds, is_product, op_seconds
 from ftp.eliminate import Infeasible, Solution, min_marginals, minimize
 from ftp.graph import BATCH, Graph, Move, Node, Value
-from ftp.layout import PARTIAL, Layout, R, nominal, partial
+from ftp.layout import PARTIAL, Layout, R, is_even, nominal, partial
 from ftp.reach import Cut, Reach, factor_of, layout_of, reach
 from ftp.repeats import Ties
 
@@ -59,6 +59,23 @@ class AxisPlan:
     kept_rules: bool = True
 
 
+@dataclass(frozen=True)
+class Open:
+    """Inputs whose layouts are to be found (`search`).
+
+    Attributes:
+        groups: of each such input the one that it lies like.
+        mirrors: outputs by their place, and the inputs that they lie like.
+        held: per input, seconds that holding it whole is priced with; a shard counts for its part.
+        dims: per input those that may be cut.
+    """
+
+    groups: Mapping[Node, Node]
+    mirrors: Mapping[int, Node]
+    held: Mapping[Node, float]
+    dims: Mapping[Node, Sequence[int]]
+
+
 @dataclass
 class Problem:
     """What is given for one axis: the fixed layouts, what may be cut, and which rules of conduct hold."""
@@ -73,6 +90,7 @@ class Problem:
     is_data_axis: bool = False
     batch_reach: Reach = field(default_factory=Reach)
     ties: Ties | None = None
+    open: Open | None = None
 
 
 def solve(problem: Problem) -> AxisPlan:
@@ -156,6 +174,9 @@ class _Network:
         self._reduced: dict[Value, int] = {}
         self.options = self._strategies()
         self._tie()
+        self._mirrored: dict[Value, list[Node]] = {}
+        for place, node in problem.open.mirrors.items() if problem.open else ():
+            self._mirrored.setdefault(graph.outputs[place], []).append(node)
         self.free_to_move, self.after_conflict = _exempt(problem, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
@@ -175,6 +196,8 @@ class _Network:
                 rule.linear,
                 tuple(tuple(p.items()) for p in rule.pending),
             )
+            if self.problem.open and node in self.problem.open.groups:
+                cuts = self._open_cuts(node)
             key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending)
             if key not in shared:
                 shared[key] = strategies(node, cuts, self.problem.n, pinned, may_pend)
@@ -183,6 +206,18 @@ class _Network:
                 if any(s.results[index].kind == "P" for s in found):
                     may_pend.add(Value(node, index))
         return options
+
+    def _open_cuts(self, node: Node) -> list[Cut]:
+        """The even cuts of a whole dim that all inputs of a group may have."""
+        opened, n = self.problem.open, self.problem.n
+        assert opened is not None
+        members = [member for member, first in opened.groups.items() if first is opened.groups[node]]
+        return [
+            (dim[0], 1, 1)
+            for d, dim in enumerate(node.rule.results[0])
+            if d in opened.dims[node]
+            and all((dim[0], 1, 1) in self.problem.reach.cuts.get(m, ()) and is_even(m.sizes[dim[0]], n) for m in members)
+        ]
 
     def _tie(self) -> None:
         """Twins take their choices from one list."""
@@ -214,6 +249,7 @@ class _Network:
     def tables(self) -> "_Tables":
         ties = self.problem.ties
         twins = ties.twins if ties else {}
+        groups = self.problem.open.groups if self.problem.open else {}
         domains: list[int] = []
         unary: list[np.ndarray] = []
         pairs: dict[tuple[int, int], np.ndarray] = {}
@@ -239,7 +275,7 @@ class _Network:
         for node in self.problem.graph.nodes:
             mine, first = self.options[node], twins.get(node, node)
             weight = ties.weight(node) if ties else 1
-            at = variable(op_index, first, np.array(self._op_prices(node)), weight)
+            at = variable(op_index, groups.get(node, first), np.array(self._op_prices(node)), weight)
             for slot, value in enumerate(node.operands):
                 theirs = entries[value]
                 table = self._once(
@@ -254,7 +290,8 @@ class _Network:
                 users = self._twin_users.get(value) or self.users.get(value, ())
                 if not users and not required:
                     continue
-                known = ("entries", id(mine), index, tuple([(id(self.options[user]), slot) for user, slot in users]), required)
+                mirrored = tuple(id(self.options[node]) for node in self._mirrored.get(value, ()))
+                known = ("entries", id(mine), index, tuple([(id(self.options[user]), slot) for user, slot in users]), required, mirrored)
                 found = entries[value] = self._once(known, lambda v=value: self._entries(v))
                 costs = self._once(
                     ("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]])
@@ -273,7 +310,12 @@ class _Network:
                     self._movable(value),
                 )
                 between(at, mover, self._once(moves, lambda v=value: self._move_prices(v, entries[v])), weight)
-        of_node = {node: op_index[twins.get(node, node)] for node in self.problem.graph.nodes}
+        for value, nodes in self._mirrored.items():
+            owner = value_index[Value(twins.get(value.node, value.node), value.index)]
+            for node in nodes:
+                table = [[_lies_as(s.results[0], entry) for s in self.options[node]] for entry in entries[value]]
+                between(owner, op_index[groups[node]], np.array(table), 1)
+        of_node = {node: op_index[groups.get(node, twins.get(node, node))] for node in self.problem.graph.nodes}
         of_value = {value: value_index[Value(twins.get(value.node, value.node), value.index)] for value in entries}
         return _Tables((domains, unary, pairs), of_node, of_value, entries)
 
@@ -313,7 +355,8 @@ class _Network:
             seconds = collective_seconds(node.target.op, nbytes, node.target.n, self.problem.hardware.link)
             return [seconds / self.problem.n if s.cut else seconds for s in self.options[node]]
         if node.kind != "op":
-            return [0.0] * len(self.options[node])
+            held = self.problem.open.held.get(node, 0.0) if self.problem.open else 0.0
+            return [held / self.problem.n if s.cut else held for s in self.options[node]]
         sizes = {f: nominal(s) for f, s in node.sizes.items()}
         seconds = op_seconds(node.target, node.rule, sizes, node.results, self.problem.hardware)
         could_be_cut = any(s.cut for s in self.options[node])
@@ -338,6 +381,8 @@ class _Network:
         for layout in self.required.get(value, ()):
             wanted = [h for h in homes if h.kind == "S" and is_at_rest(h)] if layout is None else [layout]
             needs += [w for w in wanted if w not in needs]
+        for node in self._mirrored.get(value, ()):
+            needs += [s.results[0] for s in self.options[node] if s.results[0] not in needs]
         cuts = [layout for layout in needs if layout.kind == "S"]
         found: list[tuple[Layout, ...]] = [(R,)]
         if any(h.kind == "S" or h is GATHERED for h in homes):
@@ -438,6 +483,11 @@ class _Network:
             elif entry[0].kind != "R":
                 return math.inf
         return 0.0
+
+
+def _lies_as(layout: Layout, entry: tuple[Layout, ...]) -> float:
+    """Seconds to return a value as ``layout`` where users find ``entry``: nothing, or infinity."""
+    return 0.0 if entry[0].kind == "R" or layout in entry else math.inf
 
 
 def is_at_rest(layout: Layout) -> bool:

@@ -113,9 +113,10 @@ def _make_plan(
     given = specs
     order, specs = _axis_order(graph, axes, given)
     args = order, axes, data_axes, reshard_after_forward, hardware, decompose
-    if specs is given and (plan := _plan_folded(graph, specs, batch, *args)) is not None:
+    # Who watches is to see the problems of the whole graph.
+    if watch is None and specs is given and (plan := _plan_folded(graph, specs, batch, *args)) is not None:
         return plan
-    plan = _plan_axes(graph, specs, batch, *args)
+    plan = _plan_axes(graph, specs, batch, *args, watch=watch)
     assert plan is not None
     plan.entries = {node: spec for node, spec in given.inputs.items() if spec != specs.inputs[node]}
     plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != specs.outputs[i]}
@@ -156,6 +157,7 @@ def _plan_axes(
     decompose: Decompose | None,
     *,
     ties: Callable[[Graph], Ties | None] | None = None,
+    watch: Watch | None = None,
 ) -> Plan | None:
     """The plan, one axis after another; None where layers that are to be decided alike are not alike."""
     if decompose is not None:
@@ -207,7 +209,7 @@ def _problem(
 ) -> Problem:
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
-    hardware = replace(hardware, link=replace(hardware.link, latency=_latency(graph, hardware, ties)))
+    hardware = replace(hardware, link=replace(hardware.link, latency=planned_latency(graph, hardware, ties)))
     return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch(), ties)
 
 
@@ -258,7 +260,7 @@ def _reaches(
 SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on the link
 
 
-def _latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
+def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
     """Seconds that a collective costs however small it is, as planned with.
 
     A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike the model that it stands for.

@@ -84,6 +84,7 @@ ORDER = [
     "step",
     "divergence",
     "api",
+    "search",
     "init",
     "plans",
     "schedules",

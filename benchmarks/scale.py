@@ -1,0 +1,102 @@
+"""A train step of Llama-3.1-405B shapes with AdamW, lowered for 1024 ranks, and its report: seconds and memory by depth.
+
+    python benchmarks/scale.py [--json] [--layers 8 32 126]
+
+Every measurement is a fresh process on one thread. Seconds are those of the processor; "wall" is the clock's.
+"""
+
+import argparse
+import json
+import resource
+import time
+
+from record import run_case, save, show
+
+LLAMA = {"vocab": 128256, "dim": 16384, "heads": 128, "kv_heads": 8, "hidden": 53248}
+MESH = {"dp": 8, "fsdp": 16, "tp": 8}
+
+
+def measure(case: dict) -> dict:
+    import models  # pyright: ignore[reportMissingImports]
+    import torch
+
+    import ftp
+    import ftp.step
+    from ftp import P
+
+    def step_of(layers: int):
+        cfg = models.LlamaConfig(layers=layers, **LLAMA)
+        fn, params = ftp.functionalize(models.build(cfg, dtype=torch.bfloat16, device="meta"))
+        specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp", zero="fsdp"))
+        opt, loss_fn = ftp.optim.from_torch(torch.optim.AdamW, lr=3e-4), models.lm_loss(fn)
+
+        def train_step(params, state, batch):
+            grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+            return *opt.update(grads, state, params), loss
+
+        mesh = ftp.AbstractMesh(tuple(MESH.values()), tuple(MESH), device_type="cuda")
+        batch = tuple(torch.empty(256, 8192, dtype=torch.int64, device="meta") for _ in range(2))
+        rows = P(("dp", "fsdp"))
+        step = ftp.spmd(train_step, mesh, (specs, specs, rows), (specs, specs, P()), donate=(0, 1))
+        return step, (params, opt.init(params), batch)
+
+    step, args = step_of(1)
+    step.lower(*args)
+    step, args = step_of(case["layers"])
+    clock: dict[str, float] = {}
+    for name in ("trace", "make_plan"):
+        setattr(ftp.step, name, _timed(getattr(ftp.step, name), name, clock))
+    start, wall = time.process_time(), time.perf_counter()
+    lowered = step.lower(*args)
+    clock["lower"] = time.process_time() - start
+    for name, read in (("partition", lambda: lowered.collectives), ("memory", lambda: lowered.memory)):
+        clock[name] = _seconds(read)
+    clock["cost"], clock["print"] = _seconds(lowered.cost), _seconds(lambda: str(lowered))
+    clock["total"], clock["wall"] = time.process_time() - start, time.perf_counter() - wall
+    clock = {key: round(value, 3) for key, value in clock.items()}
+    per_layer = round((clock["trace"] + clock["make_plan"]) / case["layers"], 3)
+    peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
+    counts = {"nodes": len(lowered.plan.graph.nodes), "collectives": len(lowered.collectives), "alike": lowered.plan.alike}
+    return {**clock, "a layer": per_layer, "peak GiB": peak, **counts}
+
+
+def _seconds(read) -> float:
+    start = time.process_time()
+    read()
+    return time.process_time() - start
+
+
+def _timed(fn, name, clock):
+    def timed(*args, **kwargs):
+        start = time.process_time()
+        result = fn(*args, **kwargs)
+        clock[name] = time.process_time() - start
+        return result
+
+    return timed
+
+
+COLUMNS = ("layers", "trace", "make_plan", "lower", "partition", "memory", "cost", "print", "total", "wall", "a layer", "peak GiB")
+COLUMNS += ("nodes", "collectives", "alike", "failed")
+
+# Before calls were recorded from memory and layers planned once, on the same machine: processor seconds.
+BEFORE = [{"layers": 8, "trace": 2.5, "make_plan": 2.06, "lower": 4.71, "total": 5.24}]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/scale.json")
+    parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 126])
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(measure(json.loads(args.case))))
+        return
+    rows = [{"layers": n, **run_case(__file__, {"layers": n}, 600)} for n in args.layers]
+    show(rows, COLUMNS)
+    if args.json:
+        save("scale", {"model": LLAMA, "mesh": MESH, "before": BEFORE, "now": rows})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,85 @@
+"""Plans that are searched for, beside those that are written by hand."""
+
+import models
+import pytest
+import torch
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+
+import ftp
+from ftp import P
+
+CFG = LlamaConfig(vocab=32000, dim=4096, heads=32, kv_heads=8, hidden=14336, layers=2)
+TOKENS = 16, 2048
+
+
+def program(cfg: LlamaConfig = CFG):
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"))
+    return lm_loss(fn), params, tuple(torch.empty(TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
+
+
+MEGATRON = {
+    "layers.*.attn.wq.weight": P("tp", None),
+    "layers.*.attn.wk.weight": P("tp", None),
+    "layers.*.attn.wv.weight": P("tp", None),
+    "layers.*.attn.wo.weight": P(None, "tp"),
+    "layers.*.mlp.w1.weight": P("tp", None),
+    "layers.*.mlp.w3.weight": P("tp", None),
+    "layers.*.mlp.w2.weight": P(None, "tp"),
+}
+
+
+def by_hand(loss_fn, params, batch, mesh, batch_specs, **weights) -> ftp.Lowered:
+    return ftp.shard(loss_fn, mesh, ftp.plan(params, specs(cuts(CFG), **weights)), batch_specs=batch_specs).lower(params, batch)
+
+
+def test_megatron_is_found():
+    loss_fn, params, batch = program()
+    mesh = ftp.AbstractMesh((8,), ("tp",))
+    found = ftp.search(loss_fn, params, mesh, P(), batch)
+    assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
+    assert all(not spec.axes for p, spec in found.patterns.items() if "norm" in p)
+    assert found.cost <= by_hand(loss_fn, params, batch, mesh, P(), tp="tp").cost()
+    assert found.gap == {"tp": 0.0}
+    assert all(seconds >= 0 for others in found.alternatives.values() for seconds in others.values())
+    assert found.alternatives["tp", "layers.*.mlp.w1.weight"].keys() == {"whole", "dim 1"}
+    assert all("layers.*.mlp.w1.weight" not in line or "whole over tp +" in line for line in str(found).splitlines())
+
+
+def test_zero_is_found_where_memory_forces_it():
+    loss_fn, params, batch = program()
+    mesh = ftp.AbstractMesh((8,), ("dp",))
+    free = ftp.search(loss_fn, params, mesh, P("dp"), batch)
+    assert not any(spec.axes for spec in free.patterns.values())
+    assert free.cost <= by_hand(loss_fn, params, batch, mesh, P("dp")).cost()
+    zero = by_hand(loss_fn, params, batch, mesh, P("dp"), zero="dp")
+    limit = int(zero.memory * 1.02)
+    assert limit < free.memory
+    found = ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=limit)
+    assert found.memory <= limit
+    assert all("dp" in found.patterns[p].axes for p in MEGATRON if "mlp" in p)
+    assert found.cost <= zero.cost()
+    with pytest.raises(ftp.errors.PlanningError, match="No plan found fits in 1,000 bytes a rank; the smallest takes"):
+        ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=1000)
+
+
+def test_both_axes_and_many_layers():
+    loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 12}))
+    found = ftp.search(loss_fn, params, ftp.AbstractMesh((4, 8), ("dp", "tp")), P("dp"), batch)
+    assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
+    assert found.lowered.plan.alike
+
+
+def test_what_is_found_equals_one_device():
+    cfg = LlamaConfig(layers=1, vocab=64)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
+    loss_fn, batch = models.lm_loss(fn), lm_batch(cfg, 4, 6)
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    free = ftp.search(loss_fn, params, mesh, P("dp"), batch)
+    found = ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=free.memory - 1)
+    assert found.memory < free.memory
+    grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+    step = ftp.shard(loss_fn, mesh, found.specs(params), batch_specs=P("dp"), certify=True)
+    found_loss, found_grads = step(params, batch)
+    torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
+    for name, grad in grads.items():
+        torch.testing.assert_close(found_grads[name], grad, rtol=1e-9, atol=1e-12)
