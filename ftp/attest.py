@@ -26,7 +26,7 @@ def certify(lowered: Lowered) -> Certificate:
     Raises:
         CertificateError: with each value that is wrong, on which rank, and why. That is a fault of ftp: please report it.
 
-    >>> import ftp
+    >>> import torch, ftp
     >>> x, w = torch.empty(2, 8), torch.empty(8, 3)
     >>> lowered = ftp.lower(lambda x, w: x @ w, ftp.AbstractMesh((4,), ("tp",)), (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
     >>> [o.name for o in certify(lowered).operations]

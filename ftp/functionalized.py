@@ -160,6 +160,8 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             continue
         if target in (aten._unsafe_view.default, aten._reshape_alias.default):
             node.target, node.args = aten.view.default, node.args[:2]
+        elif target is aten._efficientzerotensor.default:  # autograd's zero without memory, which a rank's program writes out
+            node.target = aten.zeros.default
         elif target in (aten.fill.Scalar, aten.zero.default):
             of = node.args[0]
             if of.target in _EMPTY_LIKE and of.args[0].meta["val"].shape == node.meta["val"].shape:

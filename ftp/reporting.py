@@ -75,7 +75,7 @@ def of_config(path: str, mesh: AbstractMesh, *, batch: int, seq: int, dtype: tor
     parameters too, along a dim that ``tp`` leaves free.
     """
     try:
-        from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     except ImportError as e:
         raise ReportError("--hf needs transformers, which is not installed. Install it: pip install 'transformers>=5'.") from e
     unknown = set(mesh.axes) - {"dp", "fsdp", "tp"}

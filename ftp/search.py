@@ -74,7 +74,11 @@ def search(
     abstract = _meta(params), _meta(batch)
     given = argument_specs(batch_specs, batch, argument_names(loss_fn)[1:], "batch_specs")
     on_data = tuple(dict.fromkeys(axis for spec in given for axis in spec.axes)) if data_axes is None else tuple(data_axes)
-    net = _on_primitives(_traced(loss_fn, *abstract, given, m), m.axes, on_data)
+
+    def traced(is_folded: bool) -> _Open:
+        return _on_primitives(_traced(loss_fn, *abstract, given, m, is_folded), m.axes, on_data)
+
+    net = traced(True)
     pins = [f"{pin} at {node.source}" for node, pin in constraints(net.graph).items()]
 
     def lowered(patterns: Mapping[str, PartitionSpec]) -> Lowered:
@@ -84,7 +88,12 @@ def search(
     tried: dict[tuple[Any, ...], Found] = {}
 
     def at(price: float) -> Found:
-        patterns, axes = _solve(net.copied(), m.axes, on_data, hardware, price)
+        nonlocal net
+        try:
+            patterns, axes = _solve(net.copied(), m.axes, on_data, hardware, price)
+        except NotAlike:  # layers that an axis left unlike are searched one by one
+            net = traced(False)
+            patterns, axes = _solve(net.copied(), m.axes, on_data, hardware, price)
         key = tuple(patterns.items())
         if key not in tried:
             program = lowered(patterns)
@@ -240,7 +249,7 @@ class _Open:
         )
 
 
-def _traced(loss_fn: Any, params: Any, batch: Any, batch_specs: Sequence[PartitionSpec], mesh: Mesh) -> _Open:
+def _traced(loss_fn: Any, params: Any, batch: Any, batch_specs: Sequence[PartitionSpec], mesh: Mesh, is_folded: bool) -> _Open:
     leaves, tree = flatten((params, *batch))
     names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
     paths = leaf_paths(params)
@@ -260,7 +269,7 @@ def _traced(loss_fn: Any, params: Any, batch: Any, batch_specs: Sequence[Partiti
     net = _Open(graph, of_params, patterns, specs, mirrors, None)
     returned = {out: patterns[node] for out, node in mirrors.items()}
     folded = fold(graph, lambda node: (specs.get(node), patterns.get(node)), [returned.get(i) for i in range(len(graph.outputs))])
-    if folded is None:
+    if folded is None or not is_folded:
         return net
     few = {node: copy for copy, node in folded.origin.items() if node in specs or node in patterns}
     alike = {patterns[node]: copy for node, copy in few.items() if node in patterns}

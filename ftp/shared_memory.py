@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.agreement import exchange, interrupts
+from ftp.discovery import cache_folder
 from ftp.mesh import START_TIMEOUT, Mesh
 from ftp.passes.alias import WAIT
 from ftp.passes.copies import copied
@@ -147,8 +148,8 @@ def _library() -> ctypes.CDLL | None:
     if compiler is None:
         return None
     source = _SOURCE.read_bytes()
-    folder = Path(tempfile.gettempdir()) / f"ftp-{os.getuid()}"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    folder = cache_folder() / "compiled"
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     built = folder / f"shared_memory-{hashlib.sha256(source).hexdigest()[:16]}.so"
     if not built.exists():
         handle, name = tempfile.mkstemp(dir=folder)

@@ -184,7 +184,7 @@ def test_every_draw_is_the_same_on_any_mesh(case, seed):
             random.randint(e, 0, 1000, sizes),
         )
 
-    step = ftp.spmd(draw, MESHES[mesh], (P(), spec), spec, strict=True)
+    step = ftp.spmd(draw, MESHES[mesh], (P(), spec), spec)
     for got, expected in zip(step(key, x), draw(key, x), strict=True):
         assert got.dtype is expected.dtype
         assert torch.equal(got, expected)
@@ -219,7 +219,7 @@ def test_a_mask_seen_through_views_and_units():
     ):
         step = ftp.spmd(f, mesh, (P(), spec))
         assert torch.equal(step(KEY, x), f(KEY, x))
-        assert {c.cause for c in step.lower(KEY, x).collectives} <= {"an output"}
+        assert all(c.cause.endswith("for the result") for c in step.lower(KEY, x).collectives)
 
 
 @settings(max_examples=30, deadline=None)
