@@ -27,13 +27,15 @@ class Draws(TorchFunctionMode):
 
     Args:
         name: of the model, for messages.
+        path: of the module that runs.
+        counts: how many draws each module has made.
     """
 
-    def __init__(self, key: Tensor | None, name: str):
+    def __init__(self, key: Tensor | None, name: str, *, path: str = "", counts: dict[str, int] | None = None):
         super().__init__()
         self.key, self.name = key, name
-        self.path = [""]
-        self.counts: dict[str, int] = {}
+        self.path = [path]
+        self.counts: dict[str, int] = {} if counts is None else counts
         self._keys: dict[str, Tensor] = {}
 
     def __torch_function__(self, func, types, args=(), kwargs=None):

@@ -5,7 +5,7 @@ import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import EllipsisType
 from typing import Any, Literal, cast
@@ -16,10 +16,12 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
+from ftp import recompute
 from ftp.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
 from ftp.draws import Draws
 from ftp.errors import InputError, SpecError, TraceError, join_failures
 from ftp.random import check_key
+from ftp.recompute import Policy, policy_problem
 from ftp.spec import P
 from ftp.tree import kind_of, match_patterns, nearest, remember_tied
 
@@ -102,7 +104,13 @@ def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
 
 
-def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint] | None = None, buffers: bool = False) -> Any:
+def functionalize(
+    model: nn.Module,
+    *,
+    constraints: Mapping[str, P | Constraint] | None = None,
+    remat: Mapping[str, Policy] | None = None,
+    buffers: bool = False,
+) -> Any:
     """The model as ``(fn, params)``: a pure ``fn(params, *args, rng=None, **kwargs)`` and the parameters that require a gradient.
 
     ``params`` is ``{path: tensor}``, detached tensors that share the model's memory. A tied weight is there once, under its first path.
@@ -113,12 +121,14 @@ def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint]
     Args:
         model: any module; on the meta device it stays there.
         constraints: ``{pattern: P or Constraint}`` over module paths, as in ``plan``; "" is the model itself. A ``P`` pins the output.
+        remat: ``{pattern: policy}`` over module paths: what these modules compute is computed again for the backward pass, as ``ftp.remat``
+            says. What such a module leaves on itself, other than buffers, is not seen outside of it.
         buffers: return ``(fn, params, buffers)`` with ``fn(params, buffers, *args) -> (out, new_buffers)``: buffers and frozen parameters
             by path, the buffers updated where the model updates them.
 
     Raises:
-        SpecError: a constraint that names no module, or two that disagree for one.
-        InputError: what is no module, or one that cannot be called with other parameters.
+        SpecError: a constraint or policy that names no module, or two that disagree for one.
+        InputError: what is no module, or one that cannot be called with other parameters; an unknown policy.
 
     >>> fn, params = functionalize(torch.nn.Linear(2, 1, bias=False))
     >>> params.keys()
@@ -145,9 +155,11 @@ def functionalize(model: nn.Module, *, constraints: Mapping[str, P | Constraint]
         model=model,
         modules=tuple(_snapshot(path, module, stand_ins) for path, module in model.named_modules()),
         pins=_pins(model, constraints or {}),
+        blocks=(),
         other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
     )
+    program = replace(program, blocks=_blocks(program, remat or {}, frozenset(state) - frozen if buffers else frozenset()))
     fn = partial(_call_with_buffers, program, tuple(params), tuple(state), frozen) if buffers else partial(_call, program, tuple(params))
 
     def pure(params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any) -> Any:
@@ -181,6 +193,9 @@ class _Pin:
     constraint: Constraint
     module: nn.Module
 
+    does = "pins"
+    instead = "the module around it"
+
     @property
     def where(self) -> str:
         return f"module {self.path!r} ({type(self.module).__name__}), constrained by {self.pattern!r}"
@@ -192,8 +207,35 @@ class _Program:
     model: nn.Module
     modules: tuple[_Module, ...]
     pins: tuple[_Pin, ...]
+    blocks: "tuple[_Block, ...]"
     other_names: dict[str, str]
     constants: dict[int, str]
+
+
+@dataclass(frozen=True, eq=False)
+class _Block:
+    """A module that is computed again for the backward pass.
+
+    Attributes:
+        program: the module alone, as the model is when it is called.
+        slots: the paths of the tensors that a call brings and that the module holds.
+        mutable: those among them that it may write to.
+    """
+
+    pattern: str
+    path: str
+    module: nn.Module
+    policy: Policy
+    program: _Program
+    slots: tuple[str, ...]
+    mutable: frozenset[str]
+
+    does = "recomputes"
+    instead = "the modules in it that are"
+
+    @property
+    def where(self) -> str:
+        return f"module {self.path!r} ({type(self.module).__name__}), recomputed by {self.pattern!r}"
 
 
 def _check_model(model: nn.Module) -> None:
@@ -226,6 +268,12 @@ def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
     return kind(map(new, value)) if kind in _CONTAINERS else new(value)
 
 
+def _items(value: Any) -> Sequence[Any]:
+    """What ``_replace`` looks at."""
+    kind = type(value)
+    return tuple(value.values()) if kind is dict or kind is OrderedDict else tuple(value) if kind in _CONTAINERS else (value,)
+
+
 def _snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> _Module:
     attributes = {name: _replace(value, lambda v: stand_ins.get(id(v), v)) for name, value in module.__dict__.items()}
     attributes["_compiled_call_impl"] = None
@@ -249,7 +297,7 @@ def _installed(program: _Program, values: Mapping[str, Tensor]) -> Iterator[None
 def _call(program: _Program, params: tuple[str, ...], draws: Draws, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     _check_paths(program, "params", values, params)
     with _installed(program, values):
-        out = _run(program, draws, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
+        out = _run(program, draws, values, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
         for m in program.modules:
             for name, constant in m.attributes["_buffers"].items():
                 if m.module._buffers.get(name) is not constant:
@@ -275,7 +323,7 @@ def _call_with_buffers(
     new = {path: clones.get(path, buffers[path]) for path in state}
     constants = _parameter_names(values) | {id(buffers[path]): _describe(path, frozen) for path in frozen}
     with _installed(program, {**values, **new}):
-        out = _run(program, draws, constants, frozenset(map(id, clones.values())), args, kwargs)
+        out = _run(program, draws, {**values, **new}, constants, frozenset(map(id, clones.values())), args, kwargs)
         for m in program.modules:
             for name in m.attributes["_buffers"]:
                 if (path := _join(m.path, name)) in clones:
@@ -311,8 +359,41 @@ def _join(path: str, name: str) -> str:
     return f"{path}.{name}" if path else name
 
 
-def _run(program: _Program, draws: Draws, names: dict[int, str], mutable: frozenset[int], args: tuple, kwargs: dict[str, Any]) -> Any:
+def _run(
+    program: _Program,
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    names: dict[int, str],
+    mutable: frozenset[int],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
     ran: set[str] = set()
+    out = _run_part(program, program.model, draws, values, names, mutable, ran, args, kwargs)
+    placed: tuple[_Pin | _Block, ...] = (*program.pins, *program.blocks)
+    reached = {(type(given), given.pattern) for given in placed if given.path in ran}
+    idle = [
+        f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."
+        for given in placed
+        if (type(given), given.pattern) not in reached
+    ]
+    if idle:
+        raise InputError(join_failures(idle))
+    return out
+
+
+def _run_part(
+    program: _Program,
+    call: Callable[..., Any],
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    names: dict[int, str],
+    mutable: frozenset[int],
+    ran: set[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """``call``, a module of the program or its forward, while what the program adds to its modules is in place."""
     # Hooks turn fused kernels of eval mode off.
     if draws.key is not None or any(m.module.training for m in program.modules):
         for m in program.modules:
@@ -321,11 +402,14 @@ def _run(program: _Program, draws: Draws, names: dict[int, str], mutable: frozen
     for pin in program.pins:
         pin.module.register_forward_pre_hook(partial(_pin_inputs, pin, ran), with_kwargs=True)
         pin.module.register_forward_hook(partial(_pin_outputs, pin))
+    for block in program.blocks:
+        if not any(block in outer.program.blocks for outer in program.blocks):
+            block.module.forward = partial(_recomputed, block, draws, values, ran)
     held = {id(tensor): (tensor, name) for tensor, name in _held_tensors(program, names) if id(tensor) not in mutable}
     versions = {key: _version(tensor) for key, (tensor, _) in held.items()}
     try:
         with _Guard(program, {key: name for key, (_, name) in held.items()}):
-            out = program.model(*args, **kwargs)
+            out = call(*args, **kwargs)
     except TypeError as error:
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and unexpected[1] in kwargs:
@@ -343,13 +427,47 @@ def _run(program: _Program, draws: Draws, names: dict[int, str], mutable: frozen
     for key, (tensor, name) in held.items():
         if _version(tensor) != versions[key]:
             raise TraceError(_impure(program, name, "modifies"))
-    reached = {pin.pattern for pin in program.pins if pin.path in ran}
-    idle = [
-        f"{pin.where}, was not called, so it pins nothing. Name the module around it." for pin in program.pins if pin.pattern not in reached
-    ]
-    if idle:
-        raise InputError(join_failures(idle))
     return out
+
+
+def _recomputed(block: "_Block", draws: Draws, values: Mapping[str, Tensor], ran: set[str], *args: Any, **kwargs: Any) -> Any:
+    """The module's forward, with what it reads as arguments: it runs again when all that is here is over."""
+    ran.add(block.path)
+    counts, first = dict(draws.counts), []
+
+    def forward(key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+        part = block.program
+        clones = {path: given[path].clone() for path in block.mutable}
+        own = {**given, **clones}
+        with Draws(key, part.name, path=block.path, counts=dict(counts)) as again, _installed(part, own):
+            mutable = frozenset(map(id, clones.values()))
+            out = _run_part(part, block.module.forward, again, own, _parameter_names(given) | part.constants, mutable, ran, args, kwargs)
+            new = {**clones, **_buffers_of(part)}
+        if not first:
+            draws.counts.update(again.counts)
+        first.append(True)
+        return out, new
+
+    live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
+    forward.__name__ = f"module {block.path!r}"
+    out, new = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
+    for m in block.program.modules:
+        for name, slot in m.attributes["_buffers"].items():
+            if type(slot) is _Slot and slot.path in new:
+                value = new[slot.path]
+                # Statistics of norms have no gradient in torch, which refuses one that a block's result might have.
+                m.module._buffers[name] = value.detach() if isinstance(m.module, nn.modules.batchnorm._NormBase) else value
+    return out
+
+
+def _buffers_of(program: _Program) -> dict[str, Any]:
+    """What the modules hold now where a call brings a buffer."""
+    return {
+        slot.path: m.module._buffers[name]
+        for m in program.modules
+        for name, slot in m.attributes["_buffers"].items()
+        if type(slot) is _Slot
+    }
 
 
 def _enter(draws: Draws, path: str, module: nn.Module, args: tuple) -> None:
@@ -430,21 +548,43 @@ def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor
 
 
 def _pins(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tuple[_Pin, ...]:
+    return tuple(
+        _Pin(pattern, path, Constraint(outputs=given) if isinstance(given, P) else given, module)
+        for module, path, pattern, given in _named(model, constraints, _check_constraint)
+    )
+
+
+def _blocks(program: _Program, policies: Mapping[str, Policy], mutable: frozenset[str]) -> tuple[_Block, ...]:
+    found = _named(program.model, policies, lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"))
+    blocks: list[_Block] = []
+    for module, path, pattern, policy in reversed(found):  # what is inside of others first
+        inside = frozenset(module.modules())
+        modules = tuple(m for m in program.modules if m.module in inside)
+        held = (v for m in modules for value in m.attributes.values() for v in _items(value))
+        slots = tuple(dict.fromkeys(v.path for v in held if type(v) is _Slot))
+        part = replace(
+            program,
+            model=module,
+            modules=modules,
+            pins=tuple(pin for pin in program.pins if pin.module in inside and pin.module is not module),
+            blocks=tuple(b for b in blocks if b.module in inside),
+        )
+        blocks.append(_Block(pattern, path, module, policy, part, slots, mutable & set(slots)))
+    return tuple(blocks)
+
+
+def _named(model: nn.Module, patterns: Mapping[str, Any], check: Callable[[str, Any], str | None]) -> list[tuple[nn.Module, str, str, Any]]:
+    """The modules that patterns name: each with its path, and with the pattern and what it says."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
     answers = [tuple(tuple(path.split(".")) if path else () for path in of_module) for of_module in paths.values()]
     names = [f"module {of_module[0]!r}" for of_module in paths.values()]
     failures: list[str] = []
-    found = match_patterns(constraints, answers, names, "the modules", failures, _check_constraint)
+    found = match_patterns(patterns, answers, names, "the modules", failures, check)
     if failures:
         raise SpecError(join_failures(failures))
-    pins = []
-    for (module, of_module), match in zip(paths.items(), found, strict=True):
-        if match:
-            pattern, given = match
-            pins.append(_Pin(pattern, of_module[0], Constraint(outputs=given) if isinstance(given, P) else given, module))
-    return tuple(pins)
+    return [(module, of_module[0], *match) for (module, of_module), match in zip(paths.items(), found, strict=True) if match]
 
 
 def _check_constraint(pattern: str, value: object) -> str | None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_gradtrackingtensor, maybe_get_level, peek_interpreter_stack
+from torch._C._functorch import is_gradtrackingtensor, maybe_get_level, peek_interpreter_stack, unwrap_if_dead
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import InputError
@@ -55,7 +55,8 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
 
     Source: JAX, ``jax.checkpoint``.
     """
-    check_policy(policy, "policy")
+    if problem := policy_problem(policy, "policy"):
+        raise InputError(problem)
     if not callable(fn):
         raise InputError(f"remat takes a function, not {fn!r}, {kind_of(fn)}.")
 
@@ -83,9 +84,11 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
     return wrapped
 
 
-def check_policy(policy: Any, where: str) -> None:
-    if not callable(policy) and policy not in POLICIES:
-        raise InputError(f"{where} is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}, or a function of an aten op.")
+def policy_problem(policy: Any, where: str) -> str | None:
+    """What is wrong with a policy given as ``where``."""
+    if callable(policy) or policy in POLICIES:
+        return None
+    return f"{where} is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}, or a function of an aten op."
 
 
 _regions: list[Region] = []
@@ -130,11 +133,11 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        tensors, block = ctx.saved_tensors, ctx.block
+        tensors, block = _alive(ctx.saved_tensors), ctx.block
         at = [i for i, x in enumerate(tensors) if _is_differentiable(x) and ctx.needs_input_grad[i + 1]]
         with _recomputing(block.policy):
             pull: Any = torch.func.vjp(_of_some(block, tensors, at), *(tensors[i] for i in at))[1]
-        found = pull(tuple(grad for grad, has in zip(grads, ctx.has_gradient, strict=True) if has))
+        found = pull(tuple(grad for grad, has in zip(_alive(grads), ctx.has_gradient, strict=True) if has))
         result: list[Any] = [None] * (1 + len(tensors))
         for i, grad in zip(at, found, strict=True):
             result[i + 1] = grad
@@ -142,12 +145,17 @@ class _Remat(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:  # type: ignore[override]
-        tensors, block = ctx.saved_tensors, ctx.block
+        tensors, block = _alive(ctx.saved_tensors), ctx.block
         at = [i for i, tangent in enumerate(tangents) if tangent is not None and _is_differentiable(tensors[i])]
         given = tuple(tensors[i] for i in at), tuple(tangents[i] for i in at)
         with _recomputing(block.policy):
             found = iter(torch.func.jvp(_of_some(block, tensors, at), *given)[1])  # type: ignore[arg-type]
         return tuple(next(found) if has else None for has in ctx.has_gradient)
+
+
+def _alive(tensors: Sequence[Any]) -> list[Any]:
+    """Without the wrappers of transforms that are over: a block in a block is differentiated after the outer one has been run again."""
+    return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in tensors]
 
 
 def _is_differentiable(x: Tensor) -> bool:

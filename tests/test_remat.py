@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.nn import functional as F
 
 import ftp
@@ -116,6 +117,17 @@ def test_nested_and_other_leaves():
     torch.testing.assert_close(ftp.remat(lambda x: x)(x), x)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script")
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, torch.func.jacfwd])
+def test_a_block_of_blocks(transform: Any):
+    """The inner block takes a value that the outer one makes."""
+    inner = ftp.remat(lambda w, x: torch.tanh(x @ w))
+    body = lambda inner, w, x: inner(w, (inner(w, x * 2) * w).sin()).sum()  # noqa: E731
+    w, x = torch.randn(2, 2, 2, dtype=torch.float64)
+    expected = transform(lambda w: body(lambda w, x: torch.tanh(x @ w), w, w * x))(w)
+    torch.testing.assert_close(transform(lambda w: ftp.remat(lambda w, x: body(inner, w, x))(w, w * x))(w), expected)
+
+
 def test_plain_autograd_keeps_the_arguments_alone():
     w = torch.randn(4, 4, dtype=torch.float64, requires_grad=True)
     kept: list[torch.Tensor] = []
@@ -151,3 +163,103 @@ def test_captured_tensors_are_refused():
 def test_unknown_policy():
     with pytest.raises(ftp.FtpError, match="policy is 'dots'; it must be one of 'nothing', 'products', 'collectives'"):
         ftp.remat(block, "dots")
+
+
+class Layer(nn.Module):
+    """Two sublayers with all that a block may have: dropout, a tied norm, buffers that it updates, a keyword, several results."""
+
+    def __init__(self, norm: nn.Module):
+        super().__init__()
+        self.norm, self.up, self.down = norm, nn.Linear(DIM, HIDDEN), nn.Linear(HIDDEN, DIM)
+        self.dropout, self.batch_norm = nn.Dropout(0.1), nn.BatchNorm1d(HIDDEN)
+        self.seen: torch.Tensor
+        self.register_buffer("seen", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor, *, scale: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.seen = self.seen + 1
+        hidden = self.batch_norm(F.gelu(self.up(self.norm(x))))
+        return x + self.dropout(self.down(self.dropout(hidden))) * scale, hidden.argmax()
+
+
+class Layers(nn.Module):
+    def __init__(self):
+        super().__init__()
+        norm = nn.LayerNorm(DIM)
+        self.layers = nn.ModuleList(Layer(norm) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0]):
+            x, _ = layer(x, scale=0.5)
+        return x
+
+
+@pytest.mark.parametrize("patterns", [{"layers.*": "collectives"}, {"**.up": "nothing", "layers.1": "products"}, {"": "nothing"}], ids=str)
+def test_modules_by_path(patterns: dict[str, Any]):
+    """The numbers, masks and new buffers of a model that keeps everything, on one device and cut."""
+    torch.manual_seed(0)
+    model, x, key = Layers().double(), inputs()[1], ftp.random.key(2)
+
+    def step_of(remat: Any) -> Any:
+        fn, params, buffers = ftp.functionalize(model, buffers=True, remat=remat)
+
+        def loss(params: Any, buffers: Any, x: torch.Tensor) -> Any:
+            out, buffers = fn(params, buffers, x, rng=key)
+            return out.square().mean(), buffers
+
+        return torch.func.grad_and_value(loss, has_aux=True), params, buffers
+
+    plain, params, buffers = step_of(None)
+    expected = plain(params, buffers, x)
+    again = step_of(patterns)[0]
+    torch.testing.assert_close(again(params, buffers, x), expected, rtol=1e-11, atol=1e-14)
+    specs = ftp.plan(params, {"layers.*.up.*": P("n"), "layers.*.down.weight": P(None, "n")}), P(), P()
+    torch.testing.assert_close(
+        ftp.spmd(again, ftp.simulated_mesh((2,), ("n",)), specs)(params, buffers, x), expected, rtol=1e-11, atol=1e-14
+    )
+    assert model.layers[0].seen == 0 and expected[1][1]["layers.0.seen"] == 2
+
+
+@pytest.mark.parametrize("policy", ["nothing", "collectives"])
+def test_peak_and_collectives_of_modules(policy: str):
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.up1, self.down1 = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+            self.up2, self.down2 = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = x + self.down1(F.gelu(self.up1(x)))
+            return x + self.down2(torch.sin(1.5 * F.gelu(self.up2(x))))
+
+    model, x = nn.Sequential(*(Block() for _ in range(LAYERS))).double(), inputs()[1]
+
+    def lowered_with(remat: Any) -> ftp.Lowered:
+        fn, params = ftp.functionalize(model, remat=remat)
+        specs = ftp.plan(params, {"**.up*.weight": P("n"), "**.down*.weight": P(None, "n")})
+        return ftp.shard(lambda p, x: fn(p, x).square().mean(), ftp.simulated_mesh((2,), ("n",)), specs).lower(params, x)
+
+    kept, found = lowered_with(None), lowered_with({"*": policy})
+    assert kept.memory - found.memory >= 4 * ROWS * HIDDEN * 8 // 2 * LAYERS
+    assert len(found.collectives) - len(kept.collectives) == (LAYERS if policy == "nothing" else 0)
+
+
+def test_a_model_of_torch_by_path():
+    """Attention and dropout of torch's own layers, beside its own autograd."""
+    torch.manual_seed(0)
+    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False).double()
+    x, mask = torch.randn(2, 5, 8, dtype=torch.float64), nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    fn, params = ftp.functionalize(model, remat={"layers.*": "nothing"})
+    grads = torch.func.grad(lambda p: fn(p, x, mask=mask).square().mean())(params)
+    model(x, mask=mask).square().mean().backward()
+    torch.testing.assert_close(grads, {path: p.grad for path, p in model.named_parameters()}, rtol=1e-11, atol=1e-14)
+
+
+def test_wrong_patterns_of_modules():
+    model = Layers()
+    with pytest.raises(ftp.FtpError, match=r"'layers.\*.upp' matches no path of the modules; the nearest are 'layers.0.up'"):
+        ftp.functionalize(model, remat={"layers.*.upp": "nothing"})
+    with pytest.raises(ftp.FtpError, match=r"remat\['layers.\*'\] is 'all'; it must be one of 'nothing'"):
+        ftp.functionalize(model, remat={"layers.*": "all"})
+    fn, params = ftp.functionalize(model.eval(), remat={"layers": "nothing"})
+    with pytest.raises(ftp.FtpError, match=r"'layers' \(ModuleList\), recomputed by 'layers', was not called, so it recomputes nothing"):
+        fn(params, inputs()[1].float())
