@@ -12,10 +12,10 @@ import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
 from ftp.errors import InputError, SpecError
-from ftp.local import program_of
 from ftp.lowered import Lowered
 from ftp.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
+from ftp.rank_program import program_of
 from ftp.relocation import relocate
 from ftp.spec import PartitionSpec
 from ftp.step import Options, Step

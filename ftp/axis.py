@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError, MeshError
-from ftp.source import user_line
+from ftp.source import at_line
 
 Axes = str | Sequence[str]
 
@@ -34,7 +34,7 @@ def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") 
     """
     for name, _ in reversed(_named("all_reduce", axis)):
         if op not in ("sum", "max", "min"):
-            raise InputError(f"{_at()}all_reduce has op={op!r}; it reduces by 'sum', 'max' or 'min'.")
+            raise InputError(f"{at_line()}all_reduce has op={op!r}; it reduces by 'sum', 'max' or 'min'.")
         x = _reduced(_tensor("all_reduce", x), op, name)
     return x
 
@@ -87,9 +87,9 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     pairs = [tuple(map(int, pair)) for pair in perm]
     sources, targets = [p[0] for p in pairs], [p[-1] for p in pairs]
     if any(len(p) != 2 or not all(0 <= i < n for i in p) for p in pairs):
-        raise InputError(f"{_at()}ppermute has perm={list(perm)!r}; it takes pairs (from, to) of ranks 0 to {n - 1} of axis {name!r}.")
+        raise InputError(f"{at_line()}ppermute has perm={list(perm)!r}; it takes pairs (from, to) of ranks 0 to {n - 1} of axis {name!r}.")
     if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
-        raise InputError(f"{_at()}ppermute has perm={pairs!r}; each rank sends at most once and receives at most once.")
+        raise InputError(f"{at_line()}ppermute has perm={pairs!r}; each rank sends at most once and receives at most once.")
     flat = tuple(i for pair in sorted(pairs) for i in pair)
     return _Linear.apply(_tensor("ppermute", x), OPS.ppermute.default, (name, n, flat))  # type: ignore[return-value]
 
@@ -145,7 +145,7 @@ def _current(what: str) -> Inside:
     inside = _inside.get()
     if inside is None:
         raise MeshError(
-            f"{_at()}ftp.axis.{what} is for one rank's code: it works in a function given to ftp.local only. Elsewhere a tensor is the"
+            f"{at_line()}ftp.axis.{what} is for one rank's code: it works in a function given to ftp.local only. Elsewhere a tensor is the"
             " whole one, and collectives follow from specs."
         )
     return inside
@@ -156,38 +156,33 @@ def _named(what: str, axis: Axes) -> list[tuple[str, int]]:
     axes = _current(what).axes
     for name in names:
         if not isinstance(name, str):
-            raise InputError(f"{_at()}ftp.axis.{what} takes the name of a mesh axis, or a tuple of names, not {axis!r}.")
+            raise InputError(f"{at_line()}ftp.axis.{what} takes the name of a mesh axis, or a tuple of names, not {axis!r}.")
         if name not in axes:
             known = ", ".join(f"{a!r} (size {n})" for a, n in axes.items())
-            raise MeshError(f"{_at()}ftp.axis.{what} names axis {name!r}, but the mesh of ftp.local has {known}.")
+            raise MeshError(f"{at_line()}ftp.axis.{what} names axis {name!r}, but the mesh of ftp.local has {known}.")
     if len(set(names)) < len(names):
-        raise InputError(f"{_at()}ftp.axis.{what} names an axis twice: {names}.")
+        raise InputError(f"{at_line()}ftp.axis.{what} names an axis twice: {names}.")
     return [(name, axes[name]) for name in names]
 
 
 def _tensor(what: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
-        raise InputError(f"{_at()}ftp.axis.{what} takes a tensor, not {x!r}. Map it over the leaves of a tree.")
+        raise InputError(f"{at_line()}ftp.axis.{what} takes a tensor, not {x!r}. Map it over the leaves of a tree.")
     return x
 
 
 def _dim(what: str, x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
-        raise InputError(f"{_at()}ftp.axis.{what} has dim {dim}, but its tensor has {x.ndim} dims, shape {tuple(x.shape)}.")
+        raise InputError(f"{at_line()}ftp.axis.{what} has dim {dim}, but its tensor has {x.ndim} dims, shape {tuple(x.shape)}.")
     return dim % x.ndim
 
 
 def _require_divides(what: str, x: Tensor, dim: int, axis: str, n: int) -> None:
     if x.shape[dim] % n:
         raise InputError(
-            f"{_at()}ftp.axis.{what} cuts dim {dim} of a tensor of shape {tuple(x.shape)} in {n}, the size of axis {axis!r}, which does"
+            f"{at_line()}ftp.axis.{what} cuts dim {dim} of a tensor of shape {tuple(x.shape)} in {n}, the size of axis {axis!r}, which does"
             " not divide it. Pad the dim."
         )
-
-
-def _at() -> str:
-    line = user_line()
-    return f"{line}\n  " if line else ""
 
 
 # The ops. Only shapes ever pass through them: the partitioner replaces them by collectives.

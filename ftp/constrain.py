@@ -11,7 +11,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 
 from ftp.errors import SpecError
-from ftp.source import user_line
+from ftp.source import at_line
 from ftp.spec import P, Units
 
 
@@ -61,17 +61,17 @@ def constrain(x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, gr
     Source: JAX, ``jax.lax.with_sharding_constraint``.
     """
     if not isinstance(x, Tensor):
-        raise SpecError(f"{_at()}constrain pins a tensor, not {x!r}, a {type(x).__name__}. Map it over the leaves of a tree.")
+        raise SpecError(f"{at_line()}constrain pins a tensor, not {x!r}, a {type(x).__name__}. Map it over the leaves of a tree.")
     if not isinstance(spec, P):
-        raise SpecError(f"{_at()}constrain takes a spec such as P('dp', None), not {spec!r}, a {type(spec).__name__}.")
+        raise SpecError(f"{at_line()}constrain takes a spec such as P('dp', None), not {spec!r}, a {type(spec).__name__}.")
     if entries_over(spec, x.dim()):
         raise SpecError(
-            f"{_at()}{spec} has {len(spec)} entries, but the tensor that it pins has {x.dim()} dims, shape {tuple(x.shape)}."
+            f"{at_line()}{spec} has {len(spec)} entries, but the tensor that it pins has {x.dim()} dims, shape {tuple(x.shape)}."
             f" Give at most {x.dim()}."
         )
     pin = Pin(spec.at_rank(x.dim()), (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes))
     if problem := misnamed(spec, pin.axes):
-        raise SpecError(f"{_at()}{problem}")
+        raise SpecError(f"{at_line()}{problem}")
     return _Constrain.apply(x, pin_to_str(pin), grad)  # type: ignore[return-value]
 
 
@@ -128,11 +128,6 @@ def _entry(node: ast.expr) -> Any:
     if isinstance(node, ast.Call):
         return Units(*map(ast.literal_eval, node.args), **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg})
     return ast.literal_eval(node)
-
-
-def _at() -> str:
-    line = user_line()
-    return f"{line}\n  " if line else ""
 
 
 torch.library.define("ftp::constrain", "(Tensor x, str entries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))

@@ -15,7 +15,7 @@ from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import discover
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.graph import Graph, Node, Value, identity_rule, live, merge_common, whole_rule
-from ftp.local import program_of
+from ftp.rank_program import program_of
 from ftp.registry import RULES, BoundRule, Call, Meta, bind, lookup, replaced
 from ftp.trace import decompose as trace_decomposition
 

@@ -11,7 +11,7 @@ from ftp.axis import OPS, axis_of
 from ftp.collectives import Collective
 from ftp.graph import Move
 from ftp.layout import R, partial, shard
-from ftp.local import Program
+from ftp.rank_program import Program
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -19,9 +19,9 @@ from ftp.eliminate import Infeasible, Solution
 from ftp.errors import PlanningError
 from ftp.graph import BATCH, FactorCut, Graph, Move, Node, Value, keep_collectives, live
 from ftp.layout import Layout, R, Size, cut_extent, cut_shape, cut_size, div, is_even, mul, nominal, prod, shard
-from ftp.local import factor
 from ftp.network import AxisPlan, NotAlike, Problem, Strategy, is_at_rest, solve
 from ftp.notation import Dim
+from ftp.rank_program import factor
 from ftp.reach import Cut, Reach, layout_of, reach
 from ftp.registry import BoundRule
 from ftp.repeats import Ties, fold, unfold

@@ -26,6 +26,12 @@ def user_line() -> str:
     return ""
 
 
+def at_line() -> str:
+    """How an error begins that speaks of the innermost user's line: the line and a new one; "" if there is none."""
+    line = user_line()
+    return f"{line}\n  " if line else ""
+
+
 def raised_line(error: BaseException) -> str:
     """The innermost user's line that ``error`` passed through."""
     line = ""

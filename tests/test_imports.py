@@ -57,6 +57,8 @@ ORDER = [
     "safetensors_folder",
     "trace",
     "varying",
+    "rank_program",
+    "rank_gradient",
     "local",
     "cost",
     "calibration",
