@@ -41,6 +41,7 @@ SPECS = {
     "layers.*.mlp.down.weight": P(None, "tp"),
     "head.weight": P("tp", None),
 }  # what no pattern names is replicated: positions, norms, the bias after the all-reduce
+CACHE_SPEC = P(None, "tp", "dp")  # when sampling: keys and values of (batch, heads, context, head_dim), cut by heads and by sequence
 
 
 class Attention(nn.Module):
@@ -49,9 +50,15 @@ class Attention(nn.Module):
         self.head_dim = dim // heads
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
-    def forward(self, x):
+    def forward(self, x, cache=None, positions=None):
         q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
-        return self.wo(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        if cache is None or positions is None:
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        else:  # what came before is in the cache, what comes now goes there; a byte sees no position after its own
+            k, v = (old.index_copy(2, positions, new) for old, new in zip(cache, (k, v), strict=True))
+            seen = torch.arange(k.shape[2], device=x.device) <= positions[:, None]
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
+        return self.wo(y.transpose(1, 2).flatten(2)), (k, v)
 
 
 class MLP(nn.Module):
@@ -70,13 +77,14 @@ class Block(nn.Module):
         self.norm2, self.mlp = nn.LayerNorm(dim), MLP(dim)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x):
-        x = x + self.dropout(self.attn(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+    def forward(self, x, cache=None, positions=None):
+        y, cache = self.attn(self.norm1(x), cache, positions)
+        x = x + self.dropout(y)
+        return x + self.dropout(self.mlp(self.norm2(x))), cache
 
 
 class GPT(nn.Module):
-    """bytes (batch, seq) -> logits (batch, seq, 256)."""
+    """bytes (batch, seq) -> logits (batch, seq, 256); with a cache, bytes at ``positions`` -> (logits, cache)."""
 
     def __init__(self, dim, layers, heads, context, dropout):
         super().__init__()
@@ -90,11 +98,14 @@ class GPT(nn.Module):
             elif name.endswith("bias"):
                 nn.init.zeros_(param)
 
-    def forward(self, tokens):
-        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device))
-        for layer in self.layers:
-            x = layer(x)
-        return self.head(self.norm(x))
+    def forward(self, tokens, cache=None, positions=None):
+        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions)
+        kept = []
+        for i, layer in enumerate(self.layers):
+            x, layer_cache = layer(x, None if cache is None else cache[i], positions)
+            kept.append(layer_cache)
+        logits = self.head(self.norm(x))
+        return logits if cache is None else (logits, kept)
 
 
 def read_corpus(max_bytes):
@@ -142,15 +153,36 @@ def make_train_step(fn, opt, schedule, max_norm):
     return train_step
 
 
-def sample(logits_fn, params, prompt, *, count, context, seed, temperature=0.8):
-    """``count`` bytes after ``prompt``. The window has a fixed, padded size, so the forward pass is traced once."""
-    key = ftp.random.key(seed)
-    text = list(prompt)
+def make_generate_step(fn, temperature):
+    """One pure function: ``(params, cache, tokens, first, used, key) -> (cache, token)``, the byte after the first ``used`` tokens.
+
+    The tokens are those of the positions from ``first`` on. It is traced for two shapes, however long the text: a window of (1, context),
+    padded, and one byte of (1, 1).
+    """
+
+    def generate_step(params, cache, tokens, first, used, key):
+        logits, cache = fn(params, tokens, cache, first + torch.arange(tokens.shape[1], device=tokens.device))
+        # Attention is causal: padding after the last byte has no say, and what it leaves in the cache is replaced before it is seen.
+        return cache, ftp.random.categorical(key, logits.index_select(1, used - 1)[:, 0] / temperature)
+
+    return generate_step
+
+
+def sample(step, params, cache, prompt, *, count, context, seed, device):
+    """``count`` bytes after ``prompt``: a window goes through the model at first, and where the cache is full; else the last byte alone."""
+    key = ftp.random.key(seed, device=device)
+    text, start = list(prompt), None  # the cache holds the text from start on
     for i in range(count):
-        window = text[-context:]
-        logits = logits_fn(params, torch.tensor([window + [0] * (context - len(window))]))
-        logits = logits[0, len(window) - 1].cpu()  # attention is causal: the padding after the last byte has no say
-        text.append(int(ftp.random.categorical(ftp.random.fold_in(key, i), logits / temperature)))
+        if start is None or len(text) - start > context:
+            start = max(0, len(text) - (context if start is None else context // 2))
+            first, tokens = 0, text[start:]
+        else:
+            first, tokens = len(text) - 1 - start, text[-1:]
+        used = len(tokens)
+        tokens = tokens if used == 1 and first else tokens + [0] * (context - used)
+        numbers = (torch.tensor(value, device=device) for value in ([tokens], first, [used]))
+        cache, token = step(params, cache, *numbers, ftp.random.fold_in(key, i))
+        text.append(int(token))
     return bytes(text)
 
 
@@ -254,6 +286,7 @@ def parse_args(argv):
     parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
     parser.add_argument("--fresh", action="store_true", help="start anew where there are checkpoints to go on from")
     parser.add_argument("--sample-bytes", type=int, default=400)
+    parser.add_argument("--temperature", type=float, default=0.8, help="of the sample")
     parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="training text at most")
     parser.add_argument("--tp", type=int, default=2 if world % 2 == 0 else 1)
     parser.add_argument("--dp", type=int, default=None, help="by default what tp leaves of the processes, or of four simulated ranks")
@@ -324,7 +357,8 @@ def run(args, stop_signals):
     # Every rank gives a signal of its own, which cuts an argument over tp as well: only dp is an axis of the data.
     train_step = ftp.spmd(train_step, mesh, (specs, P("dp"), each_rank), (specs, P()), donate=(0,), data_axes=("dp",))
     eval_step = ftp.spmd(eval_loss, mesh, (specs["params"], P("dp")), P())
-    predict = ftp.spmd(eval_fn, mesh, (specs["params"], P()), P())
+    generate_step = make_generate_step(eval_fn, args.temperature)
+    generate_step = ftp.spmd(generate_step, mesh, (specs["params"], CACHE_SPEC, *[P()] * 4), (CACHE_SPEC, P()), donate=(1,))
 
     # The data. Step n draws its batch with the n-th key; ftp.local_slice would tell a real loader which rows this rank needs.
     train_data, val_data = read_corpus(args.corpus_bytes)
@@ -376,14 +410,10 @@ def run(args, stop_signals):
                 break
 
     if int(state["step"]) == args.steps:
-        text = sample(
-            lambda params, tokens: predict(params, ftp.device_put(tokens, mesh, P())),
-            state["params"],
-            b"def ",
-            count=args.sample_bytes,
-            context=args.context,
-            seed=args.seed,
-        ).decode("utf-8", errors="replace")
+        shape = (1, args.heads, args.context, args.dim // args.heads)
+        cache = ftp.device_put([(torch.zeros(shape), torch.zeros(shape)) for _ in range(args.layers)], mesh, CACHE_SPEC)
+        options = {"count": args.sample_bytes, "context": args.context, "seed": args.seed, "device": mesh.device_type}
+        text = sample(generate_step, state["params"], cache, b"def ", **options).decode("utf-8", errors="replace")
         if is_first:
             (args.out / "sample.txt").write_text(text, encoding="utf-8")
             plot(metrics.records(), f"byte-level GPT on Python's standard library\n{name}", args.out / "loss.png")

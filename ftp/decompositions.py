@@ -51,7 +51,7 @@ def _dims(x: Tensor, dim: Any) -> list[int]:
     return [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)] if x.ndim else []
 
 
-# Softmaxes.
+# Softmaxes, and attention by them.
 
 
 @decomposition(aten._softmax.default)
@@ -70,6 +70,34 @@ def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tenso
     e = torch.exp(wide - torch.where(top == -math.inf, 0.0, top))
     total = e.sum(dim, True)
     return (e / torch.where(total == 0, 1.0, total)).to(x.dtype)
+
+
+@decomposition(aten._scaled_dot_product_flash_attention_for_cpu.default)
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Each key's product with its value waits for no other: where keys are cut, a maximum, a sum and the result are reduced."""
+    if k.shape[1] != q.shape[1]:
+        k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
+    scores = _wide(q @ k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    if is_causal:
+        rows, columns = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
+        scores = scores.masked_fill(columns > rows.unsqueeze(1), -math.inf)
+    if attn_mask is not None:
+        scores = scores + attn_mask
+    top = _top(scores, -1)
+    top = torch.where(top == -math.inf, 0.0, top)
+    e = torch.exp(scores - top)
+    total = e.sum(-1, True)
+    total = torch.where(total == 0, 1.0, total)
+    return (e.to(v.dtype) @ v) / total.to(v.dtype), (top + total.log()).squeeze(-1)
 
 
 @decomposition(aten._log_softmax.default)

@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import ftp
+from ftp import P
 
 ROOT = Path(__file__).resolve().parents[1]
 TINY = ["--dim", "16", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "4", "--corpus-bytes", "200000"]
@@ -166,6 +167,35 @@ def test_train_gpt_goes_on_where_it_was_stopped(tmp_path, example, monkeypatch, 
     example.main(call)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
     assert (tmp_path / "parts/sample.txt").read_bytes() == (tmp_path / "whole/sample.txt").read_bytes()
+
+
+def test_train_gpt_samples_as_one_device_does(example):
+    """Past the end of its context, by two programs; the reference is torch's, with the whole window for every byte."""
+    torch.manual_seed(0)
+    context, count, prompt = 8, 20, b"def "
+    model = example.GPT(12, 2, 3, context, 0.0).double().eval()
+    fn, params = ftp.functionalize(model)
+    mesh, traces = ftp.simulated_mesh((2, 2), ("dp", "tp")), []
+    step = example.make_generate_step(fn, 0.5)
+
+    def traced(*args):
+        traces.append(1)
+        return step(*args)
+
+    specs = ftp.plan(params, example.SPECS)
+    step_on_mesh = ftp.spmd(traced, mesh, (specs, example.CACHE_SPEC, *[P()] * 4), (example.CACHE_SPEC, P()), donate=(1,))
+    cache = [(torch.zeros(1, 3, context, 4, dtype=torch.float64),) * 2 for _ in range(2)]
+    cache = ftp.device_put(cache, mesh, example.CACHE_SPEC)
+    options = {"count": count, "context": context, "seed": 1, "device": "cpu"}
+    text = example.sample(step_on_mesh, ftp.device_put(params, mesh, specs), cache, prompt, **options)
+    assert len(traces) == 2
+
+    expected, start, key = list(prompt), 0, ftp.random.key(1)
+    for i in range(count):
+        start = start if len(expected) - start <= context else len(expected) - context // 2
+        logits = model(torch.tensor([expected[start:]]))[:, -1] / 0.5
+        expected.append(int(ftp.random.categorical(ftp.random.fold_in(key, i), logits)))
+    assert text == bytes(expected)
 
 
 @pytest.mark.dist

@@ -192,4 +192,9 @@ def test_generation_with_a_cache_is_one_program(cut: str):
     tokens, logits = greedy(step, params)
     expected_tokens, expected = greedy(decode, params)
     assert torch.equal(tokens, expected_tokens) and len(traces) == 1
+    cache = {name: torch.zeros(2, HEADS, LENGTH, 2, dtype=torch.float64) for name in "kv"}
+    moved = step.lower(params, cache, torch.tensor([[1], [5]]), torch.tensor(0)).collectives
+    # The cache stays where it is: of one query a maximum, a sum and the result are reduced where its keys are cut.
+    gathered = {"all_gather": 1}  # the logits, or the tokens' rows of them
+    assert kinds(moved) == {"heads": {"all_reduce": 1} | gathered, "sequence": {"all_reduce": 3}, "batch": gathered}[cut]
     torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)

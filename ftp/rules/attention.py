@@ -49,7 +49,8 @@ def flash_for_cpu(call: Call) -> Rule:
     operands = (_dims(Q, heads), _dims(K), _dims(V), *masks)
     whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
     notation = Notation(operands, (_dims(OUT, heads), _dims(LSE, heads)), frozenset(whole), ((), ()))
-    return Rule(notation, (), _masked_by_position(call, 0), _sizes(call, 0), decompose=False)
+    # Of one query, a token beside a cache, the scores are small and the keys may be cut.
+    return Rule(notation, (), _masked_by_position(call, 0), _sizes(call, 0), decompose=q.shape[2] == 1)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)

@@ -208,13 +208,27 @@ def index_add(call: Call) -> Rule:
 
 @rule(aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_reduce.default)
 def index_copy(call: Call) -> Rule:
+    """Rows that others hold are written beyond the last, then cut off."""
     x, index, *source = call.operands
     if x.ndim == 0 or index.ndim == 0 or any(s.ndim != x.ndim for s in source):
         return _all_whole(call)
     dim = call.arg("dim") % x.ndim
     dims = _dims(x.ndim)
+    (at_dim,) = dims[dim]
     rows = (*dims[:dim], ("k",), *dims[dim + 1 :])
-    return Rule(Notation((dims, (("k",),), *(rows,) * len(source)), (dims,), frozenset({"k", *dims[dim]}), ((),)))
+    reduces = call.target is aten.index_reduce.default
+
+    def local(op: LocalOp) -> fx.Node:
+        if not op.is_cut(at_dim):
+            return op.default()
+        x_, _, index, *rest = op.args
+        index = op.emit(aten.where.self, op.emit(aten.lt.Scalar, index, 0), op.emit(aten.add.Scalar, index, x.shape[dim]), index)
+        at, held = op.to_local(at_dim, index)
+        at = op.emit(aten.where.ScalarOther, held, at, op.sizes[at_dim])
+        return _without_last(op, op.emit(op.target, _with_extra(op, x_, dims, dim), dim, at, *rest), dim, op.sizes[at_dim])
+
+    whole = frozenset({"k", at_dim} if reduces else {"k"})
+    return Rule(Notation((dims, (("k",),), *(rows,) * len(source)), (dims,), whole, ((),)), (), local)
 
 
 # Indices that broadcast together.
