@@ -8,7 +8,7 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from ftp.passes import drop_copies, reuse_memory, schedule, with_values
+from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
 from ftp.passes.memory import in_place
 
 aten = torch.ops.aten
@@ -19,7 +19,7 @@ def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run
     """Runs the nodes one after another, donated weights written in place; ``inputs`` are such as it will be given."""
     inputs = _dense(inputs, donated)
     gm = with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs)
-    forward = fx.GraphModule({}, reuse_memory(gm.graph, donated)).forward
+    forward = fx.GraphModule({}, merge_updates(reuse_memory(gm.graph, donated), donated)).forward
     return lambda given: forward(*_dense(given, donated))
 
 

@@ -16,7 +16,7 @@ from ftp.graph import Node, Value
 from ftp.mesh import require_coordinate
 from ftp.network import Problem, layout_costs
 from ftp.partition import LocalProgram
-from ftp.passes import drop_copies, reuse_memory, schedule
+from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule
 from ftp.placement import mesh_device
 from ftp.program import Program
 from ftp.report.disagreement import disagreements
@@ -252,7 +252,7 @@ class Lowered:
         gm = fx.GraphModule({}, schedule(drop_copies(self.graph.graph)))
         shapes = local_shapes(gm, self._local_inputs, self._local_offsets, device)
         annotate(shapes, device)
-        graph = reuse_memory(gm.graph, program.donated)
+        graph = merge_updates(reuse_memory(gm.graph, program.donated), program.donated)
         donated = {held.storage for at in program.donated for held in shapes.values[shapes.inputs[at]]}
         copies = copied_bytes(gm.graph.output_node(), shapes, donated)
         return graph, local_shapes(fx.GraphModule({}, graph), self._local_inputs, self._local_offsets, device), copies

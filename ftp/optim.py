@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftp import schedules as schedules
 from ftp.errors import InputError, SpecError, join_failures
+from ftp.fused import fused_kernels, update_of, written
 from ftp.placement import placement_of
 from ftp.slots import Slots
 from ftp.spec import P
@@ -75,7 +76,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, groups: Mapping[str, Mapping
             whose ``step`` is tensor code.
         groups: ``{path pattern: options}`` for the parameters that a pattern names, as in ``ftp.plan``: other rates, no weight decay.
         options: as ``cls`` takes them. ``lr`` may be a schedule, a function of the number of updates done so far in tensor code
-            (see ``ftp.optim.schedules``).
+            (see ``ftp.optim.schedules``). ``fused=True`` takes torch's fused kernels, where ``cls`` has them (AdamW, Adam, SGD and
+            Adagrad): the fastest without compilation; parameters that are ready together are updated in one call.
 
     Raises:
         InputError: a class that cannot be pure, options that it refuses, a pattern that matches no parameter.
@@ -301,7 +303,7 @@ class _Torch:
         self.forced = {k: v for k, v in {"differentiable": True, "foreach": False}.items() if k in taken}
         if issubclass(cls, torch.optim.RAdam | torch.optim.ASGD):
             self.forced["capturable"] = True  # their other formulas branch on values
-        for key in {"fused": 0, "capturable": 0, **self.forced}:
+        for key in {"capturable": 0, **self.forced}:
             if any(options.get(key) for options in self.options):
                 raise InputError(f"{cls.__name__}({key}=True) has no meaning in a program; leave it out.")
         self.prototypes = [self._make(options, torch.zeros(1, 1)) for options in self.options]
@@ -311,7 +313,7 @@ class _Torch:
         plain = {**options, "lr": torch.as_tensor(rate(torch.zeros(()))).item()} if callable(rate) else options
         make: Any = self.cls
         try:
-            return make([param], **{**plain, **self.forced})
+            return make([param], **(plain if plain.get("fused") else {**plain, **self.forced}))
         except (TypeError, ValueError) as error:
             raise InputError(f"torch.optim.{self.cls.__name__} refuses its options: {error}") from None
 
@@ -330,7 +332,7 @@ class _Torch:
         # SGD takes its first gradient for the momentum; a zero one is as good, but for dampening (see ``update``).
         mine = torch.zeros_like(param) if issubclass(self.cls, torch.optim.SGD) else param.clone()
         first: dict[str, Any] = {}
-        opt = self._make(self.options[group], mine)
+        opt = self._make({k: v for k, v in self.options[group].items() if k != "fused"}, mine)
         for values in opt.state.values():
             first.update({name: value.clone() if isinstance(value, Tensor) else value for name, value in values.items()})
         opt.state = defaultdict(lambda: _Recording(first))  # pyright: ignore[reportAttributeAccessIssue]
@@ -346,7 +348,8 @@ class _Torch:
                 value = torch.tensor(float(value))
             if isinstance(value, Tensor):
                 counter = value.ndim == 0 and value.dtype.is_floating_point and param.device.type != "mps"
-                found[name] = value.to(device=param.device, dtype=torch.float64 if counter else value.dtype)
+                wide = torch.float32 if self.options[group].get("fused") else torch.float64  # torch's kernels read float32
+                found[name] = value.to(device=param.device, dtype=wide if counter else value.dtype)
         return Slots(found, [name for name, value in found.items() if value.shape == param.shape and param.ndim])
 
     def update(self, grads: Any, state: Any, params: Any) -> tuple[Any, Any]:
@@ -378,7 +381,7 @@ class _Torch:
             clone.grad = grad.to(clone.dtype)
         steps = [s.get("step") for s in slots]
         rate = self.options[group].get("lr")
-        options = {"lr": rate(steps[0])} if callable(rate) else {}
+        options = {"lr": rate(_widened(steps[0]))} if callable(rate) else {}
         opt.param_groups = [{**prototype.param_groups[0], **options, "params": clones}]
         opt.state = defaultdict(dict)
         for clone, mine in zip(clones, slots, strict=True):
@@ -399,7 +402,8 @@ class _Torch:
         if self.cls is torch.optim.Adafactor:
             _adafactor(opt)
             return
-        with _TensorScalars(), _captured_anywhere(self.cls):
+        fused = opt.param_groups[0].get("fused")
+        with _OneByOne() if fused else _TensorScalars(), _captured_anywhere(self.cls):
             opt.step()
 
     def _groups(self, params: Any) -> list[int]:
@@ -442,6 +446,30 @@ class _TensorScalars(TorchFunctionMode):
             if isinstance(kwargs.get(name), Tensor):
                 args = (args[0], args[1].to(args[0].dtype) * kwargs.pop(name), *args[2:])
         return func(*args, **kwargs)
+
+
+def _widened(step: Tensor) -> Tensor:
+    """A counter in float64, so that a schedule computes its rate in it; where there is none, as it is."""
+    return step if step.device.type == "mps" else step.double()
+
+
+class _OneByOne(TorchFunctionMode):
+    """Calls of torch's fused kernels, on lists, as an op a parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "_foreach_add_":
+            return None  # steps are counted up by the op
+        if name not in fused_kernels():
+            return func(*args, **kwargs)
+        options = {k: v for k, v in kwargs.items() if k not in ("grad_scale", "found_inf")}
+        if isinstance(rate := options["lr"], Tensor) and rate.device.type != "cpu":
+            options["lr"] = rate.float()  # as those kernels read it
+        for row in zip(*filter(None, args), strict=True):
+            for old, new in zip(written(row), update_of(name, options["lr"])(list(row), **options), strict=True):
+                old.copy_(new)
+        return None
 
 
 @contextmanager

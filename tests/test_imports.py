@@ -23,6 +23,7 @@ ORDER = [
     "recall",
     "axis",
     "functional",
+    "fused",
     "notation",
     "layout",
     "registry",
@@ -98,7 +99,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-FOR_RULES = {"errors", "philox", "notation", "registry", "localize", "rules"}
+FOR_RULES = {"errors", "fused", "philox", "notation", "registry", "localize", "rules"}
 
 
 def imported(path: Path) -> set[str]:

@@ -31,6 +31,11 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "ASGD": (torch.optim.ASGD, {"lr": 1e-2, "t0": 5}),
     "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
     "Muon": (torch.optim.Muon, {"lr": 1e-2}),
+    "AdamW, fused": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
+    "Adam, fused, amsgrad": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True, "fused": True}),
+    "SGD, fused": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "fused": True}),
+    "SGD, fused, dampened": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "fused": True}),
+    "Adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2, "fused": True}),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 SPECS = {"up": P("tp"), "down": P(None, "tp"), "scale": P("tp")}
@@ -175,8 +180,8 @@ def test_errors_name_the_leaf():
         ftp.optim.by_path({"up": opt, "down": None}).init(params)
     with pytest.raises(ftp.FtpError, match=r"torch.optim.SGD refuses its options: .*unexpected keyword argument 'betas'"):
         ftp.optim.from_torch(torch.optim.SGD, lr=0.1, betas=(0.9, 0.9))
-    with pytest.raises(ftp.FtpError, match=r"AdamW\(fused=True\) has no meaning in a program"):
-        ftp.optim.from_torch(torch.optim.AdamW, fused=True)
+    with pytest.raises(ftp.FtpError, match=r"AdamW\(capturable=True\) has no meaning in a program"):
+        ftp.optim.from_torch(torch.optim.AdamW, capturable=True)
 
 
 def test_specs_of_the_state():

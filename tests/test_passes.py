@@ -20,13 +20,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp import P
-from ftp.passes import drop_copies, pack, packs, reuse_memory, schedule, with_values
+from ftp.fused import UPDATES
+from ftp.passes import drop_copies, merge_updates, pack, packs, reuse_memory, schedule, with_values
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import simulate
 from ftp.tree import flatten
 
 C10D = torch.ops._c10d_functional
 ADAMW = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+FUSED = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2, fused=True)
 Pass = Callable[[fx.Graph], fx.Graph]
 
 
@@ -43,6 +45,7 @@ def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass]
             graph = change(graph)
         if donated is not None:
             graph = reuse_memory(with_values(fx.GraphModule({}, graph), inputs[-1]).graph, donated)
+            graph = merge_updates(graph, donated)
         locals_.append(replace(local, gm=fx.GraphModule({}, graph)))
     outputs = simulate(locals_, inputs, groups_of(program.mesh))
     whole = [
@@ -91,20 +94,20 @@ PLANS: dict[str, tuple[tuple[int, ...], tuple[str, ...], dict[str, str], P]] = {
 }
 
 
-def train_step(loss_fn: Any, params: Any, state: Any, batch: Any) -> Any:
+def train_step(loss_fn: Any, params: Any, state: Any, batch: Any, opt: Any = ADAMW) -> Any:
     grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
-    params, state = ADAMW.update(grads, state, params)
+    params, state = opt.update(grads, state, params)
     return params, state, loss
 
 
-def lowered(plan: str, layers: int = 1, **options: Any) -> tuple[ftp.Lowered, list[torch.Tensor], list[torch.Tensor]]:
+def lowered(plan: str, layers: int = 1, opt: Any = ADAMW, **options: Any) -> tuple[ftp.Lowered, list[torch.Tensor], list[torch.Tensor]]:
     """A train step's program, its inputs, and the outputs on one device."""
     shape, axes, weights, batch_specs = PLANS[plan]
     cfg = LlamaConfig(vocab=67, layers=layers)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
-    step, args = partial(train_step, lm_loss(fn)), (params, ADAMW.init(params), lm_batch(cfg, 4, 6))
+    step, args = partial(train_step, lm_loss(fn), opt=opt), (params, opt.init(params), lm_batch(cfg, 4, 6))
     of_params = ftp.plan(params, specs(cuts(cfg), **weights))  # type: ignore[arg-type]
-    of_state = ADAMW.specs(params, of_params)
+    of_state = opt.specs(params, of_params)
     mesh = ftp.simulated_mesh(shape, axes)
     out_specs = (of_params, of_state, P())
     made = ftp.spmd(step, mesh, (of_params, of_state, batch_specs), out_specs, donate=(0, 1), **options).lower(*args)
@@ -113,8 +116,9 @@ def lowered(plan: str, layers: int = 1, **options: Any) -> tuple[ftp.Lowered, li
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_train_steps_keep_their_values_and_write_in_place(plan: str):
-    made, leaves, expected = lowered(plan)
+@pytest.mark.parametrize("opt", [ADAMW, FUSED], ids=["formulas", "fused"])
+def test_train_steps_keep_their_values_and_write_in_place(plan: str, opt: Any):
+    made, leaves, expected = lowered(plan, opt=opt)
     program = made._program
     found, inputs = run(program, leaves, all_passes(program), program.donated)
     compare([found[leaf] for leaf in program.out_leaves], expected)
@@ -194,6 +198,38 @@ def test_what_is_read_later_is_not_written():
         assert any(str(node.target).endswith("exp_.default") for node in changed.nodes)
 
 
+def test_updates_that_are_ready_together_are_one_call():
+    made, leaves, _ = lowered("tp", 2, FUSED)
+    graph = schedule(drop_copies(made.graph.graph))
+    inputs = [*leaves, *made._program.constants, *made._program.local().offsets_at({"tp": 0})]
+    shards = [shard_of(x, s, {"tp": 2}, {"tp": 0}) for x, s in zip(leaves, made._program.in_specs, strict=True)]
+    graph = with_values(fx.GraphModule({}, graph), [*shards, *inputs[len(shards) :]]).graph
+    merged = list(merge_updates(graph, made._program.donated).nodes)
+    updates = [node for node in merged if node.target is torch.ops.aten._fused_adamw_.default]
+    parameters = sum(node.target in UPDATES for node in graph.nodes)
+    assert sum(len(node.args[0]) for node in updates) == parameters  # type: ignore[arg-type]
+    assert len(updates) < parameters / 2
+    assert not any(node.target is torch.ops.aten.clone.default and node.args[0].op == "placeholder" for node in merged)  # type: ignore[union-attr]
+    last = [at for at, node in enumerate(merged) if "collective" in node.meta][-1]
+    assert merged.index(updates[0]) < last, "weights are updated before the last collective"
+
+
+def test_an_update_of_what_is_kept_writes_to_a_copy():
+    def f(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        options = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+        sgd = partial(torch.ops.ftp.fused_sgd.default, **options, is_first_step=False)
+        new, moment = sgd([w, g.t(), m])
+        flipped, _ = sgd([w.t(), g, m])  # no longer in the order of its memory
+        return new, moment, flipped, w * 2, m * 2
+
+    given = [torch.randn(2, 2) for _ in range(3)]
+    graph = with_values(fx.GraphModule({}, make_fx(f)(*given).graph), given).graph
+    for donated in ((), (0,), (0, 1)):
+        mine = [x.clone() for x in given]
+        torch.testing.assert_close(fx.GraphModule({}, merge_updates(graph, donated))(*mine), f(*given))
+        assert all(map(torch.equal, mine, given)), "both are read afterwards"
+
+
 # On processes.
 
 
@@ -201,12 +237,13 @@ def _trained(options: dict[str, Any], n: int) -> tuple[float, bool]:
     mesh = ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
     cfg = LlamaConfig(vocab=67, heads=3, dim=12, hidden=10, layers=1)
     fn, full = ftp.functionalize(build(cfg, dtype=torch.float64))
-    step = partial(train_step, lm_loss(fn))
+    opt = FUSED if options.pop("fused", False) else ADAMW
+    step = partial(train_step, lm_loss(fn), opt=opt)
     of_params = ftp.plan(full, specs(cuts(cfg), tp="tp"))
-    of_state = ADAMW.specs(full, of_params)
+    of_state = opt.specs(full, of_params)
     run = ftp.spmd(step, mesh, (of_params, of_state, P()), (of_params, of_state, P()), donate=(0, 1), pack=True, **options)
-    alone: Any = full, ADAMW.init(full)
-    cut: Any = ftp.device_put(full, mesh, of_params), ftp.device_put(ADAMW.init(full), mesh, of_state)
+    alone: Any = full, opt.init(full)
+    cut: Any = ftp.device_put(full, mesh, of_params), ftp.device_put(opt.init(full), mesh, of_state)
     error, in_place = 0.0, True
     for i in range(n):
         batch = lm_batch(cfg, 4, 6, seed=i)
@@ -232,10 +269,11 @@ def _check_trained(options: dict[str, Any], timeout: float) -> None:
 
 @pytest.mark.dist
 def test_steps_in_place_equal_one_device():
-    _check_trained({}, 90)
+    _check_trained({"fused": True}, 90)
 
 
 @pytest.mark.dist
 @pytest.mark.slow
-def test_compiled_steps_equal_one_device():
-    _check_trained({"compile": True}, 300)
+@pytest.mark.parametrize("fused", [False, True])
+def test_compiled_steps_equal_one_device(fused: bool):
+    _check_trained({"compile": True, "fused": fused}, 300)

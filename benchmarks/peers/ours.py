@@ -18,7 +18,7 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
     fn, params = ftp.functionalize(module(work))
     loss_fn = loss_of(work)
     specs = ftp.plan(params, TOY if work.cfg is None else models.specs(models.cuts(work.cfg), tp="tp"))
-    optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE)
+    optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
 
     def train_step(params, state, batch):
         x, y = batch

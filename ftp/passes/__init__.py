@@ -10,3 +10,4 @@ from ftp.passes.pack import Packs as Packs
 from ftp.passes.pack import pack as pack
 from ftp.passes.pack import packs as packs
 from ftp.passes.schedule import schedule as schedule
+from ftp.passes.updates import merge_updates as merge_updates

@@ -1,0 +1,100 @@
+"""torch's fused updates of optimizers as ops of a program: one parameter each, and pure.
+
+``ftp.fused_adamw([param, grad, exp_avg, exp_avg_sq, step], lr=...)`` gives the new ``[param, exp_avg, exp_avg_sq, step]``, by torch's own
+kernel for lists of tensors. As a program runs, updates that stand together are one call of that kernel, in place (`passes.updates`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Update:
+    """An optimizer's fused kernel.
+
+    Attributes:
+        kernel: aten's op, in place on lists: parameters, gradients, moments, steps.
+        columns: how many lists it takes.
+        optional: position of the list that may be empty, if any.
+        counts: whether the last list holds steps, to be counted up before.
+    """
+
+    kernel: Any
+    columns: int
+    optional: int | None
+    counts: bool
+
+    def run(self, rows: Sequence[Sequence[Tensor]], options: dict[str, Any]) -> None:
+        """Updates parameters in place, a row ``[param, grad, ...]`` each."""
+        lists = self.lists(rows)
+        if self.counts:
+            aten._foreach_add_.Scalar(lists[-1], 1)
+        self.kernel(*lists, **options)
+
+    def lists(self, rows: Sequence[Sequence[Any]]) -> list[list[Any]]:
+        """The kernel's lists."""
+        found = [list(column) for column in zip(*rows, strict=True)]
+        if len(found) < self.columns:
+            assert self.optional is not None
+            found.insert(self.optional, [])
+        return found
+
+
+UPDATES: dict[Any, Update] = {}
+_BY_KERNEL: dict[str, dict[str, Any]] = {}
+
+
+def update_of(kernel: str, rate: Any) -> Any:
+    """The op for a kernel of torch, by name, and a learning rate that is a number or a tensor."""
+    return _BY_KERNEL[kernel]["tensor_lr" if isinstance(rate, Tensor) else "default"]
+
+
+def fused_kernels() -> frozenset[str]:
+    """The names of torch's kernels for which there is an op.
+
+    >>> sorted(fused_kernels())
+    ['_fused_adagrad_', '_fused_adam_', '_fused_adamw_', '_fused_sgd_']
+    """
+    return frozenset(_BY_KERNEL)
+
+
+def _define(name: str, columns: int, optional: int | None, counts: bool) -> None:
+    kernels = getattr(aten, f"_fused_{name}_")
+    for overload in ("default", "tensor_lr"):
+        kernel = getattr(kernels, overload)
+        options = [a for a in kernel._schema.arguments if a.kwarg_only and a.name not in ("grad_scale", "found_inf")]
+        taken = ", ".join(f"{a.type} {a.name}" for a in options)
+        op = f"ftp::fused_{name}" + ("" if overload == "default" else f".{overload}")
+        torch.library.define(op, f"(Tensor[] tensors, *, {taken}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+        update = Update(kernel, columns, optional, counts)
+        torch.library.impl(op, "CompositeExplicitAutograd", _pure(update))
+        torch.library.register_fake(op, lambda tensors, **options: [torch.empty_like(t) for t in written(tensors)])
+        made = getattr(getattr(torch.ops.ftp, f"fused_{name}"), overload)
+        UPDATES[made] = update
+        _BY_KERNEL.setdefault(f"_fused_{name}_", {})[overload] = made
+
+
+def _pure(update: Update) -> Callable[..., list[Tensor]]:
+    def run(tensors: list[Tensor], **options: Any) -> list[Tensor]:
+        param, grad, *moments = (t if i == 1 else t.clone(memory_format=torch.contiguous_format) for i, t in enumerate(tensors))
+        update.run([[param, grad.contiguous(), *moments]], options)
+        return [param, *moments]
+
+    return run
+
+
+def written(tensors: Sequence[Any]) -> list[Any]:
+    """Of an update's operands those that it gives anew: all but the gradient."""
+    return [tensors[0], *tensors[2:]]
+
+
+_define("adam", 6, 4, True)
+_define("adamw", 6, 4, True)
+_define("sgd", 3, 2, False)
+_define("adagrad", 4, None, True)
