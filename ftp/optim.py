@@ -448,7 +448,7 @@ class _TensorScalars(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _widened(step: Tensor) -> Tensor:
+def _widened(step: Any) -> Any:
     """A counter in float64, so that a schedule computes its rate in it; where there is none, as it is."""
     return step if step.device.type == "mps" else step.double()
 

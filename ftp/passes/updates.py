@@ -24,7 +24,7 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     merge = _Merge(copied(graph)[0], donated)
     for node in list(merge.graph.nodes):
         if node.target in UPDATES:
-            kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in node.args[0])
+            kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in _tensors(node))
             merge.waiting.setdefault((node.target, kinds, *node.kwargs.items()), []).append(node)
         elif merge.waiting and (node.op == "output" or "collective" in node.meta or node.target is WAIT or merge.concerns(node)):
             merge.call_before(node)
@@ -62,7 +62,7 @@ class _Merge:
         kind = UPDATES[updates[0].target]
         rows = []
         for update in updates:
-            param, grad, *moments = update.args[0]  # type: ignore[misc]
+            param, grad, *moments = _tensors(update)
             grad = grad if _is_dense(grad) else self._emit(update, aten.contiguous.default, grad)
             rows.append([self._own(update, param), grad, *(self._own(update, moment) for moment in moments)])
         lists = kind.lists(rows)
@@ -71,7 +71,8 @@ class _Merge:
         self._emit(updates[0], kind.kernel, *lists, **updates[0].kwargs)
         for update, row in zip(updates, rows, strict=True):
             for item in list(update.users):
-                item.replace_all_uses_with(self._emit(update, aten.detach.default, written(row)[item.args[1]]))
+                index: Any = item.args[1]
+                item.replace_all_uses_with(self._emit(update, aten.detach.default, written(row)[index]))
                 self.graph.erase_node(item)
             self.graph.erase_node(update)
 
@@ -79,7 +80,7 @@ class _Merge:
         """What is written in place of ``operand``: itself, if nobody needs it afterwards."""
         root = self.family[operand]
         is_free = operand in self.free or (_is_dense(operand) and root.op == "call_function")
-        is_used_once = sum(self.family[x] is root for x in update.args[0]) == 1  # type: ignore[union-attr]
+        is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1
         if is_free and is_used_once and self.last[root] == self.position[update]:
             return operand
         return self._emit(update, aten.clone.default, operand, memory_format=torch.contiguous_format)
@@ -88,6 +89,10 @@ class _Merge:
         made = self.graph.call_function(target, args, kwargs)
         made.meta.update({key: update.meta[key] for key in ("source", "origin") if key in update.meta})
         return made
+
+
+def _tensors(update: fx.Node) -> list[fx.Node]:
+    return list(update.args[0])  # type: ignore[arg-type]
 
 
 def _changed(node: fx.Node) -> list[fx.Node]:
