@@ -1,4 +1,4 @@
-"""All-reduces of ranks on one machine through memory that they share, in place of gloo's sockets; with ``FTP_SHM=1``.
+"""Collectives of ranks on one machine through memory that they share, in place of gloo's sockets; with ``FTP_SHM=1``.
 
 The ranks of a mesh agree once, through the store, whether all of them can: on one host, with a C compiler, and all asked to. The memory has
 no name any more by then, so that nothing is left of it, however the ranks end. A rank that dies, is late, or is told to stop makes the
@@ -14,6 +14,7 @@ import shutil
 import socket
 import subprocess
 import tempfile
+from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
@@ -27,12 +28,13 @@ from ftp.discovery import cache_folder
 from ftp.mesh import START_TIMEOUT, Mesh
 from ftp.passes.alias import WAIT
 from ftp.passes.copies import copied
-from ftp.passes.pack import ALL_REDUCE
 
+c10d = torch.ops._c10d_functional
 SLOT_BYTES = 4 << 20  # of a part of a tensor; two slots a rank
 _HEADER_BYTES = 128
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 _OPS = {"sum": 0, "max": 1, "min": 2}
+_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
 _SOURCE = Path(__file__).with_suffix(".c")
 
 
@@ -41,28 +43,43 @@ class SharedGroup:
 
     def __init__(self, group: dist.ProcessGroup, path: str, library: ctypes.CDLL):
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        self._run = library.ftp_all_reduce
+        self._options = group._get_backend(torch.device("cpu")).options
+        self._run = library.ftp_collective
         with open(path, "r+b") as file:
             self._memory = mmap.mmap(file.fileno(), 0)
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         ctypes.c_int64.from_address(self._base + _HEADER_BYTES * (1 + self.rank) + 8).value = os.getpid()
 
     def stop(self) -> None:
-        """Makes every rank's all-reduces fail, one that is under way included."""
+        """Makes every rank's collectives fail, one that is under way included."""
         ctypes.c_int64.from_address(self._base).value = 1
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        return self._issue(_ALL_REDUCE, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel(), op)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._issue(_ALL_GATHER, x, x.new_empty([self.ranks * x.shape[0], *x.shape[1:]]), x.numel())
+
+    def reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        return self._issue(_REDUCE_SCATTER, x, x.new_empty([x.shape[0] // self.ranks, *x.shape[1:]]), x.numel() // self.ranks, op)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """With equal parts."""
+        return self._issue(_ALL_TO_ALL, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel() // self.ranks)
+
+    def _issue(self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum") -> torch.Tensor:
         x = x.contiguous()
-        out = torch.empty_like(x)
-        nbytes = x.numel() * x.element_size()
-        if not nbytes:
+        if not each:
             return out
-        timeout = self.group._get_backend(torch.device("cpu")).options._timeout.total_seconds()
-        kind = _KINDS[x.dtype]
-        found = self._run(self._base, self.ranks, self.rank, SLOT_BYTES, x.data_ptr(), out.data_ptr(), nbytes, kind, _OPS[op], timeout)
+        timeout = self._options._timeout.total_seconds()
+        nbytes, kind = each * x.element_size(), _KINDS.get(x.dtype, 0)
+        found = self._run(
+            self._base, self.ranks, self.rank, SLOT_BYTES, x.data_ptr(), out.data_ptr(), nbytes, what, kind, _OPS[op], timeout
+        )
         if found:
             self.stop()
-            raise RuntimeError(f"An all-reduce through shared memory failed: {self._why(found, timeout)}.")
+            name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")[what]
+            raise RuntimeError(f"An {name} through shared memory failed: {self._why(found, timeout)}.".replace("An r", "A r"))
         return out
 
     def _why(self, found: int, timeout: float) -> str:
@@ -110,7 +127,7 @@ def is_asked_for() -> bool:
 
 
 def stop() -> None:
-    """Makes this process' all-reduces through shared memory raise, and those of its peers."""
+    """Makes this process' collectives through shared memory raise, and those of its peers."""
     for group in _groups.values():
         group.stop()
 
@@ -119,11 +136,11 @@ interrupts.append(stop)
 
 
 def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
-    """The graph with all-reduces over these groups done in shared memory, of the dtypes that it knows."""
+    """The graph with its collectives over these groups done in shared memory; unequal all-to-alls and sums of other dtypes are left."""
     new, _ = copied(graph)
     for node in list(new.nodes):
-        if node.target is ALL_REDUCE and node.args[2] in groups and node.args[1] in _OPS and node.meta["collective"].dtype in _KINDS:
-            node.target = torch.ops.ftp.all_reduce_in_memory.default
+        if (other := _IN_MEMORY.get(node.target)) and node.args[-1] in groups and _is_known(node):
+            node.target = other
             for user in list(node.users):
                 if user.target is WAIT:
                     user.replace_all_uses_with(node)
@@ -131,14 +148,32 @@ def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
     return new
 
 
-@torch.library.custom_op("ftp::all_reduce_in_memory", mutates_args=())
-def _all_reduce(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return _groups[group].all_reduce(x, op)
+def _is_known(node: fx.Node) -> bool:
+    if node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+        return node.args[1] in _OPS and node.meta["collective"].dtype in _KINDS
+    if node.target is c10d.all_to_all_single.default:
+        return len({*node.args[1], *node.args[2]}) == 1  # type: ignore[misc]
+    return True
 
 
-@_all_reduce.register_fake
-def _(x: torch.Tensor, op: str, group: str) -> torch.Tensor:
-    return torch.empty_like(x, memory_format=torch.contiguous_format)
+def _define(collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+    """An op with the arguments of a collective of torch's, done at once in shared memory."""
+    name = f"ftp::{collective._schema.name.partition('::')[2].removesuffix('_tensor').removesuffix('_into')}_in_memory"
+    schema = str(collective._schema)
+    torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "CPU", run)
+    torch.library.register_fake(name, collective)
+    return getattr(torch.ops.ftp, name.removeprefix("ftp::")).default
+
+
+_IN_MEMORY = {
+    c10d.all_reduce.default: _define(c10d.all_reduce.default, lambda x, op, group: _groups[group].all_reduce(x, op)),
+    c10d.all_gather_into_tensor.default: _define(c10d.all_gather_into_tensor.default, lambda x, n, group: _groups[group].all_gather(x)),
+    c10d.reduce_scatter_tensor.default: _define(
+        c10d.reduce_scatter_tensor.default, lambda x, op, n, group: _groups[group].reduce_scatter(x, op)
+    ),
+    c10d.all_to_all_single.default: _define(c10d.all_to_all_single.default, lambda x, got, sent, group: _groups[group].all_to_all(x)),
+}
 
 
 @cache
@@ -158,17 +193,7 @@ def _library() -> ctypes.CDLL | None:
             return None
         os.replace(name, built)
     library = ctypes.CDLL(str(built))
-    pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    library.ftp_all_reduce.argtypes = [
-        pointer,
-        ctypes.c_int,
-        ctypes.c_int,
-        size,
-        pointer,
-        pointer,
-        size,
-        *[ctypes.c_int] * 2,
-        ctypes.c_double,
-    ]
-    library.ftp_all_reduce.restype = ctypes.c_int
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.ftp_collective.argtypes = [pointer, number, number, size, pointer, pointer, size, number, number, number, ctypes.c_double]
+    library.ftp_collective.restype = number
     return library

@@ -1,4 +1,4 @@
-"""All-reduces through shared memory equal gloo's; a rank that ends makes the others raise."""
+"""Collectives through shared memory equal gloo's; a rank that ends makes the others raise."""
 
 import os
 import time
@@ -21,7 +21,7 @@ def _mesh():
     return ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
 
 
-def _sums() -> list[str]:
+def _collectives() -> list[str]:
     (group,) = shared_groups(resolve(_mesh())).values()
     bad = []
     for dtype in (torch.float32, torch.float64, torch.int64):
@@ -32,19 +32,40 @@ def _sums() -> list[str]:
                 dist.all_reduce(expected, of_torch)
                 if not torch.equal(group.all_reduce(x, op), expected) or not torch.equal(x, kept):
                     bad.append(f"{op} of {n} {dtype}")
+    n_ranks = dist.get_world_size()
+    for dtype in (torch.float32, torch.float64, torch.int64, torch.bfloat16, torch.bool):
+        for rows in (1, 5, SLOT_BYTES // 8 + 3, 0):
+            part = ((torch.arange(rows * 3).reshape(rows, 3) * (dist.get_rank() + 3)) % 17 - 8).to(dtype)
+            expected = part.new_empty(n_ranks * rows, 3)
+            dist.all_gather_into_tensor(expected, part)
+            if not torch.equal(group.all_gather(part), expected):
+                bad.append(f"all_gather of {rows} rows of {dtype}")
+            whole = torch.cat([part + r if dtype is not torch.bool else part for r in range(n_ranks)])
+            expected = torch.empty_like(whole)
+            dist.all_to_all_single(expected, whole)
+            if not torch.equal(group.all_to_all(whole), expected):
+                bad.append(f"all_to_all of {rows} rows of {dtype}")
+            if dtype in (torch.float32, torch.float64, torch.int64):
+                total = whole.clone()
+                dist.all_reduce(total)
+                if not torch.equal(group.reduce_scatter(whole, "sum"), total.chunk(n_ranks)[dist.get_rank()] if rows else part):
+                    bad.append(f"reduce_scatter to {rows} rows of {dtype}")
     strided = torch.arange(6.0).reshape(2, 3).t() + dist.get_rank()
     expected = strided.contiguous()
     dist.all_reduce(expected)
     if not torch.equal(group.all_reduce(strided, "sum"), expected):
         bad.append("strided")
+    time.sleep(0.3 * dist.get_rank())  # the others sleep by the time that this rank comes
+    if not torch.equal(group.all_reduce(torch.ones(2), "sum"), torch.full((2,), float(n_ranks))):
+        bad.append("late")
     dist.barrier()
     dist.destroy_process_group()
     return bad
 
 
 @pytest.mark.parametrize("n", [2, 3])
-def test_sums_equal_gloos(n: int):
-    ranks = launch(_sums, n, env=ASKED)
+def test_collectives_equal_gloos(n: int):
+    ranks = launch(_collectives, n, env=ASKED)
     assert [r.value for r in ranks] == [[]] * n, [r.error or r.stderr[-2000:] for r in ranks]
 
 
@@ -62,6 +83,15 @@ def _step(dies: bool):
     loss, _ = step(params, x)
     assert torch.allclose(loss, _loss(full, x), rtol=1e-12)
     assert "all_reduce_in_memory" in _kinds(lambda: step(params, x))
+    zero = ftp.shard(_loss, mesh, {"a": P("tp"), "b": P("tp")}, batch_specs=P("tp"))
+    cut = ftp.device_put(full, mesh, P("tp"))
+    rows = ftp.device_put(x, mesh, P("tp"))
+    loss, grads = zero(cut, rows)
+    expected = torch.func.grad(_loss)(full, x)
+    assert torch.allclose(loss, _loss(full, x), rtol=1e-12)
+    grads = ftp.device_get(grads, mesh, P("tp"))
+    assert all(torch.allclose(grads[k], expected[k], rtol=1e-12) for k in full)
+    assert {"all_gather_in_memory", "reduce_scatter_in_memory"} <= set(_kinds(lambda: zero(cut, rows)).replace("ftp::", "").split())
     if dies and dist.get_rank() == 1:
         os._exit(9)
     start = time.monotonic()
