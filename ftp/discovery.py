@@ -23,6 +23,7 @@ from torch._ops import OpOverload
 
 from ftp.child import Ended, apart
 from ftp.errors import RuleError
+from ftp.native import cache_folder
 from ftp.notation import Notation, parse
 from ftp.prover import Case, prove, results_of
 from ftp.registry import Call, Meta, Rule, bind, tensors
@@ -148,12 +149,6 @@ def signature(call: Call) -> str:
 
 
 # On disk.
-
-
-def cache_folder() -> Path:
-    """``$FTP_CACHE``, else ``ftp`` in the user's cache folder."""
-    given = os.environ.get("FTP_CACHE")
-    return Path(given) if given else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "ftp"
 
 
 def cache_file(key: str) -> Path:

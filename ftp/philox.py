@@ -1,17 +1,22 @@
 """Philox4x32-10: 32-bit words as a function of a key and a position, and the two ops that the rest of ``ftp.random`` is made of.
 
 The stream of a key (k, t), two int64, is the words w_0, w_1, ...: w_n is lane n % 4 of Philox4x32-10 with key k and counter (n // 4, t),
-low words first. ``random_bits`` reads any strided part of it, so that a shard of a random tensor costs what the shard's size says.
+low words first. ``random_bits`` reads any strided part of it, so that a shard of a random tensor costs what the shard's size says. On a CPU
+the words come from philox.c where it can be compiled, else, as on other devices, from integer operations on tensors.
 
 Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011), and its library Random123.
 """
 
+import ctypes
 import math
 from collections.abc import Sequence
+from functools import cache
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ftp.native import compiled
 
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
 WEYL = (0x9E3779B9, 0xBB67AE85)
@@ -91,6 +96,8 @@ def _bits(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
     if 0 in shape:
         return key.new_empty(shape, dtype=torch.int32)
     rows, run = _runs(size, stride)
+    if key.device.type == "cpu" and (native := _native()) is not None:
+        return _read_natively(native, keys, shape, rows, run, offset)
     bases = torch.full((1,), offset, dtype=torch.int64, device=key.device)
     for n, step in rows:
         bases = (bases.unsqueeze(1) + torch.arange(n, device=key.device) * step).flatten()
@@ -104,6 +111,28 @@ def _bits(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
         return words[..., first : first + run].reshape(shape).clone(memory_format=torch.contiguous_format)
     at = ((bases & 3).unsqueeze(1) + torch.arange(run, device=key.device)).expand(len(keys), -1, -1)
     return words.gather(2, at).view(shape)
+
+
+@cache
+def _native() -> ctypes.CDLL | None:
+    library = compiled("philox")
+    if library is not None:
+        number, pointer = ctypes.c_int64, ctypes.c_void_p
+        library.ftp_random_bits.argtypes = [*[number] * 3, ctypes.c_int, pointer, pointer, number, pointer]
+        library.ftp_random_block.argtypes = [*[number] * 3, pointer]
+        library.ftp_random_bits.restype = library.ftp_random_block.restype = None
+    return library
+
+
+def _read_natively(native: ctypes.CDLL, keys: Tensor, shape: Sequence[int], rows: list[tuple[int, int]], run: int, offset: int) -> Tensor:
+    out = torch.empty(shape, dtype=torch.int32)
+    numbers = ctypes.c_int64 * len(rows)
+    sizes, strides = numbers(*(n for n, _ in rows)), numbers(*(step for _, step in rows))
+    address, nbytes = out.data_ptr(), 4 * out.numel() // len(keys)
+    for k, t in keys.tolist():
+        native.ftp_random_bits(k, t, offset, len(rows), sizes, strides, run, address)
+        address += nbytes
+    return out
 
 
 def _runs(size: Sequence[int], stride: Sequence[int]) -> tuple[list[tuple[int, int]], int]:
@@ -162,6 +191,10 @@ def _keys(key: Tensor, counter: Tensor) -> Tensor:
     if key.ndim == 1 and counter.ndim == 0 and key.device.type == "cpu" and counter.device.type == "cpu":
         k, t = key.tolist()
         n = int(counter)
+        if (native := _native()) is not None:
+            out = torch.empty(2, dtype=torch.int64)
+            native.ftp_random_block(k, t, n, out.data_ptr())
+            return out
         w = block((n & MASK, n >> 32 & MASK, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK))
         return torch.tensor([_signed(w[0] | w[1] << 32), _signed(w[2] | w[3] << 32)])
     return keys_by_counter(key, counter)

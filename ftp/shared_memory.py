@@ -6,26 +6,22 @@ others raise.
 """
 
 import ctypes
-import hashlib
 import json
 import mmap
 import os
-import shutil
 import socket
-import subprocess
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import fx
 
 from ftp.agreement import exchange, interrupts
-from ftp.discovery import cache_folder
 from ftp.mesh import START_TIMEOUT, Mesh
+from ftp.native import compiled
 from ftp.passes.alias import WAIT
 from ftp.passes.copies import copied
 
@@ -35,7 +31,6 @@ _HEADER_BYTES = 128
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 _OPS = {"sum": 0, "max": 1, "min": 2}
 _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
-_SOURCE = Path(__file__).with_suffix(".c")
 
 
 class SharedGroup:
@@ -178,21 +173,9 @@ _IN_MEMORY = {
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    """The compiled code, kept by the hash of its source; None without a C compiler."""
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    if compiler is None:
+    library = compiled("shared_memory")
+    if library is None:
         return None
-    source = _SOURCE.read_bytes()
-    folder = cache_folder() / "compiled"
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    built = folder / f"shared_memory-{hashlib.sha256(source).hexdigest()[:16]}.so"
-    if not built.exists():
-        handle, name = tempfile.mkstemp(dir=folder)
-        os.close(handle)
-        if subprocess.run([compiler, "-O3", "-shared", "-fPIC", "-o", name, str(_SOURCE)], capture_output=True).returncode:
-            return None
-        os.replace(name, built)
-    library = ctypes.CDLL(str(built))
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
     library.ftp_collective.argtypes = [pointer, number, number, size, pointer, pointer, size, number, number, number, ctypes.c_double]
     library.ftp_collective.restype = number

@@ -10,6 +10,7 @@ ORDER = [
     "errors",
     "version",
     "collection",
+    "native",
     "philox",
     "source",
     "mesh",

@@ -1,6 +1,7 @@
 """Random numbers are what docs/random.md says, whatever the mesh and the spec."""
 
 import math
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
-from ftp import P, philox, random, units
+from ftp import P, native, philox, random, units
 from ftp.errors import InputError, MeshError
 
 KEY = random.key(2024)
@@ -39,8 +40,21 @@ def pair(low, high):
     return signed(low | high << 32, 64)
 
 
+@contextmanager
+def without_compiler():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(philox, "_native", lambda: None)
+        yield
+
+
+@pytest.mark.parametrize("by", [nullcontext, without_compiler])
 @pytest.mark.parametrize(("counter", "key", "expected"), KNOWN)
-def test_the_published_vectors(counter, key, expected):
+def test_the_published_vectors(counter, key, expected, by):
+    with by():
+        check_vectors(counter, key, expected)
+
+
+def check_vectors(counter, key, expected):
     assert philox.block(counter, key) == expected
     at, full = torch.tensor(pair(*counter[:2])), torch.tensor([pair(*key), pair(*counter[2:])])
     made = [pair(*expected[:2]), pair(*expected[2:])]
@@ -77,6 +91,8 @@ def test_any_part_of_a_stream(key, dims, offset, batch):
     made = philox.random_bits(many, size, stride, offset)
     assert made.is_contiguous()
     assert torch.equal(made, philox.bits_by_index(many, size, stride, offset))
+    with without_compiler():
+        assert torch.equal(made, philox.random_bits(many, size, stride, offset))
     assert made.shape == (*many.shape[:-1], *size)
     one = made[0] if batch else made
     at = [int(torch.randint(n, ())) for n in size if n]
@@ -87,8 +103,25 @@ def test_any_part_of_a_stream(key, dims, offset, batch):
 @pytest.mark.parametrize(("keys", "blocks"), [(1, philox.CHUNK + 3), (3, philox.CHUNK // 2 + 1), (70, 5)])
 def test_parts_larger_than_a_chunk(keys, blocks):
     many = random.split(KEY, keys)
-    made = philox.random_bits(many, (4 * blocks,), (1,), 2)
+    with without_compiler():
+        made = philox.random_bits(many, (4 * blocks,), (1,), 2)
+    assert torch.equal(made, philox.random_bits(many, (4 * blocks,), (1,), 2))
     assert torch.equal(made, torch.stack([philox.bits_by_index(k, (4 * blocks,), (1,), 2) for k in many]))
+
+
+def test_what_cannot_be_compiled_is_done_without(tmp_path, monkeypatch):
+    build = native.compiled.__wrapped__
+    monkeypatch.setenv("FTP_CACHE", str(tmp_path))
+    if philox._native() is not None:
+        assert build("philox") is not None and [p.suffix for p in tmp_path.glob("compiled/*")] == [".so"]
+    monkeypatch.setenv("FTP_CACHE", str(tmp_path / "another"))
+    for name in ("CC", "PATH"):
+        monkeypatch.setenv(name, "/nowhere")
+    assert build("philox") is None
+    monkeypatch.undo()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("FTP_CACHE", str(tmp_path / "file"))
+    assert build("philox") is None
 
 
 # The definitions of docs/random.md, an element at a time.
