@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
 from ftp.passes.memory import in_place
+from ftp.passes.products import Choose, by_onednn, products
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -31,11 +32,11 @@ def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
     return found
 
 
-def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
+def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose) -> Run:
     """Inductor's code for the whole graph, called directly: no guards, for a step has checked its arguments, and no wrappers.
 
     An output that an elementwise chain makes of a donated input is written to that input's memory. Integers among the inputs, the
-    offsets of this rank's parts, become constants of the code.
+    offsets of this rank's parts, become constants of the code. ``choose`` says which of the graph's products oneDNN does.
     """
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -64,7 +65,7 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> 
     kept = [i for i in range(len(results)) if i not in pairs]
     output.args = (tuple(results[i] for i in kept),)
     gm.graph.eliminate_dead_code()
-    gm.recompile()
+    gm = fx.GraphModule(gm, by_onednn(gm.graph, choose(products(gm.graph))))
     with torch.no_grad(), tracing(TracingContext(mode)):
         code: Any = compile_fx_inner(gm, fake, is_inference=True)
     count = len(results)

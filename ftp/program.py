@@ -1,8 +1,9 @@
 """A planned program: run it on processes, or simulate it."""
 
 import hashlib
+import json
 import linecache
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any
@@ -11,12 +12,15 @@ import optree
 import torch
 from torch import fx
 
+from ftp.agreement import exchange
 from ftp.compile import Run, compiled, eager
+from ftp.discovery import cache_folder
 from ftp.errors import MeshError
 from ftp.graph import Value
 from ftp.mesh import Mesh, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Packs, pack, packs
+from ftp.passes.products import Product, measured
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
 from ftp.shared_memory import SharedGroup, shared_groups, through_memory
@@ -113,7 +117,10 @@ class Program:
             given = [*inputs, *extra]
             if not prepared:
                 graph = through_memory(program.gm.graph, _memory_of(self.mesh))
-                prepared.append((compiled if self.compile else eager)(graph, given, self.donated))
+                if self.compile:
+                    prepared.append(compiled(graph, given, self.donated, lambda products: faster_by_onednn(self.mesh, products)))
+                else:
+                    prepared.append(eager(graph, given, self.donated))
             return prepared[0](given)
 
         return run
@@ -154,6 +161,15 @@ class Program:
 @cache
 def _memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
     return shared_groups(mesh)
+
+
+def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
+    """What the first rank measured: all do a product in the same way, for what they hold equal must stay so."""
+    if mesh.device_type != "cpu" or not torch.backends.mkldnn.is_available():
+        return ()
+    wanted = sorted({p for text in exchange(mesh, "products", json.dumps(list(products))) for p in json.loads(text)})
+    found = measured(wanted, cache_folder()) if mesh.rank == mesh.ranks[0] else []
+    return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
 
 
 def shard_of(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:

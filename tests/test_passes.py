@@ -21,7 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp import P
 from ftp.fused import UPDATES
-from ftp.passes import drop_copies, merge_updates, pack, packs, reuse_memory, schedule, with_values
+from ftp.passes import drop_copies, merge_updates, pack, packs, products, reuse_memory, schedule, with_values
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import simulate
 from ftp.tree import flatten
@@ -277,3 +277,28 @@ def test_steps_in_place_equal_one_device():
 @pytest.mark.parametrize("fused", [False, True])
 def test_compiled_steps_equal_one_device(fused: bool):
     _check_trained({"compile": True, "fused": fused}, 300)
+
+
+# Products.
+
+
+def test_products_by_onednn_equal_one_device_and_are_timed_once(tmp_path, monkeypatch):
+    gen = torch.Generator().manual_seed(0)
+    x, w, v = (torch.randn(shape, generator=gen) for shape in ((128, 96), (128, 128), (7, 96)))
+
+    def fn(x, w, v):
+        return x.t() @ w, w @ x, v @ x.t()
+
+    graph = make_fx(fn)(x, w, v).graph
+    found = products.products(graph)
+    assert len(found) == 2  # the third is small
+    other = products.by_onednn(graph, found)
+    done = ["onednn" in str(n.target) for n in other.nodes if "mm" in str(n.target)]
+    assert sorted(done) == [False, True, True]
+    exact = fn(x.double(), w.double(), v.double())
+    for got, expected in zip(fx.GraphModule({}, other)(x, w, v), exact, strict=True):
+        assert torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-4) and got.shape == expected.shape
+    chosen = products.measured(found, tmp_path)
+    assert set(chosen) <= set(found)
+    monkeypatch.setattr(products, "_is_faster", None)  # would raise
+    assert products.measured(found, tmp_path) == chosen
