@@ -91,7 +91,7 @@ class _Peer:
         found: Counter[str] = Counter()
         nbytes = 0
         for event in seen.events() or ():
-            if event.name.startswith("gloo:") or event.name.startswith("ftp:"):
+            if event.name.startswith("gloo:") or event.name.endswith("_in_memory"):
                 found[event.name.split(":")[-1]] += 1
                 shapes = event.input_shapes or [[0]]
                 nbytes += 4 * sum(_product(shape) for shape in shapes if isinstance(shape, list))
