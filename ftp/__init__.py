@@ -27,6 +27,7 @@ from ftp.registry import along_dim, einsum, pointwise, reduction, rule
 from ftp.replicas import check_replicas
 from ftp.restore import load
 from ftp.safetensors_folder import load_safetensors, save_safetensors
+from ftp.scan import scan
 from ftp.search import Found, search
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
@@ -86,6 +87,7 @@ __all__ = [
     "rule",
     "save",
     "save_safetensors",
+    "scan",
     "search",
     "shard",
     "shard_exported",

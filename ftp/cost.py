@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ftp.registry import BoundRule, Meta
+from ftp.stacked import STACK, UNSTACK
 
 aten = torch.ops.aten
 
@@ -130,6 +131,7 @@ VIEWS = frozenset(
         aten.select.int, aten.alias.default, aten.detach.default, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int,
     }
 )  # fmt: skip
+STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no choice avoids
 PRODUCTS = frozenset(
     {aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default, aten.mv.default, aten.dot.default}
 )
@@ -141,7 +143,7 @@ def is_product(target: Any) -> bool:
 
 def op_seconds(target: Any, rule: BoundRule, sizes: dict[str, int], results: tuple[Meta, ...], hardware: Hardware) -> float:
     """Seconds of one op on tensors of the given factor sizes; the larger of its arithmetic and its memory traffic."""
-    if target in VIEWS:
+    if target in VIEWS or target in STACKS:
         return 0.0
     elements = sum(math.prod(sizes[f] for dim in dims for f in dim) for dims in (*rule.operands, *rule.results))
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0

@@ -16,6 +16,19 @@ Index = fx.Node
 Offset = int | fx.Node
 
 
+class RankGraph(fx.Graph):
+    """A rank's graph. Its nodes get their arguments after they are made: fx looks for symbolic numbers in those it is given, at half the
+    price of a node, and a rank's graph has none."""
+
+    def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
+        node = super().create_node(op, target, None, None, name, type_expr)
+        if args:
+            node.args = args
+        if kwargs:
+            node.kwargs = kwargs
+        return node
+
+
 @dataclass(frozen=True)
 class Cut:
     """A factor seen as ``[outer, size, inner]`` of which this rank holds ``length`` from ``start`` on; ``start`` may be an input."""

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.collection import collection_paused
 from ftp.collectives import Collective
 from ftp.cost import DEFAULT, Hardware
 from ftp.errors import PlanningError, ReportError, join_failures
@@ -50,6 +51,7 @@ class Lowered:
         return self._local.gm
 
     @cached_property
+    @collection_paused()
     def collectives(self) -> Collectives:
         """One record per issued collective, in order, unfolded; printed as a table that folds repeats."""
         return Collectives(replace(n.meta["collective"], cause=self._why(n)) for n in self.graph.graph.nodes if "collective" in n.meta)
@@ -65,6 +67,7 @@ class Lowered:
         return self._program.out_tree.unflatten(leaves)
 
     @cached_property
+    @collection_paused()
     def memory(self) -> Memory:
         """Peak bytes per rank, an int that has the parts and a picture of live bytes over the program.
 
@@ -84,6 +87,7 @@ class Lowered:
         graph, shapes, copies = self._executed
         return measure(graph, shapes, roles, phase, lambda node: "collective" in node.meta, workspace, sum(copies))
 
+    @collection_paused()
     def cost(self, hardware: Hardware = DEFAULT) -> Cost:
         """Estimated seconds of a step on each rank, a float that has the time of every op and collective.
 
@@ -131,6 +135,7 @@ class Lowered:
         raise ReportError("\n".join(text))
 
     @cached_property
+    @collection_paused()
     def lint(self) -> list[Finding]:
         """What is odd about the program, warnings first: specs that shard nothing, large parameters on every rank, uneven shards with what
         they waste, activations gathered whole, ops whose inputs disagree on their layout. With ``strict=True`` a warning is an error."""
@@ -212,6 +217,7 @@ class Lowered:
         self._again({}, watch)
         return found
 
+    @collection_paused()
     def text(self, *, fold: bool = True) -> str:
         """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written out."""
         lines = self._lines
@@ -249,13 +255,13 @@ class Lowered:
     def _executed(self) -> tuple[fx.Graph, LocalShapes, list[int]]:
         """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs that are copied as they are returned."""
         program, device = self._program, mesh_device(self._program.mesh).type
-        gm = fx.GraphModule({}, schedule(drop_copies(self.graph.graph)))
-        shapes = local_shapes(gm, self._local_inputs, self._local_offsets, device)
+        ordered = schedule(drop_copies(self.graph.graph))
+        shapes = local_shapes(ordered, self._local_inputs, self._local_offsets, device)
         annotate(shapes, device)
-        graph = merge_updates(reuse_memory(gm.graph, program.donated), program.donated)
+        graph = merge_updates(reuse_memory(ordered, program.donated), program.donated)
         donated = {held.storage for at in program.donated for held in shapes.values[shapes.inputs[at]]}
-        copies = copied_bytes(gm.graph.output_node(), shapes, donated)
-        return graph, local_shapes(fx.GraphModule({}, graph), self._local_inputs, self._local_offsets, device), copies
+        copies = copied_bytes(ordered.output_node(), shapes, donated)
+        return graph, local_shapes(graph, self._local_inputs, self._local_offsets, device), copies
 
     @cached_property
     def _origins(self) -> Origins:

@@ -229,6 +229,9 @@ class _Network:
             for index in range(len(node.results)):
                 pair = Value(twin, index), Value(node, index)
                 self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
+        for stack in self.problem.ties.layers.stacks if self.problem.ties else ():
+            pair = tuple(Value(stack, self.problem.ties.earlier + i) for i in range(2))
+            self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         known = self._known.get(key)
@@ -272,6 +275,9 @@ class _Network:
             i, j, table = (i, j, table) if i < j else (j, i, table.T)
             pairs[i, j] = pairs[i, j] + table if (i, j) in pairs else table
 
+        def owner_of(value: Value) -> Value:
+            return ties.twin(value) if ties else value
+
         for node in self.problem.graph.nodes:
             mine, first = self.options[node], twins.get(node, node)
             weight = ties.weight(node) if ties else 1
@@ -282,10 +288,10 @@ class _Network:
                     ("use", id(mine), id(theirs), slot, node.kind, self._nbytes(value)),
                     lambda n=node, v=value, i=slot: np.array([[self._use_price(n, s, i, e) for s in self.options[n]] for e in entries[v]]),
                 )
-                owner = Value(twins.get(value.node, value.node), value.index)
-                between(value_index[owner], at, table, ties.weight_between(value.node, node) if ties else 1)
+                between(value_index[owner_of(value)], at, table, ties.weight_between(value, node) if ties else 1)
             for index in range(len(node.results)):
-                value, owner = Value(node, index), Value(first, index)
+                value = Value(node, index)
+                owner, weight = owner_of(value), ties.weight_of(value) if ties else 1
                 required = tuple(self.required.get(value, ()))
                 users = self._twin_users.get(value) or self.users.get(value, ())
                 if not users and not required:
@@ -311,12 +317,12 @@ class _Network:
                 )
                 between(at, mover, self._once(moves, lambda v=value: self._move_prices(v, entries[v])), weight)
         for value, nodes in self._mirrored.items():
-            owner = value_index[Value(twins.get(value.node, value.node), value.index)]
+            owner = value_index[owner_of(value)]
             for node in nodes:
                 table = [[_lies_as(s.results[0], entry) for s in self.options[node]] for entry in entries[value]]
                 between(owner, op_index[groups[node]], np.array(table), 1)
         of_node = {node: op_index[groups.get(node, twins.get(node, node))] for node in self.problem.graph.nodes}
-        of_value = {value: value_index[Value(twins.get(value.node, value.node), value.index)] for value in entries}
+        of_value = {value: value_index[owner_of(value)] for value in entries}
         return _Tables((domains, unary, pairs), of_node, of_value, entries)
 
     def _nbytes(self, value: Value) -> int:

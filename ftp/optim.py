@@ -5,6 +5,7 @@ A torch.optim class is driven on clones of the parameters with the state set bef
 
 import copy
 import inspect
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -154,7 +155,7 @@ def global_norm(tree: Any) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
-    leaves = flatten(tree)[0]
+    leaves = _by_layer(tree)
     if not leaves:
         raise InputError("global_norm is given a tree without tensors.")
     # A sum of sums: where leaves are cut it stays pending to the end, and one number is reduced.
@@ -162,6 +163,17 @@ def global_norm(tree: Any) -> Tensor:
     for leaf in leaves[1:]:
         total = total + leaf.abs().square().sum()
     return total.sqrt()
+
+
+def _by_layer(tree: Any) -> list[Any]:
+    """The leaves, layer 2 before layer 10: a sum over all is then one over the layers, which are planned as one."""
+    leaves, paths = flatten(tree)[0], leaf_paths(tree)
+    order = sorted(range(len(leaves)), key=lambda i: _natural(".".join(map(str, paths[i]))))
+    return [leaves[i] for i in order]
+
+
+def _natural(path: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
 
 
 def clip_by_global_norm(grads: Any, max_norm: float | Tensor, *, eps: float = 1e-6) -> tuple[Any, Tensor]:
@@ -185,7 +197,7 @@ def count_nonfinite(tree: Any) -> Tensor:
     >>> count_nonfinite({"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))})
     tensor(2)
     """
-    leaves = flatten(tree)[0]
+    leaves = _by_layer(tree)
     if not leaves:
         raise InputError("count_nonfinite is given a tree without tensors.")
     total = leaves[0].isfinite().logical_not().sum()

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.collection import collection_paused
 from ftp.collectives import Collective, MoveSite, emit_gathered_pieces, emit_move, emit_pieces
 from ftp.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.inline import InlineSite, axes_by_rank, inline
 from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
-from ftp.localize import Cut, LocalOp, localize
+from ftp.localize import Cut, LocalOp, RankGraph, localize
 from ftp.planner import Plan, move_rule
 from ftp.registry import Meta, replaced
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
@@ -150,7 +151,7 @@ class _Emission:
     def __init__(self, owner: Partitioner, coordinate: Coordinate):
         self.plan, self.device, self.group_name = owner.plan, owner.device, owner.group_name
         self.coordinate = coordinate
-        self.graph = fx.Graph()
+        self.graph = RankGraph()
         self.env: dict[Value, fx.Node] = {}
         self.offsets: dict[Offset, fx.Node] = {}
 
@@ -175,7 +176,8 @@ class _Emission:
             if not node.users:
                 self.graph.erase_node(node)
                 del self.offsets[offset]
-        gm = fx.GraphModule({}, self.graph)
+        with _use_lazy_graph_module(True):  # a graph that is read, or run by an interpreter, needs no code
+            gm = _make_graph_module({}, self.graph)
         collectives = tuple(n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta)
         return LocalProgram(gm, tuple(self.offsets), collectives)
 

@@ -117,7 +117,9 @@ class Recall:
         with torch._C._DisableTorchDispatch():
             for record in known.records:
                 args, kwargs = _placed(record.args, node_of), _placed(record.kwargs, node_of)
-                node = graph.create_node("call_function", record.target, args, kwargs, name=record.name)
+                # Arguments afterwards: fx would look for symbolic numbers in them.
+                node = graph.create_node("call_function", record.target, name=record.name)
+                node.args, node.kwargs = args, kwargs
                 nodes.append(node)
                 tensor = None
                 if record.val is not None:

@@ -1,18 +1,22 @@
 """Layers that repeat: a graph with most of them left out, to plan, and the plan with them put back.
 
-The inputs' names say which layer they belong to (``layers.3.attn.wq``); every other node belongs to the last layer that it is computed
-from, in a backward pass to the first one. Two layers are alike where all of their nodes are, in order and down to the layers beside them
-that each operand comes from. Of a run of alike layers a few are kept, one of which counts for those that are left out.
+The inputs' names say which layer they belong to (``layers.3.attn.wq``), or their places in a stack (``ftp.scan``); every other node
+belongs to the last layer that it is computed from, in a backward pass to the first one. What layers far apart read, such as a global
+norm, belongs to none. Two layers are alike where all of their nodes are, in order and down to the layers beside them that each operand
+comes from. Of a run of alike layers a few are kept, one of which counts for those that are left out.
 """
 
 import heapq
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ftp.graph import Graph, Node, Value
 from ftp.recompute import Region
+from ftp.registry import BoundRule
+from ftp.stacked import STACK, UNSTACK
 
 FEWEST = 6  # alike layers in a row that are worth it
 KEPT = 2  # of them at each end: one beside the layers that differ, and one that is planned as those left out are
@@ -24,11 +28,15 @@ _Layer = list[Any]
 
 @dataclass
 class Layers:
-    """The nodes of each layer, in order; what belongs to none is shared."""
+    """The nodes of each layer, in order; what belongs to none is shared. Of the ``stacks`` each slice belongs to a layer."""
 
     of: dict[Node, int]
     at: dict[Node, int]  # its place in the layer
     nodes: list[list[Node]]
+    stacks: set[Node]
+
+    def of_value(self, value: Value) -> int | None:
+        return value.index if value.node in self.stacks else self.of.get(value.node)
 
 
 @dataclass(frozen=True)
@@ -37,24 +45,35 @@ class Ties:
 
     Attributes:
         twins: of each node of the later layer the one of the earlier.
-        layers: of the nodes that are in one.
+        layers: what is in which.
         earlier: the number of the earlier layer.
         left_out: how many layers are between them in the whole graph.
     """
 
     twins: Mapping[Node, Node]
-    layers: Mapping[Node, int]
+    layers: Layers
     earlier: int
     left_out: int
 
+    def twin(self, value: Value) -> Value:
+        """The value of the earlier layer that is decided with it, or itself."""
+        if value.node in self.layers.stacks:
+            return Value(value.node, self.earlier) if value.index == self.earlier + 1 else value
+        return Value(self.twins.get(value.node, value.node), value.index)
+
     def weight(self, node: Node) -> int:
         """How many nodes of the whole graph it stands for."""
-        return self.left_out + 1 if self.layers.get(node) == self.earlier else 1
+        return self.left_out + 1 if self.layers.of.get(node) == self.earlier else 1
 
-    def weight_between(self, node: Node, user: Node) -> int:
+    def weight_of(self, value: Value) -> int:
+        return self.left_out + 1 if self.layers.of_value(value) == self.earlier else 1
+
+    def weight_between(self, value: Value, user: Node) -> int:
         """How many uses of the whole graph one stands for; those across the two layers stand for those between all that are left out."""
-        here, there = self.layers.get(user), self.layers.get(node)
+        here, there = self.layers.of.get(user), self.layers.of_value(value)
         tied = (self.earlier, self.earlier + 1)
+        if here is None:
+            return self.weight_of(value)
         if here not in tied:
             return 1
         if there is None or there == here:
@@ -72,6 +91,7 @@ class Folded:
         kept: the outputs of the whole graph that it returns.
         left_out: how many layers it lacks, after ``stands_for``.
         labels: the layers of its inputs.
+        slices: how many slices its stacks have, where layers are those; else 0.
     """
 
     graph: Graph
@@ -80,34 +100,57 @@ class Folded:
     left_out: int
     stands_for: int
     labels: dict[Node, int]
+    slices: int
     whole: Graph
     layers: Layers
 
     def ties(self, graph: Graph) -> Ties | None:
         """What is to be decided alike in a graph on its way to a plan; None where the two layers are not alike any more."""
-        layers = label(graph, self.labels)
+        layers = label(graph, self.labels, self.slices)
         t = self.stands_for
         if _describe(t, layers, _decided) != _describe(t + 1, layers, _decided):
             return None
         twins = dict(zip(layers.nodes[t + 1], layers.nodes[t], strict=True))
-        return Ties(twins, layers.of, t, self.left_out)
+        return Ties(twins, layers, t, self.left_out)
 
 
-def label(graph: Graph, of_inputs: Mapping[Node, int]) -> Layers:
+def label(graph: Graph, of_inputs: Mapping[Node, int], slices: int) -> Layers:
     """Each node's layer."""
-    of: dict[Node, int] = {}
-    at: dict[Node, int] = {}
-    nodes: list[list[Node]] = [[] for _ in range(max(of_inputs.values()) + 1)]
+    users: dict[Node, int] = {}
+    for node in graph.nodes:
+        for value in node.operands:
+            users[value.node] = users.get(value.node, 0) + 1
+    shared: set[Node] = set()
+    _labelled(graph, of_inputs, slices, users, shared)
+    return _labelled(graph, of_inputs, slices, users, shared)
+
+
+def _labelled(graph: Graph, of_inputs: Mapping[Node, int], slices: int, users: Mapping[Node, int], shared: set[Node]) -> Layers:
+    """Each node's layer; of operands from layers far apart the one that most read is ``shared`` from then on."""
+    stacks = {node for node in graph.nodes if slices and node.target is UNSTACK and len(node.results) == slices}
+    found = Layers({}, {}, [[] for _ in range(slices or max(of_inputs.values()) + 1)], stacks)
     for node in graph.nodes:
         if node.kind == "input":
             layer = of_inputs.get(node)
+        elif node in stacks or node in shared or (slices and node.target is STACK):
+            layer = None
         else:
-            found = [of[v.node] for v in node.operands if v.node in of]
-            layer = None if not found else min(found) if node.phase % 2 else max(found)
+            layer = _layer_of(node, found, users, shared)
         if layer is not None:
-            of[node], at[node] = layer, len(nodes[layer])
-            nodes[layer].append(node)
-    return Layers(of, at, nodes)
+            found.of[node], found.at[node] = layer, len(found.nodes[layer])
+            found.nodes[layer].append(node)
+    return found
+
+
+def _layer_of(node: Node, layers: Layers, users: Mapping[Node, int], shared: set[Node]) -> int | None:
+    read = {v.node: layer for v in node.operands if (layer := layers.of_value(v)) is not None and v.node not in shared}
+    while read and max(read.values()) - min(read.values()) > 1:
+        most = max(read, key=lambda n: users[n])
+        if most.kind == "input" or users[most] <= FEWEST - 2:
+            break
+        shared.add(most)
+        del read[most]
+    return None if not read else min(read.values()) if node.phase % 2 else max(read.values())
 
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
@@ -138,6 +181,8 @@ def _describe(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> _Laye
 
     def refer(tree: Any) -> Any:
         if isinstance(tree, Value):
+            if tree.node in layers.stacks:
+                return ("slice", id(tree.node), tree.index - layer)
             there = of.get(tree.node)
             if there is None:
                 return ("shared", id(tree.node), tree.index)
@@ -163,11 +208,21 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
         out_facts: the same, per output.
     """
     labels = numbered({node: node.name for node in graph.inputs})
-    if not labels or max(labels.values()) + 1 < FEWEST:
-        return None
-    layers = label(graph, labels)
+    slices = Counter(len(node.results) for node in graph.nodes if node.target is UNSTACK)
+    found = None
+    if labels and max(labels.values()) + 1 >= FEWEST:
+        found = _fold(graph, labels, 0, facts, out_facts)
+    if found is None and slices and max(slices) >= FEWEST:
+        found = _fold(graph, {}, max(slices), facts, out_facts)
+    return found
+
+
+def _fold(graph: Graph, labels: dict[Node, int], slices: int, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -> Folded | None:
+    layers = label(graph, labels, slices)
     returned: dict[Node, list[Any]] = {}
     for value, fact in zip(graph.outputs, out_facts, strict=True):
+        if value.node in layers.stacks:
+            return None
         returned.setdefault(value.node, []).append((value.index, fact))
     same = alike(layers, lambda node: (facts(node), returned.get(node)))
     first, last = _longest(same)
@@ -180,21 +235,55 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
     copies: dict[Node, Node] = {}
 
     def moved(user: Node, value: Value) -> Value:
-        here, there = layers.of.get(user), layers.of.get(value.node)
-        if here is None or there is None:
+        here, there = layers.of.get(user), layers.of_value(value)
+        if there is None:
             return Value(copies[value.node], value.index)
-        target = (here if here < start else here - gone) + there - here  # as the folded graph counts
-        old = layers.nodes[target if target < start else target + gone][layers.at[value.node]] if here != there else value.node
+        if here is None:
+            target = there if there < start else there - gone
+        else:
+            target = (here if here < start else here - gone) + there - here  # as the folded graph counts
+        if value.node in layers.stacks:
+            return Value(copies[value.node], target)
+        is_near = here is None or here == there
+        old = value.node if is_near else layers.nodes[target if target < start else target + gone][layers.at[value.node]]
         return Value(copies[old], value.index)
 
     for node in graph.nodes:
         if not start <= layers.of.get(node, -1) < end:
             copy = copies[node] = replace(node, sizes=dict(node.sizes), cuts=list(node.cuts), pending=dict(node.pending))
-            copy.replace_operands([moved(node, v) for v in node.operands])
+            if node in layers.stacks:
+                copy.results, copy.rule = _shortened(node.results, gone), _with_slices(node.rule, slices - gone)
+            elif _is_stack_of(node, slices):
+                shift = _shift(node, layers, start - 1)
+                kept = [v for i, v in enumerate(node.operands) if not start <= i + shift < end]
+                copy.args, copy.operands, copy.rule = (kept,), tuple(kept), _with_slices(node.rule, slices - gone)
+            copy.replace_operands([moved(node, v) for v in copy.operands])
     kept = [i for i, v in enumerate(graph.outputs) if not start <= layers.of.get(v.node, -1) < end]
     small = Graph(list(copies.values()), [Value(copies[graph.outputs[i].node], graph.outputs[i].index) for i in kept])
     inputs = {copies[node]: (r if r < start else r - gone) for node, r in labels.items() if not start <= r < end}
-    return Folded(small, {copy: node for node, copy in copies.items()}, kept, gone, start - 1, inputs, graph, layers)
+    origin = {copy: node for node, copy in copies.items()}
+    return Folded(small, origin, kept, gone, start - 1, inputs, slices and slices - gone, graph, layers)
+
+
+def _is_stack_of(node: Node, slices: int) -> bool:
+    return bool(slices) and node.target is STACK and len(node.operands) == slices
+
+
+def _shift(node: Node, layers: Layers, layer: int) -> int:
+    """How far the slices of a stack are from the layers that compute them: a bias' gradient belongs to the layer behind it."""
+    found = {v.node: layers.of.get(v.node) for v in node.operands}
+    return next((d for d in (0, 1, -1) if 0 <= layer - d < len(node.operands) and found[node.operands[layer - d].node] == layer), 0)
+
+
+def _shortened(results: Sequence[Any], by: int) -> tuple[Any, ...]:
+    return tuple(results[: len(results) - by])
+
+
+def _with_slices(rule: BoundRule, n: int) -> BoundRule:
+    """The rule of a stack, or of what takes one apart, for fewer slices."""
+    if len(rule.results) > 1:
+        return replace(rule, results=rule.results[:n], pending=rule.pending[:n])
+    return replace(rule, operands=rule.operands[:n])
 
 
 def _longest(same: Sequence[bool]) -> tuple[int, int]:
@@ -210,15 +299,25 @@ def _longest(same: Sequence[bool]) -> tuple[int, int]:
 
 def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
     """Whether layers that are left out, and those beside them, use and are used by what is next to them alone."""
+    slices = len(layers.nodes) if layers.stacks else 0
     for node in graph.nodes:
         here = layers.of.get(node)
+        if _is_stack_of(node, slices):
+            shift = _shift(node, layers, start - 1)
+            one = node.operands[start - 1 - shift]
+            for layer in range(start - 1, min(end + 1, slices + shift)):
+                value = node.operands[layer - shift]
+                if (layers.of.get(value.node), layers.at.get(value.node), value.index) != (layer, layers.at.get(one.node), one.index):
+                    return False
+            continue
         for value in node.operands:
-            there = layers.of.get(value.node)
+            there = layers.of_value(value)
             if there is None or here == there:
                 continue
             if here is None:
-                return False
-            if abs(there - here) > 1 and max(here, there) >= start - KEPT and min(here, there) < end + KEPT:
+                if start - KEPT <= there < end + KEPT:
+                    return False
+            elif abs(there - here) > 1 and max(here, there) >= start - KEPT and min(here, there) < end + KEPT:
                 return False
     return True
 
@@ -229,7 +328,7 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     Args:
         planned: the folded graph, with the moves and cuts that were decided.
     """
-    layers = label(planned, folded.labels)
+    layers = label(planned, folded.labels, folded.slices)
     t, gone = folded.stands_for, folded.left_out
     if _describe(t, layers, _decided) != _describe(t + 1, layers, _decided):
         return None
@@ -238,7 +337,7 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
 
     def placed(value: Value, user: int) -> Value:
         """What a node of layer ``user``, as the whole graph counts, takes in place of ``value``, which layer t or another is given."""
-        there = layers.of.get(value.node)
+        there = layers.of_value(value)
         if there is None:
             return value
         at = user - t - 1
@@ -246,6 +345,8 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
             there = user + there - t
         else:
             there += user - (user if user <= t else user - gone)
+        if value.node in layers.stacks:
+            return Value(value.node, there)
         if not t < there <= t + gone:
             near = there if there <= t else there - gone
             same = near == layers.of[value.node]
@@ -259,6 +360,19 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
         here = layers.of.get(node)
         if here is not None:
             node.replace_operands([placed(v, here if here <= t else here + gone) for v in node.operands])
+        elif _is_stack_of(node, folded.slices):
+            last = t - _shift(folded.origin[node], folded.layers, t)
+            like = node.operands[last]
+            if layers.of.get(like.node) != t:
+                return None
+            between = [Value(copies[like.node], like.index) for copies in made]
+            node.operands = (*node.operands[: last + 1], *between, *node.operands[last + 1 :])
+            node.args, node.rule = (list(node.operands),), folded.origin[node].rule
+        elif node in layers.stacks:
+            whole = folded.origin[node]
+            node.results, node.rule = whole.results, whole.rule
+            node.pending = {i if i <= t else i + gone: p for i, p in node.pending.items()}
+            node.pending |= {i: node.pending[t] for i in range(t + 1, t + 1 + gone) if t in node.pending}
     return stamp.assembled(made)
 
 

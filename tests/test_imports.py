@@ -21,6 +21,8 @@ ORDER = [
     "random",
     "draws",
     "recompute",
+    "stacked",
+    "scan",
     "recall",
     "axis",
     "functional",
@@ -101,6 +103,7 @@ ORDER = [
     "__main__",
 ]
 FOR_RULES = {"errors", "fused", "philox", "notation", "registry", "localize", "rules"}
+FOR_RULES = {"errors", "philox", "notation", "registry", "localize", "stacked", "rules"}
 
 
 def imported(path: Path) -> set[str]:

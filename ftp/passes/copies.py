@@ -3,6 +3,7 @@
 import torch
 from torch import fx
 
+from ftp.localize import RankGraph
 from ftp.passes.alias import is_view
 
 CLONE = torch.ops.aten.clone.default
@@ -24,7 +25,7 @@ def drop_copies(graph: fx.Graph) -> fx.Graph:
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
     """A copy of a graph, and where its nodes went."""
-    new, env = fx.Graph(), {}
+    new, env = RankGraph(), {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
     return new, env

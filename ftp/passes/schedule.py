@@ -5,6 +5,8 @@ from collections.abc import Iterable
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.localize import RankGraph
+
 
 def schedule(graph: fx.Graph) -> fx.Graph:
     """The same nodes in an order that hides communication; collectives keep theirs, on every rank alike.
@@ -20,7 +22,7 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     latest = _latest_collective(nodes, number)
     returned = graph.output_node().all_input_nodes
     pending = sorted(dict.fromkeys(returned), key=lambda node: (latest[node], position[node]))
-    new: fx.Graph = fx.Graph()
+    new = RankGraph()
     env: dict[fx.Node, fx.Node] = {}
 
     def emit(wanted: Iterable[fx.Node]) -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -37,14 +38,14 @@ class LocalShapes:
     values: Mapping[fx.Node, tuple[Held, ...]]
     makers: Mapping[int, fx.Node]
 
-    @property
+    @cached_property
     def inputs(self) -> list[fx.Node]:
         """The tensors among the graph's inputs."""
         return [node for node in self.values if node.op == "placeholder"]
 
 
 def local_shapes(
-    gm: fx.GraphModule, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int], device: str
+    graph: fx.Graph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int], device: str
 ) -> LocalShapes:
     """Follow shapes and memory through a rank's graph; nothing is allocated.
 
@@ -53,7 +54,7 @@ def local_shapes(
         offsets: the ints that follow them.
         device: the type of device whose kernels will run.
     """
-    return _Shapes(device).follow(gm, inputs, offsets)
+    return _Shapes(device).follow(graph, inputs, offsets)
 
 
 def annotate(shapes: LocalShapes, device: str) -> None:
@@ -77,12 +78,12 @@ class _Shapes:
         self.storages = 0
         self.known: dict[Any, tuple[tuple[Any, ...], ...]] = {}
 
-    def follow(self, gm: fx.GraphModule, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int]) -> LocalShapes:
+    def follow(self, graph: fx.Graph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int]) -> LocalShapes:
         values: dict[fx.Node, tuple[Held, ...]] = {}
         makers: dict[int, fx.Node] = {}
         numbers: dict[fx.Node, int] = {}
         feed, rest = iter(inputs), iter(offsets)
-        for node in gm.graph.nodes:
+        for node in graph.nodes:
             if node.op == "placeholder":
                 given = next(feed, None)
                 if given is None:

@@ -1,0 +1,75 @@
+"""Tensors of layers stacked along dim 0, apart and together again: two ops that the tracer and every transform keep.
+
+A slice of a stack is gathered or reduced by itself, never the stack as a whole, so that a program holds what one layer needs.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+torch.library.define("ftp::unstack", "(Tensor x) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define("ftp::stack", "(Tensor[] xs) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+UNSTACK = torch.ops.ftp.unstack.default
+STACK = torch.ops.ftp.stack.default
+
+
+@torch.library.impl("ftp::unstack", "CompositeExplicitAutograd")
+def _parts(x: Tensor) -> list[Tensor]:
+    # An op must not return its input, nor a view of it.
+    return [part.clone() for part in x.unbind(0)]
+
+
+@torch.library.impl("ftp::stack", "CompositeExplicitAutograd")
+def _together(xs: list[Tensor]) -> Tensor:
+    return torch.stack(xs)
+
+
+class Unstack(torch.autograd.Function):
+    """The slices along dim 0."""
+
+    @staticmethod
+    def forward(x: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return tuple(UNSTACK(x))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        return Stack.apply(*grads)
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Any:  # type: ignore[override]
+        return Unstack.apply(tangent)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int], x: Tensor) -> Any:  # type: ignore[override]
+        parts: Any = Unstack.apply(x.movedim(in_dims[0], 1))
+        return parts, (0,) * len(parts)
+
+
+class Stack(torch.autograd.Function):
+    """The inverse of ``Unstack``."""
+
+    @staticmethod
+    def forward(*xs: Tensor) -> Tensor:  # type: ignore[override]
+        return STACK(list(xs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        return Unstack.apply(grad)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor) -> Any:  # type: ignore[override]
+        return Stack.apply(*tangents)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[int | None, ...], *xs: Tensor) -> Any:  # type: ignore[override]
+        batched = [x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims, strict=True)]
+        return Stack.apply(*batched), 1
