@@ -222,15 +222,16 @@ class _Network:
     def _tie(self) -> None:
         """Twins take their choices from one list."""
         self._twin_users: dict[Value, list[tuple[Node, int]]] = {}
-        for node, twin in self.problem.ties.twins.items() if self.problem.ties else ():
+        ties = self.problem.ties
+        for node, twin in ties.twins.items() if ties else ():
             if set(self.options[node]) != set(self.options[twin]):
                 raise NotAlike
             self.options[node] = self.options[twin]
             for index in range(len(node.results)):
                 pair = Value(twin, index), Value(node, index)
                 self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
-        for stack in self.problem.ties.layers.stacks if self.problem.ties else ():
-            pair = tuple(Value(stack, self.problem.ties.earlier + i) for i in range(2))
+        for stack, first in [(stack, ties.earlier) for stack in ties.layers.stacks] if ties else ():
+            pair = Value(stack, first), Value(stack, first + 1)
             self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.errors import InputError, join_failures
-from ftp.recompute import Policy, check_policy
+from ftp.recompute import Policy, policy_problem
 from ftp.recompute import remat as recomputed
 from ftp.stacked import Stack, Unstack
 from ftp.tree import flatten, kind_of, leaf_names
@@ -46,7 +46,8 @@ def scan(block: Callable[..., Any], stacked: Any, x: Any, *, has_outputs: bool =
     leaves, treedef = flatten(stacked)
     n = _steps(leaves, leaf_names(stacked, "stacked"), has_outputs)
     if remat is not None:
-        check_policy(remat, "remat")
+        if problem := policy_problem(remat, "remat"):
+            raise InputError(problem)
         block = recomputed(block, remat)
     name = getattr(block, "__name__", type(block).__name__)
     slices = [_unstacked(leaf) for leaf in leaves]

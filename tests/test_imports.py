@@ -102,8 +102,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-FOR_RULES = {"errors", "fused", "philox", "notation", "registry", "localize", "rules"}
-FOR_RULES = {"errors", "philox", "notation", "registry", "localize", "stacked", "rules"}
+FOR_RULES = {"errors", "fused", "philox", "notation", "registry", "localize", "stacked", "rules"}
 
 
 def imported(path: Path) -> set[str]:
