@@ -26,7 +26,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ftp.errors import CollectiveError, FtpError, MismatchError
-from ftp.mesh import Mesh, Timeouts, require_coordinate, restart_count, set_timeout, timeouts
+from ftp.mesh import Mesh, Timeouts, own_timeouts, require_coordinate, restart_count, set_timeout, timeouts
 
 _WATCH = 0.5  # seconds between two looks of the watching thread
 _LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
@@ -57,7 +57,7 @@ class Calls:
             require_coordinate(mesh)
         self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
         self._given = None if self._alone else timeouts()
-        self._timeouts = self._given or Timeouts()
+        self._timeouts = Timeouts() if self._alone else self._given or own_timeouts()
 
     def next(self) -> int:
         """The number of the call that is about to begin, the same until `begin`."""

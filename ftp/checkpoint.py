@@ -79,7 +79,7 @@ def save(
         keep: how many of the newest checkpoints stay; default all.
         wait: return when the checkpoint is complete. Otherwise when the tensors are copied: the disk is written by a thread, and the result
             tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save.
-        timeout: seconds that a rank waits for the others' parts; default that of ``init_process_group``.
+        timeout: seconds that a rank waits for the others' parts; default that of the process group.
 
     Raises:
         CheckpointError: what the file system says, with path and rank. FtpError: specs or leaves that do not fit. MismatchError: ranks

@@ -133,8 +133,11 @@ VIEWS = frozenset(
 )  # fmt: skip
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no choice avoids
 PRODUCTS = frozenset(
-    {aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default, aten.mv.default, aten.dot.default}
-)
+    {
+        aten.mm.default, aten.bmm.default, aten.convolution.default, aten.convolution_backward.default, aten.mv.default, aten.dot.default,
+        aten.addmm.default, aten.baddbmm.default, aten.addmv.default,
+    }
+)  # fmt: skip
 
 
 def is_product(target: Any) -> bool:

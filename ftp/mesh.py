@@ -153,7 +153,7 @@ def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, de
     # torch gives the groups of the axes its own default of half an hour, not the default group's timeout.
     if dist.get_backend() != "fake":
         world_group = c10d._get_default_group()
-        _set_timeout(mesh.get_all_groups(), world_group._get_backend(world_group._device_types[0]).options._timeout)
+        _set_timeout(mesh.get_all_groups(), _timeout_of(world_group))
     return mesh
 
 
@@ -278,6 +278,12 @@ def timeouts() -> Timeouts | None:
     return _timeouts.get(_world())
 
 
+def own_timeouts() -> Timeouts:
+    """Those of a process group that others initialised."""
+    seconds = _timeout_of(c10d._get_default_group()).total_seconds()
+    return Timeouts(seconds, seconds)
+
+
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank."""
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
@@ -372,6 +378,10 @@ def _default_device_type() -> str:
 
 def _launched() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def _timeout_of(group: dist.ProcessGroup) -> timedelta:
+    return group._get_backend(group._device_types[0]).options._timeout
 
 
 def _set_timeout(groups: Sequence[dist.ProcessGroup], timeout: timedelta) -> None:

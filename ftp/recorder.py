@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
 
 from ftp.axis import is_inside
-from ftp.decompositions import DECOMPOSITIONS
+from ftp.decompositions import DECOMPOSITIONS, HALF
 from ftp.errors import FtpError, TraceError
 from ftp.recall import Recall
 from ftp.recompute import current_region
@@ -28,9 +28,14 @@ from ftp.source import describe_line, is_users
 aten = torch.ops.aten
 
 
+def _where_rounded_alike(by: Callable[..., Any]) -> Callable[..., Any]:
+    """In half precision a fused product and sum rounds once, where its parts round twice: there it stays."""
+    return lambda x, *args, **kwargs: NotImplemented if x.dtype in HALF else by(x, *args, **kwargs)
+
+
 # Fewer primitives where no kernel is lost: a product and a sum, a sum and a division.
 ALWAYS = {
-    op: DECOMPOSITIONS[op]
+    op: _where_rounded_alike(DECOMPOSITIONS[op]) if packet in (aten.addmm, aten.addmv, aten.baddbmm) else DECOMPOSITIONS[op]
     for packet in (aten.addmm, aten.addmv, aten.baddbmm, aten.mean, aten.std, aten.std_mean, aten.var, aten.var_mean)
     for op in (getattr(packet, overload) for overload in packet.overloads())
     if op in DECOMPOSITIONS

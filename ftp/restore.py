@@ -50,7 +50,7 @@ def load(
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
         step: which checkpoint, if not the newest.
         verify: compare the hashes of all that is asked for, each on one rank.
-        timeout: seconds that a rank waits for the others; default that of ``init_process_group``.
+        timeout: seconds that a rank waits for the others; default that of the process group.
 
     Raises:
         CheckpointError: no complete checkpoint, a file that is truncated, altered or missing, a tensor that is missing, or of another

@@ -159,7 +159,8 @@ def test_fewer_primitives(fn, dtype):
     for ours, theirs in zip(run(t, x), f(x), strict=True):  # primitives round in between: bfloat16 has eight bits, of the largest element
         tolerance = {"atol": 0.02 * float(theirs.abs().max()), "rtol": 0.02} if dtype is torch.bfloat16 else {}
         torch.testing.assert_close(ours, theirs, **tolerance)
-    assert not any(op in str(o) for o in ops(t) for op in ("addmm", "mean", "var", "std"))
+    fused = () if dtype is torch.bfloat16 else ("addmm",)  # which rounds once there
+    assert not any(op in str(o) for o in ops(t) for op in (*fused, "mean", "var", "std"))
 
 
 def test_constraints_are_kept_in_both_directions():

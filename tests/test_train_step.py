@@ -148,6 +148,46 @@ def test_mixed_precision(reduced: torch.dtype):
         assert error < 0.03, name
 
 
+def test_muon_rounds_as_torch_does():
+    """Its products are in bfloat16, where each is rounded once: beside a cut batch the steps are torch's own to the last bit."""
+    generator = torch.Generator().manual_seed(0)
+    params = {"up": torch.randn(6, 10, generator=generator), "down": torch.randn(10, 6, generator=generator)}
+    grads = [{k: torch.randn(p.shape, generator=generator) for k, p in params.items()} for _ in range(20)]
+    opt = ftp.optim.from_torch(torch.optim.Muon, lr=0.02)
+    leaves = {k: torch.nn.Parameter(p.clone()) for k, p in params.items()}
+    reference = torch.optim.Muon(leaves.values(), lr=0.02)
+    step = ftp.spmd(lambda g, s, p: opt.update(g, s, p), ftp.simulated_mesh((2,), ("dp",)), (P(), P(), P()), (P(), P()))
+    state = opt.init(params)
+    for given in grads:
+        for k, leaf in leaves.items():
+            leaf.grad = given[k]
+        reference.step()
+        params, state = step(given, state, params)
+    assert all(torch.equal(params[k], leaf) for k, leaf in leaves.items())
+
+
+# Of a matrix cut along its longer and its shorter dim: what an update moves.
+UPDATES: dict[str, tuple[Any, dict[str, dict[str, int]]]] = {
+    "Muon": (torch.optim.Muon, {"longer": {"number": 1, "all_reduce": 5}, "shorter": {"all_gather": 1}}),
+    "Adafactor": (
+        torch.optim.Adafactor,
+        {"longer": {"number": 2, "all_reduce": 2, "all_gather": 1}, "shorter": {"number": 2, "all_reduce": 1, "all_gather": 1}},
+    ),
+}
+
+
+@pytest.mark.parametrize("cut", ["longer", "shorter"])
+@pytest.mark.parametrize("name", UPDATES)
+def test_what_an_update_of_a_whole_matrix_moves(name: str, cut: str):
+    cls, expected = UPDATES[name]
+    opt = ftp.optim.from_torch(cls)
+    params, spec = {"w": torch.ones(12, 8)}, {"longer": P("n"), "shorter": P(None, "n")}[cut]
+    mesh, state = ftp.AbstractMesh((2,), ("n",)), opt.init(params)
+    of_state = opt.specs(params, spec)
+    found = ftp.lower(lambda g, s, p: opt.update(g, s, p), mesh, (spec, of_state, spec), params, state, params, out_specs=(spec, of_state))
+    assert kinds(found.collectives) == expected[cut]
+
+
 HEADS, LENGTH = 4, 6
 
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -127,6 +128,22 @@ def test_a_rank_that_never_arrives_is_named():
         "MismatchError: Rank 1 never arrived: rank 0 waited 1.5 s to agree on the program of call 2.\n"
         "  Rank 1: its last call is number 1, of program p.\n"
     )
+
+
+def _absent_from_a_save(folder):
+    dist.init_process_group("gloo", timeout=timedelta(seconds=1.5))
+    mesh = _mesh()
+    if dist.get_rank() == 1:
+        time.sleep(4)
+        dist.destroy_process_group()
+    else:
+        ftp.save(folder, {"w": torch.ones(2)}, mesh)
+
+
+def test_a_save_waits_as_long_as_the_users_process_group(tmp_path):
+    ranks = launch(_absent_from_a_save, 2, str(tmp_path))
+    assert [r.exit for r in ranks] == [1, 0], ranks
+    assert "Rank 1 never came to exchange 'save', in 1.5 s" in (ranks[0].error or "")
 
 
 def _going_on(planner, linger, switch):
