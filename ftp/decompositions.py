@@ -509,6 +509,11 @@ def norm(x: Tensor, p: float | None, dim: Any, keepdim: bool = False) -> Tensor:
     return vector_norm(x, 2 if p is None else p, dim, keepdim)
 
 
+@decomposition(aten.dist.default)
+def dist(x: Tensor, y: Tensor, p: float = 2) -> Tensor:
+    return vector_norm(x - y, p)
+
+
 @decomposition(aten.any.default, aten.any.dim, aten.any.dims)
 def any_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     """As a maximum of bytes, which every backend reduces."""
@@ -587,6 +592,7 @@ def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tupl
 
 @decomposition(aten.addmm.default, aten.addmv.default, aten.baddbmm.default)
 def added_product(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    alpha, beta = _scale(x, alpha), _scale(x, beta)
     product = torch.bmm(a, b) if a.ndim == 3 else torch.mm(a, b) if b.ndim == 2 else torch.mv(a, b)
     product = product if alpha == 1 else product * alpha
     if beta == 0:
@@ -594,10 +600,16 @@ def added_product(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: fl
     return product + (x if beta == 1 else x * beta)
 
 
+def _scale(x: Tensor, factor: float) -> float:
+    """``factor`` as the kernels take it: of integers its whole part."""
+    return factor if x.is_floating_point() or x.is_complex() else int(factor)
+
+
 @decomposition(aten.addbmm.default)
 def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Tensor:
-    product = torch.bmm(a, b).sum([0]) * alpha
-    return product if beta == 0 else product + x * beta
+    batch, m, k = a.shape
+    flat = a.transpose(0, 1).reshape(m, batch * k)
+    return added_product(x, flat, b.reshape(batch * k, b.shape[2]), beta=beta, alpha=alpha)
 
 
 @decomposition(aten.trace.default)
@@ -625,6 +637,15 @@ def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
             return torch.flip(x, [first, second])
         case _:
             return torch.flip(x, [first]).transpose(first, second)
+
+
+@decomposition(aten.index_fill.int_Scalar)
+def index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
+    shape = [1] * max(x.ndim, 1)
+    size = shape[dim] = x.shape[dim] if x.ndim else 1
+    index = index.reshape(-1)
+    filled = torch.zeros((size,), dtype=torch.bool, device=x.device).scatter(0, torch.where(index < 0, index + size, index), True)
+    return x.masked_fill(filled.reshape(shape[: x.ndim]), value)
 
 
 # Gathers that a mask guards.

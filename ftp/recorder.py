@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from ftp.axis import is_inside
 from ftp.decompositions import DECOMPOSITIONS, HALF
 from ftp.errors import FtpError, TraceError
+from ftp.fixed_shapes import FIXED
 from ftp.recall import Recall
 from ftp.recompute import current_region
 from ftp.refusals import LEAKED, SURROUNDING, at_line, explain
@@ -75,6 +76,17 @@ _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
     aten.polar.default: (0, 1),
     aten.vdot.default: (0, 1),
 }
+
+
+# Gradients whose formulas look at values: for an error, should a second derivative be asked for where zeros meet, or one that is
+# none because the loss depends on the phase of singular vectors.
+_CHECKING = ("IndexReduceBackward0", "LinalgEigBackward0", "LinalgEighBackward0", "LinalgSvdBackward0", "ScatterReduceBackward0")
+
+
+def _is_checking() -> bool:
+    """Whether torch asks for a value in such a formula; ``True`` lets the gradient be, and refuses the second derivative."""
+    behind = torch._C._current_autograd_node()
+    return behind is not None and behind.name() in _CHECKING
 
 
 # These take parameters in float32 with an input in half precision.
@@ -136,6 +148,8 @@ class Recorder(TorchDispatchMode):
         if func is aten._local_scalar_dense.default and type(args[0]) is not FakeTensor and args[0].device.type != "meta":
             with _disable_current_modes():
                 return func(*args)
+        if func in (aten._local_scalar_dense.default, aten.allclose.default) and _is_checking():
+            return True
         if func not in _LIFTS:
             args, kwargs = self._lifted(args), self._lifted(kwargs)
         device = kwargs.get("device")
@@ -261,7 +275,7 @@ def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     if func is aten.cudnn_batch_norm_backward.default:
         x, dy, weight, mean, var, save_mean, save_rstd, eps, _ = args
         return aten.native_batch_norm_backward.default(dy, x, weight, mean, var, save_mean, save_rstd, True, eps, [True] * 3)
-    return func(*args, **kwargs)
+    return FIXED.get(func, func)(*args, **kwargs)
 
 
 def _has_guard(device_type: str) -> bool:

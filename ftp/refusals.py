@@ -41,13 +41,10 @@ _FIXED_SHAPES = (
 
 _REWRITES = {
     aten.linalg_lstsq.default: (
-        "\n  Where the matrix has full rank, torch.linalg.pinv(a) @ b or the normal equations give the solution alone."
+        "\n  Its residuals are given for matrices of full rank alone. driver='gelsy' (on CPU) gives none; torch.linalg.pinv(a) @ b or the"
+        " normal equations give the solution alone."
     ),
-} | dict.fromkeys(
-    (aten._ctc_loss.default, aten._ctc_loss.Tensor),
-    "\n  It keeps a table as wide as the longest target. Compute the loss outside the program, from its returned log-probabilities, or"
-    " give it as an op of your own (torch.library.custom_op) with a rule (ftp.rule).",
-)
+}
 
 
 COPY = "Inputs and captured tensors are never written to: work on a copy, x = x.clone(), and return what has changed."

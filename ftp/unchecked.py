@@ -1,7 +1,11 @@
-"""Functions of torch that look at values only to check them, without the check: a trace has no values to look at."""
+"""Functions of torch that look at values, to check them or to choose among ways that come to the same: a trace has no values to look at.
+
+Others that are here have no form without writes, or take parts of memory by strides.
+"""
 
 import math
 from collections.abc import Callable
+from itertools import combinations, combinations_with_replacement
 from typing import Any
 
 import torch
@@ -11,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 
 class unchecked(TorchFunctionMode):
-    """While it is on, ``one_hot`` with a number of classes, ``cov``, ``corrcoef`` and ``gaussian_nll_loss`` read no values."""
+    """While it is on, the functions below read no values, nor do their gradients: what torch refuses for its values is not refused."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
@@ -78,6 +82,138 @@ def _corrcoef(input: Tensor) -> Tensor:
     return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
 
 
+def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
+    if input.ndim != 1 or r <= 0:
+        return torch.combinations(input, r, with_replacement)
+    choose = combinations_with_replacement if with_replacement else combinations
+    chosen = torch.tensor(list(choose(range(input.shape[0]), r)), dtype=torch.int64, device=input.device).reshape(-1, r)
+    return input[chosen]
+
+
+def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
+    """By a tensor: where an index stands, however often."""
+    if not isinstance(value, Tensor) or value.ndim or index.ndim > 1:
+        return torch.index_fill(input, dim, index, value)
+    shape = [1] * max(input.ndim, 1)
+    size = shape[dim] = input.shape[dim] if input.ndim else 1
+    filled = torch.zeros(size, dtype=torch.bool, device=input.device).index_fill(0, index.long(), True)
+    return input.masked_fill(filled.reshape(shape[: input.ndim]), value.to(input.dtype))
+
+
+def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
+    """At a mask: what is one value for all that it holds, by ``where``; as many values as it holds, by their indices."""
+    at = [d for d, i in enumerate(indices) if i is not None]
+    mask = indices[at[0]] if len(at) == 1 else None
+    if mask is None or mask.dtype not in (torch.bool, torch.uint8) or mask.shape != input.shape[at[0] : at[0] + mask.ndim]:
+        return torch.index_put(input, indices, values, accumulate)
+    behind = input.ndim - at[0] - mask.ndim
+    before = values.ndim - behind
+    if before <= 0 or values.shape[before - 1] == 1:
+        kept = mask.to(torch.bool).reshape(*mask.shape, *(1,) * behind)
+        if before > 0:
+            values = values.reshape(*values.shape[: before - 1], *(1,) * mask.ndim, *values.shape[before:])
+        put = input + torch.where(kept, values, 0) if accumulate else torch.where(kept, values, input)
+        return put.to(input.dtype)
+    if not (values.requires_grad or torch._C._functorch.is_gradtrackingtensor(values)):  # type: ignore[attr-defined]
+        return torch.index_put(input, indices, values, accumulate)
+    places = torch.nonzero_static(mask, size=values.shape[before - 1]).unbind(1)
+    return torch.index_put(input, (*indices[: at[0]], *places), values, accumulate)
+
+
+def _setitem(input: Tensor, key: Any, value: Any) -> None:
+    if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) and key.ndim and isinstance(value, Tensor):
+        input.copy_(_index_put(input, (key,), value.to(input.dtype)))
+    else:
+        Tensor.__setitem__(input, key, value)
+
+
+def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """With lengths as tensors."""
+
+    def fn(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, **options: Any) -> Tensor:
+        lengths = (x if isinstance(x, Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths))
+        return ctc_loss(log_probs, targets, *lengths, *rest, **options)
+
+    return fn
+
+
+def _istft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Tensor:
+    """Frames are added where they overlap, and divided by the sum of their windows' squares, which is not checked for zeros."""
+    hop = n_fft // 4 if hop_length is None else hop_length
+    width = n_fft if win_length is None else win_length
+    frames = input.shape[-1]
+    if window is None:
+        window = torch.ones(width, dtype=input.real.dtype, device=input.device)
+    left = (n_fft - width) // 2
+    window = F.pad(window, (left, n_fft - width - left))
+    spectra = input.transpose(-1, -2)
+    norm = "ortho" if normalized else "backward"
+    if return_complex:
+        parts = torch.fft.ifft(spectra, dim=-1, norm=norm)
+    else:
+        parts = torch.fft.irfft(spectra[..., : n_fft // 2 + 1], n_fft, dim=-1, norm=norm)
+    size = n_fft + hop * (frames - 1)
+    start = n_fft // 2 if center else 0
+    end = start + length if length is not None else size - start
+
+    def overlapped(x: Tensor) -> Tensor:
+        return torch.ops.aten.unfold_backward(x, [*x.shape[:-2], size], x.ndim - 2, n_fft, hop)[..., start:end]
+
+    out = overlapped(parts * window) / overlapped((window * window).expand(frames, n_fft))
+    return F.pad(out, (0, end - size)) if end > size else out
+
+
+def _stft(
+    input: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    pad_mode: str = "reflect",
+    normalized: bool = False,
+    onesided: bool | None = None,
+    return_complex: bool | None = None,
+    align_to_window: bool | None = None,
+) -> Tensor:
+    """Frames by ``unfold``, which cuts as the signal does; torch takes them by strides, which a part of it does not have."""
+    spectra = input.is_complex() or (window is not None and window.is_complex())
+    if align_to_window is not None or (return_complex is None and not spectra) or input.ndim > 2 or (onesided and spectra):
+        given = (n_fft, hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex, align_to_window)
+        return torch.stft(input, *given)
+    hop = n_fft // 4 if hop_length is None else hop_length
+    width = n_fft if win_length is None else win_length
+    if center:
+        padded = F.pad(input.reshape(1, *(1,) * (2 - input.ndim), *input.shape), [n_fft // 2] * 2, pad_mode)
+        input = padded.reshape(*input.shape[:-1], padded.shape[-1])
+    frames = input.unfold(-1, n_fft, hop)
+    if window is not None:
+        left = (n_fft - width) // 2
+        frames = frames * F.pad(window, (left, n_fft - width - left))
+    elif width < n_fft:
+        left = (n_fft - width) // 2
+        frames = frames * F.pad(frames.new_ones(width), (left, n_fft - width - left))
+    norm = "ortho" if normalized else "backward"
+    whole = spectra if onesided is None else not onesided
+    made = (torch.fft.fft if whole else torch.fft.rfft)(frames, dim=-1, norm=norm).transpose(-1, -2)
+    return made if return_complex is not False else torch.view_as_real(made)
+
+
+def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda input, *args, **kwargs: input.copy_(fn(input, *args, **kwargs))
+
+
 _UNCHECKED: dict[Any, Callable[..., Any]] = {
     F.one_hot: _one_hot,
     F.gaussian_nll_loss: _gaussian_nll_loss,
@@ -85,4 +221,19 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.cov: _cov,
     torch.corrcoef: _corrcoef,
     Tensor.corrcoef: _corrcoef,
+    torch.combinations: _combinations,
+    F.ctc_loss: _with_lengths(F.ctc_loss),
+    torch.ctc_loss: _with_lengths(torch.ctc_loss),
+    torch.index_fill: _index_fill,
+    Tensor.index_fill: _index_fill,
+    Tensor.index_fill_: _in_place(_index_fill),
+    torch.index_put: _index_put,
+    Tensor.index_put: _index_put,
+    Tensor.index_put_: _in_place(_index_put),
+    Tensor.__setitem__: _setitem,
+    torch.istft: _istft,
+    Tensor.istft: _istft,
+    torch.stft: _stft,
+    Tensor.stft: _stft,
+    Tensor.polygamma_: _in_place(lambda input, n: torch.polygamma(n, input.clone())),  # torch has no form of it that functionalizes
 }

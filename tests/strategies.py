@@ -590,6 +590,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "index_reduce.default": lambda: [s(normal(4, 6), 1, ints(3, high=6), normal(4, 3), "prod")],
     **_alike("index.Tensor", "_unsafe_index.Tensor", samples=_indexed),
     **_alike("index_put.default", "_unsafe_index_put.default", samples=lambda: [*_indexed(True), *_indexed(False)]),
+    "nonzero_static.default": lambda: [s(ints(4, 3, high=2), size=5), s(ints(4, high=2), size=2, fill_value=7)],
     "take.default": lambda: [s(normal(4, 3), ints(5, high=12))],
     "put.default": lambda: [s(normal(4, 3), ints(5, high=12), normal(5), True)],
     "masked_scatter.default": lambda: [s(normal(4, 3), bools(4, 3), normal(12))],
@@ -681,6 +682,11 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "triangular_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).triu() + torch.eye(3))],
     "cholesky_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).tril() + torch.eye(3))],
     "_linalg_solve_ex.default": lambda: [s(normal(4, 3, 3), normal(4, 3, 2)), s(normal(4, 3, 3), normal(4, 3))],
+    "lstsq.default": lambda: [
+        s(normal(4, 5, 3), normal(4, 5, 2), None, "gelsy"),
+        s(normal(4, 5, 3), normal(4, 5, 2), None, "gels"),
+        s(normal(4, 3, 3), normal(4, 3), None, "gelsd"),
+    ],
     "linalg_lu_solve.default": lambda: [s(*torch.linalg.lu_factor(normal(4, 3, 3)), normal(4, 3, 2))],
     "linalg_ldl_solve.default": lambda: [
         s(*torch.linalg.ldl_factor((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3))), normal(4, 3, 2))
@@ -691,7 +697,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "_fft_r2c.default": lambda: [s(normal(4, 5), [1], 0, True), s(normal(4, 5, 3), [0, 1], 0, True)],
     "_fft_c2r.default": lambda: [s(normal(4, 3, dtype=torch.complex128), [1], 0, 5)],
     "linalg_cross.default": lambda: [s(normal(4, 3), normal(4, 3)), s(normal(1, 3), normal(4, 3))],
-    "_cdist_forward.default": lambda: [s(normal(4, 3, 2), normal(4, 5, 2), 2.0, None)],
+    "_cdist_forward.default": lambda: [s(normal(4, 3, 2), normal(4, 5, 2), 2.0, None), s(normal(3, 2), normal(28, 2), 2.0, None)],
+    "_euclidean_dist.default": lambda: [s(normal(4, 3, 2), normal(4, 5, 2)), s(normal(3, 2), normal(1, 5, 2))],
     "_cdist_backward.default": lambda: [s(normal(4, 3, 5), a := normal(4, 3, 2), b := normal(4, 5, 2), 2.0, torch.cdist(a, b))],
     # attention
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda: _attention(False),
@@ -713,9 +720,22 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "new_empty_strided.default": lambda: [s(normal(4, 2), [4, 3], [1, 4])],
     "full_like.default": lambda: [s(normal(4, 2), 2.5)],
     "scalar_tensor.default": lambda: [s(2.5, dtype=torch.float64)],
+    **{
+        f"{kind}_window.{overload}": lambda rest=rest: [s(6, *rest, dtype=torch.float64)]
+        for kind in ("bartlett", "blackman", "hamming", "hann", "kaiser")
+        for overload, rest in (
+            ("default", ()),
+            ("periodic", (False,)),
+            ("beta", (True, 9.0)),
+            ("periodic_alpha", (True, 0.5)),
+            ("periodic_alpha_beta", (True, 0.5, 0.4)),
+        )
+    },
     "arange.default": lambda: [s(7), s(6), s(5.5, dtype=torch.float64)],
     "arange.start": lambda: [s(2, 9), s(0.5, 6.0, dtype=torch.float64)],
     "arange.start_step": lambda: [s(2, 13, 2), s(9, 1, -2), s(0.5, 6.0, 0.5, dtype=torch.float64)],
+    "ctc_loss.default": lambda: [s(*_ctc()[:4], 0, False), s(*_ctc()[:4], 1, True), s(*_ctc(one_row=True)[:4], 0, False)],
+    "ctc_loss_backward.default": lambda: [s(normal(3), *_ctc(), 0, False), s(normal(3), *_ctc(one_row=True), 0, True)],
     "random_bits.default": lambda: [
         s(ints(2, high=1 << 40), [5, 4], [4, 1], 0),
         s(ints(3, 2, high=1 << 40), [7, 3], [12, 3], 2),
@@ -800,6 +820,14 @@ def samples(op: OpOverload) -> list[Sample]:
     torch.manual_seed(0)
     name = str(op).split(".", 1)[1] if str(op).count(".") == 2 else str(op)
     return SAMPLES[name]() if name in SAMPLES else generic(op)
+
+
+def _ctc(one_row: bool = False) -> tuple[torch.Tensor, ...]:
+    log_probs, targets = normal(7, 3, 5).log_softmax(-1), ints(3, 3, low=1, high=5)
+    lengths = torch.tensor([7, 5, 6]), torch.tensor([3, 1, 2])
+    if one_row:
+        targets = targets.flatten()[:6]
+    return log_probs, targets, *lengths, *torch.ops.ftp.ctc_loss.default(log_probs, targets, *lengths, 0, False)
 
 
 def _bags() -> tuple[torch.Tensor, torch.Tensor]:

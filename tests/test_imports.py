@@ -27,6 +27,7 @@ ORDER = [
     "axis",
     "functional",
     "fused",
+    "fixed_shapes",
     "notation",
     "layout",
     "registry",
@@ -102,7 +103,7 @@ ORDER = [
     "__init__",
     "__main__",
 ]
-FOR_RULES = {"errors", "fused", "philox", "notation", "registry", "localize", "stacked", "rules"}
+FOR_RULES = {"errors", "fixed_shapes", "fused", "philox", "notation", "registry", "localize", "stacked", "rules"}
 
 
 def imported(path: Path) -> set[str]:

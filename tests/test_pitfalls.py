@@ -172,6 +172,22 @@ ALONG: dict[str, Pitfall] = {
         ],
         (x(5, 3, 3),),
     ),
+    "matrices of no rows": (lambda a: [torch.linalg.det(a), *torch.linalg.slogdet(a), torch.logdet(a)], (x(3, 0, 0),)),
+    "systems": (
+        lambda a, b: [
+            torch.linalg.solve(a + 3 * torch.eye(3), b),
+            torch.linalg.solve_triangular(a.triu() + 3 * torch.eye(3), b.mT, upper=True, left=False),
+            torch.linalg.solve(a[0] + 3 * torch.eye(3), b[0, :, 0]),
+        ],
+        (x(5, 3, 3), x(5, 3, 4)),
+    ),
+    "distance": (lambda a, b: [torch.dist(a, b), torch.dist(a, b[0], 3)], (x(5, 3), x(5, 3, seed=1))),
+    "distances": (lambda a, b: [torch.cdist(a, b), torch.cdist(a, b, p=1), torch.cdist(a[0], b[1], p=3)], (x(2, 5, 3), x(2, 4, 3))),
+    "many distances": (lambda a, b: torch.cdist(a, b), (x(27, 3), x(5, 3))),
+    "products of integers": (
+        lambda a, b, c: [torch.addmv(a[:, 0], b, c[:, 0], alpha=2.7), torch.addbmm(a, b[None], c[None], beta=1.6, alpha=0.3)],
+        (i(5, 4, 3) - 2, i(5, 4, 6) - 2, i(5, 6, 3) - 2),
+    ),
 }
 
 INDEXED: dict[str, Pitfall] = {
@@ -183,7 +199,10 @@ INDEXED: dict[str, Pitfall] = {
     "scatter_add": (lambda a, at, v: [a.scatter_add(0, at, v), a.scatter_add(1, at[:, :2], v[:, :2])], (x(5, 5), i(5, 4, 5), x(4, 5))),
     "scatter": (lambda a, v: a.scatter(1, torch.tensor([[0, 2], [3, 1], [2, 0]]), v), (x(3, 4), x(3, 2))),
     "scatter_reduce": (lambda a, at, v: [a.scatter_reduce(0, at, v, r) for r in ("sum", "amax", "mean")], (x(5, 3), i(5, 7, 3), x(7, 3))),
-    "gather": (lambda a, at: [a.gather(0, at), a.gather(1, at[:, :1]), torch.take_along_dim(a, at, 0)], (x(5, 3), i(3, 4, 3))),
+    "gather": (
+        lambda a, at: [a[:, 0].gather(0, at[:0]), a.gather(0, at), a.gather(1, at[:, :1]), torch.take_along_dim(a, at, 0)],
+        (x(5, 3), i(3, 4, 3)),
+    ),
     "index": (lambda a, at: [a[at], a[:, at % 3], a[at, at % 3], a.index_select(0, at), a.take(at)], (x(7, 3), i(7, 5))),
     "masks": (lambda a, m: [a.masked_fill(m[:, None], 0), torch.where(m[:, None], a, -a)], (x(7, 3), MASK)),
     "experts by index and bmm": (_experts, (x(7, 4), i(5, 7), x(5, 4, 3))),
@@ -209,11 +228,71 @@ NORMS: dict[str, Pitfall] = {
     "normalize": (lambda a: [F.normalize(a), F.cosine_similarity(a, a.roll(1, 0))], (x(7, 5),)),
 }
 
+BROAD = x(7, 3)[:, :1] > 0
+
+# What torch computes by looking at values, of shapes that are known all the same.
+VALUES: dict[str, Pitfall] = {
+    "lstsq": (lambda a, b: [*torch.linalg.lstsq(a, b)[:1], torch.linalg.lstsq(a, b[..., 0], driver="gelsy")[0]], (x(3, 5, 2), x(3, 5, 4))),
+    "ctc_loss": (
+        lambda a, t: [
+            torch.ctc_loss(a.log_softmax(-1), t, (6, 5, 4), (3, 1, 2), 0, 2),
+            F.ctc_loss(a.log_softmax(-1), t.flatten()[:5], torch.tensor([6, 3, 4]), torch.tensor([2, 1, 2]), reduction="none"),
+            torch.ctc_loss(a.log_softmax(-1), t, (6, 2, 4), (1, 3, 2), 2, 0, True),
+        ],
+        (x(6, 3, 5), i(4, 3, 3) + 1),
+    ),
+    "istft": (
+        lambda a, b: [
+            torch.istft(torch.complex(a, b), 8, 3, window=torch.hann_window(8, dtype=a.dtype) + 0.1, length=20),
+            torch.istft(torch.complex(a, b), 8, window=torch.ones(8, dtype=a.dtype), normalized=True, onesided=True),
+            torch.istft(torch.complex(a, b)[0], 8, 2, 6, torch.ones(6, dtype=a.dtype)),
+        ],
+        (x(3, 5, 7), x(3, 5, 7, seed=1)),
+    ),
+    "stft": (
+        lambda a, w: [
+            torch.view_as_real(torch.stft(a, 6, 2, window=w, return_complex=True)),
+            torch.stft(a[0], 8, 3, 6, w, normalized=True, return_complex=True).abs(),
+            torch.stft(torch.complex(a, a * 2), 6, 3, window=w, center=False, return_complex=True, onesided=False).abs(),
+        ],
+        (x(3, 19), x(6)),
+    ),
+    "combinations": (lambda a: [torch.combinations(a), torch.combinations(a, 3, with_replacement=True)], (x(5),)),
+    "index_fill by a tensor": (
+        lambda a, at, v: [a.index_fill(0, at, v), a.clone().index_fill_(1, at[:2], v), v.index_fill(0, at[:1] * 0, v * 2)],
+        (x(5, 3), torch.tensor([2, 0, 2]), x(1)[0]),
+    ),
+    "index_fill": (lambda a, at: [a.index_fill(0, at, 2.0), a.index_fill(1, at - 3, -1.0)], (x(5, 3), torch.tensor([2, 0, 2]))),
+    "one value where a mask holds": (
+        lambda a, m, v, w: [a.index_put((m,), v), a.index_put((m,), w, accumulate=True)],
+        (x(7, 3), MASK, x(1, 3), x(1, 1)[0]),
+    ),
+    "values where a mask holds": (
+        lambda a, m, v: [a.index_put((m,), v), _written(a, m, v[0]), _written(a, m, v), _written(a, BROAD.expand(7, 3), v[0, 0])],
+        (x(7, 3), MASK, x(4, 3)),
+    ),
+    "products of what is scattered": (
+        lambda a, at, v: [a.scatter_reduce(0, at, v, "prod"), a.index_reduce(0, at[:, 0], v, "prod", include_self=False)],
+        (x(5, 3), i(5, 7, 3), ties(7, 3)),
+    ),
+    "phases of singular vectors": (
+        lambda a, b: (lambda u, s, v: [(u * s.unsqueeze(-2)) @ v, s])(*torch.linalg.svd(torch.complex(a, b), full_matrices=False)),
+        (x(3, 4, 3), x(3, 4, 3, seed=1)),
+    ),
+}
+
+
+def _written(a: Tensor, mask: Tensor, value: Tensor) -> Tensor:
+    a = a * 2
+    a[mask] = value
+    return a
+
+
 PITFALLS = {
     f"{family}: {name}": pitfall
     for family, members in (
         ("loss", LOSSES), ("convolution", CONVOLUTIONS), ("table", TABLES), ("reduction", REDUCTIONS), ("along", ALONG),
-        ("indexed", INDEXED), ("norm", NORMS),
+        ("indexed", INDEXED), ("norm", NORMS), ("values", VALUES),
     )
     for name, pitfall in members.items()
 }  # fmt: skip
@@ -267,6 +346,10 @@ def check(fn: Callable[..., Any], arguments: tuple[Tensor, ...], mesh: str, spec
     torch.testing.assert_close(tensors(made), tensors(fn(*arguments)), rtol=1e-9, atol=1e-9, equal_nan=True, check_stride=False)
 
 
+BETA = pytest.mark.filterwarnings("ignore:index_reduce")
+
+
+@BETA
 @pytest.mark.parametrize("name", PITFALLS)
 def test_pitfall(name: str):
     fn, arguments = PITFALLS[name]
@@ -279,6 +362,7 @@ def test_pitfall(name: str):
     holds()
 
 
+@BETA
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PITFALLS)
 def test_pitfall_over_many_layouts(name: str):

@@ -412,8 +412,7 @@ def test_operators_of_functions():
 @pytest.mark.parametrize(
     ("fn", "advice"),
     [
-        (lambda x: torch.linalg.lstsq(x, x)[0], "torch.linalg.pinv"),
-        (lambda x: F.ctc_loss(x[:, None].log_softmax(-1), INTEGERS[:1, :1], (2,), (1,)), "torch.library.custom_op"),
+        (lambda x: torch.linalg.lstsq(x.T, x.T, driver="gelsd")[0], "torch.linalg.pinv"),
         (lambda x: x[x > 0], "torch.where"),
     ],
 )

@@ -7,7 +7,7 @@ from torch import fx
 
 from ftp.localize import LocalOp
 from ftp.notation import Dims, Notation
-from ftp.registry import Call, LocalHook, Rule, rule
+from ftp.registry import Call, LocalHook, Rule, make, rule
 from ftp.rules.local import with_shape
 
 aten = torch.ops.aten
@@ -48,6 +48,17 @@ def _like(call: Call, local: LocalHook, linear: Sequence[tuple[int]] = ()) -> Ru
 
 
 rule(aten.scalar_tensor.default, "-> ()")
+
+
+@rule(*(
+    getattr(packet, overload)
+    for packet in (aten.bartlett_window, aten.blackman_window, aten.hamming_window, aten.hann_window, aten.kaiser_window)
+    for overload in packet.overloads()
+    if not overload.endswith("out")
+))  # fmt: skip
+def window(call: Call) -> Rule:
+    """As short as a spectrum's frame: every rank makes all of it."""
+    return make("-> [n]")
 
 
 @rule(aten.arange.default, aten.arange.start, aten.arange.start_step)

@@ -65,7 +65,7 @@ def embedding_dense_backward(call: Call) -> Rule:
 @rule(aten.gather.default)
 def gather(call: Call) -> Rule:
     x, index = call.operands
-    if x.ndim == 0 or index.ndim == 0:
+    if x.ndim == 0 or index.ndim != x.ndim:
         return _all_whole(call, linear=[(0,)])
     dim = call.arg("dim") % x.ndim
     x_dims, index_dims, whole = _elementwise(x, index, dim)
@@ -86,7 +86,7 @@ def gather(call: Call) -> Rule:
 def scatter_add(call: Call) -> Rule:
     """Indices may be cut: then ``self`` is added by the first rank alone."""
     x, index, src = call.operands
-    if x.ndim == 0 or index.shape != src.shape:
+    if x.ndim == 0 or index.ndim != x.ndim or index.shape != src.shape:
         return _all_whole(call, linear=[(0, 2)])
     dim = call.arg("dim") % x.ndim
     x_dims, index_dims, whole = _elementwise(x, index, dim)
@@ -112,7 +112,7 @@ def scatter(call: Call) -> Rule:
     x, index, *src = call.operands
     value = None if src else call.args[3]
     linear = [(0, 2)] if src else [(0,)] if value == 0 else []
-    if x.ndim == 0 or (src and index.shape != src[0].shape):
+    if x.ndim == 0 or index.ndim != x.ndim or (src and index.shape != src[0].shape):
         return _all_whole(call, linear=linear)
     dim = call.arg("dim") % x.ndim
     x_dims, index_dims, whole = _elementwise(x, index, dim)
@@ -134,7 +134,7 @@ def scatter(call: Call) -> Rule:
 @rule(aten.scatter_reduce.two, aten.scatter.reduce, aten.scatter.value_reduce)
 def scatter_reduce(call: Call) -> Rule:
     x, index, *src = call.operands
-    if x.ndim == 0 or (src and index.shape != src[0].shape):
+    if x.ndim == 0 or index.ndim != x.ndim or (src and index.shape != src[0].shape):
         return _all_whole(call)
     dim = call.arg("dim") % x.ndim
     x_dims, index_dims, whole = _elementwise(x, index, dim)
@@ -348,7 +348,16 @@ class _Indexed:
 # Others.
 
 
-@rule(aten.take.default, aten.put.default, aten.masked_scatter.default, aten.bincount.default)
+@rule(aten.take.default)
+def take(call: Call) -> Rule:
+    """Numbers count through all of x, which is whole."""
+    x, index = call.operands
+    dims = _dims(index.ndim)
+    x_dims = tuple((f"x{d}",) for d in range(x.ndim))
+    return Rule(Notation((x_dims, dims), (dims,), frozenset(f for (f,) in x_dims), ((),)), ((0,),))
+
+
+@rule(aten.put.default, aten.masked_scatter.default, aten.bincount.default, aten.nonzero_static.default)
 def anywhere(call: Call) -> Rule:
     return _all_whole(call)
 

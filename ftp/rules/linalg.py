@@ -1,8 +1,11 @@
 """Ops on each matrix of a batch, and on lines of it: spectra, distances."""
 
 import torch
+from torch._ops import OpOverload
 
-from ftp.registry import Call, Rule, acting_on, leading, rule
+from ftp.fixed_shapes import lstsq
+from ftp.notation import Notation
+from ftp.registry import Call, Rule, acting_on, leading, make, rule
 from ftp.rules.local import unless_empty
 
 aten = torch.ops.aten
@@ -19,18 +22,58 @@ def matrices(call: Call) -> Rule:
     return leading(call, call.operands[0].ndim - 2, local=unless_empty(call))
 
 
-@rule(
-    aten.linalg_solve_triangular.default, aten.triangular_solve.default, aten.cholesky_solve.default, aten._linalg_solve_ex.default,
-    aten.linalg_lu_solve.default, aten.linalg_ldl_solve.default, aten.lu_unpack.default,
-)  # fmt: skip
+# How many dims of each operand and result are those of one system; what else there is, is a batch.
+_SYSTEMS: dict[OpOverload, tuple[tuple[int, ...], tuple[int, ...]]] = {
+    aten._linalg_solve_ex.default: ((2, 2), (2, 2, 1, 0)),
+    aten.cholesky_solve.default: ((2, 2), (2,)),
+    aten.linalg_ldl_solve.default: ((2, 1, 2), (2,)),
+    aten.linalg_lu_solve.default: ((2, 1, 2), (2,)),
+    aten.linalg_solve_triangular.default: ((2, 2), (2,)),
+    aten.lu_unpack.default: ((2, 1), (2, 2, 2)),
+    aten.triangular_solve.default: ((2, 2), (2, 2)),
+    lstsq: ((2, 2), (2, 1, 0, 1)),
+}
+_RIGHT_HAND_SIDE = {
+    aten._linalg_solve_ex.default: 1,
+    aten.cholesky_solve.default: 0,
+    aten.linalg_ldl_solve.default: 2,
+    aten.linalg_lu_solve.default: 2,
+    aten.linalg_solve_triangular.default: 1,
+    aten.triangular_solve.default: 0,
+}
+
+
+@rule(*_SYSTEMS)
 def systems(call: Call) -> Rule:
-    """Batches that broadcast are whole."""
-    ndim = min(m.ndim for m in call.operands) - 2
+    """Batches that broadcast are whole, and so are results that are not asked for; right-hand sides are independent.
+
+    Those of least squares, whose kernels crash where there are none, are whole.
+    """
+    own = list(sum(_SYSTEMS[call.target], ()))
+    at = _RIGHT_HAND_SIDE.get(call.target)
+    n = len(call.operands)
     metas = (*call.operands, *call.results)
-    alike = 0
-    while alike < ndim and len({m.shape[alike] for m in metas if m.ndim > alike}) == 1 and len({m.ndim for m in call.operands}) == 1:
-        alike += 1
-    return leading(call, alike, local=unless_empty(call))
+    if call.target in (aten._linalg_solve_ex.default, lstsq) and call.results[0].ndim == call.operands[0].ndim - 1:
+        own[1] = own[n] = 1  # vectors, one a matrix
+    empty = any(0 in m.shape for m in call.operands)
+    unwanted = {t for t, m in enumerate(metas) if t >= n and 0 in m.shape and not empty}
+    batches = {m.shape[: m.ndim - k] for t, (m, k) in enumerate(zip(metas, own, strict=True)) if t not in unwanted}
+    shared = len(next(iter(batches))) if len(batches) == 1 else 0
+    columns = {}
+    if at is not None and own[at] == 2:
+        left = not any(a.name == "left" for a in call.target._schema.arguments) or call.arg("left")
+        columns = {(t, metas[t].ndim - (1 if left else 2)) for t in (at, n)}
+    named = [
+        tuple((f"~{d}",) if d < shared and t not in unwanted else ("rhs",) if (t, d) in columns else (f"y{t}_{d}",) for d in range(m.ndim))
+        for t, m in enumerate(metas)
+    ]
+    whole = frozenset(f for dims in named for (f,) in dims if f.startswith("y"))
+    linear = ((at,),) if at is not None and len(call.results) == 1 else ()
+    notation = Notation(tuple(named[:n]), tuple(named[n:]), whole, ((),) * len(call.results))
+    if len(call.results) == 1:
+        return Rule(notation, linear, unless_empty(call))
+    zero = unless_empty(call)  # what comes out beside the solution is due on ranks without a right-hand side too
+    return Rule(notation, linear, lambda op: op.default() if shared == 0 or all(op.sizes[f"~{d}"] for d in range(shared)) else zero(op))
 
 
 @rule(aten.linalg_pinv.atol_rtol_tensor)
@@ -59,13 +102,28 @@ def cross(call: Call) -> Rule:
 
 @rule(aten._cdist_forward.default)
 def distances(call: Call) -> Rule:
-    """Batches that broadcast are whole."""
+    """``... p [m], ... r [m] -> ... p r``; batches that broadcast are whole. Large ones are products, whatever the size of a part."""
     x, y = call.operands
-    same = x.shape[:-2] == y.shape[:-2]
-    return leading(call, x.ndim - 2 if same else 0, local=unless_empty(call))
+    if x.shape[:-2] != y.shape[:-2]:
+        return leading(call, 0)
+    as_product = call.arg("compute_mode") or 0
+    if as_product == 0:
+        as_product = 1 if max(x.shape[-2], y.shape[-2]) > 25 else 2
+    return make("... p [m], ... r [m] -> ... p r", local=unless_empty(call, lambda op: op.replaced(3, as_product)))
+
+
+@rule(aten._euclidean_dist.default)
+def distances_by_products(call: Call) -> Rule:
+    """``... p [m], ... r [m] -> ... p r``"""
+    x, y = call.operands
+    if x.shape[:-2] != y.shape[:-2]:
+        return leading(call, 0)
+    return make("... p [m], ... r [m] -> ... p r", local=unless_empty(call))
 
 
 @rule(aten._cdist_backward.default)
 def distances_backward(call: Call) -> Rule:
-    same = len({m.shape[:-2] for m in call.operands}) == 1
-    return leading(call, call.operands[0].ndim - 2 if same else 0, linear=[(0,)], local=unless_empty(call))
+    """``... p r, ... p m, ... r m, ... p r -> ... p m {r}``"""
+    if len({m.shape[:-2] for m in call.operands}) > 1:
+        return leading(call, 0, linear=[(0,)])
+    return make("... p r, ... p m, ... r m, ... p r -> ... p m {r}", linear=[(0,)], local=unless_empty(call))

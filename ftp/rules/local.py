@@ -1,7 +1,6 @@
 """Local forms that several families share."""
 
 import functools
-import math
 from typing import Any
 
 import torch
@@ -33,11 +32,15 @@ def zeros(op: LocalOp, call: Call, result: int = 0) -> fx.Node:
 
 
 def unless_empty(call: Call, local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
-    """``local``, or zeros where this rank's part of the first result, or of an operand, holds nothing: kernels differ on those."""
+    """``local``, or zeros where a cut leaves this rank nothing of the first result, or of an operand: kernels differ on those.
+
+    What is empty on the whole too, such as matrices of no rows, has a value that is the kernel's to say: their determinant is one.
+    """
 
     def guarded(op: LocalOp) -> Any:
-        shapes = [op.shape(0), *(op.operand_shape(i) for i in range(len(op.rule.operands)) if inputs)]
-        if op.is_cut() and any(math.prod(s) == 0 for s in shapes):
+        shapes = [(op.shape(0), call.results[0])]
+        shapes += [(op.operand_shape(i), meta) for i, meta in enumerate(call.operands) if inputs]
+        if op.is_cut() and any(size == 0 and whole for shape, meta in shapes for size, whole in zip(shape, meta.shape, strict=True)):
             made = tuple(zeros(op, call, i) for i in range(len(call.results)))
             return made[0] if len(made) == 1 else made
         return local(op) if local is not None else op.default()
