@@ -21,6 +21,15 @@ def linear(lr: float, total: int, *, start: float = 1.0 / 3, end: float = 1.0) -
     return lambda step: lr * (start + (end - start) * torch.clamp(step / total, max=1.0))
 
 
+def constant(lr: float, total: int, *, factor: float = 1.0 / 3) -> Schedule:
+    """``factor * lr`` for ``total`` steps, then ``lr`` (``ConstantLR``).
+
+    >>> float(constant(1.0, 5, factor=0.5)(torch.tensor(4.0))), float(constant(1.0, 5)(torch.tensor(5.0)))
+    (0.5, 1.0)
+    """
+    return lambda step: lr * (factor + (1 - factor) * (step >= total).to(step.dtype))
+
+
 def exponential(lr: float, gamma: float) -> Schedule:
     """``lr * gamma ** step`` (``ExponentialLR``).
 
@@ -30,12 +39,14 @@ def exponential(lr: float, gamma: float) -> Schedule:
     return lambda step: lr * gamma**step
 
 
-def steps(lr: float, milestones: Sequence[int], gamma: float = 0.1) -> Schedule:
-    """Times ``gamma`` at each milestone (``MultiStepLR``; evenly spaced ones are ``StepLR``).
+def steps(lr: float, milestones: int | Sequence[int], gamma: float = 0.1) -> Schedule:
+    """Times ``gamma`` at each milestone (``MultiStepLR``), or every so many steps (``StepLR``).
 
-    >>> float(steps(1.0, [3, 6], 0.5)(torch.tensor(6.0)))
-    0.25
+    >>> float(steps(1.0, [3, 6], 0.5)(torch.tensor(6.0))), float(steps(1.0, 2, 0.5)(torch.tensor(6.0)))
+    (0.25, 0.125)
     """
+    if isinstance(milestones, int):
+        return lambda step: lr * gamma ** torch.floor(step / milestones)
     return lambda step: lr * gamma ** sum(((step >= m).to(step.dtype) for m in milestones), torch.zeros_like(step))
 
 

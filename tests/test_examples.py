@@ -5,6 +5,7 @@ import json
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -120,8 +121,14 @@ def of(records: list[dict], name: str) -> list[float]:
 
 
 def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example):
-    call = [*TINY, "--steps", "4", "--dropout", "0.1"]
+    """From the first step on, or from a checkpoint that another number of ranks wrote."""
+    call = [*TINY, "--steps", "4", "--save-every", "2", "--dropout", "0.1"]
     example.main([*call, "--out", str(tmp_path / "four")])
+    shutil.copytree(tmp_path / "four", tmp_path / "moved")
+    shutil.rmtree(ftp.checkpoints(tmp_path / "moved/checkpoints")[-1].folder)
+    example.main([*call, "--out", str(tmp_path / "moved"), "--dp", "1", "--tp", "3"])
+    for name in ("loss", "val_loss", "norm", "lr"):
+        torch.testing.assert_close(of(numbers(tmp_path / "moved"), name), of(numbers(tmp_path / "four"), name), rtol=1e-4, atol=0)
     example.main([*call, "--out", str(tmp_path / "one"), "--dp", "1", "--tp", "1"])
     four, one = numbers(tmp_path / "four"), numbers(tmp_path / "one")
     assert [r["step"] for r in four if "val_loss" in r] == [0, 2, 4] and len(of(four, "loss")) == 4

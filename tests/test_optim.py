@@ -269,8 +269,10 @@ def test_ema():
 
 SCHEDULES: dict[str, tuple[Any, Any]] = {
     "linear": (schedules.linear(0.1, 7, start=0.2, end=0.8), lambda o: lr_scheduler.LinearLR(o, 0.2, 0.8, 7)),
+    "constant": (schedules.constant(0.1, 4, factor=0.3), lambda o: lr_scheduler.ConstantLR(o, 0.3, 4)),
     "exponential": (schedules.exponential(0.1, 0.9), lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
     "steps": (schedules.steps(0.1, [3, 8], 0.5), lambda o: lr_scheduler.MultiStepLR(o, [3, 8], 0.5)),
+    "steps, evenly": (schedules.steps(0.1, 7, 0.5), lambda o: lr_scheduler.StepLR(o, 7, 0.5)),
     "polynomial": (schedules.polynomial(0.1, 9, 2.0), lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0)),
     "cosine": (schedules.cosine(0.1, 25, end=0.01), lambda o: lr_scheduler.CosineAnnealingLR(o, 25, 0.01)),
     "cosine_restarts": (schedules.cosine_restarts(0.1, 6, end=0.01), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6, 1, 0.01)),

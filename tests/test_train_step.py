@@ -1,8 +1,10 @@
 """Whole train steps against one device over several steps, and their collectives: those of the loss, and a number for the clip."""
 
+import re
 from collections import Counter
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -238,3 +240,55 @@ def test_generation_with_a_cache_is_one_program(cut: str):
     gathered = {"all_gather": 1}  # the logits, or the tokens' rows of them
     assert kinds(moved) == {"heads": {"all_reduce": 1} | gathered, "sequence": {"all_reduce": 3}, "batch": gathered}[cut]
     torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)
+
+
+class Block(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm1, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.nn.functional.gelu(self.up(self.norm1(x))))
+
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+
+def test_the_pages_run():
+    """docs/training.md, docs/random.md and what docs/faults.md says of NaN, in one scope each, on two axes."""
+
+    def scope() -> dict[str, Any]:
+        model, batch = Net(), torch.randn(8, 8)
+        names = {"model": model, "batch": batch, "x": torch.randn(4, 4), "step": 3, "specs": P(), "Block": Block}
+        names |= {"mesh": ftp.simulated_mesh((2, 2), ("dp", "tp")), "torch": torch, "F": torch.nn.functional, "ftp": ftp, "P": P}
+        names["loss_fn"] = lambda params, batch: names["fn"](params, batch).square().mean()
+        return names
+
+    docs = Path(__file__).resolve().parents[1] / "docs"
+    training, random, faults = (
+        re.findall(r"```python\n(.*?)```", (docs / f"{page}.md").read_text(), re.S) for page in ("training", "random", "faults")
+    )
+    names = scope()
+    exec(training[0], names)
+    loss = names["metrics"]["loss"]
+    for _ in range(3):
+        names["params"], names["state"], names["metrics"] = names["step"](names["params"], names["state"], names["batch"])
+    assert names["metrics"]["loss"] < loss
+    for code in training[1:]:
+        exec(code, names)
+    exec(random[0], scope())
+    names = scope()
+    names["fn"], names["params"] = ftp.functionalize(names["model"])
+    names["opt"] = ftp.optim.from_torch(torch.optim.AdamW)
+    names["opt_state"] = names["opt"].init(names["params"])
+    before, names["batch"][0, 0] = names["params"], torch.nan
+    exec(next(code for code in faults if "nonfinite" in code), names)
+    assert names["nonfinite"] > 0 and all(torch.equal(names["params"][k], p) for k, p in before.items())
