@@ -1,5 +1,6 @@
 """Lowered: a program before it runs, to be read, counted, priced and compared."""
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
@@ -20,6 +21,7 @@ from ftp.partition import LocalProgram
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule
 from ftp.placement import mesh_device
 from ftp.program import Program
+from ftp.repeats import named_layers
 from ftp.report.disagreement import disagreements
 from ftp.report.lint import Finding, lint
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
@@ -55,6 +57,16 @@ class Lowered:
     def collectives(self) -> Collectives:
         """One record per issued collective, in order, unfolded; printed as a table that folds repeats."""
         return Collectives(replace(n.meta["collective"], cause=self._why(n)) for n in self.graph.graph.nodes if "collective" in n.meta)
+
+    @cached_property
+    def by_layer(self) -> dict[str, Collectives]:
+        """The collectives of each layer, ``layers.0`` first, and under ``""`` those of no layer."""
+        layers = {node.name: name for node, name in named_layers(self.plan.graph).items()}
+        issued = [layers.get(n.meta.get("origin", ""), "") for n in self.graph.graph.nodes if "collective" in n.meta]
+        found: dict[str, list[Collective]] = {}
+        for name, record in zip(issued, self.collectives, strict=True):
+            found.setdefault(name, []).append(record)
+        return {name: Collectives(found[name]) for name in sorted(found, key=lambda n: (not n, [int(i) for i in re.findall(r"\d+", n)]))}
 
     @property
     def out_specs(self) -> Any:

@@ -97,4 +97,5 @@ def program_page(lowered: Lowered, title: str = "ftp report", hardware: Any = No
         Leaf(node.name, spec, node.results[0].shape, node.results[0].dtype.itemsize, dtype_name(node.results[0].dtype))
         for node, spec in zip(lowered.plan.graph.inputs, specs, strict=True)
     ]
-    return page(title, program.mesh.axes, leaves, lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered))
+    found = lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered), lowered.by_layer
+    return page(title, program.mesh.axes, leaves, *found)

@@ -155,6 +155,12 @@ def _layer_of(node: Node, layers: Layers, users: Mapping[Node, int], shared: set
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
     """The layer of each input that has one: the number in its path after the word that has most of them."""
+    _, found = _word_and_numbers(names)
+    order = {number: i for i, number in enumerate(sorted(set(found.values())))}
+    return {node: order[number] for node, number in found.items()}
+
+
+def _word_and_numbers(names: Mapping[Node, str]) -> tuple[str, dict[Node, int]]:
     found: dict[str, dict[Node, int]] = {}
     for node, name in names.items():
         seen = set()
@@ -162,11 +168,22 @@ def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
             if match[1] not in seen:
                 seen.add(match[1])
                 found.setdefault(match[1], {})[node] = int(match[2])
-    if not found:
+    best = max(found, key=lambda word: (len(set(found[word].values())), word), default="")
+    return best, found.get(best, {})
+
+
+def named_layers(graph: Graph) -> dict[Node, str]:
+    """What the layer of each node is called that belongs to one, such as ``layers.3``; slices of stacks are ``layer 3``."""
+    names = {node: node.name for node in graph.inputs}
+    word, numbers = _word_and_numbers(names)
+    labels = numbered(names)
+    slices = max((len(node.results) for node in graph.nodes if node.target is UNSTACK), default=0)
+    if slices > len(set(numbers.values())):
+        return {node: f"layer {layer}" for node, layer in label(graph, {}, slices).of.items()}
+    if not labels:
         return {}
-    best = max(found, key=lambda word: (len(set(found[word].values())), word))
-    order = {number: i for i, number in enumerate(sorted(set(found[best].values())))}
-    return {node: order[number] for node, number in found[best].items()}
+    called = {layer: f"{word}.{numbers[node]}" for node, layer in labels.items()}
+    return {node: called[layer] for node, layer in label(graph, labels, 0).of.items()}
 
 
 def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:

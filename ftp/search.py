@@ -14,19 +14,20 @@ from ftp.arguments import argument_names, argument_specs
 from ftp.collection import collection_paused
 from ftp.cost import DEFAULT, Hardware
 from ftp.eliminate import Infeasible
-from ftp.errors import PlanningError
+from ftp.errors import InputError, PlanningError
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, from_fx, prune
 from ftp.layout import Layout, R, is_even, nominal
 from ftp.lowered import Lowered
 from ftp.mesh import AnyMesh, Mesh, resolve, use_mesh
 from ftp.network import AxisPlan, NotAlike, Open, Problem, solve
+from ftp.placement import placement_of
 from ftp.planner import apply, planned_latency, spec_layout
 from ftp.reach import Reach, reach
 from ftp.repeats import Folded, fold
 from ftp.spec import PartitionSpec
 from ftp.trace import grad_and_value, trace
-from ftp.tree import flatten, leaf_names, leaf_paths, plan
+from ftp.tree import flatten, kind_of, leaf_names, leaf_paths, plan
 
 STEPS = 8  # prices of memory tried on the way up, and as many between the last that was too low and the first that was not
 LEAST_PRICE = 1e-15  # seconds a byte
@@ -50,7 +51,8 @@ def search(
 
     Args:
         params: the parameters, real or meta.
-        batch_specs, batch: specs of the batch arguments, as in ``shard``, and the arguments, real or meta.
+        batch_specs, batch: specs of the batch arguments, as in ``shard``, and the arguments, real or meta. Or in place of the specs the
+            batch itself, placed by ``device_put`` (meta tensors will do), which knows its shapes and its specs.
         memory: bytes that ``lowered.memory`` may not exceed; None sets no limit.
         data_axes: as in ``shard``; on these, what is cut is gathered where it is used.
 
@@ -58,7 +60,7 @@ def search(
         A ``Found``: ``specs(params)`` are to be given to ``shard``, and ``print`` says what else would cost.
 
     Raises:
-        PlanningError: nothing found fits in ``memory``.
+        PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes of a batch.
 
     >>> import ftp
     >>> params = {"up": torch.empty(1024, 4096, device="meta"), "down": torch.empty(4096, 1024, device="meta")}
@@ -71,6 +73,8 @@ def search(
     Source: Everett (1963), Generalized Lagrange multiplier method.
     """
     m = resolve(mesh)
+    if not batch:
+        batch_specs, batch = _placed_batch(batch_specs, len(argument_names(loss_fn)) - 1)
     abstract = _meta(params), _meta(batch)
     given = argument_specs(batch_specs, batch, argument_names(loss_fn)[1:], "batch_specs")
     on_data = tuple(dict.fromkeys(axis for spec in given for axis in spec.axes)) if data_axes is None else tuple(data_axes)
@@ -123,6 +127,25 @@ def search(
         else:
             low = middle
     return found
+
+
+def _placed_batch(batch: Any, count: int) -> tuple[Any, tuple[Any, ...]]:
+    """Specs and arguments of a batch of placed tensors, for a loss that takes ``count`` of them."""
+    arguments = batch if count != 1 and isinstance(batch, tuple) else (batch,)
+    leaves, treedef = flatten(arguments)
+    places = [placement_of(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+    wrong = [
+        f"{name} is {leaf if isinstance(leaf, PartitionSpec) else kind_of(leaf)}"
+        for leaf, place, name in zip(leaves, places, leaf_names(arguments, "batch"), strict=True)
+        if place is None and (isinstance(leaf, Tensor | PartitionSpec))
+    ]
+    if wrong or not any(places):
+        raise InputError(
+            f"search needs the shapes of a batch beside its specs, and {wrong[0] if wrong else 'there is no tensor'}."
+            " Give the arguments after the specs, ftp.search(loss_fn, params, mesh, P('dp'), batch), or in their place a batch that knows its"
+            " specs: ftp.device_put(batch, mesh, P('dp')), where meta tensors will do."
+        )
+    return treedef.unflatten([PartitionSpec() if place is None else place.spec for place in places]), arguments
 
 
 @dataclass(frozen=True)

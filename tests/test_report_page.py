@@ -4,8 +4,10 @@ import html.parser
 import importlib.util
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
+import models
 import pytest
 import torch
 
@@ -132,6 +134,26 @@ def browser():
     return webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
 
 
+def decoder(layers: int) -> ftp.Lowered:
+    cfg = models.LlamaConfig(layers=layers)
+    fn, params = ftp.functionalize(models.build(cfg))
+    mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp"))
+    return ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=P("dp")).lower(params, models.lm_batch(cfg))
+
+
+def test_collectives_by_layer():
+    lowered = decoder(8)
+    found = lowered.by_layer
+    assert list(found) == [*(f"layers.{i}" for i in range(8)), ""]
+    assert sum(map(len, found.values())) == len(lowered.collectives)
+    for layer in range(1, 7):  # Megatron's four, and one for each of nine parameters
+        counts = Counter(c.axes for c in found[f"layers.{layer}"])
+        assert counts == {("tp",): 4, ("dp",): 9}, layer
+    text = ftp.visualize(lowered).html
+    assert "layers.7" in text and "all_reduce tp" in text
+
+
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_browser_shows_the_page(file: str, tmp_path: Path, capsys):
@@ -151,6 +173,13 @@ def test_a_browser_shows_the_page(file: str, tmp_path: Path, capsys):
         first = seen.find_element("css selector", "details[open] table")
         assert first.is_displayed() and "P(None, 'tp')" in first.text and "<script>alert(1)</script>" in first.text
         assert seen.execute_script("return performance.getEntriesByType('resource').length") == 0
+        ftp.visualize(decoder(2)).save(out)
+        seen.get(out.as_uri())
+        layers = seen.find_element("css selector", "#layers + details")
+        layers.find_element("css selector", "summary").click()
+        rows = [row.text for row in layers.find_elements("css selector", "tr")]
+        assert rows[0].startswith("layer") and "all_reduce tp" in rows[0]
+        assert [row.split()[0] for row in rows[1:]] == ["layers.0", "layers.1", "no"]
         assert [entry for entry in seen.get_log("browser") if entry["level"] == "SEVERE"] == []
     finally:
         seen.quit()

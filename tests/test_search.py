@@ -83,3 +83,19 @@ def test_what_is_found_equals_one_device():
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     for name, grad in grads.items():
         torch.testing.assert_close(found_grads[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_a_batch_that_knows_its_specs():
+    cfg = LlamaConfig(layers=1, vocab=64)
+    fn, params = ftp.functionalize(build(cfg, device="meta"))
+    mesh, batch = ftp.AbstractMesh((2, 2), ("dp", "tp")), lm_batch(cfg, 4, 6)
+    placed = ftp.device_put(tuple(x.to("meta") for x in batch), mesh, P("dp"))
+    limit = 10**9
+    found = ftp.search(lm_loss(fn), params, mesh, placed, memory=limit, hardware=ftp.Hardware.h100())
+    assert found.patterns == ftp.search(lm_loss(fn), params, mesh, P("dp"), batch, memory=limit, hardware=ftp.Hardware.h100()).patterns
+    fn2 = lm_loss(fn)
+    two = ftp.search(lambda params, x, y: fn2(params, (x, y)), params, mesh, placed, memory=limit, hardware=ftp.Hardware.h100())
+    assert two.patterns == found.patterns
+    for given, what in ((P("dp"), r"batch\[0\] is P\('dp'\)"), (batch, r"batch\[0\]\[0\] is a Tensor"), ((), "there is no tensor")):
+        with pytest.raises(ftp.errors.InputError, match=f"search needs the shapes of a batch beside its specs, and {what}"):
+            ftp.search(lm_loss(fn), params, mesh, given, memory=limit)

@@ -49,6 +49,7 @@ def page(
     cost: Cost | None = None,
     findings: Sequence[Finding] = (),
     program: str = "",
+    by_layer: Mapping[str, Collectives] | None = None,
 ) -> str:
     """The page; sections for which nothing is given are left out."""
     parts = [f"<h1>{escape(title)}</h1>", f"<p>Mesh: {escape(', '.join(f'{a} {n}' for a, n in axes.items()))}</p>"]
@@ -58,6 +59,8 @@ def page(
     parts.append(f'<h2 id="parameters">Parameters and inputs</h2>{_tree(leaves, axes)}')
     if collectives is not None:
         parts.append(f'<h2 id="collectives">Collectives</h2>{collectives._repr_html_()}')
+    if by_layer and any(by_layer):
+        parts.append(f'<h3 id="layers">By layer</h3>{_layers(by_layer)}')
     if memory is not None:
         parts.append(f'<h2 id="memory">Memory</h2>{_timeline(memory)}')
     if cost is not None:
@@ -88,6 +91,23 @@ def _tree(leaves: Sequence[Leaf], axes: Mapping[str, int]) -> str:
         table = f"<table><tr><th>path</th><th>global shape</th><th>spec</th><th>bytes a rank</th><th></th></tr>{rows}</table>"
         out.append(f"<details><summary><code>{escape(group)}</code>: {len(members)}, {in_bytes(total)} a rank</summary>{table}</details>")
     return "".join(out)
+
+
+def _layers(by_layer: Mapping[str, Collectives]) -> str:
+    """A row for each layer: how many collectives of each kind over each axis, and the bytes that a rank sends for them."""
+    kinds = list(dict.fromkeys((c.op, c.axes) for found in by_layer.values() for c in found))
+    head = "".join(f"<th>{escape(op)} {escape(', '.join(axes))}</th>" for op, axes in kinds)
+    rows = []
+    for name, found in by_layer.items():
+        cells = ""
+        for kind in kinds:
+            mine = [c for c in found if (c.op, c.axes) == kind]
+            sent = in_bytes(sum(c.wire_nbytes for c in mine))
+            cells += f"<td class='n'>{f'{len(mine)}, {sent}' if mine else ''}</td>"
+        total = in_bytes(found.wire_nbytes)
+        rows.append(f"<tr><td><code>{escape(name) or 'no layer'}</code></td>{cells}<td class='n'>{total}</td></tr>")
+    table = f"<table><tr><th>layer</th>{head}<th>bytes sent</th></tr>{''.join(rows)}</table>"
+    return f"<details><summary>{len(by_layer)} rows</summary>{table}</details>"
 
 
 def _few(axes: Mapping[str, int]) -> bool:

@@ -16,12 +16,29 @@ from ftp import P, units
 
 pytestmark = pytest.mark.dist
 
-SHAPES = {"even": (8, 4), "odd": (7, 5), "packed": (12, 3), "shared": (6, 2), "bias": (3,), "scalar": (), "empty": (0, 3), "big": (600, 601)}
+SHAPES = {
+    "even": (8, 4),
+    "odd": (7, 5),
+    "packed": (12, 3),
+    "shared": (6, 2),
+    "bias": (3,),
+    "scalar": (),
+    "empty": (0, 3),
+    "big": (600, 601),
+}
 DTYPES = {"odd": torch.bfloat16, "packed": torch.float8_e4m3fn, "bias": torch.complex128, "scalar": torch.int64, "big": torch.float64}
 LAYOUTS = {
     "pair": ((2,), ("tp",), {"even": P("tp"), "odd": P(None, "tp"), "packed": P(units("tp", 2, pack=2)), "big": P("tp")}),
-    "four": ((4,), ("tp",), {"even": P("tp"), "odd": P("tp"), "packed": P(units("tp", 2, pack=(8, 4))), "shared": P(units("tp", 3)), "bias": P("tp")}),
-    "square": ((2, 2), ("dp", "tp"), {"even": P("dp", "tp"), "odd": P(("tp", "dp")), "packed": P(None, "dp"), "big": P(None, "tp"), "empty": P("dp")}),
+    "four": (
+        (4,),
+        ("tp",),
+        {"even": P("tp"), "odd": P("tp"), "packed": P(units("tp", 2, pack=(8, 4))), "shared": P(units("tp", 3)), "bias": P("tp")},
+    ),
+    "square": (
+        (2, 2),
+        ("dp", "tp"),
+        {"even": P("dp", "tp"), "odd": P(("tp", "dp")), "packed": P(None, "dp"), "big": P(None, "tp"), "empty": P("dp")},
+    ),
     "first two": ((2,), ("tp",), {"even": P(None, "tp"), "odd": P("tp"), "shared": P("tp")}),
 }
 
@@ -198,6 +215,4 @@ def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
         assert "Ranks hold different trees: on rank 0 tree['w'] is 2; on rank 1 tree['w'] is 1" in other_tree
         assert f"saves with step={at}" in other_step
         assert "like['v'] is missing" in missing
-        assert other_specs == (
-            "MismatchError: Rank 1 loads another tree than rank 0, or with other specs. Give all ranks the same."
-        )
+        assert other_specs == ("MismatchError: Rank 1 loads another tree than rank 0, or with other specs. Give all ranks the same.")

@@ -35,7 +35,10 @@ def _run():
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     rank = int(os.environ["RANK"])
     torch.manual_seed(0)
-    model, x = torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4)).double(), torch.randn(3, 4, dtype=torch.float64)
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(4, 5), torch.nn.ReLU(), torch.nn.Linear(5, 4)).double(),
+        torch.randn(3, 4, dtype=torch.float64),
+    )
     expected = model(x).detach()
     program = torch.export.export(model, (x,))
     here = ftp.shard_exported(program, mesh, SPECS)

@@ -175,7 +175,9 @@ def test_a_rank_that_differs_is_refused_on_all_ranks():
         found = rank.value
         for name in ("library version", "specs", "program"):
             assert found[name][0].startswith(f"MismatchError: Ranks disagree on the {name} of call 1: rank 1 differs from rank 0"), found
-        assert "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (4, 4), rank 1 (3, 4)." in found["batch shape"][0]
+        assert (
+            "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (4, 4), rank 1 (3, 4)." in found["batch shape"][0]
+        )
         assert "MismatchError: x is float32 on rank 0, but float64 on rank 1." in found["dtype"][0]
         assert found["right again"][0] is None
         assert max(seconds for _, seconds in found.values()) < 15  # planning included
@@ -234,5 +236,6 @@ def test_copies_that_differ_are_named():
     assert found["constant"].startswith("ReplicaError: closure constant 0, a tensor of shape (2,), is not the same"), found
     assert "ranks 2, 3 differ from ranks 0, 1" in found["constant"]
     assert found["source"] == (
-        "ReplicaError: tree['w'], a source of device_put is not the same on ranks that share it: rank 0 differs from ranks 1, 2, 3.\n" + SAME
+        "ReplicaError: tree['w'], a source of device_put is not the same on ranks that share it: rank 0 differs from ranks 1, 2, 3.\n"
+        + SAME
     )

@@ -37,7 +37,10 @@ def _places():
     return {
         "two": (*mesh([0, 1], ("tp",)), {**WHOLE, "even": P("tp"), "packed": P(units("tp", 2, pack=2)), "odd": P(None, "tp")}),
         "three": (*mesh([1, 2, 3], ("tp",)), {**WHOLE, "even": P(None, "tp"), "odd": P("tp"), "shared": P("tp"), "empty": P("tp")}),
-        "four": (*mesh([[0, 1], [2, 3]], ("dp", "tp")), {**WHOLE, "even": P("tp", "dp"), "odd": P(("tp", "dp")), "shared": P(units("dp", 3))}),
+        "four": (
+            *mesh([[0, 1], [2, 3]], ("dp", "tp")),
+            {**WHOLE, "even": P("tp", "dp"), "odd": P(("tp", "dp")), "shared": P(units("dp", 3))},
+        ),
         "one": (*mesh([2], ("tp",)), WHOLE),
         "simulated": (ftp.simulated_mesh((3,), ("tp",)), True, {**WHOLE, "even": P("tp")}),
     }

@@ -1,0 +1,90 @@
+"""What a report says of collectives is what gloo is asked for when the step runs: as many of each kind, and of the same bytes."""
+
+from collections import Counter
+
+import pytest
+import torch
+import torch.distributed as dist
+from dist.launch import launch  # type: ignore[import-not-found]
+from torch.profiler import ProfilerActivity, profile
+
+import ftp
+from ftp import P
+
+pytestmark = pytest.mark.dist
+
+# What issues a collective, and what gloo then does; a reduce-scatter is an all-reduce of the whole inside it.
+_ISSUED = {
+    "c10d::allreduce_": "all_reduce",
+    "c10d::allgather_into_tensor_coalesced_": "all_gather",
+    "c10d::reduce_scatter_tensor_coalesced_": "reduce_scatter",
+    "c10d::alltoall_base_": "all_to_all",
+}
+_MOVED = {
+    "all_reduce": "gloo:all_reduce",
+    "all_gather": "gloo:all_gather",
+    "reduce_scatter": "gloo:all_reduce",
+    "all_to_all": "gloo:all_to_all",
+}
+_BYTES = {"float": 4, "double": 8, "long int": 8, "c10::BFloat16": 2}
+_PROGRAMS = {
+    "mlp tp": ("mlp", {"tp": "tp"}, P(), None),
+    "mlp dp": ("mlp", {}, P("n"), None),
+    "llama tp": ("llama", {"tp": "n"}, P(), None),
+    "llama sp": ("llama", {"tp": "n"}, P(), "sp"),
+    "llama dp": ("llama", {}, P("n"), None),
+    "llama zero-3": ("llama", {"zero": "n"}, P("n"), None),
+    "llama cp": ("llama", {}, P(None, "n"), None),
+}
+
+
+def _program(name, mesh):
+    import models  # type: ignore[import-not-found]
+
+    kind, cut, rows, pins = _PROGRAMS[name]
+    if kind == "mlp":
+        cfg = models.MLPConfig(layers=2, dim=7, hidden=9)
+        batch = models.class_batch(cfg, 6)
+        cut = dict.fromkeys(cut, "n")
+    else:
+        cfg = models.LlamaConfig(vocab=33, heads=3, dim=12, hidden=10, layers=2)
+        batch = models.lm_batch(cfg, batch=4, seq=6)
+    fn, full = ftp.functionalize(models.build(cfg), constraints=models.sequence_parallel(tp="n") if pins else None)
+    specs = ftp.plan(full, models.specs(models.cuts(cfg), **cut))
+    step = ftp.shard(models.loss(cfg, fn), mesh, specs, batch_specs=rows)
+    return step, ftp.device_put(full, mesh, specs), ftp.device_put(batch, mesh, rows)
+
+
+def _counted():
+    mesh, n = ftp.make_mesh((2,), ("n",), device_type="cpu"), 2
+    found = {}
+    for name in _PROGRAMS:
+        step, params, batch = _program(name, mesh)
+        step(params, batch)  # agreement and first calls
+        with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
+            step(params, batch)
+        events = seen.profiler.kineto_results.events()
+        issued = Counter(_ISSUED[e.name()] for e in events if e.name() in _ISSUED)
+        moved = Counter()
+        for event in events:
+            if event.name().startswith("gloo:"):
+                (shape, *_), (dtype, *_) = event.shapes(), event.dtypes()
+                moved[event.name(), torch.Size(shape).numel() * _BYTES[dtype]] += 1
+        said = step.lower(params, batch).collectives
+        sizes = Counter((_MOVED[c.op], c.nbytes // n if c.op == "all_gather" else c.nbytes) for c in said)
+        found[name] = (dict(issued), dict(Counter(c.op for c in said)), dict(moved), dict(sizes))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+def test_counts_and_bytes_are_those_of_gloo():
+    ranks = launch(_counted, 2, timeout=120)
+    assert [r.exit for r in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
+    for rank in ranks:
+        assert set(rank.value) == set(_PROGRAMS)
+        for name, (issued, said, moved, sizes) in rank.value.items():
+            assert issued == said, name
+            assert moved == sizes, name
+    kinds = {kind for issued, *_ in ranks[0].value.values() for kind in issued}
+    assert {"all_reduce", "all_gather", "reduce_scatter"} <= kinds
