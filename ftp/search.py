@@ -142,7 +142,7 @@ def _placed_batch(batch: Any, count: int) -> tuple[Any, tuple[Any, ...]]:
     if wrong or not any(places):
         raise InputError(
             f"search needs the shapes of a batch beside its specs, and {wrong[0] if wrong else 'there is no tensor'}."
-            " Give the arguments after the specs, ftp.search(loss_fn, params, mesh, P('dp'), batch), or in their place a batch that knows its"
+            " Give the arguments after the specs, search(loss_fn, params, mesh, P('dp'), batch), or in their place a batch that knows its"
             " specs: ftp.device_put(batch, mesh, P('dp')), where meta tensors will do."
         )
     return treedef.unflatten([PartitionSpec() if place is None else place.spec for place in places]), arguments

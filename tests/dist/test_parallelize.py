@@ -63,7 +63,6 @@ def _by_torch(case, model, mesh, tokens, targets):
 
 
 def _measured():
-    import ftp
 
     world = int(os.environ["WORLD_SIZE"])
     mesh = ftp.make_mesh(world, "tp", device_type="cpu")
