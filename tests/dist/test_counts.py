@@ -1,6 +1,7 @@
 """What a report says of collectives is what gloo is asked for when the step runs: as many of each kind, and of the same bytes."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
@@ -27,7 +28,7 @@ _MOVED = {
     "all_to_all": "gloo:all_to_all",
 }
 _BYTES = {"float": 4, "double": 8, "long int": 8, "c10::BFloat16": 2}
-_PROGRAMS = {
+_PROGRAMS: dict[str, Any] = {
     "mlp tp": ("mlp", {"tp": "tp"}, P(), None),
     "mlp dp": ("mlp", {}, P("n"), None),
     "llama tp": ("llama", {"tp": "n"}, P(), None),
@@ -63,7 +64,7 @@ def _counted():
         step(params, batch)  # agreement and first calls
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             step(params, batch)
-        events = seen.profiler.kineto_results.events()
+        events = seen.profiler.kineto_results.events()  # type: ignore[union-attr]
         issued = Counter(_ISSUED[e.name()] for e in events if e.name() in _ISSUED)
         moved = Counter()
         for event in events:

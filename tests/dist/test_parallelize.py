@@ -63,7 +63,6 @@ def _by_torch(case, model, mesh, tokens, targets):
 
 
 def _measured():
-
     world = int(os.environ["WORLD_SIZE"])
     mesh = ftp.make_mesh(world, "tp", device_type="cpu")
     tokens = torch.randint(32, (4, 8), generator=torch.Generator().manual_seed(1))
