@@ -51,7 +51,7 @@ def _program(name, mesh):
         cfg = models.LlamaConfig(vocab=33, heads=3, dim=12, hidden=10, layers=2)
         batch = models.lm_batch(cfg, batch=4, seq=6)
     fn, full = ftp.functionalize(models.build(cfg), constraints=models.sequence_parallel(tp="n") if pins else None)
-    specs = ftp.plan(full, models.specs(models.cuts(cfg), **cut))
+    specs = ftp.plan(full, models.specs(models.cuts(cfg), **cut))  # type: ignore[arg-type]
     step = ftp.shard(models.loss(cfg, fn), mesh, specs, batch_specs=rows)
     return step, ftp.device_put(full, mesh, specs), ftp.device_put(batch, mesh, rows)
 
