@@ -26,7 +26,16 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
 from ftp.errors import CollectiveError, FtpError, MismatchError
-from ftp.mesh import Mesh, Timeouts, own_timeouts, require_coordinate, restart_count, set_timeout, timeouts
+from ftp.mesh import (
+    Mesh,
+    Timeouts,
+    own_timeouts,
+    process_groups,
+    require_coordinate,
+    restart_count,
+    set_timeout,
+    timeouts,
+)
 
 _WATCH = 0.5  # seconds between two looks of the watching thread
 _LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
@@ -475,7 +484,7 @@ def _interrupt(mesh: Mesh) -> None:
     assert mesh.torch is not None
     for interrupt in interrupts:
         interrupt()
-    for group in mesh.torch.get_all_groups():
+    for group in process_groups(mesh):
         backends: dict[int, Any] = {id(b): b for b in map(group._get_backend, group._device_types)}
         for backend in backends.values():
             if not isinstance(backend, c10d.ProcessGroupGloo):

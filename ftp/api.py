@@ -38,6 +38,7 @@ def shard(
     certify: bool = False,
     pack: bool = False,
     check_inputs: bool = False,
+    prefetch: int | None = None,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -56,8 +57,10 @@ def shard(
             gathered whole, ops whose inputs disagree on their layout with no constraint to decide. So is an op without a sharding rule,
             else replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
-        pack: issue small all-reduces that are ready together as one. What is certified is the program before that.
+        pack: issue small collectives that are ready together as one. What is certified is the program before that.
         check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does.
+        prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the largest that it gathers. So much more
+            memory is used at most than with 0, where each is gathered when it is needed.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -91,7 +94,17 @@ def shard(
         out_specs,
         arguments=("params", *names[1:]),
         state=(0,),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack, check_inputs),
+        options=Options(
+            _checked_axes(data_axes, m),
+            reshard_after_forward,
+            tuple(donate),
+            compile,
+            strict,
+            certify,
+            pack,
+            check_inputs,
+            _checked_prefetch(prefetch),
+        ),
     )
 
 
@@ -109,6 +122,7 @@ def spmd(
     certify: bool = False,
     pack: bool = False,
     check_inputs: bool = False,
+    prefetch: int | None = None,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -142,7 +156,17 @@ def spmd(
         output_specs,
         arguments=names,
         state=(0, *donate),
-        options=Options(_checked_axes(data_axes, m), reshard_after_forward, tuple(donate), compile, strict, certify, pack, check_inputs),
+        options=Options(
+            _checked_axes(data_axes, m),
+            reshard_after_forward,
+            tuple(donate),
+            compile,
+            strict,
+            certify,
+            pack,
+            check_inputs,
+            _checked_prefetch(prefetch),
+        ),
     )
 
 
@@ -289,3 +313,9 @@ def _checked_axes(data_axes: Sequence[str] | None, mesh: Mesh) -> tuple[str, ...
     if unknown:
         raise SpecError(f"data_axes names {', '.join(map(repr, unknown))}, but the mesh has axes {', '.join(map(repr, mesh.axes))}.")
     return tuple(data_axes)
+
+
+def _checked_prefetch(prefetch: Any) -> int | None:
+    if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
+        raise InputError(f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of the largest parameter.")
+    return prefetch

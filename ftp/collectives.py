@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.distributed import _functional_collectives  # noqa: F401  (graph passes then keep a collective that one rank has no use for)
 
-from ftp.graph import Move, Node
+from ftp.graph import PARAMETER, Move, Node
 from ftp.layout import Layout
 from ftp.spec import Piece
 
@@ -103,9 +103,10 @@ class MoveSite:
         nbytes = math.prod(shape) * dtype.itemsize
         wire = {"all_reduce": 2 * nbytes * (n - 1) // n}.get(op, nbytes * (n - 1) // n)
         node.meta["collective"] = Collective(
-            op, (self.move.axis,), tuple(shape), dtype, nbytes, self.global_shape, wire, self.node.source, self.node.cause
+            op, self.move.axes, tuple(shape), dtype, nbytes, self.global_shape, wire, self.node.source, self.node.cause
         )
         node.meta["axis"] = self.move.axis
+        node.meta["is_ahead"] = self.node.depends == PARAMETER
         return self.emit(c10d.wait_tensor.default, node)
 
 

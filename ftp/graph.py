@@ -31,13 +31,22 @@ class FactorCut:
 
 @dataclass(frozen=True)
 class Move:
-    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to the axes folded before."""
+    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to the axes folded before.
+
+    Attributes:
+        product: the axes over whose product it runs, in the order of the mesh, if there are several; ``axis`` then names them all.
+    """
 
     axis: str
     n: int
     src: Layout
     dst: Layout
     shape: tuple[Size, ...]
+    product: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.product or (self.axis,)
 
     @property
     def op(self) -> str:

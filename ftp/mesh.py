@@ -107,12 +107,16 @@ class Mesh:
         """
         return [dict(zip(self.axis_names, at, strict=True)) for at in product(*map(range, self.shape))]
 
-    def group_name(self, axis: str) -> str:
-        """The name that functional collectives along ``axis`` take; of a process group, it differs from rank to rank."""
-        if axis not in self.axis_names:
-            raise MeshError(f"The mesh has no axis {axis!r}; its axes are {_describe(self.shape, self.axis_names)}.")
-        if self.kind != "process":
-            return f"sim:{axis}"
+    def group_name(self, axis: str, *others: str) -> str:
+        """The name that functional collectives along an axis take; of a process group, it differs from rank to rank.
+
+        Of the product of several axes it is one that stands for `product_group` until a run, as making a group takes all ranks.
+        """
+        for name in (axis, *others):
+            if name not in self.axis_names:
+                raise MeshError(f"The mesh has no axis {name!r}; its axes are {_describe(self.shape, self.axis_names)}.")
+        if self.kind != "process" or others:
+            return f"sim:{' × '.join((axis, *others))}"
         require_coordinate(self)
         return self.groups[self.axis_names.index(axis)]
 
@@ -124,6 +128,7 @@ AnyMesh = DeviceMesh | AbstractMesh | Mesh
 
 _current: ContextVar[Mesh | None] = ContextVar("ftp.mesh", default=None)
 _resolved: dict[DeviceMesh, Mesh] = {}
+_products: dict[tuple[Mesh, tuple[str, ...]], dist.ProcessGroup] = {}
 _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
 
@@ -287,7 +292,28 @@ def own_timeouts() -> Timeouts:
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank."""
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
-        _set_timeout(mesh.torch.get_all_groups(), timedelta(seconds=seconds))
+        _set_timeout(process_groups(mesh), timedelta(seconds=seconds))
+
+
+def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """This rank's groups along the axes, and over those products of axes for which there is one."""
+    assert mesh.torch is not None
+    return [*mesh.torch.get_all_groups(), *(group for (of, _), group in _products.items() if of == mesh)]
+
+
+def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """This rank's group over the product of some axes; all ranks of the mesh ask for it together when it is first made."""
+    key = mesh, tuple(axes)
+    if key not in _products:
+        here = require_coordinate(mesh)
+        at = zip(mesh.ranks, mesh.coordinates(), strict=True)
+        ranks = [rank for rank, there in at if all(there[a] == here[a] for a in mesh.axis_names if a not in axes)]
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup) and mesh.torch is not None
+        if dist.get_backend() != "fake":
+            _set_timeout([group], _timeout_of(mesh.torch.get_group(axes[0])))
+        _products[key] = group
+    return _products[key]
 
 
 def restart_count() -> int:
@@ -329,6 +355,7 @@ def _world() -> int:
     group = c10d._get_default_group()
     if not _worlds or _worlds[-1]() is not group:
         _resolved.clear()
+        _products.clear()
         _worlds.append(weakref.ref(group))
     return len(_worlds) - 1
 

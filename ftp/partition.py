@@ -73,7 +73,7 @@ class Partitioner:
 
     plan: Plan
     device: torch.device
-    group_name: Callable[[str], str]
+    group_name: Callable[..., str]
 
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
@@ -277,8 +277,8 @@ class _Emission:
             sizes,
             node.results[0].shape,
             lambda kind: self._offset(Offset(kind, _moved_extent(node), node.target.axis, node.target.n)),
-            self.group_name(node.target.axis),
-            self.coordinate[node.target.axis] == 0,
+            self.group_name(*node.target.axes),
+            all(self.coordinate[axis] == 0 for axis in node.target.axes),
         )
 
     def _move(self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str) -> fx.Node:

@@ -1,10 +1,11 @@
 """A planned program: run it on processes, or simulate it."""
 
 import hashlib
+import itertools
 import json
 import linecache
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -16,10 +17,11 @@ from ftp.agreement import exchange
 from ftp.compile import Run, compiled, eager
 from ftp.discovery import cache_folder
 from ftp.errors import MeshError
-from ftp.graph import Value
-from ftp.mesh import Mesh, require_coordinate
+from ftp.graph import Graph, Value
+from ftp.mesh import Mesh, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
-from ftp.passes import Packs, pack, packs
+from ftp.passes import Packs, merge_axes, pack, packs, prefetch
+from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
@@ -40,7 +42,8 @@ class Program:
         out_leaves, is_static: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
         leaf_specs: per leaf of the arguments, static ones too.
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or ``batch``.
-        pack: small all-reduces that are ready together are one.
+        pack: small collectives of one kind that are ready together are one.
+        prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the largest.
         donated: positions of inputs whose memory a run may use for its outputs.
     """
 
@@ -58,14 +61,22 @@ class Program:
     roles: tuple[str, ...] = ()
     pack: bool = False
     donated: tuple[int, ...] = ()
+    prefetch: int | None = None
 
     @cached_property
     def partitioner(self) -> Partitioner:
-        return Partitioner(self.plan, mesh_device(self.mesh), self.mesh.group_name)
+        """Makes the ranks' programs without packs."""
+        return self._partitioner_of(prefetch(self.plan.graph, (), self.prefetch))
+
+    def _partitioner_of(self, graph: Graph) -> Partitioner:
+        return Partitioner(replace(self.plan, graph=graph), mesh_device(self.mesh), self.mesh.group_name)
 
     @cached_property
-    def _packs(self) -> Packs:
-        return packs(self.plan.graph)
+    def _packing(self) -> tuple[Packs, Partitioner]:
+        is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
+        graph = merge_axes(self.plan.graph, self.mesh.axes if is_ascending else {})
+        found = packs(graph)
+        return found, self._partitioner_of(prefetch(graph, found.groups, self.prefetch))
 
     @cached_property
     def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
@@ -82,17 +93,23 @@ class Program:
     @cached_property
     def fingerprint(self) -> str:
         """Equal on all ranks that have planned the same program."""
-        return hashlib.sha256(describe_plan(self.plan).encode()).hexdigest()[:16]
+        return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @property
+    def description(self) -> str:
+        """The program as text that is equal on all ranks: the plan, and what else decides which collectives are issued, in what order."""
+        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}"
 
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
         if coordinate is None:
             coordinate = require_coordinate(self.mesh) if self.mesh.kind == "process" else dict.fromkeys(self.mesh.axes, 0)
-        local = self.partitioner.program(coordinate)
         if not self.pack:
-            return local
+            return self.partitioner.program(coordinate)
+        found, partitioner = self._packing
+        local = partitioner.program(coordinate)
         if local.gm not in self._packed:
-            graph = pack(local.gm.graph, self._packs)
+            graph = pack(local.gm.graph, found)
             issued = tuple(node.meta["collective"] for node in graph.nodes if "collective" in node.meta)
             self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
         return self._packed[local.gm]
@@ -116,7 +133,7 @@ class Program:
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
             if not prepared:
-                graph = through_memory(program.gm.graph, _memory_of(self.mesh))
+                graph = through_memory(_with_product_groups(program.gm.graph, self.mesh), _memory_of(self.mesh))
                 if self.compile:
                     prepared.append(compiled(graph, given, self.donated, lambda products: faster_by_onednn(self.mesh, products)))
                 else:
@@ -158,6 +175,15 @@ class Program:
         ]
 
 
+def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """The graph with its collectives over several axes on process groups; all ranks come here together."""
+    new, _ = copied(graph)
+    for node in new.nodes:
+        if "collective" in node.meta and len(axes := node.meta["collective"].axes) > 1:
+            node.args = (*node.args[:-1], product_group(mesh, axes).group_name)
+    return new
+
+
 @cache
 def _memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
     return shared_groups(mesh)
@@ -192,12 +218,15 @@ def join_parts(
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Per axis the groups of ranks, by their position on the mesh, that differ in that axis only."""
-    found: dict[str, dict[tuple[int, ...], list[int]]] = {axis: {} for axis in mesh.axis_names}
+    """Per axis, and per product of axes, the groups of ranks, by their position on the mesh, that differ in no other axis."""
+    names = mesh.axis_names
+    found: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {
+        axes: {} for count in range(1, len(names) + 1) for axes in itertools.combinations(names, count)
+    }
     for rank, coordinate in enumerate(mesh.coordinates()):
-        for axis in mesh.axis_names:
-            found[axis].setdefault(tuple(c for a, c in coordinate.items() if a != axis), []).append(rank)
-    return {axis: list(groups.values()) for axis, groups in found.items()}
+        for axes, groups in found.items():
+            groups.setdefault(tuple(c for a, c in coordinate.items() if a not in axes), []).append(rank)
+    return {" × ".join(axes): list(groups.values()) for axes, groups in found.items()}
 
 
 def describe_plan(plan: Plan) -> str:

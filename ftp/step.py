@@ -32,7 +32,7 @@ from ftp.lowered import Lowered, check_strictly
 from ftp.mesh import Mesh, use_mesh
 from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
 from ftp.planner import Specs, Watch, make_plan
-from ftp.program import Program, describe_plan
+from ftp.program import Program
 from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
@@ -55,6 +55,7 @@ class Options:
     certify: bool
     pack: bool = False
     check_inputs: bool = False
+    prefetch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -209,7 +210,7 @@ class Step:
             record.agree(number, agreed)
         except MismatchError as e:
             if "disagree on the program" in str(e):  # on every rank, so all of them come to say where it first differs
-                record.agree(number, {"program": describe_plan(planned.program.plan).replace("\n", "; ")})
+                record.agree(number, {"program": planned.program.description.replace("\n", "; ")})
             raise
         return planned
 
@@ -280,6 +281,7 @@ class Step:
             tuple(_role(call.positions[i], state) for i in tensor_leaves),
             self._options.pack,
             tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in self._options.donate),
+            self._options.prefetch,
         )
         if self._options.strict:
             check_strictly(program)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import os
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -12,7 +13,7 @@ import pytest
 import torch
 from dist.launch import launch  # type: ignore[import-not-found]
 from hypothesis import given, settings
-from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
 from programs import AXES, Drawn, programs
 from test_programs import QUICK, compare
 from torch import fx
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp import P
 from ftp.fused import UPDATES
-from ftp.passes import drop_copies, merge_updates, pack, packs, products, reuse_memory, schedule, with_values
+from ftp.passes import drop_copies, merge_updates, packs, products, reuse_memory, schedule, with_values
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import simulate
 from ftp.tree import flatten
@@ -57,8 +58,7 @@ def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass]
     return whole, inputs
 
 
-def all_passes(program: Program) -> list[Pass]:
-    return [partial(pack, found=packs(program.plan.graph)), drop_copies, schedule]
+PASSES = [drop_copies, schedule]  # after `prefetch` and `pack`, which a program does itself
 
 
 @settings(QUICK, max_examples=60)
@@ -71,7 +71,7 @@ def test_random_programs_keep_their_values(drawn: Drawn):
     expected = list(drawn.function(*drawn.values))
     outputs = [expected[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True) if not static]
     for donated in ((), range(len(drawn.values))):
-        found, inputs = run(program, drawn.values, all_passes(program), donated)
+        found, inputs = run(replace(program, pack=bool(donated)), drawn.values, PASSES, donated)
         compare([found[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True) if not static], outputs)
         if not donated:
             for x, spec, shards in zip(drawn.values, program.in_specs, zip(*inputs, strict=False), strict=False):
@@ -119,13 +119,14 @@ def lowered(plan: str, layers: int = 1, opt: Any = ADAMW, **options: Any) -> tup
 @pytest.mark.parametrize("opt", [ADAMW, FUSED], ids=["formulas", "fused"])
 def test_train_steps_keep_their_values_and_write_in_place(plan: str, opt: Any):
     made, leaves, expected = lowered(plan, opt=opt)
-    program = made._program
-    found, inputs = run(program, leaves, all_passes(program), program.donated)
-    compare([found[leaf] for leaf in program.out_leaves], expected)
-    assert len(program.donated) == len(leaves) - 2
-    for at, (shards, spec) in enumerate(zip(zip(*inputs, strict=False), program.in_specs, strict=False)):
-        before = [shard_of(leaves[at], spec, program.mesh.axes, c) for c in mesh_of(program)]
-        assert all(map(torch.equal, shards, before)) == (at not in program.donated), program.plan.graph.inputs[at].name
+    assert len(made._program.donated) == len(leaves) - 2
+    for pack in (False, True):
+        program = replace(made._program, pack=pack)
+        found, inputs = run(program, leaves, PASSES, program.donated)
+        compare([found[leaf] for leaf in program.out_leaves], expected)
+        for at, (shards, spec) in enumerate(zip(zip(*inputs, strict=False), program.in_specs, strict=False)):
+            before = [shard_of(leaves[at], spec, program.mesh.axes, c) for c in mesh_of(program)]
+            assert all(map(torch.equal, shards, before)) == (at not in program.donated), program.plan.graph.inputs[at].name
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -150,6 +151,83 @@ def test_packed_steps_equal_one_device():
     step = ftp.shard(lm_loss(fn), ftp.simulated_mesh((3,), ("tp",)), of_params, pack=True, certify=True)
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, lm_batch(cfg))
     compare(step(params, lm_batch(cfg)), (loss, grads))
+
+
+MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
+    "zero over dp × cp": (("dp", "cp"), None, P("dp", "cp"), {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 1}),
+    "the other way round": (("cp", "dp"), None, P("dp", "cp"), {"all_reduce": 1}),
+    "sequence parallelism": (("dp", "tp"), "tp", P("dp"), {"all_reduce": 6}),
+}
+
+
+@pytest.mark.parametrize("name", MERGED)
+def test_moves_over_several_axes_are_one(name: str):
+    axes, tp, batch_spec, counts = MERGED[name]
+    cfg = LlamaConfig(vocab=64, layers=1)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel(dp="dp") if tp else None)
+    of_params = ftp.plan(
+        params, {k: v if tp else P(axes, *list(v)[1:]) for k, v in specs(cuts(cfg), tp=tp, zero=None if tp else "dp").items()}
+    )
+    batch = lm_batch(cfg, 4, 8)
+    step = ftp.shard(
+        lm_loss(fn), ftp.simulated_mesh((2, 2), sorted(axes, key=("dp", "cp", "tp").index)), of_params, batch_specs=batch_spec, pack=True
+    )
+    grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, batch)
+    compare(step(params, batch), (loss, grads))
+    made = step.lower(params, batch)
+    plain = with_options(made, pack=False).collectives
+    found = Counter(c.op for c in made.collectives)
+    assert {op: found[op] for op in counts} == counts
+    assert any(len(c.axes) == 2 for c in made.collectives) and all(len(c.axes) == 1 for c in plain)
+    assert sum(c.wire_nbytes for c in made.collectives) <= sum(c.wire_nbytes for c in plain)
+
+
+def with_options(made: ftp.Lowered, **options: Any) -> ftp.Lowered:
+    return ftp.Lowered(replace(made._program, **options))
+
+
+@pytest.mark.parametrize("plan", ["zero", "zero×tp"])
+def test_gathers_run_ahead_within_their_limit_and_are_packed(plan: str):
+    plain = lowered(plan, 2, prefetch=0)[0]
+    packed = with_options(plain, pack=True).collectives
+    for op in ("all_gather", "reduce_scatter"):
+        before, after = ([c for c in found if c.op == op] for found in (plain.collectives, packed))
+        assert len(after) <= 4 < len(before) / 3
+        assert sum(c.nbytes for c in after) == sum(c.nbytes for c in before)
+    gathers = [c.nbytes for c in plain.collectives if c.op == "all_gather"]
+    peaks = []
+    for limit in (2000, None, sum(gathers) // 2):
+        made = with_options(plain, prefetch=limit)
+        peaks.append(int(made.memory) - int(plain.memory))
+        assert peaks[-1] <= (max(gathers) if limit is None else limit)
+        assert sorted(c.op for c in made.collectives) == sorted(c.op for c in plain.collectives)
+    assert peaks[-1] > sum(gathers) / 4, "the whole model is gathered if the limit allows it"
+
+
+def test_a_gather_is_under_way_while_the_one_before_is_read():
+    def gathers_at_products(made: ftp.Lowered) -> list[int]:
+        """Per product of the forward pass how many gathers have started that none has waited for."""
+        open_, found = set(), []
+        for node in made._executed[0].nodes:
+            if node.meta.get("is_ahead"):
+                open_.add(node)
+            elif node.target is C10D.wait_tensor.default:
+                open_ -= set(node.all_input_nodes)
+            elif node.target is torch.ops.aten.mm.default:
+                found.append(len(open_))
+            elif node.target is C10D.all_reduce.default:
+                return found
+        raise AssertionError("there is no loss")
+
+    made = lowered("zero", 2)[0]
+    assert not any(gathers_at_products(with_options(made, prefetch=0)))
+    assert sum(map(bool, gathers_at_products(made))) > 10
+
+
+@pytest.mark.parametrize("prefetch", [-1, 1.5, True, "all"])
+def test_prefetch_is_a_number_of_bytes(prefetch: Any):
+    with pytest.raises(ftp.FtpError, match="a number of bytes"):
+        ftp.shard(lambda p, x: (p * x).sum(), ftp.AbstractMesh((2,), ("dp",)), P(), prefetch=prefetch)
 
 
 @pytest.mark.parametrize("limit", [8, 100, 3000, 10**6])
@@ -270,6 +348,36 @@ def _check_trained(options: dict[str, Any], timeout: float) -> None:
 @pytest.mark.dist
 def test_steps_in_place_equal_one_device():
     _check_trained({"fused": True}, 90)
+
+
+def _gathered_over_both_axes() -> tuple[float, list[tuple[str, ...]]]:
+    mesh = ftp.make_mesh((2, 2), ("dp", "cp"), device_type="cpu")
+    w, x = torch.arange(24.0).reshape(8, 3), torch.arange(24.0).reshape(4, 2, 3)
+
+    def loss_fn(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x @ p.T).square().sum() for p in params]).sum()
+
+    full = (w, w + 1)
+    step = ftp.shard(loss_fn, mesh, P(("dp", "cp")), batch_specs=P("dp", "cp"), pack=True)
+    params, batch = ftp.device_put(full, mesh, P(("dp", "cp"))), ftp.device_put(x, mesh, P("dp", "cp"))
+    axes = [c.axes for c in step.lower(params, batch).collectives]
+    loss, grads = step(params, batch)
+    expected, value = torch.func.grad_and_value(loss_fn)(full, x)
+    whole = ftp.device_get(grads, mesh, P(("dp", "cp")))
+    error = max(
+        float((loss - value).abs() / value), *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(whole, expected, strict=True))
+    )
+    ftp.destroy_process_group()
+    return error, axes
+
+
+@pytest.mark.dist
+def test_collectives_over_several_axes_run_on_processes():
+    ranks = launch(_gathered_over_both_axes, 4, timeout=90)
+    assert [r.exit for r in ranks] == [0] * 4, [r.error or r.stderr[-2000:] for r in ranks]
+    for rank in ranks:
+        assert rank.value[0] < 1e-6
+        assert set(rank.value[1]) == {("dp", "cp")} and len(rank.value[1]) == 3
 
 
 @pytest.mark.dist

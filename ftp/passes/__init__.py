@@ -6,8 +6,10 @@ A pass that changes which collectives are issued, or in what order, decides from
 from ftp.passes.copies import drop_copies as drop_copies
 from ftp.passes.memory import reuse_memory as reuse_memory
 from ftp.passes.memory import with_values as with_values
+from ftp.passes.merge import merge_axes as merge_axes
 from ftp.passes.pack import Packs as Packs
 from ftp.passes.pack import pack as pack
 from ftp.passes.pack import packs as packs
+from ftp.passes.prefetch import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
 from ftp.passes.updates import merge_updates as merge_updates

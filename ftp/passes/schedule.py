@@ -1,11 +1,15 @@
 """The order of a rank's graph: collectives early, what they give late, and outputs as soon as nothing they wait for is under way."""
 
+import operator
 from collections.abc import Iterable
 
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.fused import UPDATES, written
 from ftp.localize import RankGraph
+from ftp.passes.alias import is_view
+from ftp.passes.memory import in_place
 
 
 def schedule(graph: fx.Graph) -> fx.Graph:
@@ -14,14 +18,21 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     Everything is computed when it is first needed: by a collective, in the order of these, or by an output. Between the start of a
     collective and the first use of its result stand the outputs that depend on earlier collectives only. In a train step these are the
     products for the weights' gradients and the weights' updates; after an update its gradient is needed no more.
+
+    A gather of parameters needs nothing that is computed. It starts when all that stands before it in the graph and reads gathered
+    parameters is done, so that no more of these are held than the graph's order says.
+
+    What is returned in place of an input comes after the input's other uses, that it may be written to the input's memory.
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     collectives = [node for node in nodes if "collective" in node.meta]
     number = {node: i for i, node in enumerate(collectives)}
     latest = _latest_collective(nodes, number)
-    returned = graph.output_node().all_input_nodes
-    pending = sorted(dict.fromkeys(returned), key=lambda node: (latest[node], position[node]))
+    readers = sorted(_readers(node for node in nodes if node.meta.get("is_ahead")), key=position.__getitem__)
+    due = {node: {node, *_readers(_overwritten(node))} for node in dict.fromkeys(graph.output_node().all_input_nodes)}
+    final = {node: max(latest[one] for one in together) for node, together in due.items()}
+    pending = sorted(due, key=lambda node: (final[node], position[node]))
     new = RankGraph()
     env: dict[fx.Node, fx.Node] = {}
 
@@ -36,12 +47,22 @@ def schedule(graph: fx.Graph) -> fx.Graph:
             env[node] = new.node_copy(node, env.__getitem__)
 
     emit(node for node in nodes if node.op == "placeholder")
-    at = 0
+    at = read = 0
     for i, collective in enumerate(collectives):
+        is_ahead = collective.meta.get("is_ahead")
+        if is_ahead:
+            until = read
+            while until < len(readers) and position[readers[until]] < position[collective]:
+                until += 1
+            emit(readers[read:until])
+            read = until
         emit([collective])
-        while at < len(pending) and latest[pending[at]] < i:
-            emit([pending[at]])
+        # What was computed since an earlier collective's start was computed for this one; a gather of parameters needs nothing.
+        while not is_ahead and at < len(pending) and final[pending[at]] < i:
+            emit(due[pending[at]])
             at += 1
+    for node in pending[at:]:
+        emit(due[node])
     emit(node for node in nodes if node.op != "output")
     new.output(map_arg(graph.output_node().args[0], env.__getitem__))
     new.output_node().meta.update(graph.output_node().meta)
@@ -54,3 +75,25 @@ def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> 
     for node in nodes:
         latest[node] = max([number.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)])
     return latest
+
+
+def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
+    """What computes with some values, or sends them."""
+    found, stack = set(), list(values)
+    while stack:
+        for user in stack.pop().users:
+            if is_view(user):
+                stack.append(user)
+            elif user.op != "output":
+                found.add(user)
+    return found
+
+
+def _overwritten(node: fx.Node) -> list[fx.Node]:
+    """The inputs whose memory a chain of elementwise ops that ends with ``node``, or an optimizer's kernel, may write to."""
+    while in_place(node) is not None and isinstance(node.args[0], fx.Node):
+        node = node.args[0]
+    update = node.args[0] if node.target is operator.getitem else None
+    if isinstance(update, fx.Node) and update.target in UPDATES:
+        return [operand for operand in written(update.args[0]) if operand.op == "placeholder"]  # type: ignore[arg-type]
+    return [node] if node.op == "placeholder" else []
