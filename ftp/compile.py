@@ -8,9 +8,11 @@ from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ftp.kernels import compiled_together
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
 from ftp.passes.memory import in_place
 from ftp.passes.products import Choose, by_onednn, products
+from ftp.pieces import Piece, split, with_pieces
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -33,64 +35,69 @@ def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
 
 
 def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose) -> Run:
-    """Inductor's code for the whole graph, called directly: no guards, for a step has checked its arguments, and no wrappers.
+    """Inductor's code for the pieces between collectives, called directly: a step has checked its arguments, so no guards and no wrappers.
 
-    An output that an elementwise chain makes of a donated input is written to that input's memory. Integers among the inputs, the
-    offsets of this rank's parts, become constants of the code. ``choose`` says which of the graph's products oneDNN does.
+    An output that an elementwise chain makes of a donated input is written to that input's memory. Numbers among the inputs, the
+    offsets of this rank's parts, become constants of the code. Equal pieces are compiled once. ``choose`` says which of the graph's
+    products oneDNN does.
     """
+    tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
+    inputs = _dense(inputs, tensors)
+    gm = with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs)
+    graph = merge_updates(gm.graph, donated)
+    graph = by_onednn(graph, choose(products(graph)))
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)}
+    pieces = split(graph, numbers, _written(graph, [placeholders[i] for i in donated]))
+    made: dict[str, Callable[[list[Any]], Sequence[Any]]] = {}
+    with compiled_together():
+        for piece in pieces:
+            if (key := piece.key()) not in made:
+                made[key] = _compiled(piece)
+    forward = fx.GraphModule({}, with_pieces(graph, pieces, [made[piece.key()] for piece in pieces])).forward
+    return lambda given: forward(*_dense(given, tensors))  # the strides that the code is made for
+
+
+def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
+    """Inductor's code for one piece; it takes a list, which it empties."""
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
-    inputs = _dense(inputs, tensors)
-
-    def on_tensors(*given: torch.Tensor) -> Any:
-        full = list(inputs)
-        for i, x in zip(tensors, given, strict=True):
-            full[i] = x
-        return module(*full)
-
-    module = fx.GraphModule({}, schedule(drop_copies(graph)))
-    pairs = _written(module.graph, set(donated), inputs)
-    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
-        fake = [mode.from_tensor(inputs[i].detach(), static_shapes=True) for i in tensors]
-        gm = make_fx(on_tensors, decomposition_table=select_decomp_table(), tracing_mode="real")(*fake)
+    with torch.no_grad(), FakeTensorMode() as mode:
+        fake = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in piece.values()]
+        gm = make_fx(fx.GraphModule({}, piece.graph), decomposition_table=select_decomp_table(), tracing_mode="real")(*fake)
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
+    count = len(piece.outputs)
     with gm.graph.inserting_before(output):
-        for result, i in pairs.items():
-            gm.graph.call_function(aten.copy_.default, (placeholders[tensors.index(i)], results[result]))
-    kept = [i for i in range(len(results)) if i not in pairs]
-    output.args = (tuple(results[i] for i in kept),)
+        for value, (_, old) in zip(results[count:], piece.writes, strict=True):
+            gm.graph.call_function(aten.copy_.default, (placeholders[piece.inputs.index(old)], value))
+    output.args = (tuple(results[:count]),)
+    output.meta["user_visible_output_idxs"] = list(range(count))  # others rely on their strides
     gm.graph.eliminate_dead_code()
-    gm = fx.GraphModule(gm, by_onednn(gm.graph, choose(products(gm.graph))))
+    gm.recompile()
     with torch.no_grad(), tracing(TracingContext(mode)):
         code: Any = compile_fx_inner(gm, fake, is_inference=True)
-    count = len(results)
+    call = code.current_callable
 
-    def run(given: Sequence[Any]) -> Sequence[torch.Tensor]:
-        given = _dense(given, tensors)  # the strides that the code is made for
-        flat = [given[i] for i in tensors]
-        found: list[Any] = [None] * count
-        for result, i in pairs.items():
-            found[result] = given[i].detach()
-        for i, x in zip(kept, code(flat), strict=True):
-            found[i] = x
-        return found
+    def run(inputs: list[Any]) -> Sequence[Any]:
+        return call(inputs)
 
     return run
 
 
-def _written(graph: fx.Graph, donated: set[int], inputs: Sequence[Any]) -> dict[int, int]:
-    """Output -> the donated input that it is made of by elementwise ops on its first operands; each input once."""
-    position = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    found: dict[int, int] = {}
-    for at, node in enumerate(graph.output_node().args[0]):  # type: ignore[arg-type]
+def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
+    """Output -> the donated input, of its shape, that it is made of by elementwise ops on its first operands; each input once."""
+    found: dict[fx.Node, fx.Node] = {}
+    for value in graph.output_node().args[0]:  # type: ignore[union-attr]
+        node = value
         while isinstance(node, fx.Node) and in_place(node) is not None and isinstance(node.args[0], fx.Node):
             node = node.args[0]
-        i = position.get(node, -1)
-        if i in donated and i not in found.values() and node is not graph.output_node().args[0][at]:  # type: ignore[index]
-            found[at] = i
+        if node is value or node not in donated or value in found or node in found.values():
+            continue
+        old, new = node.meta["val"], value.meta["val"]  # type: ignore[union-attr]
+        if (old.shape, old.dtype) == (new.shape, new.dtype):
+            found[value] = node  # type: ignore[index]
     return found

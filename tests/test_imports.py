@@ -81,6 +81,8 @@ ORDER = [
     "simulate",
     "passes",
     "shared_memory",
+    "kernels",
+    "pieces",
     "compile",
     "program",
     "report",

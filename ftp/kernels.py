@@ -1,0 +1,100 @@
+"""Inductor's C++ kernels, those of several graphs compiled as one file.
+
+By itself inductor gives every kernel to the compiler alone, which spends most of a second on the headers of each.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """Stands for a kernel until all of them are compiled."""
+
+    argtypes: tuple[str, ...]
+    source: str
+
+
+@contextmanager
+def compiled_together() -> Iterator[None]:
+    """Inside, kernels for CPUs are kept; they are compiled at the end, together."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+
+    scopes: list[dict[str, Any]] = []
+    wait = AsyncCompile.wait
+
+    def keep(self: Any, argtypes: Sequence[str], source: str) -> _Pending:
+        return _Pending(tuple(argtypes), source)
+
+    def note(self: Any, scope: dict[str, Any]) -> None:
+        scopes.append(scope)
+        wait(self, scope)
+
+    # What torch itself runs on needs no trial, and a file of all kernels no precompiled headers.
+    changes: dict[str, Any] = {"cpp_cache_precompile_headers": False}
+    if torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        changes["cpp.vec_isa_ok"] = True
+    with (
+        config.patch(changes),
+        patch.object(AsyncCompile, "cpp_pybinding", keep),
+        patch.object(AsyncCompile, "wait", note),
+    ):
+        yield
+        pending = dict.fromkeys(value for scope in scopes for value in scope.values() if isinstance(value, _Pending))
+        made = dict(zip(pending, _load(list(pending)), strict=True))
+    for scope in scopes:
+        scope.update({name: made[value] for name, value in scope.items() if isinstance(value, _Pending)})
+
+
+_TABLE = "static PyMethodDef py_methods[] = {"
+
+
+def _load(kernels: list[_Pending]) -> list[Any]:
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    if not kernels:
+        return []
+    try:
+        module: Any = Cache.load_async(_joined(kernels, Cache.suffix_template))()
+        return [getattr(module, f"kernel{i}") for i in range(len(kernels))]
+    except (RuntimeError, AttributeError, ValueError):  # definitions that do not go together in one file
+        return [Cache.load_pybinding(list(kernel.argtypes), kernel.source) for kernel in kernels]
+
+
+def _joined(kernels: list[_Pending], template: str) -> str:
+    """One source, each kernel under a name and a binding of its own, by inductor's template for one."""
+    ending = template.format(arg_len=0, call_entry_func="Py_RETURN_NONE;", entry_func="kernel", extra_parse_arg="")
+    before, table, after = ending.partition(_TABLE)
+    if not table:
+        raise ValueError("inductor's template for bindings is another")
+    includes: dict[str, None] = {}
+    sources, bindings, rows = [], [], []
+    for i, kernel in enumerate(kernels):
+        lines = kernel.source.splitlines()
+        includes |= dict.fromkeys(line for line in lines if line.startswith("#include"))
+        body = "\n".join(line for line in lines if not line.startswith("#include"))
+        sources.append(f"#define kernel kernel{i}\n{body}\n#undef kernel")
+        arguments = ", ".join(f"parse_arg<{t.replace('const ', '')}>(args, {n})" for n, t in enumerate(kernel.argtypes))
+        bindings.append(_BINDING.format(i=i, n=len(kernel.argtypes), arguments=arguments))
+        rows.append(f'{{"kernel{i}", kernel{i}_py, METH_VARARGS, ""}},')
+    return "\n".join([*includes, *sources, before, *bindings, table, *rows, after])
+
+
+_BINDING = """
+static PyObject* kernel{i}_py(PyObject* self, PyObject* args) {{
+    try {{
+        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {n}) throw std::runtime_error("requires {n} args");
+        kernel{i}({arguments});
+        Py_RETURN_NONE;
+    }} catch (std::exception const& e) {{
+        PyErr_SetString(PyExc_RuntimeError, e.what());
+        return nullptr;
+    }}
+}}
+"""
