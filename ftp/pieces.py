@@ -13,12 +13,12 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.fused import UPDATES
-from ftp.passes import products as products  # defines the op of oneDNN's products
 from ftp.passes.alias import WAIT, is_view
+from ftp.passes.products import BY_ONEDNN
 
 aten = torch.ops.aten
 _KERNELS = {update.kernel for update in UPDATES.values()} | {aten._foreach_add_.Scalar}
-_PRODUCTS = (aten.mm.default, aten.bmm.default, torch.ops.ftp.mm_by_onednn.default)
+_PRODUCTS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,11 @@ def split(graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.No
             runs.append([])
         else:
             runs[-1].append(node)
-    runs = [run for run in runs if any(not is_view(node) and node.target not in _PRODUCTS and node.target is not aten.detach.default for node in run)]
+    runs = [
+        run
+        for run in runs
+        if any(not is_view(node) and node.target not in _PRODUCTS and node.target is not aten.detach.default for node in run)
+    ]
     inside = {node for run in runs for node in run}
     wholes = [sorted({*run, *(view for node in run for view in _views_behind(node))}, key=position.__getitem__) for run in runs]
     needed = {x for node in nodes if node not in inside for x in node.all_input_nodes}

@@ -93,3 +93,6 @@ torch.library.impl("ftp::mm_by_onednn", "CPU", _mm_by_onednn)
 @torch.library.register_fake("ftp::mm_by_onednn")
 def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
+
+
+BY_ONEDNN = torch.ops.ftp.mm_by_onednn.default
