@@ -38,6 +38,7 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._scaled_dot_product_flash_attention_for_cpu.default: "it takes heads that do not divide, and reads beyond them",
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "the same",
     aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit each other",
+    aten._embedding_bag_per_sample_weights_backward.default: "the same",
     aten.reflection_pad3d_backward.default: "it takes gradients of other shapes than the padded one, and reads beyond them",
     aten._reshape_alias.default: "its sizes and strides are not checked",
 }

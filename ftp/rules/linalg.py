@@ -47,7 +47,7 @@ _RIGHT_HAND_SIDE = {
 def systems(call: Call) -> Rule:
     """Batches that broadcast are whole, and so are results that are not asked for; right-hand sides are independent.
 
-    Those of least squares, whose kernels crash where there are none, are whole.
+    Those of least squares, whose kernels crash where there are none, are whole. Pending sums are none here: solutions may be infinite.
     """
     own = list(sum(_SYSTEMS[call.target], ()))
     at = _RIGHT_HAND_SIDE.get(call.target)
@@ -68,12 +68,11 @@ def systems(call: Call) -> Rule:
         for t, m in enumerate(metas)
     ]
     whole = frozenset(f for dims in named for (f,) in dims if f.startswith("y"))
-    linear = ((at,),) if at is not None and len(call.results) == 1 else ()
     notation = Notation(tuple(named[:n]), tuple(named[n:]), whole, ((),) * len(call.results))
     if len(call.results) == 1:
-        return Rule(notation, linear, unless_empty(call))
+        return Rule(notation, (), unless_empty(call))
     zero = unless_empty(call)  # what comes out beside the solution is due on ranks without a right-hand side too
-    return Rule(notation, linear, lambda op: op.default() if shared == 0 or all(op.sizes[f"~{d}"] for d in range(shared)) else zero(op))
+    return Rule(notation, (), lambda op: op.default() if shared == 0 or all(op.sizes[f"~{d}"] for d in range(shared)) else zero(op))
 
 
 @rule(aten.linalg_pinv.atol_rtol_tensor)
