@@ -590,6 +590,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "index_reduce.default": lambda: [s(normal(4, 6), 1, ints(3, high=6), normal(4, 3), "prod")],
     **_alike("index.Tensor", "_unsafe_index.Tensor", samples=_indexed),
     **_alike("index_put.default", "_unsafe_index_put.default", samples=lambda: [*_indexed(True), *_indexed(False)]),
+    "ftp.stack.default": lambda: [s([normal(4, 3) for _ in range(3)])],
+    "unstack.default": lambda: [s(normal(3, 5, 4)), s(normal(2))],
     "nonzero_static.default": lambda: [s(ints(4, 3, high=2), size=5), s(ints(4, high=2), size=2, fill_value=7)],
     "take.default": lambda: [s(normal(4, 3), ints(5, high=12))],
     "put.default": lambda: [s(normal(4, 3), ints(5, high=12), normal(5), True)],
@@ -815,10 +817,44 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
 }
 
 
+def _update(op: OpOverload) -> list[Sample]:
+    """An optimizer's fused update of one parameter, with all its columns and without the one that may be missing."""
+    from ftp.fused import UPDATES
+
+    update = UPDATES[op]
+    numbers = {
+        "lr": 0.1,
+        "lr_decay": 0.01,
+        "beta1": 0.9,
+        "beta2": 0.99,
+        "weight_decay": 0.1,
+        "eps": 1e-6,
+        "momentum": 0.9,
+        "dampening": 0.1,
+    }
+    names = [a.name for a in op._schema.arguments if a.kwarg_only]
+    found = []
+    for every in (True, False) if update.optional is not None else (True,):
+        row = [normal(5, 4).abs() for _ in range(update.columns - update.counts - (not every))]
+        row += [torch.tensor(3.0)] if update.counts else []
+        options = {n: numbers.get(n, False) for n in names}
+        if "amsgrad" in names:
+            options["amsgrad"] = every
+        if "momentum" in names and not every:
+            options |= {"momentum": 0.0, "dampening": 0.0}
+        if op._overloadname == "tensor_lr":
+            options["lr"] = torch.tensor(0.1)
+        found.append(s(row, **options))
+    return found
+
+
 def samples(op: OpOverload) -> list[Sample]:
     """Small arguments of an op, the same in every run."""
     torch.manual_seed(0)
+    if str(op).startswith("ftp.fused_"):
+        return _update(op)
     name = str(op).split(".", 1)[1] if str(op).count(".") == 2 else str(op)
+    name = str(op) if str(op) in SAMPLES else name
     return SAMPLES[name]() if name in SAMPLES else generic(op)
 
 
