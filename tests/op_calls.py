@@ -40,6 +40,8 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit each other",
     aten._embedding_bag_per_sample_weights_backward.default: "the same",
     aten.reflection_pad3d_backward.default: "it takes gradients of other shapes than the padded one, and reads beyond them",
+    torch.ops.ftp.random_bits.default: "a key is two words",
+    torch.ops.ftp.random_keys.default: "the same",
     aten._reshape_alias.default: "its sizes and strides are not checked",
 }
 LARGEST = 600  # elements of a call's operands together

@@ -837,7 +837,7 @@ def _update(op: OpOverload) -> list[Sample]:
     for every in (True, False) if update.optional is not None else (True,):
         row = [normal(5, 4).abs() for _ in range(update.columns - update.counts - (not every))]
         row += [torch.tensor(3.0)] if update.counts else []
-        options = {n: numbers.get(n, False) for n in names}
+        options: dict[str, Any] = {n: numbers.get(n, False) for n in names}
         if "amsgrad" in names:
             options["amsgrad"] = every
         if "momentum" in names and not every:
