@@ -130,7 +130,7 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
 
     Raises:
         SpecError: a spec that does not fit. PlacementError: a tensor placed otherwise already. InputError: a tensor of a trace, or one
-            that was computed from tensors which require a gradient.
+            that was computed from tensors which require a gradient. MeshError: a ``src`` that is no rank of the mesh.
 
     >>> import ftp
     >>> ftp.device_put({"w": torch.ones(4, 2)}, ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))["w"].shape
@@ -143,6 +143,9 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
         failures = [problem for n, leaf in zip(names, leaves, strict=True) if (problem := _unfit(leaf, n))]
         if failures:
             raise InputError(join_failures(failures))
+        ranks = m.ranks if m.kind == "process" else range(m.size())
+        if src is not None and src not in ranks:
+            raise MeshError(f"src={src!r} is not on the mesh {m}, which holds ranks {ranks[0]} to {ranks[-1]}.")
         tell("checked device_put" if is_checked else f"device_put from rank {src}", leaves, leaf_specs)
     if is_checked and m.kind == "process":
         full = [leaf if placement_of(leaf) is None else None for leaf in leaves]
@@ -350,8 +353,6 @@ def mesh_device(mesh: Mesh) -> torch.device:
 
 
 def _broadcast(full: torch.Tensor, mesh: Mesh, src: int) -> torch.Tensor:
-    if src not in mesh.ranks:
-        raise MeshError(f"src={src} is not on the mesh {mesh}, which holds ranks {list(mesh.ranks)}.")
     assert mesh.torch is not None
     at = mesh.coordinates()[mesh.ranks.index(src)]
     data = full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format)

@@ -439,24 +439,24 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
                 s(normal(6, 4), 0, a, b, step)
                 for a, b, step in ((0, 9223372036854775807, 1), (0, 3, 1), (2, 4, 1), (-3, 9, 1), (1, 4, 1), (0, 6, 2), (4, 2, 1))
             ]
-            + [s(normal(4, 6), 1, 3, 6)]
+            + [s(normal(4, 6), 1, 3, 6), s(normal(2, 12), 1, 4, 12)]
         ),
     ),
     "slice_backward.default": lambda: [
         s(normal(n, 4), [6, 4], 0, a, b, step)
-        for n, a, b, step in ((6, 0, 9223372036854775807, 1), (3, 0, 3, 1), (2, 2, 4, 1), (3, 1, 4, 1), (3, 0, 6, 2))
+        for n, a, b, step in ((6, 0, 9223372036854775807, 1), (3, 0, 3, 1), (2, 2, 4, 1), (3, 1, 4, 1), (3, 0, 6, 2), (4, 2, 6, 1))
     ],
     **_alike(
         "split.Tensor",
         "split_copy.Tensor",
         "unsafe_split.Tensor",
-        samples=lambda: [s(normal(6, 4), 3), s(normal(6, 4), 4), s(normal(2, 6), 2, 1), s(normal(4, 3), 4)],
+        samples=lambda: [s(normal(6, 4), 3), s(normal(6, 4), 4), s(normal(2, 6), 2, 1), s(normal(4, 3), 4), s(normal(10, 2), 4)],
     ),
     **_alike(
         "split_with_sizes.default",
         "split_with_sizes_copy.default",
         "unsafe_split_with_sizes.default",
-        samples=lambda: [s(normal(6, 4), [3, 3]), s(normal(6, 4), [1, 5]), s(normal(2, 6), [2, 2, 2], 1)],
+        samples=lambda: [s(normal(6, 4), [3, 3]), s(normal(6, 4), [1, 5]), s(normal(2, 6), [2, 2, 2], 1), s(normal(2, 12), [4, 8], 1)],
     ),
     "cat.default": lambda: [
         s([normal(4, 3), normal(4, 3)]),
@@ -464,6 +464,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s([normal(4, 3), normal(4, 3)], -1),
         s([normal(0), normal(4, 3)], 1),
         s([normal(4, 3)], 0),
+        s([normal(2, 3), normal(4, 3), normal(2, 3)]),
     ],
     "stack.default": lambda: [s([normal(4, 3), normal(4, 3)]), s([normal(4, 3), normal(4, 3)], -1)],
     **_alike("unbind.int", "unbind_copy.int", samples=lambda: [s(normal(4, 3)), s(normal(4, 3), 1)]),

@@ -7,14 +7,22 @@ import warnings
 from pathlib import Path
 
 import pytest
+import titan  # type: ignore[import-not-found]
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleInputOutput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.utils import _pytree as pytree
 
 import ftp
-from ftp import P
+from ftp import P, plans
 from ftp.exported import simulate
 from ftp.mesh import resolve
 from ftp.spec import local_bounds
@@ -398,7 +406,149 @@ def test_an_op_without_a_rule_is_replicated_with_a_warning(monkeypatch):
         ftp.shard_exported(program, TP, {"a": ColwiseParallel}, strict=True)
 
 
+# What is around a module.
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_the_whole_plan_of_a_llama(sequence):
+    """torchtitan's; the exporter is told to keep the signature of the modules whose inputs are named by position."""
+    cfg = titan.Config(layers=1)
+    torch.manual_seed(0)
+    model, (tokens, _) = titan.Transformer(cfg).double(), titan.batch(cfg)
+    given = titan.plan(sequence, False)
+    program = export(model, (tokens,), preserve_module_call_signature=("layers.0.attention",))
+    mesh = ftp.simulated_mesh(2, "tp")
+    made = programs(program, mesh, given)
+    for result in simulate(made, mesh, [(tokens,)] * 2):
+        torch.testing.assert_close(result, model(tokens).detach(), rtol=1e-12, atol=1e-12)
+    # The embedding's and two blocks' sums, and the logits.
+    moves = ["all_reduce"] * 3 if not sequence else ["reduce_scatter_tensor", "all_gather_into_tensor"] * 3
+    found = [op.removeprefix("_c10d_functional.").removesuffix(".default") for op in ops(made[0])]
+    assert found == [*moves, "all_gather_into_tensor"]
+    with pytest.raises(ftp.FtpError, match=r"the module reads .*, .* Export with preserve_module_call_signature=\('layers.0.attention',\)"):
+        ftp.shard_exported(export(model, (tokens,)), mesh, given)
+
+
+class Inner(nn.Module):
+    def forward(self, x, y, *, scale):
+        return x.cumsum(0) * scale, y + 1
+
+
+class Outer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x):
+        a, b = self.inner(x, x * 2, scale=x + 3)
+        c, d = self.inner(b, a, scale=x)
+        return a + b + c + d + x
+
+
+SPLIT, WHOLE = Shard(0), Replicate()
+
+
+@pytest.mark.parametrize(
+    ("style", "gathers"),
+    [
+        (PrepareModuleInput(input_layouts=(SPLIT, None), desired_input_layouts=(WHOLE, None)), 2),
+        (PrepareModuleInput(input_layouts=(None, SPLIT), desired_input_layouts=(None, WHOLE)), 2),
+        (PrepareModuleInput(input_kwarg_layouts={"scale": SPLIT}, desired_input_kwarg_layouts={"scale": WHOLE}), 2),
+        (PrepareModuleOutput(output_layouts=(SPLIT, SPLIT), desired_output_layouts=(WHOLE, WHOLE)), 4),
+        (
+            PrepareModuleInputOutput(
+                input_layouts=(SPLIT, None),
+                desired_input_layouts=(WHOLE, None),
+                output_layouts=(SPLIT, None),
+                desired_output_layouts=(WHOLE, None),
+            ),
+            4,
+        ),
+    ],
+)
+def test_layouts_around_a_module_that_is_called_twice(style, gathers):
+    program = export(Outer(), (x(3, 2),), preserve_module_call_signature=("inner",))
+    made = programs(program, TP, {"inner": style})
+    for result in simulate(made, TP, [(x(3, 2),)] * 3):
+        torch.testing.assert_close(result, Outer()(x(3, 2)), rtol=1e-12, atol=1e-12)
+    assert ops(made[0]) == ["_c10d_functional.all_gather_into_tensor.default"] * gathers
+    for one in made:
+        one.graph.lint()
+        one.validate()
+
+
+@pytest.mark.parametrize(
+    ("style", "message"),
+    [
+        (PrepareModuleInput(input_layouts=SPLIT, desired_input_layouts=WHOLE), "has 1 inputs, but the module has 2"),
+        (PrepareModuleOutput(output_layouts=(SPLIT,) * 3, desired_output_layouts=(WHOLE,) * 3), "has 3 outputs, but the module has 2"),
+        (
+            PrepareModuleInput(input_kwarg_layouts={"scales": SPLIT}, desired_input_kwarg_layouts={"scales": WHOLE}),
+            "names the keyword 'scales'; the call has 'scale'",
+        ),
+    ],
+)
+def test_layouts_of_another_length(style, message):
+    program = export(Outer(), (x(3, 2),), preserve_module_call_signature=("inner",))
+    with pytest.raises(ftp.errors.SpecError, match=message):
+        ftp.shard_exported(program, TP, {"inner": style})
+
+
+# Random ops.
+
+
+class Draws(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.dropout, self.down = nn.Linear(4, 6), nn.Dropout(0.5), nn.Linear(6, 4)
+
+    def forward(self, x, *, scale):
+        h = nn.functional.dropout(self.dropout(self.up(x)), 0.3)
+        noise = torch.rand_like(x) + torch.empty(4, dtype=x.dtype).uniform_(1, 2) + torch.randint(0, 9, (5, 4))
+        return self.down(h) * scale + noise + x.new_zeros(5, 4).bernoulli_(0.3)
+
+
+@pytest.mark.parametrize("decomposed", [False, True])
+def test_random_ops_draw_from_a_key_what_one_device_draws(decomposed):
+    model, key = Draws().double(), ftp.random.key(3)
+    fn, params = ftp.functionalize(model)
+    program = export(model, (x(5, 4),), {"scale": x(4)}, decomposed)
+    made = programs(program, GRID, {"up": ColwiseParallel, "down": RowwiseParallel}, rng=True)
+    assert ops(made[0]) == ["_c10d_functional.all_reduce.default"]
+    for at in (key, ftp.random.key(4)):
+        expected = fn(params, x(5, 4), scale=x(4), rng=at).detach()
+        for result in simulate(made, GRID, [(x(5, 4), {"scale": x(4), "rng": at})] * 4):
+            torch.testing.assert_close(result, expected, rtol=1e-12, atol=1e-12)
+    (alone,) = programs(program, ftp.simulated_mesh(1, "tp"), {}, rng=True)
+    file = io.BytesIO()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.export.save(alone, file)
+        file.seek(0)
+        loaded = torch.export.load(file)
+    torch.testing.assert_close(loaded.module()(x(5, 4), scale=x(4), rng=key), fn(params, x(5, 4), scale=x(4), rng=key))
+
+
+def test_what_cannot_be_drawn_from_a_key():
+    class Poisson(nn.Module):
+        def forward(self, x):
+            return torch.poisson(x)
+
+    class Taken(nn.Module):
+        def forward(self, rng):
+            return torch.rand_like(rng)
+
+    with pytest.raises(ftp.errors.InputError, match=r"aten.poisson.default at .*return torch.poisson\(x\).* cannot be drawn from a key"):
+        ftp.shard_exported(export(Poisson(), (torch.ones(3),)), TP, {}, rng=True)
+    with pytest.raises(ftp.errors.InputError, match="has an argument 'rng' of its own"):
+        ftp.shard_exported(export(Taken(), (torch.ones(3),)), TP, {}, rng=True)
+
+
 # What is refused.
+
+
+class Float8ColwiseParallel(ColwiseParallel):
+    pass
 
 
 class Refused(nn.Module):
@@ -427,16 +577,16 @@ class Refused(nn.Module):
 )
 def test_what_cannot_be_one_program_is_refused_with_its_line(what, message):
     with pytest.raises(ftp.errors.InputError, match=message):
-        ftp.shard_exported(export(Refused(what), (torch.ones(3),)), TP)
+        ftp.shard_exported(export(Refused(what), (torch.ones(3),)), TP, {})
 
 
 def test_dropout_and_dynamic_shapes_are_refused():
     program = export(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (torch.ones(3, 4),))
     with pytest.raises(ftp.errors.InputError, match=r"aten.dropout.default draws random numbers .*\(module '1'\).* export model.eval\(\)"):
-        ftp.shard_exported(program, TP)
+        ftp.shard_exported(program, TP, {})
     program = export(Mlp(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
     with pytest.raises(ftp.errors.InputError, match=r"input x has dynamic dims \(0\), first used at .*self.net1\(x\)"):
-        ftp.shard_exported(program, TP)
+        ftp.shard_exported(program, TP, {})
 
 
 @pytest.mark.parametrize(
@@ -444,7 +594,16 @@ def test_dropout_and_dynamic_shapes_are_refused():
     [
         ({"net3.weight": P("tp")}, {}, "pattern 'net3.weight' matches no path of the program's state; the nearest are 'net2.weight'"),
         ({"net3": ColwiseParallel}, {}, "pattern 'net3' matches no path of the program's modules; the nearest are 'net2'"),
-        ({"net1": SequenceParallel()}, {}, "'net1' has SequenceParallel.*takes a P for a path of its state, or ColwiseParallel"),
+        (None, {}, r"styles_or_specs is None, a NoneType; .* \{\} replicates everything"),
+        ({"net1": plans.PairwiseParallel()}, {}, "'net1' has PairwiseParallel.*or for a module's path one of torch's ColwiseParallel"),
+        ({"net1": Float8ColwiseParallel}, {}, "It is a subclass of ColwiseParallel, and what it changes of that is unknown"),
+        ({"net1": PrepareModuleOutput}, {}, "the class PrepareModuleOutput, which says nothing without its layouts"),
+        (
+            {"net1": SequenceParallel(sequence_dim=2)},
+            {},
+            r"at 'net1' says P\(None, None, 'tp'\) of input 0, but .* 2 dims",
+        ),
+        ({"net1": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Partial())}, {}, "desired_output_layouts.*Partial"),
         ({"": ColwiseParallel}, {}, "ColwiseParallel at '': 'weight' is missing from the program's state, which holds 'net1.weight'"),
         (P("tp"), {}, r"For one spec everywhere give \{'\*\*': P\('tp'\)\}"),
         ({"net1.weight": P("tp"), "net1": RowwiseParallel}, {}, r"disagree for net1.weight: P\('tp'\) and P\(None, 'tp'\)"),
@@ -465,14 +624,14 @@ def test_missing_weights_are_named():
     program = export(Mlp(), (torch.ones(3, 4),))
     del program.state_dict["net1.weight"], program.state_dict["net2.bias"]
     with pytest.raises(ftp.errors.InputError, match=r"'net1.weight' is missing from the program's state dict.\n'net2.bias' is missing"):
-        ftp.shard_exported(program, TP)
+        ftp.shard_exported(program, TP, {})
 
 
 def test_programs_on_another_device_and_other_things_are_refused():
     with pytest.raises(ftp.errors.SpecError, match=r"The program is on cpu, the mesh on cuda.*move_to_device_pass"):
-        ftp.shard_exported(export(Mlp(), (torch.ones(3, 4),)), ftp.AbstractMesh((2,), ("tp",), device_type="cuda"))
+        ftp.shard_exported(export(Mlp(), (torch.ones(3, 4),)), ftp.AbstractMesh((2,), ("tp",), device_type="cuda"), {})
     with pytest.raises(ftp.errors.InputError, match="takes an ExportedProgram, not Mlp"):
-        ftp.shard_exported(Mlp(), TP)  # type: ignore[arg-type]
+        ftp.shard_exported(Mlp(), TP, {})  # type: ignore[arg-type]
 
 
 def test_the_page_runs(capsys):

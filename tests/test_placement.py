@@ -67,6 +67,8 @@ def test_what_cannot_be_placed_is_refused():
     placed = ftp.device_put(torch.ones(4, 4), MESH, P("tp"))
     with pytest.raises(ftp.errors.PlacementError, match=r"Move it with ftp.reshard\(tree, mesh, P\('tp'\), P\('tp', 'dp'\)\)"):
         ftp.device_put(placed, MESH, P("tp", "dp"))
+    with pytest.raises(ftp.errors.MeshError, match=r"src=9 is not on the mesh .*, which holds ranks 0 to"):
+        ftp.device_put(torch.ones(4, 4), MESH, P("tp"), src=9)
 
 
 def test_placements_stand_for_specs():

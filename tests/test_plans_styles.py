@@ -182,6 +182,7 @@ def test_helpers_are_named_constraints():
     assert "takes a tensor, not 'x', a str" in error_of(lambda: plans.make_input_shard_1d("x"), InputError)
     assert "give a 1-D mesh" in error_of(lambda: plans.make_input_shard_1d(x, ftp.simulated_mesh((2, 2), ("a", "b"))), MeshError)
     assert "it takes no dim=" in error_of(lambda: plans.make_input_replicate_1d(dim=1))
+    assert "dim= is an int" in error_of(lambda: plans.make_input_shard_1d(dim=True))
     assert "dim= is an int" in error_of(lambda: plans.make_input_shard_1d(dim="1"))  # type: ignore[arg-type]
 
 

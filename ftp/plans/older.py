@@ -45,7 +45,7 @@ class Layouts:
             InputError: what is no tensor. MeshError: a mesh that is not 1-D.
             SpecError: a ``dim`` that is no int, or one for a helper that takes none.
         """
-        if dim is not None and (not isinstance(dim, int) or "dim" not in self.steps):
+        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or "dim" not in self.steps):
             takes = "dim= is an int" if "dim" in self.steps else "it takes no dim="
             raise SpecError(f"{self.name}(dim={dim!r}): {takes}.")
         made = replace(self, dim=self.dim if dim is None else dim, axis=self.axis if device_mesh is None else axis_of(device_mesh))

@@ -14,14 +14,20 @@ from ftp.mesh import AnyMesh
 from ftp.plans.axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.spec import P
-from ftp.tree import Row, Specs, kind_of, leaf_names
+from ftp.tree import Row, Specs, kind_of, leaf_names, nearest
 
 Plan = tuple[Mapping[str, P], Mapping[str, Constraint]]
 
 
 def from_parallelize_plan(
-    model: nn.Module, plan: Any, *, mesh: AnyMesh | None = None, axis: str | None = None, tp_mesh_dim: int | None = None
-) -> tuple[Specs, dict[str, Constraint]]:
+    model: nn.Module,
+    plan: Any,
+    *,
+    mesh: AnyMesh | None = None,
+    axis: str | None = None,
+    tp_mesh_dim: int | None = None,
+    buffers: bool = False,
+) -> Any:
     """What torch's ``parallelize_module(model, mesh, plan)`` says, as specs for ``ftp.shard`` and constraints for ``ftp.functionalize``.
 
     A constraint speaks of the plan's own axis; on any other, and for gradients that DTensor would not lay out either, the planner chooses.
@@ -33,10 +39,12 @@ def from_parallelize_plan(
         mesh: a 1-D mesh, whose axis it is.
         axis: the mesh axis to shard over, of a mesh of any size; "tp" by default.
         tp_mesh_dim: the axis by its position in ``mesh``, as older versions of torch took it.
+        buffers: give specs for buffers and frozen parameters too, where ``functionalize(model, buffers=True)`` makes them an argument.
+            Otherwise they are constants, whole on every rank.
 
     Returns:
-        ``{path: P}`` for every parameter that ``functionalize`` gives (what no style names is ``P()``), which prints as a table, and
-        ``{module path: Constraint}``.
+        ``(specs, constraints)``: ``{path: P}`` for every parameter that ``functionalize`` gives (what no style names is ``P()``), which
+        prints as a table, and ``{module path: Constraint}``. With ``buffers`` also ``{path: P}`` for the buffers, as a third.
 
     Raises:
         SpecError: a pattern that matches no module, with the nearest ones; what is no plan or no style; a subclass of a style; a style on
@@ -59,19 +67,15 @@ def from_parallelize_plan(
     Source: PyTorch, ``torch/distributed/tensor/parallel/api.py``, with whole paths always, and errors where it warns or is silent.
     """
     axis = choose_axis(mesh, axis, tp_mesh_dim)
-    _, params = functionalize(model)
-    reader = _Reader(model, axis, frozenset(params))
+    _, params, state = functionalize(model, buffers=True)
+    reader = _Reader(model, axis)
     for pattern, style in _entries(plan).items():
         for path in reader.matched(pattern):
             reader.read(pattern, style, path)
     if reader.failures:
         raise SpecError(join_failures(list(dict.fromkeys(reader.failures))))
-    specs = {path: reader.specs[path][0] if path in reader.specs else P() for path in params}
-    rows = {
-        name: Row(specs[path], tuple(params[path].shape), reader.specs[path][1] if path in reader.specs else "no style: replicated")
-        for path, name in zip(sorted(params), leaf_names(params, "params"), strict=True)
-    }
-    return Specs(specs, rows), reader.constraints
+    trained = _listed(params, reader.specs)
+    return (trained, reader.constraints, _listed(state, reader.specs)) if buffers else (trained, reader.constraints)
 
 
 def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
@@ -80,7 +84,8 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
     A parameter that one plan cuts and another leaves whole is cut. Constraints on one module hold one after the other.
 
     Raises:
-        SpecError: two plans that cut one parameter differently; what is no plan.
+        SpecError: two plans that cut one parameter differently; a prefix below which the model's own plan has no such parameter; what is
+            no plan.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel
     >>> block = nn.ModuleDict({"up": nn.Linear(2, 4, bias=False)})
@@ -96,9 +101,19 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
     constraints: dict[str, Constraint] = {}
     if not isinstance(plans, Mapping):
         raise SpecError(f"merge takes a dict {{prefix: (specs, constraints)}}, not {kind_of(plans)}.")
+    known = _paths_of_all(plans.get(""))
     for prefix, given in plans.items():
-        if not isinstance(given, tuple) or len(given) != 2 or not all(isinstance(part, Mapping) for part in given):
+        if not isinstance(prefix, str):
+            failures.append(f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model.")
+            continue
+        if not _is_plan(given):
             failures.append(f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that from_parallelize_plan gives.")
+            continue
+        if strangers := [path for key in given[0] if (path := _join(prefix, key)) not in known] if known else []:
+            failures.append(
+                f"plans[{prefix!r}] speaks of {strangers[0]!r}, which is no path of plans[''], the model's own; the nearest is"
+                f" {nearest(strangers[0], list(known), 1)[0]!r}. The key is the path of the module that the plan was made from."
+            )
             continue
         for key, spec in given[0].items():
             path = _join(prefix, key)
@@ -120,6 +135,22 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
     return Specs(specs, rows), constraints
 
 
+def _listed(leaves: Mapping[str, Any], given: Mapping[str, tuple[P, str]]) -> Specs:
+    found = {path: given.get(path, (P(), "no style: replicated")) for path in leaves}
+    named = zip(sorted(leaves), leaf_names(dict(leaves), "params"), strict=True)
+    rows = {name: Row(found[path][0], tuple(leaves[path].shape), found[path][1]) for path, name in named}
+    return Specs({path: spec for path, (spec, _) in found.items()}, rows)
+
+
+def _is_plan(given: Any) -> bool:
+    return isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Mapping) for part in given)
+
+
+def _paths_of_all(root: Any) -> Sequence[str]:
+    """The paths of all parameters, where the model's own plan tells them: one that was read from the model does, a dict by hand may not."""
+    return list(root[0]) if _is_plan(root) and isinstance(root[0], Specs) else []
+
+
 def _entries(plan: Any) -> Mapping[str, Any]:
     if isinstance(plan, Mapping):
         return plan
@@ -137,7 +168,6 @@ class _Reader:
 
     model: nn.Module
     axis: str
-    trained: frozenset[str]
     specs: dict[str, tuple[P, str]] = field(default_factory=dict)
     constraints: dict[str, Constraint] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
@@ -194,8 +224,10 @@ class _Reader:
         )
         if wider:
             return f"did you mean {', '.join(map(repr, wider))}? A pattern is a whole path."
-        families = dict.fromkeys(".".join("*" if e.isdigit() else e for e in p) for p in paths)
-        return f"the nearest are {', '.join(map(repr, difflib.get_close_matches(pattern, families, n=3, cutoff=0.0)))}."
+        holder, _, last = pattern.rpartition(".")
+        if held := [path for path in self._find(tokens[:-1]) if last in self.modules[path]._parameters] if holder else []:
+            return f"a plan styles modules, and {last!r} is a parameter of {held[0]!r}. Style {holder!r}."
+        return f"the nearest are {', '.join(map(repr, nearest(pattern, ['.'.join(p) for p in paths])))}."
 
     def read(self, pattern: str, style: object, path: str) -> None:
         module = self.modules[path]
@@ -213,7 +245,7 @@ class _Reader:
                 self.failures.append(
                     f"{by} gives {known} for parameter {own!r}, and {label} gives {spec}. Give both the same, or narrow one."
                 )
-            elif own in self.trained:
+            else:
                 self.specs[own] = (spec, label)
         parent = self.modules.get(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:

@@ -119,7 +119,8 @@ def squeeze(call: Call) -> Rule:
     return Rule(Notation((operand,), (result,), frozenset(), ((),)), ((0,),), lambda op: op.emit(aten.squeeze.dims, op.args[0], gone))
 
 
-# Parts of a dim. Where it is cut into equal parts it is seen as (k s), k parts of s elements, and s may be cut within all of them alike.
+# Parts of a dim. Where all of them, and what lies around them, are whole numbers of s elements, the dim is seen as (k s), and s may be cut
+# within each of the k alike: three packs of heads, of which a part takes one or two.
 
 
 @rule(aten.slice.Tensor, aten.slice_copy.Tensor)
@@ -127,16 +128,16 @@ def slice_(call: Call) -> Rule:
     x, (y,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
     start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(x.shape[dim])
-    dims = _dims(x.ndim)
-    if step != 1 or not _in_parts(x.shape[dim], start, y.shape[dim]):
+    size = math.gcd(x.shape[dim], start, y.shape[dim])
+    if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
         return acting_on(call, [dim], linear=[(0,)])
-    at = start // y.shape[dim]
-    sizes = {"k": x.shape[dim] // y.shape[dim], "s": y.shape[dim]}
+    first, last = start // size, (start + y.shape[dim]) // size
 
     def local(op: LocalOp) -> fx.Node:
-        return op.emit(op.target, op.args[0], dim, at * op.sizes["s"], (at + 1) * op.sizes["s"])
+        return op.emit(op.target, op.args[0], dim, first * op.sizes["s"], last * op.sizes["s"])
 
-    return Rule(_parts_notation(dims, dim, sizes["k"], 1, reverse=False), ((0,),), local, sizes)
+    notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=False)
+    return Rule(notation, ((0,),), local, sizes)
 
 
 @rule(aten.slice_backward.default)
@@ -144,15 +145,16 @@ def slice_backward(call: Call) -> Rule:
     y, (x,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
     start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(x.shape[dim])
-    if step != 1 or not _in_parts(x.shape[dim], start, y.shape[dim]):
+    size = math.gcd(x.shape[dim], start, y.shape[dim])
+    if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
         return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
-    at = start // y.shape[dim]
-    sizes = {"k": x.shape[dim] // y.shape[dim], "s": y.shape[dim]}
+    first, last = start // size, (start + y.shape[dim]) // size
 
     def local(op: LocalOp) -> fx.Node:
-        return op.emit(op.target, op.args[0], op.shape(), dim, at * op.sizes["s"], (at + 1) * op.sizes["s"], 1)
+        return op.emit(op.target, op.args[0], op.shape(), dim, first * op.sizes["s"], last * op.sizes["s"], 1)
 
-    return Rule(_parts_notation(_dims(x.ndim), dim, sizes["k"], 1, reverse=True), ((0,),), local, sizes)
+    notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True)
+    return Rule(notation, ((0,),), local, sizes)
 
 
 @rule(
@@ -163,17 +165,18 @@ def split(call: Call) -> Rule:
     x = call.operands[0]
     dim = call.arg("dim") % x.ndim
     parts = [m.shape[dim] for m in call.results]
-    if len(set(parts)) > 1 or not parts or not parts[0]:
+    size = math.gcd(*parts)
+    if not parts or not all(parts) or (size == 1 and len(set(parts)) > 1):
         return acting_on(call, [dim], linear=[(0,)])
-    with_sizes = "split_with_sizes" in str(call.target)
-    sizes = {"k": len(parts), "s": parts[0]}
+    with_sizes = "split_with_sizes" in str(call.target) or len(set(parts)) > 1
 
     def local(op: LocalOp) -> fx.Node:
         if with_sizes or not op.sizes["s"]:
-            return op.emit(aten.split_with_sizes.default, op.args[0], [op.sizes["s"]] * len(parts), dim)
+            return op.emit(aten.split_with_sizes.default, op.args[0], [part // size * op.sizes["s"] for part in parts], dim)
         return op.emit(op.target, op.args[0], op.sizes["s"], dim)
 
-    return Rule(_parts_notation(_dims(x.ndim), dim, len(parts), len(parts), reverse=False), ((0,),), local, sizes)
+    notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], parts, reverse=False)
+    return Rule(notation, ((0,),), local, sizes)
 
 
 @rule(aten.cat.default)
@@ -184,10 +187,11 @@ def cat(call: Call) -> Rule:
         return _cat_with_vectors(call, together)
     dim = call.arg("dim") % y.ndim
     parts = [m.shape[dim] for m in call.operands]
-    if len(set(parts)) > 1 or not parts[0]:
+    size = math.gcd(*parts)
+    if not all(parts) or (size == 1 and len(set(parts)) > 1):
         return acting_on(call, [dim], linear=together)
-    sizes = {"k": len(parts), "s": parts[0]}
-    return Rule(_parts_notation(_dims(y.ndim), dim, len(parts), len(parts), reverse=True), tuple(together), None, sizes)
+    notation, sizes = _in_parts(_dims(y.ndim), dim, size, y.shape[dim], parts, reverse=True)
+    return Rule(notation, tuple(together), None, sizes)
 
 
 def _cat_with_vectors(call: Call, linear: Sequence[Sequence[int]]) -> Rule:
@@ -300,7 +304,8 @@ def glu_backward(call: Call) -> Rule:
 def _halves(call: Call, ndim: int, *, reverse: bool) -> Rule:
     dim = call.arg("dim") % ndim
     size = (call.operands[0] if reverse else call.results[0]).shape[dim]
-    return Rule(_parts_notation(_dims(ndim), dim, 2, 1, reverse=reverse), (), unless_empty(call), {"k": 2, "s": size})
+    notation, sizes = _in_parts(_dims(ndim), dim, size, 2 * size, [size], reverse=reverse)
+    return Rule(notation, (), unless_empty(call), sizes)
 
 
 @rule(aten.flip.default)
@@ -458,15 +463,17 @@ def _dims(ndim: int) -> Dims:
     return tuple((f"~{d}",) for d in range(ndim))
 
 
-def _in_parts(size: int, start: int, length: int) -> bool:
-    return length > 0 and size % length == 0 and start % length == 0
+def _in_parts(dims: Dims, dim: int, size: int, all_of: int, parts: Sequence[int], *, reverse: bool) -> tuple[Notation, dict[str, int]]:
+    """A tensor of ``all_of`` elements along ``dim``, seen as (k s) with s of ``size``, and ``parts`` of it, each a (k s) of its own; the
+    latter first if ``reverse``. Each k is whole."""
+    sizes = {"s": size}
 
+    def seen(name: str, length: int) -> Dims:
+        if length != size:
+            sizes[name] = length // size
+        return (*dims[:dim], (name, "s") if length != size else ("s",), *dims[dim + 1 :])
 
-def _parts_notation(dims: Dims, dim: int, count: int, parts: int, *, reverse: bool) -> Notation:
-    """A tensor with ``dim`` as (k s), k whole, and ``parts`` tensors with s there; the latter first if ``reverse``."""
-    all_of = (*dims[:dim], ("k", "s") if count > 1 else ("s",), *dims[dim + 1 :])
-    part = (*dims[:dim], ("s",), *dims[dim + 1 :])
-    whole = frozenset("k") if count > 1 else frozenset()
-    if reverse:
-        return Notation((part,) * parts, (all_of,), whole, ((),))
-    return Notation((all_of,), (part,) * parts, whole, ((),) * parts)
+    whole = (seen("k", all_of),)
+    each = tuple(seen(f"k{i}", length) for i, length in enumerate(parts))
+    first, then = (each, whole) if reverse else (whole, each)
+    return Notation(first, then, frozenset(sizes.keys() - {"s"}), ((),) * len(then)), sizes

@@ -1,0 +1,294 @@
+"""A rank's graph as an exported program: the original's signature, its state cut, and where every op comes from."""
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+from ftp import random
+from ftp.exported.calls import memory_of
+from ftp.graph import Node
+from ftp.mesh import Mesh
+from ftp.partition import LocalProgram
+from ftp.placement import take
+from ftp.planner import Plan
+from ftp.spec import P, local_pieces, local_shape
+from ftp.trace import Traced
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.export.graph_signature import ExportGraphSignature, InputSpec
+
+aten = torch.ops.aten
+KEY = "rng"  # the argument that random ops draw from
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One placeholder of the functional graph.
+
+    Attributes:
+        value: the tensor of the state, or the static value; the fake tensor of a user's input.
+    """
+
+    spec: "InputSpec"
+    name: str
+    value: Any
+    cut: P
+
+    @property
+    def is_tensor(self) -> bool:
+        return isinstance(self.value, torch.Tensor)
+
+
+def is_training(program: "ExportedProgram") -> bool:
+    return any(v.dialect == "TRAINING" for v in program.verifiers)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """torch warns of its own use of what it has deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        warnings.simplefilter("ignore", DeprecationWarning)
+        yield
+
+
+_KEPT = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack", "custom")
+
+
+@dataclass(eq=False)
+class Build:
+    original: "ExportedProgram"
+    functional: "ExportedProgram"
+    entries: list[Entry]
+    traced: Traced
+    plan: Plan
+    local: LocalProgram
+    mesh: Mesh
+    coordinate: dict[str, int]
+
+    def program(self, state_specs: Mapping[str, P]) -> "ExportedProgram":
+        from torch.export import ExportedProgram
+
+        self.graph = fx.Graph()
+        self.constants = dict(self.original.constants)
+        signature = self._signature()
+        copies: dict[Any, torch.Tensor] = {}
+        cut = {e.spec.target: e.cut for e in self.entries if e.spec.target is not None}
+        for path, value in self.constants.items():
+            if isinstance(value, torch.Tensor):
+                self.constants[path] = self._cut(value, cut.get(path, P()), copies)
+        state = {path: self._cut(value, state_specs[path], copies) for path, value in self.original.state_dict.items()}
+        self._values(signature, state)
+        module = fx.GraphModule({}, self.graph)
+        module.meta.update(self.original.graph_module.meta)
+        calls = [copy.copy(entry) for entry in self.original.module_call_graph]
+        for entry in calls[1:]:
+            entry.signature = None  # it speaks of values inside the graph, which are other ones now
+        if self._takes_key:
+            calls[0].signature = _with_key(calls[0].signature)
+        with quiet():
+            return ExportedProgram(
+                root=module,
+                graph=module.graph,
+                graph_signature=signature,
+                state_dict=state,
+                range_constraints=dict(self.original.range_constraints),
+                module_call_graph=calls,
+                example_inputs=self._example_inputs(),
+                constants=self.constants,
+                verifiers=list(self.original.verifiers),
+            )
+
+    @property
+    def _takes_key(self) -> bool:
+        return len(self.entries) > len(self.functional.graph_signature.input_specs)
+
+    def _signature(self) -> "ExportGraphSignature":
+        """Fills the graph, and says what its inputs and outputs are: the original's, in its order and by its names."""
+        from torch.export.graph_signature import (
+            ExportGraphSignature,
+            InputKind,
+            InputSpec,
+            OutputKind,
+            OutputSpec,
+            TensorArgument,
+        )
+
+        original = self.original.graph_signature
+        tensors = [e.spec.arg.name for e in self.entries if e.is_tensor]
+        inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
+        constants = [f"c_ftp_constant_{i}" for i in range(len(self.traced.constants))]
+        held: dict[fx.Node, Any] = dict(zip(inputs[len(tensors) + len(constants) :], self.local.offsets_at(self.coordinate), strict=True))
+        by_name = dict(zip((*tensors, *constants), inputs, strict=False))
+        specs = [*original.input_specs, *([self.entries[-1].spec] if self._takes_key else [])]
+        first = next((i for i, s in enumerate(specs) if s.kind is InputKind.USER_INPUT), len(specs))
+        for name, tensor in zip(constants, self.traced.constants, strict=True):
+            path = name.removeprefix("c_")
+            self.constants[path] = tensor
+            specs.insert(first, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name), path))
+            first += 1
+        vals = {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
+        placed = {}
+        for spec in specs:
+            node = placed[spec.arg.name] = self._named(self.graph.placeholder(spec.arg.name), spec.arg.name)
+            node.target = node.name
+            if spec.arg.name in vals:
+                node.meta = {k: v for k, v in vals[spec.arg.name].meta.items() if k not in ("tensor_meta", "from_node")}
+            elif spec.target is None:
+                node.meta = {"val": self.entries[-1].value}
+            if spec.arg.name in by_name:
+                held[by_name[spec.arg.name]] = node
+        free = {s.arg.name for s in original.output_specs if isinstance(s.arg, TensorArgument)} - set(placed)
+        self.graph._graph_namespace._used_names.update(free)
+        self._body(held)
+        # What is written back goes first in a functional graph; a training graph writes by itself.
+        functional = self.functional.graph_signature.output_specs
+        returned = iter(held[n] for n in self.local.gm.graph.output_node().args[0])  # type: ignore[union-attr]
+        values: list[Any] = [next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value for s in functional]  # type: ignore[union-attr]
+        if is_training(self.original):
+            for spec, value in zip(functional, values, strict=True):
+                if spec.kind is not OutputKind.USER_OUTPUT:
+                    into = next(s.arg.name for s in specs if spec.target in (s.target, s.arg.name if s.target is None else None))
+                    self.graph.call_function(aten.copy_.default, (placed[into], value)).meta.update(_kept(value.meta))
+            values = [v for s, v in zip(functional, values, strict=True) if s.kind is OutputKind.USER_OUTPUT]
+        outputs, named = [], set()
+        for spec, value in zip(original.output_specs, values, strict=True):
+            if not isinstance(spec.arg, TensorArgument):
+                outputs.append(copy.copy(spec))
+                continue
+            if value.op != "placeholder" and spec.arg.name in free and value not in named:
+                free.remove(spec.arg.name)
+                named.add(self._named(value, spec.arg.name))
+            outputs.append(OutputSpec(spec.kind, TensorArgument(value.name), spec.target))
+        self.graph.output(tuple(values))
+        return ExportGraphSignature([copy.deepcopy(s) for s in specs], outputs)
+
+    def _named(self, node: fx.Node, name: str) -> fx.Node:
+        """The node by a name that torch.export has chosen, a Python builtin's too."""
+        self.graph._graph_namespace._used_names.add(name)
+        node.name = name
+        return node
+
+    def _body(self, held: dict[fx.Node, Any]) -> None:
+        """Copies the local program's ops; each knows the module and the line of what it computes or moves."""
+        traced = {n.name: n.meta for n in self.traced.gm.graph.nodes if n.op == "call_function"}
+        root = self._root_stack()
+        causes = {node.name: self._cause(node, traced) for node in self.plan.graph.nodes}
+        last: dict[str, Any] = root
+        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {"meta"}  # a program without weights stays one
+        for node in self.local.gm.graph.nodes:
+            if node.op != "call_function":
+                continue
+            made = held[node] = self.graph.node_copy(node, lambda n: held[n])
+            if is_meta and made.kwargs.get("device") is not None:
+                made.kwargs = {**made.kwargs, "device": torch.device("meta")}
+            meta = causes.get(node.meta.get("origin"))
+            last = meta or last
+            made.meta = {"nn_module_stack": root["nn_module_stack"], **_kept(last)}
+
+    def _root_stack(self) -> dict[str, Any]:
+        for node in self.original.graph.nodes:
+            for key, value in (node.meta.get("nn_module_stack") or {}).items():
+                return {"nn_module_stack": {key: value}}
+        return {"nn_module_stack": {"": ("", "torch.nn.modules.module.Module")}}
+
+    def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
+        """What the exported graph knows of the op that an op comes from; of a moved value's origin, or its first reader's."""
+        while node.kind in ("move", "constrain"):
+            node = node.operands[0].node
+        if node.kind == "input":
+            users = self._users.get(id(node), [])
+            node = next((u for u in users if u.kind == "op"), node)
+        return traced.get(node.name.split(".")[0])
+
+    @cached_property
+    def _users(self) -> dict[int, list[Node]]:
+        """Per node the ops that read its results, through moves."""
+        found: dict[int, list[Node]] = {}
+        for node in self.plan.graph.nodes:
+            for value in node.operands:
+                origin = value.node
+                while origin.kind in ("move", "constrain"):
+                    origin = origin.operands[0].node
+                found.setdefault(id(origin), []).append(node)
+        return found
+
+    def _cut(self, value: Any, spec: P, copies: dict[Any, torch.Tensor]) -> Any:
+        """A copy of this rank's part; one tensor under two paths stays one."""
+        if not isinstance(value, torch.Tensor):
+            return value
+        key = (memory_of(value), spec, isinstance(value, nn.Parameter))
+        if key not in copies:
+            pieces = local_pieces(spec, value.shape, self.mesh.axes, self.coordinate)
+            part = take(value.detach(), pieces) if spec else value.detach()
+            part = part.clone(memory_format=torch.contiguous_format) if spec else part.clone()
+            copies[key] = nn.Parameter(part, value.requires_grad) if isinstance(value, nn.Parameter) else part
+        return copies[key]
+
+    def _values(self, signature: "ExportGraphSignature", state: Mapping[str, torch.Tensor]) -> None:
+        """Each node's value on this rank, as shapes: ``meta["val"]``."""
+        mode = FakeTensorMode(allow_non_fake_inputs=True)
+        cuts = {e.spec.arg.name: e.cut for e in self.entries}
+        held = {**self.constants, **state}
+        specs = {s.arg.name: s for s in signature.input_specs}
+        with mode:
+            for node in self.graph.nodes:
+                if node.op == "placeholder":
+                    target = specs[node.name].target
+                    if target is not None:
+                        node.meta["val"] = _fake(held[target], held[target].device)
+                    elif isinstance(node.meta["val"], torch.Tensor):
+                        val = node.meta["val"]
+                        shape = local_shape(cuts[node.name], val.shape, self.mesh.axes, self.coordinate)
+                        is_whole = shape == tuple(val.shape)
+                        node.meta["val"] = _fake(val, val.device) if is_whole else torch.empty(shape, dtype=val.dtype, device=val.device)
+                elif node.op == "call_function":
+                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+                    node.meta["val"] = node.target(*args, **kwargs)
+
+    def _example_inputs(self) -> Any:
+        from torch.export.graph_signature import InputKind
+
+        if self.original.example_inputs is None:
+            return None
+        example = self.original.example_inputs
+        if self._takes_key:
+            example = (example[0], {**example[1], KEY: random.key(0)})
+        leaves, tree = pytree.tree_flatten(example)
+        users = [e for e in self.entries if e.spec.kind is InputKind.USER_INPUT]
+        if len(leaves) != len(users):
+            return None
+        return tree.unflatten([self._cut(x, e.cut, {}) if e.cut else x for x, e in zip(leaves, users, strict=True)])
+
+
+def _fake(value: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=device)
+
+
+def _kept(meta: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: copy.copy(meta[k]) for k in _KEPT if k in meta}
+
+
+def _with_key(signature: Any) -> Any:
+    """The signature of the whole program with one more keyword argument, the last."""
+    from torch.export.graph_signature import TensorArgument
+
+    args, kwargs = pytree.tree_unflatten(range(signature.in_spec.num_leaves), signature.in_spec)
+    _, tree = pytree.tree_flatten((args, {**kwargs, KEY: 0}))
+    names = signature.forward_arg_names
+    return replace(
+        signature,
+        inputs=[*signature.inputs, TensorArgument(KEY)],
+        in_spec=tree,
+        forward_arg_names=None if names is None else [*names, KEY],
+    )

@@ -1,0 +1,153 @@
+"""The modules of an exported program: their calls, what each call reads and gives, and which layer reads a weight."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.export.exported_program import ModuleCallSignature
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class Signature:
+    """The tensors that a call was made with and that it gave, by position and by keyword; None for what is no tensor of the graph."""
+
+    args: tuple[fx.Node | None, ...]
+    kwargs: dict[str, fx.Node | None]
+    results: tuple[fx.Node | None, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Call:
+    """One call of a module.
+
+    Attributes:
+        reads: the values from outside that its ops read, state aside, in the order of first use.
+        gives: the values that are used outside.
+        signature: where the exporter was told to keep it (``preserve_module_call_signature``).
+    """
+
+    module: str
+    nodes: frozenset[fx.Node]
+    reads: tuple[fx.Node, ...]
+    gives: tuple[fx.Node, ...]
+    signature: Signature | None
+
+
+def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, str]:
+    """The path of every module that runs or holds state, and its class' name where the graph tells it."""
+    found: dict[str, str] = {}
+    for node in program.graph.nodes:
+        for path, kind in (node.meta.get("nn_module_stack") or {}).values():
+            found[path.split("@")[0]] = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+    for path in paths:
+        while "." in path:
+            path = path.rpartition(".")[0]
+            found.setdefault(path, "")
+    return found
+
+
+def calls_of(program: "ExportedProgram", signatures: "Sequence[tuple[str, ModuleCallSignature]]") -> dict[str, list[Call]]:
+    """Per module its calls, in order.
+
+    Args:
+        program: a functional program.
+        signatures: of calls, by path with ``@1`` behind that of a second call, as the program it was made from has them.
+    """
+    inputs = set(program.graph_signature.user_inputs)
+    named = {node.name: node for node in program.graph.nodes}
+    nodes: dict[str, dict[str, list[fx.Node]]] = {}
+    for node in program.graph.nodes:
+        if node.op == "call_function":
+            for key, (path, _) in (node.meta.get("nn_module_stack") or {}).items():
+                nodes.setdefault(path.split("@")[0], {}).setdefault(key, []).append(node)
+    kept: dict[str, list[ModuleCallSignature]] = {}
+    for path, signature in signatures:
+        kept.setdefault(path.split("@")[0], []).append(signature)
+    found: dict[str, list[Call]] = {}
+    for path, by_key in nodes.items():
+        signed = kept.get(path, [])
+        for at, own in enumerate(by_key.values()):
+            within = frozenset(own)
+            read = [n for node in own for n in node.all_input_nodes if n not in within and (n.op != "placeholder" or n.name in inputs)]
+            reads = tuple(n for n in dict.fromkeys(read) if _is_tensor(n))
+            gives = tuple(n for n in own if _is_tensor(n) and any(user not in within for user in n.users))
+            signature = _signature(signed[at], named, {*reads}, {*gives}) if len(signed) == len(by_key) else None
+            found.setdefault(path, []).append(Call(path, within, reads, gives, signature))
+    return found
+
+
+def _is_tensor(node: fx.Node) -> bool:
+    return isinstance(node.meta.get("val"), torch.Tensor)
+
+
+def _signature(kept: "ModuleCallSignature", named: dict[str, fx.Node], reads: set[fx.Node], gives: set[fx.Node]) -> Signature:
+    def found(arguments: Sequence[Any], among: set[fx.Node]) -> list[Any]:
+        # A leaf that pytree does not take apart, and that is None where the graph does not tell the value.
+        return [node if (node := named.get(getattr(a, "name", ""))) in among else None for a in arguments]
+
+    args, kwargs = pytree.tree_unflatten(found(kept.inputs, reads), kept.in_spec)
+    results = pytree.tree_unflatten(found(kept.outputs, gives), kept.out_spec)
+    results = results if isinstance(results, tuple | list) else (results,)
+    return Signature(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, tuple(map(_leaf, results)))
+
+
+def _leaf(value: Any) -> fx.Node | None:
+    return value if isinstance(value, fx.Node) else None
+
+
+def memory_of(tensor: torch.Tensor) -> Any:
+    """Equal for tensors that are one: the same elements of the same memory."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+
+
+_LINEAR = {aten.linear.default: 1, aten.addmm.default: 2, aten.mm.default: 1, aten.matmul.default: 1, aten.bmm.default: 1}
+# A linear layer's weight is broadcast along the batch where the layer decomposes into a batched product.
+_VIEWS = {
+    aten._to_copy.default,
+    aten.detach.default,
+    aten.expand.default,
+    aten.numpy_T.default,
+    aten.permute.default,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unsqueeze.default,
+    aten.view.default,
+}
+
+
+def reader_of(program: "ExportedProgram", module: str, weight: str) -> str | None:
+    """Whether a linear layer or an embedding reads a weight."""
+    signature = program.graph_signature
+    held = {**program.state_dict, **program.constants}
+    # A tied weight is read under one of its names.
+    names = {
+        name
+        for name, path in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items()
+        if isinstance(held.get(path), torch.Tensor) and memory_of(held[path]) == memory_of(held[weight])  # type: ignore[arg-type]
+    }
+    readers = [found for node in program.graph.nodes if node.name in names for found in _readers(node)]
+    kinds = {kind for kind, at in readers if at == module} or {kind for kind, _ in readers}
+    return kinds.pop() if len(kinds) == 1 else None
+
+
+def _readers(node: fx.Node) -> list[tuple[str, str]]:
+    """What reads a weight, through views of it, and in which module."""
+    found = []
+    for user in node.users:
+        stack = list((user.meta.get("nn_module_stack") or {}).values())
+        module = stack[-1][0].split("@")[0] if stack else ""
+        if user.target in _VIEWS:
+            found += _readers(user)
+        elif user.target is aten.embedding.default and user.args[0] is node:
+            found.append(("embedding", module))
+        elif user.target in _LINEAR and user.args[_LINEAR[user.target]] is node:  # type: ignore[index]
+            found.append(("linear", module))
+    return found

@@ -1,0 +1,96 @@
+"""Running the exported programs of ranks: on process groups, or all of them in this process."""
+
+import copy
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+from ftp.errors import InputError, MeshError
+from ftp.exported.build import quiet
+from ftp.mesh import AnyMesh, require_coordinate, resolve
+from ftp.partition import LocalProgram
+from ftp.program import groups_of
+from ftp.simulate import COLLECTIVES
+from ftp.simulate import simulate as run_in_lockstep
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+
+
+def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedProgram":
+    """A program made for this rank without processes, or loaded from a file, on the process groups of ``mesh``."""
+    m = resolve(mesh)
+    require_coordinate(m)
+    module = copy.deepcopy(program.graph_module)
+    for node, old in zip(module.graph.nodes, program.graph.nodes, strict=True):
+        node.name = old.name  # a copy renames what is called as a builtin is, such as input
+    for node in _collectives(module.graph):
+        name = node.args[-1]
+        assert isinstance(name, str)
+        if name.startswith("sim:"):
+            node.args = (*node.args[:-1], m.group_name(name.removeprefix("sim:")))
+    module.recompile()
+    with quiet():
+        return program._update(module, copy.deepcopy(program.graph_signature))
+
+
+def simulate(programs: Sequence["ExportedProgram"], mesh: AnyMesh | None, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Runs the programs of all ranks, in the mesh's order, in this process; what they mutate is written to their state.
+
+    Args:
+        arguments: per rank its positional arguments; keyword arguments as a dict at the end, where the program has some.
+
+    Returns:
+        Per rank its result.
+    """
+    m = resolve(mesh)
+    if len(programs) != m.size() or len(arguments) != m.size():
+        raise MeshError(f"The mesh {m} has {m.size()} ranks, but {len(programs)} programs and {len(arguments)} arguments are given.")
+    locals_, inputs = [], []
+    for program, given in zip(programs, arguments, strict=True):
+        for node in _collectives(program.graph):
+            name = str(node.args[-1])
+            if not name.startswith("sim:"):
+                raise MeshError("The programs are of a mesh of processes. Make them for ftp.simulated_mesh(...) to run all in one.")
+            node.meta["axis"] = name.removeprefix("sim:")
+        locals_.append(LocalProgram(program.graph_module, (), ()))
+        inputs.append(_flat_inputs(program, given))
+    with torch.no_grad():
+        results = run_in_lockstep(locals_, inputs, groups_of(m))
+    return [_delivered(program, given, flat) for program, given, flat in zip(programs, inputs, results, strict=True)]
+
+
+def _collectives(graph: fx.Graph) -> list[fx.Node]:
+    return [n for n in graph.nodes if n.target in COLLECTIVES]
+
+
+def _flat_inputs(program: "ExportedProgram", given: tuple[Any, ...]) -> list[Any]:
+    signature = program.module_call_graph[0].signature
+    assert signature is not None
+    keywords = pytree.tree_unflatten(range(signature.in_spec.num_leaves), signature.in_spec)[1]
+    args, kwargs = (given[:-1], given[-1]) if keywords else (given, {})
+    leaves, tree = pytree.tree_flatten((args, {k: kwargs[k] for k in keywords if k in kwargs}))
+    if tree != signature.in_spec:
+        raise InputError(f"The program takes {signature.in_spec}, but is given {tree}.")
+    users = iter(leaves)
+    held = {**program.state_dict, **program.constants}
+    return [held[s.target] if s.target is not None else next(users) for s in program.graph_signature.input_specs]
+
+
+def _delivered(program: "ExportedProgram", inputs: Sequence[Any], flat: Sequence[Any]) -> Any:
+    from torch.export.graph_signature import OutputKind
+
+    signature = program.module_call_graph[0].signature
+    assert signature is not None
+    by_name = {s.arg.name: x for s, x in zip(program.graph_signature.input_specs, inputs, strict=True)}
+    targets = {s.target: s.arg.name for s in program.graph_signature.input_specs if s.target is not None}
+    results = []
+    for spec, value in zip(program.graph_signature.output_specs, flat, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            results.append(value)
+        else:
+            by_name[targets.get(spec.target, spec.target)].copy_(value)  # type: ignore[arg-type]
+    return pytree.tree_unflatten(results, signature.out_spec)

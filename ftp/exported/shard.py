@@ -1,0 +1,314 @@
+"""An exported program to the one of a rank: specs, one trace, one plan."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import traceback as fx_traceback
+from torch.fx.node import map_arg
+
+from ftp.constrain import constrain
+from ftp.draws import Draws
+from ftp.errors import InputError, MeshError, SpecError, join_failures
+from ftp.exported.build import KEY, Build, Entry, is_training, quiet
+from ftp.exported.check import check_program
+from ftp.exported.draws import drawn, module_of
+from ftp.exported.plan import argument_specs, names_of_leaves, result_specs, state_specs
+from ftp.exported.styles import Pin
+from ftp.graph import BATCH, PARAMETER, live, mark_dependencies, merge_common
+from ftp.ingest import constraints, decompose, from_fx
+from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
+from ftp.partition import Partitioner
+from ftp.planner import Plan, Specs, make_plan
+from ftp.source import told_line
+from ftp.spec import P, PartitionSpec, check_spec
+from ftp.trace import Traced, trace
+from ftp.tree import flatten
+
+if TYPE_CHECKING:
+    from torch.export import ExportedProgram
+    from torch.export.exported_program import ModuleCallSignature
+
+aten = torch.ops.aten
+
+
+def shard_exported(
+    exported_program: "ExportedProgram",
+    mesh: AnyMesh | None,
+    styles_or_specs: Mapping[str, Any],
+    *,
+    rank: int | None = None,
+    in_specs: Any = PartitionSpec(),
+    out_specs: Any = PartitionSpec(),
+    axis: str | None = None,
+    rng: bool = False,
+    strict: bool = False,
+) -> "ExportedProgram":
+    """One rank's program of an exported forward pass: same signature, local state, collectives in its graph.
+
+    What is not cut by a spec is on every rank. The input program is left as it is; the tensors of the new one are copies.
+
+    Args:
+        exported_program: what ``torch.export.export`` gave, decomposed or not, of fixed shapes.
+        mesh: any mesh; None for the one in use. Programs for a mesh without processes, and for other ranks, name their groups ``sim:``
+            and the axis; ``bind`` gives them a process' own groups, ``simulate`` runs all of them in one process.
+        styles_or_specs: ``{pattern: P}`` over paths of the state dict, non-persistent buffers and constants, as in ``ftp.plan``;
+            ``{pattern: style}`` over module paths with torch's ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``, classes or
+            instances, or ``PrepareModuleInput``, ``-Output`` or ``-InputOutput``. ``{}`` replicates everything.
+        rank: whose program; default this process', on a mesh without processes the first. Row-major on the mesh, or a rank of the
+            world on a mesh of processes.
+        in_specs: one ``P``, a tuple for the positional arguments, or ``{argument: specs}``; the program then takes local shards.
+        out_specs: prefix tree of the result; None leaves the choice to propagation.
+        rng: random ops draw from a key, ``ftp.random.key(seed)``, which the program takes as one more keyword argument, ``rng=``: the same
+            numbers on any mesh as ``ftp.functionalize(model)`` draws from it. Otherwise they are errors.
+        axis: the mesh axis that styles cut over; default the only one, or "tp".
+        strict: an op without a sharding rule is an error, rather than replicated with a warning.
+
+    Raises:
+        SpecError: specs, patterns and styles that do not fit. InputError: a program that is not supported, with the line.
+
+    >>> import ftp
+    >>> program = torch.export.export(torch.nn.Linear(6, 4), (torch.ones(2, 6),))
+    >>> local = ftp.shard_exported(program, ftp.AbstractMesh((3,), ("tp",)), {"weight": ftp.P(None, "tp")}, rank=1)
+    >>> local.state_dict["weight"].shape
+    torch.Size([4, 2])
+    >>> [str(n.target) for n in local.graph.nodes if "all_reduce" in str(n.target)]
+    ['_c10d_functional.all_reduce.default']
+    """
+    m = resolve(mesh)
+    coordinate, is_own = _coordinate(m, rank)
+    check_program(exported_program, rng)
+    functional = _functional(exported_program)
+    state = _state(functional)
+    specs, pins = state_specs(functional, state, m, styles_or_specs, axis, _signatures(exported_program))
+    entries = _entries(functional, state, specs, m, in_specs)
+    if rng:
+        entries.append(_key_entry(entries, m))
+    out = _out_specs(functional, specs, entries, m, out_specs)
+    traced, plan = _planned(functional, entries, out, pins, m, strict)
+    group: Callable[[str], str] = m.group_name if is_own else (lambda name: f"sim:{name}")
+    local = Partitioner(plan, torch.device(m.device_type), group).program(coordinate)
+    build = Build(exported_program, functional, entries, traced, plan, local, m, coordinate)
+    return build.program({path: specs.get(path, P()) for path in functional.state_dict})
+
+
+def _functional(program: "ExportedProgram") -> "ExportedProgram":
+    """The program without changes in place; signatures of calls, which torch does not carry over, are left behind."""
+    if not is_training(program):
+        return program
+    bare = copy.copy(program)
+    bare._module_call_graph = [copy.copy(entry) for entry in program.module_call_graph]
+    for entry in bare._module_call_graph[1:]:
+        entry.signature = None
+    with quiet():
+        return bare.run_decompositions({})
+
+
+def _signatures(program: "ExportedProgram") -> "list[tuple[str, ModuleCallSignature]]":
+    return [(entry.fqn, entry.signature) for entry in program.module_call_graph if entry.fqn and entry.signature is not None]
+
+
+def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
+    """The input that random ops draw from."""
+    from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+    if any(e.spec.arg.name == KEY for e in entries):
+        raise InputError(f"The program has an argument {KEY!r} of its own, so rng=True cannot add one of this name. Export it by another.")
+    spec = InputSpec(InputKind.USER_INPUT, TensorArgument(KEY), None)
+    device = next((e.value.device for e in entries if e.is_tensor), torch.device(mesh.device_type))
+    with FakeTensorMode():
+        return Entry(spec, KEY, torch.empty(2, dtype=torch.int64, device=device), P())
+
+
+def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
+    """A rank's position on the mesh, and whether it is this process'."""
+    if rank is None:
+        return (require_coordinate(mesh), True) if mesh.kind == "process" else (dict.fromkeys(mesh.axes, 0), False)
+    ranks = list(mesh.ranks) if mesh.kind == "process" else list(range(mesh.size()))
+    if rank not in ranks:
+        raise MeshError(f"rank={rank!r} is not on the mesh {mesh}, which holds ranks {ranks[0]} to {ranks[-1]}.")
+    return mesh.coordinates()[ranks.index(rank)], mesh.kind == "process" and rank == mesh.rank
+
+
+# Specs.
+
+
+def _state(program: "ExportedProgram") -> dict[str, torch.Tensor]:
+    """Every tensor that the graph takes beside the user's inputs, and those that it does not take, by path."""
+    held = {**program.state_dict, **{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}}
+    return {path: value for path, value in held.items() if isinstance(value, torch.Tensor)}
+
+
+def _entries(
+    program: "ExportedProgram", state: Mapping[str, torch.Tensor], specs: Mapping[str, P], mesh: Mesh, in_specs: Any
+) -> list[Entry]:
+    from torch.export.graph_signature import InputKind, TensorArgument
+
+    cuts = iter(argument_specs(program, mesh, in_specs))
+    names = iter(names_of_leaves(program, False))
+    found, failures = [], []
+    placeholders = [n for n in program.graph.nodes if n.op == "placeholder"]
+    for spec, node in zip(program.graph_signature.input_specs, placeholders, strict=True):
+        if spec.kind is not InputKind.USER_INPUT:
+            assert spec.target is not None
+            found.append(Entry(spec, spec.target, state[spec.target], specs[spec.target]))
+            continue
+        name, cut = next(names), next(cuts)
+        if isinstance(spec.arg, TensorArgument):
+            failures += check_spec(cut, tuple(node.meta["val"].shape), mesh.axes, name)
+            found.append(Entry(spec, name, node.meta["val"], cut))
+            continue
+        if cut and not isinstance(in_specs, P):
+            failures.append(f"{name} has spec {cut}, but is {getattr(spec.arg, 'value', None)!r}; only a tensor can be cut. Give P().")
+        found.append(Entry(spec, name, getattr(spec.arg, "value", None), P()))
+    devices = {e.value.device.type for e in found if e.is_tensor} - {mesh.device_type, "meta"}
+    if devices:
+        failures.append(
+            f"The program is on {', '.join(sorted(devices))}, the mesh on {mesh.device_type}. Make the mesh with device_type="
+            f"{min(devices)!r}, or move the program: torch.export.passes.move_to_device_pass(program, {mesh.device_type!r})."
+        )
+    if failures:
+        raise SpecError(join_failures(failures))
+    return found
+
+
+def _out_specs(program: "ExportedProgram", specs: Mapping[str, P], entries: Sequence[Entry], mesh: Mesh, given: Any) -> list[P | None]:
+    """A spec per output of the functional graph: what is written back lies as what it is written to."""
+    from torch.export.graph_signature import OutputKind, TensorArgument
+
+    leaves = iter(result_specs(program, given))
+    names = iter(names_of_leaves(program, True))
+    inputs = {e.spec.arg.name: e.cut for e in entries}
+    vals = [n.meta["val"] if isinstance(n, fx.Node) else n for n in program.graph.output_node().args[0]]  # type: ignore[union-attr]
+    found: list[P | None] = []
+    failures = []
+    for spec, val in zip(program.graph_signature.output_specs, vals, strict=True):
+        if spec.kind is OutputKind.USER_INPUT_MUTATION:
+            found.append(inputs[spec.target or ""])
+        elif spec.kind is not OutputKind.USER_OUTPUT:
+            found.append(specs[spec.target or ""])
+        else:
+            cut, name = next(leaves), next(names)
+            if isinstance(spec.arg, TensorArgument):
+                failures += check_spec(cut, tuple(val.shape), mesh.axes, name) if cut else []
+            elif cut and not isinstance(given, P):
+                failures.append(f"{name} has spec {cut}, but is {val!r}; only a tensor can be cut. Give P().")
+            found.append(cut)
+    if failures:
+        raise SpecError(join_failures(failures))
+    return found
+
+
+# From the exported graph to a plan.
+
+
+CHECKS = {
+    aten._assert_tensor_metadata.default,
+    aten._assert_async.msg,
+    aten._assert_async.default,
+    aten._assert_scalar.default,
+    aten.sym_constrain_range.default,
+    aten.sym_constrain_range_for_size.default,
+}
+
+
+class _Replay(fx.Interpreter):
+    """Runs the exported graph, telling the line and the module of each op, with the values at module boundaries pinned."""
+
+    def __init__(self, module: fx.GraphModule, pins: Sequence[Pin]):
+        super().__init__(module)
+        self.extra_traceback = False
+        self.line = self._module = ""
+        self.draws = Draws(None, "the program")
+        self._read: dict[tuple[fx.Node, fx.Node], tuple[Pin, ...]] = {}
+        self._given: dict[fx.Node, list[Pin]] = {}
+        # What enters passes the outer module first, what leaves the inner one.
+        for pin in sorted(pins, key=lambda pin: len(pin.call.nodes)):
+            if not pin.is_read:
+                self._given.setdefault(pin.node, []).append(pin)
+                continue
+            for node in pin.call.nodes:
+                if pin.node in node.all_input_nodes:
+                    self._read[node, pin.node] = (pin, *self._read.get((node, pin.node), ()))
+        self._arrived: dict[tuple[Pin, ...], Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        self.line = told_line(n.meta.get("stack_trace") or "")
+        self._module = module_of(n)
+        out = super().run_node(n)
+        for pin in self._given.get(n, []):
+            out = _pinned(out, pin)
+        return out
+
+    def map_nodes_to_values(self, args: Any, n: fx.Node) -> Any:
+        def load(read: fx.Node) -> Any:
+            found, chain = self.env[read], self._read.get((n, read), ())
+            for at, pin in enumerate(chain, 1):
+                if chain[:at] not in self._arrived:
+                    self._arrived[chain[:at]] = _pinned(found, pin)
+                found = self._arrived[chain[:at]]
+            return found
+
+        return map_arg(args, load)
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        if target in CHECKS:
+            return None
+        if self.draws.key is not None and (draw := drawn(target, args, kwargs)) is not None:
+            with self.draws.at(self._module):
+                return draw(self.draws)
+        return super().call_function(target, args, kwargs)
+
+
+def _pinned(value: torch.Tensor, pin: Pin) -> torch.Tensor:
+    for spec in pin.specs:
+        value = constrain(value, spec, axes=pin.axis)
+    return value
+
+
+def _planned(
+    program: "ExportedProgram", entries: Sequence[Entry], out_specs: Sequence[P | None], pins: Sequence[Pin], mesh: Mesh, strict: bool
+) -> tuple[Traced, Plan]:
+    from torch.export.graph_signature import InputKind, TensorArgument
+
+    replays: dict[int, _Replay] = {}
+    tensors = [e for e in entries if e.is_tensor]
+    returned = [i for i, spec in enumerate(program.graph_signature.output_specs) if isinstance(spec.arg, TensorArgument)]
+
+    def fn(*values: torch.Tensor) -> list[Any]:
+        given = iter(values)
+        everything = [next(given) if e.is_tensor else e.value for e in entries]
+        replay = replays[0] = _Replay(program.graph_module, pins)
+        if entries and entries[-1].name == KEY and entries[-1].spec.target is None:
+            replay.draws.key = everything.pop()
+        out = replay.run(*everything)
+        return [out[i] for i in returned]
+
+    leaves = [torch.empty(tuple(e.value.shape), dtype=e.value.dtype, device="meta") for e in tensors]
+    names = [e.spec.arg.name for e in tensors]
+    with fx_traceback.preserve_node_meta():
+        traced = trace(
+            fn, leaves, flatten(tuple(leaves))[1], mesh.device_type, names=names, line=lambda: replays[0].line if replays else ""
+        )
+    graph = from_fx(traced.gm, names, strict=strict)
+    batch, arguments = [], {}
+    for node, entry in zip(graph.inputs, tensors, strict=False):
+        is_state = entry.spec.kind is not InputKind.USER_INPUT
+        node.depends = PARAMETER if is_state else BATCH
+        arguments[node] = entry.cut
+        if not is_state:
+            batch.append(node)
+    graph = merge_common(live(graph))
+    mark_dependencies(graph)
+    plan = make_plan(
+        graph,
+        mesh.axes,
+        Specs(arguments, constraints(graph), [out_specs[i] for i in returned]),
+        batch_inputs=batch,
+        data_axes=tuple(dict.fromkeys(axis for node in batch for axis in arguments[node].axes)),
+        decompose=lambda g, nodes: decompose(g, nodes, strict=strict),
+    )
+    return traced, plan
