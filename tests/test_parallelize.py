@@ -1,5 +1,9 @@
 """Plans of parallelize_module over whole models: what their keys match, how they merge, and one device's numbers."""
 
+import re
+from pathlib import Path
+from typing import Any
+
 import pytest
 import titan  # type: ignore[import-not-found]
 import torch
@@ -247,3 +251,13 @@ def test_a_transformer_from_a_plan():
     assert all(len(c.global_shape) == 3 or c.global_shape in ((8, 8), (12, 8)) for c in lowered.collectives)
     lowered = equal_to_one_device(model.encoder, plans.PairwiseParallel(), mesh, src)
     assert {c.op for c in lowered.collectives} == {"all_reduce"}
+
+
+def test_the_page_runs(capsys):
+    page = (Path(__file__).resolve().parents[1] / "docs/from_parallelize_module.md").read_text()
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
+        exec(compile(block, "docs/from_parallelize_module.md", "exec"), scope)
+    assert re.search(r"layers.0.w2.weight +P\(None, 'tp'\) +\(16, 32\) +'layers.\*.w2': RowwiseParallel", capsys.readouterr().out)
+    plain, params = ftp.functionalize(scope["model"])
+    assert plain(params, torch.ones(2, 3, 16)).shape == (2, 3, 8) and scope["loss"].isfinite()

@@ -1,5 +1,7 @@
 """Our plans of well-known models: on code as people write it equal to one device, with Megatron's collectives; adapters too."""
 
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -81,6 +83,7 @@ def test_names_of_code_bases():
     specs = ftp.plan(params, llama(sizes, names="megatron", prefix="m"), strict=True)
     assert specs[f"m.{layer}.self_attention.linear_qkv.weight"] == P(units("tp", 8))
     assert specs[f"m.{layer}.mlp.linear_fc1.weight"] == P(units("tp", pack=2))
+    assert mlp("b", up="w1", down="w2") == mlp("b", up=["w1"], down="w2") and attention("b", qkv="w") == attention("b", qkv=["w"])
     assert gpt2(transposed=False, head=True)["**.attn.c_proj.weight"] == P(None, "tp")
 
 
@@ -249,3 +252,9 @@ def test_peft():
 
     mesh = ftp.simulated_mesh((2,), ("tp",))
     check(loss, mesh, specs, params, buffers, *case.batch, batch_specs=(frozen, *[P()] * len(case.batch)), data_axes=())
+
+
+def test_the_page_runs():
+    page = (Path(__file__).resolve().parents[1] / "docs/plans.md").read_text()
+    (block,) = [b for b in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S) if b.startswith("import")]
+    exec(compile(block, "docs/plans.md", "exec"), {})

@@ -44,13 +44,13 @@ NAMES = {
 
 
 def mlp(
-    prefix: str = "**.mlp", *, axis: str = "tp", up: Sequence[str] = ("gate_proj", "up_proj"), down: str = "down_proj", pack: int = 1
+    prefix: str = "**.mlp", *, axis: str = "tp", up: str | Sequence[str] = ("gate_proj", "up_proj"), down: str = "down_proj", pack: int = 1
 ) -> Patterns:
     """A feed-forward block: what goes up is cut by columns, with its bias, what comes down by rows; one all-reduce each way.
 
     Args:
         prefix: the block's path, a pattern.
-        up, down: names of its linear layers.
+        up, down: names of its linear layers; a str is one.
         pack: how many layers lie one after another in each of ``up`` (2 for a fused gate and up).
 
     >>> mlp("layers.*.feed_forward", up=["w1", "w3"], down="w2")
@@ -59,7 +59,7 @@ def mlp(
     Source: Shoeybi et al. (2019), Megatron-LM, section 3.
     """
     cut = axis if pack == 1 else units(axis, pack=pack)
-    return {**{_join(prefix, name, "*"): P(cut) for name in up}, _join(prefix, down, "weight"): P(None, axis)}
+    return {**{_join(prefix, name, "*"): P(cut) for name in _each(up)}, _join(prefix, down, "weight"): P(None, axis)}
 
 
 def attention(
@@ -67,7 +67,7 @@ def attention(
     *,
     axis: str = "tp",
     head_dim: int | None = None,
-    qkv: Sequence[str] = ("q_proj", "k_proj", "v_proj"),
+    qkv: str | Sequence[str] = ("q_proj", "k_proj", "v_proj"),
     out: str = "o_proj",
     pack: int | Sequence[int] = 1,
 ) -> Patterns:
@@ -77,7 +77,7 @@ def attention(
         prefix: the block's path, a pattern.
         head_dim: elements of a head, so that cuts fall between heads, and 2 key heads on 4 ranks are held by two ranks each. Without it
             dims are cut evenly, and heads that this divides are made whole by collectives.
-        qkv, out: names of its linear layers.
+        qkv, out: names of its linear layers; a str is one.
         pack: for a single fused layer of q, k and v, 3, or the width of each where they differ (see ``ftp.units``).
 
     >>> attention("blocks.*.attn", head_dim=64, qkv=["qkv"], out="proj", pack=3)
@@ -85,7 +85,7 @@ def attention(
     """
     head = _heads(axis, head_dim)
     packed = head if pack == 1 else units(axis, head_dim or 1, pack=pack)
-    return {**{_join(prefix, name, "*"): P(packed) for name in qkv}, _join(prefix, out, "weight"): P(None, head)}
+    return {**{_join(prefix, name, "*"): P(packed) for name in _each(qkv)}, _join(prefix, out, "weight"): P(None, head)}
 
 
 def vocabulary(
@@ -304,6 +304,10 @@ def _of(config: Any, *keys: str) -> Any:
         if found is not None:
             return found
     return None
+
+
+def _each(given: str | Sequence[str]) -> Sequence[str]:
+    return (given,) if isinstance(given, str) else given
 
 
 def _join(*parts: str) -> str:
