@@ -119,9 +119,9 @@ def leaves(layout: Any) -> dict[str, Any]:
 
 
 OLDER = [
-    Case("PairwiseParallel()", {"mlp": plans.PairwiseParallel()}, around(WHOLE, WHOLE), Stack),
+    Case("PairwiseParallel(make_input_replicate_1d, make_output_tensor)", {"mlp": plans.PairwiseParallel()}, around(WHOLE, WHOLE), Stack),
     Case(
-        "PairwiseSequenceParallel()",
+        "PairwiseSequenceParallel(make_input_reshard_replicate, make_output_reshard_tensor)",
         {"mlp": plans.PairwiseSequenceParallel(), **enters(Shard(0)), **leaves(Shard(0))},
         around(Shard(0), Shard(0)) | enters(Shard(0)) | leaves(Shard(0)),
         Stack,
@@ -137,7 +137,7 @@ OLDER = [
         Stack,
     ),
     Case(
-        "make_output_replicate_1d",
+        "make_sharded_output_tensor, make_input_shard_1d_last_dim, make_output_replicate_1d",
         {
             "mlp.0": plans.older.ColwiseParallel(plans.make_input_replicate_1d, plans.make_sharded_output_tensor),
             "mlp.2": plans.older.RowwiseParallel(plans.make_input_shard_1d_last_dim, plans.make_output_replicate_1d),
