@@ -4,6 +4,7 @@ A torch.optim class is driven on clones of the parameters with the state set bef
 """
 
 import copy
+import functools
 import inspect
 import re
 import sys
@@ -155,21 +156,23 @@ def global_norm(tree: Any) -> Tensor:
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
-    leaves = _by_layer(tree)
-    if not leaves:
+    if not flatten(tree)[0]:
         raise InputError("global_norm is given a tree without tensors.")
     # A sum of sums: where leaves are cut it stays pending to the end, and one number is reduced.
-    total = leaves[0].abs().square().sum()
-    for leaf in leaves[1:]:
-        total = total + leaf.abs().square().sum()
-    return total.sqrt()
+    return _total(tree, lambda leaf: leaf.abs().square().sum()).sqrt()
 
 
-def _by_layer(tree: Any) -> list[Any]:
-    """The leaves, layer 2 before layer 10: a sum over all is then one over the layers, which are planned as one."""
-    leaves, paths = flatten(tree)[0], leaf_paths(tree)
-    order = sorted(range(len(leaves)), key=lambda i: _natural(".".join(map(str, paths[i]))))
-    return [leaves[i] for i in order]
+def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
+    """The sum of a term for each leaf: one over the layers, and one over what is in none, so that layers are planned as one."""
+    leaves, order = flatten(tree)[0], _by_layer(tree)
+    parts = [[term(leaves[i]) for i, in_layer in order.items() if in_layer is which] for which in (True, False)]
+    return functools.reduce(torch.add, [functools.reduce(torch.add, part) for part in parts if part])
+
+
+def _by_layer(tree: Any) -> dict[int, bool]:
+    """The places of the leaves, those of layer 2 before those of layer 10, and whether each is in a layer."""
+    names = [_natural(".".join(map(str, path))) for path in leaf_paths(tree)]
+    return {i: len(names[i]) > 1 for i in sorted(range(len(names)), key=names.__getitem__)}
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
@@ -188,7 +191,8 @@ def clip_by_global_norm(grads: Any, max_norm: float | Tensor, *, eps: float = 1e
     leaves, treedef = flatten(grads)
     norm = global_norm(grads)
     scale = torch.clamp(max_norm / (norm + eps), max=1.0)
-    return treedef.unflatten([leaf * scale.to(leaf.dtype) for leaf in leaves]), norm
+    scaled = {i: leaves[i] * scale.to(leaves[i].dtype) for i in _by_layer(grads)}
+    return treedef.unflatten([scaled[i] for i in range(len(leaves))]), norm
 
 
 def count_nonfinite(tree: Any) -> Tensor:
@@ -197,13 +201,9 @@ def count_nonfinite(tree: Any) -> Tensor:
     >>> count_nonfinite({"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))})
     tensor(2)
     """
-    leaves = _by_layer(tree)
-    if not leaves:
+    if not flatten(tree)[0]:
         raise InputError("count_nonfinite is given a tree without tensors.")
-    total = leaves[0].isfinite().logical_not().sum()
-    for leaf in leaves[1:]:
-        total = total + leaf.isfinite().logical_not().sum()
-    return total
+    return _total(tree, lambda leaf: leaf.isfinite().logical_not().sum())
 
 
 def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:

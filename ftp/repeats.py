@@ -147,7 +147,7 @@ def _layer_of(node: Node, layers: Layers, users: Mapping[Node, int], shared: set
     while read and max(read.values()) - min(read.values()) > 1:
         most = max(read, key=lambda n: users[n])
         if most.kind == "input" or users[most] <= FEWEST - 2:
-            break
+            return None
         shared.add(most)
         del read[most]
     return None if not read else min(read.values()) if node.phase % 2 else max(read.values())

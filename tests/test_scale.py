@@ -93,6 +93,22 @@ def test_layers_that_differ_are_planned_one_by_one():
         torch.testing.assert_close(grad, grads[name], rtol=1e-4, atol=1e-6)
 
 
+def test_clipping_leaves_layers_alike():
+    """A global norm reads every layer and every layer reads it."""
+    cfg = LlamaConfig(layers=14, vocab=64)
+    fn, params = ftp.functionalize(build(cfg, device="meta"))
+    of_params = ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp"))
+    mesh, loss_fn = ftp.AbstractMesh((2, 2), ("dp", "tp")), models.lm_loss(fn)
+
+    def train_step(params: Any, state: Any, batch: Any) -> Any:
+        grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
+        grads, norm = ftp.optim.clip_by_global_norm(grads, 1.0)
+        return *OPT.update(grads, state, params), loss, norm
+
+    step = ftp.spmd(train_step, mesh, (of_params, of_params, P("dp")), (of_params, of_params, P(), P()), donate=(0, 1))
+    assert step.lower(params, OPT.init(params), lm_batch(cfg)).plan.alike > 6
+
+
 def test_planning_does_not_grow_with_the_depth(monkeypatch: pytest.MonkeyPatch):
     """Counted, not timed: the variables of the networks."""
     from ftp import network
