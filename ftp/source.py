@@ -20,7 +20,7 @@ def user_line() -> str:
     """``"file.py:12  code text"`` of the innermost user's frame on the stack; "" if there is none."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if is_users(frame.f_code):
+        if _is_users_frame(frame):
             return describe_line(frame.f_code.co_filename, frame.f_lineno)
         frame = frame.f_back
     return ""
@@ -37,7 +37,7 @@ def raised_line(error: BaseException) -> str:
     line = ""
     traceback: TracebackType | None = error.__traceback__
     while traceback is not None:
-        if is_users(traceback.tb_frame.f_code):
+        if _is_users_frame(traceback.tb_frame):
             line = describe_line(traceback.tb_frame.f_code.co_filename, traceback.tb_lineno)
         traceback = traceback.tb_next
     return line
@@ -52,6 +52,11 @@ def told_line(stack_trace: str) -> str:
     found = [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', stack_trace)]
     users = [at for at in found if _is_users_file(at[0])] or found
     return describe_line(*users[-1]) if users else ""
+
+
+def _is_users_frame(frame: FrameType) -> bool:
+    """Code that torch makes from text, as ``python -c`` does, is in no module."""
+    return is_users(frame.f_code) and "__name__" in frame.f_globals
 
 
 @functools.cache

@@ -400,6 +400,14 @@ def test_the_mesh_of_the_step_is_the_default():
         layer(torch.arange(4))
 
 
+def test_an_error_without_a_line_of_the_users_names_none():
+    mesh = ftp.simulated_mesh(2, "tp")
+    whole = ftp.local(lambda x: x.sum(), mesh, P("tp"), P())
+    with pytest.raises(ftp.errors.SpecError) as error:
+        ftp.spmd(whole, mesh, (P("tp"),))(torch.ones(4))
+    assert "<string>" not in str(error.value)
+
+
 def test_unchecked_claims_are_believed():
     mesh = ftp.simulated_mesh(2, "tp")
 
