@@ -144,9 +144,10 @@ def slice_(call: Call) -> Rule:
 def slice_backward(call: Call) -> Rule:
     y, (x,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(x.shape[dim])
+    start, end, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(x.shape[dim])
     size = math.gcd(x.shape[dim], start, y.shape[dim])
-    if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
+    # The op spreads a gradient of one element over a longer slice.
+    if step != 1 or end - start != y.shape[dim] or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
         return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
     first, last = start // size, (start + y.shape[dim]) // size
 
