@@ -1,26 +1,33 @@
 """Seconds of a train step, sharded by ftp and by its peers: two gloo ranks on this machine, one thread each, float32, AdamW included.
 
-    python benchmarks/speed.py [--json] [--workloads W1 W2 W3] [--rounds 5] [--peers ...]
+    python benchmarks/speed.py [--json] [--workloads W1 W2 W3] [--rounds 7] [--peers ...] [--eager] [--jax-python PYTHON]
 
 Every peer runs in processes of its own that stay while the peers take turns, a few steps each; medians and quartiles are over all
 steps, ratios over the turns, each against the anchor's in the same round. With ``--at-once`` fewer peers share the machine's memory, the
-anchor in each set. A peer's first losses are compared with those of one device in float64.
+anchor in each set. A peer's first losses are compared with those of one device in float64. A peer that cannot run, or whose first steps
+take longer than ``--limit`` seconds, is listed with the reason. On a quiet machine of two cores the whole takes about twenty minutes.
 """
 
 import argparse
 import json
 import os
+import socket
 import statistics
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
-from peers import worker, workloads  # noqa: E402
+from peers import jax_worker, worker, workloads  # noqa: E402
+from picture import bars  # noqa: E402
 from record import save, show  # noqa: E402
 
 RANKS = 2
@@ -31,18 +38,24 @@ TOLERANCE = {"W1": 1e-5, "W2": 1e-4, "W3": 1e-4}  # relative: three steps in flo
 class Team:
     """The processes of one peer on one workload."""
 
-    def __init__(self, peer: str, workload: str, folder: str):
+    def __init__(self, peer: str, workload: str, folder: str, jax_python: str):
         self.name = peer
         ranks = 1 if peer in worker.ALONE else RANKS
+        python, script = (jax_python, jax_worker.__file__) if peer in worker.JAX else (sys.executable, worker.__file__)
         paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         stem = f"{folder}/{peer.replace(' ', '_')}"
         env["TORCHINDUCTOR_CACHE_DIR"] = f"{stem}.cache"  # nothing is found compiled
-        spec = {"peer": peer, "workload": workload, "ranks": ranks, "meet": f"{stem}.meet"}
+        spec: dict[str, Any] = {"peer": peer, "workload": workload, "ranks": ranks, "meet": f"{stem}.meet"}
+        if peer in worker.JAX:
+            work = workloads.WORKLOADS[workload]
+            np.savez(f"{stem}.npz", **workloads.as_arrays(work))
+            sizes = None if work.cfg is None else {"heads": work.cfg.heads, "dim": work.cfg.dim, "layers": work.cfg.layers}
+            spec |= {"data": f"{stem}.npz", "sizes": sizes, "port": free_port()}
         self.log = open(f"{stem}.log", "w+")  # noqa: SIM115
         self.processes = [
             subprocess.Popen(
-                [sys.executable, worker.__file__, json.dumps({**spec, "rank": rank})],
+                [python, script, json.dumps({**spec, "rank": rank})],
                 env=env,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -52,30 +65,48 @@ class Team:
             for rank in range(ranks)
         ]
 
-    def ask(self, **question: Any) -> list[dict[str, Any]]:
-        """Each rank's answer."""
-        for process in self.processes:
-            assert process.stdin is not None
-            process.stdin.write(json.dumps(question) + "\n")
-            process.stdin.flush()
-        answers = []
-        for process in self.processes:
-            assert process.stdout is not None
-            line = process.stdout.readline()
-            if not line:
-                self.log.seek(0)
-                raise RuntimeError(f"{self.name}: {' '.join(self.log.read().strip().splitlines()[-3:])[-400:]}")
-            answers.append(json.loads(line))
+    def ask(self, limit: float, **question: Any) -> list[dict[str, Any]]:
+        """Each rank's answer, within ``limit`` seconds."""
+        late = threading.Timer(limit, self._kill)
+        late.start()
+        try:
+            for process in self.processes:
+                assert process.stdin is not None
+                process.stdin.write(json.dumps(question) + "\n")
+                process.stdin.flush()
+            answers = []
+            for process in self.processes:
+                assert process.stdout is not None
+                line = process.stdout.readline()
+                if not line:
+                    raise RuntimeError("ended")
+                answers.append(json.loads(line))
+        except (RuntimeError, OSError):
+            self.log.seek(0)
+            said = " ".join(self.log.read().strip().splitlines()[-3:])[-400:]
+            raise RuntimeError(f"no answer within {limit:g} s" if late.finished.is_set() else said) from None
+        finally:
+            late.cancel()
         return answers
 
-    def close(self) -> None:
+    def _kill(self) -> None:
         for process in self.processes:
             process.kill()
+
+    def close(self) -> None:
+        self._kill()
+        for process in self.processes:
             process.wait()
         self.log.close()
 
 
-def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: str) -> list[dict[str, Any]]:
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: str, limit: float, jax_python: str) -> list[dict[str, Any]]:
     """A row per peer; the peers take turns, ``steps`` steps each time."""
     work = workloads.WORKLOADS[workload]
     expected = workloads.reference(work, FIRST)
@@ -87,12 +118,16 @@ def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: st
         try:
             for peer in peers:  # one after another: first steps do not disturb each other
                 try:
-                    teams[peer] = Team(peer, workload, folder)
-                    answer = teams[peer].ask(first=FIRST)[0]
-                    teams[peer].ask(run=max(2, steps // 4))
-                except RuntimeError as e:
+                    began = time.perf_counter()
+                    teams[peer] = Team(peer, workload, folder, jax_python)
+                    answer = teams[peer].ask(limit, first=FIRST)[0]
+                    teams[peer].ask(limit, run=max(2, steps // 4))
+                    print(f"{workload} {peer}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+                except (RuntimeError, OSError) as e:
                     rows[peer]["failed"] = str(e)
-                    teams.pop(peer).close()
+                    print(f"{workload} {peer}: {e}", file=sys.stderr, flush=True)
+                    if peer in teams:
+                        teams.pop(peer).close()
                     continue
                 off = max(abs(a - b) / abs(b) for a, b in zip(answer["losses"], expected, strict=True))
                 rows[peer] |= {key: answer[key] for key in ("first", "collectives", "kinds", "bytes")}
@@ -100,7 +135,7 @@ def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: st
             for at in range(rounds):
                 turn = list(teams)[at % max(1, len(teams)) :] + list(teams)[: at % max(1, len(teams))]
                 for peer in turn:
-                    answers = teams[peer].ask(run=steps)
+                    answers = teams[peer].ask(limit, run=steps)
                     seconds[peer].append(answers[0]["seconds"])
                     cpu[peer].append(statistics.fmean(a["cpu"] for a in answers))
                     rows[peer]["peak_mib"] = max(a["peak_mib"] or 0.0 for a in answers)
@@ -126,14 +161,20 @@ COLUMNS += ("losses agree", "failed")
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/speed.json")
+    every = [*worker.PEERS, *worker.JAX]
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/speed.json and the pictures of docs/speed.md")
     parser.add_argument("--workloads", nargs="+", choices=workloads.WORKLOADS, default=list(workloads.WORKLOADS))
-    parser.add_argument("--peers", nargs="+", choices=worker.PEERS, default=list(worker.PEERS))
-    parser.add_argument("--anchor", choices=worker.PEERS, default="P4", help="the peer that ratios refer to")
+    parser.add_argument("--peers", nargs="+", choices=every, default=every)
+    parser.add_argument("--eager", action="store_true", help="only peers that compile nothing, relative to Megatron")
+    parser.add_argument("--anchor", choices=every, default="P4", help="the peer that ratios refer to")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=1.0, help="about how long a turn takes on a quiet machine of two cores")
-    parser.add_argument("--at-once", type=int, default=12, help="peers whose processes live at a time")
+    parser.add_argument("--at-once", type=int, default=6, help="peers whose processes live at a time, beside the anchor")
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a peer may take for one answer")
+    parser.add_argument("--jax-python", default=sys.executable, help="a Python that has jax; by default this one")
     args = parser.parse_args()
+    if args.eager:
+        args.peers, args.anchor = [peer for peer in args.peers if "compiled" not in peer and peer not in ("P4", *worker.JAX)], "Megatron"
     tables = {}
     for name in args.workloads:
         per_turn = max(2, int(args.seconds / {"W1": 0.001, "W2": 0.12, "W3": 0.6}[name]))
@@ -142,14 +183,14 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for chosen in sets:
             with_anchor = [args.anchor, *chosen] if args.anchor in args.peers else chosen
-            rows += [
-                row for row in measure(name, with_anchor, args.rounds, per_turn, args.anchor) if row["peer"] != args.anchor or not rows
-            ]
+            found = measure(name, with_anchor, args.rounds, per_turn, args.anchor, args.limit, args.jax_python)
+            rows += [row for row in found if row["peer"] != args.anchor or not rows]
         tables[name] = rows
         print(f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}")
         show(rows, COLUMNS)
         if args.json:
             save("speed", {"ranks": RANKS, "rounds": args.rounds, "anchor": args.anchor, **tables})
+            bars(tables, args.anchor, ROOT / "docs" / "pictures" / "speed.svg")
 
 
 if __name__ == "__main__":

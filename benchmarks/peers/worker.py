@@ -25,7 +25,8 @@ PEERS = {  # name -> file, options
     "ftp in memory": ("ours", {"compiled": False, "memory": True}),
     "ftp compiled in memory": ("ours", {"compiled": True, "memory": True}),
 }
-ALONE = ("plain", "plain compiled")  # one process each
+JAX = ("JAX", "JAX over gloo")  # in jax_worker.py
+ALONE = ("plain", "plain compiled", "JAX")  # one process each
 
 
 def serve(spec: dict[str, Any]) -> None:

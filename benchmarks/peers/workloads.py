@@ -66,6 +66,14 @@ def loss_of(work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
     return lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
+def as_arrays(work: Workload) -> dict[str, Any]:
+    """Weights (``p.<name>``) and batches (``x0``, ``y0``, ...) as numpy arrays, for peers without torch."""
+    found: dict[str, Any] = {f"p.{name}": p.detach().numpy() for name, p in module(work).named_parameters()}
+    for i in range(BATCHES):
+        found |= {f"{kind}{i}": t.numpy() for kind, t in zip("xy", batch(work, i), strict=True)}
+    return found
+
+
 def reference(work: Workload, steps: int) -> list[float]:
     """The losses of the first steps on one device, in float64."""
     model, loss_fn = module(work).double(), loss_of(work)
