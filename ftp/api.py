@@ -39,6 +39,7 @@ def shard(
     pack: bool = False,
     check_inputs: bool = False,
     prefetch: int | None = None,
+    chunks: int = 1,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -61,6 +62,8 @@ def shard(
         check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does.
         prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the largest that it gathers. So much more
             memory is used at most than with 0, where each is gathered when it is needed.
+        chunks: under sequence parallelism, in how many chunks (of the batch, which they must divide) to move activations that a product
+            beside the move reads or gives; one chunk travels while another is computed. What is certified is the program before that.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -104,6 +107,7 @@ def shard(
             pack,
             check_inputs,
             _checked_prefetch(prefetch),
+            _checked_chunks(chunks),
         ),
     )
 
@@ -123,6 +127,7 @@ def spmd(
     pack: bool = False,
     check_inputs: bool = False,
     prefetch: int | None = None,
+    chunks: int = 1,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -166,6 +171,7 @@ def spmd(
             pack,
             check_inputs,
             _checked_prefetch(prefetch),
+            _checked_chunks(chunks),
         ),
     )
 
@@ -319,3 +325,9 @@ def _checked_prefetch(prefetch: Any) -> int | None:
     if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
         raise InputError(f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of the largest parameter.")
     return prefetch
+
+
+def _checked_chunks(chunks: Any) -> int:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks is {chunks!r}; it is a number of chunks, 1 for none.")
+    return chunks

@@ -6,7 +6,7 @@ rank's ``c = ceil(f / n)``; chunks are cut from the front, so that after a gathe
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -135,6 +135,16 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
         case "pad":
             return _pad(site, x, here, there, site.cut(move.src))
     raise AssertionError(move)
+
+
+def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
+    """The move in ``count`` equal chunks of dim 0, or of what lies above the cut in it, each a collective of its own."""
+    factor = "o0" if "o0" in site.sizes else "~0"
+    sizes = {**site.sizes, factor: site.sizes[factor] // count}
+    rows, of_all = site.shape(site.node.rule.operands[0])[0] // count, site.global_shape[0] // count
+    part = replace(site, sizes=sizes, global_shape=(of_all, *site.global_shape[1:]))
+    moved = [emit_move(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows)) for i in range(count)]
+    return site.emit(aten.cat.default, moved)
 
 
 def emit_gathered_pieces(site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]) -> fx.Node:

@@ -8,7 +8,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.collection import collection_paused
-from ftp.collectives import Collective, MoveSite, emit_gathered_pieces, emit_move, emit_pieces
+from ftp.collectives import Collective, MoveSite, emit_chunks, emit_gathered_pieces, emit_move, emit_pieces
 from ftp.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.inline import InlineSite, axes_by_rank, inline
 from ftp.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
@@ -74,6 +74,7 @@ class Partitioner:
     plan: Plan
     device: torch.device
     group_name: Callable[..., str]
+    chunks: Mapping[str, int] = field(default_factory=dict)
 
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
@@ -149,7 +150,7 @@ def nested_cuts(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, in
 
 class _Emission:
     def __init__(self, owner: Partitioner, coordinate: Coordinate):
-        self.plan, self.device, self.group_name = owner.plan, owner.device, owner.group_name
+        self.plan, self.device, self.group_name, self.chunks = owner.plan, owner.device, owner.group_name, owner.chunks
         self.coordinate = coordinate
         self.graph = RankGraph()
         self.env: dict[Value, fx.Node] = {}
@@ -240,7 +241,8 @@ class _Emission:
             self.env[Value(node)] = self.env[node.operands[0]]
             return
         if node.kind == "move":
-            self.env[Value(node)] = emit_move(self._site(node, sizes), self.env[node.operands[0]])
+            site, x, count = self._site(node, sizes), self.env[node.operands[0]], self.chunks.get(node.name, 1)
+            self.env[Value(node)] = emit_chunks(site, x, count) if count > 1 else emit_move(site, x)
             return
         if node.kind == "local":
             cause = f"ftp.local at {node.source}"

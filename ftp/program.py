@@ -20,7 +20,7 @@ from ftp.errors import MeshError
 from ftp.graph import Graph, Value
 from ftp.mesh import Mesh, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
-from ftp.passes import Packs, merge_axes, pack, packs, prefetch
+from ftp.passes import Chunks, Packs, chunk_products, chunks, merge_axes, pack, packs, prefetch
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
 from ftp.placement import mesh_device, put, take
@@ -44,6 +44,7 @@ class Program:
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or ``batch``.
         pack: small collectives of one kind that are ready together are one.
         prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the largest.
+        chunks: in how many chunks products beside gathers and reduce-scatters of activations are computed.
         donated: positions of inputs whose memory a run may use for its outputs.
     """
 
@@ -62,21 +63,26 @@ class Program:
     pack: bool = False
     donated: tuple[int, ...] = ()
     prefetch: int | None = None
+    chunks: int = 1
 
     @cached_property
     def partitioner(self) -> Partitioner:
-        """Makes the ranks' programs without packs."""
-        return self._partitioner_of(prefetch(self.plan.graph, (), self.prefetch))
+        """Makes the ranks' programs without packs and chunks."""
+        return self._partitioner_of(prefetch(self.plan.graph, (), self.prefetch), ())
 
-    def _partitioner_of(self, graph: Graph) -> Partitioner:
-        return Partitioner(replace(self.plan, graph=graph), mesh_device(self.mesh), self.mesh.group_name)
+    def _partitioner_of(self, graph: Graph, chunked: Collection[str]) -> Partitioner:
+        plan = replace(self.plan, graph=graph)
+        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks))
 
     @cached_property
-    def _packing(self) -> tuple[Packs, Partitioner]:
-        is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
-        graph = merge_axes(self.plan.graph, self.mesh.axes if is_ascending else {})
-        found = packs(graph)
-        return found, self._partitioner_of(prefetch(graph, found.groups, self.prefetch))
+    def _packing(self) -> tuple[Packs, Chunks, Partitioner]:
+        graph = self.plan.graph
+        if self.pack:
+            is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
+            graph = merge_axes(graph, self.mesh.axes if is_ascending else {})
+        parts = chunks(graph, self.chunks)
+        found = packs(graph, without=parts.moves) if self.pack else Packs((), {})
+        return found, parts, self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves)
 
     @cached_property
     def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
@@ -98,18 +104,18 @@ class Program:
     @property
     def description(self) -> str:
         """The program as text that is equal on all ranks: the plan, and what else decides which collectives are issued, in what order."""
-        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}"
+        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}, chunks={self.chunks}"
 
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
         if coordinate is None:
             coordinate = require_coordinate(self.mesh) if self.mesh.kind == "process" else dict.fromkeys(self.mesh.axes, 0)
-        if not self.pack:
+        if not self.pack and self.chunks == 1:
             return self.partitioner.program(coordinate)
-        found, partitioner = self._packing
+        found, parts, partitioner = self._packing
         local = partitioner.program(coordinate)
         if local.gm not in self._packed:
-            graph = pack(local.gm.graph, found)
+            graph = chunk_products(pack(local.gm.graph, found), parts)
             issued = tuple(node.meta["collective"] for node in graph.nodes if "collective" in node.meta)
             self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
         return self._packed[local.gm]

@@ -56,6 +56,7 @@ class Options:
     pack: bool = False
     check_inputs: bool = False
     prefetch: int | None = None
+    chunks: int = 1
 
 
 @dataclass(frozen=True)
@@ -282,6 +283,7 @@ class Step:
             self._options.pack,
             tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in self._options.donate),
             self._options.prefetch,
+            self._options.chunks,
         )
         if self._options.strict:
             check_strictly(program)

@@ -308,6 +308,40 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
         assert all(map(torch.equal, mine, given)), "both are read afterwards"
 
 
+@pytest.mark.parametrize(("ranks", "pack"), [(2, True), (3, False)])
+def test_products_beside_moves_are_chunked(ranks: int, pack: bool):
+    cfg = LlamaConfig(vocab=67, layers=1)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel())
+    of_params, batch = ftp.plan(params, specs(cuts(cfg), tp="tp")), lm_batch(cfg, 4, 8)
+    step = ftp.shard(lm_loss(fn), ftp.simulated_mesh((ranks,), ("tp",)), of_params, chunks=2, pack=pack)
+    grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, batch)
+    compare(step(params, batch), (loss, grads))
+    chunked = step.lower(params, batch)
+    whole = with_options(chunked, chunks=1)
+    for op in ("all_gather", "reduce_scatter"):
+        before, after = ([c for c in found.collectives if c.op == op] for found in (whole, chunked))
+        assert len(before) + 2 <= len(after) <= 2 * len(before)
+        assert sum(c.nbytes for c in after) == sum(c.nbytes for c in before)
+    nodes = list(chunked._executed[0].nodes)
+    under_way, covered = set(), 0
+    for node in nodes:
+        if node.target in (C10D.all_gather_into_tensor.default, C10D.reduce_scatter_tensor.default):
+            under_way.add(node)
+        under_way -= set(node.all_input_nodes) if node.target is C10D.wait_tensor.default else set()
+        covered += node.target is torch.ops.aten.mm.default and bool(under_way)
+    assert covered >= 6, "products are computed while a chunk is under way"
+
+
+def test_chunks_that_do_not_divide_the_batch_are_left_out():
+    cfg = LlamaConfig(vocab=67, layers=1)
+    fn, params = ftp.functionalize(build(cfg, device="meta"), constraints=sequence_parallel())
+    of_params, batch = ftp.plan(params, specs(cuts(cfg), tp="tp")), lm_batch(cfg, 3, 8)
+    made = ftp.shard(lm_loss(fn), ftp.AbstractMesh((2,), ("tp",)), of_params, chunks=2).lower(params, batch)
+    assert len(made.collectives) == len(with_options(made, chunks=1).collectives)
+    with pytest.raises(ftp.FtpError, match="a number of chunks"):
+        ftp.shard(lm_loss(fn), ftp.AbstractMesh((2,), ("tp",)), of_params, chunks=0)
+
+
 # On processes.
 
 

@@ -3,6 +3,9 @@
 A pass that changes which collectives are issued, or in what order, decides from the plan, which is equal on all ranks.
 """
 
+from ftp.passes.chunk import Chunks as Chunks
+from ftp.passes.chunk import chunk_products as chunk_products
+from ftp.passes.chunk import chunks as chunks
 from ftp.passes.copies import drop_copies as drop_copies
 from ftp.passes.memory import reuse_memory as reuse_memory
 from ftp.passes.memory import with_values as with_values

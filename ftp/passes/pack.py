@@ -2,7 +2,7 @@
 
 import math
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,7 +41,7 @@ class Packs:
     seeds: Mapping[str, tuple[int, torch.dtype]]
 
 
-def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET_BYTES) -> Packs:
+def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET_BYTES, without: Collection[str] = ()) -> Packs:
     """Collectives of one kind over one axis of which none needs another's result, each of at most ``pack_bytes``, some together.
 
     Together are up to ``bucket_bytes``, or a quarter of all that there are. An all-reduce or reduce-scatter is issued where the pack's
@@ -50,7 +50,7 @@ def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET
     larger together than the largest parameter that is gathered (or ``PACK_BYTES``), nor are reduce-scatters.
 
     Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that another is made "like" is not needed
-    for it.
+    for it. Moves named in ``without`` are left alone.
     """
     groups: list[list[Node]] = []
     open_: dict[Any, tuple[list[Node], int]] = {}
@@ -88,7 +88,7 @@ def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET
             ]
         )
         key = _kind(node)
-        if key is None or _nbytes(node) > pack_bytes:
+        if key is None or _nbytes(node) > pack_bytes or node.name in without:
             continue
         if key in open_ and open_[key][1] + _nbytes(node) > limit(key):
             close([key])
