@@ -25,7 +25,7 @@ class Arguments:
 
     Attributes:
         key: equal for calls that the same program serves and whose tensors are as fit for it: tree, static leaves, and of each tensor
-            its shape, dtype, dispatch keys (device, layout, wrappers), and what is remembered of it.
+            its shape, dtype, and what is remembered of it or else its dispatch keys (device, layout, wrappers).
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
@@ -68,7 +68,9 @@ _dispatch_keys = torch._C._dispatch_keys
 
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
-        return leaf.shape, leaf.dtype, _dispatch_keys(leaf).raw_repr(), known_of(leaf)
+        # What is remembered of a tensor says where it is; to ask for the keys of every one would take longer than all the rest.
+        known = known_of(leaf)
+        return leaf.shape, leaf.dtype, known if known is not None else _dispatch_keys(leaf).raw_repr()
     # 0.0 equals -0.0, and 1 equals True.
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 

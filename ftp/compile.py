@@ -7,6 +7,7 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.kernels import compiled_together
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
@@ -21,9 +22,23 @@ Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
     """Runs the nodes one after another, donated weights written in place; ``inputs`` are such as it will be given."""
     inputs = _dense(inputs, donated)
-    gm = with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs)
-    forward = fx.GraphModule({}, merge_updates(reuse_memory(gm.graph, donated), donated)).forward
+    gm = with_values(_unwritten(schedule(drop_copies(graph))), inputs)
+    forward = fx.GraphModule({}, _direct(merge_updates(reuse_memory(gm.graph, donated), donated))).forward
     return lambda given: forward(*_dense(given, donated))
+
+
+def _unwritten(graph: fx.Graph) -> fx.GraphModule:
+    """A module that is interpreted, for which no code is written."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module({}, graph)
+
+
+def _direct(graph: fx.Graph) -> fx.Graph:
+    """The graph with its most frequent op, that gives each output a tensor of its own, called in the shortest way."""
+    for node in graph.nodes:
+        if node.target is aten.detach.default:
+            node.op, node.target = "call_method", "detach"
+    return graph
 
 
 def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
@@ -43,7 +58,7 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
-    gm = with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs)
+    gm = with_values(_unwritten(schedule(drop_copies(graph))), inputs)
     graph = merge_updates(gm.graph, donated)
     graph = by_onednn(graph, choose(products(graph)))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -54,7 +69,7 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
         for piece in pieces:
             if (key := piece.key()) not in made:
                 made[key] = _compiled(piece)
-    forward = fx.GraphModule({}, with_pieces(graph, pieces, [made[piece.key()] for piece in pieces])).forward
+    forward = fx.GraphModule({}, _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))).forward
     return lambda given: forward(*_dense(given, tensors))  # the strides that the code is made for
 
 

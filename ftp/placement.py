@@ -64,9 +64,13 @@ def _forget(ref: _Ref) -> None:
 
 def remember(tensor: torch.Tensor, fact: Placement | Donated) -> torch.Tensor:
     """Notes ``fact`` for as long as the tensor lives."""
+    key = id(tensor)
+    if (entry := _known.get(key)) is not None and entry[0]() is tensor:
+        _known[key] = (entry[0], fact)
+        return tensor
     ref = _Ref(tensor, _forget)
-    ref.key = id(tensor)
-    _known[ref.key] = (ref, fact)
+    ref.key = key
+    _known[key] = (ref, fact)
     return tensor
 
 

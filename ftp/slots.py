@@ -37,7 +37,10 @@ def _flatten(slots: Any) -> tuple[list[Any], tuple, tuple]:
 
 def _unflatten(metadata: Any, children: Any) -> Slots:
     names, like = metadata
-    return Slots(dict(zip(names, children, strict=True)), like)
+    made = Slots.__new__(Slots)  # of every parameter at every step: what is known to be sorted is not sorted again
+    made.update(zip(names, children, strict=True))
+    made.like = like
+    return made
 
 
 # Globally, so that optree without a namespace sees through it too.

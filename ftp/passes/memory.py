@@ -19,8 +19,34 @@ aten = torch.ops.aten
 def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The same module, its nodes with fake tensors of what they give for such inputs (``meta["val"]``)."""
     with torch.no_grad():
-        FakeTensorProp(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+        _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
     return gm
+
+
+class _Values(FakeTensorProp):
+    """Calls that repeated layers make alike are computed once; their results may be one fake tensor."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
+        super().__init__(gm, mode)
+        self.known: dict[Any, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        target: Any = n.target
+        is_plain = (
+            n.op == "call_function" and isinstance(target, torch._ops.OpOverload) and not is_view(n) and not target._schema.is_mutable
+        )
+        if not is_plain:
+            return super().run_node(n)
+        key = (target, str(map_arg((n.args, n.kwargs), lambda x: _layout(self.env[x]))))  # type: ignore[arg-type]
+        if key not in self.known:
+            self.known[key] = super().run_node(n)
+        n.meta["val"] = self.known[key]
+        return self.known[key]
+
+
+def _layout(value: Any) -> Any:
+    """What decides on an op's result, of an operand."""
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}" if isinstance(value, torch.Tensor) else value
 
 
 def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
