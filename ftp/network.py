@@ -371,7 +371,9 @@ class _Network:
         for s in self.options[node]:
             price = seconds / self.problem.n if s.cut else seconds
             if s.pending is not None:
-                price += PASS_ON
+                # Sums of single numbers, as of a norm, are reduced once, though a toy's latency may be less than a nanosecond.
+                is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
+                price += min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON
             elif s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH:
                 price *= REPLICATED_PRODUCT
             prices.append(price)
