@@ -163,7 +163,13 @@ def with_pieces(graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callabl
         elif at not in done:
             done.add(at)
             piece = pieces[at]
-            call = new.call_function(runs[at], ([env[x] for x in piece.inputs],))
+            # By a call of its own, so that the list alone holds what is used here last, and the piece frees it as it goes.
+            given = new.call_function(_listed, tuple(env[x] for x in piece.inputs))
+            call = new.call_function(runs[at], (given,))
             env.update({output: new.call_function(operator.getitem, (call, i)) for i, output in enumerate(piece.outputs)})
             env.update({value: new.call_function(aten.detach.default, (env[old],)) for value, old in piece.writes})
     return new
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)
