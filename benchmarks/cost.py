@@ -1,8 +1,8 @@
 """Seconds of a step as a report estimates them on this machine's calibrated rates, beside seconds measured.
 
-W1 is the toy MLP 10-32-5 on 20 rows, W2 a Llama-style decoder of 4 layers on 4 × 128 tokens; each on one rank, and cut as Megatron does
-over two gloo processes. Calibration and run take turns, as the machine may be busy. One rank is measured in seconds of its processor,
-which others that run beside it do not change much; two in seconds of the clock, of which the least is taken: ranks that wait use none.
+The workloads are the whole train steps of `speed.py`, W1 to W3, eager, with torch's fused AdamW: on one rank, and cut as Megatron does over
+two gloo processes. Calibration and run take turns, as the machine may be busy. One rank is measured in seconds of its processor, which
+others that run beside it do not change much; two in seconds of the clock, of which the least is taken: ranks that wait use none.
 """
 
 import argparse
@@ -14,12 +14,11 @@ import sys
 import time
 from typing import Any
 
+import models  # pyright: ignore[reportMissingImports]
 import torch
 import torch.distributed as dist
-from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs  # pyright: ignore[reportMissingImports]
+from peers.workloads import RATE, WORKLOADS, batch, loss_of, module
 from record import ROOT, save, show
-from torch import nn
-from torch.nn import functional as F
 
 import ftp
 from ftp import P
@@ -27,32 +26,29 @@ from ftp.compile import eager
 from ftp.tree import flatten
 
 TURNS, SECONDS = 5, 0.5
-
-
-def w1() -> tuple[Any, Any, Any, Any]:
-    fn, params = ftp.functionalize(nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 5)))
-
-    def loss_fn(params, x, y):
-        return F.mse_loss(fn(params, x), y)
-
-    return loss_fn, params, {"0.*": P("tp"), "2.weight": P(None, "tp")}, (torch.randn(20, 10), torch.randn(20, 5))
-
-
-def w2() -> tuple[Any, Any, Any, Any]:
-    cfg = LlamaConfig(vocab=4096, dim=256, layers=4, heads=8, hidden=704)
-    fn, params = ftp.functionalize(build(cfg))
-    return lm_loss(fn), params, specs(cuts(cfg), tp="tp"), (lm_batch(cfg, 4, 128),)
+TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp")}
 
 
 def measure(name: str) -> dict[str, Any]:
-    loss_fn, params, patterns, batch = {"W1": w1, "W2": w2}[name]()
+    work = WORKLOADS[name]
     world = int(os.environ.get("WORLD_SIZE", "1"))
     mesh = ftp.make_mesh((world,), ("tp",)) if world > 1 else ftp.simulated_mesh((1,), ("tp",))
-    placed = ftp.device_put(params, mesh, ftp.plan(params, patterns))
-    lowered = ftp.shard(loss_fn, mesh, ftp.plan(params, patterns)).lower(placed, *batch)
-    ordered = [leaf for leaf in flatten((placed, *batch))[0] if isinstance(leaf, torch.Tensor)]
-    given = [*ordered, *lowered._local_offsets]
-    run = eager(lowered.graph.graph, given, ())
+    fn, params = ftp.functionalize(module(work))
+    specs = ftp.plan(params, TOY if work.cfg is None else models.specs(models.cuts(work.cfg), tp="tp"))
+    optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
+
+    def train_step(params, state, batch):
+        grads, loss = torch.func.grad_and_value(lambda p: loss_of(work)(fn(p, batch[0]), batch[1]))(params)
+        return *optimizer.update(grads, state, params), loss
+
+    of_state = optimizer.specs(params, specs)
+    step = ftp.spmd(train_step, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), pack=True)
+    state = ftp.device_put(optimizer.init(params), mesh, of_state)
+    params = ftp.device_put(params, mesh, specs)
+    lowered = step.lower(params, state, batch(work, 0))
+    given = [leaf for leaf in flatten((params, state, batch(work, 0)))[0] if isinstance(leaf, torch.Tensor)]
+    given += lowered._local_offsets
+    run = eager(lowered.graph.graph, given, range(len(given) - 2 - len(lowered._local_offsets)))
     predicted, measured, parts = [], [], {}
     for _ in range(TURNS):
         hardware = ftp.calibrate(mesh if world > 1 else None, dtypes=[torch.float32])
@@ -105,7 +101,7 @@ def main() -> None:
             dist.barrier()
             dist.destroy_process_group()
         return
-    rows = [case(name, ranks) for name in ("W1", "W2") for ranks in (1, 2)]
+    rows = [case(name, ranks) for name in WORKLOADS for ranks in (1, 2)]
     show(rows, ["workload", "ranks", "predicted", "measured", "ratio", "computing", "waiting"])
     if options.json:
         save("cost", {"rows": rows})

@@ -45,14 +45,17 @@ def calibrate(
     if m is not None and m.kind == "process" and m.torch is not None:
         links = {axis: _link(m.torch.get_group(axis), n, device, seconds) for axis, n in m.axes.items() if n > 1}
     link = min(links.values(), key=lambda one: one.bandwidth, default=shared)
-    return Hardware(max(rates.values()), memory, link, links, rates, cache, 2 * CACHED, overhead, kind != "cpu", f"this machine ({kind})")
+    attention = min(1.0, _attention(clock, dtypes[0], device) / rates[dtypes[0]])
+    name = f"this machine ({kind})"
+    return Hardware(max(rates.values()), memory, link, links, rates, cache, 2 * CACHED, overhead, kind != "cpu", name, attention)
 
 
 class _Clock:
-    """Medians of repeated calls."""
+    """Medians of repeated calls; on one thread of a CPU in seconds of the processor, which other work beside it changes little."""
 
     def __init__(self, device: torch.device, seconds: float):
         self.device, self.seconds = device, seconds
+        self._now = time.process_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
 
     def __call__(self, run: Callable[[], object], least: int = 5) -> float:
         run()
@@ -60,10 +63,10 @@ class _Clock:
         times = []
         until = time.perf_counter() + self.seconds
         while len(times) < least or (time.perf_counter() < until and len(times) < 10_000):
-            began = time.perf_counter()
+            began = self._now()
             run()
             self._wait()
-            times.append(time.perf_counter() - began)
+            times.append(self._now() - began)
         return statistics.median(times)
 
     def _wait(self) -> None:
@@ -75,6 +78,19 @@ def _products(clock: _Clock, dtype: torch.dtype, device: torch.device) -> float:
     size = MATMUL if device.type == "cpu" else 8192
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / clock(lambda: torch.ops.aten.mm.default(a, b))
+
+
+def _attention(clock: _Clock, dtype: torch.dtype, device: torch.device) -> float:
+    """Floating-point operations a second of causal attention, forward and backward."""
+    heads, seq, dim = (8, 256, 64) if device.type == "cpu" else (64, 2048, 128)
+    q, k, v = (torch.ones(1, heads, seq, dim, dtype=dtype, device=device, requires_grad=True) for _ in range(3))
+
+    def run() -> None:
+        with torch.enable_grad():
+            out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    return (2 + 5) * 2 * heads * seq * seq * dim / clock(run)  # products of the forward and of the backward pass
 
 
 def _overhead(clock: _Clock, device: torch.device) -> float:

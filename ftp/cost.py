@@ -40,6 +40,7 @@ class Hardware:
         rates: floating-point operations a second of products, per dtype.
         cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is no telling.
         overhead: seconds that issuing an op costs, however small it is.
+        attention: share of the products' rate that fused attention reaches.
         hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that only the larger of both counts.
         name: for reports.
     """
@@ -54,6 +55,7 @@ class Hardware:
     overhead: float = 0.0
     hides_overhead: bool = False
     name: str = "default"
+    attention: float = 1.0
 
     def link_of(self, axes: Sequence[str]) -> Link:
         """The slowest of the axes' links."""

@@ -170,15 +170,16 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float) -> T
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
     reads = {o.storage for o in operands}
-    is_view = all(r.storage in reads for r in results)
+    is_view = not _writes(node) and all(r.storage in reads for r in results)
     flops, nbytes, seconds, limit = 0.0, 0, 0.0, "overhead"
     if not is_view:
-        nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in results if r.storage not in reads)
+        nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in results)
         if node.target in _FROM_INDEX:  # reads as many rows as it gives
             nbytes = 2 * sum(r.nbytes for r in results)
         rate = hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
         flops = flops_of(node, shapes)
-        work = {"compute": flops / hardware.flops_of(results[0].dtype), "memory": nbytes / rate}
+        reached = hardware.attention if "scaled_dot_product" in str(node.target) else 1.0
+        work = {"compute": flops / (reached * hardware.flops_of(results[0].dtype)), "memory": nbytes / rate}
         limit = max(work, key=work.__getitem__)
         seconds = work[limit]
     if hardware.hides_overhead:
@@ -187,6 +188,11 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float) -> T
         total = seconds + hardware.overhead
     limit = limit if 2 * seconds > total else "overhead"
     return Timed(node.name, str(node.target).removeprefix("aten."), node.meta.get("source", ""), now, total, flops, nbytes, limit)
+
+
+def _writes(node: fx.Node) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
 
 
 _FROM_INDEX = {aten.embedding.default, aten.gather.default, aten.index_select.default}
