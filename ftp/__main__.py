@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
@@ -225,6 +226,8 @@ def _report(options: argparse.Namespace) -> int:
         else:
             lowered = of_file(options.target, mesh)
         report(lowered, hardware=options.hardware, html=options.html, as_json=options.json, program=options.program)
+    except BrokenPipeError:
+        raise
     except (FtpError, OSError) as e:
         print(e, file=sys.stderr)
         return 1
@@ -244,4 +247,10 @@ def _certify(file: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        code = main()
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads, `head` say, has seen enough; nothing is left to be written as the interpreter ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 1
+    sys.exit(code)

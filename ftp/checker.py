@@ -326,7 +326,10 @@ class Checker:
             raise Unsound(f"{node.target} belongs to no op of the program, and moves nothing")
         offsets = self.offsets(number, values)
         args = map_arg(node.args, lambda n: offsets[n] if n in offsets else self.held(coordinate, n))  # type: ignore[arg-type]
-        return step(*args)  # type: ignore[misc]
+        try:
+            return step(*args)  # type: ignore[misc]
+        except (IndexError, TypeError, ValueError):
+            raise Unsound(f"{node.target}{node.args} does not fit what it is given") from None
 
     @cached_property
     def inputs(self) -> list[Operation]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ftp.api import shard
 from ftp.arguments import argument_names, argument_specs
 from ftp.collection import collection_paused
-from ftp.cost import DEFAULT, Hardware
+from ftp.cost import DEFAULT, VIEWS, Hardware, is_product
 from ftp.eliminate import Infeasible
 from ftp.errors import InputError, PlanningError
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
@@ -23,7 +23,7 @@ from ftp.mesh import AnyMesh, Mesh, resolve, use_mesh
 from ftp.network import AxisPlan, NotAlike, Open, Problem, solve
 from ftp.placement import placement_of
 from ftp.planner import apply, planned_latency, spec_layout
-from ftp.reach import Reach, reach
+from ftp.reach import Reach, factor_of, layout_of, reach
 from ftp.repeats import Folded, fold
 from ftp.spec import PartitionSpec
 from ftp.trace import grad_and_value, trace
@@ -102,7 +102,7 @@ def search(
         if key not in tried:
             program = lowered(patterns)
             tried[key] = Found(patterns, pins, program, hardware, memory, price, axes, net, m.axes, on_data)
-        return replace(tried[key], price=price)
+        return replace(tried[key], price=price, _axes=axes, _net=net)  # costs are at the price that they were found at
 
     def fits(found: Found) -> bool:
         return memory is None or int(found.lowered.memory) <= memory
@@ -318,7 +318,7 @@ def _meta(tree: Any) -> Any:
 
 
 def _open_dims(net: _Open, pattern: str, n: int, is_data: bool) -> list[int]:
-    """The dims that an axis may cut of the parameters of a pattern: those that divide; of a vector that goes with no matrix, none.
+    """The dims that an axis may cut of the parameters of a pattern: those that divide, by heads too; of a lone vector none.
 
     On a data axis shards are gathered whole before they are used, and the first dim will do.
     """
@@ -327,7 +327,27 @@ def _open_dims(net: _Open, pattern: str, n: int, is_data: bool) -> list[int]:
     dims = [d for d in range(ndim) if all(m.results[0].ndim == ndim and is_even(m.shape()[d], n) for m in members)]
     if is_data:
         return dims[:1]
-    return [] if _is_scale(net, members[0]) else dims
+    if _is_scale(net, members[0]):
+        return []
+    users = net.graph.users()
+    return [d for d in dims if not any(_is_split_apart(Value(m), Layout("S", d), n, users) for m in members)]
+
+
+def _is_split_apart(
+    value: Value, layout: Layout, n: int, users: Mapping[Value, Sequence[tuple[Node, int]]], is_product_done: bool = False
+) -> bool:
+    """Whether a parameter's product, cut as the parameter, runs into a view that has no such cut: of fewer heads than ranks."""
+    for user, slot in users.get(value, ()):
+        is_next = not is_product_done and is_product(user.target)
+        if not is_next and user.target not in VIEWS:
+            continue
+        cut = factor_of(user.rule.operands[slot], user.sizes, layout, n)
+        if cut is None:
+            return True
+        there = layout_of(user.rule.results[0], user.sizes, cut, n)
+        if there.kind == "S" and _is_split_apart(Value(user), there, n, users, is_product_done or is_next):
+            return True
+    return False
 
 
 def _is_scale(net: _Open, node: Node) -> bool:

@@ -4,6 +4,8 @@ import html.parser
 import importlib.util
 import json
 import shutil
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -105,6 +107,16 @@ def test_the_command_gives_json(file: str, capsys):
 def test_what_is_wrong_with_a_command_is_said(arguments: list[str], message: str, file: str, capsys):
     assert main(["report", *(a.replace("{file}", file) for a in arguments)]) == 1
     assert message in capsys.readouterr().err
+
+
+def test_a_reader_that_has_seen_enough_is_no_error():
+    """As ``head`` in ``python -m ftp ops | head``: the pipe is closed while there is more to write."""
+    process = subprocess.Popen([sys.executable, "-m", "ftp", "ops", "aten.mm.default"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    with process.stderr as errors:
+        assert errors.read() == b""
+    assert process.wait(60) == 1
 
 
 def test_a_config_of_transformers(tmp_path: Path, capsys):

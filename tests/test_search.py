@@ -7,6 +7,7 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 
 import ftp
 from ftp import P
+from ftp.search import Found
 
 CFG = LlamaConfig(vocab=32000, dim=4096, heads=32, kv_heads=8, hidden=14336, layers=2)
 TOKENS = 16, 2048
@@ -32,6 +33,11 @@ def by_hand(loss_fn, params, batch, mesh, batch_specs, **weights) -> ftp.Lowered
     return ftp.shard(loss_fn, mesh, ftp.plan(params, specs(cuts(CFG), **weights)), batch_specs=batch_specs).lower(params, batch)
 
 
+def is_the_cheapest(found: Found) -> bool:
+    """Whether no other layout is said to be better than what was found by more than the gap."""
+    return all(seconds >= -found.gap[axis] for (axis, _), others in found.alternatives.items() for seconds in others.values())
+
+
 def test_megatron_is_found():
     loss_fn, params, batch = program()
     mesh = ftp.AbstractMesh((8,), ("tp",))
@@ -40,9 +46,18 @@ def test_megatron_is_found():
     assert all(not spec.axes for p, spec in found.patterns.items() if "norm" in p)
     assert found.cost <= by_hand(loss_fn, params, batch, mesh, P(), tp="tp").cost()
     assert found.gap == {"tp": 0.0}
-    assert all(seconds >= 0 for others in found.alternatives.values() for seconds in others.values())
+    assert is_the_cheapest(found)
     assert found.alternatives["tp", "layers.*.mlp.w1.weight"].keys() == {"whole", "dim 1"}
     assert all("layers.*.mlp.w1.weight" not in line or "whole over tp +" in line for line in str(found).splitlines())
+
+
+def test_fewer_heads_of_keys_than_ranks():
+    """Their weights stay whole: cut, the keys would be gathered."""
+    loss_fn, params, batch = program(LlamaConfig(vocab=32000, dim=512, heads=8, kv_heads=4, hidden=1408, layers=1))
+    found = ftp.search(loss_fn, params, ftp.AbstractMesh((8,), ("tp",)), P(), batch)
+    whole = {f"layers.*.attn.w{name}.weight": P(None, None) for name in "kv"}
+    assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON | whole
+    assert is_the_cheapest(found)
 
 
 def test_zero_is_found_where_memory_forces_it():
@@ -58,6 +73,7 @@ def test_zero_is_found_where_memory_forces_it():
     assert found.memory <= limit
     assert all("dp" in found.patterns[p].axes for p in MEGATRON if "mlp" in p)
     assert found.cost <= zero.cost()
+    assert is_the_cheapest(found)
     with pytest.raises(ftp.errors.PlanningError, match="No plan found fits in 1,000 bytes a rank; the smallest takes"):
         ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=1000)
 
