@@ -1,5 +1,8 @@
 """Plans that are searched for, beside those that are written by hand."""
 
+import re
+from pathlib import Path
+
 import models
 import pytest
 import torch
@@ -99,6 +102,17 @@ def test_what_is_found_equals_one_device():
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     for name, grad in grads.items():
         torch.testing.assert_close(found_grads[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_the_page():
+    cfg = LlamaConfig(layers=1, vocab=64)
+    fn, params = ftp.functionalize(build(cfg, device="meta"))
+    page = (Path(__file__).resolve().parents[1] / "docs/search.md").read_text()
+    names = {"ftp": ftp, "P": P, "loss_fn": lm_loss(fn), "params": params, "batch": lm_batch(cfg, 4, 6)}
+    names["mesh"] = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(block, "docs/search.md", "exec"), names)
+    assert names["step"].lower(params, names["batch"]).collectives == names["found"].lowered.collectives
 
 
 def test_a_batch_that_knows_its_specs():
