@@ -13,13 +13,14 @@ from ftp.divergence import Divergence, first_divergence
 from ftp.dtensor import from_dtensor, to_dtensor
 from ftp.errors import FtpError
 from ftp.exported import shard_exported
-from ftp.functional import Constraint, functionalize
+from ftp.functional import functionalize
 from ftp.init import init_params
 from ftp.local import local
 from ftp.lowered import Lowered
 from ftp.manifest import checkpoints
 from ftp.mesh import AbstractMesh, destroy_process_group, init_process_group, make_mesh, simulated_mesh, use_mesh
 from ftp.pictures import visualize
+from ftp.pins import Constraint
 from ftp.placement import device_get, device_put, local_slice, specs_of
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
 from ftp.recompute import remat

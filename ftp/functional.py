@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
-from types import EllipsisType
-from typing import Any, Literal, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,91 +16,13 @@ from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 
 from ftp import recompute
-from ftp.constrain import Gradient, constrain, constrain_gradient, entries_over, misnamed
 from ftp.draws import Draws
-from ftp.errors import InputError, SpecError, TraceError, join_failures
+from ftp.errors import InputError, TraceError, join_failures
+from ftp.pins import Constraint, Pin, named_modules, pin_inputs, pin_outputs, pins_of
 from ftp.random import check_key
 from ftp.recompute import Policy, policy_problem
 from ftp.spec import P
-from ftp.tree import kind_of, match_patterns, nearest, remember_tied
-
-Pins = P | tuple[P | Gradient, ...] | None
-"""Where one tensor lives: a spec; several that hold one after the other, as it arrives and as it goes on; None leaves it alone."""
-
-
-@dataclass(frozen=True)
-class Constraint:
-    """Where a module's inputs and outputs live; ``None`` leaves one alone.
-
-    A tensor's entry may be a tuple of specs, which hold one after the other: ``(P("tp"), P())`` arrives cut and goes on whole.
-    ``Gradient(spec)`` among them speaks of the gradient alone.
-
-    Args:
-        inputs: an entry for each positional argument of the module's forward; a trailing ``...`` leaves the rest alone.
-        kwargs: an entry for each keyword argument named.
-        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it returns.
-        axes: the mesh axes that the specs speak of, as in ``ftp.constrain``; by default all.
-        grad: whether gradients are laid out so too, or left to the planner. "dtensor" is what DTensor does: an output's gradient is laid
-            out as the output, an input's as it arrived where it goes on in another layout, and any other is left.
-
-    Raises:
-        SpecError: entries that are no such things.
-
-    >>> Constraint(inputs=(P("dp", "tp", None),), outputs=(P("dp"), None)).outputs
-    (P('dp'), None)
-    >>> Constraint(inputs=((P(None, "tp"), P()), ...), axes="tp").axes
-    ('tp',)
-    """
-
-    inputs: "tuple[Pins | EllipsisType, ...] | None" = None
-    kwargs: Mapping[str, Pins] | None = None
-    outputs: "P | tuple[Pins | EllipsisType, ...] | None" = None
-    axes: str | Sequence[str] | None = None
-    grad: bool | Literal["dtensor"] = True
-
-    def __post_init__(self):
-        if self.axes is not None:
-            object.__setattr__(self, "axes", (self.axes,) if isinstance(self.axes, str) else tuple(self.axes))
-        for field, value in (("inputs", self.inputs), ("outputs", self.outputs)):
-            entries = value if isinstance(value, tuple) else (value,)
-            if field == "inputs" and not (value is None or isinstance(value, tuple)):
-                hint = f", as ({value},)" if isinstance(value, P) else ""
-                raise SpecError(f"Constraint(inputs={value!r}): it must be a tuple of P or None{hint}.")
-            for i, entry in enumerate(entries):
-                if not _is_entry(entry) and not (entry is ... and isinstance(value, tuple) and i == len(value) - 1):
-                    what = "a P or a tuple of P or None" if field == "outputs" else "a tuple of P or None"
-                    raise SpecError(f"Constraint({field}={value!r}): it must be {what}; {entry!r} is {kind_of(entry)}.")
-        for name, entry in (self.kwargs or {}).items():
-            if not _is_entry(entry):
-                raise SpecError(f"Constraint(kwargs={{{name!r}: {entry!r}}}): the spec must be a P or None.")
-        if self.grad not in (True, False, "dtensor"):
-            raise SpecError(f"Constraint(grad={self.grad!r}): it must be True, False or 'dtensor'.")
-        for spec in self.specs():
-            if problem := misnamed(spec, cast("tuple[str, ...] | None", self.axes)):
-                raise SpecError(f"Constraint: {problem}")
-
-    def specs(self) -> tuple[P, ...]:
-        """Every spec in it.
-
-        >>> Constraint(inputs=((P("tp"), P()), None), outputs=P("tp")).specs()
-        (P('tp'), P(), P('tp'))
-        """
-        outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
-        entries = (*(self.inputs or ()), *(self.kwargs or {}).values(), *outputs)
-        chains = [_chain(entry) for entry in entries if entry is not ...]
-        return tuple(spec.spec if isinstance(spec, Gradient) else spec for chain in chains for spec in chain)
-
-
-def _is_entry(entry: object) -> bool:
-    return (
-        entry is None
-        or isinstance(entry, P)
-        or (isinstance(entry, tuple) and bool(entry) and all(isinstance(s, P | Gradient) for s in entry))
-    )
-
-
-def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
-    return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
+from ftp.tree import kind_of, nearest, remember_tied
 
 
 def functionalize(
@@ -154,7 +75,7 @@ def functionalize(
         name=type(model).__name__,
         model=model,
         modules=tuple(_snapshot(path, module, stand_ins) for path, module in model.named_modules()),
-        pins=_pins(model, constraints or {}),
+        pins=pins_of(model, constraints or {}),
         blocks=(),
         other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
@@ -187,26 +108,11 @@ class _Module:
 
 
 @dataclass(frozen=True)
-class _Pin:
-    pattern: str
-    path: str
-    constraint: Constraint
-    module: nn.Module
-
-    does = "pins"
-    instead = "the module around it"
-
-    @property
-    def where(self) -> str:
-        return f"module {self.path!r} ({type(self.module).__name__}), constrained by {self.pattern!r}"
-
-
-@dataclass(frozen=True)
 class _Program:
     name: str
     model: nn.Module
     modules: tuple[_Module, ...]
-    pins: tuple[_Pin, ...]
+    pins: tuple[Pin, ...]
     blocks: "tuple[_Block, ...]"
     other_names: dict[str, str]
     constants: dict[int, str]
@@ -370,7 +276,7 @@ def _run(
 ) -> Any:
     ran: set[str] = set()
     out = _run_part(program, program.model, draws, values, names, mutable, ran, args, kwargs)
-    placed: tuple[_Pin | _Block, ...] = (*program.pins, *program.blocks)
+    placed: tuple[Pin | _Block, ...] = (*program.pins, *program.blocks)
     reached = {(type(given), given.pattern) for given in placed if given.path in ran}
     idle = [
         f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."
@@ -400,8 +306,8 @@ def _run_part(
             m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
             m.module.register_forward_hook(partial(_leave, draws), always_call=True)
     for pin in program.pins:
-        pin.module.register_forward_pre_hook(partial(_pin_inputs, pin, ran), with_kwargs=True)
-        pin.module.register_forward_hook(partial(_pin_outputs, pin))
+        pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
+        pin.module.register_forward_hook(partial(pin_outputs, pin))
     for block in program.blocks:
         if not any(block in outer.program.blocks for outer in program.blocks):
             block.module.forward = partial(_recomputed, block, draws, values, ran)
@@ -547,15 +453,8 @@ def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor
     return [t for t in targets if isinstance(t, Tensor)]
 
 
-def _pins(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tuple[_Pin, ...]:
-    return tuple(
-        _Pin(pattern, path, Constraint(outputs=given) if isinstance(given, P) else given, module)
-        for module, path, pattern, given in _named(model, constraints, _check_constraint)
-    )
-
-
 def _blocks(program: _Program, policies: Mapping[str, Policy], mutable: frozenset[str]) -> tuple[_Block, ...]:
-    found = _named(program.model, policies, lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"))
+    found = named_modules(program.model, policies, lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"))
     blocks: list[_Block] = []
     for module, path, pattern, policy in reversed(found):  # what is inside of others first
         inside = frozenset(module.modules())
@@ -571,77 +470,3 @@ def _blocks(program: _Program, policies: Mapping[str, Policy], mutable: frozense
         )
         blocks.append(_Block(pattern, path, module, policy, part, slots, mutable & set(slots)))
     return tuple(blocks)
-
-
-def _named(model: nn.Module, patterns: Mapping[str, Any], check: Callable[[str, Any], str | None]) -> list[tuple[nn.Module, str, str, Any]]:
-    """The modules that patterns name: each with its path, and with the pattern and what it says."""
-    paths: dict[nn.Module, list[str]] = {}
-    for path, module in model.named_modules(remove_duplicate=False):
-        paths.setdefault(module, []).append(path)
-    answers = [tuple(tuple(path.split(".")) if path else () for path in of_module) for of_module in paths.values()]
-    names = [f"module {of_module[0]!r}" for of_module in paths.values()]
-    failures: list[str] = []
-    found = match_patterns(patterns, answers, names, "the modules", failures, check)
-    if failures:
-        raise SpecError(join_failures(failures))
-    return [(module, of_module[0], *match) for (module, of_module), match in zip(paths.items(), found, strict=True) if match]
-
-
-def _check_constraint(pattern: str, value: object) -> str | None:
-    if isinstance(value, P | Constraint):
-        return None
-    return f"constraints[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a P (of the output) or an ftp.Constraint."
-
-
-def _pin_inputs(pin: _Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-    ran.add(pin.path)
-    given, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
-    keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
-    entries = None if given is None else _fitted(given, len(args), pin, "inputs", f"it is called with {len(args)} arguments{keywords}")
-    if missing := [name for name in by_name if name not in kwargs]:
-        called = f"the keywords {', '.join(map(repr, kwargs))}" if kwargs else "no keywords"
-        raise InputError(f"{pin.where}: the constraint names {', '.join(map(repr, missing))}, but it is called with {called}.")
-    if entries is not None:
-        args = tuple(_pinned(value, entry, pin, f"input {i}") for i, (value, entry) in enumerate(zip(args, entries, strict=True)))
-    return args, kwargs | {name: _pinned(kwargs[name], entry, pin, f"keyword {name!r}") for name, entry in by_name.items()}
-
-
-def _pin_outputs(pin: _Pin, module: nn.Module, args: tuple, out: Any) -> Any:
-    given = pin.constraint.outputs
-    if not isinstance(given, tuple):
-        return _pinned(out, given, pin, "its output")
-    if isinstance(out, Tensor) and len(given) == 1:
-        (entry,) = _fitted(given, 1, pin, "outputs", "")
-        return _pinned(out, entry, pin, "its output")
-    if not isinstance(out, tuple | list):
-        raise InputError(f"{pin.where}: the constraint has a tuple of outputs, but it returns {kind_of(out)}.")
-    entries = _fitted(given, len(out), pin, "outputs", f"it returns {len(out)}")
-    new = [_pinned(value, entry, pin, f"output {i}") for i, (value, entry) in enumerate(zip(out, entries, strict=True))]
-    return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
-
-
-def _fitted(entries: tuple, n: int, pin: _Pin, field: str, but: str) -> tuple[Pins, ...]:
-    """An entry for each of ``n`` values."""
-    is_open = entries[-1:] == (...,)
-    given = len(entries) - is_open
-    if given > n or (given < n and not is_open):
-        raise InputError(f"{pin.where}: the constraint has {given} {field}, but {but}.")
-    return (*entries[:given], *(None,) * (n - given))
-
-
-def _pinned(value: Any, entry: Pins, pin: _Pin, what: str) -> Any:
-    chain = _chain(entry)
-    for at, given in enumerate(chain):
-        spec = given.spec if isinstance(given, Gradient) else given
-        if not isinstance(value, Tensor):
-            several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
-            raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
-        if entries_over(spec, value.ndim):
-            raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
-        if isinstance(given, Gradient):
-            value = constrain_gradient(value, spec, axes=pin.constraint.axes)
-            continue
-        grad = pin.constraint.grad
-        is_output = "output" in what
-        value = constrain(value, spec, axes=pin.constraint.axes, grad=is_output or at < len(chain) - 1 if grad == "dtensor" else grad)
-    return value

@@ -17,7 +17,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp.functional
 from ftp.errors import InputError, SpecError, TraceError
-from ftp.functional import Constraint, functionalize
+from ftp.functional import functionalize
+from ftp.pins import Constraint
 from ftp.spec import P
 from ftp.tree import flatten, plan
 

@@ -25,6 +25,7 @@ ORDER = [
     "scan",
     "recall",
     "axis",
+    "pins",
     "functional",
     "fused",
     "fixed_shapes",

@@ -12,7 +12,7 @@ from torch import fx, nn
 from ftp.constrain import entries_over
 from ftp.errors import SpecError
 from ftp.exported.calls import Call, calls_of, modules_of, reader_of
-from ftp.functional import Constraint, Pins
+from ftp.pins import Constraint, Pins
 from ftp.plans.styles import read_style, shard_spec
 from ftp.spec import P
 from ftp.tree import kind_of

@@ -7,7 +7,8 @@ from typing import Any
 from torch import nn
 
 from ftp.errors import SpecError, join_failures
-from ftp.functional import Constraint, functionalize
+from ftp.functional import functionalize
+from ftp.pins import Constraint
 from ftp.plans import models
 from ftp.spec import Entry, P, units
 from ftp.tree import Specs, kind_of, matches, nearest

@@ -6,7 +6,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftp.errors import SpecError, join_failures
-from ftp.functional import Constraint, functionalize
+from ftp.functional import functionalize
+from ftp.pins import Constraint
 from ftp.spec import P, units
 from ftp.tree import Specs, kind_of
 from ftp.tree import plan as plan_specs

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftp.errors import SpecError
-from ftp.functional import Constraint
+from ftp.pins import Constraint
 from ftp.spec import Entry, P, units
 
 Patterns = dict[str, P]

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ftp.constrain import constrain
 from ftp.errors import InputError, SpecError
-from ftp.functional import Constraint
 from ftp.mesh import AnyMesh
+from ftp.pins import Constraint
 from ftp.plans.axis import axis_of
 from ftp.plans.styles import Part, Style, constrained, shard_spec, summed_whole, then
 from ftp.spec import P, units

@@ -9,8 +9,9 @@ from typing import Any
 from torch import nn
 
 from ftp.errors import SpecError, join_failures
-from ftp.functional import Constraint, functionalize
+from ftp.functional import functionalize
 from ftp.mesh import AnyMesh
+from ftp.pins import Constraint
 from ftp.plans.axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.spec import P

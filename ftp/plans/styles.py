@@ -8,7 +8,7 @@ from torch import nn
 
 from ftp.constrain import Gradient
 from ftp.errors import SpecError
-from ftp.functional import Constraint, Pins
+from ftp.pins import Constraint, Pins
 from ftp.spec import P
 from ftp.tree import kind_of
 
