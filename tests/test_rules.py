@@ -19,8 +19,10 @@ import ftp
 from ftp.child import Ended, apart
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import RuleError
+from ftp.fixed_shapes import ctc_loss
 from ftp.philox import random_bits
 from ftp.registry import RULES, BoundRule, Call, Meta, Rule, lookup, make, rule
+from ftp.stacked import UNSTACK
 from ftp.testing import check_rule
 
 aten = torch.ops.aten
@@ -130,6 +132,9 @@ WRONG = [
     ("linalg", aten.linalg_inv_ex.default, without_whole),
     ("linalg", aten._fft_r2c.default, without_whole),
     ("local", aten.tril.default, without_local),
+    ("ctc", ctc_loss, without_whole),
+    ("optim", torch.ops.ftp.fused_adamw.default, all_linear),
+    ("stacked", UNSTACK, without_whole),
     ("random", random_bits, without_local),
 ]
 
