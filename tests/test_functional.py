@@ -16,6 +16,7 @@ from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp.functional
+import ftp.pins
 from ftp.errors import InputError, SpecError, TraceError
 from ftp.functional import functionalize
 from ftp.pins import Constraint
@@ -387,7 +388,7 @@ def pins(monkeypatch):
         seen.append((tuple(x.shape), spec))
         return x * 2
 
-    monkeypatch.setattr(ftp.functional, "constrain", constrain)
+    monkeypatch.setattr(ftp.pins, "constrain", constrain)
     return seen
 
 
