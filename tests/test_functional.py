@@ -15,7 +15,6 @@ from torch.func import functionalize as functionalize_aten
 from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-import ftp.functional
 import ftp.pins
 from ftp.errors import InputError, SpecError, TraceError
 from ftp.functional import functionalize
