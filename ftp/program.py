@@ -197,9 +197,14 @@ def _memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
 
 def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
     """What the first rank measured: all do a product in the same way, for what they hold equal must stay so."""
-    if mesh.device_type != "cpu" or not torch.backends.mkldnn.is_available():
+    if mesh.device_type != "cpu":
         return ()
-    wanted = sorted({p for text in exchange(mesh, "products", json.dumps(list(products))) for p in json.loads(text)})
+    # A rank of a machine without oneDNN says so: were it silent, the others would wait for it.
+    mine = list(products) if torch.backends.mkldnn.is_available() else None
+    everyone = [json.loads(text) for text in exchange(mesh, "products", json.dumps(mine))]
+    if any(of_rank is None for of_rank in everyone):
+        return ()
+    wanted = sorted({p for of_rank in everyone for p in of_rank})
     found = measured(wanted, cache_folder()) if mesh.rank == mesh.ranks[0] else []
     return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
 

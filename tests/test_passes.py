@@ -444,3 +444,12 @@ def test_products_by_onednn_equal_one_device_and_are_timed_once(tmp_path, monkey
     assert set(chosen) <= set(found)
     monkeypatch.setattr(products, "_is_faster", None)  # would raise
     assert products.measured(found, tmp_path) == chosen
+
+
+def test_products_are_chosen_where_nothing_can_be_kept(tmp_path, monkeypatch):
+    wanted = ["[[128, 96, 96, 1], [96, 128, 128, 1]]"]
+    monkeypatch.setattr(products, "_is_faster", lambda product: True)
+    (tmp_path / "file").write_text("")
+    assert products.measured(wanted, tmp_path / "file") == wanted  # no folder can be made there
+    (tmp_path / "products.json").write_text("{")
+    assert products.measured(wanted, tmp_path) == wanted

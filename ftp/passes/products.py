@@ -1,5 +1,6 @@
 """Products by the faster of torch's own CPU kernels, which differs with machine and shape: MKL's behind ``aten::mm``, or oneDNN's."""
 
+import contextlib
 import json
 import os
 import platform
@@ -41,15 +42,18 @@ def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
     file = folder / "products.json"
     machine = f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
     key = f"{machine} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    known = json.loads(file.read_text()) if file.exists() else {}
+    known: dict[str, dict[Product, bool]] = {}
+    with contextlib.suppress(OSError, ValueError):  # none, or not one of ours: timed anew
+        known = json.loads(file.read_text())
     here: dict[Product, bool] = known.setdefault(key, {})
     if missing := [p for p in wanted if p not in here]:
         here |= {p: _is_faster(p) for p in missing}
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(dir=folder)
-        with open(handle, "w") as out:
-            json.dump(known, out)
-        os.replace(name, file)
+        with contextlib.suppress(OSError):  # other ranks wait for the answer, kept or not
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, name = tempfile.mkstemp(dir=folder)
+            with open(handle, "w") as out:
+                json.dump(known, out)
+            os.replace(name, file)
     return [p for p in wanted if here[p]]
 
 
