@@ -14,6 +14,7 @@ import statistics
 import sys
 import time
 
+from picture import draw
 from record import run_case, save, show
 
 LLAMA = {"vocab": 128256, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}  # 8B; global batch of 4 sequences of 2048 a data rank
@@ -118,7 +119,7 @@ COLUMNS += ("nodes", "collectives", "largest_table", "optimal", "kept_rules", "p
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/planning.json")
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/planning.json and its picture")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -135,6 +136,7 @@ def main() -> None:
         print()
     if args.json:
         save("planning", {"repeats": args.repeats, "model": LLAMA, **tables})
+        draw("planning")
 
 
 if __name__ == "__main__":

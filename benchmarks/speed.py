@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
 
 from peers import jax_worker, worker, workloads  # noqa: E402
-from picture import bars  # noqa: E402
+from picture import draw  # noqa: E402
 from record import save, show  # noqa: E402
 
 RANKS = 2
@@ -190,7 +190,7 @@ def main() -> None:
         show(rows, COLUMNS)
         if args.json:
             save("speed", {"ranks": RANKS, "rounds": args.rounds, "anchor": args.anchor, **tables})
-            bars(tables, args.anchor, ROOT / "docs" / "pictures" / "speed.svg")
+            draw("speed")
 
 
 if __name__ == "__main__":
