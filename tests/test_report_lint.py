@@ -115,3 +115,23 @@ def test_layers_that_repeat_are_one_finding():
         params, {"layers.0": P(None, "tp"), "layers.1": P(None, "tp"), "layers.2": P(None, "tp")}, torch.empty(512, 1024), fn=fn
     ).lint
     assert max(f.count for f in lint) >= 3 and len(lint) < 9
+
+
+def test_a_packed_weight_cut_across_its_parts_is_told_how_to_be_cut():
+    """Also beside a batch that another axis cuts."""
+
+    def fn(params, x):
+        q, k, v = (x @ params["qkv"]).chunk(3, dim=-1)
+        return ((q * k.tanh() * v) @ params["down"]).square().mean()
+
+    params = {"qkv": torch.empty(256, 1536, device="meta"), "down": torch.empty(512, 256, device="meta")}
+    mesh = ftp.AbstractMesh((2, 4), ("dp", "tp"))
+
+    def lint(qkv: P) -> str:
+        step = ftp.shard(fn, mesh, {"qkv": qkv, "down": P("tp")}, batch_specs=P("dp"))
+        return "\n".join(map(str, step.lower(params, torch.empty(1024, 256, device="meta")).lint))
+
+    text = lint(P(None, "tp"))
+    assert "warning" in text and "an activation of shape (1024, 1536) that is gathered whole over 'tp', 3.00 MiB" in text
+    assert "There dim 1 falls into 3 parts: units('tp', pack=3) in that spec cuts each of them, units('tp', 512) none." in text
+    assert "gathered" not in lint(P(None, ftp.units("tp", pack=3)))

@@ -5,10 +5,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftp.graph import BATCH, Graph, Node
+from ftp.cost import VIEWS
+from ftp.graph import BATCH, Graph, Node, Value
 from ftp.report.memory import in_bytes
 from ftp.report.names import without_numbers
-from ftp.report.reasons import Origins, describe
+from ftp.report.reasons import Origins, Users, describe
 from ftp.report.uneven import uneven_dims
 from ftp.spec import PartitionSpec, local_shape
 
@@ -140,16 +141,11 @@ def _uneven(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str
 
 
 def _gathered(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], collectives: Mapping[str, Any]) -> list[Finding]:
-    """Activations that are gathered whole though no constraint and no cut of the batch asked for the shards."""
-    findings = []
+    """Activations that are gathered whole over an axis though no constraint and no cut of the batch asked for the shards."""
+    findings, users = [], graph.users()
     for node in graph.nodes:
         record = collectives.get(node.name)
-        if (
-            record is None
-            or record.op != "all_gather"
-            or not node.depends & BATCH
-            or math.prod(record.shape) < math.prod(record.global_shape)
-        ):
+        if record is None or record.op != "all_gather" or not node.depends & BATCH:
             continue
         origin = found.get((node.operands[0], node.target.axis))
         if origin is None:
@@ -160,8 +156,30 @@ def _gathered(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], co
             f"is an activation of shape {record.global_shape} that is gathered whole over {node.target.axis!r},"
             f" {in_bytes(record.nbytes)}; it was cut by {describe(origin, specs)}, and is needed for {node.cause}."
         )
+        axis, dim = node.target.axis, node.target.src.dim
+        parts = _parts(Value(node), dim, users)
+        if parts > 1 and origin.kind == "input" and not asked:
+            text += f" There dim {dim} falls into {parts} parts: units({axis!r}, pack={parts}) in that spec cuts each of them,"
+            text += f" units({axis!r}, {record.global_shape[dim] // parts}) none."
         findings.append(Finding("gathered", severity, f"%{node.operands[0].node.name}", text, record.nbytes))
     return findings
+
+
+def _parts(value: Value, dim: int, users: Users) -> int:
+    """In how many equal parts the ops that use ``value`` take its ``dim`` apart; 1 where they do not."""
+    for user, slot in users.get(value, ()):
+        parts = [result.shape for result in user.results]
+        if user.kind != "op":
+            continue
+        if len(parts) > 1 and len(set(parts)) == 1 and parts[0][dim] * len(parts) == value.shape[dim]:
+            return len(parts)
+        if user.target in VIEWS:
+            factors = user.rule.operands[slot][dim]
+            if factors in user.rule.results[0]:
+                return _parts(Value(user), user.rule.results[0].index(factors), users)
+            if len(factors) > 1:
+                return user.rule.sizes[factors[0]]
+    return 1
 
 
 def _nbytes(node: Node) -> int:
