@@ -13,7 +13,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.fused import UPDATES
-from ftp.passes.alias import WAIT, is_view
+from ftp.passes.alias import WAIT, is_view, read_until
 from ftp.passes.products import BY_ONEDNN
 
 aten = torch.ops.aten
@@ -96,7 +96,7 @@ def _last_reads(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> di
         for operand in node.all_input_nodes if node.op != "output" else ():
             while operand.op == "call_function" and is_view(operand):
                 operand = operand.all_input_nodes[0]
-            last[operand] = position[node]
+            last[operand] = max(last.get(operand, 0), read_until(node, position))
     return last
 
 

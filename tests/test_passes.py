@@ -17,12 +17,14 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_paralle
 from programs import AXES, Drawn, programs
 from test_programs import QUICK, compare
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp import P
 from ftp.fused import UPDATES
 from ftp.passes import drop_copies, merge_updates, packs, products, reuse_memory, schedule, with_values
+from ftp.passes.alias import families
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import simulate
 from ftp.tree import flatten
@@ -47,6 +49,7 @@ def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass]
         if donated is not None:
             graph = reuse_memory(with_values(fx.GraphModule({}, graph), inputs[-1]).graph, donated)
             graph = merge_updates(graph, donated)
+            assert not written_in_flight(graph)
         locals_.append(replace(local, gm=fx.GraphModule({}, graph)))
     outputs = simulate(locals_, inputs, groups_of(program.mesh))
     whole = [
@@ -56,6 +59,22 @@ def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass]
     issued = {tuple((n.target, *n.args[1:]) for n in p.gm.graph.nodes if "collective" in n.meta) for p in locals_}
     assert len({tuple(str(call[0]) for call in calls) for calls in issued}) == 1, "all ranks issue the same collectives"
     return whole, inputs
+
+
+def written_in_flight(graph: fx.Graph) -> list[fx.Node]:
+    """What writes to memory that a collective is still reading; a simulated one has read it at once."""
+    family, read, found = families(graph), {}, []
+    for node in graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        if schema is not None and schema.is_mutable:
+            writes = [v for a, v in zip(schema.arguments, node.args, strict=False) if a.alias_info and a.alias_info.is_write]
+            written = {family[x] for v in writes for x in (v if isinstance(v, list | tuple) else [v])}
+            found += [node] if not written.isdisjoint(read.values()) else []
+        if "collective" in node.meta and node.target is not C10D.all_reduce.default:  # that one works on a copy
+            read[node] = family[node.args[0]]
+        elif node.target is C10D.wait_tensor.default:
+            read.pop(node.args[0], None)
+    return found
 
 
 PASSES = [drop_copies, schedule]  # after `prefetch` and `pack`, which a program does itself
@@ -274,6 +293,29 @@ def test_what_is_read_later_is_not_written():
         for i, x in enumerate(given):
             assert i in donated or torch.equal(mine[i], x)
         assert any(str(node.target).endswith("exp_.default") for node in changed.nodes)
+
+
+@pytest.mark.parametrize("collective", ["all_gather", "all_reduce"])
+def test_what_a_collective_still_reads_is_not_written(collective: str):
+    """It reads its operand until it is waited for; an all-reduce works on a copy."""
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    y = graph.call_function(torch.ops.aten.exp.default, (x,))
+    if collective == "all_gather":
+        sent = graph.call_function(C10D.all_gather_into_tensor.default, (y, 2, "sim:tp"))
+    else:
+        sent = graph.call_function(C10D.all_reduce.default, (y, "sum", "sim:tp"))
+    beside = graph.call_function(torch.ops.aten.neg.default, (y,))
+    arrived = graph.call_function(C10D.wait_tensor.default, (sent,))
+    graph.output((beside, arrived))
+    with FakeTensorMode():
+        for node in graph.nodes:
+            if node.op != "output":
+                node.meta["val"] = torch.empty(8 if node in (sent, arrived) and collective == "all_gather" else 4)
+    changed = reuse_memory(graph)
+    assert not written_in_flight(changed)
+    targets = [str(node.target) for node in changed.nodes]
+    assert ("aten.neg.default" if collective == "all_gather" else "aten.neg_.default") in targets
 
 
 def test_updates_that_are_ready_together_are_one_call():

@@ -1,12 +1,14 @@
 """Which nodes of a rank's graph may share memory."""
 
 import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
+ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
 UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema does not say that it is a view
 
 
@@ -40,3 +42,21 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
             for operand in node.all_input_nodes[:1] if isinstance(node.target, torch._ops.OpOverload) else node.all_input_nodes:
                 root[find(node)] = find(operand)
     return {node: find(node) for node in graph.nodes}
+
+
+def read_until(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
+    """Where a node has read its operands: a collective goes on reading them until it is waited for, an all-reduce works on a copy."""
+    waits = (position[user] for user in node.users if user.target is WAIT)
+    return position[node] if node.target is ALL_REDUCE else max(waits, default=position[node])
+
+
+def last_uses(nodes: Sequence[fx.Node], family: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
+    """Per family where its memory is made or read last; what is returned is read at the end."""
+    position = {node: at for at, node in enumerate(nodes)}
+    last: dict[fx.Node, int] = {}
+    for node, at in position.items():
+        until = read_until(node, position)
+        last[family[node]] = max(last.get(family[node], at), at)
+        for operand in node.all_input_nodes:
+            last[family[operand]] = max(last.get(family[operand], until), until)
+    return last

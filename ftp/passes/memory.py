@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from ftp.passes.alias import families, is_view
+from ftp.passes.alias import families, is_view, last_uses
 from ftp.passes.copies import copied
 
 aten = torch.ops.aten
@@ -60,7 +60,7 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {inputs[i] for i in donated}
     family = families(new)
-    last = _last_uses(nodes, family)
+    last = last_uses(nodes, family)
     kept: dict[fx.Node, fx.Node] = {}  # of a family whose memory is another's, the operand that it was written to
     written: set[fx.Node] = set()
 
@@ -123,12 +123,3 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
 def _is_fresh(node: fx.Node) -> bool:
     """Whether a node's result lies in memory of its own, which nothing outside the graph knows."""
     return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
-
-
-def _last_uses(nodes: Sequence[fx.Node], family: dict[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    last: dict[fx.Node, int] = {}
-    for at, node in enumerate(nodes):
-        last.setdefault(family[node], at)
-        for operand in node.all_input_nodes:
-            last[family[operand]] = at
-    return last

@@ -12,13 +12,12 @@ from torch import fx
 from ftp.collectives import Collective
 from ftp.graph import Graph, Node
 from ftp.localize import RankGraph
-from ftp.passes.alias import WAIT
+from ftp.passes.alias import ALL_REDUCE, WAIT
 from ftp.passes.copies import copied
 from ftp.passes.prefetch import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-ALL_REDUCE = c10d.all_reduce.default
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 

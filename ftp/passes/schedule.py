@@ -8,7 +8,7 @@ from torch.fx.node import map_arg
 
 from ftp.fused import UPDATES, written
 from ftp.localize import RankGraph
-from ftp.passes.alias import is_view
+from ftp.passes.alias import ALL_REDUCE, WAIT, is_view
 from ftp.passes.memory import in_place
 
 
@@ -30,7 +30,7 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     number = {node: i for i, node in enumerate(collectives)}
     latest = _latest_collective(nodes, number)
     readers = sorted(_readers(node for node in nodes if node.meta.get("is_ahead")), key=position.__getitem__)
-    due = {node: {node, *_readers(_overwritten(node))} for node in dict.fromkeys(graph.output_node().all_input_nodes)}
+    due = {node: {node, *_done(_readers(_overwritten(node)))} for node in dict.fromkeys(graph.output_node().all_input_nodes)}
     final = {node: max(latest[one] for one in together) for node, together in due.items()}
     pending = sorted(due, key=lambda node: (final[node], position[node]))
     new = RankGraph()
@@ -86,6 +86,14 @@ def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
                 stack.append(user)
             elif user.op != "output":
                 found.add(user)
+    return found
+
+
+def _done(readers: Iterable[fx.Node]) -> set[fx.Node]:
+    """What has run when some ops are done with their operands: a collective reads them until it is waited for."""
+    found = set(readers)
+    for node in [node for node in found if node.target is not ALL_REDUCE]:
+        found.update(user for user in node.users if user.target is WAIT)
     return found
 
 

@@ -8,7 +8,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.fused import UPDATES, written
-from ftp.passes.alias import WAIT, families, is_view
+from ftp.passes.alias import WAIT, families, is_view, last_uses
 from ftp.passes.copies import copied
 
 aten = torch.ops.aten
@@ -39,7 +39,7 @@ class _Merge:
         self.waiting: dict[Any, list[fx.Node]] = {}
         self.position = {node: at for at, node in enumerate(graph.nodes)}
         self.family = families(graph)
-        self.last = {self.family[operand]: at for node, at in self.position.items() for operand in node.all_input_nodes}
+        self.last = last_uses(list(graph.nodes), self.family)
         inputs = [node for node in graph.nodes if node.op == "placeholder"]
         self.free = {inputs[i] for i in donated}
 
