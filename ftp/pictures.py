@@ -10,7 +10,8 @@ from ftp.lowered import Lowered
 from ftp.mesh import AnyMesh, resolve
 from ftp.placement import placement_of
 from ftp.report.names import dtype_name
-from ftp.report.page import Leaf, page
+from ftp.report.outline import Leaf
+from ftp.report.page import page
 from ftp.report.whose import as_text
 from ftp.spec import PartitionSpec
 from ftp.tree import broadcast_specs, flatten, leaf_names

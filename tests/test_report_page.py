@@ -166,6 +166,18 @@ def test_collectives_by_layer():
     assert "layers.7" in text and "all_reduce tp" in text
 
 
+def test_layers_that_are_alike_are_one_branch_of_the_outline():
+    mesh = ftp.AbstractMesh((4,), ("tp",))
+    shapes = {f"blocks.{i}.{name}": torch.empty(8, 4, device="meta") for i in range(12) for name in ("up", "down")} | {
+        "out": torch.empty(4)
+    }
+    specs = {name: P("tp") if name.endswith("up") else P() for name in shapes} | {"blocks.7.up": P(None, "tp")}
+    text = ftp.visualize(shapes, mesh, specs).html
+    assert "<code>0 to 6, 8 to 11</code> <small>2 tensors, 160 B a rank (62% of 256 B) each, 11 alike" in text
+    assert "<code>7</code>" in text and "f32[8@tp, 4]" in text and "f32[8, 4@tp]" in text
+    assert "<code>tensor</code> <small>25 tensors, 1.89 KiB a rank" in text
+
+
 @pytest.mark.dist
 @pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
 def test_a_browser_shows_the_page(file: str, tmp_path: Path, capsys):
@@ -180,10 +192,11 @@ def test_a_browser_shows_the_page(file: str, tmp_path: Path, capsys):
             "findings", "parameters", "collectives", "memory", "cost", "program",
         ][1 if not seen.find_elements("id", "findings") else 0 :]  # fmt: skip
         assert seen.find_element("id", "timeline").size["width"] > 300
-        summary = seen.find_element("css selector", "#parameters ~ details > summary")
-        summary.click()
-        first = seen.find_element("css selector", "details[open] table")
+        first = seen.find_element("css selector", "#parameters ~ details[open] table")
         assert first.is_displayed() and "P(None, 'tp')" in first.text and "<script>alert(1)</script>" in first.text
+        holders = first.find_element("css selector", "details")
+        holders.find_element("css selector", "summary").click()
+        assert "rank" in holders.find_element("css selector", "table.holders").text
         assert seen.execute_script("return performance.getEntriesByType('resource').length") == 0
         ftp.visualize(decoder(2)).save(out)
         seen.get(out.as_uri())

@@ -81,9 +81,12 @@ class Memory(int):
 
     def columns(self, width: int) -> list[int]:
         """At most ``width`` numbers: the most live bytes in each stretch of the program."""
-        live = [m.live for m in self.timeline]
-        n = min(width, len(live))
-        return [max(live[i * len(live) // n : (i + 1) * len(live) // n]) for i in range(n)]
+        return [moment.live for moment in self.moments(width)]
+
+    def moments(self, width: int) -> list[Moment]:
+        """At most ``width`` moments: that of the most live bytes in each stretch of the program."""
+        ops, n = len(self.timeline), min(width, len(self.timeline))
+        return [max(self.timeline[i * ops // n : (i + 1) * ops // n], key=lambda m: m.live) for i in range(n)]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: peak, peak_op, parts, totals."""

@@ -113,7 +113,8 @@ class Collectives(tuple[Collective, ...]):
 
 
 def _cells(row: TableRow) -> tuple[str, ...]:
-    shape = f"{dtype_name(row.dtype)}{list(row.shape)}"
+    whole = f" of {list(row.global_shape)}" if len(row.shape) != len(row.global_shape) else ""  # moved as one dim
+    shape = f"{dtype_name(row.dtype)}{list(row.shape)}{whole}"
     return row.op, ", ".join(row.axes), shape, in_bytes(row.wire_nbytes), str(row.count), row.why
 
 
