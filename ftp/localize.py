@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ftp.registry import BoundRule
 
@@ -18,15 +19,19 @@ Offset = int | fx.Node
 
 class RankGraph(fx.Graph):
     """A rank's graph. Its nodes get their arguments after they are made: fx looks for symbolic numbers in those it is given, at half the
-    price of a node, and a rank's graph has none."""
+    price of a node, and a rank's graph has none. Setting an attribute of a node costs half of another."""
 
     def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
         node = super().create_node(op, target, None, None, name, type_expr)
-        if args:
-            node.args = args
-        if kwargs:
-            node.kwargs = kwargs
+        if args or kwargs:
+            node._update_args_kwargs(args or (), kwargs or {})
         return node
+
+    def node_copy(self, node, arg_transform=lambda n: n) -> fx.Node:
+        args, kwargs = map_arg(node.args, arg_transform), map_arg(node.kwargs, arg_transform)
+        made = self.create_node(node.op, node.target, args, kwargs, node.name, node.type)
+        made.meta.update(node.meta)
+        return made
 
 
 @dataclass(frozen=True)

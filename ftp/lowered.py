@@ -267,12 +267,12 @@ class Lowered:
     def _executed(self) -> tuple[fx.Graph, LocalShapes, list[int]]:
         """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs that are copied as they are returned."""
         program, device = self._program, mesh_device(self._program.mesh).type
-        ordered = schedule(drop_copies(self.graph.graph))
-        shapes = local_shapes(ordered, self._local_inputs, self._local_offsets, device)
+        graph = schedule(drop_copies(self.graph.graph))
+        shapes = local_shapes(graph, self._local_inputs, self._local_offsets, device)
         annotate(shapes, device)
-        graph = merge_updates(reuse_memory(ordered, program.donated), program.donated)
         donated = {held.storage for at in program.donated for held in shapes.values[shapes.inputs[at]]}
-        copies = copied_bytes(ordered.output_node(), shapes, donated)
+        copies = copied_bytes(graph.output_node(), shapes, donated)
+        graph = merge_updates(reuse_memory(graph, program.donated), program.donated)
         return graph, local_shapes(graph, self._local_inputs, self._local_offsets, device), copies
 
     @cached_property

@@ -25,6 +25,7 @@ from ftp import P
 from ftp.fused import UPDATES
 from ftp.passes import drop_copies, merge_updates, packs, products, reuse_memory, schedule, with_values
 from ftp.passes.alias import families
+from ftp.passes.copies import copied
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import simulate
 from ftp.tree import flatten
@@ -287,7 +288,7 @@ def test_what_is_read_later_is_not_written():
     graph = fx.GraphModule({}, make_fx(f)(torch.ones(2, 2), torch.ones(2, 2)).graph)
     given = [torch.randn(2, 2), torch.randn(2, 2)]
     for donated in ((), (0,), (0, 1)):
-        changed = reuse_memory(with_values(graph, given).graph, donated)
+        changed = reuse_memory(copied(with_values(graph, given).graph)[0], donated)
         mine = [x.clone() for x in given]
         torch.testing.assert_close(fx.GraphModule({}, changed)(*mine), f(*given))
         for i, x in enumerate(given):
@@ -324,9 +325,9 @@ def test_updates_that_are_ready_together_are_one_call():
     inputs = [*leaves, *made._program.constants, *made._program.local().offsets_at({"tp": 0})]
     shards = [shard_of(x, s, {"tp": 2}, {"tp": 0}) for x, s in zip(leaves, made._program.in_specs, strict=True)]
     graph = with_values(fx.GraphModule({}, graph), [*shards, *inputs[len(shards) :]]).graph
+    parameters = sum(node.target in UPDATES for node in graph.nodes)
     merged = list(merge_updates(graph, made._program.donated).nodes)
     updates = [node for node in merged if node.target is torch.ops.aten._fused_adamw_.default]
-    parameters = sum(node.target in UPDATES for node in graph.nodes)
     assert sum(len(node.args[0]) for node in updates) == parameters  # type: ignore[arg-type]
     assert len(updates) < parameters / 2
     assert not any(node.target is torch.ops.aten.clone.default and node.args[0].op == "placeholder" for node in merged)  # type: ignore[union-attr]
@@ -346,7 +347,7 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
     graph = with_values(fx.GraphModule({}, make_fx(f)(*given).graph), given).graph
     for donated in ((), (0,), (0, 1)):
         mine = [x.clone() for x in given]
-        torch.testing.assert_close(fx.GraphModule({}, merge_updates(graph, donated))(*mine), f(*given))
+        torch.testing.assert_close(fx.GraphModule({}, merge_updates(copied(graph)[0], donated))(*mine), f(*given))
         assert all(map(torch.equal, mine, given)), "both are read afterwards"
 
 

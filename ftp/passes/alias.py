@@ -1,5 +1,6 @@
 """Which nodes of a rank's graph may share memory."""
 
+import functools
 import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,12 +15,12 @@ UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema does not say tha
 
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result may share memory with an operand, as far as its schema tells."""
-    if node.op != "call_function":
-        return False
-    target: Any = node.target
-    if target in (operator.getitem, WAIT, UNSAFE_VIEW):
-        return True
-    if not isinstance(target, torch._ops.OpOverload):
+    return node.op == "call_function" and _gives_view(node.target)
+
+
+@functools.cache
+def _gives_view(target: Any) -> bool:
+    if target in (operator.getitem, WAIT, UNSAFE_VIEW) or not isinstance(target, torch._ops.OpOverload):
         return True
     return any(r.alias_info is not None for r in target._schema.returns)
 

@@ -1,5 +1,6 @@
 """Results written where an operand lies that is not needed any more: donated weights and moments are updated in place."""
 
+import functools
 from collections.abc import Collection, Sequence
 from typing import Any
 
@@ -11,7 +12,6 @@ from torch.fx.node import map_arg
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from ftp.passes.alias import families, is_view, last_uses
-from ftp.passes.copies import copied
 
 aten = torch.ops.aten
 
@@ -53,13 +53,12 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides and dtype, write to its memory.
 
     What may be written to: results of the graph's own ops, and the inputs at positions ``donated``. An output that lies in an input's
-    memory is a tensor of its own. The graph is one of `with_values`.
+    memory is a tensor of its own. The graph is one of `with_values`, and is itself changed.
     """
-    new, _ = copied(graph)
-    nodes = list(new.nodes)
+    nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {inputs[i] for i in donated}
-    family = families(new)
+    family = families(graph)
     last = last_uses(nodes, family)
     kept: dict[fx.Node, fx.Node] = {}  # of a family whose memory is another's, the operand that it was written to
     written: set[fx.Node] = set()
@@ -84,20 +83,24 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
         written.add(node)
         kept[family[node]] = first
         last[root] = max(last[root], last[family[node]])
-    output = new.output_node()
+    output = graph.output_node()
     taken: dict[fx.Node, fx.Node] = {}
-    with new.inserting_before(output):
+    with graph.inserting_before(output):
         for result in dict.fromkeys(output.all_input_nodes):
             if base(result).op == "placeholder" and base(result) is not family[result]:
-                taken[result] = new.call_function(aten.detach.default, (result,))
+                taken[result] = graph.call_function(aten.detach.default, (result,))
     output.args = (map_arg(output.args[0], lambda n: taken.get(n, n)),)
-    return new
+    return graph
 
 
 def in_place(node: fx.Node) -> Any:
     """The op that writes to its first operand what this node's op gives; None without one."""
-    target: Any = node.target
-    if node.op != "call_function" or not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+    return _in_place_form(node.target) if node.op == "call_function" else None
+
+
+@functools.cache
+def _in_place_form(target: Any) -> Any:
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
     packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None)
     found = None if packet is None or target._overloadname not in packet.overloads() else getattr(packet, target._overloadname)

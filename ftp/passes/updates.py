@@ -9,7 +9,6 @@ from torch.fx.node import map_arg
 
 from ftp.fused import UPDATES, written
 from ftp.passes.alias import WAIT, families, is_view, last_uses
-from ftp.passes.copies import copied
 
 aten = torch.ops.aten
 _DENSE = (aten.mm.default, aten.bmm.default, aten.sum.dim_IntList, aten.embedding_dense_backward.default)
@@ -19,16 +18,19 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     """The graph with the `ftp.fused` ops between two collectives as one call. It comes last, as its calls write to their operands.
 
     An update waits for others until a collective starts or is waited for, one of its results is used, or something is written that it
-    reads. What is not donated, or is used later, is copied and the copy is written. The graph is one of `with_values`.
+    reads. What is not donated, or is used later, is copied and the copy is written. The graph is one of `with_values`, and is itself
+    changed.
     """
-    merge = _Merge(copied(graph)[0], donated)
-    for node in list(merge.graph.nodes):
+    if not any(node.target in UPDATES for node in graph.nodes):
+        return graph
+    merge = _Merge(graph, donated)
+    for node in list(graph.nodes):
         if node.target in UPDATES:
             kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in _tensors(node))
             merge.waiting.setdefault((node.target, kinds, *node.kwargs.items()), []).append(node)
         elif merge.waiting and (node.op == "output" or "collective" in node.meta or node.target is WAIT or merge.concerns(node)):
             merge.call_before(node)
-    return merge.graph
+    return graph
 
 
 class _Merge:

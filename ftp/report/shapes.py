@@ -117,7 +117,7 @@ class _Shapes:
                 if argument in numbers:
                     return numbers[argument]
                 operands.append(values[argument][0])
-                return _Slot(len(operands) - 1)
+                return _OPERAND
             return argument
 
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
@@ -136,7 +136,8 @@ class _Shapes:
     def _run(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Held]) -> tuple[tuple[Any, ...], ...]:
         with _disable_current_modes(), torch.no_grad(), self.mode:
             fakes = [torch.empty_strided(h.shape, h.stride, dtype=h.dtype, device=self.device) for h in operands]
-            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: fakes[a.at] if isinstance(a, _Slot) else a)  # type: ignore[misc]
+            left = iter(fakes)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: next(left) if a is _OPERAND else a)  # type: ignore[misc]
             out = target(*args, **kwargs)
         storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}
         found = []
@@ -150,11 +151,7 @@ class _Shapes:
         return tuple(found)
 
 
-@dataclass(frozen=True)
-class _Slot:
-    """An operand, in place of its node."""
-
-    at: int
+_OPERAND = "an operand"  # the next one, in place of its node
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
