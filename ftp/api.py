@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.agreement import calls
 from ftp.arguments import argument_names, argument_specs
-from ftp.errors import InputError, SpecError
+from ftp.errors import InputError, MeshError, SpecError
 from ftp.lowered import Lowered
 from ftp.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
@@ -40,6 +40,8 @@ def shard(
     check_inputs: bool = False,
     prefetch: int | None = None,
     chunks: int = 1,
+    cuda_graph: bool = False,
+    async_tp: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -64,6 +66,11 @@ def shard(
             memory is used at most than with 0, where each is gathered when it is needed.
         chunks: under sequence parallelism, in how many chunks (of the batch, which they must divide) to move activations that a product
             beside the move reads or gives; one chunk travels while another is computed. What is certified is the program before that.
+        cuda_graph: record the step, its collectives included, as one CUDA graph at its third call, and replay it from then on (see
+            docs/gpus.md; the simulator runs the step as it is).
+        async_tp: under sequence parallelism, gathers of activations with the products that read them, and products with their
+            reduce-scatter, as torch's ops on symmetric memory: one part travels over NVLink while another is computed. What is
+            certified is the program before that.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -108,6 +115,8 @@ def shard(
             check_inputs,
             _checked_prefetch(prefetch),
             _checked_chunks(chunks),
+            _checked_cuda_graph(cuda_graph, m, check_inputs),
+            _checked_async_tp(async_tp, m, chunks),
         ),
     )
 
@@ -128,6 +137,8 @@ def spmd(
     check_inputs: bool = False,
     prefetch: int | None = None,
     chunks: int = 1,
+    cuda_graph: bool = False,
+    async_tp: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -172,6 +183,8 @@ def spmd(
             check_inputs,
             _checked_prefetch(prefetch),
             _checked_chunks(chunks),
+            _checked_cuda_graph(cuda_graph, m, check_inputs),
+            _checked_async_tp(async_tp, m, chunks),
         ),
     )
 
@@ -331,3 +344,28 @@ def _checked_chunks(chunks: Any) -> int:
     if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
         raise InputError(f"chunks is {chunks!r}; it is a number of chunks, 1 for none.")
     return chunks
+
+
+def _checked_cuda_graph(cuda_graph: bool, mesh: Mesh, check_inputs: bool) -> bool:
+    if cuda_graph and mesh.device_type != "cuda":
+        raise MeshError(
+            f"cuda_graph=True, but the mesh {mesh} has no GPUs whose work could be recorded."
+            " Leave it out, or give cuda_graph=mesh.device_type == 'cuda'."
+        )
+    if cuda_graph and check_inputs:
+        raise InputError(
+            "cuda_graph=True and check_inputs=True: the check reads digests on the host at every call, for which the GPU waits."
+            " Leave one out, and call ftp.check_replicas now and then."
+        )
+    return cuda_graph
+
+
+def _checked_async_tp(async_tp: bool, mesh: Mesh, chunks: int) -> bool:
+    if async_tp and mesh.kind == "process" and mesh.device_type != "cuda":
+        raise MeshError(
+            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies. Leave it out; chunks=n hides the same"
+            " moves behind products with ordinary collectives."
+        )
+    if async_tp and chunks > 1:
+        raise InputError(f"async_tp=True and chunks={chunks} both take the moves beside products. Leave one out.")
+    return async_tp

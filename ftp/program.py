@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import linecache
+import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
@@ -11,18 +12,22 @@ from typing import Any
 
 import optree
 import torch
+import torch.distributed as dist
 from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.agreement import exchange
 from ftp.compile import Run, compiled, eager
+from ftp.cuda_graph import Recorded, graphs_of
 from ftp.discovery import cache_folder
 from ftp.errors import MeshError
 from ftp.graph import Graph, Value
 from ftp.mesh import Mesh, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
-from ftp.passes import Chunks, Packs, chunk_products, chunks, merge_axes, pack, packs, prefetch
+from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
+from ftp.pipelined import gather_products, lack, product_scatter
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
 from ftp.shared_memory import SharedGroup, shared_groups, through_memory
@@ -46,6 +51,8 @@ class Program:
         prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the largest.
         chunks: in how many chunks products beside gathers and reduce-scatters of activations are computed.
         donated: positions of inputs whose memory a run may use for its outputs.
+        cuda_graph: a rank's run is recorded as one CUDA graph.
+        async_tp: products are one op with the gathers and reduce-scatters of activations beside them.
     """
 
     mesh: Mesh
@@ -64,6 +71,8 @@ class Program:
     donated: tuple[int, ...] = ()
     prefetch: int | None = None
     chunks: int = 1
+    cuda_graph: bool = False
+    async_tp: bool = False
 
     @cached_property
     def partitioner(self) -> Partitioner:
@@ -75,14 +84,15 @@ class Program:
         return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks))
 
     @cached_property
-    def _packing(self) -> tuple[Packs, Chunks, Partitioner]:
+    def _packing(self) -> tuple[Packs, Chunks, dict[str, Joint], Partitioner]:
         graph = self.plan.graph
         if self.pack:
             is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
             graph = merge_axes(graph, self.mesh.axes if is_ascending else {})
         parts = chunks(graph, self.chunks)
-        found = packs(graph, without=parts.moves) if self.pack else Packs((), {})
-        return found, parts, self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves)
+        joined = joints(graph) if self.async_tp else {}
+        found = packs(graph, without=(*parts.moves, *joined)) if self.pack else Packs((), {})
+        return found, parts, joined, self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves)
 
     @cached_property
     def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
@@ -104,18 +114,18 @@ class Program:
     @property
     def description(self) -> str:
         """The program as text that is equal on all ranks: the plan, and what else decides which collectives are issued, in what order."""
-        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}, chunks={self.chunks}"
+        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}, chunks={self.chunks}, async_tp={self.async_tp}"
 
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
         if coordinate is None:
             coordinate = require_coordinate(self.mesh) if self.mesh.kind == "process" else dict.fromkeys(self.mesh.axes, 0)
-        if not self.pack and self.chunks == 1:
+        if not self.pack and self.chunks == 1 and not self.async_tp:
             return self.partitioner.program(coordinate)
-        found, parts, partitioner = self._packing
+        found, parts, joined, partitioner = self._packing
         local = partitioner.program(coordinate)
         if local.gm not in self._packed:
-            graph = chunk_products(pack(local.gm.graph, found), parts)
+            graph = join_products(chunk_products(pack(local.gm.graph, found), parts), joined)
             issued = tuple(node.meta["collective"] for node in graph.nodes if "collective" in node.meta)
             self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
         return self._packed[local.gm]
@@ -127,37 +137,44 @@ class Program:
             raise MeshError(
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use ftp.make_mesh or ftp.simulated_mesh to run."
             )
-        return self._run_on_processes() if self.mesh.kind == "process" else self._run_simulated
+        # One rank alone needs no others to be simulated.
+        return self._run_as_rank() if self.mesh.kind == "process" or self.mesh.size() == 1 else self._run_simulated
 
-    def _run_on_processes(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        program = self.local()
-        offsets = program.offsets_at(require_coordinate(self.mesh))
-        device = mesh_device(self.mesh)
+    def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+        program, mesh = self.local(), self.mesh
+        coordinate = require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
+        offsets = program.offsets_at(coordinate)
+        device = mesh_device(mesh)
         extra = [*(c.to(device) for c in self.constants), *offsets]
         prepared: list[Run] = []
+
+        def prepare(given: Sequence[Any]) -> Run:
+            graph = _with_product_groups(program.gm.graph, mesh)
+            if self.async_tp:
+                _check_symmetric(graph, mesh)
+            if self.cuda_graph:
+                _check_recordable(graph, device)
+            graph = through_memory(graph, _memory_of(mesh) if mesh.kind == "process" else {})
+            if self.compile:
+                made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
+            else:
+                made = eager(graph, given, self.donated)
+            if not self.cuda_graph:
+                return made
+            names = [node.name for node in self.plan.graph.inputs]
+            return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
             if not prepared:
-                graph = through_memory(_with_product_groups(program.gm.graph, self.mesh), _memory_of(self.mesh))
-                if self.compile:
-                    prepared.append(compiled(graph, given, self.donated, lambda products: faster_by_onednn(self.mesh, products)))
-                else:
-                    prepared.append(eager(graph, given, self.donated))
+                prepared.append(prepare(given))
             return prepared[0](given)
 
         return run
 
     def describe_failure(self, error: BaseException) -> str:
         """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""
-        traceback, node = error.__traceback__, None
-        while traceback is not None:
-            frame = traceback.tb_frame
-            module = frame.f_locals.get("self")
-            if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
-                name = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno).split("=")[0].strip()
-                node = next((n for n in module.graph.nodes if n.name == name), None)
-            traceback = traceback.tb_next
+        node = _failing(error)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
             node = node.args[0]
         made = node.meta.get("collective") if isinstance(node, fx.Node) else None
@@ -170,15 +187,69 @@ class Program:
         coordinates = self.mesh.coordinates()
         programs = [self.local(c) for c in coordinates]
         axes = self.mesh.axes
+        constants = [c.to(self.mesh.device_type) for c in self.constants]
         locals_ = []
         for coordinate, program in zip(coordinates, programs, strict=True):
             shards = [shard_of(x, spec, axes, coordinate) for x, spec in zip(inputs, self.in_specs, strict=True)]
-            locals_.append([*shards, *self.constants, *program.offsets_at(coordinate)])
+            locals_.append([*shards, *constants, *program.offsets_at(coordinate)])
         outputs = simulate(programs, locals_, groups_of(self.mesh))
         return [
             join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
         ]
+
+
+def _failing(error: BaseException) -> fx.Node | None:
+    """The node of a rank's graph that raised it; None where the graph was compiled."""
+    traceback, node = error.__traceback__, None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module = frame.f_locals.get("self")
+        if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
+            name = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno).split("=")[0].strip()
+            node = next((n for n in module.graph.nodes if n.name == name), None)
+        traceback = traceback.tb_next
+    return node
+
+
+def _describe_op(error: BaseException) -> str:
+    node = _failing(error)
+    if node is None:
+        return ""
+    return f"{node.target}{f' at {source}' if (source := node.meta.get('source')) else ''}"
+
+
+def _check_recordable(graph: fx.Graph, device: torch.device) -> None:
+    """Raises where a collective of a rank's graph is not the GPU's own work."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if "collective" in node.meta:
+            backend = _resolve_process_group(node.args[-1])._get_backend(device).name()
+            if backend != "nccl":
+                found[f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"] = None
+    if found:
+        raise MeshError(
+            f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on the host and cannot be recorded."
+            " Initialise the process group with NCCL, as ftp.make_mesh does where every process has a GPU of its own, or leave"
+            " cuda_graph out."
+        )
+
+
+def _check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
+    """Raises on every rank where the GPUs of one cannot copy from and to one another."""
+    here = json.dumps([socket.gethostname(), torch.cuda.current_device() if mesh.device_type == "cuda" else -1])
+    devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
+    mine = ""
+    for group in dict.fromkeys(node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)):
+        ranks = dist.get_process_group_ranks(_resolve_process_group(group))
+        mine = mine or lack([devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank))
+    reasons = exchange(mesh, "symmetric memory", mine)
+    if any(reasons):
+        rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
+        raise MeshError(
+            f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
+            " Leave it out; chunks=n hides the same moves behind products with ordinary collectives."
+        )
 
 
 def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
@@ -205,7 +276,7 @@ def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Pr
     if any(of_rank is None for of_rank in everyone):
         return ()
     wanted = sorted({p for of_rank in everyone for p in of_rank})
-    found = measured(wanted, cache_folder()) if mesh.rank == mesh.ranks[0] else []
+    found = measured(wanted, cache_folder()) if mesh.rank in (mesh.ranks or (0,))[:1] else []
     return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
 
 

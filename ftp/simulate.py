@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from ftp.partition import LocalProgram
+from ftp.pipelined import gather_products, product_scatter
 
 c10d = torch.ops._c10d_functional
 
@@ -63,7 +64,7 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outp
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
             if node.target is c10d.wait_tensor.default:
                 env[node] = args[0]  # type: ignore[index]
-            elif node.target in COLLECTIVES:
+            elif node.target in COLLECTIVES or node.target in BY_RANK:
                 env[node] = yield node, args
             else:
                 env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
@@ -77,11 +78,10 @@ def _run(issued: Sequence[Issued], groups: Mapping[str, Sequence[Group]]) -> lis
     results: list[Any] = [None] * len(issued)
     for group in groups[issued[0][0].meta["axis"]]:
         node, args = issued[group[0]]
-        tensors = [issued[rank][1][0] for rank in group]
-        if node.target is c10d.all_to_all_single.default:
-            found = _all_to_all(tensors, [issued[rank][1][2] for rank in group])
+        if (by_rank := BY_RANK.get(node.target)) is not None:
+            found = by_rank([issued[rank][1] for rank in group])
         else:
-            found = COLLECTIVES[node.target](tensors, *args[1:-1])
+            found = COLLECTIVES[node.target]([issued[rank][1][0] for rank in group], *args[1:-1])
         for rank, result in zip(group, found, strict=True):
             results[rank] = result
     return results
@@ -112,14 +112,30 @@ def _reduce_scatter(tensors: list[torch.Tensor], op: str, n: int) -> list[torch.
     return list(reduce(_REDUCE[op], tensors).chunk(n))
 
 
-def _all_to_all(tensors: list[torch.Tensor], sent: list[list[int]]) -> list[torch.Tensor]:
-    parts = [t.split(sizes) for t, sizes in zip(tensors, sent, strict=True)]
-    return [torch.cat([p[rank] for p in parts]) for rank in range(len(tensors))]
+def _all_to_all(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    parts = [t.split(sent) for t, _, sent, _ in calls]
+    return [torch.cat([p[rank] for p in parts]) for rank in range(len(calls))]
+
+
+def _gather_products(calls: list[tuple[Any, ...]]) -> list[list[torch.Tensor]]:
+    _, _, dim, keeps, *_ = calls[0]
+    whole = torch.cat([shard for shard, *_ in calls], dim)
+    return [[*([whole] if keeps else []), *(whole @ weight for weight in weights)] for _, weights, *_ in calls]
+
+
+def _product_scatter(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    total = reduce(operator.add, [left @ right for left, right, *_ in calls])
+    return [part.contiguous() for part in total.chunk(len(calls), calls[0][2])]
 
 
 COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
     c10d.all_reduce.default: _all_reduce,
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
+}
+# From the arguments of each rank, where these are not the same but for the tensor.
+BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
     c10d.all_to_all_single.default: _all_to_all,
+    gather_products: _gather_products,
+    product_scatter: _product_scatter,
 }

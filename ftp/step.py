@@ -57,6 +57,8 @@ class Options:
     check_inputs: bool = False
     prefetch: int | None = None
     chunks: int = 1
+    cuda_graph: bool = False
+    async_tp: bool = False
 
 
 @dataclass(frozen=True)
@@ -284,6 +286,8 @@ class Step:
             tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in self._options.donate),
             self._options.prefetch,
             self._options.chunks,
+            self._options.cuda_graph,
+            self._options.async_tp,
         )
         if self._options.strict:
             check_strictly(program)

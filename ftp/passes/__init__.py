@@ -13,6 +13,9 @@ from ftp.passes.merge import merge_axes as merge_axes
 from ftp.passes.pack import Packs as Packs
 from ftp.passes.pack import pack as pack
 from ftp.passes.pack import packs as packs
+from ftp.passes.pipeline import Joint as Joint
+from ftp.passes.pipeline import join_products as join_products
+from ftp.passes.pipeline import joints as joints
 from ftp.passes.prefetch import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
 from ftp.passes.updates import merge_updates as merge_updates

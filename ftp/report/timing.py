@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ftp.collectives import Collective
 from ftp.cost import Hardware, collective_seconds
 from ftp.partition import WAIT
+from ftp.pipelined import gather_products, multiplications, product_scatter
 from ftp.report.shapes import Held, LocalShapes
 
 aten = torch.ops.aten
@@ -153,6 +154,12 @@ def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Map
             begin = max(now, link_free)
             link_free = done[node] = begin + seconds
             collectives.append(Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link"))
+            if node.target in (gather_products, product_scatter):  # its product takes as long, or its transfer
+                timed = _op(node, shapes, hardware, now)
+                ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
+                ops.append(timed)
+                waiting += max(0.0, link_free - now - timed.seconds)
+                now = max(now + timed.seconds, link_free)
         elif node.target is WAIT:
             arrived = done.get(node.args[0], now)  # type: ignore[arg-type]
             waiting += max(0.0, arrived - now)
@@ -213,6 +220,8 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
             return type(value)(map(shape, value))
         return value
 
+    if target in (gather_products, product_scatter):
+        return 2.0 * multiplications(target, shape(tuple(node.args)))
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
     if "scaled_dot_product" in str(target):
         if "backward" in str(target):
