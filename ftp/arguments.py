@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import DonationError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
-from ftp.placement import Placement, content_hash, known_of, placement, placement_of
+from ftp.placement import Placement, content_hash, known_of, mesh_device, placement, placement_of
 from ftp.spec import PartitionSpec, known_size, local_shape
 from ftp.tree import broadcast_specs, flatten, kind_of, leaf_names
 
@@ -112,6 +112,8 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
                 f"{name} is on {leaf.device}, the mesh on {mesh.device_type}."
                 f" Move it with .to({mesh.device_type!r}), or place it with ftp.device_put."
             )
+        elif mesh.kind == "process" and leaf.device.type != "cpu" and leaf.device != (here := mesh_device(mesh)):
+            failures.append(f"{name} is on {leaf.device}, but this process computes on {here}. Place it with ftp.device_put.")
     if failures:
         raise InputError(join_failures(failures))
 

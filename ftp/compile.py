@@ -13,7 +13,8 @@ from ftp.kernels import compiled_together
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
 from ftp.passes.memory import in_place
 from ftp.passes.products import Choose, by_onednn, products
-from ftp.pieces import Piece, split, with_pieces
+from ftp.philox import AS_TENSOR_OPS
+from ftp.pieces import Piece, known_numbers, split, with_pieces
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -62,7 +63,7 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
     graph = merge_updates(gm.graph, donated)
     graph = by_onednn(graph, choose(products(graph)))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)}
+    numbers = known_numbers(graph, {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)})
     pieces = split(graph, numbers, _written(graph, [placeholders[i] for i in donated]))
     made: dict[str, Callable[[list[Any]], Sequence[Any]]] = {}
     with compiled_together():
@@ -75,13 +76,15 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
 
 def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor's code for one piece; it takes a list, which it empties."""
+    from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
+    table = {**select_decomp_table(), **AS_TENSOR_OPS}
     with torch.no_grad(), FakeTensorMode() as mode:
         fake = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in piece.values()]
-        gm = make_fx(fx.GraphModule({}, piece.graph), decomposition_table=select_decomp_table(), tracing_mode="real")(*fake)
+        gm = make_fx(fx.GraphModule({}, piece.graph), decomposition_table=table, tracing_mode="real")(*fake)
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
@@ -93,7 +96,8 @@ def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
     output.meta["user_visible_output_idxs"] = list(range(count))  # others rely on their strides
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    with torch.no_grad(), tracing(TracingContext(mode)):
+    # A step is recorded as a whole, if at all.
+    with torch.no_grad(), tracing(TracingContext(mode)), config.patch({"triton.cudagraphs": False}):
         code: Any = compile_fx_inner(gm, fake, is_inference=True)
     call = code.current_callable
 

@@ -154,6 +154,9 @@ def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, de
         raise MeshError(_wrong_size(shape, axis_names, world))
     if not dist.is_initialized():
         init_process_group(device_type=device_type)
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        # Of a process group that others initialised: processes beyond the devices share them, which gloo allows.
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axis_names)
     # torch gives the groups of the axes its own default of half an hour, not the default group's timeout.
     if dist.get_backend() != "fake":
@@ -252,7 +255,8 @@ def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | 
         local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
         if local_rank >= devices:
             raise MeshError(
-                f"LOCAL_RANK is {local_rank}, but this host shows {devices} CUDA devices. Launch at most {devices} processes on it."
+                f"LOCAL_RANK is {local_rank}, but this host shows {devices} CUDA devices. Launch at most {devices} processes on it, or have"
+                " them share devices, slowly: torch.distributed.init_process_group('gloo') first."
             )
         torch.cuda.set_device(local_rank)
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
@@ -274,7 +278,7 @@ def destroy_process_group() -> None:
     >>> destroy_process_group()
     """
     if dist.is_initialized():
-        dist.barrier()
+        dist.barrier(device_ids=[torch.cuda.current_device()] if "nccl" in dist.get_backend() else None)
         dist.destroy_process_group()
 
 

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from ftp.fused import UPDATES
 from ftp.passes.alias import WAIT, is_view, read_until
 from ftp.passes.products import BY_ONEDNN
+from ftp.philox import AS_TENSOR_OPS
 
 aten = torch.ops.aten
 _KERNELS = {update.kernel for update in UPDATES.values()} | {aten._foreach_add_.Scalar}
@@ -89,6 +90,17 @@ def split(graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.No
     return found
 
 
+def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The numbers among a graph's inputs, and those that it computes from them."""
+    known = dict(inputs)
+    for node in graph.nodes:
+        target: Any = node.target
+        is_sum = node.op == "call_function" and getattr(target, "__module__", "") == "_operator" and target is not operator.getitem
+        if is_sum and all(x in known for x in node.all_input_nodes):
+            known[node] = target(*map_arg(node.args, known.__getitem__))  # type: ignore[misc, arg-type]
+    return known
+
+
 def _last_reads(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
     """Per input where it or a view of it is last used, other than as an output."""
     last: dict[fx.Node, int] = {}
@@ -105,7 +117,14 @@ def _stands_alone(node: fx.Node) -> bool:
         return True
     if node.target is operator.getitem:
         return _stands_alone(node.all_input_nodes[0])
+    if node.target in AS_TENSOR_OPS:
+        return is_drawn_by_itself(node)
     return node.target not in _PRODUCTS and (not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten")
+
+
+def is_drawn_by_itself(node: fx.Node) -> bool:
+    """Whether random words come from compiled C, the faster on a CPU, and not from tensor operations that inductor makes one kernel of."""
+    return node.meta["val"].device.type == "cpu"
 
 
 def _views_behind(node: fx.Node) -> list[fx.Node]:

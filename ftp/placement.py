@@ -118,7 +118,15 @@ def check_placed(leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: S
         raise PlacementError(join_failures(failures))
 
 
-def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src: int | None = None, check_inputs: bool = False) -> Any:
+def device_put(
+    tree: Any,
+    mesh: AnyMesh | None = None,
+    specs: Any = None,
+    *,
+    src: int | None = None,
+    check_inputs: bool = False,
+    non_blocking: bool = False,
+) -> Any:
     """Full tensors to this rank's local shards, as copies on the mesh's device.
 
     Args:
@@ -127,6 +135,8 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
             stand where a spec may, as ``(Shard(-1), Replicate())``.
         src: the rank of the world whose tensors are broadcast to all others first.
         check_inputs: compare what the ranks give, as ``ftp.check_replicas`` does; with ``src`` there is nothing to compare.
+        non_blocking: as ``torch.Tensor.to``'s: from pinned memory to a GPU the host does not wait for the copy, which may still be under
+            way when this returns. Do not write to that memory until the GPU has it, as a loader's ``pin_memory=True`` does not.
 
     Returns:
         The tree of local tensors: shape ``torch.chunk``'s. On a simulated mesh the full tensors, copied. They are leaves and require a
@@ -164,7 +174,7 @@ def device_put(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, src
         full = leaf.detach()
         if m.kind == "process" and src is not None and full.device.type != "meta":
             full = _broadcast(full, m, src)
-        shard = leaf_like(_shard(full, spec, m), leaf)
+        shard = leaf_like(_shard(full, spec, m, non_blocking), leaf)
         out.append(remember(shard, placement(m, spec, tuple(leaf.shape))))
     return treedef.unflatten(out)
 
@@ -337,14 +347,14 @@ def _unfit(leaf: Any, name: str) -> str | None:
     return None
 
 
-def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh) -> torch.Tensor:
+def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh, non_blocking: bool) -> torch.Tensor:
     if mesh.kind == "abstract":
         return full if full.device.type == "meta" else full.clone()
     if mesh.kind == "process":
         full = take(full, local_pieces(spec, full.shape, mesh.axes, require_coordinate(mesh)))
     if full.device.type == "meta":
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
-    return full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format)
+    return full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format, non_blocking=non_blocking)
 
 
 def mesh_device(mesh: Mesh) -> torch.device:

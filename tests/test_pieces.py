@@ -9,7 +9,8 @@ import torch
 from test_passes import ADAMW, FUSED, PLANS, compare, lowered, mesh_of
 from torch import fx
 
-from ftp.compile import _written
+import ftp
+from ftp.compile import _written, compiled
 from ftp.kernels import compiled_together
 from ftp.passes import drop_copies, merge_updates, schedule, with_values
 from ftp.pieces import Piece, split, with_pieces
@@ -119,3 +120,21 @@ def test_kernels_of_several_graphs_are_one_library():
     assert len(loaded) == 1
     for run, op in zip(made, (torch.exp, torch.sin), strict=True):
         torch.testing.assert_close(run(list(values))[0], op(values[0]) + values[1])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's, as it is imported
+def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch):
+    """As they are on a GPU; on a CPU they stand alone."""
+    monkeypatch.setattr("ftp.pieces.is_drawn_by_itself", lambda node: False)
+    x, key = torch.randn(6, 8), ftp.random.key(3)
+
+    def f(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return ftp.random.dropout(ftp.random.fold_in(key, 5), x, 0.25) * 2
+
+    due = f(x, key)
+    monkeypatch.setattr("ftp.philox._read_natively", None)
+    program = ftp.spmd(f, ftp.simulated_mesh((2,), ("dp",)), (ftp.P("dp"), ftp.P()), ftp.P("dp")).lower(x, key)._program
+    local = program.local({"dp": 1})
+    given = [x[3:], key, *program.constants, *local.offsets_at({"dp": 1})]
+    run = compiled(local.gm.graph, given, (), lambda products: ())
+    torch.testing.assert_close(run(given)[0], due[3:], rtol=0, atol=0)
