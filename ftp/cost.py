@@ -1,6 +1,7 @@
 """Seconds for an op or a collective: latency plus work over rate."""
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +14,23 @@ from ftp.stacked import STACK, UNSTACK
 aten = torch.ops.aten
 
 
+Curve = tuple[tuple[float, float], ...]
+"""Measured points, the first numbers rising and positive."""
+
+
+def on_curve(curve: Curve, x: float) -> float:
+    """The curve at ``x``: straight between points where x is on a logarithmic scale, flat beyond the outermost.
+
+    >>> on_curve(((1, 0.0), (100, 2.0)), 10), on_curve(((1, 0.0), (100, 2.0)), 1e6)
+    (1.0, 2.0)
+    """
+    at = bisect_left(curve, x, key=lambda point: point[0])
+    if at in (0, len(curve)):
+        return curve[min(at, len(curve) - 1)][1]
+    (x0, y0), (x1, y1) = curve[at - 1], curve[at]
+    return y0 + (y1 - y0) * math.log(x / x0) / math.log(x1 / x0)
+
+
 @dataclass(frozen=True)
 class Link:
     """What connects the ranks of a mesh axis.
@@ -21,11 +39,16 @@ class Link:
         latency: seconds that a collective costs however small it is.
         bandwidth: bytes a second that a rank sends.
         factors: how much dearer than as a ring a backend's collectives are, where they are: ``{"reduce_scatter": 2.0}``.
+        measured: per kind of collective, where it was timed, points of (seconds that the ranks have computed since they last met, seconds
+            by bytes of the whole tensor): ranks that compute come one after the other, and what moves the bytes waits for a core.
+        hidden: the share of a collective's time in which the ranks can compute.
     """
 
     latency: float = 1e-5
     bandwidth: float = 1e11
     factors: Mapping[str, float] = field(default_factory=dict, hash=False)
+    measured: Mapping[str, tuple[tuple[float, Curve], ...]] = field(default_factory=dict, hash=False)
+    hidden: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -43,6 +66,12 @@ class Hardware:
         attention: share of the products' rate that fused attention reaches.
         hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that only the larger of both counts.
         name: for reports.
+        fresh: bytes a second of memory that is new to an op's result, by the result's bytes, beside what writing it costs: on a CPU it
+            comes from main memory, or from the system page by page. No points: nothing.
+        cold: seconds beside ``overhead`` that issuing an op costs after a product of tensors of so many bytes, which fills the caches.
+        elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of any on tensors that are not dense
+            (``strided``), where memory is not what limits them.
+        convolution: as ``attention``, of convolutions.
     """
 
     flops: float = 5e14
@@ -56,6 +85,10 @@ class Hardware:
     hides_overhead: bool = False
     name: str = "default"
     attention: float = 1.0
+    fresh: Curve = ()
+    cold: Curve = ()
+    elements: Mapping[str, float] = field(default_factory=dict, hash=False)
+    convolution: float = 1.0
 
     def link_of(self, axes: Sequence[str]) -> Link:
         """The slowest of the axes' links."""
@@ -124,6 +157,29 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
     share = (n - 1) / n
     factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share / n}.get(op)
     return 0.0 if factor is None else link.latency + link.factors.get(op, 1.0) * factor * nbytes / link.bandwidth
+
+
+def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float = 0.0) -> float:
+    """As `collective_seconds`, from what was measured over the link where it was.
+
+    Args:
+        computed: seconds that the ranks have computed since they last waited for one another.
+
+    >>> alone, beside = ((1e3, 1e-4), (1e6, 1e-3)), ((1e3, 1e-3), (1e6, 2e-3))
+    >>> link = Link(measured={"all_reduce": ((1e-4, alone), (1e-2, beside))})
+    >>> [round(measured_seconds("all_reduce", 1e6, 2, link, computed), 9) for computed in (0.0, 1e-3, 1.0)]
+    [0.001, 0.0015, 0.002]
+    """
+    if op not in link.measured:
+        return collective_seconds(op, nbytes, n, link)
+    return on_curve(tuple((after, _through(curve, nbytes)) for after, curve in link.measured[op]), computed)
+
+
+def _through(points: Curve, x: float) -> float:
+    """Straight lines through the points; flat before the first, the last line beyond the last."""
+    at = min(max(1, bisect_left(points, x, key=lambda point: point[0])), len(points) - 1)
+    (x0, y0), (x1, y1) = points[at - 1], points[at]
+    return y0 + max(0.0, x - x0) * (y1 - y0) / (x1 - x0)
 
 
 VIEWS = frozenset(

@@ -154,7 +154,7 @@ class Program:
                 _check_symmetric(graph, mesh)
             if self.cuda_graph:
                 _check_recordable(graph, device)
-            graph = through_memory(graph, _memory_of(mesh) if mesh.kind == "process" else {})
+            graph = through_memory(graph, memory_of(mesh) if mesh.kind == "process" else {})
             if self.compile:
                 made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
             else:
@@ -262,7 +262,7 @@ def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
 
 
 @cache
-def _memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
+def memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
     return shared_groups(mesh)
 
 

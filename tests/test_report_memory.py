@@ -30,7 +30,7 @@ def run(names: list[str]) -> list[dict]:
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-FEW = ["llama on one", "llama sp", "llama zero × tp", "cnn dp", "mlp tp uneven"]
+FEW = ["llama on one", "llama sp", "llama zero × tp", "cnn dp", "mlp tp uneven", "gpt2 dropout train"]
 
 
 @pytest.mark.dist

@@ -52,7 +52,7 @@ class _Merge:
             return False
         given = {self.family[item] for update in updates for item in update.users}
         read = {self.family[operand] for update in updates for operand in update.all_input_nodes}
-        return any(self.family[x] in given for x in node.all_input_nodes) or any(self.family[x] in read for x in _changed(node))
+        return any(self.family[x] in given for x in node.all_input_nodes) or any(self.family[x] in read for x in changed(node))
 
     def call_before(self, node: fx.Node) -> None:
         with self.graph.inserting_before(node):
@@ -97,7 +97,7 @@ def _tensors(update: fx.Node) -> list[fx.Node]:
     return list(update.args[0])  # type: ignore[arg-type]
 
 
-def _changed(node: fx.Node) -> list[fx.Node]:
+def changed(node: fx.Node) -> list[fx.Node]:
     """The operands that a node writes to."""
     found: list[fx.Node] = []
     target: Any = node.target

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.partition import WAIT
@@ -92,6 +93,9 @@ class _Shapes:
                 held = (self._fresh(given[0], _contiguous(given[0]), given[1]),)
             elif node.op == "output":
                 break
+            elif node.all_input_nodes and all(n in numbers for n in node.all_input_nodes) and _is_arithmetic(node.target):
+                numbers[node] = node.target(*map_arg(node.args, numbers.__getitem__))
+                continue
             elif getattr(node.target, "__name__", "") == "getitem":
                 held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
             elif node.target is WAIT:
@@ -152,6 +156,11 @@ class _Shapes:
 
 
 _OPERAND = "an operand"  # the next one, in place of its node
+
+
+def _is_arithmetic(target: Any) -> bool:
+    """Whether it computes with Python's own numbers, as of a rank's offsets."""
+    return getattr(target, "__module__", "") in ("_operator", "builtins", "math")
 
 
 def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:

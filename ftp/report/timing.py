@@ -11,8 +11,9 @@ from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ftp.collectives import Collective
-from ftp.cost import Hardware, collective_seconds
+from ftp.cost import Hardware, measured_seconds, on_curve
 from ftp.partition import WAIT
+from ftp.passes.updates import changed
 from ftp.pipelined import gather_products, multiplications, product_scatter
 from ftp.report.shapes import Held, LocalShapes
 
@@ -139,23 +140,31 @@ def in_seconds(seconds: float) -> str:
 
 def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]) -> Cost:
     """Run a rank's program on the clock: one stream computes, one communicates, and a wait holds the first up."""
-    now = link_free = waiting = ideal = 0.0
+    now = link_free = waiting = ideal = met = 0.0
+    moved = 0
     done: dict[fx.Node, float] = {}
     ops: list[Timed] = []
     collectives: list[Timed] = []
+    if not hardware.hides_overhead:  # each tensor that comes in or goes out is looked at
+        looked_at = len(shapes.inputs) + len(graph.output_node().args[0])  # type: ignore[arg-type]
+        now = hardware.overhead * looked_at
+        ops.append(Timed("call", "call of the step", "", 0.0, now, 0.0, 0, "overhead"))
     for node in graph.nodes:
-        if node.op != "call_function":
+        if node.op in ("placeholder", "output"):
             continue
         source = node.meta.get("source", "")
         if "collective" in node.meta:
             record: Collective = node.meta["collective"]
             n = math.prod(axes[a] for a in record.axes)
-            seconds = collective_seconds(record.op, record.nbytes, n, hardware.link_of(record.axes))
+            link = hardware.link_of(record.axes)
+            seconds = measured_seconds(record.op, record.nbytes, n, link, now - met)
             begin = max(now, link_free)
             link_free = done[node] = begin + seconds
+            held_up = (1 - link.hidden) * seconds
+            now, waiting = now + held_up, waiting + held_up
             collectives.append(Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link"))
             if node.target in (gather_products, product_scatter):  # its product takes as long, or its transfer
-                timed = _op(node, shapes, hardware, now)
+                timed = _op(node, shapes, hardware, now, 0)
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
                 ops.append(timed)
                 waiting += max(0.0, link_free - now - timed.seconds)
@@ -163,9 +172,10 @@ def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Map
         elif node.target is WAIT:
             arrived = done.get(node.args[0], now)  # type: ignore[arg-type]
             waiting += max(0.0, arrived - now)
-            now = max(now, arrived)
-        elif node.target is not operator.getitem:
-            timed = _op(node, shapes, hardware, now)
+            now = met = max(now, arrived)
+        elif node.target is not operator.getitem and node in shapes.values:
+            timed = _op(node, shapes, hardware, now, moved)
+            moved = timed.nbytes if timed.flops else 0
             if timed.flops:
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
             now += timed.seconds
@@ -173,33 +183,88 @@ def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Map
     return Cost(max(now, link_free), ops, collectives, hardware, waiting + max(0.0, link_free - now), ideal)
 
 
-def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float) -> Timed:
+def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> Timed:
+    """Args: moved: bytes of the product that comes before, 0 of any other op."""
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
     reads = {o.storage for o in operands}
-    is_view = not _writes(node) and all(r.storage in reads for r in results)
+    is_view = not changed(node) and all(r.storage in reads for r in results)
     flops, nbytes, seconds, limit = 0.0, 0, 0.0, "overhead"
     if not is_view:
         nbytes = sum(o.nbytes for o in operands) + sum(r.nbytes for r in results)
         if node.target in _FROM_INDEX:  # reads as many rows as it gives
             nbytes = 2 * sum(r.nbytes for r in results)
-        rate = hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
+        given = {r.storage for r in results}
+        nbytes += sum(held.nbytes for n in changed(node) if (held := shapes.values[n][0]).storage not in given)
         flops = flops_of(node, shapes)
-        reached = hardware.attention if "scaled_dot_product" in str(node.target) else 1.0
-        work = {"compute": flops / (reached * hardware.flops_of(results[0].dtype)), "memory": nbytes / rate}
+        work = {"compute": _arithmetic(node, operands, results, flops, hardware)}
+        work["memory"] = nbytes / (hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory)
         limit = max(work, key=work.__getitem__)
-        seconds = work[limit]
+        # On a CPU a product first packs its operands.
+        seconds = sum(work.values()) if flops and not hardware.hides_overhead else work[limit]
+        if hardware.fresh:
+            made = [r.storage_nbytes for r in results if r.storage not in reads and r.storage_nbytes]
+            seconds += sum(size / on_curve(hardware.fresh, size) for size in made)
     if hardware.hides_overhead:
         total = 0.0 if is_view else max(seconds, hardware.overhead)
     else:
-        total = seconds + hardware.overhead
+        issued = hardware.overhead * _calls(node)
+        if hardware.cold and moved:
+            issued += on_curve(hardware.cold, moved)
+        total = seconds + issued
     limit = limit if 2 * seconds > total else "overhead"
     return Timed(node.name, str(node.target).removeprefix("aten."), node.meta.get("source", ""), now, total, flops, nbytes, limit)
 
 
-def _writes(node: fx.Node) -> bool:
-    target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable
+def _arithmetic(node: fx.Node, operands: Sequence[Held], results: Sequence[Held], flops: float, hardware: Hardware) -> float:
+    """Seconds of an op's arithmetic, were its operands at hand."""
+    if flops:
+        name = str(node.target)
+        reached = hardware.attention if "scaled_dot_product" in name else hardware.convolution if "convolution" in name else 1.0
+        return flops / (reached * hardware.flops_of(results[0].dtype))
+    name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
+    rate = hardware.elements.get(_LIKE.get(name, name), math.inf)
+    if not all(map(_is_dense, operands)):
+        rate = min(rate, hardware.elements.get("strided", math.inf))
+    return max((math.prod(t.shape) for t in (*operands, *results)), default=0) / rate
+
+
+_LIKE = {
+    like: name
+    for name, others in {
+        "exp": "exp2 expm1 softplus elu celu selu logsumexp",
+        "log": "log2 log10 log1p logsigmoid",
+        "tanh": "sin cos tan sinh cosh asin acos atan mish",
+        "erf": "erfc",
+        "sigmoid": "sigmoid_backward",
+        "silu": "silu_backward hardswish",
+        "gelu": "gelu_backward",
+        "_softmax": "_safe_softmax _softmax_backward_data",
+        "_log_softmax": "_log_softmax_backward_data",
+        "sum": "mean amax amin max min prod var std var_mean linalg_vector_norm cumsum any all argmax argmin",
+        "native_layer_norm": "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
+        " native_batch_norm_backward _native_batch_norm_legit",
+    }.items()
+    for like in others.split()
+}
+"""Of an op that was not measured the one whose elements take about as long."""
+
+
+def _is_dense(held: Held) -> bool:
+    """Whether its elements fill a stretch of memory, in whatever order."""
+    expected = 1
+    for stride, size in sorted((stride, size) for stride, size in zip(held.stride, held.shape, strict=True) if size != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _calls(node: fx.Node) -> int:
+    """How many kernels an op starts: a loop's over a list of tensors on a CPU, one for each."""
+    if "_foreach_" in str(node.target) and node.args and isinstance(node.args[0], list | tuple):
+        return len(node.args[0])
+    return 1
 
 
 _FROM_INDEX = {aten.embedding.default, aten.gather.default, aten.index_select.default}
