@@ -16,9 +16,10 @@ import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -85,8 +86,7 @@ class Calls:
             self.program = program
         self.call = call
 
-    @contextlib.contextmanager
-    def running(self, describe: Callable[[BaseException], str] = lambda error: "") -> Iterator[None]:
+    def running(self, describe: Callable[[BaseException], str] = lambda error: "") -> "_Running":
         """Around the collectives of the call that has begun: sets how long they wait, and says of one that fails what is behind it.
 
         Args:
@@ -95,23 +95,7 @@ class Calls:
         Raises:
             MismatchError, CollectiveError: from the exception.
         """
-        program = self.program or ""
-        is_first = self._given is not None and program not in self._finished
-        if is_first:
-            set_timeout(self.mesh, self._timeouts.start)
-        self._is_running = True
-        try:
-            yield
-        except RuntimeError as error:
-            explained = self.explain(error, describe(error))
-            if explained is None:
-                raise
-            raise explained from error
-        finally:
-            self._is_running = False
-        if is_first:
-            self._finished.add(program)
-            set_timeout(self.mesh, self._timeouts.step)
+        return _Running(self, describe)
 
     def agree(self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None) -> None:
         """See the function `agree`."""
@@ -261,6 +245,29 @@ class Calls:
         board.linger()
         self.failure = MismatchError(board.broken())
         _interrupt(self.mesh)
+
+
+class _Running:
+    """See `Calls.running`; a class, as every call of every step enters it."""
+
+    __slots__ = ("calls", "describe", "is_first", "program")
+
+    def __init__(self, calls: Calls, describe: Callable[[BaseException], str]):
+        self.calls, self.describe, self.program = calls, describe, calls.program or ""
+        self.is_first = calls._given is not None and self.program not in calls._finished
+
+    def __enter__(self) -> None:
+        if self.is_first:
+            set_timeout(self.calls.mesh, self.calls._timeouts.start)
+        self.calls._is_running = True
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+        self.calls._is_running = False
+        if isinstance(error, RuntimeError) and (explained := self.calls.explain(error, self.describe(error))) is not None:
+            raise explained from error
+        if error is None and self.is_first:
+            self.calls._finished.add(self.program)
+            set_timeout(self.calls.mesh, self.calls._timeouts.step)
 
 
 @dataclass(frozen=True)

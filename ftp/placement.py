@@ -2,6 +2,7 @@
 
 import hashlib
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -53,8 +54,10 @@ class _Ref(weakref.ref):
     key: int
 
 
-# By identity and weakly. torch's WeakTensorKeyDictionary does the same at ten times the price, which every leaf of every step would pay.
-_known: dict[int, tuple[_Ref, Placement | Donated]] = {}
+Fact = Placement | Donated
+
+# By identity and weakly. torch's WeakTensorKeyDictionary does the same at ten times the price.
+_known: dict[int, tuple[_Ref, Fact]] = {}
 
 
 def _forget(ref: _Ref) -> None:
@@ -62,9 +65,50 @@ def _forget(ref: _Ref) -> None:
         del _known[ref.key]
 
 
-def remember(tensor: torch.Tensor, fact: Placement | Donated) -> torch.Tensor:
+class Returned:
+    """Tensors that one call returned, noted together, which takes a third of the time of one by one.
+
+    Attributes:
+        facts: what is known of each; the object that `returned` was given for as long as that is all there is to say, None once they
+            are noted one by one.
+    """
+
+    __slots__ = ("at", "facts", "refs")
+
+    def __init__(self, tensors: Sequence[torch.Tensor], facts: Sequence[Fact]):
+        self.refs = [weakref.ref(x) for x in tensors]
+        self.at = dict(zip(map(id, tensors), range(len(self.refs)), strict=True))
+        self.facts: Sequence[Fact] | None = facts
+
+    def find(self, tensor: torch.Tensor) -> int | None:
+        at = self.at.get(id(tensor))
+        return at if at is not None and self.refs[at]() is tensor else None
+
+
+_LATEST = 8  # calls whose tensors are noted together: of a few steps that take turns, the last ones
+_latest: deque[Returned] = deque()
+
+
+def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact]) -> Returned:
+    """Notes a fact for each tensor for as long as it lives; the tensors are new."""
+    if len(_latest) >= _LATEST:
+        old = _latest.popleft()
+        known, old.facts = old.facts, None
+        for ref, fact in zip(old.refs, known or (), strict=True):
+            if (tensor := ref()) is not None:
+                remember(tensor, fact)
+    made = Returned(tensors, facts)
+    _latest.append(made)
+    return made
+
+
+def remember(tensor: torch.Tensor, fact: Fact) -> torch.Tensor:
     """Notes ``fact`` for as long as the tensor lives."""
     key = id(tensor)
+    for latest in _latest:
+        if (at := latest.find(tensor)) is not None and latest.facts is not None:
+            latest.facts = [*latest.facts[:at], fact, *latest.facts[at + 1 :]]
+            return tensor
     if (entry := _known.get(key)) is not None and entry[0]() is tensor:
         _known[key] = (entry[0], fact)
         return tensor
@@ -74,9 +118,14 @@ def remember(tensor: torch.Tensor, fact: Placement | Donated) -> torch.Tensor:
     return tensor
 
 
-def known_of(tensor: torch.Tensor) -> Placement | Donated | None:
+def known_of(tensor: torch.Tensor) -> Fact | None:
     entry = _known.get(id(tensor))
-    return entry[1] if entry is not None and entry[0]() is tensor else None
+    if entry is not None and entry[0]() is tensor:
+        return entry[1]
+    for latest in _latest:
+        if (at := latest.find(tensor)) is not None and latest.facts is not None:
+            return latest.facts[at]
+    return None
 
 
 def placement_of(leaf: Any) -> Placement | None:

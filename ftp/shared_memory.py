@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -63,13 +64,23 @@ class SharedGroup:
         return self._issue(_ALL_TO_ALL, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel() // self.ranks)
 
     def _issue(self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum") -> torch.Tensor:
-        x = x.contiguous()
         if not each:
             return out
+        x = x.contiguous()
         timeout = self._options._timeout.total_seconds()
-        nbytes, kind = each * x.element_size(), _KINDS.get(x.dtype, 0)
+        dtype = x.dtype
         found = self._run(
-            self._base, self.ranks, self.rank, SLOT_BYTES, x.data_ptr(), out.data_ptr(), nbytes, what, kind, _OPS[op], timeout
+            self._base,
+            self.ranks,
+            self.rank,
+            SLOT_BYTES,
+            x.data_ptr(),
+            out.data_ptr(),
+            each * dtype.itemsize,
+            what,
+            _KINDS.get(dtype, 0),
+            _OPS[op],
+            timeout,
         )
         if found:
             self.stop()
@@ -151,6 +162,24 @@ def _is_known(node: fx.Node) -> bool:
     return True
 
 
+def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+    """What does a node's collective in shared memory without torch's dispatcher, which takes longer than a small collective; else None.
+
+    A profiler that looks is shown the op.
+    """
+    run, op = _RUN.get(node.target), node.target
+    if run is None:
+        return None
+
+    def issue(*args: Any) -> torch.Tensor:
+        return op(*args) if torch.autograd._profiler_enabled() else run(*args)  # type: ignore[operator]
+
+    return issue
+
+
+_RUN: dict[Any, Callable[..., torch.Tensor]] = {}
+
+
 def _define(collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
     """An op with the arguments of a collective of torch's, done at once in shared memory."""
     name = f"ftp::{collective._schema.name.partition('::')[2].removesuffix('_tensor').removesuffix('_into')}_in_memory"
@@ -158,7 +187,9 @@ def _define(collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor])
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "CPU", run)
     torch.library.register_fake(name, collective)
-    return getattr(torch.ops.ftp, name.removeprefix("ftp::")).default
+    made = getattr(torch.ops.ftp, name.removeprefix("ftp::")).default
+    _RUN[made] = run
+    return made
 
 
 _IN_MEMORY = {

@@ -26,11 +26,12 @@ from ftp.attest import certified
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
+from ftp.expected import Expected
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
 from ftp.lowered import Lowered, check_strictly
 from ftp.mesh import Mesh, use_mesh
-from ftp.placement import Donated, Placement, check_alive, check_placed, global_shape, placement, remember
+from ftp.placement import Donated, Placement, Returned, check_alive, check_placed, global_shape, known_of, placement, remember, returned
 from ftp.planner import Specs, Watch, make_plan
 from ftp.program import Program
 from ftp.replicas import compare_copies
@@ -79,6 +80,12 @@ class _Planned:
     renewed: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     donated: tuple[tuple[int, Donated], ...]
 
+    def result(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """What the function returns, from the outputs of the graph."""
+        program = self.program
+        leaves = [leaf if static else outputs[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True)]
+        return program.out_tree.unflatten(leaves)
+
 
 class Step:
     """A function sharded over a mesh; planned once for each distinct abstract input, as ``jit`` does.
@@ -104,9 +111,18 @@ class Step:
         self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
         self._arguments, self._state, self._options = tuple(arguments), frozenset(state), options
         self._programs: dict[tuple[Any, ...], _Planned] = {}
+        self._last: tuple[_Planned, Expected, Returned] | None = None
 
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
         record = self._record
+        if self._last is not None and not unexpected:
+            planned, expected, last = self._last
+            if (leaves := expected.leaves(args, last)) is not None:
+                record.begin(record.next(), planned.program.fingerprint)
+                outputs = self._run(planned, leaves, record)
+                last.facts = expected.afterwards
+                self._last = planned, expected, returned(outputs, planned.placements)
+                return planned.result(outputs)
         try:
             call = Arguments(args, self._arguments)
             planned = self._look_up(call, unexpected)
@@ -118,19 +134,30 @@ class Step:
             planned = self._programs[call.key] = self._plan(call, record)
         program = planned.program
         record.begin(record.next(), program.fingerprint)
-        with record.running(program.describe_failure), torch.no_grad():
-            inputs = [call.leaves[i] for i in program.tensor_leaves]
-            if self._options.check_inputs:
+        if self._options.check_inputs:
+            with record.running(program.describe_failure):
                 self._check_inputs(call, program, record)
-            outputs = list(program.run(inputs))
-            for i, renew in planned.renewed:
-                outputs[i] = renew(outputs[i])
+        outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record)
+        before = self._last[2] if self._last is not None and self._last[0] is planned else None
+        facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
+        expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
         for leaf, fact in planned.donated:
             remember(call.leaves[leaf], fact)
-        for tensor, where in zip(outputs, planned.placements, strict=True):
-            remember(tensor, where)
-        leaves = [leaf if static else outputs[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True)]
-        return program.out_tree.unflatten(leaves)
+        made = returned(outputs, planned.placements)
+        self._last = None if self._options.check_inputs else (planned, expected, made)
+        return planned.result(outputs)
+
+    def _run(self, planned: _Planned, inputs: Sequence[torch.Tensor], record: Calls) -> list[torch.Tensor]:
+        program, is_grad_enabled = planned.program, torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)  # torch.no_grad takes ten times as long
+        try:
+            with record.running(program.describe_failure):
+                outputs = list(program.run(inputs))
+                for i, renew in planned.renewed:
+                    outputs[i] = renew(outputs[i])
+        finally:
+            torch._C._set_grad_enabled(is_grad_enabled)
+        return outputs
 
     def lower(self, *args: Any) -> Lowered:
         """The program for these arguments (real, fake or meta), without running it or talking to other ranks."""

@@ -46,6 +46,7 @@ ORDER = [
     "placements",
     "replicas",
     "placement",
+    "expected",
     "arguments",
     "unchecked",
     "dtensor",

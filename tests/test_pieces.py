@@ -4,18 +4,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import optree
 import pytest
 import torch
 from test_passes import ADAMW, FUSED, PLANS, compare, lowered, mesh_of
 from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp.compile import _written, compiled
+from ftp.fused import UPDATES
 from ftp.kernels import compiled_together
 from ftp.passes import drop_copies, merge_updates, schedule, with_values
+from ftp.passes.small import PRODUCT, UPDATE, small_products, small_updates
 from ftp.pieces import Piece, split, with_pieces
 from ftp.program import groups_of, join_parts, shard_of
 from ftp.simulate import simulate
+from ftp.tree import flatten
 
 
 def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
@@ -32,7 +37,7 @@ def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 
 def in_pieces(graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]) -> tuple[list[Piece], fx.Graph]:
-    graph = merge_updates(with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs).graph, donated)
+    graph = merge_updates(small_updates(with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs).graph), donated)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)}
     return split(graph, numbers, _written(graph, [placeholders[i] for i in donated])), graph
@@ -138,3 +143,35 @@ def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pyte
     given = [x[3:], key, *program.constants, *local.offsets_at({"dp": 1})]
     run = compiled(local.gm.graph, given, (), lambda products: ())
     torch.testing.assert_close(run(given)[0], due[3:], rtol=0, atol=0)
+
+
+# Small products and updates.
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "maximize": True}, {"betas": (0.5, 0.9), "eps": 1e-3}], ids=str)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_small_updates_are_what_the_kernel_does(name: str, options: dict[str, Any]):
+    opt = ftp.optim.from_torch(getattr(torch.optim, name), **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **options})
+    params = {"small": torch.randn(UPDATE, dtype=torch.float64), "large": torch.randn(UPDATE + 1, dtype=torch.float64)}
+    made = ftp.spmd(opt.update, ftp.simulated_mesh((1,), ("tp",)))
+    expected: Any = params, opt.init(params)
+    given = optree.tree_map(torch.clone, expected, namespace="ftp")
+    for _ in range(3):
+        grads = {name: torch.randn_like(p) for name, p in params.items()}
+        leaves = flatten((grads, given[1], given[0]))[0]
+        graph = small_updates(with_values(made.lower(grads, given[1], given[0]).graph, leaves).graph)
+        assert sum(node.target in UPDATES for node in graph.nodes) == 1, "the large one is left"
+        found = fx.GraphModule({}, graph)(*leaves)
+        new_params, state = opt.update(grads, expected[1], expected[0])
+        expected = new_params, state
+        compare(found, flatten(expected)[0])
+        given = optree.tree_unflatten(optree.tree_structure(expected, namespace="ftp"), found)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_small_products_are_loops(more: int):
+    a, b, bias = torch.randn(8, 16).double(), torch.randn(PRODUCT // 128 + more, 16).double().t(), torch.randn(1).double()
+    traced = make_fx(lambda a, b, bias: (a @ b, torch.addmm(bias, a, b)), decomposition_table=small_products())(a, b, bias)
+    compare(traced(a, b, bias), [a @ b, torch.addmm(bias, a, b)])
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {node.target for node in traced.graph.nodes}
+    assert len(products) == 2 * more
