@@ -50,7 +50,8 @@ class Expected:
         self.afterwards: Sequence[Fact] = [used.get(at, fact) for at, fact in enumerate(outputs)]
         if self.is_likely:
             sizes, strides = [list(x.shape) for x in leaves], [list(x.stride()) for x in leaves]
-            self._are_alike = TensorGuards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            guards: Any = TensorGuards  # its declared types are of another form than it takes
+            self._are_alike = guards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
 
     def leaves(self, args: tuple[Any, ...], last: Returned) -> list[torch.Tensor] | None:
         """The leaves of a call that is like the one before, given ``last``, what that one returned; None if it is not.
@@ -60,7 +61,7 @@ class Expected:
         if not self.is_likely or last.facts is not self.outputs:
             return None
         try:
-            leaves: list[Any] = self._treedef.flatten_up_to(args)
+            leaves: list[Any] = self._treedef.flatten_up_to(args)  # type: ignore[arg-type]
         except ValueError:
             return None
         if not self._are_alike(*leaves) or not all(map(is_, self._returned(leaves), map(call, self._refs(last.refs)))):

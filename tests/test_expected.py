@@ -15,13 +15,13 @@ SPECS = {"w": P(None, "tp"), "b": P("tp")}
 OPT = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 
 
-def train_step(params, state, x):
+def train_step(params: Any, state: Any, x: torch.Tensor) -> Any:
     grads, loss = torch.func.grad_and_value(lambda p: (x @ p["w"] + p["b"]).square().mean())(params)
     params, state = OPT.update(grads, state, params)
     return params, state, loss
 
 
-def made(**options: Any):
+def made(**options: Any) -> Any:
     params = {"w": torch.randn(4, 6, dtype=torch.float64), "b": torch.randn(6, dtype=torch.float64)}
     of_state = OPT.specs(params, SPECS)
     options = {"donate": (0, 1), **options}
@@ -60,7 +60,7 @@ def test_a_train_loop_is_known_from_the_third_call_on(keys):
     run, *mine = made()
     alone = copy(mine)
     for i in range(6):
-        *alone, expected = train_step(*alone, batch(i))
+        *alone, expected = train_step(alone[0], alone[1], batch(i))
         *mine, loss = run(*mine, batch(i))
         same(loss, expected)
     same(mine, alone)
@@ -117,12 +117,12 @@ def test_what_changes_is_seen(keys):
     for i in range(3):
         *mine, _ = run(*mine, batch(i))
     alone = copy(mine)
-    *alone, expected = train_step(*alone, batch(7, rows=3))
+    *alone, expected = train_step(alone[0], alone[1], batch(7, rows=3))
     *mine, loss = run(*mine, batch(7, rows=3))  # another program
     same([mine, loss], [alone, expected])
     before = len(keys)
     mine[0]["w"] = mine[0]["w"].t().contiguous().t()  # another tensor, with other strides
-    *alone, expected = train_step(*alone, batch(8, rows=3))
+    *alone, expected = train_step(alone[0], alone[1], batch(8, rows=3))
     *mine, loss = run(*mine, batch(8, rows=3))
     same([mine, loss], [alone, expected])
     assert len(keys) == before + 1
@@ -148,6 +148,6 @@ def test_two_steps_take_turns():
     evaluate = ftp.spmd(lambda p, x: (x @ p["w"] + p["b"]).square().mean(), MESH, (SPECS, P()), P())
     alone = copy(mine)
     for i in range(5):
-        *alone, _ = train_step(*alone, batch(i))
+        *alone, _ = train_step(alone[0], alone[1], batch(i))
         *mine, _ = train(*mine, batch(i))
         same(evaluate(mine[0], batch(9)), (batch(9) @ alone[0]["w"] + alone[0]["b"]).square().mean())
