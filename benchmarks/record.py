@@ -20,15 +20,20 @@ def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, An
     Args:
         limit: seconds.
     """
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    command = [sys.executable, script, "--case", json.dumps(case)]
     try:
-        done = subprocess.run([sys.executable, script, "--case", json.dumps(case)], env=env, capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit)
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {limit:g} s"}
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1][:200]}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment() -> dict[str, str]:
+    """That of a case's process: one thread, and ftp and the tests' models on its path."""
+    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 
 def show(rows: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> None:

@@ -1,0 +1,277 @@
+"""A train step on this machine's GPUs: beside plain torch on one, with and without a CUDA graph, on ranks that share one, and over NCCL.
+
+python benchmarks/gpu.py [--json]                            # a decoder of a billion parameters in bfloat16
+python benchmarks/gpu.py --model tiny --device cpu --peers "torch" "ftp"
+
+MFU counts the multiplications of products and attention as the program has them, over the device's dense peak rate (`ftp.Hardware`).
+Gaps are the share of a step in which no kernel runs, from torch's profiler; issuing is what a call takes before it returns.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import record  # type: ignore[import-not-found]
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+import ftp
+from ftp import P
+
+MODELS: dict[str, tuple[dict[str, int], int, int]] = {
+    "1b": ({"vocab": 32768, "dim": 2048, "layers": 20, "heads": 16, "hidden": 5632}, 4, 2048),  # config, batch, tokens of a sequence
+    "tiny": ({"vocab": 64, "dim": 32, "layers": 1, "heads": 2, "hidden": 48}, 2, 16),
+}
+# Of one process; the first compiled one of plain torch is what the others are compared with.
+PEERS: dict[str, dict[str, Any]] = {
+    "torch": {},
+    "torch compiled": {"compile": True},
+    "torch reduce-overhead": {"compile": True, "mode": "reduce-overhead"},
+    "ftp": {},
+    "ftp graph": {"cuda_graph": True},
+    "ftp compiled": {"compile": True},
+    "ftp compiled graph": {"compile": True, "cuda_graph": True},
+}
+# Of several ranks that cut the weights, by Megatron's plan or with sequence parallelism.
+RANKED: dict[str, dict[str, Any]] = {
+    "ftp": {},
+    "ftp compiled": {"compile": True},
+    "ftp compiled graph": {"compile": True, "cuda_graph": True},
+    "ftp compiled async": {"compile": True, "async_tp": True},
+    "ftp compiled async graph": {"compile": True, "async_tp": True, "cuda_graph": True},
+}
+COLUMNS = ["peer", "ranks", "backend", "ms", "over torch compiled", "MFU", "gaps", "issuing ms", "first s", "peak GiB", "loss", "failed"]
+LR = 1e-4
+
+
+def measure(case: dict[str, Any]) -> dict[str, Any]:
+    """One peer's step: medians over ``steps`` blocks, after those in which it is compiled and recorded."""
+    device, (config, batch, seq) = case["device"], MODELS[case["model"]]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    began = time.perf_counter()
+    data = _batches(config["vocab"], batch, seq)
+    run, flops = (_of_torch if case["peer"].startswith("torch") else _of_ftp)(case, config, dtype, data)
+    losses = [float(run())]
+    _wait(device)
+    first = time.perf_counter() - began
+    for _ in range(4):
+        run()
+    _wait(device)
+    times, issuing = [], []
+    for _ in range(case["steps"]):
+        start = time.perf_counter()
+        run()
+        issuing.append(time.perf_counter() - start)
+        _wait(device)
+        times.append(time.perf_counter() - start)
+    seconds = statistics.median(times)
+    peak = torch.cuda.max_memory_allocated() / 2**30 if device == "cuda" else None
+    rate = _rate(device, dtype)
+    return {
+        "ms": seconds * 1e3,
+        "MFU": flops / seconds / rate if flops and rate else None,
+        "gaps": _gaps(run) if device == "cuda" else None,
+        "issuing ms": statistics.median(issuing) * 1e3,
+        "first s": first,
+        "peak GiB": peak,
+        "loss": losses[0],
+    }
+
+
+def _batches(vocab: int, batch: int, seq: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randint, vocab, (batch, seq), generator=generator)
+    return [(draw(), draw()) for _ in range(4)]
+
+
+def _model(config: dict[str, int], dtype: torch.dtype, device: str) -> Any:
+    import models  # type: ignore[import-not-found]
+
+    return models.build(models.LlamaConfig(**config), dtype=dtype, device=device)
+
+
+def _of_torch(case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, data: Sequence[Any]) -> tuple[Callable[[], Any], float]:
+    model = _model(config, dtype, case["device"])
+    options = PEERS[case["peer"]]
+    forward = torch.compile(model, mode=options.get("mode")) if options.get("compile") else model
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+    placed = [tuple(x.to(case["device"]) for x in pair) for pair in data]
+    turn = iter(range(1 << 60))
+
+    def run() -> torch.Tensor:
+        tokens, targets = placed[next(turn) % len(placed)]
+        loss = F.cross_entropy(forward(tokens).flatten(0, 1), targets.flatten())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    return run, _flops(config, dtype, data)
+
+
+def _train_step(fn: Any, opt: Any) -> Callable[..., Any]:
+    def step(params: Any, state: Any, batch: Any) -> Any:
+        def loss_fn(params: Any) -> torch.Tensor:
+            tokens, targets = batch
+            return F.cross_entropy(fn(params, tokens).flatten(0, 1), targets.flatten())
+
+        grads, loss = torch.func.grad_and_value(loss_fn)(params)
+        params, state = opt.update(grads, state, params)
+        return params, state, loss
+
+    return step
+
+
+def _of_ftp(case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, data: Sequence[Any]) -> tuple[Callable[[], Any], float]:
+    import models  # type: ignore[import-not-found]
+
+    options = {**(RANKED if case["ranks"] > 1 else PEERS)[case["peer"]]}
+    mesh = ftp.make_mesh((case["ranks"],), ("tp",), device_type=case["device"])
+    cfg: Any = models.LlamaConfig(**config)
+    constraints = models.sequence_parallel() if case.get("sequence") or options.get("async_tp") else None
+    fn, full = ftp.functionalize(_model(config, dtype, case["device"]), constraints=constraints)
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=LR, fused=True)
+    specs = ftp.plan(full, models.specs(models.cuts(cfg), tp="tp"))
+    of_state = opt.specs(full, specs)
+    params, state = ftp.device_put(full, mesh, specs), ftp.device_put(opt.init(full), mesh, of_state)
+    del full
+    placed = [ftp.device_put(pair, mesh, P()) for pair in data]
+    step = ftp.spmd(_train_step(fn, opt), mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), **options)
+    turn, held = iter(range(1 << 60)), [params, state]
+
+    def run() -> torch.Tensor:
+        held[0], held[1], loss = step(*held, placed[next(turn) % len(placed)])
+        return loss
+
+    return run, _flops(config, dtype, data, case["ranks"])
+
+
+def _flops(config: dict[str, int], dtype: torch.dtype, data: Sequence[Any], ranks: int = 1) -> float:
+    """Of a rank's step."""
+    import models  # type: ignore[import-not-found]
+
+    cfg: Any = models.LlamaConfig(**config)
+    fn, params = ftp.functionalize(models.build(cfg, dtype=dtype, device="meta"))
+    batch = tuple(x.to("meta") for x in data[0])
+    mesh = ftp.AbstractMesh((ranks,), ("tp",), device_type="cuda")
+    specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp"))
+    return ftp.shard(models.lm_loss(fn), mesh, specs).lower(params, batch).cost().flops
+
+
+def _rate(device: str, dtype: torch.dtype) -> float | None:
+    """The GPU's peak; None where it is not known."""
+    if device != "cuda":
+        return None
+    name = torch.cuda.get_device_name().lower()
+    known = next((make for key, make in (("h100", "h100"), ("h200", "h200"), ("b200", "b200")) if key in name), None)
+    return getattr(ftp.Hardware, known)().flops_of(dtype) if known else None
+
+
+def _gaps(run: Callable[[], Any], steps: int = 3) -> float:
+    """The share of the time from the first kernel's start to the last one's end in which none runs."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(steps):
+            run()
+        torch.cuda.synchronize()
+    events = profiler.events() or []
+    spans = sorted((e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA")
+    return idle_share(spans)
+
+
+def idle_share(spans: Sequence[tuple[float, float]]) -> float:
+    """
+    >>> idle_share([(0, 1), (0.5, 2), (3, 4)])
+    0.25
+    """
+    if not spans:
+        return 0.0
+    busy, until = 0.0, spans[0][0]
+    for start, end in spans:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1 - busy / (until - spans[0][0]) if until > spans[0][0] else 0.0
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def on_ranks(case: dict[str, Any]) -> dict[str, Any]:
+    """`measure` on this process of a launched case; ranks over gloo may share a GPU."""
+    if case["backend"] == "gloo":
+        dist.init_process_group("gloo")
+    found = measure(case)
+    ftp.destroy_process_group()
+    return found
+
+
+def launched(case: dict[str, Any], limit: float) -> dict[str, Any]:
+    """What the first of the case's ranks prints."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case['ranks']}", __file__]
+    try:
+        done = subprocess.run(
+            [*command, "--case", json.dumps(case)], env=record.environment(), capture_output=True, text=True, timeout=limit
+        )
+    except subprocess.TimeoutExpired:
+        return {"failed": f"not done after {limit:g} s"}
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if done.returncode or not lines:
+        errors = [line for line in done.stderr.splitlines() if "Error: " in line] or done.stderr.strip().splitlines()
+        return {"failed": errors[0][:200] if errors else f"exit {done.returncode}"}
+    return json.loads(lines[0])
+
+
+def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
+    common = {"model": args.model, "device": args.device, "steps": args.steps}
+    found = [{"peer": peer, "ranks": 1, "backend": "", **common} for peer in PEERS if args.device == "cuda" or "graph" not in peer]
+    plain = [peer for peer in RANKED if "graph" not in peer and "async" not in peer]
+    # Two ranks on one device: whether it works, rather than how fast; gloo copies through the host.
+    found += [{"peer": peer, "ranks": 2, "backend": "gloo", **common, "model": "tiny"} for peer in plain]
+    for ranks in (n for n in (2, 4, 8) if args.device == "cuda" and n <= torch.cuda.device_count()):
+        found += [{"peer": peer, "ranks": ranks, "backend": "nccl", "sequence": True, **common} for peer in RANKED]
+    return [case for case in found if not args.peers or case["peer"] in args.peers]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="write benchmarks/results/gpu.json")
+    parser.add_argument("--model", choices=list(MODELS), default="1b")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--peers", nargs="*", choices=sorted({*PEERS, *RANKED}), default=[])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--limit", type=float, default=900.0, help="seconds for a case")
+    parser.add_argument("--case", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.case:
+        case = json.loads(args.case)
+        found = on_ranks(case) if case["ranks"] > 1 else measure(case)
+        if int(os.environ.get("RANK", "0")) == 0:
+            print(json.dumps(found), flush=True)
+        return
+    rows = []
+    for case in cases(args):
+        found = launched(case, args.limit) if case["ranks"] > 1 else record.run_case(__file__, case, args.limit)
+        rows.append({**{k: case[k] for k in ("peer", "ranks", "backend")}, **found})
+        base = next((r["ms"] for r in rows if r["peer"] == "torch compiled" and "ms" in r), None)
+        if base and "ms" in found and case["ranks"] == 1:
+            rows[-1]["over torch compiled"] = found["ms"] / base
+        print(json.dumps(rows[-1]), flush=True)
+    shown = [{k: "" if v is None else v for k, v in row.items()} for row in rows]
+    record.show(shown, [c for c in COLUMNS if any(row.get(c, "") != "" for row in shown)])
+    if args.json:
+        record.save("gpu", {"model": args.model, "device": args.device, "rows": rows})
+
+
+if __name__ == "__main__":
+    main()
