@@ -1,5 +1,6 @@
 """From what was recorded to a functional graph: no writes, no attributes, captured tensors as inputs."""
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -22,14 +23,18 @@ aten = torch.ops.aten
 
 def writes(node: fx.Node) -> list[fx.Node]:
     """The values that a node writes to."""
-    if node.op != "call_function" or not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
-        return []
-    written = []
-    for i, argument in enumerate(node.target._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            given = node.args[i] if i < len(node.args) else node.kwargs.get(argument.name)
-            map_arg(given, written.append)  # type: ignore[arg-type]
+    written: list[fx.Node] = []
+    for i, name in _written_arguments(node.target) if node.op == "call_function" else ():
+        map_arg(node.args[i] if i < len(node.args) else node.kwargs.get(name), written.append)  # type: ignore[arg-type]
     return written
+
+
+@functools.cache
+def _written_arguments(target: Any) -> list[tuple[int, str]]:
+    if not isinstance(target, OpOverload):
+        return []
+    written = (argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments)
+    return [(i, a.name) for i, (a, is_written) in enumerate(zip(target._schema.arguments, written, strict=True)) if is_written]
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -61,7 +66,7 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
         for storage in storages(node):
             sharing.setdefault(storage, []).append(node)
     new_targets: dict[fx.Node, OpOverload] = {}
-    dtypes: dict[tuple[OpOverload, str], torch.dtype] = {}
+    dtypes: dict[tuple[OpOverload, str, str], torch.dtype] = {}
     for node in graph.nodes:
         if not (written := writes(node)):
             continue
@@ -70,7 +75,9 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
         plain = group[0].op == "call_function" and all(n is group[0] or (writes(n) and n.args[0] in group) for n in group)
         if target is None or not plain or len(written) != 1 or node.args[0] is not written[0]:
             return False
-        call = (target, repr(map_arg((node.args, node.kwargs), lambda n: (n.meta["val"].shape, n.meta["val"].dtype))))  # type: ignore[arg-type]
+        operands = {n: f"%{i}" for i, n in enumerate(node.all_input_nodes)}
+        metas = [(n.meta["val"].shape, n.meta["val"].dtype) for n in operands]
+        call = (target, str(map_arg((node.args, node.kwargs), operands.__getitem__)), str(metas))  # type: ignore[arg-type]
         if call not in dtypes:
             with mode:
                 args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
@@ -96,6 +103,7 @@ def _newest(latest: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return node
 
 
+@functools.cache
 def _returning(target: Any) -> OpOverload | None:
     """``aten.add.Tensor`` of ``aten.add_.Tensor``, ``aten.pow.Tensor_Scalar`` of ``aten.pow_.Scalar``."""
     namespace, name = target._schema.name.split("::")
@@ -227,6 +235,5 @@ def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str])
     output = next(reversed(graph.nodes))
     returned = output.args[0]
     output.args = (tuple(returned) if isinstance(returned, list | tuple) else (returned,),)
-    graph.lint()
     gm.graph = graph
     return tuple(tensor for _, tensor in kept)

@@ -84,6 +84,9 @@ class Recall:
     def __init__(self, mode: FakeTensorMode):
         self._mode = mode
         self._known: dict[Any, _Known | None] = {}
+        self._fresh: dict[torch.device, dict[str, Any]] = {}  # the attributes of a new fake tensor
+        unsafe = mode._allow_unsafe_data_ptr_access
+        self._guard = torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else torch._C._set_throw_on_mutable_data_ptr
 
     def call(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any) -> Call | None:
         """The call, or None for one that is never recorded from memory."""
@@ -119,13 +122,13 @@ class Recall:
                 args, kwargs = _placed(record.args, node_of), _placed(record.kwargs, node_of)
                 # Arguments afterwards: fx would look for symbolic numbers in them.
                 node = graph.create_node("call_function", record.target, name=record.name)
-                node.args, node.kwargs = args, kwargs
+                node._update_args_kwargs(args, kwargs)
                 nodes.append(node)
                 tensor = None
                 if record.val is not None:
                     shared = record.val.shares
                     source = None if shared is None else call.given[shared.at] if type(shared) is _Input else made[shared.at]
-                    tensor = node.meta["val"] = _tensor(self._mode, record.val, source)
+                    tensor = node.meta["val"] = self._tensor(record.val, source)
                     written = call.given[0] if known.in_place else tensor
                     tracker[written] = _ProxyTensor(Proxy(node, tracer), None)
                 made.append(tensor)
@@ -136,6 +139,20 @@ class Recall:
                 parts = {r.args[1]: made[j] for j, r in enumerate(known.records) if r.args and r.args[0] == _Made(i)}
                 nodes[i].meta["val"] = tuple(parts.get(k) for k in range(max(parts, default=-1) + 1))
         return _filled(known.result, made)
+
+    def _tensor(self, val: _Val, source: FakeTensor | None) -> FakeTensor:
+        """As ``FakeTensor(mode, plain, device)``, which looks at each of its twenty attributes."""
+        if source is None:
+            plain = torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device="meta")
+        else:
+            plain = torch.empty(0, dtype=val.dtype, device="meta")
+            plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
+        if val.device not in self._fresh:
+            self._fresh[val.device] = dict(FakeTensor(self._mode, torch.empty(0, device="meta"), val.device).__dict__)
+        made = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=val.device)  # type: ignore[call-arg]
+        self._guard(made)
+        made.__dict__.update(self._fresh[val.device])  # type: ignore[attr-defined]
+        return made
 
     def learn(self, call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> None:
         """Remember the nodes that a call was recorded as."""
@@ -238,15 +255,6 @@ def _val(val: FakeTensor, stores: Mapping[int, Any]) -> _Val | None:
     if shares is None and val.storage_offset():
         return None
     return _Val(tuple(val.shape), val.stride(), int(val.storage_offset()), val.dtype, val.fake_device, shares)
-
-
-def _tensor(mode: FakeTensorMode, val: _Val, source: FakeTensor | None) -> FakeTensor:
-    if source is None:
-        plain = torch.empty_strided(val.shape, val.stride, dtype=val.dtype, device="meta")
-    else:
-        plain = torch.empty(0, dtype=val.dtype, device="meta")
-        plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
-    return FakeTensor(mode, plain, val.device)
 
 
 def _placed(tree: Any, node_of: Any) -> Any:

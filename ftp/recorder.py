@@ -1,9 +1,11 @@
 """What is traced, as it happens: every op is seen before it is recorded, with the user's line that called it."""
 
+import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +23,7 @@ from ftp.axis import is_inside
 from ftp.decompositions import DECOMPOSITIONS, HALF
 from ftp.errors import FtpError, TraceError
 from ftp.fixed_shapes import FIXED
-from ftp.recall import Recall
+from ftp.recall import Call, Recall
 from ftp.recompute import current_region
 from ftp.refusals import LEAKED, SURROUNDING, at_line, explain
 from ftp.source import describe_line, is_users
@@ -93,6 +95,31 @@ def _is_checking() -> bool:
 _NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
 
 
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What there is to heed of an op, whatever it is called on."""
+
+    is_random: bool
+    of_one_dtype: bool
+    reads_value: bool
+    is_lift: bool
+    is_mutable: bool
+
+
+@functools.cache
+def _facts(func: OpOverload) -> _Facts:
+    return _Facts(
+        torch.Tag.nondeterministic_seeded in func.tags,
+        func in _ONE_DTYPE,
+        func in (aten._local_scalar_dense.default, aten.allclose.default),
+        func in _LIFTS,
+        func._schema.is_mutable,
+    )
+
+
 class Recorder(TorchDispatchMode):
     """Sees every op before it is traced: refuses those that cannot be, lifts captured tensors to inputs, notes the user's line.
 
@@ -126,6 +153,8 @@ class Recorder(TorchDispatchMode):
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._tracer: Any = proxy_mode.tracer
+        # That of make_fx takes out symbolic numbers only, of which there are none, and looks at each node twice.
+        self._tracer.graph.eliminate_dead_code = lambda *_: False
         self._graph = self._tracer.graph
         self._last = None
         self._numbered = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
@@ -133,25 +162,30 @@ class Recorder(TorchDispatchMode):
         with self:
             yield
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while a program is traced; torch would say so around every call."""
+        return False
+
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.prim.device.default and type(args[0]) is FakeTensor:
+        if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
+        facts = _facts(func)
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
-        if torch.Tag.nondeterministic_seeded in func.tags and not is_deterministic(func, args, kwargs):
+        if facts.is_random and not is_deterministic(func, args, kwargs):
             raise TraceError(
                 f"{func} draws random numbers{at_line(line)} and other ones on each rank. Draw them from a key: functionalized models take"
                 " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval() before ftp.functionalize."
             )
-        if func in _ONE_DTYPE:
+        if facts.of_one_dtype:
             _check_dtypes(func, args, line)
-        if func is aten._local_scalar_dense.default and type(args[0]) is not FakeTensor and args[0].device.type != "meta":
-            with _disable_current_modes():
-                return func(*args)
-        if func in (aten._local_scalar_dense.default, aten.allclose.default) and _is_checking():
-            return True
-        if func not in _LIFTS:
-            args, kwargs = self._lifted(args), self._lifted(kwargs)
+        if facts.reads_value:
+            if func is aten._local_scalar_dense.default and type(args[0]) is not FakeTensor and args[0].device.type != "meta":
+                with _disable_current_modes():
+                    return func(*args)
+            if _is_checking():
+                return True
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
@@ -159,10 +193,12 @@ class Recorder(TorchDispatchMode):
         meta = {"source": line, "phase": phase, "region": region}
         assert self._graph is not None
         root = self._graph._root
-        call = self._recall.call(func, args, kwargs, self._tracer)
-        out = self._recall.again(call, self._tracer) if call else None
+        call, out = self._again(func, args, kwargs)
+        if call is None and not facts.is_lift:  # there may be captured tensors among them
+            args, kwargs = self._lifted(args), self._lifted(kwargs)
+            call, out = self._again(func, args, kwargs)
         if out is None:
-            if func._schema.is_mutable:
+            if facts.is_mutable:
                 self._keep_vals(args)
             before = root._prev
             out = _called(func, args, kwargs)
@@ -173,9 +209,15 @@ class Recorder(TorchDispatchMode):
                 self._recall.learn(call, out, _since(before, root), self._tracer)
         newest = root._prev
         for node in _since(self._last, root):
-            node.meta |= meta
+            node.meta.update(meta)
         self._last = newest
         return out
+
+    def _again(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call | None, Any]:
+        """The call, if it is one to remember, and its result, if it is remembered."""
+        with torch._C.DisableTorchFunction():  # what is asked of tensors here is no call of the program
+            call = self._recall.call(func, args, kwargs, self._tracer)
+            return call, self._recall.again(call, self._tracer) if call else None
 
     def _keep_vals(self, args: Sequence[Any]) -> None:
         """Ops in place may change shapes; what nodes say of their values is not to change with them."""
@@ -187,6 +229,8 @@ class Recorder(TorchDispatchMode):
                         node.meta["val"] = tensor.detach()
 
     def _lifted(self, tree: Any) -> Any:
+        if type(tree) is FakeTensor and tree.fake_mode is self.mode:
+            return tree
         if isinstance(tree, Tensor):
             return self.known(tree)
         if isinstance(tree, list | tuple):
@@ -309,10 +353,11 @@ def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
 
 
 def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function on fake tensors, under their mode."""
     try:
         # Lazy: most graphs are read and never called, and generating their code takes time.
         with _use_lazy_graph_module(True), _without_log():
-            return make_fx(flat, decomposition_table=ALWAYS, tracing_mode="fake")(*inputs)
+            return make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)(*inputs)
     except FtpError:
         raise
     except Exception as error:
