@@ -4,6 +4,7 @@ Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on 
 """
 
 from collections.abc import Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -96,6 +97,12 @@ class Node:
 
     def __repr__(self) -> str:
         return self.name
+
+    def copy(self) -> "Node":
+        """One that can be changed without changing this one."""
+        made = copy(self)
+        made.sizes, made.cuts, made.pending = dict(self.sizes), list(self.cuts), dict(self.pending)
+        return made
 
     def shape(self, index: int = 0) -> tuple[Size, ...]:
         """A result's shape on a rank."""

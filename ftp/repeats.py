@@ -267,7 +267,7 @@ def _fold(graph: Graph, labels: dict[Node, int], slices: int, facts: Callable[[N
 
     for node in graph.nodes:
         if not start <= layers.of.get(node, -1) < end:
-            copy = copies[node] = replace(node, sizes=dict(node.sizes), cuts=list(node.cuts), pending=dict(node.pending))
+            copy = copies[node] = node.copy()
             if node in layers.stacks:
                 copy.results, copy.rule = _shortened(node.results, gone), _with_slices(node.rule, slices - gone)
             elif _is_stack_of(node, slices):
@@ -438,15 +438,15 @@ class _Stamp:
         regions: dict[Region, Region] = {}
         t = self.folded.stands_for
         for node in self.layers.nodes[t]:
-            own = {"sizes": dict(node.sizes), "cuts": list(node.cuts), "pending": dict(node.pending)}
+            copy = node.copy()
             if node in self.folded.origin:
                 there = self._counterpart(node, step)
-                copy = replace(node, name=there.name, source=there.source, region=there.region, **own)
+                copy.name, copy.source, copy.region = there.name, there.source, there.region
                 if node.region is not None and there.region is not None:
                     regions[node.region] = there.region
             else:
-                region = None if node.region is None else regions.get(node.region, node.region)
-                copy = replace(node, name=_renamed(node.name, names), cause=_renamed(node.cause, names), region=region, **own)
+                copy.name, copy.cause = _renamed(node.name, names), _renamed(node.cause, names)
+                copy.region = None if node.region is None else regions.get(node.region, node.region)
             names[node.name] = copy.name
             names[_flat(node.name)] = _flat(copy.name)
             copies[node] = copy

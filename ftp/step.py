@@ -23,6 +23,7 @@ from ftp.arguments import (
     without_addresses,
 )
 from ftp.attest import certified
+from ftp.collection import collection_paused
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
@@ -260,6 +261,7 @@ class Step:
         check_specs(specs, leaves, call.names, self.mesh.axes)
         return specs
 
+    @collection_paused()
     def _build(
         self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None], watch: Watch | None = None
     ) -> _Planned:
