@@ -199,7 +199,7 @@ def _ragged(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], whe
     failures = []
     for dim in range(len(spec)):
         sizes = {int(shape[dim])}
-        for cut in spec.cuts(dim):
+        for cut in () if all(cut.is_plain for cut in spec.cuts(dim)) else spec.cuts(dim):
             if odd := [size for size in sizes if not cut.fits(size)]:
                 held = "" if odd == [shape[dim]] else f", of which some ranks hold {max(odd)} before {cut.axis!r} cuts it"
                 failures.append(f"{where} has spec {spec}: {_misfit(cut, f'dim {dim} of size {shape[dim]}{held}', max(odd))}.")

@@ -18,6 +18,7 @@ _DTYPES = {
 }
 # A key or an index of a path (no shape: dtypes end in a digit), or a name with the number of an op.
 _NUMBERED = re.compile(r"\['[^']*'\]|(?<=[a-z\]])\[\d+\]|\b[A-Za-z_][\w.]*_\d+(?=\b|_)|\b[A-Za-z]\w*\.\d+\b")
+_NUMBER = re.compile(r"[_.]?\d+")
 
 
 def dtype_name(dtype: torch.dtype) -> str:
@@ -36,4 +37,4 @@ def without_numbers(text: str) -> str:
     >>> without_numbers("f32[4, 8]"), without_numbers("mm")
     ('f32[4, 8]', 'mm')
     """
-    return _NUMBERED.sub(lambda m: re.sub(r"[_.]?\d+", "", m.group()), text)
+    return _NUMBERED.sub(lambda m: _NUMBER.sub("", m.group()), text)

@@ -1,5 +1,6 @@
 """A rank's program timed on a hardware's rates: a roofline per op, latency and bytes per collective, overlapped where the schedule does."""
 
+import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -213,14 +214,23 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             issued += on_curve(hardware.cold, moved)
         total = seconds + issued
     limit = limit if 2 * seconds > total else "overhead"
-    return Timed(node.name, str(node.target).removeprefix("aten."), node.meta.get("source", ""), now, total, flops, nbytes, limit)
+    return Timed(node.name, _name(node.target), node.meta.get("source", ""), now, total, flops, nbytes, limit)
+
+
+@functools.cache
+def _name(target: Any) -> str:
+    return str(target).removeprefix("aten.")
+
+
+def _is_attention(target: Any) -> bool:
+    return "scaled_dot_product" in _name(target)
 
 
 def _arithmetic(node: fx.Node, operands: Sequence[Held], results: Sequence[Held], flops: float, hardware: Hardware) -> float:
     """Seconds of an op's arithmetic, were its operands at hand."""
     if flops:
-        name = str(node.target)
-        reached = hardware.attention if "scaled_dot_product" in name else hardware.convolution if "convolution" in name else 1.0
+        name = _name(node.target)
+        reached = hardware.attention if _is_attention(node.target) else hardware.convolution if "convolution" in name else 1.0
         return flops / (reached * hardware.flops_of(results[0].dtype))
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
     rate = hardware.elements.get(_LIKE.get(name, name), math.inf)
@@ -274,7 +284,7 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
     """Operations of a product, counted as torch's own FLOP counter counts; 0 for any other op."""
     target: Any = node.target
     packet = getattr(target, "overloadpacket", None)
-    if packet is None:
+    if packet is None or not (packet in flop_registry or _is_attention(target)):
         return 0.0
 
     def shape(value: Any) -> Any:
@@ -288,12 +298,10 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
     if target in (gather_products, product_scatter):
         return 2.0 * multiplications(target, shape(tuple(node.args)))
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
-    if "scaled_dot_product" in str(target):
-        if "backward" in str(target):
+    if _is_attention(target):
+        if "backward" in _name(target):
             return float(sdpa_backward_flop_count(*args[:4]))
         return float(sdpa_flop_count(*args[:3]))
-    if packet not in flop_registry:
-        return 0.0
     out = _out(shapes.values[node])
     return float(flop_registry[packet](*args, **kwargs, out_val=out))
 
