@@ -7,7 +7,7 @@ import linecache
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any
 
 import optree
@@ -154,7 +154,7 @@ class Program:
                 _check_symmetric(graph, mesh)
             if self.cuda_graph:
                 _check_recordable(graph, device)
-            graph = through_memory(graph, memory_of(mesh) if mesh.kind == "process" else {})
+            graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
             if self.compile:
                 made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
             else:
@@ -256,14 +256,30 @@ def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     """The graph with its collectives over several axes on process groups; all ranks come here together."""
     new, _ = copied(graph)
     for node in new.nodes:
-        if "collective" in node.meta and len(axes := node.meta["collective"].axes) > 1:
+        if len(axes := _axes_of(node)) > 1:
             node.args = (*node.args[:-1], product_group(mesh, axes).group_name)
     return new
 
 
-@cache
-def memory_of(mesh: Mesh) -> dict[str, SharedGroup]:
-    return shared_groups(mesh)
+def _axes_of(node: fx.Node) -> tuple[str, ...]:
+    return node.meta["collective"].axes if "collective" in node.meta else ()
+
+
+def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
+    """By the name of its process group the memory of each axis, and of the products of axes that collectives of the graph are over."""
+    assert mesh.torch is not None
+    groups = {axis: mesh.torch.get_group(axis) for axis in mesh.axis_names}
+    for axes in dict.fromkeys(_axes_of(node) for node in graph.nodes) if graph is not None else ():
+        if len(axes) > 1:
+            groups[" × ".join(axes)] = product_group(mesh, axes)
+    known = _memory.setdefault(mesh, {})
+    if missing := {axes: group for axes, group in groups.items() if axes not in known}:
+        made = shared_groups(mesh, missing)
+        known.update({axes: made.get(group.group_name) for axes, group in missing.items()})
+    return {found.group.group_name: found for found in known.values() if found is not None}
+
+
+_memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
 
 
 def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:

@@ -27,6 +27,12 @@ typedef struct {
     char pad[104];
 } Header;
 
+#if defined(__GNUC__) && !defined(__clang__) && defined(__x86_64__) && defined(__GLIBC__)
+#define CLONES __attribute__((target_clones("avx512f", "avx2", "default")))
+#else
+#define CLONES
+#endif
+
 enum { DONE = 0, LATE = -1, STOPPED = -2, DEAD = -16 }; /* DEAD - r: rank r */
 enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL };
 
@@ -105,20 +111,21 @@ static int await_part(Header *head, int64_t part, _Atomic int64_t *stop, double 
     }
 }
 
-#define REDUCE(T)                                                                                                       \
-    static void reduce_##T(T *out, const T *x, size_t n, int op) {                                                      \
-        if (op == 0) for (size_t i = 0; i < n; i++) out[i] = out[i] + x[i];                                             \
-        else if (op == 1) for (size_t i = 0; i < n; i++) out[i] = (out[i] != out[i] || out[i] > x[i]) ? out[i] : x[i];  \
-        else for (size_t i = 0; i < n; i++) out[i] = (out[i] != out[i] || out[i] < x[i]) ? out[i] : x[i];               \
+/* out = x and y: of one and the same memory, out may be x. */
+#define REDUCE(T)                                                                                                         \
+    CLONES static void reduce_##T(T *out, const T *x, const T *y, size_t n, int op) {                                     \
+        if (op == 0) for (size_t i = 0; i < n; i++) out[i] = x[i] + y[i];                                                 \
+        else if (op == 1) for (size_t i = 0; i < n; i++) out[i] = (x[i] != x[i] || x[i] > y[i]) ? x[i] : y[i];            \
+        else for (size_t i = 0; i < n; i++) out[i] = (x[i] != x[i] || x[i] < y[i]) ? x[i] : y[i];                         \
     }
 REDUCE(float)
 REDUCE(double)
 REDUCE(int64_t)
 
-static void reduce(char *out, const char *x, size_t nbytes, int kind, int op) {
-    if (kind == 0) reduce_float((float *)out, (const float *)x, nbytes / 4, op);
-    else if (kind == 1) reduce_double((double *)out, (const double *)x, nbytes / 8, op);
-    else reduce_int64_t((int64_t *)out, (const int64_t *)x, nbytes / 8, op);
+static void reduce(char *out, const char *x, const char *y, size_t nbytes, int kind, int op) {
+    if (kind == 0) reduce_float((float *)out, (const float *)x, (const float *)y, nbytes / 4, op);
+    else if (kind == 1) reduce_double((double *)out, (const double *)x, (const double *)y, nbytes / 8, op);
+    else reduce_int64_t((int64_t *)out, (const int64_t *)x, (const int64_t *)y, nbytes / 8, op);
 }
 
 /* base: the shared memory: one Header (its `posted` stops everyone), n Headers, then n times two slots of `capacity` bytes.
@@ -138,6 +145,7 @@ int ftp_collective(char *base, int n, int rank, size_t capacity, const char *x, 
         char *mine = slots + 2 * capacity * (size_t)rank + turn;
         for (int r = 0; r < (is_cut ? n : 1); r++) memcpy(mine + (size_t)r * size, x + (size_t)r * each + at, size);
         post(&heads[rank], part);
+        const char *first = mine;
         for (int r = 0; r < n; r++) {
             if (r != rank) {
                 int found = await_part(&heads[r], part, stop, timeout);
@@ -146,8 +154,9 @@ int ftp_collective(char *base, int n, int rank, size_t capacity, const char *x, 
             }
             const char *theirs = slots + 2 * capacity * (size_t)r + turn + (is_cut ? (size_t)rank * size : 0);
             if (is_joined) memcpy(out + (size_t)r * each + at, theirs, size);
-            else if (r == 0) memcpy(out + at, theirs, size);
-            else reduce(out + at, theirs, size, kind, op);
+            else if (n == 1) memcpy(out + at, theirs, size);
+            else if (r == 0) first = theirs;
+            else reduce(out + at, r == 1 ? first : out + at, theirs, size, kind, op);
         }
         at += size;
     }

@@ -11,7 +11,7 @@ import mmap
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
 from typing import Any
@@ -97,9 +97,12 @@ class SharedGroup:
 _groups: dict[str, SharedGroup] = {}
 
 
-def shared_groups(mesh: Mesh) -> dict[str, SharedGroup]:
-    """By the name of its process group each axis' memory; empty where a rank of the mesh cannot. All ranks of the mesh call it together."""
-    assert mesh.torch is not None
+def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, SharedGroup]:
+    """By the name of its process group each group's memory; empty where a rank of the mesh cannot. All ranks of the mesh call it together.
+
+    Args:
+        groups: this rank's, by what all ranks call them alike.
+    """
     if not is_asked_for():
         return {}
     library = _library()
@@ -108,18 +111,16 @@ def shared_groups(mesh: Mesh) -> dict[str, SharedGroup]:
         return {}
     assert library is not None
     found, paths = {}, {}
-    for axis in mesh.axis_names:
-        group = mesh.torch.get_group(axis)
+    for key, group in groups.items():
         size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
         if group.rank() == 0:
-            handle, paths[axis] = tempfile.mkstemp(prefix="ftp-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
+            handle, paths[key] = tempfile.mkstemp(prefix="ftp-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
             os.truncate(handle, size)
             os.close(handle)
     made = [json.loads(text) for text in exchange(mesh, "shared memory", json.dumps(paths), START_TIMEOUT)]
-    for axis in mesh.axis_names:
-        group = mesh.torch.get_group(axis)
+    for key, group in groups.items():
         first = mesh.ranks.index(dist.get_global_rank(group, 0))
-        found[mesh.group_name(axis)] = SharedGroup(group, made[first][axis], library)
+        found[group.group_name] = SharedGroup(group, made[first][key], library)
     exchange(mesh, "shared memory is open", "", START_TIMEOUT)
     for path in paths.values():
         os.unlink(path)

@@ -11,7 +11,8 @@ from dist.launch import launch  # type: ignore[import-not-found]
 import ftp
 from ftp import P
 from ftp.mesh import resolve
-from ftp.shared_memory import SLOT_BYTES, shared_groups
+from ftp.program import memory_of
+from ftp.shared_memory import SLOT_BYTES
 
 pytestmark = pytest.mark.dist
 ASKED = {"FTP_SHM": "1"}
@@ -22,7 +23,7 @@ def _mesh():
 
 
 def _collectives() -> list[str]:
-    (group,) = shared_groups(resolve(_mesh())).values()
+    (group,) = memory_of(resolve(_mesh())).values()
     bad = []
     for dtype in (torch.float32, torch.float64, torch.int64):
         for n in (1, 7, 1000, SLOT_BYTES // 4 * 2 + 3, 0):
@@ -113,6 +114,24 @@ def _kinds(run) -> str:
 def test_a_step_goes_through_memory_and_equals_one_device():
     ranks = launch(_step, 2, False, env=ASKED)
     assert [r.value for r in ranks] == ["done"] * 2, [r.error or r.stderr[-2000:] for r in ranks]
+
+
+def _over_two_axes() -> bool:
+    mesh = ftp.make_mesh((2, 2), ("dp", "cp"), device_type="cpu")
+    cut = P(("dp", "cp"))
+    w, x = torch.arange(6.0, dtype=torch.float64).reshape(3, 2), torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 7
+    step = ftp.shard(lambda w, x: (x @ w).square().sum(), mesh, P(), batch_specs=cut, pack=True)
+    mine = ftp.device_put(x, mesh, cut)
+    loss, grads = step(w, mine)
+    assert torch.allclose(loss, (x @ w).square().sum(), rtol=1e-12) and torch.allclose(grads, 2 * x.t() @ x @ w, rtol=1e-12)
+    kinds = _kinds(lambda: step(w, mine))
+    dist.barrier()
+    dist.destroy_process_group()
+    return kinds.count("all_reduce_in_memory") == 1 and "gloo" not in kinds
+
+
+def test_collectives_over_a_product_of_axes_go_through_memory():
+    assert [r.value for r in launch(_over_two_axes, 4, env=ASKED)] == [True] * 4
 
 
 def test_a_rank_that_ends_makes_the_others_raise():
