@@ -284,7 +284,8 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
     """Operations of a product, counted as torch's own FLOP counter counts; 0 for any other op."""
     target: Any = node.target
     packet = getattr(target, "overloadpacket", None)
-    if packet is None or not (packet in flop_registry or _is_attention(target)):
+    is_pipelined = target in (gather_products, product_scatter)
+    if packet is None or not (is_pipelined or _is_attention(target) or packet in flop_registry):
         return 0.0
 
     def shape(value: Any) -> Any:
@@ -295,7 +296,7 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
             return type(value)(map(shape, value))
         return value
 
-    if target in (gather_products, product_scatter):
+    if is_pipelined:
         return 2.0 * multiplications(target, shape(tuple(node.args)))
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
     if _is_attention(target):
