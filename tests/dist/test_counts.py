@@ -1,5 +1,6 @@
 """What a report says of collectives is what gloo is asked for when the step runs: as many of each kind, and of the same bytes."""
 
+import math
 from collections import Counter
 from typing import Any
 
@@ -37,6 +38,16 @@ _PROGRAMS: dict[str, Any] = {
     "llama zero-3": ("llama", {"zero": "n"}, P("n"), None),
     "llama cp": ("llama", {}, P(None, "n"), None),
 }
+# On axes a and b of two ranks each: specs of parameters on a, b or both, those of the batch, and what the step is asked for.
+_BOTH = P(("a", "b"))
+_ON_TWO_AXES: dict[str, Any] = {
+    "zero-3 over both, merged": (_BOTH, _BOTH, None, {"pack": True}),
+    "zero-3 over both, an axis at a time": (_BOTH, _BOTH, None, {}),
+    "dp over both, packed": (P(), _BOTH, None, {"pack": True}),
+    "zero-3 on b, dp on a": (P("b"), _BOTH, None, {"pack": True}),
+    "tp on b, zero-3 on a": ("tp", P("a"), None, {"pack": True}),
+    "sp on b in chunks, dp on a": ("tp", P("a"), "sp", {"pack": True, "chunks": 2}),
+}
 
 
 def _program(name, mesh):
@@ -56,11 +67,26 @@ def _program(name, mesh):
     return step, ftp.device_put(full, mesh, specs), ftp.device_put(batch, mesh, rows)
 
 
-def _counted():
-    mesh, n = ftp.make_mesh((2,), ("n",), device_type="cpu"), 2
+def _program_on_two_axes(name, mesh):
+    import models  # type: ignore[import-not-found]
+
+    params, rows, pins, options = _ON_TWO_AXES[name]
+    cfg = models.LlamaConfig(vocab=33, heads=4, dim=16, hidden=10, layers=2)
+    fn, full = ftp.functionalize(models.build(cfg), constraints=models.sequence_parallel(tp="b", dp="a") if pins else None)
+    cuts = models.cuts(cfg)
+    zero = None if pins else "a"
+    patterns: Any = models.specs(cuts, tp="b", zero=zero) if params == "tp" else dict.fromkeys(cuts, params)
+    specs = ftp.plan(full, patterns)
+    batch = models.lm_batch(cfg, batch=8, seq=6)
+    step = ftp.shard(models.loss(cfg, fn), mesh, specs, batch_specs=rows, **options)
+    return step, ftp.device_put(full, mesh, specs), ftp.device_put(batch, mesh, rows)
+
+
+def _counted(axes, programs, made):
+    mesh = ftp.make_mesh(tuple(axes.values()), tuple(axes), device_type="cpu")
     found = {}
-    for name in _PROGRAMS:
-        step, params, batch = _program(name, mesh)
+    for name in programs:
+        step, params, batch = made(name, mesh)
         step(params, batch)  # agreement and first calls
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
             step(params, batch)
@@ -72,20 +98,30 @@ def _counted():
                 (shape, *_), (dtype, *_) = event.shapes(), event.dtypes()
                 moved[event.name(), torch.Size(shape).numel() * _BYTES[dtype]] += 1
         said = step.lower(params, batch).collectives
-        sizes = Counter((_MOVED[c.op], c.nbytes // n if c.op == "all_gather" else c.nbytes) for c in said)
+        n = {c.axes: math.prod(axes[a] for a in c.axes) for c in said}
+        sizes = Counter((_MOVED[c.op], c.nbytes // n[c.axes] if c.op == "all_gather" else c.nbytes) for c in said)
         found[name] = (dict(issued), dict(Counter(c.op for c in said)), dict(moved), dict(sizes))
     dist.barrier()
     dist.destroy_process_group()
     return found
 
 
-def test_counts_and_bytes_are_those_of_gloo():
-    ranks = launch(_counted, 2, timeout=120)
-    assert [r.exit for r in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
+def _equal_counts(ranks, programs):
+    assert [r.exit for r in ranks] == [0] * len(ranks), [r.error or r.stderr[-2000:] for r in ranks]
     for rank in ranks:
-        assert set(rank.value) == set(_PROGRAMS)
+        assert set(rank.value) == set(programs)
         for name, (issued, said, moved, sizes) in rank.value.items():
             assert issued == said, name
             assert moved == sizes, name
-    kinds = {kind for issued, *_ in ranks[0].value.values() for kind in issued}
+    return {kind for issued, *_ in ranks[0].value.values() for kind in issued}
+
+
+def test_counts_and_bytes_are_those_of_gloo():
+    kinds = _equal_counts(launch(_counted, 2, {"n": 2}, list(_PROGRAMS), _program, timeout=120), _PROGRAMS)
     assert {"all_reduce", "all_gather", "reduce_scatter"} <= kinds
+
+
+@pytest.mark.slow
+def test_counts_and_bytes_of_merged_axes_packs_and_chunks():
+    ranks = launch(_counted, 4, {"a": 2, "b": 2}, list(_ON_TWO_AXES), _program_on_two_axes, timeout=240)
+    assert {"all_reduce", "all_gather", "reduce_scatter"} <= _equal_counts(ranks, _ON_TWO_AXES)
