@@ -45,7 +45,7 @@ class Team:
         paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         stem = f"{folder}/{peer.replace(' ', '_')}"
-        env["TORCHINDUCTOR_CACHE_DIR"] = f"{stem}.cache"  # nothing is found compiled
+        env |= {"TORCHINDUCTOR_CACHE_DIR": f"{stem}.cache", "FTP_CACHE": f"{stem}.ftp"}  # nothing is found compiled or measured
         spec: dict[str, Any] = {"peer": peer, "workload": workload, "ranks": ranks, "meet": f"{stem}.meet"}
         if peer in worker.JAX:
             work = workloads.WORKLOADS[workload]

@@ -9,6 +9,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from ftp.collection import collection_paused
 from ftp.kernels import compiled_together
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
 from ftp.passes.memory import in_place
@@ -22,6 +23,7 @@ aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 
+@collection_paused()
 def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
     """Runs the nodes one after another, donated weights written in place; ``inputs`` are such as it will be given."""
     inputs = _dense(inputs, donated)

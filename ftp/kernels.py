@@ -3,9 +3,11 @@
 By itself inductor gives every kernel to the compiler alone, which spends most of a second on the headers of each.
 """
 
+import subprocess
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -25,9 +27,10 @@ def compiled_together() -> Iterator[None]:
     """Inside, kernels for CPUs are kept; they are compiled at the end, together."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.cpu_vec_isa import VecISA
 
     scopes: list[dict[str, Any]] = []
-    wait = AsyncCompile.wait
+    wait, tried = AsyncCompile.wait, VecISA.check_build
 
     def keep(self: Any, argtypes: Sequence[str], source: str) -> _Pending:
         return _Pending(tuple(argtypes), source)
@@ -35,6 +38,9 @@ def compiled_together() -> Iterator[None]:
     def note(self: Any, scope: dict[str, Any]) -> None:
         scopes.append(scope)
         wait(self, scope)
+
+    def builds(self: Any, code: str) -> bool:
+        return ("fp16" not in code and _knows_extensions()) or tried(self, code)
 
     # What torch itself runs on needs no trial, and a file of all kernels no precompiled headers.
     changes: dict[str, Any] = {"cpp_cache_precompile_headers": False}
@@ -44,12 +50,28 @@ def compiled_together() -> Iterator[None]:
         config.patch(changes),
         patch.object(AsyncCompile, "cpp_pybinding", keep),
         patch.object(AsyncCompile, "wait", note),
+        patch.object(VecISA, "check_build", builds),
     ):
         yield
         pending = dict.fromkeys(value for scope in scopes for value in scope.values() if isinstance(value, _Pending))
         made = dict(zip(pending, _load(list(pending)), strict=True))
     for scope in scopes:
         scope.update({name: made[value] for name, value in scope.items() if isinstance(value, _Pending)})
+
+
+@cache
+def _knows_extensions() -> bool:
+    """Whether the compiler is a GCC that has the vector extensions which inductor looks for, all since version 11 but AMX for fp16.
+
+    Inductor finds out by compiling, linking and loading a file for each, a second and a half in all.
+    """
+    from torch._inductor.cpp_builder import get_cpp_compiler
+
+    try:
+        version = subprocess.run([get_cpp_compiler(), "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=60).stdout
+        return int(version.split(".")[0]) >= 11
+    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):  # another compiler, or none
+        return False
 
 
 _TABLE = "static PyMethodDef py_methods[] = {"

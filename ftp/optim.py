@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from ftp import schedules as schedules
@@ -334,10 +335,24 @@ class _Torch:
         groups = self._groups(params)
         _check_whole(leaves, leaf_names(params, "params"))
         slots = []
+        made: dict[Any, Slots] = {}
         with torch.no_grad():
             for leaf, group in zip(leaves, groups, strict=True):
-                slots.append(self._first_slots(leaf.detach(), group))
+                key = group, leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+                if key not in made or not self._starts_alike(leaf):
+                    made[key] = self._first_slots(leaf.detach(), group)
+                    slots.append(made[key])
+                else:
+                    slots.append(Slots({name: value.clone() for name, value in made[key].items()}, made[key].like))
         return treedef.unflatten(slots)
+
+    def _starts_alike(self, param: Tensor) -> bool:
+        """Whether the first state is that of any parameter of this shape: no class of torch's looks at values.
+
+        In a trace it is made for each, as one would be cut with the other.
+        """
+        is_known = self.cls.__module__.startswith("torch.optim") or param.device.type == "meta"
+        return is_known and type(param) in (Tensor, torch.nn.Parameter) and not is_functorch_wrapped_tensor(param)
 
     def _first_slots(self, param: Tensor, group: int) -> Slots:
         """The state before the first step: what a step's formulas find when they first look."""

@@ -17,6 +17,7 @@ from torch import fx
 from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.agreement import exchange
+from ftp.collection import collection_paused
 from ftp.compile import Run, compiled, eager
 from ftp.cuda_graph import Recorded, graphs_of
 from ftp.discovery import cache_folder
@@ -116,6 +117,7 @@ class Program:
         """The program as text that is equal on all ranks: the plan, and what else decides which collectives are issued, in what order."""
         return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}, chunks={self.chunks}, async_tp={self.async_tp}"
 
+    @collection_paused()
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
         if coordinate is None:

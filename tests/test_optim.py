@@ -139,6 +139,16 @@ def test_a_class_of_ones_own():
     same(params, expected)
 
 
+def test_parameters_of_one_shape_start_apart():
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=0.1)
+    params = {name: torch.randn(3, 2) for name in "abc"}
+    state = opt.init(params)
+    alone = {name: opt.init({name: value})[name] for name, value in params.items()}
+    assert all(torch.equal(state[name][slot], alone[name][slot]) for name in params for slot in alone[name])
+    slots = [value.data_ptr() for kept in state.values() for value in kept.values()]
+    assert len(set(slots)) == len(slots) == 9
+
+
 def test_groups_by_path():
     params, leaves = parameters(), leaves_of(parameters())
     theirs = torch.optim.AdamW([{"params": [leaves["up"], leaves["down"]]}, {"params": [leaves["scale"]], "weight_decay": 0.0, "lr": 0.3}])

@@ -15,7 +15,8 @@ TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp"), "net2.bias": P()}
 def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
     os.environ["FTP_SHM"] = str(int(memory))
     mesh = ftp.make_mesh((torch.distributed.get_world_size(),), ("tp",), device_type="cpu")
-    fn, params = ftp.functionalize(module(work))
+    model = module(work)
+    fn, params = ftp.functionalize(model)
     loss_fn = loss_of(work)
     specs = ftp.plan(params, TOY if work.cfg is None else models.specs(models.cuts(work.cfg), tp="tp"))
     optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
@@ -30,6 +31,7 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
     run = ftp.spmd(train_step, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), compile=compiled, pack=True)
     state = ftp.device_put(optimizer.init(params), mesh, of_state)
     params = ftp.device_put(params, mesh, specs)
+    model.to("meta")  # the whole weights are not needed any more
 
     def step(batch):
         nonlocal params, state
