@@ -32,7 +32,7 @@ def test_the_benchmark_of_gpus_runs_on_a_cpu():
     config, _, seq = gpu.MODELS["tiny"]
     data = gpu._batches(config["vocab"], 2, seq)
     assert gpu._flops(config, gpu.torch.float32, data) == pytest.approx(2 * gpu._flops(config, gpu.torch.float32, data, 2), rel=0.01)
-    ranks = launch(_on_ranks, 2, ours["loss"])
+    ranks = launch(_on_ranks, 2, ours["loss"], timeout=180)
     assert all(rank.exit == 0 and rank.value for rank in ranks), [rank.error for rank in ranks]
 
 
