@@ -15,10 +15,11 @@ from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.certificate import load_certificate
-from ftp.checker import COLLECTIVES, check
+from ftp.checker import check
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.discovery import cached_findings
 from ftp.errors import FtpError, ReportError
+from ftp.issued import COLLECTIVES
 from ftp.registry import RULES, Call, Meta, Rule, lookup
 from ftp.reporting import CONTRACT, HARDWARE, of_config, of_file, parse_mesh, report
 
@@ -243,6 +244,8 @@ def _certify(file: str) -> int:
     collectives = sum(n.target in COLLECTIVES for n in certificate.ranks.graphs[0].nodes)
     mesh = ", ".join(f"{name} {size}" for name, size in certificate.axes.items())
     print(f"certified: {len(certificate.operations)} values, {collectives} collectives, {len(certificate.ranks.at)} ranks on ({mesh})")
+    for assumption in certificate.assumptions:
+        print(f"assumes: {assumption}")
     return 0
 
 

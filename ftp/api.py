@@ -60,12 +60,12 @@ def shard(
             gathered whole, ops whose inputs disagree on their layout with no constraint to decide. So is an op without a sharding rule,
             else replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
-        pack: issue small collectives that are ready together as one. What is certified is the program before that.
+        pack: issue small collectives that are ready together as one.
         check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does.
         prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the largest that it gathers. So much more
             memory is used at most than with 0, where each is gathered when it is needed.
         chunks: under sequence parallelism, in how many chunks (of the batch, which they must divide) to move activations that a product
-            beside the move reads or gives; one chunk travels while another is computed. What is certified is the program before that.
+            beside the move reads or gives; one chunk travels while another is computed.
         cuda_graph: record the step, its collectives included, as one CUDA graph at its third call, and replay it from then on (see
             docs/gpus.md; the simulator runs the step as it is).
         async_tp: under sequence parallelism, gathers of activations with the products that read them, and products with their

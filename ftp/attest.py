@@ -1,27 +1,29 @@
 """``certify``: from a program to its checked certificate."""
 
+import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import fx
 
 import ftp.rules  # noqa: F401  (the check looks rules up)
-from ftp.certificate import Certificate, Claim, Operation, Ranks, Ref, Spec
+from ftp.certificate import Certificate, Claim, Operation, Ports, Ranks, Ref, Spec
 from ftp.checker import check
-from ftp.errors import CertificateError
+from ftp.executed import executed
 from ftp.graph import Node, Value
 from ftp.layout import Size
 from ftp.lowered import Lowered
 from ftp.numbering import check_traced
 from ftp.program import Program
+from ftp.rank_program import Program as RankProgram
 from ftp.registry import replaced
 from ftp.spec import PartitionSpec
 
 
 def certify(lowered: Lowered) -> Certificate:
     """The proof that a program's collectives make every output of every rank right; ``save`` keeps it.
-
-    On a mesh of more than 64 ranks the first, middle and last of those with equal programs are checked, with all that they receive.
 
     Raises:
         CertificateError: with each value that is wrong, on which rank, and why. That is a fault of ftp: please report it.
@@ -43,32 +45,39 @@ def certified(program: Program) -> Certificate:
 
 
 def certificate_of(program: Program) -> Certificate:
-    """What there is to check of a program, unchecked."""
+    """What there is to check of a program, unchecked: of one with ``async_tp``, the program before products are one with collectives."""
+    if program.async_tp:
+        program = replace(program, async_tp=False)
     plan, mesh = program.plan, program.mesh
-    if own := [n for n in plan.graph.nodes if n.kind == "local"]:
-        raise CertificateError(
-            f"The program has per-rank code, ftp.local at {own[0].source or 'an unknown line'}: its out specs are checked when it is"
-            " traced, and what it computes between them has no single-device form to certify against."
-        )
-    graphs: dict[fx.Graph, int] = {}
+    numbers: dict[fx.GraphModule, int] = {}
+    graphs: list[fx.Graph] = []
     at = {}
     for coordinate in mesh.coordinates():
-        local = program.partitioner.program(coordinate)
-        number = graphs.setdefault(local.gm.graph, len(graphs))
-        at[tuple(coordinate[a] for a in mesh.axes)] = (number, tuple(local.offsets_at(coordinate)))
+        local = program.local(coordinate)
+        if local.gm not in numbers:
+            numbers[local.gm] = len(graphs)
+            graphs.append(executed(program, local, coordinate).graph)
+        at[tuple(coordinate[a] for a in mesh.axes)] = (numbers[local.gm], tuple(local.offsets_at(coordinate)))
+    products = [axes for count in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, count)]
     in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
     return Certificate(
         dict(mesh.axes),
-        {mesh.group_name(axis): axis for axis in mesh.axes},
-        tuple(_operation(node, in_specs) for node in plan.graph.nodes if node.kind in ("input", "op")),
+        {mesh.group_name(*axes): axes for axes in products},
+        tuple(_operation(node, in_specs) for node in plan.graph.nodes if node.kind in ("input", "op", "local")),
         tuple((_ref(v), _cuts(spec)) for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)),
         Ranks(tuple(graphs), at),
+        program.donated,
     )
 
 
 def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
     if node.kind == "input":
         return Operation(node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec())))
+    if node.kind == "local":
+        program: RankProgram = node.target
+        ports = Ports(tuple(_cuts(p.spec) for p in program.operands), tuple((_cuts(p.spec), p.pending) for p in program.results))
+        args = (tuple(map(_ref, node.operands)), program.key)
+        return Operation(node.name, torch.ops.ftp.local.default, args, {}, node.results, source=node.source, ports=ports)
     claims = tuple(Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts)
     partial: dict[str, list[int]] = {}
     for slot, value in enumerate(node.operands):

@@ -18,7 +18,10 @@ from ftp.registry import Meta, tensors
 
 Coordinate = tuple[int, ...]
 Spec = tuple[tuple[tuple[str, int, Any], ...], ...]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
-VERSION = 1
+VERSION = 2
+# Of a rank's node: the operation that it is the form of, those of an update's rows, the user's line, and of per-rank code which operand it
+# takes, and the results that it gives.
+NOTES = ("origin", "origins", "source", "takes", "gives")
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,19 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Ports:
+    """What per-rank code (``ftp.local``) takes and gives, as its user says.
+
+    Attributes:
+        operands: their specs.
+        results: their specs, and the axes over which the ranks' values are terms of a sum.
+    """
+
+    operands: tuple[Spec, ...]
+    results: tuple[tuple[Spec, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
 class Operation:
     """A line of the single-device program; ``target`` is None for an input.
 
@@ -52,6 +68,7 @@ class Operation:
         claims: how its factors are cut, axis inside axis.
         partial: ``{axis: operands}`` that are pending sums together.
         spec: of an input.
+        ports: of per-rank code.
     """
 
     name: str
@@ -63,6 +80,7 @@ class Operation:
     partial: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     spec: Spec = ()
     source: str = ""
+    ports: Ports | None = None
 
     @property
     def operands(self) -> list[Ref]:
@@ -86,16 +104,34 @@ class Certificate:
 
     Attributes:
         axes: ``{name: size}`` of the mesh.
-        groups: the axis of each process group that the ranks' graphs name.
+        groups: the axes of each process group that the ranks' graphs name.
         operations: the single-device program.
         outputs: what it returns, each with its spec.
+        donated: positions of inputs whose memory the ranks may write to.
     """
 
     axes: Mapping[str, int]
-    groups: Mapping[str, str]
+    groups: Mapping[str, tuple[str, ...]]
     operations: tuple[Operation, ...]
     outputs: tuple[tuple[Ref, Spec], ...]
     ranks: Ranks
+    donated: tuple[int, ...] = ()
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What is taken for granted: that per-rank code gives what its specs say.
+
+        >>> import torch, ftp
+        >>> double = ftp.local(lambda x: 2 * x, ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), ftp.P("tp"))
+        >>> lowered = ftp.lower(lambda x: double(x), ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), torch.ones(4))
+        >>> [a.split(" at ")[0] + " ... " + a.split(" returns ")[1] for a in ftp.certify(lowered).assumptions]
+        ["local ... P('tp')"]
+        """
+        return [
+            f"{o.name} at {o.source or 'an unknown line'} returns {', '.join(_written(*result) for result in o.ports.results)}"
+            for o in self.operations
+            if o.ports is not None
+        ]
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks it again."""
@@ -128,6 +164,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
     return {
         "axes": c.axes,
         "groups": c.groups,
+        "donated": c.donated,
         "operations": [
             {
                 "name": o.name,
@@ -139,6 +176,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "partial": o.partial,
                 "spec": o.spec,
                 "source": o.source,
+                "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
             }
             for o in c.operations
         ],
@@ -160,12 +198,23 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
             {axis: tuple(slots) for axis, slots in o["partial"].items()},
             _spec(o["spec"]),
             o["source"],
+            None
+            if o["ports"] is None
+            else Ports(tuple(map(_spec, o["ports"][0])), tuple((_spec(spec), tuple(axes)) for spec, axes in o["ports"][1])),
         )
         for o in body["operations"]
     )
     outputs = tuple((_decode(ref), _spec(spec)) for ref, spec in body["outputs"])
     at = {tuple(k): (graph, tuple(offsets)) for k, graph, offsets in body["ranks"]}
-    return Certificate(body["axes"], body["groups"], operations, outputs, Ranks(tuple(map(_decode_graph, body["graphs"])), at))
+    groups = {name: tuple(axes) for name, axes in body["groups"].items()}
+    ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
+    return Certificate(body["axes"], groups, operations, outputs, ranks, tuple(body["donated"]))
+
+
+def _written(spec: Spec, pending: Sequence[str]) -> str:
+    dims = [[repr(axis) for axis, _, _ in dim] for dim in spec]
+    entries = ["None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in dims]
+    return f"P({', '.join(entries)})" + (f", a sum over {', '.join(pending)} to come" if pending else "")
 
 
 def _spec(spec: Any) -> Spec:
@@ -175,7 +224,7 @@ def _spec(spec: Any) -> Spec:
 def _encode_node(node: fx.Node) -> dict[str, Any]:
     target = node.target if node.op in ("placeholder", "output") else _encode(node.target)
     made = {"name": node.name, "op": node.op, "target": target, "args": _encode(node.args), "kwargs": _encode(dict(node.kwargs))}
-    return made | {key: node.meta[key] for key in ("origin", "source") if key in node.meta}
+    return made | {key: node.meta[key] for key in NOTES if key in node.meta}
 
 
 def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
@@ -184,7 +233,7 @@ def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
     for n in nodes:
         target = n["target"] if n["op"] in ("placeholder", "output") else _decode(n["target"])
         made = graph.create_node(n["op"], target, _decode(n["args"], env), _decode(n["kwargs"], env), n["name"])
-        made.meta.update({key: n[key] for key in ("origin", "source") if key in n})
+        made.meta.update({key: n[key] for key in NOTES if key in n})
         env[n["name"]] = made
     return graph
 

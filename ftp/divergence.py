@@ -12,7 +12,7 @@ from ftp.attest import certificate_of
 from ftp.certificate import Certificate, Coordinate, Operation, Ref
 from ftp.checker import Checker
 from ftp.errors import MeshError
-from ftp.holding import Held, Unsound
+from ftp.holding import Held, Unsound, held_by
 from ftp.partition import LocalProgram
 from ftp.program import groups_of, shard_of
 from ftp.registry import replaced
@@ -79,24 +79,27 @@ def compare(
     """The first divergence of a certificate's programs on whole ``inputs`` and every rank's ``shards`` of them."""
     checker = Checker(certificate)
     ranks = list(certificate.ranks.at)
-    watched: list[list[tuple[fx.Node, Held]]] = []
-    for coordinate in ranks:
-        watched.append([])
-        for name in checker.local_ops[certificate.ranks.at[coordinate][0]]:
+    watched: dict[Coordinate, list[tuple[fx.Node, Held]]] = {}
+    for cell in checker.cells:
+        for name in checker.local_ops[cell.graph]:
             try:
-                checker.bind(coordinate, name)
+                checker.bind(cell, name)
             except Unsound as e:
-                op = checker.operations[name]
+                op, coordinate = checker.operations[name], next(cell.coordinates())
                 return Divergence(name, op.source, dict(zip(certificate.axes, coordinate, strict=True)), float("inf"), str(e))
-        watched[-1] += [(node, held) for (c, node), held in checker.made.items() if c == coordinate]
+        nodes = [(node, held) for (c, node), held in checker.made.items() if c is cell]
+        for coordinate in cell.coordinates():
+            at = [together.index(i) for together, i in zip(cell.at, coordinate, strict=True)]
+            watched[coordinate] = [(node, held_by(held, at)) for node, held in nodes]
     programs, given = [], []
-    for coordinate, parts, nodes in zip(ranks, shards, watched, strict=True):
+    for coordinate, parts in zip(ranks, shards, strict=True):
         number, offsets = certificate.ranks.at[coordinate]
-        programs.append(LocalProgram(fx.GraphModule({}, _watching(certificate.ranks.graphs[number], [n for n, _ in nodes])), (), ()))
+        nodes = [n for n, _ in watched[coordinate]]
+        programs.append(LocalProgram(fx.GraphModule({}, _watching(checker.pure_graphs()[number], nodes)), (), ()))
         given.append([*parts, *offsets])
     held: dict[str, dict[Coordinate, tuple[Held, torch.Tensor]]] = {}
-    for coordinate, nodes, values in zip(ranks, watched, simulate(programs, given, groups), strict=True):
-        for (_, what), value in zip(nodes, values, strict=True):
+    for coordinate, values in zip(ranks, simulate(programs, given, groups), strict=True):
+        for (_, what), value in zip(watched[coordinate], values, strict=True):
             held.setdefault(what.value, {})[coordinate] = (what, value)
     feed = iter(inputs)
     env: dict[str, torch.Tensor] = {}

@@ -43,6 +43,8 @@ def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[
     """Emit ``program`` on a rank's parts; its results."""
     # The code was traced on contiguous parts, and kernels were chosen for them.
     given = [site.emit(aten.contiguous.default, x) for x in operands]
+    for slot, node in enumerate(given):
+        node.meta["takes"] = slot
     for axis in program.axes:
         given.append(site.emit(aten.full.default, [], site.start(axis), dtype=torch.int64, device=site.device))
     env: dict[fx.Node, Any] = {}

@@ -14,11 +14,11 @@ from ftp.collection import collection_paused
 from ftp.collectives import Collective
 from ftp.cost import DEFAULT, Hardware
 from ftp.errors import PlanningError, ReportError, join_failures
+from ftp.executed import executed, local_inputs
 from ftp.graph import Node, Value
 from ftp.mesh import require_coordinate
 from ftp.network import Problem, layout_costs
 from ftp.partition import LocalProgram
-from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule
 from ftp.placement import mesh_device
 from ftp.program import Program
 from ftp.repeats import named_layers
@@ -27,12 +27,12 @@ from ftp.report.lint import Finding, lint
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.names import dtype_name
 from ftp.report.reasons import Origins, of_moves, origins
-from ftp.report.shapes import LocalShapes, annotate, local_shapes
+from ftp.report.shapes import LocalShapes, local_shapes
 from ftp.report.table import Collectives, broken_claims
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
 from ftp.report.why import Alternative, Difference, Why, chain_of, counts, describe_layout, find, neighbours
-from ftp.spec import PartitionSpec, local_shape
+from ftp.spec import PartitionSpec
 from ftp.tree import leaf_names, nearest
 
 
@@ -251,13 +251,7 @@ class Lowered:
     @cached_property
     def _local_inputs(self) -> list[tuple[tuple[int, ...], torch.dtype]]:
         """Shape and dtype of each tensor that this rank's graph takes."""
-        nodes, specs = self.plan.graph.inputs, self._program.in_specs
-        specs = [*specs, *[PartitionSpec()] * (len(nodes) - len(specs))]
-        axes = dict(self._program.mesh.axes)
-        return [
-            (local_shape(spec, node.results[0].shape, axes, self._coordinate), node.results[0].dtype)
-            for node, spec in zip(nodes, specs, strict=True)
-        ]
+        return local_inputs(self._program, self._coordinate)
 
     @property
     def _local_offsets(self) -> list[int]:
@@ -267,12 +261,11 @@ class Lowered:
     def _executed(self) -> tuple[fx.Graph, LocalShapes, list[int]]:
         """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs that are copied as they are returned."""
         program, device = self._program, mesh_device(self._program.mesh).type
-        graph = schedule(drop_copies(self.graph.graph))
-        shapes = local_shapes(graph, self._local_inputs, self._local_offsets, device)
-        annotate(shapes, device)
-        donated = {held.storage for at in program.donated for held in shapes.values[shapes.inputs[at]]}
-        copies = copied_bytes(graph.output_node(), shapes, donated)
-        graph = merge_updates(reuse_memory(graph, program.donated), program.donated)
+        made = executed(program, self._local, self._coordinate)
+        donated = {held.storage for at in program.donated for held in made.shapes.values[made.shapes.inputs[at]]}
+        copies = copied_bytes(made.ordered.output_node(), made.shapes, donated)
+        graph = made.graph
+        del made  # a large program's graph and shapes are not held twice
         return graph, local_shapes(graph, self._local_inputs, self._local_offsets, device), copies
 
     @cached_property

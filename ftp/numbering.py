@@ -1,19 +1,22 @@
 """Whether two single-device programs compute the same, by value numbering: equal ops on equal operands are one class."""
 
 import operator
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.certificate import Certificate, Ref
+from ftp.certificate import Certificate, Operation, Ref
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import CertificateError, join_failures
+from ftp.rank_program import needed, program_of
 from ftp.trace import decompose
 
 aten = torch.ops.aten
 CONSTRAIN = torch.ops.ftp.constrain.default
+LOCAL = torch.ops.ftp.local.default
 
 
 def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
@@ -22,7 +25,7 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
     Raises:
         CertificateError: naming the outputs that are computed otherwise.
     """
-    numbers = _Numbers()
+    numbers = _Numbers({op.name: op for op in certificate.operations})
     for op in certificate.operations:
         for index in range(len(op.results)):
             key = ("input", op.name) if op.target is None else numbers.key(op.target, op.args, op.kwargs, index)
@@ -44,10 +47,12 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
 class _Numbers:
     """Value numbering: equal ops on equal operands are one class, and an op is what it decomposes to."""
 
-    def __init__(self):
+    def __init__(self, operations: Mapping[str, Operation]):
+        self.operations = operations
         self.classes: dict[Any, Any] = {}
         self.of: dict[Any, Any] = {}
         self.scattered: dict[Any, Any] = {}
+        self._live: dict[fx.Graph, set[fx.Node]] = {}
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
         return (target, repr(self.numbered(tuple(args))), repr(sorted(self.numbered(dict(kwargs)).items())), index)
@@ -77,6 +82,8 @@ class _Numbers:
         raise AssertionError("a graph has an output")
 
     def call(self, node: fx.Node) -> list[Any]:
+        if node.target is LOCAL:
+            return self.local(node)
         val = node.meta["val"]
         count = 1 if isinstance(val, torch.Tensor) else len(val)
         keys = [self.key(node.target, node.args, node.kwargs, i) for i in range(count)]
@@ -89,6 +96,27 @@ class _Numbers:
         if node.target is aten.scatter_add.default:
             self.scattered[made[0]] = node
         return made
+
+    def local(self, node: fx.Node) -> list[Any]:
+        """Per-rank code, of which the program may have what is needed only."""
+        (operands, key), op = node.args, self.operations.get(node.name)
+        results: list[int | None] = [None] * len(node.meta["val"])
+        if op is None or op.target is not LOCAL:
+            return results
+        program, kept, taken = program_of(key), list(range(len(results))), list(range(len(operands)))  # type: ignore[arg-type]
+        if op.args[1] != key:
+            kept = sorted({n.args[1] for n in node.users if n.target is operator.getitem and n in self.live(node.graph)})  # type: ignore[type-var]
+            program, taken = program.giving(kept)
+        if program.key == op.args[1] and [self.of[operands[i]] for i in taken] == [self.of[ref] for ref in op.operands]:  # type: ignore[index]
+            for at, i in enumerate(kept):
+                results[i] = self.of[Ref(op.name, at)]  # type: ignore[index]
+        return results
+
+    def live(self, graph: fx.Graph) -> set[fx.Node]:
+        """The nodes that a result needs."""
+        if graph not in self._live:
+            self._live[graph] = needed([n for n in graph.nodes if n.op == "output"])
+        return self._live[graph]
 
     def sum_of_scatter(self, node: Any) -> Any:
         """The key of a sum over the dim along which values were scattered onto zeros: the values' own sum."""

@@ -258,6 +258,8 @@ class _Emission:
             )
             made = inline(site, node.target, [self.env[v] for v in node.operands])
             self.env.update({Value(node, i): x for i, x in enumerate(made)})
+            for i, x in enumerate(made):
+                x.meta["gives"] = [*x.meta.get("gives", ()), i]
             return
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:

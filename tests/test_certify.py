@@ -4,7 +4,7 @@ import hashlib
 import importlib.util
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,11 @@ import models
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 from programs import AXES, Drawn, programs
 from test_programs import QUICK
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.nn import functional as F
 
 import ftp
@@ -23,26 +25,34 @@ from ftp import P
 from ftp.__main__ import main
 from ftp.attest import certificate_of, certify
 from ftp.certificate import Certificate, Ranks, load_certificate
-from ftp.checker import MOVEMENTS, check
+from ftp.checker import check
 from ftp.divergence import compare
 from ftp.errors import CertificateError
+from ftp.fused import UPDATES
+from ftp.localize import RankGraph
 from ftp.lowered import Lowered
+from ftp.movements import MOVEMENTS
 from ftp.numbering import check_traced
 from ftp.partition import LocalProgram
+from ftp.passes.memory import in_place
 from ftp.program import Program, groups_of, join_parts, shard_of
 from ftp.simulate import COLLECTIVES, simulate
 from ftp.tree import flatten
 
 c10d = torch.ops._c10d_functional
-KINDS = ("drop", "again", "max", "axis", "early", "retype", "operand", "result", "unmoved")
-OTHER_SHAPES = ("early", "retype", "operand", "result", "unmoved")  # native kernels may crash on what these give them
+aten = torch.ops.aten
+KINDS = ("drop", "again", "max", "axis", "early", "retype", "operand", "result", "unmoved", "unwaited")
+LOCAL = ("items", "sizes", "shift", "order", "write", "sooner", "rows")  # changes to what stands beside collectives, and to writes
+OTHER_SHAPES = ("early", "retype", "operand", "result", "unmoved", "sizes", "shift")  # native kernels may crash on what these give them
+KERNELS = {update.kernel for update in UPDATES.values()}
+PASSES = ({}, {"pack": True}, {"chunks": 2}, {"pack": True, "chunks": 2, "prefetch": 1 << 30})
 FEW = settings(QUICK, max_examples=20)
 MANY = settings(QUICK, max_examples=1500)
 
 
-def lower(drawn: Drawn, *, gradients: bool) -> tuple[Lowered, list[torch.Tensor]]:
+def lower(drawn: Drawn, passes: Mapping[str, Any], *, gradients: bool) -> tuple[Lowered, list[torch.Tensor]]:
     mesh = ftp.simulated_mesh(drawn.mesh, AXES[: len(drawn.mesh)])
-    options: Any = {"data_axes": drawn.data_axes, "reshard_after_forward": drawn.reshard_after_forward}
+    options: Any = {"data_axes": drawn.data_axes, "reshard_after_forward": drawn.reshard_after_forward, **passes}
     specs = tuple(i.spec for i in drawn.inputs)
     if not gradients:
         return ftp.spmd(drawn.function, mesh, specs, drawn.out_specs, **options).lower(*drawn.values), drawn.values
@@ -76,7 +86,7 @@ class Mutant:
 def fresh(certificate: Certificate, what: str) -> Mutant:
     graphs = []
     for graph in certificate.ranks.graphs:
-        new = fx.Graph()
+        new = RankGraph()
         new.output(new.graph_copy(graph, {}))
         graphs.append(new)
     return Mutant(what, graphs, dict(certificate.ranks.at))
@@ -86,8 +96,8 @@ def issued(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.target in COLLECTIVES]
 
 
-def mutants(certificate: Certificate, seed: int, most: int) -> Iterator[Mutant]:
-    """Changes to the collectives and offsets, of all ranks or of one graph only; up to ``most`` of them."""
+def mutants(certificate: Certificate, seed: int, most: int, without: Collection[str] = ()) -> Iterator[Mutant]:
+    """Changes to the collectives and offsets, of all ranks or of one graph only; up to ``most``, none inside the ops ``without``."""
     count = len(issued(certificate.ranks.graphs[0]))
     graphs = len(certificate.ranks.graphs)
     axes = list(certificate.groups)
@@ -95,6 +105,8 @@ def mutants(certificate: Certificate, seed: int, most: int) -> Iterator[Mutant]:
     for i in range(count):
         jobs += [(kind, i, one) for kind in KINDS for one in {-1, graphs - 1}]
     jobs += [("offset", c, k) for c, (_, offsets) in certificate.ranks.at.items() for k in range(len(offsets))]
+    for kind in LOCAL:
+        jobs += [(kind, i, one) for i in range(min(len(candidates(g, kind)) for g in certificate.ranks.graphs)) for one in {-1, graphs - 1}]
     random.Random(seed).shuffle(jobs)
     for kind, i, one in jobs[:most]:
         mutant = fresh(certificate, f"{kind} {i} {one}")
@@ -103,16 +115,28 @@ def mutants(certificate: Certificate, seed: int, most: int) -> Iterator[Mutant]:
             mutant.at[i] = (graph, (*offsets[:one], offsets[one] + (1 if offsets[one] == 0 else -1), *offsets[one + 1 :]))
             yield mutant
             continue
+        if any(is_inside(g, kind, i, without) for g in mutant.graphs):
+            continue
         if all(change(g, kind, i, axes) for g in (mutant.graphs if one < 0 else mutant.graphs[one : one + 1])):
             yield mutant
 
 
+def is_inside(graph: fx.Graph, kind: str, i: int, ops: Collection[str]) -> bool:
+    nodes = candidates(graph, kind)[i : i + 1] if kind in LOCAL else issued(graph)[i : i + 1 + (kind == "swap")]
+    return any(n.meta.get("origin") in ops for n in nodes) or bool(ops and kind == "unmoved")
+
+
 def change(graph: fx.Graph, kind: str, i: int, axes: Sequence[str]) -> bool:
-    """Changes collective ``i``; whether there was something to change."""
+    """Changes collective ``i``, or the ``i``-th node that a kind can change; whether there was something to change."""
+    if kind in LOCAL:
+        return change_beside(graph, kind, candidates(graph, kind)[i])
     node = issued(graph)[i]
-    (wait,) = node.users
+    wait = next(u for u in node.users if u.target is c10d.wait_tensor.default)
     x: Any = node.args[0]
     match kind:
+        case "unwaited":
+            wait.replace_all_uses_with(node)
+            graph.erase_node(wait)
         case "drop":
             wait.replace_all_uses_with(x)
             graph.erase_node(wait)
@@ -173,13 +197,89 @@ def change(graph: fx.Graph, kind: str, i: int, axes: Sequence[str]) -> bool:
     return True
 
 
-def run(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+def candidates(graph: fx.Graph, kind: str) -> list[fx.Node]:
+    """The nodes that a kind of change can be made to."""
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    match kind:
+        case "items" | "sizes":
+            return [n for n in nodes if n.target is aten.split_with_sizes.default]
+        case "shift":
+            return [n for n in nodes if n.target is aten.slice.Tensor and isinstance(n.args[2], int)]
+        case "order":
+            return [n for n in nodes if n.target is aten.cat.default and len(n.args[0]) > 1]  # type: ignore[arg-type]
+        case "write":
+            return [n for n in nodes if in_place(n) is not None and isinstance(n.args[0], fx.Node)]
+        case "sooner":
+            return [n for n in nodes if writes(n)]
+    return [n for n in nodes if n.target in KERNELS and len(n.args[0]) > 1]  # type: ignore[arg-type]
+
+
+def writes(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def change_beside(graph: fx.Graph, kind: str, node: fx.Node) -> bool:
+    args: Any = node.args
+    match kind:
+        case "items":  # a pack's parts are taken for each other
+            first, *_, last = node.users
+            if first is last:
+                return False
+            first.args, last.args = (node, last.args[1]), (node, first.args[1])
+        case "sizes":
+            sizes = list(args[1])
+            node.args = (args[0], [sizes[0] + 1, *sizes[1:-1], sizes[-1] - 1], *args[2:])
+        case "shift":
+            by = 1 if args[2] == 0 else -1
+            node.args = (*args[:2], args[2] + by, args[3] + by if isinstance(args[3], int) else args[3], *args[4:])
+        case "order":
+            node.args = ([*args[0][1:], args[0][0]], *args[1:])
+        case "write":  # over an operand that may be needed
+            node.target = in_place(node)
+        case "sooner":
+            operands = set(node.all_input_nodes)
+            while node.prev not in operands and node.prev.op == "call_function":
+                node.prev.prepend(node)
+        case "rows":  # a parameter is updated by another's gradient
+            gradients = list(args[1])
+            node.args = (args[0], [*gradients[1:], gradients[0]], *args[2:])
+    return True
+
+
+def prompt(graph: fx.Graph) -> fx.Graph:
+    """The graph with what ranks receive as tensors of their own, which the simulator lets them share."""
+    new = RankGraph()
+    new.output(new.graph_copy(graph, {}))
+    for node in [n for n in new.nodes if n.target is c10d.wait_tensor.default]:
+        with new.inserting_after(node):
+            own = new.call_function(aten.clone.default, (node,))
+        node.replace_all_uses_with(own, delete_user_cb=lambda u, own=own: u is not own)
+    return new
+
+
+def delayed(graph: fx.Graph) -> fx.Graph:
+    """The graph as badly as ranks may run it: a collective reads what it sends when it is waited for, and gives nothing before."""
+    new = prompt(graph)
+    for node in issued(new):
+        waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
+        if len(waits) < len(node.users):
+            with new.inserting_after(node):
+                nothing = new.call_function(aten.mul.Tensor, (node, float("nan")))
+            node.replace_all_uses_with(nothing, delete_user_cb=lambda u, waits=waits, nothing=nothing: u not in (*waits, nothing))
+        elif waits and node.target is not c10d.all_reduce.default:  # which works on a copy
+            waits[0].prepend(node)
+    return new
+
+
+def run(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], read: Any = prompt) -> list[torch.Tensor]:
     coordinates, axes = program.mesh.coordinates(), program.mesh.axes
     locals_, programs = [], []
+    with _use_lazy_graph_module(True):  # no code is written for them
+        modules = [_make_graph_module({}, read(graph)) for graph in mutant.graphs]
     for c in coordinates:
         graph, offsets = mutant.at[tuple(c[a] for a in axes)]
-        programs.append(LocalProgram(fx.GraphModule({}, mutant.graphs[graph]), (), ()))
-        shards = [shard_of(x, spec, axes, c) for x, spec in zip(inputs, program.in_specs, strict=True)]
+        programs.append(LocalProgram(modules[graph], (), ()))
+        shards = [shard_of(x, spec, axes, c).clone() for x, spec in zip(inputs, program.in_specs, strict=True)]
         locals_.append([*shards, *program.constants, *offsets])
     outputs = simulate(programs, locals_, groups_of(program.mesh))
     # Every rank's part counts: a replicated result that differs between ranks is wrong on some.
@@ -191,20 +291,25 @@ def run(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor]) -> lis
 
 
 def is_changed(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
-    try:
-        found = run(program, mutant, inputs)
-    except (RuntimeError, AssertionError, IndexError, ValueError, TypeError):
-        return True
-    return not all(a.shape == b.shape and torch.allclose(a, b, 1e-9, 1e-9, equal_nan=True) for a, b in zip(found, right, strict=True))
+    for read in (prompt, delayed):
+        try:
+            found = run(program, mutant, inputs, read)
+        except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError):
+            return True
+        if not all(a.shape == b.shape and torch.allclose(a, b, 1e-9, 1e-9, equal_nan=True) for a, b in zip(found, right, strict=True)):
+            return True
+    return False
 
 
-def check_mutants(lowered: Lowered, inputs: Sequence[torch.Tensor], seed: int, most: int) -> tuple[int, int, int]:
+def check_mutants(
+    lowered: Lowered, inputs: Sequence[torch.Tensor], seed: int, most: int, without: Collection[str] = ()
+) -> tuple[int, int, int]:
     """Mutants that change a result, those that change none, and how many of these are refused; not all that are refused are run."""
     program = lowered._program
     certificate = certificate_of(program)
     right = run(program, fresh(certificate, "none"), inputs)
     changed = same = over = 0
-    for mutant in mutants(certificate, seed, most):
+    for mutant in mutants(certificate, seed, most, without):
         try:
             check(replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at)))
             is_refused = False
@@ -222,26 +327,26 @@ def check_mutants(lowered: Lowered, inputs: Sequence[torch.Tensor], seed: int, m
 
 
 @FEW
-@given(programs(gradients=False))
-def test_programs(drawn: Drawn):
-    lowered, values = lower(drawn, gradients=False)
+@given(programs(gradients=False), st.sampled_from(PASSES))
+def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
+    lowered, values = lower(drawn, passes, gradients=False)
     certify(lowered)
-    check_mutants(lowered, values, 0, 6)
+    check_mutants(lowered, values, 0, 4)
 
 
 @FEW
-@given(programs(gradients=True))
-def test_gradients(drawn: Drawn):
-    lowered, values = lower(drawn, gradients=True)
+@given(programs(gradients=True), st.sampled_from(PASSES))
+def test_gradients(drawn: Drawn, passes: Mapping[str, Any]):
+    lowered, values = lower(drawn, passes, gradients=True)
     certify(lowered)
-    check_mutants(lowered, values, 0, 6)
+    check_mutants(lowered, values, 0, 4)
 
 
 @pytest.mark.slow
 @MANY
-@given(programs(gradients=True))
-def test_many(drawn: Drawn):
-    lowered, values = lower(drawn, gradients=True)
+@given(programs(gradients=True), st.sampled_from(PASSES))
+def test_many(drawn: Drawn, passes: Mapping[str, Any]):
+    lowered, values = lower(drawn, passes, gradients=True)
     certify(lowered)
     check_mutants(lowered, values, 1, 12)
 
@@ -260,12 +365,12 @@ def mlp(mesh: Any = None, **options: Any) -> tuple[ftp.Step, dict[str, torch.Ten
 
 
 def test_every_mutant_of_a_model():
-    """All changes to one program: at least one collective of each kind, and offsets."""
+    """At least one collective of each kind, and offsets."""
     step, params, x = mlp()
     lowered = step.lower(params, x)
     assert {c.op for c in lowered.collectives} == {"all_gather", "all_reduce", "reduce_scatter"}
-    changed, _, _ = check_mutants(lowered, [params["down"], params["up"], x], 0, 10_000)
-    assert changed > 50
+    changed, _, _ = check_mutants(lowered, [params["down"], params["up"], x], 0, 60)
+    assert changed > 20
 
 
 def check_step(program: Any, arguments: tuple[Any, ...], seed: int, most: int) -> int:
@@ -329,7 +434,7 @@ def test_the_examples():
         return (fn(params, batch[0]) - batch[1]).var()
 
     step = ftp.shard(loss, ftp.simulated_mesh((2, 3), ("dp", "tp")), ftp.plan(params, toy.SPECS), batch_specs=P("dp"))
-    assert check_step(step, (params, batch), 0, 20) > 10
+    assert check_step(step, (params, batch), 0, 30) > 5
 
 
 @pytest.mark.slow
@@ -364,16 +469,60 @@ def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
     certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
 
 
-def test_per_rank_code_is_refused():
-    mesh = ftp.simulated_mesh((2,), ("tp",))
-    double = ftp.local(lambda x: 2 * x, mesh, (P("tp"),), P("tp"))
-    with pytest.raises(CertificateError, match="per-rank code"):
-        certify(ftp.spmd(lambda x: double(x), mesh, (P("tp"),)).lower(torch.ones(4)))
+def per_rank() -> tuple[Lowered, list[torch.Tensor]]:
+    """A step with per-rank code, of which one result is not used, and its inputs."""
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+
+    def own(x, up, down):
+        return ftp.axis.all_reduce(torch.tanh(x @ up) @ down, "tp"), x.sum(0)
+
+    layer = ftp.local(own, mesh, (P("dp"), P(None, "tp"), P("tp")), (P("dp"), P("dp")))
+    params = {name: torch.randn(4, 4, dtype=torch.float64) for name in ("down", "first", "up")}
+    specs = {"down": P("tp"), "first": P("dp"), "up": P(None, "tp")}
+    x = torch.randn(6, 4, dtype=torch.float64)
+    step = ftp.shard(lambda p, x: layer(x @ p["first"], p["up"], p["down"])[0].square().mean(), mesh, specs, batch_specs=P("dp"))
+    return step.lower(params, x), [*params.values(), x]
 
 
-def test_large_meshes_by_their_corners():
-    step, params, x = mlp(ftp.AbstractMesh((16, 8), ("dp", "tp")))
-    assert len(certify(step.lower(params, x)).ranks.at) == 128
+def test_per_rank_code_is_vouched_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    lowered, _ = per_rank()
+    certificate = certify(lowered)
+    forward, backward = certificate.assumptions
+    assert "test_certify.py" in forward and "returns P('dp')" in forward
+    assert "a sum over dp to come" in backward
+    certificate.save(tmp_path / "local.json")
+    assert main(["certify", str(tmp_path / "local.json")]) == 0
+    assert f"assumes: {forward}" in capsys.readouterr().out
+
+
+def test_mutants_around_per_rank_code():
+    """What the code is given, and what is made of what it gives."""
+    lowered, inputs = per_rank()
+    own = {o.name for o in certificate_of(lowered._program).operations if o.ports is not None}
+    changed, _, _ = check_mutants(lowered, inputs, 0, 60, without=own)
+    assert changed > 5
+
+
+def test_a_thousand_ranks():
+    """All of them: those of one program at once."""
+    step, params, x = mlp(ftp.AbstractMesh((64, 32), ("dp", "tp")), pack=True)
+    certificate = certify(step.lower(params, x))
+    assert len(certificate.ranks.at) == 2048
+    with pytest.raises(CertificateError, match=r"on one of the ranks at \(dp [0-9, ]*\.\.\., tp "):
+        check(elsewhere(certificate, (3, 3)))
+
+
+def test_the_rank_is_named():
+    step, params, x = mlp(ftp.AbstractMesh((2, 7), ("dp", "tp")))
+    with pytest.raises(CertificateError, match=r"on the rank at \(dp 1, tp 3\)"):
+        check(elsewhere(certify(step.lower(params, x)), (1, 3)))
+
+
+def elsewhere(certificate: Certificate, coordinate: tuple[int, ...]) -> Certificate:
+    """With one rank's parts beginning elsewhere."""
+    graph, offsets = certificate.ranks.at[coordinate]
+    at = {**certificate.ranks.at, coordinate: (graph, tuple(i + 1 for i in offsets))}
+    return replace(certificate, ranks=replace(certificate.ranks, at=at))
 
 
 def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

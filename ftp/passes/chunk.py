@@ -105,14 +105,19 @@ def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
     if chain[-1].target is not aten.mm.default or any(len(set(node.users) - set(slices)) != (at > 0) for at, node in enumerate(chain)):
         return
     left, right = chain[-1].args
+    count = len(slices)
+    shapes: list[Any] = [node.args[1] for node in chain[:-1]]
+    if any(not _is_divisible(shape[0], count) for shape in shapes):
+        return
     for at, part in enumerate(slices):
         with graph.inserting_before(part):
             made = graph.call_function(aten.slice.Tensor, (left, 0, at * rows, (at + 1) * rows))
+            made.meta.update(chain[-1].meta)
             made = graph.call_function(aten.mm.default, (made, right))
-            if whole.target is aten.reshape.default:
-                first, last = part.args[2:4]
-                made = graph.call_function(aten.reshape.default, (made, [last - first, *whole.args[1][1:]]))  # type: ignore[operator]
-        _note(graph, made, chain[-1])
+            made.meta.update(chain[-1].meta)
+            for node, shape in zip(chain[-2::-1], shapes[::-1], strict=True):
+                made = graph.call_function(aten.reshape.default, (made, [shape[0] // count, *shape[1:]]))
+                made.meta.update(node.meta)
         part.replace_all_uses_with(made)
         graph.erase_node(part)
     for node in chain:
@@ -124,10 +129,3 @@ def _behind(graph: fx.Graph, place: fx.Node, like: fx.Node, args: tuple[Any, ...
         made = graph.call_function(target or like.target, args)  # type: ignore[arg-type]
     made.meta.update(like.meta)
     return made
-
-
-def _note(graph: fx.Graph, last: fx.Node, like: fx.Node) -> None:
-    node = last
-    while node.op == "call_function" and not node.meta.get("origin"):
-        node.meta.update(like.meta)
-        node = node.all_input_nodes[0]

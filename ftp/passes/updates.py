@@ -70,7 +70,8 @@ class _Merge:
         lists = kind.lists(rows)
         if kind.counts:
             self._emit(updates[0], aten._foreach_add_.Scalar, lists[-1], 1)
-        self._emit(updates[0], kind.kernel, *lists, **updates[0].kwargs)
+        called = self._emit(updates[0], kind.kernel, *lists, **updates[0].kwargs)
+        called.meta["origins"] = [update.meta.get("origin", "") for update in updates]  # row by row
         for update, row in zip(updates, rows, strict=True):
             for item in list(update.users):
                 index: Any = item.args[1]
