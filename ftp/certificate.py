@@ -98,7 +98,7 @@ class Ranks:
     at: Mapping[Coordinate, tuple[int, tuple[int, ...]]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Certificate:
     """A program with its proof: both graphs, the specs, and what is cut of every value. ``check`` needs nothing else.
 
@@ -116,6 +116,11 @@ class Certificate:
     outputs: tuple[tuple[Ref, Spec], ...]
     ranks: Ranks
     donated: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
+        taken = "".join(f"\n  assumed: {assumption}" for assumption in self.assumptions)
+        return f"certificate of {len(self.operations)} values and ops on ({mesh}), {math.prod(self.axes.values())} ranks{taken}"
 
     @property
     def assumptions(self) -> list[str]:

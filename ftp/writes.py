@@ -21,6 +21,7 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 COPIES = (aten.alias.default, aten.detach.default)  # the same elements in the same memory
+_NUMBERS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)  # as of the offsets of random draws
 _BY_KERNEL = {update.kernel: (op, update) for op, update in UPDATES.items()}
 
 
@@ -199,6 +200,8 @@ def _bases(node: fx.Node) -> list[fx.Node]:
     if target is operator.getitem:
         tuple_of: Any = node.args[0]
         return _bases(tuple_of)
+    if target in _NUMBERS:
+        return []
     if not isinstance(target, torch._ops.OpOverload):
         return list(node.all_input_nodes)
     found: list[fx.Node] = []

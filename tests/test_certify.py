@@ -425,6 +425,18 @@ def test_a_scan_with_its_update_and_gathers_ahead():
     assert check_step(step, (params, state, torch.randn(4, 4, dtype=torch.float64)), 0, 8) > 2
 
 
+def test_draws_on_a_cut_batch():
+    """The numbers that say where a rank's part begins are no memory that could be shared."""
+    fn, params = ftp.functionalize(torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True, dtype=torch.float64).train())
+
+    def loss(params, x, key):
+        return fn(params, x, rng=key).square().mean()
+
+    specs = ftp.plan(params, {"linear1.*": P("tp"), "linear2.weight": P(None, "tp")})
+    step = ftp.shard(loss, ftp.simulated_mesh((2, 2), ("dp", "tp")), specs, batch_specs=(P("dp"), P()))
+    assert check_step(step, (params, torch.randn(4, 3, 4, dtype=torch.float64), ftp.random.key(0)), 0, 6) > 1
+
+
 def test_the_examples():
     toy = example("toy_mlp")
     fn, params = ftp.functionalize(toy.ToyModel().double())
