@@ -13,6 +13,7 @@ from ftp.divergence import Divergence, first_divergence
 from ftp.dtensor import from_dtensor, to_dtensor
 from ftp.errors import FtpError
 from ftp.exported import shard_exported
+from ftp.found import Found
 from ftp.functional import functionalize
 from ftp.init import init_params
 from ftp.local import local
@@ -29,7 +30,7 @@ from ftp.replicas import check_replicas
 from ftp.restore import load
 from ftp.safetensors_folder import load_safetensors, save_safetensors
 from ftp.scan import scan
-from ftp.search import Found, search
+from ftp.search import search
 from ftp.spec import P, PartitionSpec, units
 from ftp.step import Step
 from ftp.tree import plan

@@ -18,7 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ftp import recompute
 from ftp.draws import Draws
 from ftp.errors import InputError, TraceError, join_failures
-from ftp.pins import Constraint, Pin, named_modules, pin_inputs, pin_outputs, pins_of
+from ftp.pins import Constraint, Pin, change_outputs, named_modules, pin_inputs, pin_outputs, pins_of
 from ftp.random import check_key
 from ftp.recompute import Policy, policy_problem
 from ftp.spec import P
@@ -275,6 +275,7 @@ def _run(
     kwargs: dict[str, Any],
 ) -> Any:
     ran: set[str] = set()
+    change_outputs((m.path, m.module) for m in program.modules)
     out = _run_part(program, program.model, draws, values, names, mutable, ran, args, kwargs)
     placed: tuple[Pin | _Block, ...] = (*program.pins, *program.blocks)
     reached = {(type(given), given.pattern) for given in placed if given.path in ran}

@@ -1,5 +1,6 @@
 """Lowered: a program before it runs, to be read, counted, priced and compared."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
@@ -267,6 +268,17 @@ class Lowered:
         graph = made.graph
         del made  # a large program's graph and shapes are not held twice
         return graph, local_shapes(graph, self._local_inputs, self._local_offsets, device), copies
+
+    @property
+    def executed(self) -> fx.Graph:
+        """What the eager runner runs."""
+        return self._executed[0]
+
+    @property
+    def input_bytes(self) -> dict[str, int]:
+        """Of each input of the plan the bytes on this rank."""
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._local_inputs]
+        return dict(zip([node.name for node in self.plan.graph.inputs], sizes, strict=True))
 
     @cached_property
     def _origins(self) -> Origins:

@@ -16,7 +16,7 @@ import torch
 from ftp.cost import VIEWS, Hardware, collective_seconds, is_product, op_seconds
 from ftp.eliminate import Infeasible, Solution, min_marginals, minimize
 from ftp.graph import BATCH, Graph, Move, Node, Value
-from ftp.layout import PARTIAL, Layout, R, is_even, nominal, partial
+from ftp.layout import PARTIAL, Layout, R, nominal, partial
 from ftp.reach import Cut, Reach, factor_of, layout_of, reach
 from ftp.repeats import Ties
 
@@ -67,13 +67,17 @@ class Open:
         groups: of each such input the one that it lies like.
         mirrors: outputs by their place, and the inputs that they lie like.
         held: per input, seconds that holding it whole is priced with; a shard counts for its part.
-        dims: per input those that may be cut.
+        kept: the same, per value that a forward pass keeps for a backward pass.
+        cuts: per input the layouts that it may have, beside whole.
+        is_bare: prices are those of ops and moves alone, without the small ones that choose between equals; for bounds.
     """
 
     groups: Mapping[Node, Node]
     mirrors: Mapping[int, Node]
     held: Mapping[Node, float]
-    dims: Mapping[Node, Sequence[int]]
+    kept: Mapping[Value, float]
+    cuts: Mapping[Node, Sequence[Layout]]
+    is_bare: bool = False
 
 
 @dataclass
@@ -208,16 +212,16 @@ class _Network:
         return options
 
     def _open_cuts(self, node: Node) -> list[Cut]:
-        """The even cuts of a whole dim that all inputs of a group may have."""
+        """The cuts that all inputs of a group may have."""
         opened, n = self.problem.open, self.problem.n
         assert opened is not None
         members = [member for member, first in opened.groups.items() if first is opened.groups[node]]
-        return [
-            (dim[0], 1, 1)
-            for d, dim in enumerate(node.rule.results[0])
-            if d in opened.dims[node]
-            and all((dim[0], 1, 1) in self.problem.reach.cuts.get(m, ()) and is_even(m.sizes[dim[0]], n) for m in members)
-        ]
+        found = []
+        for layout in opened.cuts[node]:
+            cut = factor_of(node.rule.results[0], node.sizes, layout, n)
+            if cut is not None and all(cut in self.problem.reach.cuts.get(m, ()) for m in members):
+                found.append(cut)
+        return found
 
     def _tie(self) -> None:
         """Twins take their choices from one list."""
@@ -286,7 +290,7 @@ class _Network:
             for slot, value in enumerate(node.operands):
                 theirs = entries[value]
                 table = self._once(
-                    ("use", id(mine), id(theirs), slot, node.kind, self._nbytes(value)),
+                    ("use", id(mine), id(theirs), slot, node.kind, self._nbytes(value), self.problem.open and self._movable(value)),
                     lambda n=node, v=value, i=slot: np.array([[self._use_price(n, s, i, e) for s in self.options[n]] for e in entries[v]]),
                 )
                 between(value_index[owner_of(value)], at, table, ties.weight_between(value, node) if ties else 1)
@@ -300,8 +304,10 @@ class _Network:
                 mirrored = tuple(id(self.options[node]) for node in self._mirrored.get(value, ()))
                 known = ("entries", id(mine), index, tuple([(id(self.options[user]), slot) for user, slot in users]), required, mirrored)
                 found = entries[value] = self._once(known, lambda v=value: self._entries(v))
+                kept = self.problem.open.kept.get(value, 0.0) if self.problem.open else 0.0
                 costs = self._once(
-                    ("output", id(found), required), lambda v=value: np.array([self._output_price(v, e) for e in entries[v]])
+                    ("output", id(found), required, kept),
+                    lambda v=value, k=kept: np.array([self._output_price(v, e) + self._kept_price(k, e) for e in entries[v]]),
                 )
                 mover = variable(value_index, owner, costs, weight)
                 if domains[mover] != len(found):
@@ -370,7 +376,9 @@ class _Network:
         prices = []
         for s in self.options[node]:
             price = seconds / self.problem.n if s.cut else seconds
-            if s.pending is not None:
+            if self.problem.open and self.problem.open.is_bare:
+                pass
+            elif s.pending is not None:
                 # Sums of single numbers, as of a norm, are reduced once, though a toy's latency may be less than a nanosecond.
                 is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
                 price += min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON
@@ -434,6 +442,8 @@ class _Network:
             return self._collective(value, src, R, nbytes)
         move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
         seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
+        if self.problem.open and self.problem.open.is_bare:
+            return seconds + (self.violation if src.kind == "S" and not self._may_move(value, src) else 0.0)
         if src.kind == "P" and self._reduced_nbytes(value) > nbytes:
             # Whoever widens a sum means it to be summed so; the wider sum must be the cheaper, with the wider terms computed.
             wide = collective_seconds(move.op, self._reduced_nbytes(value), self.problem.n, self.problem.hardware.link)
@@ -476,10 +486,16 @@ class _Network:
             return math.inf
         if have.kind == "R":
             return 0.0
+        if self.problem.open and not self._may_move(node.operands[slot], have):
+            return self.violation  # padded and reduced it would be gathered after all, and every such way is one more to search
         nbytes = self._nbytes(node.operands[slot])
         return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds(
             "all_gather", nbytes, self.problem.n, self.problem.hardware.link
         )
+
+    def _kept_price(self, seconds: float, entry: tuple[Layout, ...]) -> float:
+        """What is kept for the backward pass is what users find: a shard where all of them find one."""
+        return seconds / self.problem.n if all(layout.kind == "S" for layout in entry) else seconds
 
     def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:
         for layout in self.required.get(value, ()):

@@ -1,7 +1,10 @@
 """Constraints on modules: where inputs and outputs of a model's modules live, pinned by hooks as the model runs."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import partial
 from types import EllipsisType
 from typing import Any, Literal, cast
 
@@ -89,6 +92,32 @@ def _is_entry(entry: object) -> bool:
 
 def _chain(entry: Pins) -> tuple[P | Gradient, ...]:
     return entry if isinstance(entry, tuple) else (entry,) if entry is not None else ()
+
+
+_change: ContextVar[Callable[[str, Tensor], Tensor] | None] = ContextVar("change", default=None)
+
+
+@contextmanager
+def outputs_through(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
+    """Inside, a tensor that a numbered module of a functionalized model returns, ``layers.3``, goes through ``change(path, tensor)``."""
+    token = _change.set(change)
+    try:
+        yield
+    finally:
+        _change.reset(token)
+
+
+def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:
+    """Hooks for `outputs_through` on modules that were just set up for one call."""
+    if (change := _change.get()) is None:
+        return
+    for path, module in modules:
+        if path.rpartition(".")[2].isdigit():
+            module.register_forward_hook(partial(_changed, change, path))
+
+
+def _changed(change: Callable[[str, Tensor], Tensor], path: str, module: nn.Module, args: tuple, out: Any) -> Any:
+    return change(path, out) if isinstance(out, Tensor) else out
 
 
 @dataclass(frozen=True)

@@ -118,10 +118,32 @@ def _make_plan(
         return plan
     plan = _plan_axes(graph, specs, batch, *args, watch=watch)
     assert plan is not None
-    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != specs.inputs[node]}
-    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != specs.outputs[i]}
+    return _as_given(plan, given, specs)
+
+
+def _as_given(plan: Plan, given: Specs, planned: Specs) -> Plan:
+    """The plan with what it does where a spec could not be planned for."""
+    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]}
+    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != planned.outputs[i]}
     plan.out_specs = [found if spec is None else spec for spec, found in zip(given.outputs, plan.out_specs, strict=True)]
     return plan
+
+
+def plan_few(
+    graph: Graph,
+    axes: Mapping[str, int],
+    specs: Specs,
+    *,
+    ties: Callable[[Graph], Ties | None] | None = None,
+    batch_inputs: Iterable[Node] = (),
+    data_axes: Sequence[str] = (),
+    decompose: Decompose | None = None,
+) -> Plan | None:
+    """``make_plan`` of a graph whose repeated layers are left out already and stay so; None where they come out different."""
+    with collection_paused():
+        order, fitting = _axis_order(graph, axes, specs)
+        plan = _plan_axes(graph, fitting, list(batch_inputs), order, axes, data_axes, True, DEFAULT, decompose, ties=ties)
+        return plan and _as_given(plan, specs, fitting)
 
 
 def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:

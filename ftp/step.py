@@ -162,15 +162,20 @@ class Step:
 
     def lower(self, *args: Any) -> Lowered:
         """The program for these arguments (real, fake or meta), without running it or talking to other ranks."""
+        return self.lower_traced(None, *args)
+
+    def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
+        """``lower``, of a function that has been traced already with such arguments."""
         call = Arguments(args, self._arguments)
         specs = self._checked_specs(call)
         shapes = self._estimated_shapes(call, specs)
+        known = traced or self._traced(call, shapes)
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             other = [changed.get(i, spec) for i, spec in enumerate(specs)]
-            return Lowered(self._build(call, other, shapes, watch).program, again)
+            return Lowered(self._build(call, other, shapes, watch, known).program, again)
 
-        return Lowered(self._build(call, specs, shapes).program, again)
+        return Lowered(self._build(call, specs, shapes, None, known).program, again)
 
     def _check_inputs(self, call: Arguments, program: Program, record: Calls) -> None:
         constants = [f"closure constant {i}, a tensor of shape {tuple(c.shape)}," for i, c in enumerate(program.constants)]
@@ -261,13 +266,22 @@ class Step:
         check_specs(specs, leaves, call.names, self.mesh.axes)
         return specs
 
-    @collection_paused()
-    def _build(
-        self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None], watch: Watch | None = None
-    ) -> _Planned:
+    def _traced(self, call: Arguments, shapes: Sequence[Shape | None]) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
         with use_mesh(self.mesh):
-            traced = trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
+            return trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
+
+    @collection_paused()
+    def _build(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        watch: Watch | None = None,
+        traced: Traced | None = None,
+    ) -> _Planned:
+        leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
+        traced = traced or self._traced(call, shapes)
         tensor_names = [name for name, leaf in zip(call.names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
         graph = from_fx(traced.gm, tensor_names, strict=self._options.strict)
         tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))

@@ -104,6 +104,51 @@ def test_what_is_found_equals_one_device():
         torch.testing.assert_close(found_grads[name], grad, rtol=1e-9, atol=1e-12)
 
 
+def test_sequence_parallelism_is_found_where_memory_forces_it():
+    cfg = LlamaConfig(vocab=1024, dim=2048, heads=16, hidden=8192, layers=1)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"))
+    batch = tuple(torch.empty(4, 512, dtype=torch.int64, device="meta") for _ in range(2))
+    mesh = ftp.AbstractMesh((4,), ("tp",))
+    free = ftp.search(lm_loss(fn), params, mesh, P(), batch)
+    assert free.constraints == {} and free.loss_fn is not None
+    found = ftp.search(lm_loss(fn), params, mesh, P(), batch, memory=int(free.memory * 0.97))
+    assert found.memory <= int(free.memory * 0.97)
+    assert found.constraints == {"layers.*": ftp.Constraint(outputs=P(None, "tp"), axes=("tp",))}
+    assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
+    assert "returns P(None, 'tp') over tp" in str(found) and "tensor parallel over tp, sequence parallel over tp" in str(found)
+    # Written into the model by hand the constraints make the same program, and so does the loss that has them.
+    by_hand, _ = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"), constraints=found.constraints)
+    for loss_fn in (lm_loss(by_hand), found.loss_fn):
+        lowered = ftp.shard(loss_fn, mesh, found.specs(params), batch_specs=P()).lower(params, batch)
+        assert lowered.memory == found.memory and float(lowered.cost()) == found.cost
+        assert [c.op for c in lowered.collectives] == [c.op for c in found.lowered.collectives]
+    with pytest.raises(ftp.errors.PlanningError, match="No plan found fits"):
+        ftp.search(lambda p, b: lm_loss(fn)(p, b), params, mesh, P(), batch, memory=free.memory // 8)
+
+
+def test_what_is_promised_is_what_is_lowered():
+    """Of many layers a few are planned and counted; what they promise for all of them holds."""
+    cfg = LlamaConfig(vocab=512, dim=256, heads=4, hidden=512, layers=9)
+    loss_fn, params, batch = program(cfg)
+    found = ftp.search(loss_fn, params, ftp.AbstractMesh((2, 2), ("dp", "tp")), P("dp"), batch)
+    assert len(found.rivals) == 3
+    for rival in found.rivals.values():
+        step = ftp.shard(loss_fn, ftp.AbstractMesh((2, 2), ("dp", "tp")), ftp.plan(params, dict(rival.patterns)), batch_specs=P("dp"))
+        lowered = step.lower(params, batch)
+        assert lowered.plan.alike
+        assert int(lowered.memory) == rival.nbytes
+        assert float(lowered.cost()) == pytest.approx(rival.seconds, rel=1e-6)
+    assert found.cost == pytest.approx(min(r.seconds for r in found.rivals.values()), rel=1e-6)
+
+
+def test_heads_that_do_not_divide_are_cut_whole():
+    loss_fn, params, batch = program(LlamaConfig(vocab=32000, dim=1536, heads=12, kv_heads=12, hidden=4096, layers=1))
+    found = ftp.search(loss_fn, params, ftp.AbstractMesh((8,), ("tp",)), P(), batch)
+    heads = ftp.units("tp", 128)
+    assert found.patterns["layers.*.attn.wq.weight"] == P(heads, None)
+    assert found.patterns["layers.*.mlp.w1.weight"] == P("tp", None)
+
+
 def test_the_page():
     cfg = LlamaConfig(layers=1, vocab=64)
     fn, params = ftp.functionalize(build(cfg, device="meta"))

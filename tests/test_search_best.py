@@ -1,0 +1,103 @@
+"""What is found against everything there is: all specs of small programs, one by one."""
+
+import itertools
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+
+HARDWARE = ftp.Hardware.h100()
+
+
+def mlp(params, x):
+    return (F.gelu(x @ params["up"]) @ params["down"]).square().sum()
+
+
+def attention(params, x):
+    q, k, v = [(x @ params[name]).unflatten(-1, (4, -1)).transpose(1, 2) for name in "qkv"]
+    out = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+    return (out @ params["out"]).square().sum()
+
+
+def tensors(**shapes):
+    return {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+
+
+MLP = mlp, tensors(up=(1024, 4096), down=(4096, 1024)), tensors(x=(8192, 1024))["x"]
+WIDE = mlp, tensors(up=(1024, 16384), down=(16384, 1024)), tensors(x=(64, 1024))["x"]
+ATTENTION = attention, tensors(q=(512, 512), k=(512, 512), v=(512, 512), out=(512, 512)), tensors(x=(4, 1024, 512))["x"]
+
+
+def every_spec(ndim, axes):
+    """Each axis on each dim or on none; where two cut one dim, in both orders."""
+    for places in itertools.product([None, *range(ndim)], repeat=len(axes)):
+        for order in {tuple(o) for o in (axes, axes[::-1])}:
+            entries = [tuple(a for a in order if places[axes.index(a)] == d) or None for d in range(ndim)]
+            if order == axes or any(e is not None and len(e) > 1 for e in entries):
+                yield P(*entries)
+
+
+def everything(program, mesh, batch_specs):
+    """Seconds, bytes and specs of all there is."""
+    loss_fn, params, x = program
+    axes = tuple(mesh.axes)
+    found = []
+    for specs in itertools.product(*(every_spec(w.ndim, axes) for w in params.values())):
+        lowered = ftp.shard(loss_fn, mesh, dict(zip(params, specs, strict=True)), batch_specs=batch_specs).lower(params, x)
+        found.append((float(lowered.cost(HARDWARE)), int(lowered.memory), specs))
+    return found
+
+
+def is_least(program, mesh, batch_specs, known, limit=None):
+    """What is found takes no longer than the least of all that fit."""
+    loss_fn, params, x = program
+    found = ftp.search(loss_fn, params, mesh, batch_specs, x, memory=limit, hardware=HARDWARE)
+    least = min(seconds for seconds, nbytes, _ in known if limit is None or nbytes <= limit)
+    assert found.memory <= (limit or found.memory)
+    assert found.cost <= least * (1 + 1e-9), (limit, found.patterns)
+    assert found.planned >= found.bound
+
+
+@pytest.mark.parametrize("program", [MLP, WIDE], ids=["tokens", "weights"])
+@pytest.mark.parametrize("batch_specs", [P(), P("a")], ids=["tp", "dp"])
+def test_an_mlp_on_one_axis(program, batch_specs):
+    mesh = ftp.AbstractMesh((2,), ("a",))
+    known = everything(program, mesh, batch_specs)
+    assert len(known) == 9
+    is_least(program, mesh, batch_specs, known)
+    for limit in sorted({nbytes for _, nbytes, _ in known})[:-1]:
+        is_least(program, mesh, batch_specs, known, limit)
+
+
+def test_an_mlp_on_two_axes():
+    mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    known = everything(WIDE, mesh, P("dp"))
+    assert len(known) == 121
+    limits = sorted({nbytes for _, nbytes, _ in known})
+    for limit in (None, limits[0], limits[len(limits) // 8]):
+        is_least(WIDE, mesh, P("dp"), known, limit)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("batch_specs", [P(), P("a")], ids=["tp", "dp"])
+def test_attention_on_one_axis(batch_specs):
+    mesh = ftp.AbstractMesh((2,), ("a",))
+    known = everything(ATTENTION, mesh, batch_specs)
+    assert len(known) == 81
+    for limit in [None, *sorted({nbytes for _, nbytes, _ in known})[:-1]]:
+        is_least(ATTENTION, mesh, batch_specs, known, limit)
+
+
+def test_no_plan_is_below_the_bound():
+    """The networks' own costs of all that there is, on the hardware that programs are planned for."""
+    loss_fn, params, x = MLP
+    for batch_specs in (P(), P("a")):
+        mesh = ftp.AbstractMesh((2,), ("a",))
+        found = ftp.search(loss_fn, params, mesh, batch_specs, x)
+        assert 0 < found.bound <= found.planned * (1 + 1e-9)
+        for specs in itertools.product(*(every_spec(2, ("a",)) for _ in params)):
+            step = ftp.shard(loss_fn, mesh, dict(zip(params, specs, strict=True)), batch_specs=batch_specs)
+            assert step.lower(params, x).plan.cost >= found.bound
