@@ -296,8 +296,9 @@ class Checker:
         for node in nodes if len(blocks) < 2 else ():
             if all(u in inside for u in node.users) or node.target in COPIES:
                 continue
-            # Results of one form, such as zeros where a rank's part is empty, are taken in their order.
-            left = [at for at in range(len(results)) if at not in taken] + sorted(taken)
+            # Results of one form, such as zeros where a rank's part is empty, are what they say they are.
+            noted = [at for at in node.meta.get("gives", ()) if at in range(len(results))]
+            left = [*noted, *(at for at in range(len(results)) if at not in taken), *sorted(taken)]
             for at in left:
                 trial = dict(bound)
                 if matcher.is_same(results[at], node, trial, {}):

@@ -257,9 +257,7 @@ class _Emission:
                 cause,
             )
             made = inline(site, node.target, [self.env[v] for v in node.operands])
-            self.env.update({Value(node, i): x for i, x in enumerate(made)})
-            for i, x in enumerate(made):
-                x.meta["gives"] = [*x.meta.get("gives", ()), i]
+            self._give(node, made)
             return
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:
@@ -269,10 +267,18 @@ class _Emission:
         if len(node.results) == 1 and not isinstance(made, tuple) and not _returns_tuple(node):
             self.env[Value(node)] = made
             return
+        if isinstance(made, tuple):
+            self._give(node, made)
+            return
         for index in range(len(node.results)):
-            self.env[Value(node, index)] = (
-                made[index] if isinstance(made, tuple) else self.graph.call_function(operator.getitem, (made, index))
-            )
+            self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
+
+    def _give(self, node: Node, made: Sequence[fx.Node | None]) -> None:
+        """Notes which results the nodes are: zeros, where a rank's part is empty, look alike. A gradient that nobody asked for is none."""
+        for index, x in enumerate(made):
+            if x is not None:
+                self.env[Value(node, index)] = x
+                x.meta["gives"] = [*x.meta.get("gives", ()), index]
 
     def _site(self, node: Node, sizes: Mapping[str, int]) -> MoveSite:
         return MoveSite(
