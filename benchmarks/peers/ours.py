@@ -29,9 +29,9 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
 
     of_state = optimizer.specs(params, specs)
     run = ftp.spmd(train_step, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), compile=compiled, pack=True)
-    state = ftp.device_put(optimizer.init(params), mesh, of_state)
     params = ftp.device_put(params, mesh, specs)
     model.to("meta")  # the whole weights are not needed any more
+    state = optimizer.init(params)
 
     def step(batch):
         nonlocal params, state
