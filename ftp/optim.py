@@ -22,7 +22,7 @@ from torch.overrides import TorchFunctionMode
 from ftp import schedules as schedules
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.fused import fused_kernels, update_of, written
-from ftp.placement import placement_of
+from ftp.placement import Placement, placement, placement_of, remember
 from ftp.slots import Slots
 from ftp.spec import P
 from ftp.tree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths, match_patterns
@@ -33,7 +33,8 @@ class Optimizer:
     """A pair of pure functions.
 
     Attributes:
-        init: ``params -> state``, a tree as ``params`` is with the ``Slots`` ``{slot: tensor}`` of each parameter as its leaves.
+        init: ``params -> state``, a tree as ``params`` is with the ``Slots`` ``{slot: tensor}`` of each parameter as its leaves; of placed
+            shards, this rank's part of it.
         update: ``(grads, state, params) -> (params, state)``.
     """
 
@@ -333,18 +334,43 @@ class _Torch:
     def init(self, params: Any) -> Any:
         leaves, treedef = flatten(params)
         groups = self._groups(params)
-        _check_whole(leaves, leaf_names(params, "params"))
-        slots = []
-        made: dict[Any, Slots] = {}
+        names = leaf_names(params, "params")
+        _check_tensors(leaves, names)
+        slots, cut = [], []
+        made: dict[Any, Slots | None] = {}
         with torch.no_grad():
-            for leaf, group in zip(leaves, groups, strict=True):
-                key = group, leaf.shape, leaf.stride(), leaf.dtype, leaf.device
+            for leaf, group, name in zip(leaves, groups, names, strict=True):
+                known = placement_of(leaf)
+                of = known if known is not None and known.mesh.kind == "process" else None
+                key = group, leaf.shape, leaf.stride(), leaf.dtype, leaf.device, of
                 if key not in made or not self._starts_alike(leaf):
-                    made[key] = self._first_slots(leaf.detach(), group)
-                    slots.append(made[key])
+                    made[key] = found = self._first_slots(leaf.detach(), group) if of is None else self._of_shard(leaf, of, group)
                 else:
-                    slots.append(Slots({name: value.clone() for name, value in made[key].items()}, made[key].like))
+                    first = made[key]
+                    found = first and Slots({slot: value.clone() for slot, value in first.items()}, first.like)
+                if found is None:
+                    cut.append(name)
+                elif of is not None:
+                    for slot, value in found.items():
+                        spec = of.spec if slot in found.like else P()
+                        remember(value, placement(of.mesh, spec, of.shape if slot in found.like else tuple(value.shape)))
+                slots.append(found)
+        if cut:
+            raise InputError(
+                f"{', '.join(cut)}: shards of placed tensors, of which {self.cls.__name__} cannot tell the whole ones' state. Make it"
+                " before ftp.device_put, on the meta device if need be, or with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
+            )
         return treedef.unflatten(slots)
+
+    def _of_shard(self, shard: Tensor, known: Placement, group: int) -> Slots | None:
+        """This rank's part of the state of a placed parameter; None where the state may be of another shape, or look at values."""
+        if not self._starts_alike(shard):
+            return None
+        whole = self._first_slots(torch.empty(known.shape, dtype=shard.dtype, device="meta"), group)
+        here = self._first_slots(shard.detach(), group)
+        if any(here[slot].shape != value.shape for slot, value in whole.items() if slot not in whole.like):
+            return None
+        return Slots(dict(here), whole.like)
 
     def _starts_alike(self, param: Tensor) -> bool:
         """Whether the first state is that of any parameter of this shape: no class of torch's looks at values.
@@ -553,18 +579,12 @@ def _select(condition: Tensor, a: tuple[Tensor, Slots], b: tuple[Tensor, Slots])
     return torch.where(condition, a[0], b[0]), Slots(slots, b[1].like)
 
 
-def _check_whole(leaves: Sequence[Any], names: Sequence[str]) -> None:
+def _check_tensors(leaves: Sequence[Any], names: Sequence[str]) -> None:
     failures = [
         f"{name} is {leaf!r}, {kind_of(leaf)}: it has no state."
         for leaf, name in zip(leaves, names, strict=True)
         if not isinstance(leaf, Tensor)
     ]
-    cut = [name for leaf, name in zip(leaves, names, strict=True) if (known := placement_of(leaf)) and known.shape != tuple(leaf.shape)]
-    if cut:
-        failures.append(
-            f"{', '.join(cut)}: shards of placed tensors, and a state is made for whole ones. Make it before ftp.device_put, on the meta"
-            " device if need be, or with ftp.spmd(opt.init, mesh, (specs,), specs)(params)."
-        )
     if failures:
         raise InputError(join_failures(failures))
 
