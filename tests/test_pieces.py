@@ -96,6 +96,7 @@ def test_an_input_that_a_later_piece_reads_is_not_written():
         assert (w in second.inputs) is reads_later and view not in second.inputs
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's, as it is imported
 @pytest.mark.slow
 def test_kernels_of_several_graphs_are_one_library():
     from torch._inductor.codecache import CppPythonBindingsCodeCache
