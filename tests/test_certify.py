@@ -365,12 +365,12 @@ def mlp(mesh: Any = None, **options: Any) -> tuple[ftp.Step, dict[str, torch.Ten
 
 
 def test_every_mutant_of_a_model():
-    """At least one collective of each kind, and offsets."""
+    """All changes to one program: at least one collective of each kind, and offsets."""
     step, params, x = mlp()
     lowered = step.lower(params, x)
     assert {c.op for c in lowered.collectives} == {"all_gather", "all_reduce", "reduce_scatter"}
-    changed, _, _ = check_mutants(lowered, [params["down"], params["up"], x], 0, 60)
-    assert changed > 20
+    changed, _, _ = check_mutants(lowered, [params["down"], params["up"], x], 0, 10_000)
+    assert changed > 50
 
 
 def check_step(program: Any, arguments: tuple[Any, ...], seed: int, most: int) -> int:
