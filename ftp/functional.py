@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ftp import recompute
 from ftp.draws import Draws
 from ftp.errors import InputError, TraceError, join_failures
+from ftp.gradient_hooks import GradientHooks, gradient_hooks
 from ftp.pins import Constraint, Pin, change_outputs, named_modules, pin_inputs, pin_outputs, pins_of
 from ftp.random import check_key
 from ftp.recompute import Policy, policy_problem
@@ -36,7 +37,9 @@ def functionalize(
 
     ``params`` is ``{path: tensor}``, detached tensors that share the model's memory. A tied weight is there once, under its first path.
     Buffers and frozen parameters are constants of ``fn``. The model is left as it is and ``fn`` does not see what is done to it later: its
-    submodules, hooks, train or eval are those of this call. ``fn`` keeps the model alive; ``model.to("meta")`` frees its weights.
+    submodules, hooks, train or eval are those of this call. Hooks of parameters (``Tensor.register_hook``) run
+    as on one device; backward hooks of modules are refused where a gradient is taken. ``fn`` keeps the model
+    alive; ``model.to("meta")`` frees its weights.
     What the model draws at random, dropout above all, comes from ``rng``, an ``ftp.random`` key, and from nothing else.
 
     Args:
@@ -79,6 +82,7 @@ def functionalize(
         blocks=(),
         other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
+        hooks=gradient_hooks(model),
     )
     program = replace(program, blocks=_blocks(program, remat or {}, frozenset(state) - frozen if buffers else frozenset()))
     fn = partial(_call_with_buffers, program, tuple(params), tuple(state), frozen) if buffers else partial(_call, program, tuple(params))
@@ -116,6 +120,7 @@ class _Program:
     blocks: "tuple[_Block, ...]"
     other_names: dict[str, str]
     constants: dict[int, str]
+    hooks: GradientHooks
 
 
 @dataclass(frozen=True, eq=False)
@@ -202,6 +207,7 @@ def _installed(program: _Program, values: Mapping[str, Tensor]) -> Iterator[None
 
 def _call(program: _Program, params: tuple[str, ...], draws: Draws, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
     _check_paths(program, "params", values, params)
+    values = program.hooks.registered(program.name, values, (args, kwargs))
     with _installed(program, values):
         out = _run(program, draws, values, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
         for m in program.modules:
@@ -224,6 +230,7 @@ def _call_with_buffers(
 ) -> tuple[Any, dict[str, Tensor]]:
     _check_paths(program, "params", values, params)
     _check_paths(program, "buffers", buffers, state)
+    values = program.hooks.registered(program.name, values, (args, kwargs))
     # The module may write to a clone; a large frozen weight must not cost a copy.
     clones = {path: buffers[path].clone() for path in state if path not in frozen}
     new = {path: clones.get(path, buffers[path]) for path in state}

@@ -15,6 +15,7 @@ from torch.func import functionalize as functionalize_aten
 from torch.func import grad_and_value, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import ftp
 import ftp.pins
 from ftp.errors import InputError, SpecError, TraceError
 from ftp.functional import functionalize
@@ -184,6 +185,53 @@ def test_hooks_of_the_model_run_and_stay():
     assert seen == ["pre", "post"]
     assert torch.equal(out, model(torch.ones(4)))
     assert state_of(model) == before
+
+
+def test_hooks_of_parameters_see_the_gradient_as_on_one_device():
+    """Once, and all of it: clamping part by part would give something else."""
+    torch.manual_seed(0)
+    model, seen, x = Mlp().double(), [], torch.randn(5, 4).double()
+    model.up.weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    model.up.weight.register_hook(lambda g: seen.append(g.shape))
+    model.down.weight.register_hook(lambda g: g * 5)
+    fn, params = functionalize(model)
+
+    def loss(p, x):
+        return fn(p, x).square().mean() + fn(p, 2 * x).square().mean() + p["up.weight"].sum()
+
+    total = model(x).square().mean() + model(2 * x).square().mean() + model.up.weight.sum()
+    expected = torch.autograd.grad(total, dict(model.named_parameters()).values())
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    specs = plan(params, {"up.*": P("tp"), "down.weight": P(None, "tp")})
+    for take in (torch.func.grad(loss), lambda p, x: ftp.shard(loss, mesh, specs)(p, x)[1]):
+        seen.clear()
+        for got, due in zip(take(params, x).values(), expected, strict=True):
+            torch.testing.assert_close(got, due)
+        assert seen == [(8, 4)]
+    own = {path: p.requires_grad_() for path, p in params.items()}
+    got = torch.autograd.grad(fn(own, x).square().mean(), list(own.values()))
+    due = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    for a, b in zip(got, due, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not own["up.weight"]._backward_hooks
+
+
+def test_hooks_on_gradients_that_cannot_run_are_refused():
+    model, x = Mlp(), torch.ones(4)
+    model.down.register_full_backward_hook(lambda module, grads, out: None)
+    model.up.bias.register_post_accumulate_grad_hook(lambda p: None)
+    fn, params = functionalize(model)
+    assert torch.equal(fn(params, x), model(x))
+    with pytest.raises(TraceError) as error:
+        torch.func.grad(lambda p: fn(p, x).sum())(params)
+    instead = (
+        "which torch.func does not run. Remove the hook; x.register_hook in the function runs, and a step returns its gradients,"
+        " for the caller to change."
+    )
+    assert str(error.value) == (
+        f"Mlp: parameter 'up.bias' has a hook for its accumulated gradient (register_post_accumulate_grad_hook), {instead}\n"
+        f"Mlp: module 'down' (Linear) has a backward hook (register_full_backward_hook and its kin), {instead}"
+    )
 
 
 def test_references_from_closures_lists_and_attributes_see_the_parameters_of_the_call():

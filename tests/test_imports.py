@@ -26,6 +26,7 @@ ORDER = [
     "recall",
     "axis",
     "pins",
+    "gradient_hooks",
     "functional",
     "fused",
     "fixed_shapes",
