@@ -28,8 +28,9 @@ class GradientHooks:
     def registered(self, name: str, values: Mapping[str, Tensor], inputs: Any) -> Mapping[str, Tensor]:
         """``values`` {path: tensor} with the hooks of their parameters.
 
-        Under torch.func the hooks are the given tensor's own, which lives as long as the transform: however often the model is called,
-        they see its whole gradient once. Else they are those of an alias, as the tensor is its caller's.
+        Under torch.func the hooks are the given tensor's own, which lives as long as the transform: however
+        often the model is called, they see its whole gradient once. Else they are those of an alias, as the
+        tensor is its caller's.
 
         Raises:
             TraceError: a hook that cannot run, where there is a gradient for it.

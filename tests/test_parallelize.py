@@ -58,6 +58,16 @@ def test_keys_match_whole_paths():
     assert "ColwiseParallel: it shards nn.Linear and nn.Embedding, not a Pair" in error_of({"b*": COLUMNS})
 
 
+def test_two_stars_are_any_depth_as_in_every_other_pattern():
+    model = Model()
+    assert cut({"**.w1": COLUMNS}) == {"w1.weight", "blk.w1.weight"}
+    assert cut({"layers.**.wq": COLUMNS}) == {"layers.0.attn.wq.weight", "layers.1.attn.wq.weight"}
+    params = ftp.functionalize(model)[1]
+    for pattern in ("**.w1", "**.w[1q]", "layers.**.wq", "**.attn.*", "**.layers.*.*.wq"):
+        assert cut({pattern: COLUMNS}) == {path for path, spec in ftp.plan(params, {f"{pattern}.weight": P("tp")}).items() if spec}
+    assert "pattern '**.w3' matches no module; " in error_of({"**.w3": COLUMNS})
+
+
 @pytest.mark.parametrize("pattern", ["blk..w1", ".blk.w1", "blk.w1."])
 def test_an_empty_element_is_an_error(pattern):
     assert error_of({pattern: COLUMNS}) == f"pattern {pattern!r} has an empty element. Try 'blk.w1'."

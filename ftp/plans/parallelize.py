@@ -15,7 +15,7 @@ from ftp.pins import Constraint
 from ftp.plans.axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.spec import P
-from ftp.tree import Row, Specs, kind_of, leaf_names, nearest
+from ftp.tree import Row, Specs, kind_of, leaf_names, matches, nearest
 
 Plan = tuple[Mapping[str, P], Mapping[str, Constraint]]
 
@@ -34,9 +34,10 @@ def from_parallelize_plan(
     A constraint speaks of the plan's own axis; on any other, and for gradients that DTensor would not lay out either, the planner chooses.
 
     Args:
-        plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path, fnmatch per element; "" is the model.
-            A style is one of torch's, one of ``ftp.plans``, or a function ``(path, module) -> (specs, constraints)`` of yours, its paths
-            from the model or from the module.
+        plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path, as in
+            ``ftp.plan``: ``*`` is one element or a part of one, ``**`` any number of elements (one in torch);
+            "" is the model. A style is one of torch's, one of ``ftp.plans``, or a function
+            ``(path, module) -> (specs, constraints)`` of yours, its paths from the model or from the module.
         mesh: a 1-D mesh, whose axis it is.
         axis: the mesh axis to shard over, of a mesh of any size; "tp" by default.
         tp_mesh_dim: the axis by its position in ``mesh``, as older versions of torch took it.
@@ -201,7 +202,7 @@ class _Reader:
         return list(dict.fromkeys(self.first[path] for path in found))
 
     def _find(self, tokens: Sequence[str]) -> list[str]:
-        return [path for path in self.modules if path and _matches(tokens, path.split("."))]
+        return [path for path in self.modules if matches(".".join(tokens), _elements(path))]
 
     def _nearest(self, pattern: str, tokens: Sequence[str]) -> str:
         """A pattern that differs in one element and matches, or the nearest paths."""
@@ -221,7 +222,7 @@ class _Reader:
         wider = dict.fromkeys(
             ".".join(["*" if e.isdigit() else e for e in p[: -len(tokens)]] + list(tokens))
             for p in paths
-            if _matches(tokens, p[-len(tokens) :])
+            if matches(".".join(tokens), tuple(p[-len(tokens) :]))
         )
         if wider:
             return f"did you mean {', '.join(map(repr, wider))}? A pattern is a whole path."
@@ -259,8 +260,8 @@ class _Reader:
                 self.failures.append(f"module {at!r}: {error}")
 
 
-def _matches(tokens: Sequence[str], path: Sequence[str]) -> bool:
-    return len(tokens) == len(path) and all(map(fnmatchcase, path, tokens))
+def _elements(path: str) -> tuple[str, ...]:
+    return tuple(path.split(".")) if path else ()
 
 
 def _join(path: str, name: str) -> str:
