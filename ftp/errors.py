@@ -71,6 +71,10 @@ class DiscoveryWarning(UserWarning):
     """An op without a stated rule is divided by one that was found by trial."""
 
 
+class StaleCaptureWarning(UserWarning):
+    """A variable holds another tensor than the one that a traced function captured."""
+
+
 def join_failures(failures: Iterable[str]) -> str:
     """One message out of several, a failing leaf each.
 

@@ -239,6 +239,11 @@ class Recorder(TorchDispatchMode):
             return {k: self._lifted(v) for k, v in tree.items()}
         return tree
 
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """The tensors that the function found outside of its arguments."""
+        return tuple(tensor for tensor, _ in self._known.values())
+
     def known(self, tensor: Tensor) -> Tensor:
         """``tensor``, or if it is not this trace's but a captured one, the input that stands for it."""
         tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]

@@ -23,6 +23,7 @@ from ftp.arguments import (
     without_addresses,
 )
 from ftp.attest import certified
+from ftp.captured import Captured, places_of, warn_of_others
 from ftp.collection import collection_paused
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
@@ -72,6 +73,7 @@ class _Planned:
         placements: per output of the graph where it lies.
         renewed: outputs that share memory with an argument or with another output, and how they get their own.
         donated: leaves whose memory is reused, and what to remember of them.
+        captured: where the function found tensors that it was not given.
     """
 
     program: Program
@@ -80,6 +82,12 @@ class _Planned:
     placements: tuple[Placement, ...]
     renewed: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
     donated: tuple[tuple[int, Donated], ...]
+    captured: list[Captured]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether the function would find another tensor by now than the one that it captured."""
+        return any(place.now() is not place.tensor for place in self.captured)
 
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
         """What the function returns, from the outputs of the graph."""
@@ -118,7 +126,7 @@ class Step:
         record = self._record
         if self._last is not None and not unexpected:
             planned, expected, last = self._last
-            if (leaves := expected.leaves(args, last)) is not None:
+            if (leaves := expected.leaves(args, last)) is not None and not (planned.captured and planned.is_stale):
                 record.begin(record.next(), planned.program.fingerprint)
                 outputs = self._run(planned, leaves, record)
                 last.facts = expected.afterwards
@@ -127,6 +135,8 @@ class Step:
         try:
             call = Arguments(args, self._arguments)
             planned = self._look_up(call, unexpected)
+            if planned is not None:
+                warn_of_others(planned.captured, stacklevel=2)
         except Exception as e:
             # The other ranks are told, for they may be about to wait for this one.
             record.agree(record.next(), e)
@@ -340,7 +350,9 @@ class Step:
         donated = {node.name for node, i in zip(arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate}
         facts = {position: Donated(self._argument_name(position)) for position in self._options.donate}
         marks = tuple((i, facts[call.positions[i]]) for i in tensor_leaves if call.positions[i] in facts)
-        return _Planned(program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated), marks)
+        return _Planned(
+            program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated), marks, places_of(self._fn, traced.captured)
+        )
 
     def _checked_out_specs(
         self, traced: Traced, graph: Graph, specs: Sequence[PartitionSpec], args: tuple[Any, ...]

@@ -46,6 +46,7 @@ class Traced:
         out_tree: the structure of the result.
         out_leaves: per leaf of the result the index of its output, or its static value.
         is_static: per leaf of the result whether it is a static value.
+        captured: the tensors that the function found outside of its arguments, as the objects that they are.
     """
 
     gm: fx.GraphModule
@@ -53,6 +54,7 @@ class Traced:
     out_tree: optree.PyTreeSpec
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
+    captured: tuple[Tensor, ...]
 
 
 @collection_paused()
@@ -117,7 +119,7 @@ def trace(
     statics = tuple(not isinstance(leaf, Tensor) for leaf in out_leaves)
     index = iter(range(len(out_leaves)))
     numbered = tuple(leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True))
-    return Traced(gm, constants, out_tree, numbered, statics)
+    return Traced(gm, constants, out_tree, numbered, statics, recorder.captured)
 
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:

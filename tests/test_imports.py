@@ -69,6 +69,7 @@ ORDER = [
     "functionalized",
     "safetensors_folder",
     "trace",
+    "captured",
     "varying",
     "rank_program",
     "rank_gradient",

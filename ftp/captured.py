@@ -1,0 +1,122 @@
+"""Tensors that a traced function captured: where it finds them, so that another object there is noticed."""
+
+import dis
+import functools
+import types
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from ftp.errors import StaleCaptureWarning
+from ftp.source import describe_line, is_users
+
+_VISITED = 1000  # objects at most that are looked into for captured tensors, the nearest first
+_LIBRARIES = ("builtins", "ftp", "numpy", "optree", "torch", "transformers")
+
+
+@dataclass(frozen=True, eq=False)
+class Captured:
+    """A captured tensor, and one place where the function finds it.
+
+    Attributes:
+        name: the place, as ``'masks['causal']', which loss (train.py:3) reads``.
+        holder, key: a cell, dict or list, and where in it the tensor is.
+    """
+
+    name: str
+    tensor: Tensor
+    holder: Any
+    key: Any
+
+    def now(self) -> Any:
+        """What the place holds; the tensor itself where it holds nothing."""
+        return _item(self.holder, self.key, self.tensor)
+
+
+def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Captured]:
+    """Where ``fn`` and what it refers to find ``tensors``: variables, items of dicts and lists, attributes.
+
+    >>> import torch
+    >>> mask = torch.ones(2)
+    >>> [place.name for place in places_of(eval("lambda x: x * mask", {"mask": mask}), [mask])]
+    ["'mask', which <lambda> reads"]
+    """
+    wanted, found, seen = set(map(id, tensors)), [], set()
+    queue: list[tuple[str, str, Any]] = [("", "", fn)] if wanted else []
+    for reader, name, visited in queue:  # it grows
+        if id(visited) in seen or len(seen) == _VISITED:
+            continue
+        seen.add(id(visited))
+        reader = _described(visited) or reader
+        for own, holder, key in _places_in(visited, name):
+            value = _item(holder, key, None)
+            if id(value) in wanted:
+                found.append(Captured(f"{own!r}, which {reader} reads", value, holder, key))
+            elif not isinstance(value, Tensor):
+                queue.append((reader, own, value))
+    return found
+
+
+def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
+    """Warns of each place that holds another object now, once, and forgets it."""
+    for place in [place for place in captured if place.now() is not place.tensor]:
+        captured.remove(place)
+        now = place.now()
+        what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
+        warnings.warn(
+            f"{place.name}, is another object now, {what}. The step goes on with the tensor that it captured when it was traced, of"
+            f" shape {tuple(place.tensor.shape)}. Give what changes as an argument of the step, or make the step anew.",
+            StaleCaptureWarning,
+            stacklevel=stacklevel + 1,
+        )
+
+
+def _item(holder: Any, key: Any, default: Any) -> Any:
+    try:
+        return holder.cell_contents if isinstance(holder, types.CellType) else holder[key]
+    except (ValueError, LookupError):  # an empty cell, an item that is gone
+        return default
+
+
+def _described(visited: Any) -> str:
+    code = getattr(visited, "__code__", None)
+    if not isinstance(code, types.CodeType):
+        return ""
+    line = describe_line(code.co_filename, code.co_firstlineno).split("  ")[0]
+    return code.co_name if code.co_filename.startswith("<") else f"{code.co_name} ({line})"
+
+
+def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
+    """What an object refers to: what to call it, and the cell, dict or list that holds it."""
+    if isinstance(visited, types.FunctionType):
+        yield from zip(visited.__code__.co_freevars, visited.__closure__ or (), visited.__code__.co_freevars, strict=True)
+        if is_users(visited.__code__):
+            yield from ((variable, visited.__globals__, variable) for variable in _globals_read(visited.__code__))
+    elif isinstance(visited, types.MethodType):
+        yield "self", {"": visited.__self__}, ""
+        yield name, {"": visited.__func__}, ""
+    elif isinstance(visited, functools.partial):
+        yield from ((name, values, key) for values in ({"": visited.func}, visited.keywords) for key in values)
+    elif type(visited) is dict:
+        yield from ((f"{name}[{key!r}]", visited, key) for key in list(visited))
+    elif type(visited) is list:
+        yield from ((f"{name}[{i}]", visited, i) for i in range(len(visited)))
+    elif isinstance(visited, nn.Module):
+        own, registered = visited.__dict__, ("_parameters", "_buffers", "_modules")
+        held = (own, *(own[kind] for kind in registered))
+        yield from ((f"{name}.{key}", of, key) for of in held for key in list(of) if key not in registered)
+    elif type(visited).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(visited, type):
+        own = getattr(visited, "__dict__", {})
+        yield from ((f"{name}.{key}", own, key) for key in list(own))
+        if isinstance(call := vars(type(visited)).get("__call__"), types.FunctionType):
+            yield name, {"": call}, ""
+
+
+@functools.cache
+def _globals_read(code: types.CodeType) -> tuple[str, ...]:
+    inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
+    read = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    return tuple(dict.fromkeys([*read, *(name for c in inner for name in _globals_read(c))]))
