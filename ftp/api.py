@@ -144,7 +144,8 @@ def spmd(
 
     Args:
         in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. With one argument it may be that argument's own tree.
-        out_specs: prefix tree of the result; None leaves the choice to propagation.
+        out_specs: prefix tree of the result; None leaves the choice to propagation, but for trees of the result that are like an
+            argument (parameters, an optimizer's state): they come back as it went in.
         data_axes: default the axes that cut an argument that is no state. State: the first argument, donated ones, and trees that come
             back in the result with the same shapes and specs.
 

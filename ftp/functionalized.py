@@ -168,6 +168,9 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             continue
         if target in (aten._unsafe_view.default, aten._reshape_alias.default):
             node.target, node.args = aten.view.default, node.args[:2]
+        elif target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # a number beside what torch.vmap maps over
+            node.target, node.args = aten.full.default, ([], node.args[0])
+            node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
         elif target is aten._efficientzerotensor.default:  # autograd's zero without memory, which a rank's program writes out
             node.target = aten.zeros.default
         elif target in (aten.fill.Scalar, aten.zero.default):

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor  # type: ignore[attr-defined]
+from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor  # type: ignore[attr-defined]
 from torch.overrides import TorchFunctionMode
 
 from ftp import schedules as schedules
@@ -81,7 +81,8 @@ def from_torch(cls: type[torch.optim.Optimizer], *, groups: Mapping[str, Mapping
         groups: ``{path pattern: options}`` for the parameters that a pattern names, as in ``ftp.plan``: other rates, no weight decay.
         options: as ``cls`` takes them. ``lr`` may be a schedule, a function of the number of updates done so far in tensor code
             (see ``ftp.optim.schedules``). ``fused=True`` takes torch's fused kernels, where ``cls`` has them (AdamW, Adam, SGD and
-            Adagrad): the fastest without compilation; parameters that are ready together are updated in one call.
+            Adagrad): the fastest without compilation; parameters that are ready together are updated in one call. ``foreach``
+            changes nothing.
 
     Raises:
         InputError: a class that cannot be pure, options that it refuses, a pattern that matches no parameter.
@@ -305,6 +306,9 @@ def _aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[A
         raise InputError(f"{name} is not a tree as {like} is: {error}") from None
 
 
+_CAPTURABLE = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop)
+
+
 class _Torch:
     """Drives a torch.optim class on clones."""
 
@@ -315,8 +319,10 @@ class _Torch:
         taken = inspect.signature(cls).parameters
         # Formulas for autograd are formulas without .item(); one tensor after another are ops that have rules.
         self.forced = {k: v for k, v in {"differentiable": True, "foreach": False}.items() if k in taken}
-        if issubclass(cls, torch.optim.RAdam | torch.optim.ASGD):
-            self.forced["capturable"] = True  # their other formulas branch on values
+        if issubclass(cls, _CAPTURABLE):
+            self.forced["capturable"] = True  # their other formulas branch on values, or write where a mask says
+        if "foreach" in taken:  # the same numbers either way
+            self.options = [{k: v for k, v in given.items() if k != "foreach"} for given in self.options]
         for key in {"capturable": 0, **self.forced}:
             if any(options.get(key) for options in self.options):
                 raise InputError(f"{cls.__name__}({key}=True) has no meaning in a program; leave it out.")
@@ -435,10 +441,12 @@ class _Torch:
         steps = [s.get("step") for s in slots]
         rate = self.options[group].get("lr")
         options = {"lr": rate(_widened(steps[0]))} if callable(rate) else {}
+        if unfused := bool(self.options[group].get("fused")) and any(map(is_batchedtensor, params)):
+            options |= {**self.forced, "fused": False}  # torch.vmap does not see into a kernel
         opt.param_groups = [{**prototype.param_groups[0], **options, "params": clones}]
         opt.state = defaultdict(dict)
         for clone, mine in zip(clones, slots, strict=True):
-            opt.state[clone] = {name: value.clone() for name, value in mine.items()}
+            opt.state[clone] = {name: _widened(v).clone() if unfused and name == "step" else v.clone() for name, v in mine.items()}
         before = [dict(opt.state[clone]) for clone in clones]
         self._step(opt)
         out = []
@@ -498,7 +506,18 @@ class _TensorScalars(TorchFunctionMode):
         for name in ("alpha", "value"):
             if isinstance(kwargs.get(name), Tensor):
                 args = (args[0], args[1].to(args[0].dtype) * kwargs.pop(name), *args[2:])
+        if func in _RETURNING and is_functorch_wrapped_tensor(args[0]):
+            return args[0].copy_(_RETURNING[func](*args, **kwargs))
         return func(*args, **kwargs)
+
+
+# In-place ops that torch.vmap takes apart, replica by replica, in their forms that return the new value.
+_RETURNING: dict[Any, Callable[..., Tensor]] = {
+    Tensor.addcdiv_: torch.addcdiv,
+    Tensor.addcmul_: torch.addcmul,
+    Tensor.clamp_: torch.clamp,
+    Tensor.lerp_: torch.lerp,
+}
 
 
 def _widened(step: Any) -> Any:
@@ -528,7 +547,7 @@ class _OneByOne(TorchFunctionMode):
 @contextmanager
 def _captured_anywhere(cls: type) -> Iterator[None]:
     """Formulas meant for graphs of a GPU's kernels serve on every device, where nothing is captured."""
-    names = {kind.__module__ for kind in cls.__mro__ if kind in (torch.optim.RAdam, torch.optim.ASGD)}
+    names = {kind.__module__ for kind in cls.__mro__ if kind in _CAPTURABLE}
     modules: list[Any] = [sys.modules[name] for name in names]
     saved = [module._get_capturable_supported_devices for module in modules]
     try:

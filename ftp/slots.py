@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 import optree
+from torch.utils import _pytree as pytree
 
 
 class Slots(dict):
@@ -50,4 +51,11 @@ optree.register_pytree_node(
     _unflatten,
     path_entry_type=optree.MappingEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,  # pyright: ignore[reportAttributeAccessIssue]
+)
+# And with torch's, which torch.vmap and torch.func look with.
+pytree.register_pytree_node(
+    Slots,
+    lambda slots: _flatten(slots)[:2],
+    lambda children, metadata: _unflatten(metadata, children),
+    serialized_type_name="ftp.slots.Slots",
 )

@@ -297,7 +297,10 @@ class Step:
         tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         arguments = graph.inputs[: len(tensor_leaves)]
         out_specs = self._checked_out_specs(traced, graph, specs, call.args)
-        state = self._state | _returned_state(call.treedef, shapes, specs, traced, [v.meta.shape for v in graph.outputs], out_specs)
+        trees = _returned_trees(call.treedef, shapes, specs, traced, [v.meta.shape for v in graph.outputs], out_specs)
+        state = self._state | trees.keys()
+        given = {position: [spec for spec, at in zip(specs, call.positions, strict=True) if at == position] for position in trees}
+        out_specs = _as_given(out_specs, trees, given, traced)
         batch = []
         for node, i in zip(arguments, tensor_leaves, strict=True):
             node.depends = PARAMETER if call.positions[i] in state else BATCH
@@ -406,33 +409,63 @@ def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
         raise MeshError(join_failures(failures))
 
 
-def _returned_state(
+def _returned_trees(
     tree: optree.PyTreeSpec,
     shapes: Sequence[Shape | None],
     specs: Sequence[PartitionSpec],
     traced: Traced,
     out_shapes: Sequence[Shape],
     out_specs: Sequence[PartitionSpec | None],
-) -> set[int]:
-    """Positions of arguments that come back in the result, with the same tree, shapes and specs: state, such as an optimizer's."""
+) -> dict[int, list[list[int]]]:
+    """Arguments that come back in the result, with the same tree and shapes, and specs where given: an optimizer's state, say.
+
+    Returns:
+        Per position of such an argument, for each tree of the result that is like it, the indices of the tree's leaves in the result.
+    """
     returned = [
         (None, None) if static else (out_shapes[leaf], out_specs[leaf])
         for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
     ]
     subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(range(len(returned))))]
-    found = set()
+    found: dict[int, list[list[int]]] = {}
     start = 0
     for position, child in enumerate(tree.children()):
         end = start + child.num_leaves
         given = list(zip(shapes[start:end], specs[start:end], strict=True))
-        alike = (
-            all(shape == returned[i][0] and returned[i][1] in (spec, None) for (shape, spec), i in zip(given, indices, strict=True))
+        alike = [
+            indices
             for indices, other in subtrees
             if other == child
-        )
-        if not child.is_leaf() and given and any(alike):
-            found.add(position)
+            and all(shape == returned[i][0] and returned[i][1] in (spec, None) for (shape, spec), i in zip(given, indices, strict=True))
+        ]
+        if not child.is_leaf() and given and alike:
+            found[position] = alike
         start = end
+    return found
+
+
+def _as_given(
+    out_specs: Sequence[PartitionSpec | None],
+    trees: Mapping[int, Sequence[Sequence[int]]],
+    given: Mapping[int, Sequence[PartitionSpec]],
+    traced: Traced,
+) -> list[PartitionSpec | None]:
+    """``out_specs``, with those of state ``given`` for the outputs that propagation might leave elsewhere, so that the next call takes it.
+
+    Of several arguments that are alike the first comes back first; where it cannot be told which one is which, propagation chooses.
+    """
+    found = list(out_specs)
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for indices in sorted({tuple(indices) for found in trees.values() for indices in found}, key=lambda own: (own[0], -len(own))):
+        alike.setdefault(tuple(p for p, found in trees.items() if list(indices) in found), []).append(indices)
+    for positions, subtrees in alike.items():
+        specs = [given[position] for position in positions]
+        if all(of == specs[0] for of in specs):
+            specs = specs[:1] * len(subtrees)
+        for indices, of in zip(subtrees, specs, strict=False) if len(subtrees) == len(specs) else ():
+            for i, spec in zip(indices, of, strict=True):
+                if not traced.is_static[i] and found[leaf := traced.out_leaves[i]] is None:
+                    found[leaf] = spec
     return found
 
 

@@ -177,6 +177,14 @@ def test_another_optimizer_by_path_and_none_for_the_frozen():
     assert torch.equal(params["down"], given["down"]) and not torch.equal(params["scale"], given["scale"])
 
 
+def test_foreach_changes_nothing():
+    params = parameters()
+    one, other = (ftp.optim.from_torch(torch.optim.AdamW, lr=0.1, foreach=foreach) for foreach in (True, None))
+    same(*(opt.update(gradients(params)[0], opt.init(params), params)[0] for opt in (one, other)))
+    with pytest.raises(ftp.FtpError, match=r"refuses its options: .*'foreach'"):
+        ftp.optim.from_torch(OwnSigns, foreach=True)
+
+
 def test_errors_name_the_leaf():
     opt, params = ftp.optim.from_torch(torch.optim.SGD, lr=0.1, groups={"uq": {"lr": 1.0}}), parameters()
     with pytest.raises(ftp.FtpError, match=r"pattern 'uq' matches no path of params; the nearest are 'up'"):
@@ -302,3 +310,32 @@ def test_schedules(name: str):
         assert math.isclose(float(mine(torch.tensor(float(i)))), opt.param_groups[0]["lr"], rel_tol=1e-12, abs_tol=1e-15), i
         opt.step()
         scheduler.step()
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_replicas_under_vmap(name: str):
+    """Each as it is alone; cut over their own axis, nothing moves."""
+    cls, options = OPTIMIZERS[name]
+    opt, n = ftp.optim.from_torch(cls, **options), 3
+    params = {k: torch.stack([v * (i + 1) for i in range(n)]) for k, v in parameters(cls).items()}
+    grads = {k: torch.stack([v * (i - 1) for i in range(n)]) for k, v in gradients(parameters(cls))[0].items()}
+
+    def run(update: Any, params: Any, state: Any, grads: Any) -> Any:
+        for _ in range(2):
+            params, state = update(grads, state, params)
+        return params, state
+
+    def one(tree: Any, i: int) -> Any:
+        return {k: {s: x[i] for s, x in v.items()} if isinstance(v, dict) else v[i] for k, v in tree.items()}
+
+    state = torch.vmap(opt.init)(params)
+    found = run(torch.vmap(opt.update), params, state, grads)
+    for i in range(n):
+        expected = run(opt.update, one(params, i), opt.init(one(params, i)), one(grads, i))
+        assert expected[1].keys() == found[1].keys()
+        torch.testing.assert_close((one(found[0], i), one(found[1], i)), (expected[0], {k: dict(v) for k, v in expected[1].items()}))
+    cut = {k: {slot: P("replica") for slot in slots} for k, slots in state.items()}
+    step = ftp.spmd(torch.vmap(opt.update), ftp.simulated_mesh((2,), ("replica",)), (P("replica"), cut, P("replica")))
+    lowered = step.lower(grads, state, params)
+    assert not lowered.collectives
+    torch.testing.assert_close(run(step, params, state, grads), found, rtol=1e-10, atol=1e-12)

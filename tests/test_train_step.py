@@ -73,6 +73,41 @@ def test_steps_are_those_of_one_device(plan: str):
             torch.testing.assert_close(cut[1][name][slot], value, rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("plan", PLANS)
+def test_without_out_specs_state_comes_back_as_it_went_in(plan: str):
+    loss_fn, params = model()
+    fn = partial(train_step, loss_fn)
+    axes, weights, batch_specs, state = PLANS[plan]
+    of_params = ftp.plan(params, specs(cuts(CFG), **weights))  # type: ignore[arg-type]
+    of_state = OPT.specs(params, of_params if state is None else state)
+    mesh = ftp.simulated_mesh((2,) * len(axes), axes)
+    step = ftp.spmd(fn, mesh, (of_params, of_state, batch_specs))
+    alone = cut = (params, OPT.init(params))
+    for i in range(3):
+        batch = lm_batch(CFG, *TOKENS, seed=i)
+        *alone, expected = fn(*alone, batch)  # type: ignore[call-arg]
+        *cut, metrics = step(*cut, batch)  # type: ignore[misc]
+        torch.testing.assert_close(metrics, expected, rtol=1e-11, atol=0)
+        assert (ftp.specs_of(cut[0]), ftp.specs_of(cut[1])) == (of_params, of_state)
+
+
+def test_without_out_specs_arguments_that_are_alike_come_back_in_their_order():
+    mesh, x = ftp.simulated_mesh((2,), ("dp",)), torch.ones(2)
+    cut, whole = {"w": P("dp")}, {"w": P()}
+
+    def found(fn: Any, *in_specs: Any) -> list[Any]:
+        args = [{"w": torch.ones(2)} for _ in in_specs]
+        return [*ftp.spmd(fn, mesh, (*in_specs, P())).lower(*args, x).out_specs]
+
+    def twice(a: Any, b: Any, x: torch.Tensor) -> Any:
+        return {"w": (a["w"] + x).sum() + b["w"]}, {"w": b["w"] * (a["w"] + x).sum()}
+
+    assert found(twice, cut, whole) == [cut, whole]
+    assert found(twice, whole, cut) == [whole, cut]
+    assert found(lambda a, x: ({"w": a["w"].flip(0)}, [{"w": a["w"] * x}]), cut) == [cut, [cut]]
+    assert found(lambda a, x: (a["w"].sum(), {"w": a["w"][:1]}), cut) == [P(), {"w": P()}]
+
+
 @pytest.mark.parametrize("plan", ["dp", "tp", "cp", "zero-3"])
 def test_collectives_are_those_of_shard_and_the_clips(plan: str):
     loss_fn, params = model()
