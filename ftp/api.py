@@ -15,6 +15,7 @@ from ftp.errors import InputError, MeshError, SpecError
 from ftp.lowered import Lowered
 from ftp.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.placement import as_global, check_alive, check_placed, device_put, leaf_like, placement, placement_of, remember
+from ftp.placements import check_plain
 from ftp.rank_program import program_of
 from ftp.relocation import relocate
 from ftp.spec import PartitionSpec
@@ -234,6 +235,7 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any, *, new_mesh: An
     leaves, treedef = flatten(tree)
     try:
         names = leaf_names(tree, "tree")
+        check_plain(leaves, names)
         old_specs, new_specs = broadcast_specs(old, tree, "tree"), broadcast_specs(new, tree, "tree")
         full = as_global(leaves, old_specs, m)
         check_specs(old_specs, full, names, m.axes)

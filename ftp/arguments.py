@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ftp.errors import DonationError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
 from ftp.placement import Placement, content_hash, known_of, mesh_device, placement, placement_of
+from ftp.placements import check_plain, is_dtensor
 from ftp.spec import PartitionSpec, known_size, local_shape
 from ftp.tree import broadcast_specs, flatten, kind_of, leaf_names
 
@@ -60,7 +61,7 @@ def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Me
         return _describe(leaf) == (shape, dtype)
     if leaf.shape != shape or leaf.dtype != dtype or known_of(leaf) not in (None, due):
         return False
-    return leaf.layout is torch.strided and leaf.device.type == mesh.device_type and not _is_traced(leaf)
+    return leaf.layout is torch.strided and leaf.device.type == mesh.device_type and not (_is_traced(leaf) or is_dtensor(leaf))
 
 
 _dispatch_keys = torch._C._dispatch_keys
@@ -80,7 +81,8 @@ def _is_traced(leaf: torch.Tensor) -> bool:
 
 
 def check_static(call: Arguments) -> None:
-    """Raises for leaves that are neither tensors nor values that can tell programs apart."""
+    """Raises for leaves that are neither plain tensors nor values that can tell programs apart."""
+    check_plain(call.leaves, call.names)
     failures = []
     for leaf, name in zip(call.leaves, call.names, strict=True):
         if isinstance(leaf, np.ndarray):
@@ -96,6 +98,7 @@ def check_static(call: Arguments) -> None:
 
 def check_values(call: Arguments, mesh: Mesh) -> None:
     """Raises for tensors that have no values, or not on the mesh's devices."""
+    check_plain(call.leaves, call.names)
     failures = []
     for leaf, name in zip(call.leaves, call.names, strict=True):
         if not isinstance(leaf, torch.Tensor):

@@ -20,6 +20,7 @@ from ftp.draws import Draws
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.gradient_hooks import GradientHooks, gradient_hooks
 from ftp.pins import Constraint, Pin, change_outputs, named_modules, pin_inputs, pin_outputs, pins_of
+from ftp.placements import is_dtensor
 from ftp.random import check_key
 from ftp.recompute import Policy, policy_problem
 from ftp.spec import P
@@ -159,6 +160,12 @@ def _check_model(model: nn.Module) -> None:
             raise InputError(
                 f"module {path!r} holds one made by torch.compile. Give the module before that, and compile=True to ftp.shard."
             )
+    if cut := [f"parameter {path!r}" for path, p in model.named_parameters() if is_dtensor(p)]:
+        raise InputError(
+            f"{', '.join(cut[:4])}{f' and {len(cut) - 4} more' if len(cut) > 4 else ''} of {type(model).__name__} are DTensors, as"
+            " parallelize_module, fully_shard and distribute_module make them, with hooks of theirs on modules. Give the model before"
+            " that, its plan to ftp.from_parallelize_plan, and to the step its shards, ftp.from_dtensor(dict(model.named_parameters()))."
+        )
     lazy = [path for path, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
     if lazy:
         raise InputError(f"{', '.join(lazy)} have no shape yet (lazy modules). Call the model once before functionalize.")

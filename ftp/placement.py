@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ftp.agreement import calls
 from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
 from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
-from ftp.placements import is_dtensor, specs_of_any
+from ftp.placements import check_plain, specs_of_any
 from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, known_size, local_pieces, local_shape
 from ftp.tree import broadcast_specs, check_specs, flatten, leaf_names
@@ -365,6 +365,7 @@ def _checked(tree: Any, specs: Any, mesh: Mesh, *, are_shards: bool = False) -> 
     names = leaf_names(tree, "tree")
     given = specs_of_any(PartitionSpec() if specs is None else specs, tree, mesh)
     leaf_specs = broadcast_specs(given, tree, "tree")
+    check_plain(leaves, names)
     check_alive(leaves, names)
     check_placed(leaves, leaf_specs, names, mesh)
     full = as_global(leaves, leaf_specs, mesh)
@@ -386,8 +387,6 @@ def _unfit(leaf: Any, name: str) -> str | None:
         return None
     if is_functorch_wrapped_tensor(leaf) or get_proxy_mode() is not None:
         return f"{name} belongs to a trace and has no values; pin values inside a function with ftp.constrain."
-    if is_dtensor(leaf):
-        return f"{name} is a DTensor, a shard already. Take it as it lies with ftp.from_dtensor."
     if leaf.grad_fn is not None and placement_of(leaf) is None:
         return (
             f"{name} is computed from tensors that require a gradient ({type(leaf.grad_fn).__name__}), which placing it would cut off."

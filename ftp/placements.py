@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ftp.errors import SpecError
+from ftp.errors import InputError, SpecError, join_failures
 from ftp.mesh import Mesh
 from ftp.spec import P, Piece, Units, chunk, local_pieces
 from ftp.tree import kind_of
@@ -196,3 +196,12 @@ def is_dtensor(value: Any) -> bool:
         and hasattr(value, "device_mesh")
         and hasattr(value, "placements")
     )
+
+
+def check_plain(leaves: Sequence[Any], names: Sequence[str]) -> None:
+    """Raises for DTensors, whose own methods would do what is meant to be done with a rank's shard."""
+    found = [name for leaf, name in zip(leaves, names, strict=True) if is_dtensor(leaf)]
+    if found:
+        raise InputError(
+            join_failures(f"{name} is a DTensor, a shard already. Take it as it lies with ftp.from_dtensor(tree)." for name in found)
+        )

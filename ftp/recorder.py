@@ -260,7 +260,10 @@ class Recorder(TorchDispatchMode):
                     " Capture x.to_dense()."
                 )
             if is_traceable_wrapper_subclass(tensor):
-                raise TraceError(f"The function captures a {type(tensor).__name__}{at_line(self.line)}; plain tensors only.")
+                raise TraceError(
+                    f"The function captures a {type(tensor).__name__}{at_line(self.line)} plain tensors only. Of a DTensor give the shard,"
+                    " ftp.from_dtensor(x), as an argument."
+                )
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
             proxy.node.meta["ftp_constant"] = len(self.constants)

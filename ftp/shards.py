@@ -16,7 +16,7 @@ from ftp.boxes import Shape
 from ftp.errors import FtpError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
 from ftp.placement import check_alive, check_placed, global_shape, placement_of
-from ftp.placements import is_dtensor, specs_of_any
+from ftp.placements import check_plain, specs_of_any
 from ftp.spec import PartitionSpec, check_spec
 from ftp.tree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths
 
@@ -83,6 +83,7 @@ def shards_of(tree: Any, mesh: Mesh, specs: Any, root: str = "tree") -> Shards:
     leaf_specs = [s.at_rank(x.ndim) if isinstance(x, Tensor) else s for s, x in zip(leaf_specs, leaves, strict=True)]
     check_alive(leaves, names)
     check_placed(leaves, leaf_specs, names, mesh)
+    check_plain(leaves, names)
     failures = [problem for name, x in zip(names, leaves, strict=True) if (problem := _unfit(x, name))]
     if failures:
         raise InputError(join_failures(failures))
@@ -144,8 +145,6 @@ def _difference(first: list[list[str]], other: list[list[str]], a: int, b: int) 
 
 
 def _unfit(leaf: Any, name: str) -> str | None:
-    if is_dtensor(leaf):
-        return f"{name} is a DTensor. Take its shard with ftp.from_dtensor."
     if isinstance(leaf, Tensor) and leaf.layout is not torch.strided:
         return f"{name} is of layout {leaf.layout}; only strided tensors can be cut. Give .to_dense()."
     return None

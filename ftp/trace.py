@@ -244,7 +244,7 @@ def _check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
         if not isinstance(leaf, Tensor):
             failures += _unfit_static(leaf, name)
         elif is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, FakeTensor):
-            failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors, a rank's shard of a DTensor is its .to_local().")
+            failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
         elif leaf.layout is not torch.strided or leaf.is_quantized:
             failures.append(f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones.")
     if failures:

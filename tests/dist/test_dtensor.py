@@ -125,6 +125,59 @@ def test_wrong_shapes_are_named_on_all_ranks():
         assert "no axis 'pp'" in axis
 
 
+def _given_dtensors():
+    from torch.distributed.tensor import Shard, distribute_tensor
+    from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+
+    mesh: Any = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    found = []
+    for rows in (4, 5):
+        tree = {"w": distribute_tensor(torch.arange(rows * 2.0).reshape(rows, 2), mesh, [Shard(0)]), "b": torch.ones(2)}
+        x = torch.ones(3, rows)
+        step = ftp.shard(lambda p, x: (x @ p["w"] + p["b"]).sum(), mesh, {"w": P("tp"), "b": P()})
+        if rows == 4:
+            step(ftp.from_dtensor(tree), x)  # a program that a DTensor must not be given to
+        specs = {"w": P("tp"), "b": P()}
+        found += _messages(
+            [
+                lambda tree=tree, x=x, step=step: step(tree, x),
+                lambda tree=tree, x=x, step=step: step.lower(tree, x),
+                lambda tree=tree, x=x: ftp.lower(lambda p, x: x @ p["w"], mesh, P(), tree, x),
+                lambda tree=tree: ftp.device_get(tree, mesh, specs),
+                lambda tree=tree: ftp.device_put(tree, mesh, specs),
+                lambda tree=tree: ftp.reshard(tree, mesh, specs, P()),
+                lambda tree=tree: ftp.reshard(tree, mesh, specs, P(), max_bytes=1 << 20),
+            ]
+        )
+    model = parallelize_module(nn.Sequential(nn.Linear(4, 4)), mesh, {"0": ColwiseParallel()})
+    captured = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    found += _messages(
+        [
+            lambda: ftp.functionalize(model),
+            lambda: ftp.shard(lambda w: (w * captured).sum(), mesh, P("tp")).lower(torch.ones(2)),
+        ]
+    )
+    return found
+
+
+def test_a_dtensor_is_refused_with_the_way_to_its_shard():
+    for rank in launch(_given_dtensors, 2):
+        assert rank.exit == 0, rank.error or rank.stderr[-2000:]
+        *calls, of_model, captured = rank.value
+        assert len(calls) == 14
+        for message in calls:
+            root = message.partition("[")[0]
+            assert root in ("params", "p", "tree")
+            assert message == f"{root}['w'] is a DTensor, a shard already. Take it as it lies with ftp.from_dtensor(tree)."
+        assert of_model == (
+            "parameter '0.weight', parameter '0.bias' of Sequential are DTensors, as parallelize_module, fully_shard and"
+            " distribute_module make them, with hooks of theirs on modules. Give the model before that, its plan to"
+            " ftp.from_parallelize_plan, and to the step its shards, ftp.from_dtensor(dict(model.named_parameters()))."
+        )
+        assert captured.startswith("The function captures a DTensor at ")
+        assert captured.endswith(", plain tensors only. Of a DTensor give the shard, ftp.from_dtensor(x), as an argument.")
+
+
 def test_the_page_runs():
     page = (Path(__file__).resolve().parents[2] / "docs/dtensor.md").read_text()
     for rank in launch(re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)[0], 2):
