@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
@@ -43,6 +44,10 @@ ALWAYS = {
     for op in (getattr(packet, overload) for overload in packet.overloads())
     if op in DECOMPOSITIONS
 }
+
+
+# What an exported graph says of where a node is from.
+PROVENANCE = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack", "custom")
 
 
 _LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
@@ -191,6 +196,8 @@ class Recorder(TorchDispatchMode):
             kwargs["device"] = self.device
         phase, region = self._turn()
         meta = {"source": line, "phase": phase, "region": region}
+        if fx_traceback.has_preserved_node_meta():  # which torch copies to what it records itself, and so not to what is remembered
+            meta |= {k: v for k, v in fx_traceback.get_current_meta().items() if k in PROVENANCE}
         assert self._graph is not None
         root = self._graph._root
         call, out = self._again(func, args, kwargs)

@@ -183,7 +183,34 @@ def named_layers(graph: Graph) -> dict[Node, str]:
     if not labels:
         return {}
     called = {layer: f"{word}.{numbers[node]}" for node, layer in labels.items()}
-    return {node: called[layer] for node, layer in label(graph, labels, 0).of.items()}
+    of = label(graph, labels, 0).of
+    beside = _beside_layers(of, labels)
+    return {node: called[layer] for node, layer in of.items() if (layer, _computed(node).source) not in beside}
+
+
+def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
+    """Lines before the first layer or after the last one that read what a layer gives, such as the head's: (layer, line).
+
+    They are lines of no other layer, and read no parameter of this one. Backward ops have the lines of their forward ops.
+    """
+    layers: dict[str, set[int]] = {}
+    reading: set[tuple[int, str]] = set()
+    for node, layer in of.items():
+        if node.kind == "op":
+            layers.setdefault(node.source, set()).add(layer)
+            if any(_computed(value.node) in labels for value in node.operands):
+                reading.add((layer, node.source))
+    ends, is_one = {0, max(labels.values())}, {line for line, found in layers.items() if len(found) == 1}
+    if len(is_one) == len(layers):  # each layer is written out
+        return set()
+    return {(layer, line) for line in is_one for layer in layers[line] & ends} - reading
+
+
+def _computed(node: Node) -> Node:
+    """The node whose value this one is, moved or not."""
+    while node.kind in ("move", "constrain"):
+        node = node.operands[0].node
+    return node
 
 
 def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:

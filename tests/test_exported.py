@@ -203,6 +203,22 @@ def test_a_column_and_a_row_need_one_all_reduce(given):
         assert "return self.net2(torch.relu(self.net1(x)))" in issued.meta["stack_trace"]
 
 
+def test_every_layer_is_known_by_its_module_and_line():
+    """Of equal layers too, of which each op but the first layer's was traced before."""
+    program = export(nn.Sequential(*(Mlp() for _ in range(4))).double(), (x(5, 4),))
+    made = ftp.shard_exported(program, TP, {"*.net1": ColwiseParallel, "*.net2": RowwiseParallel}, rank=0)
+
+    def module(node):
+        return [path for path, _ in node.meta["nn_module_stack"].values()]
+
+    issued = [node for node in made.graph.nodes if "all_reduce" in str(node.target)]
+    assert [module(node) for node in issued] == [["", str(i), f"{i}.net2"] for i in range(4)]
+    for node in made.graph.nodes:
+        if node.op == "call_function":
+            assert module(node)[1:2] and node.meta["stack_trace"], node
+    assert {m for node in made.graph.nodes if "relu" in node.name for m in module(node)[1:]} == {str(i) for i in range(4)}
+
+
 @pytest.mark.parametrize("decomposed", [False, True])
 @pytest.mark.parametrize(
     ("given", "expected"),

@@ -12,6 +12,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from torch import nn
 
 import ftp
 from ftp import P
@@ -164,6 +165,37 @@ def test_collectives_by_layer():
         assert counts == {("tp",): 4, ("dp",): 9}, layer
     text = ftp.visualize(lowered).html
     assert "layers.7" in text and "all_reduce tp" in text
+
+
+def test_what_the_head_moves_is_of_no_layer():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.w1, self.w2 = nn.Linear(6, 10), nn.Linear(10, 6)
+
+        def forward(self, x):
+            return x + self.w2(torch.relu(self.w1(x)))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layers, self.head = nn.ModuleList(Block() for _ in range(3)), nn.Linear(6, 8)
+
+        def forward(self, x):
+            for layer in self.layers:
+                x = layer(x)
+            return self.head(x)
+
+    fn, params = ftp.functionalize(Model())
+    mesh, specs = ftp.simulated_mesh((2,), ("tp",)), {"layers.*.w1.*": P("tp"), "layers.*.w2.weight": P(None, "tp"), "head.*": P("tp")}
+    specs = ftp.plan(params, specs)
+    forward = ftp.lower(fn, mesh, (specs, P()), params, torch.ones(4, 6), out_specs=P())
+    one = [("all_reduce", (4, 6))]
+    found = {name: [(c.op, c.global_shape) for c in records] for name, records in forward.by_layer.items()}
+    assert found == {"layers.0": one, "layers.1": one, "layers.2": one, "": [("all_gather", (4, 8))]}
+    step = ftp.shard(lambda p, x: fn(p, x).square().mean(), mesh, specs).lower(params, torch.ones(4, 6))
+    of_head = [c for c in step.collectives if "self.head(x)" in c.source]
+    assert of_head and all(c in step.by_layer[""] for c in of_head)
 
 
 def test_layers_that_are_alike_are_one_branch_of_the_outline():

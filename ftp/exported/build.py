@@ -20,6 +20,7 @@ from ftp.mesh import Mesh
 from ftp.partition import LocalProgram
 from ftp.placement import take
 from ftp.planner import Plan
+from ftp.recorder import PROVENANCE
 from ftp.spec import P, local_pieces, local_shape
 from ftp.trace import Traced
 
@@ -60,9 +61,6 @@ def quiet() -> Iterator[None]:
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
         yield
-
-
-_KEPT = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack", "custom")
 
 
 @dataclass(eq=False)
@@ -276,7 +274,7 @@ def _fake(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _kept(meta: Mapping[str, Any]) -> dict[str, Any]:
-    return {k: copy.copy(meta[k]) for k in _KEPT if k in meta}
+    return {k: copy.copy(meta[k]) for k in PROVENANCE if k in meta}
 
 
 def _with_key(signature: Any) -> Any:
