@@ -2,11 +2,12 @@
 
 import inspect
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 import numpy as np
+import optree
 import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
@@ -96,6 +97,17 @@ def check_static(call: Arguments) -> None:
         raise InputError(join_failures(failures))
 
 
+def nones(call: Arguments) -> list[str]:
+    """What each None among the arguments is called."""
+    found = []
+    for i, arg in enumerate(call.args):
+        root = call.roots[i] if i < len(call.roots) else f"args[{i}]"
+        accessors = optree.tree_accessors(arg, none_is_leaf=True, namespace="ftp")
+        leaves = optree.tree_leaves(arg, none_is_leaf=True, namespace="ftp")
+        found += [accessor.codify(root) for accessor, leaf in zip(accessors, leaves, strict=True) if leaf is None]
+    return found
+
+
 def check_values(call: Arguments, mesh: Mesh) -> None:
     """Raises for tensors that have no values, or not on the mesh's devices."""
     check_plain(call.leaves, call.names)
@@ -160,6 +172,14 @@ def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
     return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
+def takes_by_name(fn: Callable[..., Any]) -> list[str]:
+    """The keyword-only arguments of a function."""
+    try:
+        return [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    except (TypeError, ValueError):
+        return []
+
+
 def argument_specs(specs: Any, args: tuple[Any, ...], roots: Sequence[str], where: str) -> list[PartitionSpec]:
     """A spec per leaf, from a prefix tree of the tuple of arguments; of a single argument it may be that argument's own tree."""
     names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
@@ -218,19 +238,22 @@ def without_addresses(text: str) -> str:
 
 
 def agreed_shapes(
-    everyone: Sequence[Sequence[Any]], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh
+    everyone: Sequence[Sequence[Any]], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh, loaded: Collection[int] = ()
 ) -> list[Shape | None]:
-    """The global shape of every leaf, from what all ranks hold; the same, or the same error, on every rank."""
+    """The global shape of every leaf, from what all ranks hold; the same, or the same error, on every rank.
+
+    ``loaded`` are the leaves of which a loader gives each rank its part, as of a batch.
+    """
     shapes: list[Shape | None] = []
     failures: list[str] = []
     for i, (spec, name) in enumerate(zip(specs, names, strict=True)):
-        shapes.append(_agreed_shape([held[i] for held in everyone], spec, name, mesh, failures))
+        shapes.append(_agreed_shape([held[i] for held in everyone], spec, name, mesh, failures, i in loaded))
     if failures:
         raise MismatchError(join_failures(failures))
     return shapes
 
 
-def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mesh, failures: list[str]) -> Shape | None:
+def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mesh, failures: list[str], is_loaded: bool) -> Shape | None:
     tensors = [h for h in held if isinstance(h, dict)]
     if len(tensors) < len(held):
         told = [h if isinstance(h, str) else "a tensor" for h in held]
@@ -247,7 +270,7 @@ def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mes
     for rank, (h, coordinate) in enumerate(zip(tensors, mesh.coordinates(), strict=True)):
         due = local_shape(spec, shape, mesh.axes, coordinate) if len(shape) == len(h["local"]) else None
         if due != tuple(h["local"]):
-            failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, due))
+            failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, due, is_loaded))
             return shape
     hashes = {h["hash"] for h in tensors}
     if tuple(tensors[0]["local"]) != shape and len(hashes) == 1 and None not in hashes:
@@ -259,13 +282,23 @@ def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mes
 
 
 def _no_shards(
-    held: Sequence[Mapping[str, Any]], spec: PartitionSpec, name: str, mesh: Mesh, shape: Shape, rank: int, due: Shape | None
+    held: Sequence[Mapping[str, Any]],
+    spec: PartitionSpec,
+    name: str,
+    mesh: Mesh,
+    shape: Shape,
+    rank: int,
+    due: Shape | None,
+    is_loaded: bool,
 ) -> str:
     # What is assembled from the first ranks fits rank 0 itself; name one that differs from it.
     other = rank or next((r for r, h in enumerate(held) if h["local"] != held[0]["local"]), 0)
     given = f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}, rank {mesh.ranks[other]} {tuple(held[other]['local'])}"
     right = f" Of a global {shape}, rank {mesh.ranks[rank]} should hold {due}." if due is not None else ""
-    return f"{name}, of spec {spec}, is not the shards of one tensor: {given}.{right} Place it with ftp.device_put(tree, mesh, specs)."
+    todo = "Place it with ftp.device_put(tree, mesh, specs)."
+    if is_loaded:
+        todo = "Give each rank the part of one batch that ftp.local_slice(mesh, spec, shape) says; drop or pad a short last batch."
+    return f"{name}, of spec {spec}, is not the shards of one tensor: {given}.{right} {todo}"
 
 
 def _first_odd(values: Sequence[Any]) -> int:

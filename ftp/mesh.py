@@ -6,10 +6,10 @@ import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from itertools import product
-from typing import Literal
+from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
@@ -60,6 +60,20 @@ class AbstractMesh:
     def size(self) -> int:
         """The number of ranks."""
         return math.prod(self.shape)
+
+    def __getitem__(self, axis_names: str | tuple[str, ...]) -> Self:
+        """The mesh of some of the axes alone, in this mesh's order, as a DeviceMesh gives it.
+
+        >>> AbstractMesh((4, 2), ("dp", "tp"))["tp"]
+        AbstractMesh(shape=(2,), axis_names=('tp',), device_type='cpu')
+        """
+        names = _tuple(axis_names)
+        for name in names:
+            if name not in self.axis_names:
+                raise MeshError(f"The mesh has no axis {name!r}; its axes are {_describe(self.shape, self.axis_names)}.")
+        if not names or list(names) != [name for name in self.axis_names if name in names]:
+            raise MeshError(f"mesh[{axis_names!r}]: name axes of {_describe(self.shape, self.axis_names)} once each, in this order.")
+        return replace(self, shape=tuple(self.axes[name] for name in names), axis_names=names)
 
 
 @dataclass(frozen=True)
@@ -297,6 +311,15 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank."""
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
         _set_timeout(process_groups(mesh), timedelta(seconds=seconds))
+
+
+def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
+    """``rank``, one of ``ranks``; True and 1.0 are none, though they equal one."""
+    is_int = hasattr(rank, "__index__") and not isinstance(rank, bool)
+    if not is_int or rank not in ranks:
+        kind = "" if is_int else f", a {type(rank).__name__},"
+        raise MeshError(f"{name}={rank!r}{kind} is no rank of {where}, which holds ranks {ranks[0]} to {ranks[-1]}.")
+    return int(rank)
 
 
 def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:

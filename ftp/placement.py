@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.agreement import calls
-from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
-from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
+from ftp.errors import DonationError, InputError, MismatchError, PlacementError, SpecError, join_failures
+from ftp.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
 from ftp.placements import check_plain, specs_of_any
 from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, known_size, local_pieces, local_shape
@@ -207,8 +207,8 @@ def device_put(
         if failures:
             raise InputError(join_failures(failures))
         ranks = m.ranks if m.kind == "process" else range(m.size())
-        if src is not None and src not in ranks:
-            raise MeshError(f"src={src!r} is not on the mesh {m}, which holds ranks {ranks[0]} to {ranks[-1]}.")
+        if src is not None:
+            check_rank(src, ranks, "src", f"the mesh {m}")
         tell("checked device_put" if is_checked else f"device_put from rank {src}", leaves, leaf_specs)
     if is_checked and m.kind == "process":
         full = [leaf if placement_of(leaf) is None else None for leaf in leaves]

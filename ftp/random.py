@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError, MeshError
-from ftp.mesh import AnyMesh, resolve
+from ftp.mesh import AnyMesh, check_rank, resolve
 from ftp.philox import AS_TENSOR_OPS, KEYS, MASK, contiguous_strides, random_bits, random_keys
 from ftp.tree import kind_of
 
@@ -253,10 +253,9 @@ class MegatronStreams:
         Args:
             rank: whose; default this process'.
         """
-        at = self.rank if rank is None else rank
-        n = len(self.model_parallel)
-        if at is None or not 0 <= at < n:
-            raise InputError(f"generators takes a rank from 0 to {n - 1} where there are no processes, not {at!r}.")
+        at = self.rank if rank is None else check_rank(rank, range(len(self.model_parallel)), "rank", "the axis")
+        if at is None:
+            raise InputError(f"generators takes a rank from 0 to {len(self.model_parallel) - 1} where there are no processes.")
         seeds = int(self.default[0]), int(self.model_parallel[at, 0])
         first, second = (torch.Generator(device).manual_seed(seed) for seed in seeds)
         return first, second

@@ -95,6 +95,8 @@ class PartitionSpec:
 
     def __init__(self, *entries: "Entry | Sequence[str | Units]"):
         self._entries = tuple(e if e is ... and not i else _entry(entries, e) for i, e in enumerate(entries))
+        if len(set(axes := self.axes)) < len(axes):
+            raise SpecError(_repeated(self))
 
     @property
     def entries(self) -> tuple[Entry, ...]:
@@ -102,7 +104,7 @@ class PartitionSpec:
 
     @property
     def axes(self) -> tuple[str, ...]:
-        """Every mesh axis the spec names, in order, repeats included."""
+        """Every mesh axis the spec names, in order."""
         return tuple(cut.axis for d in range(len(self._entries)) for cut in self.cuts(d))
 
     def cuts(self, dim: int) -> tuple[Units, ...]:
@@ -176,14 +178,9 @@ def check_spec(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str,
     if spec.entries[:1] == (...,):
         way_out = f" Give {spec.at_rank(len(shape))}." if shape is not None else ""
         return [f"{where} has spec {spec}, but only a constraint may begin with '...'.{way_out}"]
-    seen: dict[str, int] = {}
-    for dim in range(len(spec)):
-        for cut in spec.cuts(dim):
-            if cut.axis not in axes:
-                failures.append(f"{where} has spec {spec}, but the mesh has no axis {cut.axis!r}; its axes are {_sizes(axes)}.")
-            elif cut.axis in seen:
-                failures.append(_repeated(spec, shape, axes, where, cut.axis, seen[cut.axis], dim))
-            seen.setdefault(cut.axis, dim)
+    for axis in spec.axes:
+        if axis not in axes:
+            failures.append(f"{where} has spec {spec}, but the mesh has no axis {axis!r}; its axes are {_sizes(axes)}.")
     if shape is not None and not failures and len(spec) <= len(shape):
         failures += _ragged(spec, shape, axes, where)
     if shape is not None and len(spec) > len(shape):
@@ -217,16 +214,21 @@ def _misfit(cut: Units, dim: str, size: int) -> str:
     return f"units of {cut.size} do not divide {packs}{dim}. Pad {'the dim' if cut.pack == 1 else 'them'}, or cut it by {cut.axis!r} alone"
 
 
-def _repeated(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str, axis: str, first: int, dim: int) -> str:
-    message = f"{where} has spec {spec}, which uses mesh axis {axis!r} (size {axes[axis]}) for dim {first} and again for dim {dim}."
-    entries = list(spec)
-    kept = tuple(c.axis if c.is_plain else c for c in spec.cuts(dim) if c.axis != axis)
-    entries[dim] = kept or None
-    suggestion = P(*entries)
-    if shape is None or check_spec(suggestion, shape, axes, where):
-        return message
-    local = local_shape(suggestion, shape, axes)
-    return f"{message}\n  Try {suggestion}, which gives every rank a shard of shape {local} of {tuple(shape)}."
+def _repeated(spec: PartitionSpec) -> str:
+    """What is wrong with a spec in which an axis cuts twice, and the spec that lacks all cuts but its first."""
+    first: dict[str, int] = {}
+    again, kept = [], []
+    for dim in range(len(spec)):
+        left = []
+        for cut in spec.cuts(dim):
+            if cut.axis in first:
+                again.append((cut.axis, dim))
+            else:
+                left.append(cut.axis if cut.is_plain else cut)
+            first.setdefault(cut.axis, dim)
+        kept.append(... if spec[dim] is ... else tuple(left))
+    axis, dim = again[0]
+    return f"{spec} uses mesh axis {axis!r} for dim {first[axis]} and again for dim {dim}. Try {P(*kept)}."
 
 
 def _sizes(axes: dict[str, int]) -> str:

@@ -20,6 +20,8 @@ from ftp.arguments import (
     check_static,
     check_values,
     describe_held,
+    nones,
+    takes_by_name,
     without_addresses,
 )
 from ftp.attest import certified
@@ -37,6 +39,7 @@ from ftp.placement import Donated, Placement, Returned, check_alive, check_place
 from ftp.planner import Specs, Watch, make_plan
 from ftp.program import Program
 from ftp.replicas import compare_copies
+from ftp.source import raised_line
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
 from ftp.tree import check_specs, flatten, kind_of, leaf_names
@@ -210,12 +213,24 @@ class Step:
     def _argument_name(self, position: int) -> str:
         return self._arguments[position] if position < len(self._arguments) else f"args[{position}]"
 
+    def _unexpected(self, n: int, keywords: Mapping[str, Any]) -> str:
+        """What is wrong with keyword arguments after ``n`` positional ones."""
+        positional = [*map(self._argument_name, range(n))]
+        if strange := [name for name in keywords if name not in self._arguments[n:]]:
+            fn, arguments = getattr(self._fn, "__name__", kind_of(self._fn)), ", ".join(self._arguments)
+            if strange[0] in takes_by_name(self._fn):
+                return (
+                    f"The step takes no keyword {strange[0]!r}, though {fn} does: its arguments are positional, ({arguments})."
+                    f" Make the step of functools.partial({fn}, {strange[0]}=...)."
+                )
+            again = f", and {strange[0]!r} is given already" if strange[0] in positional else ""
+            return f"The step takes no argument {strange[0]!r}: {fn} takes ({arguments}), by position{again}. Call step({arguments})."
+        given = ", ".join([*positional, *sorted(keywords, key=self._arguments.index)])
+        return f"The step does not take the keyword {next(iter(keywords))!r}; its arguments are positional. Call step({given})."
+
     def _look_up(self, call: Arguments, unexpected: dict[str, Any]) -> _Planned | None:
         if unexpected:
-            given = ", ".join([*map(self._argument_name, range(len(call.args))), *unexpected])
-            raise InputError(
-                f"The step does not take the keyword {next(iter(unexpected))!r}; its arguments are positional. Call step({given})."
-            )
+            raise InputError(self._unexpected(len(call.args), unexpected))
         if self._options.donate:
             check_donated_once(call, self._options.donate)
         try:
@@ -245,7 +260,8 @@ class Step:
             tree = without_addresses(str(call.treedef))
             record.agree(number, {"library version": versions, "argument tree": tree, "specs": str(specs)})
             everyone = [json.loads(text) for text in record.exchange("arguments", held)]
-            shapes = agreed_shapes(everyone, specs, call.names, self.mesh)
+            loaded = {i for i, position in enumerate(call.positions) if position not in self._state}
+            shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
         try:
             planned = self._build(call, specs, shapes)
             agreed = {"rules found by trial": found_by_trial(planned.program.plan.graph), "program": planned.program.fingerprint}
@@ -279,7 +295,16 @@ class Step:
     def _traced(self, call: Arguments, shapes: Sequence[Shape | None]) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
         with use_mesh(self.mesh):
-            return trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
+            try:
+                return trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
+            except (AttributeError, TypeError) as e:
+                if (names := nones(call)) and "NoneType" in str(e):
+                    line = raised_line(e)
+                    raise InputError(
+                        f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} None, which the function uses as something else"
+                        f"{f' at {line}' if line else ''}: {e}. Give a tensor, or let the function ask whether it is None."
+                    ) from e
+                raise
 
     @collection_paused()
     def _build(

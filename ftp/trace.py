@@ -4,9 +4,10 @@ torch's own pytrees never see a user's container: leaves go in and out as flat l
 """
 
 import dataclasses
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -15,11 +16,14 @@ import optree
 import torch
 from torch import Tensor, fx
 from torch._decomp import decomposition_table
+from torch._functorch import eager_transforms
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     FakeTensor,
 )
 from torch.autograd.grad_mode import _force_original_view_tracking
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftp.collection import collection_paused
@@ -103,7 +107,7 @@ def trace(
             return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
 
     # A write to a view has its gradient by the view's own op, rather than by strides that a shard does not have.
-    with _transformers_tracing(), unchecked(), recorder.mode, _force_original_view_tracking(True):
+    with _nested_traces(), _transformers_tracing(), unchecked(), recorder.mode, _force_original_view_tracking(True):
         gm = record(flat, fakes)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):
@@ -316,6 +320,27 @@ def _check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
             failures.append(f"{name} is changed in place{at_line(node.meta['source'])} by {node.target}. {COPY}")
     if failures:
         raise TraceError(join_failures(dict.fromkeys(failures)))
+
+
+@contextmanager
+def _nested_traces() -> Iterator[None]:
+    """What would trace or compile within the trace is called as it is: torch.func.linearize, and helpers under torch.compile."""
+    original = eager_transforms.lazy_dynamo_disallow
+    eager_transforms.lazy_dynamo_disallow = lambda fn: _uncalled if fn is make_fx else lambda traced: traced
+    dynamo = sys.modules.get("torch._dynamo")  # imported where there is anything compiled
+    try:
+        with nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
+            yield
+    finally:
+        eager_transforms.lazy_dynamo_disallow = original
+
+
+def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[Any]]]:
+    """In place of ``make_fx`` in torch.func.linearize: the function of tangents as torch.func.jvp, which all transforms see through."""
+    known = inspect.getclosurevars(traced).nonlocals
+    func, tree = known["func"], known["primals_argspec"]
+    primals = pytree.tree_unflatten(known["flat_primals"], tree)
+    return lambda _: lambda *given: pytree.tree_leaves(torch.func.jvp(func, primals, pytree.tree_unflatten(given, tree))[1])
 
 
 @contextmanager

@@ -22,6 +22,17 @@ def loss_fn(params, x):
     return (x @ params["w"] + params["b"]).square().mean()
 
 
+def scaled_loss(params, x, *, scale=1.0):
+    return scale * loss_fn(params, x)
+
+
+LINE = f'test_errors.py:{loss_fn.__code__.co_firstlineno + 1}  return (x @ params["w"] + params["b"]).square().mean()'
+
+
+def exported():
+    return torch.export.export(torch.nn.Linear(6, 4), (X[:, :1].expand(5, 6),))
+
+
 def step(loss=loss_fn, specs=None, **options):
     return ftp.shard(loss, MESH, P() if specs is None else specs, **options)
 
@@ -52,9 +63,41 @@ IN_FULL = {
         "SpecError: x has spec P('pp'), but the mesh has no axis 'pp'; its axes are 'dp' (size 2), 'tp' (size 2).",
     ),
     "axis twice": (
-        lambda: step(specs={"w": P("tp", "tp"), "b": P()})(PARAMS, X),
-        "SpecError: params['w'] has spec P('tp', 'tp'), which uses mesh axis 'tp' (size 2) for dim 0 and again for dim 1."
-        "\n  Try P('tp', None), which gives every rank a shard of shape (2, 6) of (4, 6).",
+        lambda: P("tp", "tp"),
+        "SpecError: P('tp', 'tp') uses mesh axis 'tp' for dim 0 and again for dim 1. Try P('tp', None).",
+    ),
+    "axis twice, among others": (
+        lambda: P(..., ftp.units("tp", 4), ("dp", "tp"), "dp"),
+        "SpecError: P(..., units('tp', 4), ('dp', 'tp'), 'dp') uses mesh axis 'tp' for dim 1 and again for dim 2."
+        " Try P(..., units('tp', 4), 'dp', None).",
+    ),
+    "axis twice in one dim": (
+        lambda: P(("tp", "tp")),
+        "SpecError: P(('tp', 'tp')) uses mesh axis 'tp' for dim 0 and again for dim 0. Try P('tp').",
+    ),
+    "axis of no mesh": (
+        lambda: ftp.AbstractMesh((2, 2), ("dp", "tp"))["pp"],
+        "MeshError: The mesh has no axis 'pp'; its axes are (dp 2, tp 2).",
+    ),
+    "axes of a mesh in another order": (
+        lambda: MESH["tp", "dp"],
+        "MeshError: mesh[('tp', 'dp')]: name axes of (dp 2, tp 2) once each, in this order.",
+    ),
+    "a bool for a rank": (
+        lambda: ftp.device_put(PARAMS, MESH, src=True),
+        "MeshError: src=True, a bool, is no rank of the mesh (dp 2, tp 2) on cpu, which holds ranks 0 to 3.",
+    ),
+    "a float for a rank": (
+        lambda: ftp.shard_exported(exported(), MESH, {}, rank=1.0),  # type: ignore[arg-type]
+        "MeshError: rank=1.0, a float, is no rank of the mesh (dp 2, tp 2) on cpu, which holds ranks 0 to 3.",
+    ),
+    "a bool for a rank of generators": (
+        lambda: ftp.random.megatron_compat(0, MESH).generators(rank=True),
+        "MeshError: rank=True, a bool, is no rank of the axis, which holds ranks 0 to 1.",
+    ),
+    "a rank beyond the last": (
+        lambda: ftp.shard_exported(exported(), MESH, {}, rank=4),
+        "MeshError: rank=4 is no rank of the mesh (dp 2, tp 2) on cpu, which holds ranks 0 to 3.",
     ),
     "spec too long": (
         lambda: step(specs={"w": P(), "b": P(None, "tp")})(PARAMS, X),
@@ -105,6 +148,25 @@ IN_FULL = {
         lambda: step()(PARAMS, x=X),
         "InputError: The step does not take the keyword 'x'; its arguments are positional. Call step(params, x).",
     ),
+    "a keyword that the loss does not take": (
+        lambda: step()(PARAMS, X, foo=1),
+        "InputError: The step takes no argument 'foo': loss_fn takes (params, x), by position. Call step(params, x).",
+    ),
+    "an argument twice": (
+        lambda: step()(PARAMS, X, x=X),
+        "InputError: The step takes no argument 'x': loss_fn takes (params, x), by position, and 'x' is given already. Call"
+        " step(params, x).",
+    ),
+    "a keyword that the loss takes by name alone": (
+        lambda: step(scaled_loss)(PARAMS, X, scale=2.0),
+        "InputError: The step takes no keyword 'scale', though scaled_loss does: its arguments are positional, (params, x). Make the step"
+        " of functools.partial(scaled_loss, scale=...).",
+    ),
+    "no batch": (
+        lambda: step()(PARAMS, None),
+        f"InputError: x is None, which the function uses as something else at {LINE}: unsupported operand type(s) for @: 'NoneType' and"
+        " 'Tensor'. Give a tensor, or let the function ask whether it is None.",
+    ),
     "too few arguments": (
         lambda: step()(PARAMS),
         "InputError: loss_fn(params, x) does not take the 1 arguments of the step, (params): missing a required argument: 'x'.",
@@ -140,6 +202,21 @@ IN_FULL = {
 def test_message_in_full(case):
     call, expected = IN_FULL[case]
     assert message(call) == expected
+
+
+def test_a_none_that_the_function_asks_for_is_fine():
+    masked = step(lambda p, x, mask: loss_fn(p, x if mask is None else x * mask))
+    torch.testing.assert_close(masked(PARAMS, X, None)[0], loss_fn(PARAMS, X))
+    found = message(step(lambda p, b, other: b["x"].sum()), PARAMS, {"x": None}, None)
+    assert found.startswith("InputError: b['x'] and other are None, which the function uses as something else at test_errors.py:")
+
+
+@pytest.mark.parametrize("make", [ftp.simulated_mesh, ftp.AbstractMesh])
+def test_some_axes_of_a_mesh(make):
+    mesh = make((2, 3, 4), ("dp", "cp", "tp"), device_type="cpu")
+    assert mesh["tp"] == make((4,), ("tp",), device_type="cpu") and type(mesh["tp"]) is type(mesh)
+    assert mesh["dp", "tp"] == make((2, 4), ("dp", "tp"), device_type="cpu")
+    assert mesh["dp", "cp", "tp"] == mesh
 
 
 def test_an_unsupported_device_type_comes_with_the_supported_ones():

@@ -13,7 +13,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInpu
 
 import ftp
 from ftp import P, plans, units
-from ftp.errors import InputError, SpecError, TraceError
+from ftp.errors import InputError, MeshError, SpecError, TraceError
 
 COLUMNS = ColwiseParallel()
 
@@ -101,6 +101,34 @@ def test_frozen_weights_are_cut_where_they_are_an_argument():
     again, same, frozen = ftp.from_parallelize_plan(model, plan, buffers=True)
     assert (again, same) == (specs, constraints) and frozen == {"blk.w1.weight": P("tp")}
     assert str(frozen).endswith("blk.w1.weight  P('tp')  (4, 4)  'blk.w1': ColwiseParallel")
+
+
+def test_a_style_function_that_does_not_fit_is_named_with_its_path():
+    def narrow(path):
+        return {}, {}
+
+    def long(path, module):
+        return {"weight": P(None, None, "tp")}, {}
+
+    assert error_of({"blk.w1": narrow, "blk.w2": long}) == (
+        "plan['blk.w1']: narrow(path) does not take (path, module), with which a style is called: too many positional arguments.\n"
+        "plan['blk.w2']: long('blk.w2', ...) gives P(None, None, 'tp'), of 3 entries, for 'weight', whose shape (4, 4) has 2 dims."
+        " Give at most 2."
+    )
+
+
+def test_a_mesh_of_several_axes_says_what_takes_which():
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    with pytest.raises(MeshError) as error:
+        ftp.from_parallelize_plan(Model(), {"blk.w1": COLUMNS}, mesh=mesh)
+    several = "The plan is for one axis, and the mesh has 'dp', 'tp'. "
+    assert str(error.value) == several + "Name it, as axis='tp', or give a 1-D mesh."
+    with pytest.raises(MeshError) as error:
+        plans.make_input_shard_1d(device_mesh=mesh)
+    assert str(error.value) == several + "Give a 1-D mesh, as mesh['tp']."
+    assert plans.make_input_shard_1d(device_mesh=mesh["tp"]).axis == "tp"
+    specs, _ = ftp.from_parallelize_plan(Model(), {"blk.w1": COLUMNS}, mesh=mesh["tp"])
+    assert specs["blk.w1.weight"] == P("tp")
 
 
 def test_two_styles_that_disagree():

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._functorch import eager_transforms
 from torch.nn import functional as F
 
 import ftp
@@ -112,3 +113,58 @@ def test_ensembles(spec: P):
     torch.testing.assert_close(step(params, x), fn(params, x), rtol=1e-12, atol=1e-14)
     if spec == P("n"):
         assert not step.lower(params, x).collectives
+
+
+def _by_jvp(fn: Any, *primals: Any) -> Any:
+    """What torch.func.linearize gives; under torch.func.grad and vmap its own is without tangents, or refused."""
+    return fn(*primals), lambda *tangents: torch.func.jvp(fn, primals, tangents)[1]
+
+
+LINEARIZED = {
+    "a tensor": lambda make, w, x: (
+        lambda out, linear: (out + linear(w.cos())).square().sum(),
+        make(lambda q: (x @ q).tanh(), w),
+    ),
+    "trees": lambda make, w, x: (
+        lambda out, linear: sum((out["o"] * t["o"]).sum() + t["p"][0].square().sum() for t in (linear(w, x), linear(w.cos(), 0 * x))),
+        make(lambda q, y: {"o": (y @ q).tanh(), "p": [q.sin() * y.sum()]}, w, 2 * x),
+    ),
+    "mapped tangents": lambda make, w, x: (
+        lambda out, linear: torch.vmap(linear)(torch.stack([w, 2 * w])).square().sum(),
+        make(lambda q: (x @ q).tanh(), w),
+    ),
+    "a Hessian's product": lambda make, w, x: (
+        lambda out, linear: (out * linear(w)).sum(),
+        make(torch.func.grad(lambda q: (x @ q).tanh().sum()), w),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LINEARIZED)
+def test_linearize(name: str):
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+
+    def loss(w: torch.Tensor, x: torch.Tensor, make: Any = torch.func.linearize) -> torch.Tensor:
+        value, linearized = LINEARIZED[name](make, w, x)
+        return value(*linearized)
+
+    grad, value = torch.func.grad_and_value(lambda w, x: loss(w, x, _by_jvp))(w, x)
+    found, found_grad = ftp.shard(lambda w, x: loss(w, x), ftp.simulated_mesh((2,), ("tp",)), P("tp"))(w, x)
+    torch.testing.assert_close((found, found_grad), (value, grad))
+    assert eager_transforms.lazy_dynamo_disallow.__module__ == eager_transforms.__name__  # torch's own is as it was
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_helpers_under_compile_are_seen_through():
+    """They are not compiled: plain torch's numbers are those of the helper itself."""
+
+    def helper(h: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.gelu(h) * 2
+
+    compiled = torch.compile(helper, fullgraph=True)
+    flag = torch._dynamo.config.error_on_nested_fx_trace
+    w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
+    grad, value = torch.func.grad_and_value(lambda w: helper(x @ w).square().sum())(w)
+    found = ftp.shard(lambda w, x: compiled(x @ w).square().sum(), ftp.simulated_mesh((2,), ("tp",)), P("tp"))(w, x)
+    torch.testing.assert_close(found, (value, grad))
+    assert torch._dynamo.config.error_on_nested_fx_trace is flag

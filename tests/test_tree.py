@@ -217,12 +217,11 @@ def test_errors_of_a_spec_tree():
 def test_specs_are_checked_against_leaves_and_axes_all_at_once():
     message = error_of(
         lambda: check_specs(
-            [P("tp", "tp"), P("x"), P("tp"), P()], [torch.ones(4, 4), torch.ones(2), 3, "s"], ["a", "b", "c", "d"], {"tp": 2}
+            [P("tp", None, None), P("x"), P("tp"), P()], [torch.ones(4, 4), torch.ones(2), 3, "s"], ["a", "b", "c", "d"], {"tp": 2}
         )
     )
     assert message.split("\n") == [
-        "a has spec P('tp', 'tp'), which uses mesh axis 'tp' (size 2) for dim 0 and again for dim 1.",
-        "  Try P('tp', None), which gives every rank a shard of shape (2, 4) of (4, 4).",
+        "a has spec P('tp', None, None) of 3 entries, but its shape (4, 4) has 2 dims. Give at most 2 entries.",
         "b has spec P('x'), but the mesh has no axis 'x'; its axes are 'tp' (size 2).",
         "c has spec P('tp'), but is 3, an int; only a tensor can be cut. Give P().",
     ]

@@ -12,7 +12,7 @@ from torch.fx.node import map_arg
 
 from ftp.constrain import constrain
 from ftp.draws import Draws
-from ftp.errors import InputError, MeshError, SpecError, join_failures
+from ftp.errors import InputError, SpecError, join_failures
 from ftp.exported.build import KEY, Build, Entry, is_training, quiet
 from ftp.exported.check import check_program
 from ftp.exported.draws import drawn, module_of
@@ -20,7 +20,7 @@ from ftp.exported.plan import argument_specs, names_of_leaves, result_specs, sta
 from ftp.exported.styles import Pin
 from ftp.graph import BATCH, PARAMETER, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, from_fx
-from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
+from ftp.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
 from ftp.partition import Partitioner
 from ftp.planner import Plan, Specs, make_plan
 from ftp.source import told_line
@@ -128,8 +128,7 @@ def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
     if rank is None:
         return (require_coordinate(mesh), True) if mesh.kind == "process" else (dict.fromkeys(mesh.axes, 0), False)
     ranks = list(mesh.ranks) if mesh.kind == "process" else list(range(mesh.size()))
-    if rank not in ranks:
-        raise MeshError(f"rank={rank!r} is not on the mesh {mesh}, which holds ranks {ranks[0]} to {ranks[-1]}.")
+    rank = check_rank(rank, ranks, "rank", f"the mesh {mesh}")
     return mesh.coordinates()[ranks.index(rank)], mesh.kind == "process" and rank == mesh.rank
 
 

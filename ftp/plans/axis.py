@@ -8,8 +8,8 @@ from ftp.mesh import AnyMesh
 from ftp.tree import kind_of
 
 
-def axis_of(mesh: AnyMesh) -> str:
-    """The axis of a 1-D mesh.
+def axis_of(mesh: AnyMesh, way_out: str = "Give a 1-D mesh, as mesh[{axis!r}].") -> str:
+    """The axis of a 1-D mesh; ``way_out`` is what to do with another one.
 
     >>> from ftp import simulated_mesh
     >>> axis_of(simulated_mesh(2, "model"))
@@ -17,9 +17,7 @@ def axis_of(mesh: AnyMesh) -> str:
     """
     names = _names(mesh)
     if len(names) != 1:
-        raise MeshError(
-            f"The plan is for one axis, and the mesh has {', '.join(map(repr, names))}. Name it, as axis={names[-1]!r}, or give a 1-D mesh."
-        )
+        raise MeshError(f"The plan is for one axis, and the mesh has {', '.join(map(repr, names))}. {way_out.format(axis=names[-1])}")
     return names[0]
 
 
@@ -40,7 +38,7 @@ def choose_axis(mesh: AnyMesh | None, axis: str | None, tp_mesh_dim: int | None)
     names = _names(mesh)
     if axis is not None and axis not in names:
         raise MeshError(f"The mesh has no axis {axis!r}; its axes are {', '.join(map(repr, names))}.")
-    return axis or axis_of(mesh)
+    return axis or axis_of(mesh, "Name it, as axis={axis!r}, or give a 1-D mesh.")
 
 
 def _names(mesh: Any) -> tuple[str, ...]:

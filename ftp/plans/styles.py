@@ -1,5 +1,6 @@
 """The styles of torch.distributed.tensor.parallel, read as specs of parameters and constraints of activations."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -237,6 +238,12 @@ def _layout(layout: Any, axis: str, where: str) -> P:
 
 def _from_user(style: Callable[..., Any], path: str, module: nn.Module) -> Part:
     label = getattr(style, "__name__", type(style).__name__)
+    try:
+        inspect.signature(style).bind(path, module)
+    except TypeError as e:
+        raise SpecError(f"{label}{inspect.signature(style)} does not take (path, module), with which a style is called: {e}.") from None
+    except ValueError:  # it has no signature to be read
+        pass
     given = style(path, module)
     if not isinstance(given, tuple) or len(given) != 2:
         raise SpecError(f"{label}({path!r}, ...) gives {given!r}; a style gives a pair of specs and constraints.")
@@ -259,6 +266,11 @@ def _from_user(style: Callable[..., Any], path: str, module: nn.Module) -> Part:
                 raise SpecError(f"{label}({path!r}, ...) names {key!r}, which {why}. It has {', '.join(map(repr, names[:6]))}.")
             if not isinstance(value, kinds):
                 raise SpecError(f"{label}({path!r}, ...) gives {value!r}, {kind_of(value)}, for {key!r}.")
+            if isinstance(value, P) and found is part[0] and len(value) > (own := module.get_parameter(options[0])).ndim:
+                raise SpecError(
+                    f"{label}({path!r}, ...) gives {value}, of {len(value)} entries, for {key!r}, whose shape {tuple(own.shape)} has"
+                    f" {own.ndim} dims. Give at most {own.ndim}."
+                )
             found[options[0]] = Constraint(outputs=value) if isinstance(value, P) and found is part[1] else value
     return Part(part[0], cast("dict[str, Constraint]", part[1]))
 

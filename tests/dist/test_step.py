@@ -171,7 +171,8 @@ def test_other_batch_shapes():
     for error in _errors(launch(_other_shapes, 2)):
         assert error == (
             "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (2, 4), rank 1 (3, 4)."
-            " Of a global (2, 4), rank 1 should hold (2, 4). Place it with ftp.device_put(tree, mesh, specs)."
+            " Of a global (2, 4), rank 1 should hold (2, 4). Give each rank the part of one batch that ftp.local_slice(mesh, spec, shape)"
+            " says; drop or pad a short last batch."
         )
 
 
