@@ -1,5 +1,6 @@
 """Constraints on modules: where inputs and outputs of a model's modules live, pinned by hooks as the model runs."""
 
+import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -29,7 +30,8 @@ class Constraint:
     Args:
         inputs: an entry for each positional argument of the module's forward; a trailing ``...`` leaves the rest alone.
         kwargs: an entry for each keyword argument named.
-        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it returns.
+        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it returns; of a dict that it returns,
+            an entry for each value in order, or ``{key: entry}`` for those named.
         axes: the mesh axes that the specs speak of, as in ``ftp.constrain``; by default all.
         grad: whether gradients are laid out so too, or left to the planner. "dtensor" is what DTensor does: an output's gradient is laid
             out as the output, an input's as it arrived where it goes on in another layout, and any other is left.
@@ -45,14 +47,15 @@ class Constraint:
 
     inputs: "tuple[Pins | EllipsisType, ...] | None" = None
     kwargs: Mapping[str, Pins] | None = None
-    outputs: "P | tuple[Pins | EllipsisType, ...] | None" = None
+    outputs: "P | tuple[Pins | EllipsisType, ...] | Mapping[str, Pins] | None" = None
     axes: str | Sequence[str] | None = None
     grad: bool | Literal["dtensor"] = True
 
     def __post_init__(self):
         if self.axes is not None:
             object.__setattr__(self, "axes", (self.axes,) if isinstance(self.axes, str) else tuple(self.axes))
-        for field, value in (("inputs", self.inputs), ("outputs", self.outputs)):
+        by_name = self.outputs if isinstance(self.outputs, Mapping) else {}
+        for field, value in (("inputs", self.inputs), ("outputs", None if by_name else self.outputs)):
             entries = value if isinstance(value, tuple) else (value,)
             if field == "inputs" and not (value is None or isinstance(value, tuple)):
                 hint = f", as ({value},)" if isinstance(value, P) else ""
@@ -61,9 +64,10 @@ class Constraint:
                 if not _is_entry(entry) and not (entry is ... and isinstance(value, tuple) and i == len(value) - 1):
                     what = "a P or a tuple of P or None" if field == "outputs" else "a tuple of P or None"
                     raise SpecError(f"Constraint({field}={value!r}): it must be {what}; {entry!r} is {kind_of(entry)}.")
-        for name, entry in (self.kwargs or {}).items():
-            if not _is_entry(entry):
-                raise SpecError(f"Constraint(kwargs={{{name!r}: {entry!r}}}): the spec must be a P or None.")
+        for field, named in (("kwargs", self.kwargs or {}), ("outputs", by_name)):
+            for name, entry in named.items():
+                if not _is_entry(entry):
+                    raise SpecError(f"Constraint({field}={{{name!r}: {entry!r}}}): the spec must be a P or None.")
         if self.grad not in (True, False, "dtensor"):
             raise SpecError(f"Constraint(grad={self.grad!r}): it must be True, False or 'dtensor'.")
         for spec in self.specs():
@@ -76,7 +80,10 @@ class Constraint:
         >>> Constraint(inputs=((P("tp"), P()), None), outputs=P("tp")).specs()
         (P('tp'), P(), P('tp'))
         """
-        outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
+        if isinstance(self.outputs, Mapping):
+            outputs: tuple[Any, ...] = tuple(self.outputs.values())
+        else:
+            outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
         entries = (*(self.inputs or ()), *(self.kwargs or {}).values(), *outputs)
         chains = [_chain(entry) for entry in entries if entry is not ...]
         return tuple(spec.spec if isinstance(spec, Gradient) else spec for chain in chains for spec in chain)
@@ -179,6 +186,10 @@ def pin_inputs(pin: Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: 
 
 def pin_outputs(pin: Pin, module: nn.Module, args: tuple, out: Any) -> Any:
     given = pin.constraint.outputs
+    if isinstance(out, Mapping) and (isinstance(given, Mapping | tuple) or len(out) == 1):
+        return _pinned_by_key(out, (given,) if isinstance(given, P) else given, pin)
+    if isinstance(given, Mapping):
+        raise InputError(f"{pin.where}: the constraint names outputs, {_listed(given)}, but it returns {kind_of(out)}.")
     if not isinstance(given, tuple):
         return _pinned(out, given, pin, "its output")
     if isinstance(out, Tensor) and len(given) == 1:
@@ -189,6 +200,24 @@ def pin_outputs(pin: Pin, module: nn.Module, args: tuple, out: Any) -> Any:
     entries = _fitted(given, len(out), pin, "outputs", f"it returns {len(out)}")
     new = [_pinned(value, entry, pin, f"output {i}") for i, (value, entry) in enumerate(zip(out, entries, strict=True))]
     return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
+
+
+def _pinned_by_key(out: Mapping[str, Any], given: Mapping[str, Pins] | tuple | None, pin: Pin) -> Any:
+    """A copy of a dict of outputs, of transformers' kinds too."""
+    if given is None:
+        return out
+    if isinstance(given, tuple):
+        given = dict(zip(out, _fitted(given, len(out), pin, "outputs", f"it returns {kind_of(out)} of {len(out)}"), strict=True))
+    if strange := [key for key in given if key not in out]:
+        raise InputError(f"{pin.where}: the constraint names output {strange[0]!r}; it returns {_listed(out)}.")
+    new: Any = copy.copy(out)
+    for key, entry in given.items():
+        new[key] = _pinned(out[key], entry, pin, f"output {key!r}")
+    return new
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(map(repr, names))
 
 
 def _fitted(entries: tuple, n: int, pin: Pin, field: str, but: str) -> tuple[Pins, ...]:
@@ -205,7 +234,7 @@ def _pinned(value: Any, entry: Pins, pin: Pin, what: str) -> Any:
     for at, given in enumerate(chain):
         spec = given.spec if isinstance(given, Gradient) else given
         if not isinstance(value, Tensor):
-            several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list) else ""
+            several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list | dict) else ""
             raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
         if entries_over(spec, value.ndim):
             raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")

@@ -8,8 +8,8 @@ import pytest
 import titan  # type: ignore[import-not-found]
 import torch
 from torch import nn
-from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel
 
 import ftp
 from ftp import P, plans, units
@@ -129,6 +129,73 @@ def test_a_mesh_of_several_axes_says_what_takes_which():
     assert plans.make_input_shard_1d(device_mesh=mesh["tp"]).axis == "tp"
     specs, _ = ftp.from_parallelize_plan(Model(), {"blk.w1": COLUMNS}, mesh=mesh["tp"])
     assert specs["blk.w1.weight"] == P("tp")
+
+
+class OfDict(nn.Module):
+    """Returns a dict."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 6), nn.Linear(6, 4)
+
+    def forward(self, x):
+        hidden = self.up(x)
+        return {"hidden": hidden, "out": self.down(hidden)}
+
+
+class AroundDict(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = OfDict()
+
+    def forward(self, x):
+        out = self.inner(x)
+        return out["out"].square().sum() + out["hidden"].sin().sum()
+
+
+def prepared(layouts, desired):
+    return PrepareModuleOutput(output_layouts=layouts, desired_output_layouts=desired)
+
+
+@pytest.mark.parametrize(
+    ("style", "outputs"),
+    [
+        (prepared((Shard(-1), Partial()), (Replicate(), Replicate())), ((P(..., "tp"), P()), P())),
+        (prepared({"hidden": Shard(-1)}, {"hidden": Replicate()}), {"hidden": (P(..., "tp"), P())}),
+    ],
+    ids=["in order", "by name"],
+)
+def test_outputs_in_a_dict_and_a_sum_that_stays_pending(style, outputs):
+    model, x, mesh = AroundDict().double(), torch.randn(2, 4, dtype=torch.float64), ftp.simulated_mesh((2,), ("tp",))
+    plan = {"inner.up": COLUMNS, "inner.down": RowwiseParallel(output_layouts=Partial()), "inner": style}
+    specs, constraints = ftp.from_parallelize_plan(model, plan)
+    assert constraints["inner"].outputs == outputs and constraints["inner.down"].outputs is None
+    fn, params = ftp.functionalize(model, constraints=constraints)
+    loss, grads = ftp.shard(fn, mesh, specs)(params, x)
+    expected = model(x)
+    torch.testing.assert_close(loss, expected.detach())
+    for path, grad in zip(grads, torch.autograd.grad(expected, list(model.parameters())), strict=True):
+        torch.testing.assert_close(grads[path], grad)
+    assert [c.op for c in ftp.shard(fn, mesh, specs).lower(params, x).collectives] == ["all_reduce", "all_gather"]
+
+
+def test_outputs_in_a_dict_that_do_not_fit():
+    def said(layouts):
+        _, constraints = ftp.from_parallelize_plan(AroundDict(), {"inner": prepared(layouts, layouts)})
+        fn, params = ftp.functionalize(AroundDict(), constraints=constraints)
+        with pytest.raises(InputError) as error:
+            fn(params, torch.ones(2, 4))
+        return str(error.value)
+
+    where = "module 'inner' (OfDict), constrained by 'inner': "
+    assert said({"logits": Shard(0)}) == where + "the constraint names output 'logits'; it returns 'hidden', 'out'."
+    assert said((Shard(0), Shard(0), Shard(0))) == where + "the constraint has 3 outputs, but it returns a dict of 2."
+    assert said((Shard(0),)) == (
+        where + "its output is a dict; P('tp') can pin a tensor only. Give ftp.Constraint(outputs=...) a spec or None for each."
+    )
+    fn, params = ftp.functionalize(AroundDict(), constraints={"inner.up": ftp.Constraint(outputs={"out": P()})})
+    with pytest.raises(InputError, match="the constraint names outputs, 'out', but it returns a Tensor"):
+        fn(params, torch.ones(2, 4))
 
 
 def test_two_styles_that_disagree():

@@ -114,7 +114,9 @@ class StyleReader:
             if not is_columns and reader == "embedding":
                 fresh = RowwiseParallel(input_layouts=style.input_layouts[0])  # torch's own default cuts nothing that a lookup has
             inputs, outputs = (
-                None if getattr(style, name) == getattr(fresh, name) else self._layout(getattr(style, name), label, name)
+                None
+                if getattr(style, name) == getattr(fresh, name) or (name == "output_layouts" and not is_columns and _is_pending(style))
+                else self._layout(getattr(style, name), label, name)
                 for name in ("input_layouts", "output_layouts")
             )
             if inputs is not None or outputs is not None:
@@ -136,6 +138,9 @@ class StyleReader:
             signature = call.signature
             args = signature.args if signature else None
             self._pin_each(call, constraint.inputs or (), args, call.reads, "input", label)
+            if isinstance(constraint.outputs, Mapping):
+                self.failures.append(f"{label} speaks of outputs by name, and the graph only tells their order. Give a tuple of layouts.")
+                return
             given = constraint.outputs if isinstance(constraint.outputs, tuple) else (constraint.outputs,)
             self._pin_each(call, given, signature.results if signature else None, call.gives, "output", label)
             for name, entry in (constraint.kwargs or {}).items():
@@ -187,6 +192,11 @@ class StyleReader:
             self.failures.append(f"{label} says {over[0]} of {what}, but the value has {ndim} dims.")
             return
         self.pins.append(Pin(call, node, what.startswith(("input", "keyword")), specs, self.axis))
+
+
+def _is_pending(style: Any) -> bool:
+    """Whether a row-wise layer's output is left a pending sum, which the planner reduces where that costs least."""
+    return all(layout.is_partial() for layout in style.output_layouts)
 
 
 def _keep(module: str) -> str:

@@ -115,10 +115,21 @@ def combine(first: Constraint, second: Constraint) -> Constraint:
     kwargs = dict(first.kwargs or {})
     for name, entry in (second.kwargs or {}).items():
         kwargs[name] = then(kwargs.get(name), entry)
+    if isinstance(first.outputs, Mapping) or isinstance(second.outputs, Mapping):
+        outputs: Any = _by_name(first.outputs, second.outputs)
+        return replace(first, inputs=_zipped(first.inputs, second.inputs), kwargs=kwargs or None, outputs=outputs)
     outputs = _zipped(*(o if isinstance(o, tuple) or o is None else (o,) for o in (first.outputs, second.outputs)))
     if outputs is not None and len(outputs) == 1 and not isinstance(outputs[0], tuple):
         outputs = outputs[0]
     return replace(first, inputs=_zipped(first.inputs, second.inputs), kwargs=kwargs or None, outputs=outputs)
+
+
+def _by_name(first: Any, second: Any) -> Any:
+    if first is None or second is None:
+        return first if second is None else second
+    if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
+        raise SpecError(f"{first} and {second} speak of outputs by name and by position. State what both say as one Constraint.")
+    return {name: then(first.get(name), second.get(name)) for name in {**first, **second}}
 
 
 def _zipped(first: Any, second: Any) -> Any:
@@ -149,10 +160,10 @@ def _colwise(style: Any, module: nn.Module, axis: str) -> Part:
 
 def _rowwise(style: Any, module: nn.Module, axis: str) -> Part:
     if isinstance(module, nn.Linear):
-        part = Part({"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis))
+        part = Part({"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis, is_summed=True))
         return summed_whole(part) if module.bias is not None else part
     if isinstance(module, nn.Embedding):
-        return Part({name: P(axis) for name, _ in module.named_parameters()}, _around(style, P(), axis))
+        return Part({name: P(axis) for name, _ in module.named_parameters()}, _around(style, P(), axis, is_summed=True))
     raise _cannot_shard(module)
 
 
@@ -173,11 +184,15 @@ def _cannot_shard(module: nn.Module) -> SpecError:
     return SpecError(f"it shards nn.Linear and nn.Embedding, not {what}.{hint}")
 
 
-def _around(style: Any, desired: P, axis: str) -> Mapping[str, Constraint]:
-    """What a column- or row-wise module is fed and gives; it reads its first argument only."""
+def _around(style: Any, desired: P, axis: str, *, is_summed: bool = False) -> Mapping[str, Constraint]:
+    """What a column- or row-wise module is fed and gives; it reads its first argument only.
+
+    What is summed over ranks, as row-wise products are, may be left pending: the planner reduces it where that costs least.
+    """
     (arrives,), (gives,) = style.input_layouts, style.output_layouts
     inputs = (then(_declared(arrives, axis), desired), ...)
-    return constrained(axis, inputs=inputs, outputs=_layout(gives, axis, "output_layouts")).constraints
+    read = _declared if is_summed else _layout
+    return constrained(axis, inputs=inputs, outputs=read(gives, axis, "output_layouts")).constraints
 
 
 def _sequence(style: Any, module: nn.Module, axis: str) -> Part:
@@ -200,6 +215,12 @@ def _inputs(style: Any, axis: str) -> dict[str, Any]:
 
 
 def _outputs(style: Any, axis: str) -> Any:
+    if isinstance(style.output_layouts, Mapping):  # of a dict that the module returns
+        desired = style.desired_output_layouts
+        return {
+            name: _entry(layout, desired[name] if isinstance(desired, Mapping) else desired[i], axis, f"output_layouts[{name!r}]")
+            for i, (name, layout) in enumerate(style.output_layouts.items())
+        }
     entries = _moved(style.output_layouts, style.desired_output_layouts, axis, "output_layouts")
     return entries[0] if len(entries) == 1 and not isinstance(entries[0], tuple) and entries[0] is not ... else entries
 
