@@ -217,7 +217,7 @@ def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
 
 
 def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named."""
+    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named, and no op has their names."""
     graph = gm.graph
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     constants = [(n, recorder.constants[n.meta["ftp_constant"]]) for n in graph.nodes if n.op == "placeholder" and "ftp_constant" in n.meta]
@@ -229,6 +229,9 @@ def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str])
         first = next(iter(graph.nodes))
         if node is not first:
             first.prepend(node)
+    for node in graph.nodes:
+        if node.op != "placeholder" and node.name in names:
+            node.name = graph._graph_namespace.create_name(node.name, None)
     for name, node in zip((*names, *(f"constant_{i}" for i in range(len(kept)))), (*inputs, *(n for n, _ in kept)), strict=True):
         node._rename(re.sub(r"\W+", "_", name).strip("_") or "input")
         node.target = node.name

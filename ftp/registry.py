@@ -104,7 +104,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule fitted to a call: one factor list per dim, all sizes known."""
+    """A rule fitted to a call: one factor list per dim, all sizes known; ``is_found`` where it is not stated, but found by trial."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -114,6 +114,7 @@ class BoundRule:
     sizes: Mapping[str, int]
     local: LocalHook | None
     decompose: bool
+    is_found: bool = False
 
     def __str__(self) -> str:
         return str(Notation(self.operands, self.results, self.whole, tuple(tuple(p.items()) for p in self.pending)))

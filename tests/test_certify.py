@@ -2,8 +2,11 @@
 
 import hashlib
 import importlib.util
+import inspect
+import itertools
 import random
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -513,6 +516,76 @@ def test_mutants_around_per_rank_code():
     own = {o.name for o in certificate_of(lowered._program).operations if o.ports is not None}
     changed, _, _ = check_mutants(lowered, inputs, 0, 60, without=own)
     assert changed > 5
+
+
+def test_arguments_with_the_names_of_values():
+    """A name given by the user stands for his argument; whatever else is called so gets another name."""
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    scale = torch.rand(5, dtype=torch.float64)
+    own = ftp.local(lambda x, y: (x + y, x * y), mesh, (P("dp"), P("dp")), (P("dp"), P("dp")))
+    params, x = {"w": torch.randn(7, 5, dtype=torch.float64)}, torch.randn(4, 3, 5, dtype=torch.float64)
+
+    def loss(params, x):
+        y = torch.nn.functional.linear(x * scale, params["w"]).softmax(-1)
+        return own(y, y)[1].square().mean()
+
+    def lower(name: str) -> Lowered:
+        loss.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", name)])
+        return ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P("dp"), pack=True).lower(params, x)
+
+    want = lower("x").plan.graph.nodes
+    # A constant, a move, per-rank code, and ops at the start and the end.
+    names = {node.kind: node.name for node in want if node.name.isidentifier()}
+    assert names["local"].startswith("local") and "all_reduce" in names["move"]
+    for name in {*names.values(), "constant_0", "local", "t"}:
+        lowered = lower(name)
+        certificate = certify(lowered)
+        assert [o.name for o in certificate.operations if o.target is None][1] == name
+        shown = re.findall(r"^ +(?:>> )?(%\S+):", lowered.text(fold=False), re.M)
+        assert len(shown) == len(set(shown)) == len(want)
+        shards = [[*parts, scale] for parts in _parts(lowered, [params["w"], x])]
+        assert compare(certificate, [params["w"], x, scale], shards, groups_of(lowered._program.mesh), None, None) is None
+    changed, _, _ = check_mutants(lower("local"), [params["w"], x], 0, 20, without={"local_1", "local_2", "local_1_1"})
+    assert changed > 5
+
+
+def _parts(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    mesh, specs = lowered._program.mesh, lowered._program.in_specs
+    return [[shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, specs, strict=True)] for c in mesh.coordinates()]
+
+
+def test_names_that_two_values_share():
+    """No program passes for another by the names of its values: neither one that is right nor one that is wrong is certified."""
+    step, params, x = mlp()
+    certificate = certify(step.lower(params, x))
+    for a, b in itertools.permutations(certificate.operations, 2):
+        operations = tuple(replace(o, name=b.name) if o is a else o for o in certificate.operations)
+        with pytest.raises(CertificateError, match=f"several values are called {re.escape(b.name)}:"):
+            check(replace(certificate, operations=operations))
+
+
+def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Such a rule is listed as assumed, and what is made of it is checked."""
+
+    def loss(params, q):
+        return (torch.ops.aten._int_mm(q, q).double() * params["a"]).square().mean()
+
+    q, params = torch.randint(-9, 9, (32, 32), dtype=torch.int8), {"a": torch.randn(32, 32, dtype=torch.float64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ftp.errors.DiscoveryWarning)
+        lowered = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), batch_specs=P("tp"), certify=True).lower(params, q)
+        certificate = certify(lowered)
+    (assumed,) = certificate.assumptions
+    assert assumed.startswith("aten._int_mm.default at test_certify.py") and assumed.endswith("as trials on small tensors found")
+    assert "[" in assumed and "-> " in assumed
+    certificate.save(tmp_path / "found.json")
+    assert main(["certify", str(tmp_path / "found.json")]) == 0
+    assert f"assumes: {assumed}" in capsys.readouterr().out
+    changed, _, _ = check_mutants(lowered, [params["a"], q], 0, 40)
+    assert changed > 5
+    without = tuple(replace(o, found="", linear=()) for o in certificate.operations)
+    with pytest.raises(CertificateError, match=r"_int_mm .* which its rule .* keeps whole"):
+        check(replace(certificate, operations=without))
 
 
 def test_a_thousand_ranks():
