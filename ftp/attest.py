@@ -85,6 +85,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
             if op == "sum":
                 partial.setdefault(axis, []).append(slot)
     slots = {axis: tuple(found) for axis, found in partial.items()}
+    found = (str(node.rule), node.rule.linear) if node.rule.is_found else ("", ())
     return Operation(
         node.name,
         node.target,
@@ -95,6 +96,8 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         slots,
         (),
         node.source,
+        None,
+        *found,
     )
 
 

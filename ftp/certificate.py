@@ -18,7 +18,7 @@ from ftp.registry import Meta, tensors
 
 Coordinate = tuple[int, ...]
 Spec = tuple[tuple[tuple[str, int, Any], ...], ...]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
-VERSION = 2
+VERSION = 3
 # Of a rank's node: the operation that it is the form of, those of an update's rows, the user's line, and of per-rank code which operand it
 # takes, and the results that it gives.
 NOTES = ("origin", "origins", "source", "takes", "gives")
@@ -69,6 +69,7 @@ class Operation:
         partial: ``{axis: operands}`` that are pending sums together.
         spec: of an input.
         ports: of per-rank code.
+        found: the rule of an op for which none is stated, as trials found it; its groups of operands are ``linear``.
     """
 
     name: str
@@ -81,6 +82,8 @@ class Operation:
     spec: Spec = ()
     source: str = ""
     ports: Ports | None = None
+    found: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
 
     @property
     def operands(self) -> list[Ref]:
@@ -124,7 +127,7 @@ class Certificate:
 
     @property
     def assumptions(self) -> list[str]:
-        """What is taken for granted: that per-rank code gives what its specs say.
+        """What is taken for granted: that per-rank code gives what its specs say, and rules that trials found.
 
         >>> import torch, ftp
         >>> double = ftp.local(lambda x: 2 * x, ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), ftp.P("tp"))
@@ -132,11 +135,15 @@ class Certificate:
         >>> [a.split(" at ")[0] + " ... " + a.split(" returns ")[1] for a in ftp.certify(lowered).assumptions]
         ["local ... P('tp')"]
         """
-        return [
-            f"{o.name} at {o.source or 'an unknown line'} returns {', '.join(_written(*result) for result in o.ports.results)}"
-            for o in self.operations
-            if o.ports is not None
-        ]
+        found = {}
+        for o in self.operations:
+            where = f"at {o.source or 'an unknown line'}"
+            if o.ports is not None:
+                found[f"{o.name} {where} returns {', '.join(_written(*result) for result in o.ports.results)}"] = None
+            if o.found:
+                linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
+                found[f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"] = None
+        return list(found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks it again."""
@@ -182,6 +189,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "spec": o.spec,
                 "source": o.source,
                 "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
+                "found": [o.found, o.linear],
             }
             for o in c.operations
         ],
@@ -206,6 +214,8 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
             None
             if o["ports"] is None
             else Ports(tuple(map(_spec, o["ports"][0])), tuple((_spec(spec), tuple(axes)) for spec, axes in o["ports"][1])),
+            o["found"][0],
+            tuple(map(tuple, o["found"][1])),
         )
         for o in body["operations"]
     )

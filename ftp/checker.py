@@ -26,8 +26,8 @@ from ftp.issued import COLLECTIVES, Cell, Issued
 from ftp.localize import Cut, LocalOp, RankGraph, localize
 from ftp.matching import COPIES, Matcher
 from ftp.movements import FILLS, MOVEMENTS, constant, filled, sliced
-from ftp.notation import Dim
-from ftp.registry import BoundRule, Call, Meta, lookup, replaced
+from ftp.notation import Dim, parse
+from ftp.registry import BoundRule, Call, Meta, Rule, bind, lookup, replaced
 from ftp.rows import Row
 from ftp.writes import without_writes
 
@@ -88,6 +88,10 @@ class Checker:
     # What is checked, and where.
 
     def failures(self) -> Iterator[str]:
+        if len(self.operations) < len(self.certificate.operations):
+            names = [o.name for o in self.certificate.operations]
+            yield f"several values are called {', '.join(sorted({n for n in names if names.count(n) > 1}))}: a name is to stand for one"
+            return
         issued = [[n for n in g.nodes if n.target in COLLECTIVES] for g in self.certificate.ranks.graphs]
         yield from self.mismatched_collectives(issued)
         for at, graph in enumerate(self.certificate.ranks.graphs):
@@ -715,6 +719,8 @@ def _rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
     found = lookup(call)
     if found is not None:
         return found
+    if op.found:
+        return bind(Rule(parse(op.found), op.linear), [m.shape for m in call.operands], [m.shape for m in op.results], str(op.target))
     names = iter(range(10**6))
     dims = [tuple((f"whole{next(names)}",) for _ in m.shape) for m in (*call.operands, *op.results)]
     sizes = {f: int(s) for ds, m in zip(dims, (*call.operands, *op.results), strict=True) for (f,), s in zip(ds, m.shape, strict=True)}

@@ -2,7 +2,7 @@
 
 import functools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -155,7 +155,10 @@ _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 
 
 def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
-    """One name for each thing: no aliases, fills as constants, devices without an index, nothing unused."""
+    """One name for each thing: no aliases, fills as constants, dims counted from the front, devices without an index, nothing unused.
+
+    Some kernels read the size of a negative dim from memory that is not the tensor's, and raise by chance where a shard is empty.
+    """
     graph = gm.graph
     for node in list(graph.nodes):
         node.meta.setdefault("source", "")
@@ -183,10 +186,46 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             node.replace_all_uses_with(node.args[1])
             graph.erase_node(node)
             continue
+        node.args, node.kwargs = from_the_front(node.target, node.args, node.kwargs, lambda n: n.meta["val"])
         given = node.kwargs.get("device")
         if given is not None and torch.device(given).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
     _drop_unused(graph)
+
+
+_DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "axis")
+_OF_ONE_MORE = ("aten::unsqueeze", "aten::unsqueeze_copy", "aten::stack", "aten::diag_embed")  # dims of the result, which has one more
+
+
+@functools.cache
+def _dim_arguments(target: Any) -> list[tuple[int, str]]:
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return []
+    return [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.name in _DIMS and "int" in str(a.type)]
+
+
+def from_the_front(target: Any, args: Any, kwargs: Any, val: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """A call's arguments with its dims as numbers that are not negative.
+
+    Args:
+        val: the tensor that an argument stands for.
+    """
+    for i, name in _dim_arguments(target):
+        given = args[i] if i < len(args) else kwargs.get(name)
+        dims = [given] if isinstance(given, int) else given
+        if dims is None or all(d >= 0 for d in dims):
+            continue
+        first = args[0] if args else next(iter(kwargs.values()))
+        ndim = max(val(x).ndim for x in (first if isinstance(first, list | tuple) else [first]))
+        at = next((k for k, a in enumerate(target._schema.arguments) if a.name == "input_sizes"), None)
+        if at is not None:  # of a gradient, dims of what it is a gradient of
+            ndim = len(args[at])
+        ndim = max(ndim + (target._schema.name in _OF_ONE_MORE), 1)
+        counted = [d + ndim if d < 0 else d for d in dims]
+        new = counted[0] if isinstance(given, int) else type(given)(counted)
+        args = (*args[:i], new, *args[i + 1 :]) if i < len(args) else args
+        kwargs = kwargs if i < len(args) else {**kwargs, name: new}
+    return args, kwargs
 
 
 def _alike(a: fx.Node, b: Any) -> bool:
@@ -220,7 +259,7 @@ def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
 
 
 def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named."""
+    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named, and no op has their names."""
     graph = gm.graph
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     constants = [(n, recorder.constants[n.meta["ftp_constant"]]) for n in graph.nodes if n.op == "placeholder" and "ftp_constant" in n.meta]
@@ -232,6 +271,9 @@ def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str])
         first = next(iter(graph.nodes))
         if node is not first:
             first.prepend(node)
+    for node in graph.nodes:
+        if node.op != "placeholder" and node.name in names:
+            node.name = graph._graph_namespace.create_name(node.name, None)
     for name, node in zip((*names, *(f"constant_{i}" for i in range(len(kept)))), (*inputs, *(n for n, _ in kept)), strict=True):
         node._rename(re.sub(r"\W+", "_", name).strip("_") or "input")
         node.target = node.name

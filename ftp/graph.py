@@ -151,10 +151,21 @@ class Value:
 
 @dataclass
 class Graph:
-    """Nodes in an order in which they can run, and the values that the program returns."""
+    """Nodes in an order in which they can run, and the values that the program returns.
+
+    Nodes are told apart by name wherever a program is printed, certified or passed on: of two that have one name the later gets another.
+    """
 
     nodes: list[Node]
     outputs: list[Value]
+
+    def __post_init__(self):
+        names: set[str] = set()
+        for node in self.nodes:
+            base, n = node.name, 1
+            while node.name in names:
+                node.name, n = f"{base}_{n}", n + 1
+            names.add(node.name)
 
     @property
     def inputs(self) -> list[Node]:

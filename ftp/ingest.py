@@ -36,10 +36,9 @@ def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = Fal
         for node in gm.graph.nodes:
             builder.add(node)
     assert builder.outputs is not None
-    graph = Graph(builder.nodes, builder.outputs)
-    for node, name in zip(graph.inputs, names, strict=False):
+    for node, name in zip((n for n in builder.nodes if n.kind == "input"), names, strict=False):
         node.name = name
-    return graph
+    return Graph(builder.nodes, builder.outputs)
 
 
 def constraints(graph: Graph) -> dict[Node, Pin]:
@@ -149,7 +148,7 @@ class _Builder:
                     stacklevel=2,
                 )
                 metas = [m.shape for m in call.operands], [m.shape for m in call.results]
-                return bind(finding.stated, *metas, str(target))
+                return replace(bind(finding.stated, *metas, str(target)), is_found=True)
             warnings.warn(
                 f"{target} has no sharding rule: every rank computes it whole. {at} None was found by trial: {finding.reason}."
                 f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r}){_WRAP}",

@@ -1,14 +1,13 @@
 """Whether two single-device programs compute the same, by value numbering: equal ops on equal operands are one class."""
 
 import operator
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.certificate import Certificate, Operation, Ref
+from ftp.certificate import Certificate, Ref
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import CertificateError, join_failures
 from ftp.rank_program import needed, program_of
@@ -25,7 +24,7 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
     Raises:
         CertificateError: naming the outputs that are computed otherwise.
     """
-    numbers = _Numbers({op.name: op for op in certificate.operations})
+    numbers = _Numbers()
     for op in certificate.operations:
         for index in range(len(op.results)):
             key = ("input", op.name) if op.target is None else numbers.key(op.target, op.args, op.kwargs, index)
@@ -47,8 +46,7 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
 class _Numbers:
     """Value numbering: equal ops on equal operands are one class, and an op is what it decomposes to."""
 
-    def __init__(self, operations: Mapping[str, Operation]):
-        self.operations = operations
+    def __init__(self):
         self.classes: dict[Any, Any] = {}
         self.of: dict[Any, Any] = {}
         self.scattered: dict[Any, Any] = {}
@@ -59,7 +57,7 @@ class _Numbers:
 
     def numbered(self, tree: Any) -> Any:
         if isinstance(tree, fx.Node | Ref):
-            return f"%{self.of[tree]}"
+            return ("value", self.of[tree])
         if isinstance(tree, list | tuple):
             return [self.numbered(t) for t in tree]
         if isinstance(tree, dict):
@@ -99,18 +97,17 @@ class _Numbers:
 
     def local(self, node: fx.Node) -> list[Any]:
         """Per-rank code, of which the program may have what is needed only."""
-        (operands, key), op = node.args, self.operations.get(node.name)
-        results: list[int | None] = [None] * len(node.meta["val"])
-        if op is None or op.target is not LOCAL:
-            return results
-        program, kept, taken = program_of(key), list(range(len(results))), list(range(len(operands)))  # type: ignore[arg-type]
-        if op.args[1] != key:
+        operands, key = node.args
+        every = range(len(node.meta["val"]))
+        kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
+        if self.key(LOCAL, node.args, {}, 0) not in self.classes:
             kept = sorted({n.args[1] for n in node.users if n.target is operator.getitem and n in self.live(node.graph)})  # type: ignore[type-var]
-            program, taken = program.giving(kept)
-        if program.key == op.args[1] and [self.of[operands[i]] for i in taken] == [self.of[ref] for ref in op.operands]:  # type: ignore[index]
-            for at, i in enumerate(kept):
-                results[i] = self.of[Ref(op.name, at)]  # type: ignore[index]
-        return results
+            if not kept:
+                return [None for _ in every]
+            program, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
+            key = program.key
+        args = ([operands[i] for i in taken], key)  # type: ignore[index]
+        return [self.classes.get(self.key(LOCAL, args, {}, kept.index(i))) if i in kept else None for i in every]
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
         """The nodes that a result needs."""

@@ -28,6 +28,7 @@ from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
+from ftp.passes.transport import as_backends_take
 from ftp.pipelined import gather_products, lack, product_scatter
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
@@ -151,7 +152,7 @@ class Program:
         prepared: list[Run] = []
 
         def prepare(given: Sequence[Any]) -> Run:
-            graph = _with_product_groups(program.gm.graph, mesh)
+            graph = as_backends_take(_with_product_groups(program.gm.graph, mesh))
             if self.async_tp:
                 _check_symmetric(graph, mesh)
             if self.cuda_graph:

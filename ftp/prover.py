@@ -149,7 +149,7 @@ def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple
     present = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim}
     free = sorted(present - rule.whole)
     for factor in free:
-        for n in ranks:
+        for n in dict.fromkeys((*ranks, _leaves_one_empty(rule.sizes[factor]))):
             yield from ((cut,) for cut in _cuts(factor, rule.sizes[factor], n))
     if pairs:
         for a, b in itertools.combinations_with_replacement(free, 2):
@@ -160,6 +160,15 @@ def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple
             outer = _FactorCut(a, 2, rule.sizes[a] // 2, 1, n)
             if rule.sizes[a] and rule.sizes[a] % 2 == 0:
                 yield outer, second
+
+
+def _leaves_one_empty(size: int) -> int:
+    """The fewest ranks of which the last holds nothing of ``size``.
+
+    >>> [_leaves_one_empty(size) for size in (1, 2, 3, 4, 9)]
+    [2, 3, 4, 3, 4]
+    """
+    return next(n for n in itertools.count(2) if not chunk(size, n, n - 1)[1])
 
 
 def _cuts(factor: str, size: int, n: int) -> Iterator[_FactorCut]:

@@ -78,6 +78,8 @@ def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]
 
 
 LocalHook = Callable[[Any], Any]
+# Torch has no kernels that mask and add these: no value of such a dtype is a pending reduction.
+NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, *(d for d in vars(torch).values() if str(d).startswith("torch.float8"))})
 
 
 @dataclass(frozen=True)
@@ -104,7 +106,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule fitted to a call: one factor list per dim, all sizes known."""
+    """A rule fitted to a call: one factor list per dim, all sizes known; ``is_found`` where it is not stated, but found by trial."""
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -114,6 +116,7 @@ class BoundRule:
     sizes: Mapping[str, int]
     local: LocalHook | None
     decompose: bool
+    is_found: bool = False
 
     def __str__(self) -> str:
         return str(Notation(self.operands, self.results, self.whole, tuple(tuple(p.items()) for p in self.pending)))
@@ -293,7 +296,13 @@ def lookup(call: Call) -> BoundRule | None:
     """
     entry = RULES.get(call.target)
     found = entry if isinstance(entry, Rule) or entry is None else entry(call)
-    return None if found is None else bind(found, [m.shape for m in call.operands], [m.shape for m in call.results], str(call.target))  # type: ignore[arg-type]
+    if found is None:
+        return None
+    bound = bind(found, [m.shape for m in call.operands], [m.shape for m in call.results], str(call.target))  # type: ignore[arg-type]
+    if not any(m.dtype in NEVER_ADDED for m in call.results):
+        return bound
+    summed = {f for m, pending in zip(call.results, bound.pending, strict=True) if m.dtype in NEVER_ADDED for f in pending}
+    return replace(bound, whole=bound.whole | summed, linear=())
 
 
 def bind(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], name: str = "the op") -> BoundRule:

@@ -486,7 +486,7 @@ class _Stamp:
         return copies
 
     def assembled(self, made: Sequence[Mapping[Node, Node]]) -> tuple[Graph, list[int]] | None:
-        """All outputs in their places; nodes in an order in which they can run, near that of the whole graph; names unique."""
+        """All outputs in their places; nodes in an order in which they can run, near that of the whole graph."""
         folded, t = self.folded, self.folded.stands_for
         whole = folded.layers
         place = {i: at for at, i in enumerate(folded.kept)}
@@ -511,17 +511,7 @@ class _Stamp:
             outputs.append(Value(made[whole.of[value.node] - t - 1][returned.node], returned.index))
             like.append(at)
         nodes = [*self.planned.nodes, *(copy for copies in made for copy in copies.values())]
-        _make_unique(nodes)
         return Graph(_sorted(nodes, self.order), outputs), like
-
-
-def _make_unique(nodes: Sequence[Node]) -> None:
-    names: set[str] = set()
-    for node in nodes:
-        base, n = node.name, 1
-        while node.name in names:
-            node.name, n = f"{base}_{n}", n + 1
-        names.add(node.name)
 
 
 def _flat(name: str) -> str:

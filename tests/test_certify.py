@@ -1,9 +1,13 @@
 """Certificates: every program is proven right, and no change to one that changes a result is."""
 
+import contextlib
 import hashlib
 import importlib.util
+import inspect
+import itertools
 import random
 import re
+import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -351,9 +355,9 @@ def test_many(drawn: Drawn, passes: Mapping[str, Any]):
     check_mutants(lowered, values, 1, 12)
 
 
-def mlp(mesh: Any = None, **options: Any) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
+def mlp(mesh: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(7, 7, dtype=torch.float64, generator=generator) for name in ("up", "down")}
+    params = {name: torch.randn(7, 7, dtype=torch.float64, generator=generator).to(dtype) for name in ("up", "down")}
 
     def loss(params, x):
         return (torch.relu(x @ params["up"]) @ params["down"]).square().mean()
@@ -361,7 +365,7 @@ def mlp(mesh: Any = None, **options: Any) -> tuple[ftp.Step, dict[str, torch.Ten
     mesh = mesh or ftp.simulated_mesh((2, 2), ("dp", "tp"))
     specs = {"up": P("dp", "tp"), "down": P("tp", "dp")}
     step = ftp.shard(loss, mesh, specs, batch_specs=P("dp"), **options)
-    return step, params, torch.randn(5, 7, dtype=torch.float64, generator=generator)
+    return step, params, torch.randn(5, 7, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def test_every_mutant_of_a_model():
@@ -515,6 +519,76 @@ def test_mutants_around_per_rank_code():
     assert changed > 5
 
 
+def test_arguments_with_the_names_of_values():
+    """A name given by the user stands for his argument; whatever else is called so gets another name."""
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    scale = torch.rand(5, dtype=torch.float64)
+    own = ftp.local(lambda x, y: (x + y, x * y), mesh, (P("dp"), P("dp")), (P("dp"), P("dp")))
+    params, x = {"w": torch.randn(7, 5, dtype=torch.float64)}, torch.randn(4, 3, 5, dtype=torch.float64)
+
+    def loss(params, x):
+        y = torch.nn.functional.linear(x * scale, params["w"]).softmax(-1)
+        return own(y, y)[1].square().mean()
+
+    def lower(name: str) -> Lowered:
+        loss.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", name)])
+        return ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P("dp"), pack=True).lower(params, x)
+
+    want = lower("x").plan.graph.nodes
+    # A constant, a move, per-rank code, and ops at the start and the end.
+    names = {node.kind: node.name for node in want if node.name.isidentifier()}
+    assert names["local"].startswith("local") and "all_reduce" in names["move"]
+    for name in {*names.values(), "constant_0", "local", "t"}:
+        lowered = lower(name)
+        certificate = certify(lowered)
+        assert [o.name for o in certificate.operations if o.target is None][1] == name
+        shown = re.findall(r"^ +(?:>> )?(%\S+):", lowered.text(fold=False), re.M)
+        assert len(shown) == len(set(shown)) == len(want)
+        shards = [[*parts, scale] for parts in _parts(lowered, [params["w"], x])]
+        assert compare(certificate, [params["w"], x, scale], shards, groups_of(lowered._program.mesh), None, None) is None
+    changed, _, _ = check_mutants(lower("local"), [params["w"], x], 0, 20, without={"local_1", "local_2", "local_1_1"})
+    assert changed > 5
+
+
+def _parts(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    mesh, specs = lowered._program.mesh, lowered._program.in_specs
+    return [[shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, specs, strict=True)] for c in mesh.coordinates()]
+
+
+def test_names_that_two_values_share():
+    """No program passes for another by the names of its values: neither one that is right nor one that is wrong is certified."""
+    step, params, x = mlp()
+    certificate = certify(step.lower(params, x))
+    for a, b in itertools.permutations(certificate.operations, 2):
+        operations = tuple(replace(o, name=b.name) if o is a else o for o in certificate.operations)
+        with pytest.raises(CertificateError, match=f"several values are called {re.escape(b.name)}:"):
+            check(replace(certificate, operations=operations))
+
+
+def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Such a rule is listed as assumed, and what is made of it is checked."""
+
+    def loss(params, q):
+        return (torch.ops.aten._int_mm(q, q).double() * params["a"]).square().mean()
+
+    q, params = torch.randint(-9, 9, (32, 32), dtype=torch.int8), {"a": torch.randn(32, 32, dtype=torch.float64)}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ftp.errors.DiscoveryWarning)
+        lowered = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), batch_specs=P("tp"), certify=True).lower(params, q)
+        certificate = certify(lowered)
+    (assumed,) = certificate.assumptions
+    assert assumed.startswith("aten._int_mm.default at test_certify.py") and assumed.endswith("as trials on small tensors found")
+    assert "[" in assumed and "-> " in assumed
+    certificate.save(tmp_path / "found.json")
+    assert main(["certify", str(tmp_path / "found.json")]) == 0
+    assert f"assumes: {assumed}" in capsys.readouterr().out
+    changed, _, _ = check_mutants(lowered, [params["a"], q], 0, 40)
+    assert changed > 5
+    without = tuple(replace(o, found="", linear=()) for o in certificate.operations)
+    with pytest.raises(CertificateError, match=r"_int_mm .* which its rule .* keeps whole"):
+        check(replace(certificate, operations=without))
+
+
 def test_a_thousand_ranks():
     """All of them: those of one program at once."""
     step, params, x = mlp(ftp.AbstractMesh((64, 32), ("dp", "tp")), pack=True)
@@ -594,6 +668,51 @@ def test_first_divergence():
     changed = replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at))
     found = compare(changed, inputs, shards, groups_of(mesh), None, None)
     assert found is not None and found.name == "pow_1" and found.error > 1e-3 and "square" in found.source
+
+
+def diverging(mutant: Mutant, step: Any, arguments: Sequence[Any]) -> Any:
+    program = step.lower(*arguments)._program
+    inputs = flatten(arguments)[0]
+    shards = [[shard_of(t, s, step.mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)] for c in step.mesh.coordinates()]
+    changed = replace(certificate_of(program), ranks=Ranks(tuple(mutant.graphs), mutant.at))
+    return compare(changed, inputs, shards, groups_of(program.mesh), None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
+    """A collective dropped or done twice, a part taken elsewhere: named at the same line as in double precision."""
+    named = []
+    for of in (torch.float64, dtype):
+        step, params, x = mlp(dtype=of)
+        certificate = certificate_of(step.lower(params, x)._program)
+        graph = certificate.ranks.graphs[0]
+        kinds = [(kind, i) for i, c in enumerate(issued(graph)) if c.target is c10d.all_reduce.default for kind in ("drop", "again")]
+        found = []
+        for kind, i in (*kinds, ("shift", 0), ("shift", 1)):
+            mutant = fresh(certificate, f"{kind} {i}")
+            assert all(change(g, kind, i, []) for g in mutant.graphs)
+            divergence = diverging(mutant, step, (params, x))
+            assert divergence is not None, mutant.what
+            found.append(divergence.source)
+        named.append(found)
+    assert named[0] == named[1]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_no_divergence(dtype: torch.dtype):
+    """Long sums, in the order that each machine's kernels and the ranks take, and what branches on them."""
+    mesh, generator = ftp.simulated_mesh((4,), ("tp",)), torch.Generator().manual_seed(0)
+    w = (torch.randn(65536, 3, generator=generator) / 256).to(dtype)
+    x = torch.randn(4, 65536, generator=generator).to(dtype)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x @ params["w"])
+        z = torch.where(y > y.mean(), y, torch.nn.functional.layer_norm(y, (3,)))
+        return z.softmax(-1).square().mean() + x.abs().sum() / x.numel() + (x * x).mean(1).std()
+
+    for w_spec, x_spec in ((P("tp"), P(None, "tp")), (P(), P("tp"))):
+        step = ftp.shard(loss, mesh, {"w": w_spec}, batch_specs=x_spec)
+        assert ftp.first_divergence(step, {"w": w}, x) is None
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

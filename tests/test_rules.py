@@ -20,8 +20,9 @@ from ftp.child import Ended, apart
 from ftp.decompositions import DECOMPOSITIONS
 from ftp.errors import RuleError
 from ftp.fixed_shapes import ctc_loss
+from ftp.functionalized import _dim_arguments, from_the_front
 from ftp.philox import random_bits
-from ftp.registry import RULES, BoundRule, Call, Meta, Rule, lookup, make, rule
+from ftp.registry import RULES, BoundRule, Call, Meta, Rule, lookup, make, rule, tensors
 from ftp.stacked import UNSTACK
 from ftp.testing import check_rule
 
@@ -35,6 +36,55 @@ def test_rule_holds(op: OpOverload):
     cases = samples(op)
     assert cases, f"{op} has no samples in tests/strategies.py"
     check_rule(op, cases, kernel=STAND_INS.get(op))
+
+
+WITH_DIMS = [op for op in PROVABLE if _dim_arguments(op) and "_fft_" not in str(op)]  # FFTs crash where dims are negative
+
+
+@pytest.mark.parametrize("op", WITH_DIMS, ids=str)
+def test_dims_are_counted_from_the_front(op: OpOverload):
+    """Of calls that torch takes with their dims counted from the end; kernels may read beyond a shape, by chance."""
+    torch.manual_seed(0)
+    for args, kwargs in samples(op):
+        front, named = from_the_front(op, tuple(args), kwargs, lambda x: x)
+        whole = list(tensors((front, named, op(*front, **named)), torch.Tensor))
+        most = max(1, *(x.ndim for x in whole))
+        for shift in {max(x.ndim, 1) for x in whole}:
+            back, again = _shifted(op, front, named, -shift)
+            if min(_dims_of(op, back, again), default=0) < -most:
+                continue
+            try:
+                results = op(*back, **again)
+            except Exception:  # not its number of dims
+                continue
+            found, names = from_the_front(op, back, again, lambda x: x)
+            assert all(d >= 0 for d in _dims_of(op, found, names))
+            torch.testing.assert_close(op(*found, **names), results, equal_nan=True)
+
+
+def _shifted(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], by: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def moved(dims: Any) -> Any:
+        return dims + by if isinstance(dims, int) else [d + by for d in dims] if dims is not None else None
+
+    at = {i for i, _ in _dim_arguments(op)}
+    names = {name for _, name in _dim_arguments(op)}
+    return tuple(moved(a) if i in at else a for i, a in enumerate(args)), {k: moved(v) if k in names else v for k, v in kwargs.items()}
+
+
+def _dims_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _dim_arguments(op)]
+    return [d for dims in given if dims is not None for d in ([dims] if isinstance(dims, int) else dims)]
+
+
+def test_kernels_get_no_dims_counted_from_the_end():
+    def fn(x: torch.Tensor) -> list[torch.Tensor]:
+        return [torch.norm(x, torch.inf, -1), x.sum((-1, -2)), torch.stack([x, x], -1).softmax(-2), x.unsqueeze(-1).std(-2)]
+
+    x = torch.randn(4, 4, dtype=torch.float64)
+    step = ftp.spmd(fn, ftp.simulated_mesh((3,), ("tp",)), (ftp.P("tp"),))
+    torch.testing.assert_close(step(x), fn(x))
+    nodes = [n for n in step.lower(x).graph.graph.nodes if n.op == "call_function"]
+    assert all(d >= 0 for n in nodes if isinstance(n.target, OpOverload) for d in _dims_of(n.target, n.args, n.kwargs))
 
 
 # The whole registry, decompositions too, on calls that hypothesis draws and that the operator database makes forward and backward.

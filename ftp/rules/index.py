@@ -30,7 +30,7 @@ def embedding(call: Call) -> Rule:
             return zeros(op, call)
         weight, index, *_ = op.args
         at, held = held_rows(op, "v", index)
-        return masked(op, op.emit(op.target, weight, at), op.emit(aten.unsqueeze.default, held, -1))
+        return masked(op, op.emit(op.target, weight, at), op.emit(aten.unsqueeze.default, held, len(batch)))
 
     return Rule(Notation(((("v",), ("d",)), batch), ((*batch, ("d",)),), frozenset(), ((("v", "sum"),),)), ((0,),), local)
 

@@ -2,6 +2,7 @@
 
 import os
 import time
+import warnings
 
 import pytest
 import torch
@@ -35,6 +36,48 @@ def _errors(ranks, within=15.0):
 
 
 # Numbers.
+
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int16", "int8", "uint8", "uint16")
+DTYPES = (*DTYPES, "uint32", "uint64", "bool", "complex32", *NARROW)
+
+
+def _every_dtype():
+    """What differs from one device, bit for bit."""
+    warnings.simplefilter("ignore")  # torch's, of ComplexHalf
+    mesh, ids = _mesh(), torch.tensor([5, 0, 3, 3])
+    xs = {name: (torch.arange(6 * 5).reshape(6, 5) % 7).to(getattr(torch, name)) for name in DTYPES}
+
+    def fn(xs, ys, zs):
+        moved = {name: {"gather": x[:], "all_to_all": ys[name][:], "lookup": zs[name][ids]} for name, x in xs.items()}
+        for name in ("int16", "int8", "uint8"):  # sums that overflow
+            moved[name] |= {"sum": (xs[name] * 99).sum(0, dtype=xs[name].dtype), "max": (xs[name] * 99).amax(0)}
+        moved["bool"]["any"] = xs["bool"].any(0)
+        return moved
+
+    want = fn(xs, xs, xs)
+    specs = {"all_to_all": P(None, "tp"), "lookup": P("tp")}
+    out = {name: {kind: specs.get(kind, P()) for kind in kinds} for name, kinds in want.items()}
+    step, placed = ftp.spmd(fn, mesh, P("tp"), out), ftp.device_put((xs, xs, xs), mesh, P("tp"))
+    issued = {(c.op, c.dtype) for c in step.lower(*placed).collectives}
+    got = ftp.device_get(step(*placed), mesh, out)
+    _end()
+    wrong = [
+        f"{name}, {kind}: {got[name][kind]}, not {due}"
+        for name, kinds in want.items()
+        for kind, due in kinds.items()
+        if got[name][kind].dtype != due.dtype or not torch.equal(got[name][kind].view(torch.uint8), due.contiguous().view(torch.uint8))
+    ]
+    return wrong, issued
+
+
+@pytest.mark.parametrize("shm", ["0", "1"])
+def test_collectives_of_every_dtype(shm):
+    for wrong, issued in _values(launch(_every_dtype, 2, env={"FTP_SHM": shm})):
+        assert not wrong, "\n".join(wrong)
+        for name in DTYPES:
+            assert {("all_gather", getattr(torch, name)), ("all_to_all", getattr(torch, name))} < issued
+        assert {("all_reduce", torch.int16), ("reduce_scatter", torch.int16), ("reduce_scatter", torch.complex64)} < issued
 
 
 def _llama(shape, names, batch_spec, batch, options, compile):
