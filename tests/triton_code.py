@@ -114,7 +114,7 @@ def _tensor(x: Any) -> Tensor:
     return torch.tensor([x], dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64)
 
 
-for name in "add sub mul floordiv mod and or xor lshift rshift eq ne lt le gt ge".split():
+for name in ["add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge"]:
     dunder = f"__{name}__"
     setattr(_Block, dunder, lambda a, b, at=dunder: _Block(getattr(_tensor(a), at)(_tensor(b))))
     if name in ("add", "sub", "mul", "and", "or", "xor"):
