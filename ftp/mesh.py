@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -131,6 +131,8 @@ _resolved: dict[DeviceMesh, Mesh] = {}
 _products: dict[tuple[Mesh, tuple[str, ...]], dist.ProcessGroup] = {}
 _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
+before_destroying: list[Callable[[], None]] = []
+"""What gives back that without which no process group ends."""
 
 
 def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None) -> DeviceMesh | SimulatedMesh:
@@ -278,7 +280,9 @@ def destroy_process_group() -> None:
     >>> destroy_process_group()
     """
     if dist.is_initialized():
-        dist.barrier(device_ids=[torch.cuda.current_device()] if "nccl" in dist.get_backend() else None)
+        dist.barrier(device_ids=[torch.cuda.current_device()] if talks_nccl() else None)
+        for give_back in before_destroying:
+            give_back()
         dist.destroy_process_group()
 
 
@@ -401,9 +405,14 @@ def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int)
     return f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give sizes whose product is {world}."
 
 
+def talks_nccl() -> bool:
+    """Whether tensors on GPUs go through NCCL; a group made without a backend takes it where it is."""
+    return "nccl" in c10d.get_backend_config()
+
+
 def _default_device_type() -> str:
     if dist.is_initialized():
-        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return "cuda" if talks_nccl() and torch.cuda.is_available() else "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
