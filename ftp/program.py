@@ -23,13 +23,13 @@ from ftp.cuda_graph import Recorded, graphs_of
 from ftp.discovery import cache_folder
 from ftp.errors import MeshError
 from ftp.graph import Graph, Value
-from ftp.mesh import Mesh, product_group, require_coordinate
+from ftp.mesh import Mesh, gpu_uuid, mesh_device, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
 from ftp.pipelined import gather_products, lack, product_scatter
-from ftp.placement import mesh_device, put, take
+from ftp.placement import put, take
 from ftp.planner import Plan
 from ftp.shared_memory import SharedGroup, shared_groups, through_memory
 from ftp.simulate import simulate
@@ -239,7 +239,7 @@ def _check_recordable(graph: fx.Graph, device: torch.device) -> None:
 
 def _check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
     """Raises on every rank where the GPUs of one cannot copy from and to one another."""
-    here = json.dumps([socket.gethostname(), torch.cuda.current_device() if mesh.device_type == "cuda" else -1])
+    here = json.dumps([socket.gethostname(), gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else ""])
     devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
     mine = ""
     for group in dict.fromkeys(node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)):

@@ -13,6 +13,7 @@ ORDER = [
     "native",
     "philox",
     "source",
+    "launcher",
     "mesh",
     "spec",
     "slots",
