@@ -18,6 +18,7 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.agreement import exchange
 from ftp.collection import collection_paused
+from ftp.collectives import gather_of
 from ftp.compile import Run, compiled, eager
 from ftp.cuda_graph import Recorded, graphs_of
 from ftp.discovery import cache_folder
@@ -156,6 +157,10 @@ class Program:
                 _check_symmetric(graph, mesh)
             if self.cuda_graph:
                 _check_recordable(graph, device)
+            if mesh.kind == "process":
+                for node in graph.nodes:
+                    if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+                        node.target = gather_of(node.args[-1], device)
             graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
             if self.compile:
                 made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))

@@ -108,12 +108,13 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoder(mesh: Any, dtype: torch.dtype, **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
+def decoder(mesh: Any, dtype: torch.dtype, how: str = "", **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
+    """Cut as Megatron cuts it, with ``how="sequence"`` along the sequence too, with ``how="fsdp"`` as ZeRO-3 does."""
     cfg = LlamaConfig(vocab=64, dim=128, heads=4, hidden=96, layers=2)
-    constraints = sequence_parallel() if options.get("async_tp") else None
+    constraints = sequence_parallel() if how == "sequence" or options.get("async_tp") else None
     fn, full = ftp.functionalize(build(cfg, dtype=dtype), constraints=constraints)
-    of_params = ftp.plan(full, specs(cuts(cfg), tp="tp"))
-    step = ftp.shard(lm_loss(fn), mesh, of_params, **options)
+    of_params = ftp.plan(full, {"**": P("tp")} if how == "fsdp" else specs(cuts(cfg), tp="tp"))
+    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=P("tp") if how == "fsdp" else P(), **options)
     return step, full, lm_batch(cfg, 4, 16), (lm_loss(fn), of_params)
 
 
@@ -160,7 +161,7 @@ def test_pinned_batches_are_placed_without_waiting():
 
 
 def test_ranks_share_a_gpu_over_gloo():
-    for way in ({}, {"compile": True}):
+    for way in ({}, {"compile": True}, {"how": "sequence"}, {"how": "fsdp"}, {"how": "fsdp", "compile": True}):
         for rank in launch(_ranks, 2, "gloo", way, timeout=240):
             assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     refused = launch(_ranks, 2, "gloo", {"cuda_graph": True}, timeout=120)
@@ -180,7 +181,8 @@ def _ranks(backend: str, way: dict[str, Any]) -> None:
         torch.distributed.init_process_group("gloo")
     mesh = ftp.make_mesh((2,), ("tp",), device_type=DEVICE)
     step, full, batch, (loss_fn, of_params) = decoder(mesh, torch.float64, **way)
-    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, P())
+    of_batch = P("tp") if way.get("how") == "fsdp" else P()
+    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, of_batch)
     grads, loss = torch.func.grad_and_value(loss_fn)(full, batch)
     for _ in range(5):
         found, sharded = step(params, data)
