@@ -24,6 +24,7 @@ from ftp.launcher import Launched, launched
 DEVICE_TYPES = ("cpu", "cuda")
 START_TIMEOUT = 300.0  # seconds; torchtitan's figure for the first step, which compiles and connects
 STEP_TIMEOUT = 100.0  # seconds; torchtitan's figure for later ones
+NCCL_LONGER = 30.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -304,9 +305,13 @@ def own_timeouts() -> Timeouts:
 
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:
-    """Sets how long a collective on the mesh waits for a missing rank."""
+    """Sets how long a collective on the mesh waits for a missing rank.
+
+    NCCL's own thread ends the process after that time: it gets longer, in which ranks find out who is missing.
+    """
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
-        _set_timeout(process_groups(mesh), timedelta(seconds=seconds))
+        longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
+        _set_timeout(process_groups(mesh), timedelta(seconds=seconds + longer))
 
 
 def mesh_device(mesh: Mesh) -> torch.device:

@@ -48,6 +48,7 @@ ORDER = [
     "trials",
     "decompositions",
     "discovery",
+    "unfinished",
     "agreement",
     "placements",
     "replicas",

@@ -1,6 +1,10 @@
 """What processes on GPUs do that are not there: gloo's collectives in place of NCCL's, and fakes of what torch asks of a device."""
 
 import os
+import re
+import threading
+import time
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +17,11 @@ from dist.launch import launch  # type: ignore[import-not-found]
 
 import ftp
 from ftp import P
+from ftp.agreement import _interrupt, calls
+from ftp.checkpoint import _Job
 from ftp.collectives import gather_of
+from ftp.mesh import resolve, set_timeout
+from ftp.unfinished import Unfinished
 
 pytestmark = pytest.mark.dist
 
@@ -105,3 +113,87 @@ def test_steps_with_gathers_that_go_as_on_gpus_equal_one_device(how: str):
     for rank in launch(_gathers, 2, how):
         assert rank.exit == 0, rank.error
         assert rank.value == {"ftp.all_gather_over_gloo.default"}
+
+
+# A rank that is missing, where no collective says so.
+
+
+def _reads_after_a_peer_is_gone(folder: str) -> Any:
+    """Its GPU never comes to the end of the third call, as NCCL's collectives wait for ever; none raises on the host."""
+    ftp.init_process_group(device_type="cpu", timeout=30, step_timeout=1)
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    record = calls(resolve(mesh))
+    reached = [True]
+    record._unfinished = Unfinished(record._end_late, lambda: lambda: reached[0])
+    w, x = torch.ones(3), torch.ones(3)
+    step = ftp.shard(lambda w, x: (w * x).sum(), mesh, P())
+    for _ in range(2):
+        step(w, x)
+    time.sleep(1.2)  # longer than a step may take
+    assert record.failure is None
+    if dist.get_rank() == 1:
+        os._exit(0)
+    reached[0] = False
+    step(w, x)
+    before = time.monotonic()
+    while record.failure is None and time.monotonic() - before < 20:
+        time.sleep(0.05)
+    errors = []
+    for call in (lambda: step(w, x), lambda: ftp.save(folder, {"w": w}, mesh, P())):
+        try:
+            call()
+        except ftp.errors.CollectiveError as error:
+            errors.append(str(error))
+    return errors, ftp.checkpoints(folder)
+
+
+def test_a_missing_rank_is_named_where_the_gpu_waits_for_it(tmp_path: Path):
+    rank, _ = launch(_reads_after_a_peer_is_gone, 2, str(tmp_path))
+    assert rank.exit == 0, rank.error
+    (first, second), saved = rank.value
+    assert re.match(
+        r"The GPU of rank 0 has not come to the end of call 3 on the mesh \(tp 2\) on cpu in \d s,"
+        r" and what it gives now are no results: Rank 1 does not answer",
+        first,
+    )
+    assert second == first and not saved
+    assert f"ftp: {first.splitlines()[0]}" in rank.stderr
+
+
+def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A read of a GPU's memory returns, and what it gives is what the interrupted collectives left."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    gathered = _Job.gathered
+
+    def fails(job: _Job, *, copy: bool) -> Any:
+        found = gathered(job, copy=copy)
+        monkeypatch.setattr(calls(resolve(mesh)), "failure", ftp.errors.CollectiveError("rank 1 is gone"))
+        return found
+
+    monkeypatch.setattr(_Job, "gathered", fails)
+    with pytest.raises(ftp.errors.FtpError, match="rank 1 is gone"):
+        ftp.save(tmp_path, ftp.device_put({"w": torch.ones(4)}, mesh, P("tp")), mesh, P("tp"))
+    assert not ftp.checkpoints(tmp_path)
+
+
+def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.MonkeyPatch):
+    """NCCL's waits for recordings."""
+    blocked, aborted = threading.Event(), threading.Event()
+    backends = [SimpleNamespace(abort=lambda: blocked.wait(20)), SimpleNamespace(abort=aborted.set)]
+    groups = [SimpleNamespace(_get_backend=lambda device, b=b: b, _device_types=["cuda"]) for b in backends]
+    monkeypatch.setattr("ftp.agreement.process_groups", lambda mesh: groups)
+    began = time.monotonic()
+    _interrupt(SimpleNamespace(torch=True))  # type: ignore[arg-type]
+    assert aborted.wait(5) and time.monotonic() - began < 10
+    blocked.set()
+
+
+def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr("ftp.mesh.process_groups", lambda mesh: [])
+    monkeypatch.setattr("ftp.mesh._set_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
+    monkeypatch.setattr("ftp.mesh.dist.get_backend", lambda: "")
+    for kind in (True, False):
+        monkeypatch.setattr("ftp.mesh.talks_nccl", lambda kind=kind: kind)
+        set_timeout(SimpleNamespace(torch=True, groups=["0"], device_type="cuda"), 100.0)  # type: ignore[arg-type]
+    assert seen == [130.0, 100.0]
