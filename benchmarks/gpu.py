@@ -237,6 +237,26 @@ def idle_share(spans: Sequence[tuple[float, float]]) -> float | None:
     return 1 - busy / (until - spans[0][0]) if until > spans[0][0] else 0.0
 
 
+def _is_near(row: dict[str, Any], said: str, measured: str, within: float) -> bool:
+    a, b = row.get(said), row.get(measured)
+    return a is None or b is None or abs(a - b) <= within * b
+
+
+def missed(row: dict[str, Any]) -> list[str]:
+    """What a row is held to and misses.
+
+    >>> missed({"peer": "ftp compiled", "ms": 2.0, "over torch compiled": 1.1, "report ms": 2.6})
+    ['at most 1.02 of torch compiled', "the report's time within 25 % of it"]
+    """
+    is_slow = row["peer"] == "ftp compiled" and row.get("over torch compiled", 0.0) > 1.02
+    found = ["at most 1.02 of torch compiled"] if is_slow else []
+    if not _is_near(row, "report GiB", "peak GiB", 0.10):
+        found.append("the report's peak within 10 % of it")
+    if not _is_near(row, "report ms", "ms", 0.25):
+        found.append("the report's time within 25 % of it")
+    return found
+
+
 def disagreement(row: dict[str, Any], earlier: Sequence[dict[str, Any]], device: str) -> str:
     """How a row's first loss differs from that of the first row of its model; "" if it does not.
 
@@ -297,6 +317,7 @@ def main() -> None:
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--peers", nargs="*", choices=sorted({*PEERS, *RANKED}), default=[])
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--bars", action="store_true", help="exit with 1 where a row misses what it is held to")
     parser.add_argument("--limit", type=float, default=580.0, help="seconds for all")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -326,7 +347,9 @@ def main() -> None:
     record.show(shown, [c for c in COLUMNS if any(row.get(c, "") != "" for row in shown)])
     if args.json:
         record.save("gpu", {"model": args.model, "device": args.device, "rows": rows})
-    if any(row.get("failed") for row in rows):
+    misses = [f"{row['peer']} misses: {bar}" for row in rows if row["ranks"] == 1 for bar in missed(row)]
+    print(*misses, sep="\n", end="\n" if misses else "")
+    if any(row.get("failed") for row in rows) or (args.bars and misses):
         sys.exit(1)
 
 

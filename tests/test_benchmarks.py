@@ -1,6 +1,8 @@
 """The benchmark of GPUs runs, on a CPU with a tiny model; what it says of plain torch and of ftp agrees."""
 
 import importlib.util
+import os
+import subprocess
 import sys
 from contextlib import contextmanager
 from pathlib import Path
@@ -107,3 +109,17 @@ def test_idle_shares_of_overlapping_kernels():
     assert gpu.idle_share([]) is None, "nothing was traced"
     assert gpu.idle_share([(0, 4), (1, 2), (4, 5)]) == 0.0
     assert gpu.idle_share([(0, 1), (0.5, 2), (3, 4)]) == 0.25
+
+
+@pytest.mark.slow
+def test_the_first_hour_on_a_gpu_runs_dry():
+    done = subprocess.run(
+        [str(BENCHMARKS / "first_gpu.sh"), "--dry"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    said = done.stdout
+    assert done.returncode == 0 and said.endswith("all steps are through, dry\n"), said + done.stderr
+    assert said.count(". ok, ") == 11

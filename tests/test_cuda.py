@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftp
-from ftp import P
+from ftp import P, philox
+from ftp.cuda_graph import WARM_UP, Recorded, graphs_of
+from ftp.mesh import mesh_device, resolve
 
 DEVICE = "cuda"
 pytestmark = [
@@ -96,6 +98,36 @@ def test_bits_are_those_of_a_cpu():
     assert torch.equal(ftp.random.permutation(there, 100).cpu(), ftp.random.permutation(key, 100))
 
 
+def test_compiled_bits_far_apart_are_those_of_a_cpu():
+    """Positions beyond int32, in a block that inductor counts in it."""
+    key, far = ftp.random.key(7), ((4, 1000), (1 << 30, 1), 7)
+    compiled = torch.compile(lambda key: philox.bits_by_index(key, *far))
+    assert torch.equal(compiled(key.to(DEVICE)).cpu(), philox.random_bits(key, *far))
+
+
+@torch.library.custom_op("test_cuda::waits", mutates_args=())
+def waits(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+waits.register_fake(torch.empty_like)
+ftp.pointwise(torch.ops.test_cuda.waits.default)
+
+
+def test_a_recording_that_fails_is_named_and_spoils_no_later_one():
+    mesh, x = ftp.make_mesh((1,), ("dp",), device_type=DEVICE), torch.ones(4, device=DEVICE)
+    bad = ftp.spmd(lambda x: waits(x), mesh, P(), cuda_graph=True)
+    for _ in range(WARM_UP):
+        bad(x)
+    for _ in range(2):
+        named = r"cannot be recorded as a CUDA graph, for test_cuda\.waits\.default"
+        with pytest.raises(ftp.errors.InputError, match=named):
+            bad(x)
+    good = ftp.spmd(lambda x: x.square() + 1, mesh, P(), cuda_graph=True)
+    for i in range(WARM_UP + 3):
+        torch.testing.assert_close(good(x * i).cpu(), torch.full((4,), i * i + 1.0))
+
+
 class Seen(TorchDispatchMode):
     """The ops that run inside."""
 
@@ -166,6 +198,27 @@ def test_ranks_share_a_gpu_over_gloo():
             assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     refused = launch(_ranks, 2, "gloo", {"cuda_graph": True}, timeout=120)
     assert all("go through gloo, which works on the host and cannot be recorded" in (rank.error or "") for rank in refused)
+
+
+def test_one_rank_over_nccl_is_recorded_and_ends():
+    """NCCL waits with its end for graphs that hold its collectives."""
+    (rank,) = launch(_one_rank, 1, timeout=120)
+    assert rank.exit == 0, rank.error or rank.stderr[-2000:] or "the process group did not end"
+
+
+def _one_rank() -> None:
+    mesh = resolve(ftp.make_mesh((1,), ("tp",), device_type=DEVICE))
+    c10d = torch.ops._c10d_functional
+
+    def run(given: Any) -> list[Tensor]:
+        summed = c10d.all_reduce(given[0] + 1, "sum", mesh.group_name("tp"))
+        return [c10d.wait_tensor(summed)]
+
+    recorded = Recorded(run, [], ["x"], graphs_of(mesh_device(mesh)), str)
+    x = torch.ones(1000, device=DEVICE)
+    for i in range(WARM_UP + 3):
+        torch.testing.assert_close(recorded([x * i])[0], x * i + 1)
+    ftp.destroy_process_group()
 
 
 @two_gpus
