@@ -28,6 +28,7 @@ from torch.distributed import distributed_c10d as c10d
 
 from ftp.errors import CollectiveError, FtpError, MismatchError
 from ftp.mesh import (
+    NCCL_LONGER,
     Mesh,
     Timeouts,
     own_timeouts,
@@ -35,8 +36,10 @@ from ftp.mesh import (
     require_coordinate,
     restart_count,
     set_timeout,
+    talks_nccl,
     timeouts,
 )
+from ftp.unfinished import Unfinished
 
 _WATCH = 0.5  # seconds between two looks of the watching thread
 _LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
@@ -68,6 +71,8 @@ class Calls:
         self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
         self._given = None if self._alone else timeouts()
         self._timeouts = Timeouts() if self._alone else self._given or own_timeouts()
+        by_nccl = not self._alone and mesh.device_type == "cuda" and talks_nccl()
+        self._unfinished = Unfinished(self._end_late) if by_nccl else None
 
     def next(self) -> int:
         """The number of the call that is about to begin, the same until `begin`."""
@@ -176,6 +181,17 @@ class Calls:
             holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
             return self.failure or CollectiveError(f"{holder} has ended, and with it the store that ranks talk through.{_RESTART}")
 
+    def _end_late(self, waited: float) -> None:
+        """Finds out who is missing where the GPU does not come to the end of a call, and has it give up waiting."""
+        if self.failure is None:
+            why = str(self._find_out())
+            self.failure = CollectiveError(
+                f"The GPU of rank {self.mesh.rank} has not come to the end of call {self.call} on the mesh {self.mesh} in"
+                f" {waited:.0f} s, and what it gives now are no results: {why}"
+            )
+            print(f"ftp: {self.failure}", file=sys.stderr, flush=True)  # the program may be blocked, and end so
+        _interrupt(self.mesh)
+
     def _check(self) -> None:
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
@@ -213,7 +229,8 @@ class Calls:
         roll = _Roll(store, self._prefix(), self.mesh)
         if not roll.is_called():
             return
-        roll.answer(f"is in call {self.call}" if self._is_running else f"has not come to it: its last call is number {self.call}")
+        is_in = self._is_running or self._unfinished
+        roll.answer(f"is in call {self.call}" if is_in else f"has not come to it: its last call is number {self.call}")
         if roll.is_settled() and self.failure is None:
             self.failure = CollectiveError(roll.learn())
             _interrupt(self.mesh)
@@ -265,6 +282,12 @@ class _Running:
         self.calls._is_running = False
         if isinstance(error, RuntimeError) and (explained := self.calls.explain(error, self.describe(error))) is not None:
             raise explained from error
+        if error is None and self.calls._unfinished is not None:
+            self.calls._check()
+            seconds = self.calls._timeouts.start if self.is_first else self.calls._timeouts.step
+            if self.calls._given is None:  # NCCL ends the process after that time
+                seconds = max(seconds - NCCL_LONGER, seconds / 2)
+            self.calls._unfinished.given(seconds)
         if error is None and self.is_first:
             self.calls._finished.add(self.program)
             set_timeout(self.calls.mesh, self.calls._timeouts.step)
@@ -481,6 +504,11 @@ def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> 
     return calls(mesh).exchange(key, value, timeout)
 
 
+def check(mesh: Mesh) -> None:
+    """Raises where the mesh has failed: what a GPU gives once its collectives were interrupted are no results."""
+    calls(mesh)._check()
+
+
 def _is_of_collective(error: RuntimeError) -> bool:
     """Whether a collective raised it, rather than an op on local tensors."""
     return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
@@ -495,7 +523,8 @@ def _interrupt(mesh: Mesh) -> None:
         backends: dict[int, Any] = {id(b): b for b in map(group._get_backend, group._device_types)}
         for backend in backends.values():
             if not isinstance(backend, c10d.ProcessGroupGloo):
-                backend.abort()
+                # One waits for graphs that hold collectives of it, which must not keep the others from ending.
+                threading.Thread(target=backend.abort, name="ftp-abort", daemon=True).start()
             elif group.size() > 1:
                 # Gloo has no abort, but a receive that runs out of time closes the connections of its group.
                 source, tag = (group.rank() + 1) % group.size(), 2**20 + group.rank()

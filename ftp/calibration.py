@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ftp.collectives import gather_of
 from ftp.cost import Curve, Hardware, Link
 from ftp.mesh import AnyMesh, resolve
 from ftp.philox import random_bits
@@ -300,7 +301,7 @@ def _collective(
         return in_memory[op], lambda out: None
     issued: dict[str, Callable[[], torch.Tensor]] = {
         "all_reduce": lambda: c10d.all_reduce.default(whole, "sum", name),
-        "all_gather": lambda: c10d.all_gather_into_tensor.default(part, n, name),
+        "all_gather": lambda: gather_of(name, part.device)(part, n, name),
         "reduce_scatter": lambda: c10d.reduce_scatter_tensor.default(whole, "sum", n, name),
         "all_to_all": lambda: c10d.all_to_all_single.default(whole, split, split, name),
     }

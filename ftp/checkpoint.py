@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ftp.agreement import check
 from ftp.boxes import Box, Part, holders, parts_on
 from ftp.errors import CheckpointError, InputError, MeshError, join_failures
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
@@ -122,6 +123,7 @@ def save(
         raise
     try:
         content: Any = job.gathered(copy=not wait)
+        check(m)
     except Exception as e:
         content = e
     saving = Saving(_thread().submit(job.run, content))

@@ -5,8 +5,11 @@ at each call, as a batch does, is copied to memory of the recording first. Donat
 same memory, and cost no copy; any other output is copied, for the next replay overwrites it.
 """
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -14,7 +17,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from ftp.collection import collection_paused
 from ftp.errors import InputError
+from ftp.mesh import before_destroying
 
 WARM_UP = 2  # calls that run as they are: kernels are compiled, communicators connected, and it is seen which inputs come from elsewhere
 PATIENCE = 8  # recordings after which a step is told that its state lies elsewhere at each call
@@ -40,7 +45,12 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device):
         self.device = device
-        self.stream, self.pool = torch.cuda.Stream(device), torch.cuda.graph_pool_handle()
+        self._failed: list[Any] = []
+        self._renew()
+
+    def _renew(self) -> None:
+        # Held as a pool, it stays one while no recording uses it.
+        self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.MemPool()
 
     def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
         current = torch.cuda.current_stream(self.device)
@@ -52,12 +62,19 @@ class CudaGraphs:
 
     def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:
         graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        pool: Any = self.pool.id
         try:
             # Threads of NCCL's watchdog and of ftp's own go on while this one records.
-            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
                 outputs = run(given)
         except BaseException:
             torch.cuda.set_stream(before)  # which a recording that failed does not set back
+            with suppress(RuntimeError):  # of one that ended all the same
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                torch._C._cuda_releasePool(self.device.index, pool)
+                # That of pinned memory goes on asking the graph what is its own: no call ends it.
+                self._failed.append((graph, self.stream, self.pool))
+            self._renew()
             raise
         return graph.replay, outputs
 
@@ -122,6 +139,7 @@ class Recorded:
         self._in_place: tuple[int, ...] = ()
         self._made: dict[tuple[Place | None, ...], _Recording] = {}
         self._count = 0
+        _alive.add(self)
 
     def __call__(self, given: Sequence[Any]) -> Sequence[Tensor]:
         places = [_place(x) for x in given]
@@ -153,14 +171,25 @@ class Recorded:
             )
         buffers = {i: torch.empty_like(given[i], memory_format=torch.contiguous_format) for i in sorted(self._elsewhere)}
         fixed = [buffers.get(i, x) for i, x in enumerate(given)]
+        errors: list[Exception] = []
+
+        def run(given: Sequence[Any]) -> Sequence[Tensor]:
+            try:
+                return self._run(given)
+            except Exception as error:
+                errors.append(error)
+                raise
+
         try:
-            replay, outputs = self._graphs.record(self._run, fixed)
+            with collection_paused():  # what it frees on the GPU would end the recording
+                replay, outputs = self._graphs.record(run, fixed)
         except RuntimeError as error:
-            what = self._explain(error)
+            first = errors[0] if errors else error  # a recording that has failed raises once more as it ends
+            what = self._explain(first)
             raise InputError(
-                f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}: {str(error).splitlines()[0]}\n"
+                f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}: {str(first).splitlines()[0]}\n"
                 "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out cuda_graph=True, or the op."
-            ) from error
+            ) from first
         if len(self._made) > 1:  # of all but the newest two the memory is given back
             self._made.pop(next(iter(self._made)))
         return _Recording(replay, tuple(buffers.items()), tuple(self._kept(out, fixed) for out in outputs))
@@ -170,6 +199,27 @@ class Recorded:
             if _shares(fixed[i], out) and out.dtype == fixed[i].dtype:
                 return _Alias(i, tuple(out.shape), out.stride(), int(out.storage_offset() - fixed[i].storage_offset()))
         return out
+
+
+_alive: weakref.WeakSet[Recorded] = weakref.WeakSet()
+
+
+def forget_recordings() -> None:
+    """Gives back the recordings of all steps, once the GPU is through with them.
+
+    NCCL ends no communicator while a graph lives that holds its collectives (pytorch#115388).
+    """
+    held = [recorded for recorded in _alive if recorded._made]
+    if not held:
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for recorded in held:
+        recorded._made.clear()
+    gc.collect()
+
+
+before_destroying.append(forget_recordings)
 
 
 def _place(x: Any) -> Place | None:

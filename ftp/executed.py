@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ftp.mesh import mesh_device
 from ftp.partition import LocalProgram
 from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule
-from ftp.placement import mesh_device
 from ftp.program import Program
 from ftp.report.shapes import LocalShapes, annotate, local_shapes
 from ftp.spec import PartitionSpec, local_shape

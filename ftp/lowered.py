@@ -17,10 +17,9 @@ from ftp.cost import DEFAULT, Hardware
 from ftp.errors import PlanningError, ReportError, join_failures
 from ftp.executed import executed, local_inputs
 from ftp.graph import Node, Value
-from ftp.mesh import require_coordinate
+from ftp.mesh import mesh_device, require_coordinate
 from ftp.network import Problem, layout_costs
 from ftp.partition import LocalProgram
-from ftp.placement import mesh_device
 from ftp.program import Program
 from ftp.repeats import named_layers
 from ftp.report.disagreement import disagreements

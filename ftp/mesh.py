@@ -1,9 +1,10 @@
 """Meshes: named axes, this process' place on them, and the process groups along them."""
 
+import hashlib
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
@@ -18,10 +19,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.rendezvous import rendezvous
 
 from ftp.errors import MeshError
+from ftp.launcher import Launched, launched
 
 DEVICE_TYPES = ("cpu", "cuda")
 START_TIMEOUT = 300.0  # seconds; torchtitan's figure for the first step, which compiles and connects
 STEP_TIMEOUT = 100.0  # seconds; torchtitan's figure for later ones
+NCCL_LONGER = 30.0  # seconds
 
 
 @dataclass(frozen=True)
@@ -145,13 +148,15 @@ _resolved: dict[DeviceMesh, Mesh] = {}
 _products: dict[tuple[Mesh, tuple[str, ...]], dist.ProcessGroup] = {}
 _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
+before_destroying: list[Callable[[], None]] = []
+"""What gives back that without which no process group ends."""
 
 
 def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None) -> DeviceMesh | SimulatedMesh:
     """A mesh over all processes, or over simulated ranks where there are none.
 
-    It uses the default process group if one is initialised; else, where a launcher such as torchrun set RANK and
-    WORLD_SIZE, it initialises one; else the mesh is simulated. ``device_type`` defaults to the process group's, or to
+    It uses the default process group if one is initialised; else, where torchrun, srun or mpirun launched this process,
+    it initialises one; else the mesh is simulated. ``device_type`` defaults to the process group's, or to
     the accelerator if there is one.
 
     >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
@@ -161,16 +166,21 @@ def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, de
     device_type = device_type or _default_device_type()
     _check(shape, axis_names, device_type, DEVICE_TYPES, "make_mesh")
     _require_device(device_type, "make_mesh")
-    if not dist.is_initialized() and not _launched():
+    launch = launched()
+    if dist.is_initialized():
+        world = dist.get_world_size()
+    elif launch is not None:
+        world = launch.world
+    else:
         return SimulatedMesh(shape, axis_names, device_type)
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
     if math.prod(shape) != world:
         raise MeshError(_wrong_size(shape, axis_names, world))
     if not dist.is_initialized():
         init_process_group(device_type=device_type)
     if device_type == "cuda" and not torch.cuda.is_initialized():
         # Of a process group that others initialised: processes beyond the devices share them, which gloo allows.
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", dist.get_rank())) % torch.cuda.device_count())
+        local_rank = dist.get_rank() if launch is None else launch.local_rank
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axis_names)
     # torch gives the groups of the axes its own default of half an hour, not the default group's timeout.
     if dist.get_backend() != "fake":
@@ -250,38 +260,37 @@ def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | 
     Args:
         timeout: seconds that a rank waits for a missing one, until a program has run once: ranks trace, compile and connect then.
         step_timeout: the same for later runs; default 100, or ``timeout`` where that is less.
-        device_type: "cuda" talks NCCL and takes the device LOCAL_RANK, "cpu" talks gloo; default: what there is.
+        device_type: "cuda" talks NCCL and takes the device of the local rank, or the only one that the process sees; "cpu" talks gloo;
+            default: what there is.
 
     Raises:
-        MeshError: without a launcher's environment, with a default process group already there, without devices for all processes.
+        MeshError: without a launcher's environment, with a default process group already there, without a GPU for each process.
     """
     device_type = device_type or _default_device_type()
     _check((1,), ("world",), device_type, DEVICE_TYPES, "init_process_group")
     _require_device(device_type, "init_process_group")
     if dist.is_initialized():
         raise MeshError(f"The default process group is already initialised, with {dist.get_world_size()} ranks; nothing is left to do.")
-    if not _launched():
+    launch = launched()
+    if launch is None:
         raise MeshError(
-            "RANK and WORLD_SIZE are not in the environment. Launch with torchrun --nproc-per-node=N, or simulate: ftp.simulated_mesh."
+            "RANK and WORLD_SIZE are not in the environment. Launch with torchrun --nproc-per-node=N, srun or mpirun,"
+            " or simulate: ftp.simulated_mesh."
         )
     backend = "gloo"
     if device_type == "cuda":
-        local_rank, devices = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local_rank >= devices:
-            raise MeshError(
-                f"LOCAL_RANK is {local_rank}, but this host shows {devices} CUDA devices. Launch at most {devices} processes on it, or have"
-                " them share devices, slowly: torch.distributed.init_process_group('gloo') first."
-            )
-        torch.cuda.set_device(local_rank)
+        torch.cuda.set_device(_own_device(launch))
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     if min(timeout, timeout if step_timeout is None else step_timeout) <= 0:
         raise MeshError(f"init_process_group: timeouts are seconds above 0, not {timeout} and {step_timeout}.")
     wait = timedelta(seconds=timeout)
-    store, rank, world_size = next(rendezvous("env://", timeout=wait))
+    store, rank, world_size = next(rendezvous(launch.meets_at, timeout=wait))
     # A restarted attempt finds the agent's store as the last one left it, with the addresses of processes that are gone.
     store = c10d.PrefixStore(f"ftp/attempt{restart_count()}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
     _timeouts[_world()] = Timeouts(timeout, min(timeout, STEP_TIMEOUT) if step_timeout is None else step_timeout)
+    if device_type == "cuda" and talks_nccl():
+        _require_own_gpus()
 
 
 def destroy_process_group() -> None:
@@ -292,7 +301,9 @@ def destroy_process_group() -> None:
     >>> destroy_process_group()
     """
     if dist.is_initialized():
-        dist.barrier(device_ids=[torch.cuda.current_device()] if "nccl" in dist.get_backend() else None)
+        dist.barrier(device_ids=[torch.cuda.current_device()] if talks_nccl() else None)
+        for give_back in before_destroying:
+            give_back()
         dist.destroy_process_group()
 
 
@@ -308,9 +319,20 @@ def own_timeouts() -> Timeouts:
 
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:
-    """Sets how long a collective on the mesh waits for a missing rank."""
+    """Sets how long a collective on the mesh waits for a missing rank.
+
+    NCCL's own thread ends the process after that time: it gets longer, in which ranks find out who is missing.
+    """
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
-        _set_timeout(process_groups(mesh), timedelta(seconds=seconds))
+        longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
+        _set_timeout(process_groups(mesh), timedelta(seconds=seconds + longer))
+
+
+def mesh_device(mesh: Mesh) -> torch.device:
+    """The device that this process computes on, with its number where it is a GPU that is there."""
+    if mesh.device_type == "cuda" and mesh.kind != "abstract" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
 
 
 def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
@@ -424,14 +446,49 @@ def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int)
     return f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give sizes whose product is {world}."
 
 
+def talks_nccl() -> bool:
+    """Whether tensors on GPUs go through NCCL; a group made without a backend takes it where it is."""
+    return "nccl" in c10d.get_backend_config()
+
+
 def _default_device_type() -> str:
     if dist.is_initialized():
-        return "cuda" if "nccl" in dist.get_backend() else "cpu"
+        return "cuda" if talks_nccl() and torch.cuda.is_available() else "cpu"
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def _launched() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+def gpu_uuid(index: int) -> str:
+    """What names a GPU in every process, whichever of them it sees."""
+    return str(torch.cuda.get_device_properties(index).uuid)
+
+
+def _own_device(launch: Launched) -> int:
+    devices = torch.cuda.device_count()
+    if launch.local_rank < devices:
+        return launch.local_rank
+    if devices == 1:  # as srun --gpus-per-task=1 shows each process its own
+        return 0
+    raise MeshError(
+        f"LOCAL_RANK is {launch.local_rank}, but this host shows {devices} CUDA devices. Launch at most {devices} processes on it, or"
+        " have them share devices, slowly: torch.distributed.init_process_group('gloo') first."
+    )
+
+
+def _require_own_gpus() -> None:
+    """Raises on every rank where several have one GPU, which NCCL would refuse at the first collective; ends the process group."""
+    uuid = gpu_uuid(torch.cuda.current_device()).encode()
+    name = int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest())
+    names = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
+    dist.all_gather(names, torch.tensor([name]))
+    ranks: dict[int, list[int]] = {}
+    for rank, held in enumerate(names):
+        ranks.setdefault(int(held), []).append(rank)
+    if shared := [held for held in ranks.values() if len(held) > 1]:
+        dist.destroy_process_group()
+        raise MeshError(
+            f"Ranks {', '.join(map(str, shared[0]))} have one GPU. Launch at most one process for each GPU, or have them share it,"
+            " slowly: torch.distributed.init_process_group('gloo') first."
+        )
 
 
 def _timeout_of(group: dist.ProcessGroup) -> timedelta:

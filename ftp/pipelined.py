@@ -11,6 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ftp.mesh import gpu_uuid
+
 # Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its products with some matrices.
 torch.library.define(
     "ftp::gather_products",
@@ -75,16 +77,20 @@ def multiplications(target: Any, args: Any) -> int:
     return math.prod(left) * right[1]
 
 
-def lack(devices: list[tuple[str, int]], mine: int) -> str:
-    """Why this rank cannot copy from and to the GPUs of a group, given as host and number; "" if it can."""
+def lack(devices: list[tuple[str, str]], mine: int) -> str:
+    """Why this rank cannot copy from and to the GPUs of a group, given as host and UUID; "" if it can.
+
+    Whether a GPU that this process does not see can be read is found out by torch as it connects them.
+    """
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "it takes GPUs, and a build of torch with NCCL"
     if len({host for host, _ in devices}) > 1:
         return f"the group is on hosts {', '.join(sorted({host for host, _ in devices}))}, and works within one"
+    seen = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
     host, here = devices[mine]
     for i, (_, device) in enumerate(devices):
         if i != mine and device == here:
             return f"GPU {here} of {host} is another rank's too"
-        if i != mine and not torch.cuda.can_device_access_peer(here, device):
+        if i != mine and device in seen and not torch.cuda.can_device_access_peer(seen[here], seen[device]):
             return f"GPU {here} of {host} cannot read the memory of GPU {device}"
     return ""

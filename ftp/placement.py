@@ -18,8 +18,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.agreement import calls
-from ftp.errors import DonationError, InputError, MismatchError, PlacementError, SpecError, join_failures
-from ftp.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
+from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
+from ftp.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.placements import check_plain, specs_of_any
 from ftp.replicas import compare_copies
 from ftp.spec import PartitionSpec, Piece, Units, cut_pieces, known_size, local_pieces, local_shape
@@ -403,15 +403,6 @@ def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh, non_blocking: bo
     if full.device.type == "meta":
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     return full.to(mesh_device(mesh), copy=True, memory_format=torch.contiguous_format, non_blocking=non_blocking)
-
-
-def mesh_device(mesh: Mesh) -> torch.device:
-    """The device that this process computes on."""
-    return (
-        torch.device("cuda", torch.cuda.current_device())
-        if mesh.device_type == "cuda" and mesh.kind == "process"
-        else torch.device(mesh.device_type)
-    )
 
 
 def _broadcast(full: torch.Tensor, mesh: Mesh, src: int) -> torch.Tensor:

@@ -18,19 +18,20 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.agreement import exchange
 from ftp.collection import collection_paused
+from ftp.collectives import gather_of
 from ftp.compile import Run, compiled, eager
 from ftp.cuda_graph import Recorded, graphs_of
 from ftp.discovery import cache_folder
 from ftp.errors import MeshError
 from ftp.graph import Graph, Value
-from ftp.mesh import Mesh, product_group, require_coordinate
+from ftp.mesh import Mesh, gpu_uuid, mesh_device, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
 from ftp.passes.transport import as_backends_take
 from ftp.pipelined import gather_products, lack, product_scatter
-from ftp.placement import mesh_device, put, take
+from ftp.placement import put, take
 from ftp.planner import Plan
 from ftp.shared_memory import SharedGroup, shared_groups, through_memory
 from ftp.simulate import simulate
@@ -157,6 +158,10 @@ class Program:
                 _check_symmetric(graph, mesh)
             if self.cuda_graph:
                 _check_recordable(graph, device)
+            if mesh.kind == "process":
+                for node in graph.nodes:
+                    if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+                        node.target = gather_of(node.args[-1], device)
             graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
             if self.compile:
                 made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
@@ -240,7 +245,7 @@ def _check_recordable(graph: fx.Graph, device: torch.device) -> None:
 
 def _check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
     """Raises on every rank where the GPUs of one cannot copy from and to one another."""
-    here = json.dumps([socket.gethostname(), torch.cuda.current_device() if mesh.device_type == "cuda" else -1])
+    here = json.dumps([socket.gethostname(), gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else ""])
     devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
     mine = ""
     for group in dict.fromkeys(node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)):

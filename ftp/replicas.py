@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ftp.agreement import Calls, calls
 from ftp.errors import ReplicaError, join_failures
-from ftp.mesh import AnyMesh, Mesh, resolve
+from ftp.mesh import AnyMesh, Mesh, mesh_device, resolve
 from ftp.placements import specs_of_any
 from ftp.spec import PartitionSpec
 from ftp.tree import broadcast_specs, flatten, leaf_names
@@ -56,7 +56,8 @@ def compare_copies(
     if mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake" or not chosen:
         return
     assert mesh.torch is not None
-    mine = torch.stack([digest(leaves[i]) for i in chosen])
+    # Tensors of the host may be among them, which NCCL does not take.
+    mine = torch.stack([digest(leaves[i]).to(mesh_device(mesh)) for i in chosen])
     differs = torch.zeros(1, dtype=torch.int64, device=mine.device)
     for axis in mesh.axis_names:
         shared = [k for k, i in enumerate(chosen) if axis not in specs[i].axes]

@@ -15,8 +15,8 @@ from torch import Tensor
 from ftp.boxes import Shape, parts_on
 from ftp.errors import CheckpointError, MeshError, MismatchError, SpecError, join_failures
 from ftp.manifest import Manifest, SavedFile, SavedTensor, checkpoints, find, read_manifest
-from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
-from ftp.placement import leaf_like, mesh_device, placement, placement_of, remember
+from ftp.mesh import AnyMesh, Mesh, mesh_device, require_coordinate, resolve
+from ftp.placement import leaf_like, placement, placement_of, remember
 from ftp.placements import specs_of_any
 from ftp.shards import share
 from ftp.spec import PartitionSpec, check_spec, local_shape

@@ -1,6 +1,10 @@
 """CUDA graphs on a CPU: what is recorded is not done until it is replayed, on the very memory of the recording."""
 
-from collections.abc import Callable, Collection, Sequence
+import sys
+import weakref
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -10,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 Run = Callable[[Sequence[Any]], Sequence[Tensor]]
 REFUSED = "CUDA error: operation not permitted when stream is capturing"
+SPOILED = "CUDA error: operation failed due to a previous error during capture"
 
 
 def poison(x: Tensor) -> None:
@@ -71,6 +76,91 @@ class Again(Tape):
                 outputs[i].copy_(found[i])
 
         return self._counted(replay), outputs
+
+
+class Spoiled(Tape):
+    """Raises once more where a recording that has failed ends, as torch's do."""
+
+    def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        done = None
+        try:
+            done = super().record(run, given)
+        finally:
+            if done is None:
+                raise RuntimeError(SPOILED)
+        return done
+
+
+class Driver:
+    """What torch asks of CUDA and of its allocator as it records; `install` puts it in their place.
+
+    Source: torch 2.13, ``CUDAGraph.cpp`` and ``CUDACachingAllocator.cpp``.
+
+    Attributes:
+        spoils: whether an error inside a recording is one of CUDA's, so that the recording cannot be ended.
+        pools: those that an allocation may go to now.
+        done: what was done, in order.
+    """
+
+    def __init__(self) -> None:
+        self.spoils = True
+        self.pools: set[tuple[int, int]] = set()
+        self.done: list[str] = []
+        self.graphs: list[weakref.ref] = []
+        self._made = 0
+        self._stream: Any = SimpleNamespace(device=torch.device("cpu"))
+
+    def install(self, patch: Any) -> None:
+        driver = self
+
+        class Graph:
+            def __init__(self) -> None:
+                driver.graphs.append(weakref.ref(self))
+
+            def capture_begin(self, pool: tuple[int, int], **how: Any) -> None:
+                if pool in driver.pools:
+                    raise RuntimeError(f"beginAllocateToPool: already recording to mempool_id {pool}")
+                if driver._stream.is_spoiled:
+                    raise RuntimeError("CUDA error: the stream is capturing")
+                driver.pools.add(pool)
+                self.pool = pool
+
+            def capture_end(self) -> None:
+                if sys.exc_info()[0] is not None and driver.spoils:
+                    driver._stream.is_spoiled = True
+                    raise RuntimeError(SPOILED)
+                driver.pools.remove(self.pool)
+
+            def replay(self) -> None:
+                driver.done.append("replay")
+
+        def end(device: int, pool: tuple[int, int]) -> None:
+            if pool not in driver.pools:
+                raise RuntimeError(f"endAllocatePool: not currently recording to mempool_id {pool}")
+            driver.pools.remove(pool)
+
+        @contextmanager
+        def stream(new: Any) -> Iterator[None]:
+            old, driver._stream = driver._stream, new
+            yield
+            driver._stream = old
+
+        patch.setattr("torch.cuda.CUDAGraph", Graph)
+        patch.setattr("torch.cuda.MemPool", lambda: SimpleNamespace(id=self._number()))
+        patch.setattr("torch.cuda.graph_pool_handle", self._number)
+        patch.setattr("torch.cuda.Stream", lambda device: SimpleNamespace(is_spoiled=False))
+        patch.setattr("torch.cuda.stream", stream)
+        patch.setattr("torch.cuda.current_stream", lambda device: self._stream)
+        patch.setattr("torch.cuda.set_stream", lambda new: setattr(self, "_stream", new))
+        patch.setattr("torch.cuda.synchronize", lambda: self.done.append("synchronize"))
+        patch.setattr("torch.cuda.is_initialized", lambda: True)
+        patch.setattr("torch._C._host_emptyCache", lambda: None, raising=False)
+        patch.setattr("torch._C._cuda_endAllocateToPool", end, raising=False)
+        patch.setattr("torch._C._cuda_releasePool", lambda device, pool: None, raising=False)
+
+    def _number(self) -> tuple[int, int]:
+        self._made += 1
+        return 0, self._made
 
 
 class _Noted(TorchDispatchMode):

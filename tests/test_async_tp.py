@@ -113,11 +113,16 @@ def test_chunks_as_well_are_refused():
 
 def test_what_is_lacking_is_said(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert lack([("a", 0), ("a", 1)], 0) == "it takes GPUs, and a build of torch with NCCL"
+    assert lack([("a", "x"), ("a", "y")], 0) == "it takes GPUs, and a build of torch with NCCL"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr("ftp.pipelined.gpu_uuid", lambda i: "xyz"[i])
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: {a, b} != {0, 2})
-    assert lack([("a", 0), ("a", 1)], 0) == ""
-    assert lack([("a", 0), ("b", 0)], 0) == "the group is on hosts a, b, and works within one"
-    assert lack([("a", 0), ("a", 2)], 1) == "GPU 2 of a cannot read the memory of GPU 0"
-    assert lack([("a", 0), ("a", 0)], 1) == "GPU 0 of a is another rank's too"
+    assert lack([("a", "x"), ("a", "y")], 0) == ""
+    assert lack([("a", "x"), ("b", "y")], 0) == "the group is on hosts a, b, and works within one"
+    assert lack([("a", "x"), ("a", "z")], 1) == "GPU z of a cannot read the memory of GPU x"
+    assert lack([("a", "x"), ("a", "x")], 1) == "GPU x of a is another rank's too"
+    # Each process sees its own GPU only, as number 0.
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert lack([("a", "x"), ("a", "y")], 0) == ""

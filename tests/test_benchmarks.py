@@ -1,8 +1,12 @@
 """The benchmark of GPUs runs, on a CPU with a tiny model; what it says of plain torch and of ftp agrees."""
 
 import importlib.util
+import os
+import subprocess
 import sys
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +33,7 @@ def test_the_benchmark_of_gpus_runs_on_a_cpu():
     plain, ours = (gpu.measure({**CASE, "peer": peer}) for peer in ("torch", "ftp"))
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
     assert all(found["ms"] > 0 and found["MFU"] is None and found["gaps"] is None for found in (plain, ours))
+    assert ours["report ms"] > 0 and ours["report GiB"] > 0 and "report ms" not in plain
     config, _, seq = gpu.MODELS["tiny"]
     data = gpu._batches(config["vocab"], 2, seq)
     assert gpu._flops(config, gpu.torch.float32, data) == pytest.approx(2 * gpu._flops(config, gpu.torch.float32, data, 2), rel=0.01)
@@ -41,8 +46,80 @@ def _on_ranks(loss: float) -> bool:
     return found["loss"] == pytest.approx(loss, rel=1e-5)
 
 
+def test_torch_compiles_its_loss_too(monkeypatch: pytest.MonkeyPatch):
+    gpu = script("gpu")
+    seen: list[int] = []
+
+    def compiled(run: Any, mode: Any = None) -> Any:
+        def call(*args: Any) -> Any:
+            out = run(*args)
+            seen.append(out.ndim)
+            return out
+
+        return call
+
+    monkeypatch.setattr(gpu.torch, "compile", compiled)
+    gpu.measure({**CASE, "peer": "torch compiled"})
+    assert set(seen) == {0}
+
+
+def test_steps_are_timed_in_blocks(monkeypatch: pytest.MonkeyPatch):
+    gpu = script("gpu")
+    ran: list[str] = []
+    monkeypatch.setattr(gpu, "_of_torch", lambda *given: (lambda: ran.append("step") or 1.0, 0.0, dict))
+    monkeypatch.setattr(gpu, "_wait", lambda device: ran.append("wait"))
+    gpu.measure({**CASE, "peer": "torch", "steps": 2 * gpu.BLOCK})
+    assert ran[-2 * (gpu.BLOCK + 1) :] == [*["step"] * gpu.BLOCK, "wait"] * 2
+
+
+def test_a_trace_without_a_graphs_kernels_says_nothing_of_gaps(monkeypatch: pytest.MonkeyPatch):
+    gpu = script("gpu")
+    copies = [
+        SimpleNamespace(time_range=SimpleNamespace(start=i, end=i + 0.01), device_type=SimpleNamespace(name="CUDA")) for i in range(3)
+    ]
+
+    @contextmanager
+    def profile(activities: Any) -> Any:
+        yield SimpleNamespace(events=lambda: copies)
+
+    monkeypatch.setattr("torch.profiler.profile", profile)
+    monkeypatch.setattr("torch.cuda.synchronize", lambda: None)
+    assert gpu._gaps(lambda: None, is_recorded=True) is None
+    assert gpu._gaps(lambda: None, is_recorded=False) > 0.9
+
+
+def test_peers_that_disagree_or_find_no_time_are_failures(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    gpu = script("gpu")
+    losses = iter([4.0, 4.1])
+    monkeypatch.setattr(gpu.record, "run_case", lambda script, case, limit: {"loss": next(losses), "ms": 1.0})
+    monkeypatch.setattr(gpu, "launched", lambda case, limit: {"loss": 4.0})
+    command = ["gpu.py", "--model", "tiny", "--device", "cpu", "--peers", "torch", "ftp"]
+    monkeypatch.setattr(sys, "argv", command)
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "its first loss is 4.1, that of torch 4" in capsys.readouterr().out
+    monkeypatch.setattr(sys, "argv", [*command, "--limit", "0"])
+    with pytest.raises(SystemExit):
+        gpu.main()
+    assert "no time was left" in capsys.readouterr().out
+
+
 def test_idle_shares_of_overlapping_kernels():
     gpu = script("gpu")
-    assert gpu.idle_share([]) == 0.0
+    assert gpu.idle_share([]) is None, "nothing was traced"
     assert gpu.idle_share([(0, 4), (1, 2), (4, 5)]) == 0.0
     assert gpu.idle_share([(0, 1), (0.5, 2), (3, 4)]) == 0.25
+
+
+@pytest.mark.slow
+def test_the_first_hour_on_a_gpu_runs_dry():
+    done = subprocess.run(
+        [str(BENCHMARKS / "first_gpu.sh"), "--dry"],
+        env={**os.environ, "PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    said = done.stdout
+    assert done.returncode == 0 and said.endswith("all steps are through, dry\n"), said + done.stderr
+    assert said.count(". ok, ") == 11

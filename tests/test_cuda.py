@@ -15,7 +15,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftp
-from ftp import P
+from ftp import P, philox
+from ftp.cuda_graph import WARM_UP, Recorded, graphs_of
+from ftp.mesh import mesh_device, resolve
 
 DEVICE = "cuda"
 pytestmark = [
@@ -96,6 +98,36 @@ def test_bits_are_those_of_a_cpu():
     assert torch.equal(ftp.random.permutation(there, 100).cpu(), ftp.random.permutation(key, 100))
 
 
+def test_compiled_bits_far_apart_are_those_of_a_cpu():
+    """Positions beyond int32, in a block that inductor counts in it."""
+    key, far = ftp.random.key(7), ((4, 1000), (1 << 30, 1), 7)
+    compiled = torch.compile(lambda key: philox.bits_by_index(key, *far))
+    assert torch.equal(compiled(key.to(DEVICE)).cpu(), philox.random_bits(key, *far))
+
+
+@torch.library.custom_op("test_cuda::waits", mutates_args=())
+def waits(x: Tensor) -> Tensor:
+    return x * x.sum().item()
+
+
+waits.register_fake(torch.empty_like)
+ftp.pointwise(torch.ops.test_cuda.waits.default)
+
+
+def test_a_recording_that_fails_is_named_and_spoils_no_later_one():
+    mesh, x = ftp.make_mesh((1,), ("dp",), device_type=DEVICE), torch.ones(4, device=DEVICE)
+    bad = ftp.spmd(lambda x: waits(x), mesh, P(), cuda_graph=True)
+    for _ in range(WARM_UP):
+        bad(x)
+    for _ in range(2):
+        named = r"cannot be recorded as a CUDA graph, for test_cuda\.waits\.default"
+        with pytest.raises(ftp.errors.InputError, match=named):
+            bad(x)
+    good = ftp.spmd(lambda x: x.square() + 1, mesh, P(), cuda_graph=True)
+    for i in range(WARM_UP + 3):
+        torch.testing.assert_close(good(x * i).cpu(), torch.full((4,), i * i + 1.0))
+
+
 class Seen(TorchDispatchMode):
     """The ops that run inside."""
 
@@ -108,12 +140,13 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoder(mesh: Any, dtype: torch.dtype, **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
+def decoder(mesh: Any, dtype: torch.dtype, how: str = "", **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
+    """Cut as Megatron cuts it, with ``how="sequence"`` along the sequence too, with ``how="fsdp"`` as ZeRO-3 does."""
     cfg = LlamaConfig(vocab=64, dim=128, heads=4, hidden=96, layers=2)
-    constraints = sequence_parallel() if options.get("async_tp") else None
+    constraints = sequence_parallel() if how == "sequence" or options.get("async_tp") else None
     fn, full = ftp.functionalize(build(cfg, dtype=dtype), constraints=constraints)
-    of_params = ftp.plan(full, specs(cuts(cfg), tp="tp"))
-    step = ftp.shard(lm_loss(fn), mesh, of_params, **options)
+    of_params = ftp.plan(full, {"**": P("tp")} if how == "fsdp" else specs(cuts(cfg), tp="tp"))
+    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=P("tp") if how == "fsdp" else P(), **options)
     return step, full, lm_batch(cfg, 4, 16), (lm_loss(fn), of_params)
 
 
@@ -160,11 +193,32 @@ def test_pinned_batches_are_placed_without_waiting():
 
 
 def test_ranks_share_a_gpu_over_gloo():
-    for way in ({}, {"compile": True}):
+    for way in ({}, {"compile": True}, {"how": "sequence"}, {"how": "fsdp"}, {"how": "fsdp", "compile": True}):
         for rank in launch(_ranks, 2, "gloo", way, timeout=240):
             assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     refused = launch(_ranks, 2, "gloo", {"cuda_graph": True}, timeout=120)
     assert all("go through gloo, which works on the host and cannot be recorded" in (rank.error or "") for rank in refused)
+
+
+def test_one_rank_over_nccl_is_recorded_and_ends():
+    """NCCL waits with its end for graphs that hold its collectives."""
+    (rank,) = launch(_one_rank, 1, timeout=120)
+    assert rank.exit == 0, rank.error or rank.stderr[-2000:] or "the process group did not end"
+
+
+def _one_rank() -> None:
+    mesh = resolve(ftp.make_mesh((1,), ("tp",), device_type=DEVICE))
+    c10d = torch.ops._c10d_functional
+
+    def run(given: Any) -> list[Tensor]:
+        summed = c10d.all_reduce(given[0] + 1, "sum", mesh.group_name("tp"))
+        return [c10d.wait_tensor(summed)]
+
+    recorded = Recorded(run, [], ["x"], graphs_of(mesh_device(mesh)), str)
+    x = torch.ones(1000, device=DEVICE)
+    for i in range(WARM_UP + 3):
+        torch.testing.assert_close(recorded([x * i])[0], x * i + 1)
+    ftp.destroy_process_group()
 
 
 @two_gpus
@@ -180,7 +234,8 @@ def _ranks(backend: str, way: dict[str, Any]) -> None:
         torch.distributed.init_process_group("gloo")
     mesh = ftp.make_mesh((2,), ("tp",), device_type=DEVICE)
     step, full, batch, (loss_fn, of_params) = decoder(mesh, torch.float64, **way)
-    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, P())
+    of_batch = P("tp") if way.get("how") == "fsdp" else P()
+    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, of_batch)
     grads, loss = torch.func.grad_and_value(loss_fn)(full, batch)
     for _ in range(5):
         found, sharded = step(params, data)

@@ -1,5 +1,6 @@
 """Steps recorded as one CUDA graph and replayed, by a stand-in that runs on a CPU; test_cuda.py records real ones where there is a GPU."""
 
+import gc
 import os
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
@@ -8,13 +9,13 @@ from typing import Any
 import pytest
 import torch
 from dist.launch import launch  # type: ignore[import-not-found]
-from graph_tape import REFUSED, Again, Tape
+from graph_tape import REFUSED, Again, Driver, Spoiled, Tape
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 import ftp
 from ftp import P
-from ftp.cuda_graph import PATIENCE, WARM_UP, Recorded
+from ftp.cuda_graph import PATIENCE, WARM_UP, CudaGraphs, Recorded
 
 ONE = ftp.simulated_mesh((1,), ("tp",))
 OPT = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2, fused=True)
@@ -239,8 +240,9 @@ def test_collectives_of_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, ba
     )
 
 
-def test_an_op_that_waits_for_the_gpu_is_named(stands_in: Any):
-    stands_in(Tape(waiting=[torch.ops.aten.linalg_inv_ex.default]))
+@pytest.mark.parametrize("tape", [Tape, Spoiled])
+def test_an_op_that_waits_for_the_gpu_is_named(stands_in: Any, tape: type[Tape]):
+    stands_in(tape(waiting=[torch.ops.aten.linalg_inv_ex.default]))
     step = ftp.spmd(lambda x: torch.linalg.inv(x), ONE, P(), cuda_graph=True)
     for _ in range(WARM_UP):
         step(torch.eye(2))
@@ -250,3 +252,68 @@ def test_an_op_that_waits_for_the_gpu_is_named(stands_in: Any):
     assert first.startswith("The step cannot be recorded as a CUDA graph, for aten.linalg_inv_ex.default at test_cuda_graph.py:")
     assert first.endswith(f": {REFUSED}")
     assert second == "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out cuda_graph=True, or the op."
+
+
+# Recordings that fail, and the end of a process group.
+
+
+@pytest.fixture
+def driver(monkeypatch: pytest.MonkeyPatch) -> Driver:
+    made = Driver()
+    made.install(monkeypatch)
+    return made
+
+
+@pytest.mark.parametrize("spoils", [True, False], ids=["CUDA's error", "Python's error"])
+def test_a_failed_recording_leaves_the_next_ones_alone(driver: Driver, spoils: bool):
+    graphs, driver.spoils = CudaGraphs(torch.device("cuda", 0)), spoils
+    stream = driver._stream
+
+    def fails(given: Sequence[Any]) -> list[Tensor]:
+        raise RuntimeError(REFUSED)
+
+    with pytest.raises(RuntimeError):
+        graphs.record(fails, [])
+    assert not driver.pools, "the allocator still records"
+    assert driver._stream is stream
+    gc.collect()
+    if spoils:
+        assert driver.graphs[0]() is not None, "the allocator of pinned memory still asks it"
+    replay, outputs = graphs.record(lambda given: given, [torch.ones(2)])
+    replay()
+    assert driver.done[-1] == "replay" and len(outputs) == 1 and not driver.pools
+
+
+def test_recordings_end_before_their_process_group(driver: Driver, monkeypatch: pytest.MonkeyPatch):
+    """NCCL waits for them for ever."""
+    graphs = CudaGraphs(torch.device("cuda", 0))
+    monkeypatch.setattr(graphs, "aside", lambda run, given: run(given))
+    run = Recorded(lambda given: [given[0] * 2], [], ["x"], graphs, lambda error: "")
+    x = torch.ones(2)
+    for _ in range(WARM_UP + 1):
+        run([x])
+    recorded = driver.graphs[-1]
+    assert recorded() is not None
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
+    monkeypatch.setattr("ftp.mesh.talks_nccl", lambda: False)
+    monkeypatch.setattr("torch.distributed.barrier", lambda device_ids: driver.done.append("barrier"))
+    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: driver.done.append("alive" if recorded() else "destroyed"))
+    driver.done.clear()
+    ftp.destroy_process_group()
+    assert driver.done == ["barrier", "synchronize", "destroyed"]
+    run([x])
+    assert driver.graphs[-1]() is not None, "recorded anew where the step is called again"
+
+
+def test_garbage_is_not_collected_inside_a_recording():
+    seen = []
+
+    class Seen(Tape):
+        def record(self, run: Any, given: Sequence[Any]) -> Any:
+            seen.append(gc.isenabled())
+            return super().record(run, given)
+
+    run = recorded(Seen(), lambda given: [given[0] + given[1]])
+    for _ in range(WARM_UP + 1):
+        run([torch.ones(2), torch.ones(2)])
+    assert seen and not any(seen) and gc.isenabled()

@@ -1,12 +1,28 @@
 """Meshes as values, and what is refused; process meshes of more than one rank are in tests/dist."""
 
+import os
+
 import pytest
+import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ftp.errors import MeshError
-from ftp.mesh import AbstractMesh, SimulatedMesh, init_process_group, make_mesh, require_coordinate, resolve, simulated_mesh, use_mesh
+from ftp.launcher import launched
+from ftp.mesh import (
+    AbstractMesh,
+    SimulatedMesh,
+    _default_device_type,
+    _own_device,
+    init_process_group,
+    make_mesh,
+    mesh_device,
+    require_coordinate,
+    resolve,
+    simulated_mesh,
+    use_mesh,
+)
 
 
 @pytest.fixture
@@ -19,8 +35,9 @@ def fake_world():
 
 @pytest.fixture(autouse=True)
 def _no_launcher(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
+    for name in list(os.environ):
+        if name in ("RANK", "WORLD_SIZE") or name.startswith(("SLURM_", "OMPI_")):
+            monkeypatch.delenv(name)
 
 
 def test_meshes_are_values():
@@ -166,3 +183,57 @@ def test_device_meshes_that_cannot_be_used():
 def test_init_process_group_without_a_launcher():
     with pytest.raises(MeshError, match=r"RANK and WORLD_SIZE are not in the environment. Launch with torchrun"):
         init_process_group()
+
+
+# Launchers, and GPUs that are not there.
+
+OPEN_MPI = {"RANK": "2", "SIZE": "4", "LOCAL_RANK": "0", "LOCAL_SIZE": "4"}
+
+
+def test_open_mpi_and_slurm():
+    mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in OPEN_MPI.items()}
+    found = launched(mpi)
+    assert found is not None and (found.rank, found.world, found.local_rank) == (2, 4, 0)
+    assert found.meets_at.startswith("tcp://127.0.0.1:") and found.meets_at.endswith("?rank=2&world_size=4")
+    apart = {**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
+    with pytest.raises(MeshError, match=r"mpirun has launched 4 ranks on several hosts.*mpirun -x MASTER_ADDR=HOST"):
+        launched(apart)
+    found = launched({**apart, "MASTER_ADDR": "first", "MASTER_PORT": "1234"})
+    assert found is not None and found.meets_at == "tcp://first:1234?rank=2&world_size=4"
+    torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
+    found = launched({**mpi, **torchrun})
+    assert found is not None and (found.rank, found.meets_at) == (1, "env://"), "torchrun inside of it has the word"
+    batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}
+    step = {**batch, "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "1"}
+    assert launched({}) is launched(batch) is launched(step) is None
+
+
+def test_a_mesh_on_a_gpu_has_its_number(monkeypatch):
+    assert mesh_device(resolve(AbstractMesh((2,), ("tp",), "cuda"))) == torch.device("cuda")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
+    assert mesh_device(resolve(simulated_mesh((2,), ("tp",), device_type="cuda"))) == torch.device("cuda", 1)
+
+
+@pytest.mark.usefixtures("fake_world")
+def test_a_group_made_without_a_backend_is_of_gpus_where_they_are(monkeypatch):
+    """torch gives it gloo and NCCL, and calls its backend undefined."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.distributed.get_backend", lambda: "undefined")
+    monkeypatch.setattr("torch.distributed.distributed_c10d.get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    assert _default_device_type() == "cuda"
+    monkeypatch.setattr("torch.distributed.distributed_c10d.get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    assert _default_device_type() == "cpu"
+
+
+@pytest.mark.parametrize(("devices", "local_rank", "own"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (2, 3, None)])
+def test_the_gpu_of_a_process(monkeypatch, devices, local_rank, own):
+    """One alone is its own, as srun --gpus-per-task=1 shows it."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: devices)
+    launch = launched({"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": str(local_rank)})
+    assert launch is not None
+    if own is not None:
+        assert _own_device(launch) == own
+        return
+    with pytest.raises(MeshError, match="LOCAL_RANK is 3, but this host shows 2 CUDA devices"):
+        _own_device(launch)

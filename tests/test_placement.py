@@ -1,5 +1,7 @@
 """device_put and device_get without processes: copies, any dtype and layout, and nothing cut twice."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
@@ -9,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp import P
 from ftp.placement import placement_of
+from ftp.replicas import compare_copies
 
 MESH = ftp.simulated_mesh((2, 2), ("dp", "tp"))
 
@@ -95,3 +98,18 @@ def test_local_slice_checks_its_spec():
     assert ftp.local_slice(MESH, P("dp"), (6, 3)) == (slice(0, 6), slice(0, 3))
     with pytest.raises(ftp.FtpError, match="of 3 entries, but its shape"):
         ftp.local_slice(MESH, P(None, None, "dp"), (6, 3))
+
+
+def test_digests_of_host_tensors_are_compared_on_the_device_of_the_mesh(monkeypatch):
+    """A group over NCCL takes nothing else, of a tree whose leaves lie on host and GPU alike."""
+    seen = []
+    mesh = SimpleNamespace(
+        kind="process", axis_names=("dp",), axes={"dp": 2}, size=lambda: 2, torch=SimpleNamespace(get_group=lambda axis: None)
+    )
+    monkeypatch.setattr("ftp.replicas.mesh_device", lambda mesh: torch.device("meta"), raising=False)
+    monkeypatch.setattr("ftp.replicas.dist.get_backend", lambda: "nccl")
+    monkeypatch.setattr("ftp.replicas.dist.all_reduce", lambda x, op, group: seen.append(x.device.type))
+    leaves = [torch.ones(2), torch.arange(3)]
+    with pytest.raises(RuntimeError, match="meta"):  # which has no values to read
+        compare_copies(leaves, [P(), P()], ["a", "b"], mesh, None)  # type: ignore[arg-type]
+    assert seen == ["meta", "meta"]

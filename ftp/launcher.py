@@ -1,0 +1,77 @@
+"""What launched this process: its rank, and where ranks meet, from the variables of torchrun, SLURM's srun or Open MPI's mpirun."""
+
+import os
+import re
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ftp.errors import MeshError
+
+
+@dataclass(frozen=True)
+class Launched:
+    """
+    Attributes:
+        local_rank: which of its host's processes this is.
+        meets_at: the URL of the rendezvous.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    meets_at: str
+
+
+def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
+    """None without a launcher. One task of srun or mpirun alone is as good as none.
+
+    SLURM's store is on the step's first host, at a port made of the job's number; Open MPI's is on this host where all ranks are.
+    MASTER_ADDR and MASTER_PORT say otherwise.
+
+    >>> slurm = {"SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242"}
+    >>> launched({**slurm, "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "32", "SLURM_LOCALID": "1"})
+    Launched(rank=5, world=32, local_rank=1, meets_at='tcp://gpu07:63606?rank=5&world_size=32')
+
+    Source: JAX, ``jax/_src/clusters/slurm_cluster.py``.
+    """
+    given = os.environ if environment is None else environment
+    if "RANK" in given and "WORLD_SIZE" in given:
+        rank = int(given["RANK"])
+        return Launched(rank, int(given["WORLD_SIZE"]), int(given.get("LOCAL_RANK", "0")), "env://")
+    # A batch script has SLURM's ranks too, but no step: nothing has launched the others.
+    if {"SLURM_STEP_NODELIST", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS"} <= given.keys():
+        job = f"{given.get('SLURM_JOB_ID', '')}.{given.get('SLURM_STEP_ID', '')}"
+        found = (given["SLURM_PROCID"], given["SLURM_STEP_NUM_TASKS"], given.get("SLURM_LOCALID"))
+        host = _first_host(given["SLURM_STEP_NODELIST"])
+    elif {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} <= given.keys():
+        job = given.get("PMIX_NAMESPACE", "")
+        found = tuple(given.get(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK"))
+        is_one_host = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") == found[1]
+        host = "127.0.0.1" if is_one_host else ""
+    else:
+        return None
+    rank, world, local_rank = (int(n or 0) for n in found)
+    if world == 1:
+        return None
+    host, port = given.get("MASTER_ADDR", host), given.get("MASTER_PORT") or _port(job)
+    if not host:
+        raise MeshError(
+            f"mpirun has launched {world} ranks on several hosts, and does not say which is the first."
+            " Give its name to all of them: mpirun -x MASTER_ADDR=HOST ..."
+        )
+    return Launched(rank, world, local_rank, f"tcp://{host}:{port}?rank={rank}&world_size={world}")
+
+
+def _first_host(nodes: str) -> str:
+    """
+    >>> [_first_host(n) for n in ("a1", "a1,a2", "rack3-n[001-004,9],b", "x[2,4]-ib")]
+    ['a1', 'a1', 'rack3-n001', 'x2-ib']
+    """
+    found = re.match(r"(?:[^,\[]|\[[^\]]*\])*", nodes)
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", found.group() if found else nodes)
+
+
+def _port(job: str) -> int:
+    """One of the last 4096, which Linux gives to nobody by itself."""
+    return 65536 - 4096 + zlib.crc32(job.encode()) % 4096

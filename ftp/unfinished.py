@@ -1,0 +1,70 @@
+"""Work that a GPU has been given and has not done.
+
+NCCL's collectives return as soon as they are issued, and one whose peer is missing never ends: no call raises. What
+blocks then is whatever reads a result.
+"""
+
+import atexit
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+
+import torch
+
+_LOOK = 0.5  # seconds between two looks at the oldest mark
+
+
+class Unfinished:
+    """Marks behind the calls of a mesh, in the order of the GPU, and a thread that looks whether it comes to them.
+
+    Args:
+        late: called once, by that thread, with the seconds for which the GPU has not come to a mark.
+        mark: puts one behind what the GPU has been given by now; what it returns says whether the GPU has come to it.
+    """
+
+    def __init__(self, late: Callable[[float], None], mark: Callable[[], Callable[[], bool]] | None = None):
+        self._late, self._mark = late, mark or _event
+        self._marks: deque[tuple[Callable[[], bool], float]] = deque()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._marks)
+
+    def given(self, seconds: float) -> None:
+        """Notes that a call has been issued, for which the GPU may take so long."""
+        if self._stop.is_set():
+            return
+        self._marks.append((self._mark(), seconds))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="ftp-unfinished", daemon=True)
+            self._thread.start()
+            atexit.register(self.stop)
+
+    def stop(self) -> None:
+        self._stop.set()
+        if self._thread is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        since = time.monotonic()
+        while not self._stop.wait(_LOOK):
+            try:
+                while self._marks and self._marks[0][0]():
+                    self._marks.popleft()
+                    since = time.monotonic()
+            except RuntimeError:  # the GPU has failed, which whoever uses it next is told
+                self._stop.set()
+                return
+            if not self._marks:
+                since = time.monotonic()
+            elif (waited := time.monotonic() - since) > self._marks[0][1]:
+                self._stop.set()
+                self._late(waited)
+
+
+def _event() -> Callable[[], bool]:
+    event = torch.cuda.Event()
+    event.record()
+    return event.query

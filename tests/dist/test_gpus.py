@@ -1,0 +1,199 @@
+"""What processes on GPUs do that are not there: gloo's collectives in place of NCCL's, and fakes of what torch asks of a device."""
+
+import os
+import re
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
+from torch.utils._python_dispatch import TorchDispatchMode
+from dist.launch import launch  # type: ignore[import-not-found]
+
+import ftp
+from ftp import P
+from ftp.agreement import _interrupt, calls
+from ftp.checkpoint import _Job
+from ftp.collectives import gather_of
+from ftp.mesh import resolve, set_timeout
+from ftp.unfinished import Unfinished
+
+pytestmark = pytest.mark.dist
+
+
+# Launchers.
+
+
+def _under_slurm(uuids: list[str]) -> Any:
+    """A process that sees one GPU, as under srun --gpus-per-task=1, and the rank and device it takes."""
+    rank, world = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+    os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": os.environ.pop("LOCAL_RANK"), "SLURM_STEP_NUM_TASKS": world}
+    os.environ["SLURM_STEP_NODELIST"] = "elsewhere[1-2]"  # MASTER_ADDR is given
+    taken: list[int] = []
+    torch.cuda.is_available = lambda: True
+    torch.cuda.device_count = lambda: 1
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = taken.append
+    ftp.mesh.talks_nccl = lambda: True
+    ftp.mesh.gpu_uuid = lambda index: uuids[int(rank)]
+    try:
+        ftp.init_process_group(device_type="cuda", timeout=30)
+    except ftp.errors.MeshError as error:
+        return str(error)
+    return dist.get_rank(), dist.get_world_size(), taken
+
+
+def test_one_visible_gpu_a_process_under_slurm():
+    ranks = launch(_under_slurm, 2, ["GPU-a", "GPU-b"])
+    assert [rank.value for rank in ranks] == [(0, 2, [0]), (1, 2, [0])], [rank.error for rank in ranks]
+
+
+def test_processes_with_one_gpu_between_them_are_told():
+    for rank in launch(_under_slurm, 2, ["GPU-a", "GPU-a"]):
+        assert rank.value == (
+            "Ranks 0, 1 have one GPU. Launch at most one process for each GPU, or have them share it, slowly:"
+            " torch.distributed.init_process_group('gloo') first."
+        ), rank.error
+
+
+# Gathers over gloo.
+
+
+@pytest.mark.parametrize(
+    ("device", "backend", "is_other"), [("cuda", "gloo", True), ("cuda", "nccl", False), ("cpu", "gloo", False)]
+)
+def test_gloo_gathers_tensors_of_gpus_by_the_call_that_takes_them(
+    monkeypatch: pytest.MonkeyPatch, device: str, backend: str, is_other: bool
+):
+    group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
+    monkeypatch.setattr("ftp.collectives._resolve_process_group", lambda name: group)
+    other = torch.ops.ftp.all_gather_over_gloo.default
+    assert (gather_of("0", torch.device(device)) is other) == is_other
+
+
+class _Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.ops.add(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _gathers(how: str) -> set[str]:
+    """A step whose gathers go as they do on GPUs, on two ranks over gloo."""
+    ftp.program.gather_of = lambda group, device: torch.ops.ftp.all_gather_over_gloo.default
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    cfg = LlamaConfig(vocab=64, layers=1)
+    constraints = sequence_parallel() if how == "sequence" else None
+    fn, full = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=constraints)
+    of_params = ftp.plan(full, {"**": P("tp")} if how == "fsdp" else specs(cuts(cfg), tp="tp"))
+    of_batch = P("tp") if how == "fsdp" else P()
+    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=of_batch)
+    batch = lm_batch(cfg, 4, 8)
+    params, data = ftp.device_put(full, mesh, of_params), ftp.device_put(batch, mesh, of_batch)
+    step(params, data)
+    with _Seen() as seen:
+        loss, grads = step(params, data)
+    due, expected = torch.func.grad_and_value(lm_loss(fn))(full, batch)[::-1]
+    torch.testing.assert_close(loss, due)
+    torch.testing.assert_close(ftp.device_get(grads, mesh, of_params), expected)
+    ftp.destroy_process_group()
+    return {op for op in seen.ops if "all_gather" in op}
+
+
+@pytest.mark.parametrize("how", ["fsdp", "sequence"])
+def test_steps_with_gathers_that_go_as_on_gpus_equal_one_device(how: str):
+    for rank in launch(_gathers, 2, how):
+        assert rank.exit == 0, rank.error
+        assert rank.value == {"ftp.all_gather_over_gloo.default"}
+
+
+# A rank that is missing, where no collective says so.
+
+
+def _reads_after_a_peer_is_gone(folder: str) -> Any:
+    """Its GPU never comes to the end of the third call, as NCCL's collectives wait for ever; none raises on the host."""
+    ftp.init_process_group(device_type="cpu", timeout=30, step_timeout=1)
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    record = calls(resolve(mesh))
+    reached = [True]
+    record._unfinished = Unfinished(record._end_late, lambda: lambda: reached[0])
+    w, x = torch.ones(3), torch.ones(3)
+    step = ftp.shard(lambda w, x: (w * x).sum(), mesh, P())
+    for _ in range(2):
+        step(w, x)
+    time.sleep(1.2)  # longer than a step may take
+    assert record.failure is None
+    if dist.get_rank() == 1:
+        os._exit(0)
+    reached[0] = False
+    step(w, x)
+    before = time.monotonic()
+    while record.failure is None and time.monotonic() - before < 20:
+        time.sleep(0.05)
+    errors = []
+    for call in (lambda: step(w, x), lambda: ftp.save(folder, {"w": w}, mesh, P())):
+        try:
+            call()
+        except ftp.errors.CollectiveError as error:
+            errors.append(str(error))
+    return errors, ftp.checkpoints(folder)
+
+
+def test_a_missing_rank_is_named_where_the_gpu_waits_for_it(tmp_path: Path):
+    rank, _ = launch(_reads_after_a_peer_is_gone, 2, str(tmp_path))
+    assert rank.exit == 0, rank.error
+    (first, second), saved = rank.value
+    assert re.match(
+        r"The GPU of rank 0 has not come to the end of call 3 on the mesh \(tp 2\) on cpu in \d s,"
+        r" and what it gives now are no results: Rank 1 does not answer",
+        first,
+    )
+    assert second == first and not saved
+    assert f"ftp: {first.splitlines()[0]}" in rank.stderr
+
+
+def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """A read of a GPU's memory returns, and what it gives is what the interrupted collectives left."""
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    gathered = _Job.gathered
+
+    def fails(job: _Job, *, copy: bool) -> Any:
+        found = gathered(job, copy=copy)
+        monkeypatch.setattr(calls(resolve(mesh)), "failure", ftp.errors.CollectiveError("rank 1 is gone"))
+        return found
+
+    monkeypatch.setattr(_Job, "gathered", fails)
+    with pytest.raises(ftp.errors.FtpError, match="rank 1 is gone"):
+        ftp.save(tmp_path, ftp.device_put({"w": torch.ones(4)}, mesh, P("tp")), mesh, P("tp"))
+    assert not ftp.checkpoints(tmp_path)
+
+
+def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.MonkeyPatch):
+    """NCCL's waits for recordings."""
+    blocked, aborted = threading.Event(), threading.Event()
+    backends = [SimpleNamespace(abort=lambda: blocked.wait(20)), SimpleNamespace(abort=aborted.set)]
+    groups = [SimpleNamespace(_get_backend=lambda device, b=b: b, _device_types=["cuda"]) for b in backends]
+    monkeypatch.setattr("ftp.agreement.process_groups", lambda mesh: groups)
+    began = time.monotonic()
+    _interrupt(SimpleNamespace(torch=True))  # type: ignore[arg-type]
+    assert aborted.wait(5) and time.monotonic() - began < 10
+    blocked.set()
+
+
+def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: pytest.MonkeyPatch):
+    seen = []
+    monkeypatch.setattr("ftp.mesh.process_groups", lambda mesh: [])
+    monkeypatch.setattr("ftp.mesh._set_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
+    monkeypatch.setattr("ftp.mesh.dist.get_backend", lambda: "")
+    for kind in (True, False):
+        monkeypatch.setattr("ftp.mesh.talks_nccl", lambda kind=kind: kind)
+        set_timeout(SimpleNamespace(torch=True, groups=["0"], device_type="cuda"), 100.0)  # type: ignore[arg-type]
+    assert seen == [130.0, 100.0]
