@@ -32,6 +32,7 @@ from ftp.mesh import (
     Timeouts,
     own_timeouts,
     process_groups,
+    require_alive,
     require_coordinate,
     restart_count,
     set_timeout,
@@ -63,6 +64,7 @@ class Calls:
         self._exchanges: dict[str, int] = {}
         self._looking = threading.Lock()
         self._stores: tuple[c10d.Store, c10d.Store] | None = None
+        require_alive(mesh)
         if mesh.kind == "process":
             require_coordinate(mesh)
         self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
@@ -177,6 +179,7 @@ class Calls:
             return self.failure or CollectiveError(f"{holder} has ended, and with it the store that ranks talk through.{_RESTART}")
 
     def _check(self) -> None:
+        require_alive(self.mesh)
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 

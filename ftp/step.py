@@ -36,6 +36,7 @@ from ftp.placement import Donated, Placement, Returned, check_alive, check_place
 from ftp.planner import Specs, Watch, make_plan
 from ftp.program import Program
 from ftp.replicas import compare_copies
+from ftp.shared_memory import is_asked_for
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
 from ftp.tree import check_specs, flatten, kind_of, leaf_names
@@ -233,7 +234,9 @@ class Step:
         if self.mesh.kind == "process":
             versions = f"ftp {__version__}, torch {torch.__version__}"
             tree = without_addresses(str(call.treedef))
-            record.agree(number, {"library version": versions, "argument tree": tree, "specs": str(specs)})
+            environment = f"FTP_SHM={int(is_asked_for())}"
+            facets = {"library version": versions, "environment": environment, "argument tree": tree}
+            record.agree(number, {**facets, "specs": str(specs)})
             everyone = [json.loads(text) for text in record.exchange("arguments", held)]
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh)
         try:
