@@ -261,7 +261,7 @@ _IN_MEMORY = {
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled("shared_memory")
+    library = compiled("shared_memory", "ftp_collective")
     if library is None:
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
