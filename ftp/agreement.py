@@ -88,6 +88,10 @@ class Calls:
             self.program = program
         self.call = call
 
+    def forget(self, program: str) -> None:
+        """Notes that a program was dropped: its next run is a first one again."""
+        self._finished.discard(program)
+
     def running(self, describe: Callable[[BaseException], str] = lambda error: "") -> "_Running":
         """Around the collectives of the call that has begun: sets how long they wait, and says of one that fails what is behind it.
 
