@@ -33,6 +33,7 @@ from ftp.mesh import (
     Timeouts,
     own_timeouts,
     process_groups,
+    require_alive,
     require_coordinate,
     restart_count,
     set_timeout,
@@ -66,6 +67,7 @@ class Calls:
         self._exchanges: dict[str, int] = {}
         self._looking = threading.Lock()
         self._stores: tuple[c10d.Store, c10d.Store] | None = None
+        require_alive(mesh)
         if mesh.kind == "process":
             require_coordinate(mesh)
         self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
@@ -90,6 +92,10 @@ class Calls:
                 self.agree(call, {"program": program}, timeout)
             self.program = program
         self.call = call
+
+    def forget(self, program: str) -> None:
+        """Notes that a program was dropped: its next run is a first one again."""
+        self._finished.discard(program)
 
     def running(self, describe: Callable[[BaseException], str] = lambda error: "") -> "_Running":
         """Around the collectives of the call that has begun: sets how long they wait, and says of one that fails what is behind it.
@@ -193,6 +199,7 @@ class Calls:
         _interrupt(self.mesh)
 
     def _check(self) -> None:
+        require_alive(self.mesh)
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 

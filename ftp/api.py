@@ -19,7 +19,7 @@ from ftp.placements import check_plain
 from ftp.rank_program import program_of
 from ftp.relocation import relocate
 from ftp.spec import PartitionSpec
-from ftp.step import Options, Step
+from ftp.step import PROGRAMS, Options, Step
 from ftp.trace import grad_and_value
 from ftp.tree import broadcast_specs, check_specs, flatten, kind_of, leaf_names
 
@@ -43,6 +43,7 @@ def shard(
     chunks: int = 1,
     cuda_graph: bool = False,
     async_tp: bool = False,
+    programs: int = PROGRAMS,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
 
@@ -72,6 +73,8 @@ def shard(
         async_tp: under sequence parallelism, gathers of activations with the products that read them, and products with their
             reduce-scatter, as torch's ops on symmetric memory: one part travels over NVLink while another is computed. What is
             certified is the program before that.
+        programs: how many programs the step keeps, one for each combination of shapes, dtypes and static values
+            that it was called with; of more, those used last. A dropped one is planned again when it is needed.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -118,6 +121,7 @@ def shard(
             _checked_chunks(chunks),
             _checked_cuda_graph(cuda_graph, m, check_inputs),
             _checked_async_tp(async_tp, m, chunks),
+            _checked_programs(programs),
         ),
     )
 
@@ -140,6 +144,7 @@ def spmd(
     chunks: int = 1,
     cuda_graph: bool = False,
     async_tp: bool = False,
+    programs: int = PROGRAMS,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
 
@@ -187,6 +192,7 @@ def spmd(
             _checked_chunks(chunks),
             _checked_cuda_graph(cuda_graph, m, check_inputs),
             _checked_async_tp(async_tp, m, chunks),
+            _checked_programs(programs),
         ),
     )
 
@@ -292,7 +298,9 @@ def _shortest(spec: PartitionSpec) -> PartitionSpec:
 
 @lru_cache(maxsize=1024)
 def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
-    return spmd(lambda tree: tree.clone(), mesh, (old,), new)
+    step = spmd(lambda tree: tree.clone(), mesh, (old,), new)
+    step.expects_many = True
+    return step
 
 
 @torch.library.impl("ftp::local", "CompositeExplicitAutograd")
@@ -341,6 +349,12 @@ def _checked_prefetch(prefetch: Any) -> int | None:
     if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
         raise InputError(f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of the largest parameter.")
     return prefetch
+
+
+def _checked_programs(programs: Any) -> int:
+    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
+        raise InputError(f"programs is {programs!r}; it is a number of programs, at least 1.")
+    return programs
 
 
 def _checked_chunks(chunks: Any) -> int:

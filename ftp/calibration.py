@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
+from ftp.agreement import calls
 from ftp.collectives import gather_of
 from ftp.cost import Curve, Hardware, Link
 from ftp.mesh import AnyMesh, resolve
 from ftp.philox import random_bits
 from ftp.program import memory_of
-from ftp.shared_memory import SharedGroup
+from ftp.shared_memory import SharedGroup, is_asked_for
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMUL = 512  # rows and columns of the products that are timed
@@ -50,6 +51,8 @@ def calibrate(
     device, is_cpu = torch.device(kind), kind == "cpu"
     groups: dict[str, tuple[dist.ProcessGroup, SharedGroup | None]] = {}
     if m is not None and m.kind == "process" and m.torch is not None:
+        record = calls(m)
+        record.agree(record.next(), {"environment": f"FTP_SHM={int(is_asked_for())}"})
         shared = memory_of(m)
         groups = {axis: (m.torch.get_group(axis), shared.get(m.group_name(axis))) for axis, n in m.axes.items() if n > 1}
     clock = _Clock(device, seconds, [group for group, _ in groups.values()])

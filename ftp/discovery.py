@@ -23,7 +23,7 @@ from torch._ops import OpOverload
 
 from ftp.child import Ended, apart
 from ftp.errors import RuleError
-from ftp.native import cache_folder
+from ftp.native import cache_folder, read_own
 from ftp.notation import Notation, parse
 from ftp.prover import Case, prove, results_of
 from ftp.registry import Call, Meta, Rule, bind, tensors
@@ -93,12 +93,11 @@ def _found(call: Call, key: str) -> Finding:
     if key in _known:
         return _known[key]
     cached = load(key)
-    if cached is not None and (not cached.rule or call.target.namespace in TORCH):
+    if cached is not None and not cached.rule:
         _known[key] = cached
         return cached
     if _timeouts >= TIMEOUTS:
         return Finding(reason=f"trials of {TIMEOUTS} other ops ran too long")
-    # The code behind an op that is not torch's own may have changed under its name: what is cached is proven again.
     work = partial(_search, call) if cached is None else partial(_proven_again, call, cached)
     answer = apart(work, CPU_SECONDS, SECONDS)
     if isinstance(answer, Ended):
@@ -106,7 +105,7 @@ def _found(call: Call, key: str) -> Finding:
         finding = Finding(reason=f"the trial ended early: {answer.how}")
     else:
         finding = _finding(answer)
-    if not (isinstance(answer, Ended) and answer.timed_out):
+    if finding != cached and not (isinstance(answer, Ended) and answer.timed_out):
         save(key, finding)
     _known[key] = finding
     return finding
@@ -152,14 +151,14 @@ def signature(call: Call) -> str:
 
 
 def cache_file(key: str) -> Path:
-    return cache_folder() / "discovery" / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+    return cache_folder("discovery") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
 
 
 def load(key: str) -> Finding | None:
-    """What the cache says, or None; a file that cannot be read is passed over with a warning."""
+    """What the cache says, or None; a file that is another user's or cannot be read is passed over with a warning."""
     path = cache_file(key)
     try:
-        record = json.loads(path.read_text())
+        record = json.loads(read_own(path))
         if record["key"] != key:
             raise ValueError("it is of another call")
         found = _finding(record["finding"])
@@ -176,7 +175,6 @@ def save(key: str, finding: Finding) -> None:
     """Written aside and renamed, so that ranks that share a folder never read half a file."""
     path = cache_file(key)
     with suppress(OSError):  # a folder that cannot be written costs the next run a few seconds
-        path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
             json.dump({"key": key, "finding": asdict(finding)}, f, indent=1)
         try:
@@ -188,9 +186,9 @@ def save(key: str, finding: Finding) -> None:
 def cached_findings() -> dict[str, Finding]:
     """By op, a rule that this machine's cache holds for this version of torch."""
     found = {}
-    for path in sorted(cache_folder().glob("discovery/*.json")):
+    for path in sorted(cache_folder("discovery").glob("*.json")):
         with suppress(OSError, ValueError, KeyError, TypeError, RuleError):
-            record = json.loads(path.read_text())
+            record = json.loads(read_own(path))
             number, op, _, version, *_ = json.loads(record["key"])
             finding = _finding(record["finding"])
             if number == FORMAT and version == torch.__version__ and finding.stated is not None:
@@ -229,9 +227,16 @@ def _search(call: Call) -> dict[str, Any]:
 
 
 def _proven_again(call: Call, cached: Finding) -> dict[str, Any]:
-    cases = _trials(call)
-    rule = parse(cached.rule)
-    holds = bool(cases) and _holds(cases, rule, cached.linear) and _holds(_one_of_each_size(cases), rule, cached.linear, pairs=True)
+    """What is cached, where it holds; else what is found now.
+
+    Torch's own ops change with its version only and are tried on few calls; the code behind another op
+    may have changed under its name.
+    """
+    cases, rule = _trials(call), parse(cached.rule)
+    few = _one_of_each_size(cases)
+    holds = bool(cases) and _holds(few, rule, cached.linear)
+    if holds and call.target.namespace not in TORCH:
+        holds = _holds(cases, rule, cached.linear) and _holds(few, rule, cached.linear, pairs=True)
     return asdict(cached) if holds else _search(call)
 
 

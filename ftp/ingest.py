@@ -187,6 +187,7 @@ def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> G
 
 
 _traced: dict[Any, fx.GraphModule] = {}
+_MOST_TRACED = 256  # more than a model has, of its ops on its shapes
 
 
 def _primitives(node: Node) -> fx.GraphModule:
@@ -195,6 +196,8 @@ def _primitives(node: Node) -> fx.GraphModule:
     if key not in _traced:
         gm = trace_decomposition(node.target, args, kwargs, DECOMPOSITIONS[node.target])
         assert gm is not None
+        while len(_traced) >= _MOST_TRACED:
+            del _traced[next(iter(_traced))]
         _traced[key] = gm
     return _traced[key]
 

@@ -251,6 +251,14 @@ def require_coordinate(mesh: Mesh) -> dict[str, int]:
     return coordinate
 
 
+def require_alive(mesh: Mesh) -> None:
+    """An error for a mesh of processes whose process group is destroyed, and perhaps replaced."""
+    if mesh.kind == "process" and (not dist.is_initialized() or _world() != mesh.world):
+        raise MeshError(
+            f"The process group of the mesh {mesh} is destroyed. Make the mesh, and the steps on it, anew after init_process_group."
+        )
+
+
 def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | None = None, device_type: str | None = None) -> None:
     """Initialises the default process group from a launcher's environment; `make_mesh` does it with the defaults.
 

@@ -117,7 +117,7 @@ def _bits(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
 
 @cache
 def _native() -> ctypes.CDLL | None:
-    library = compiled("philox")
+    library = compiled("philox", "ftp_random_bits", "ftp_random_block")
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
         library.ftp_random_bits.argtypes = [*[number] * 3, ctypes.c_int, pointer, pointer, number, pointer]

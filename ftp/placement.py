@@ -6,7 +6,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate, product
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ftp.agreement import calls
-from ftp.errors import DonationError, InputError, MeshError, MismatchError, PlacementError, SpecError, join_failures
+from ftp.errors import DonationError, InputError, MismatchError, PlacementError, SpecError, join_failures
 from ftp.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.placements import check_plain, specs_of_any
 from ftp.replicas import compare_copies
@@ -35,9 +34,12 @@ class Placement:
     shape: tuple[int, ...]
 
 
-@cache
+_placements: weakref.WeakValueDictionary[Any, Placement] = weakref.WeakValueDictionary()
+
+
 def placement(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Placement:
-    return Placement(mesh, spec, shape)
+    found = _placements.get((mesh, spec, shape))
+    return _placements.setdefault((mesh, spec, shape), Placement(mesh, spec, shape)) if found is None else found
 
 
 @dataclass(frozen=True, eq=False)

@@ -4,6 +4,7 @@ import hashlib
 import itertools
 import json
 import linecache
+import math
 import socket
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -274,12 +275,16 @@ def _axes_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
-    """By the name of its process group the memory of each axis, and of the products of axes that collectives of the graph are over."""
+    """The memory of each process group by its name: of those that collectives of the graph are over, or of every axis."""
     assert mesh.torch is not None
-    groups = {axis: mesh.torch.get_group(axis) for axis in mesh.axis_names}
-    for axes in dict.fromkeys(_axes_of(node) for node in graph.nodes) if graph is not None else ():
-        if len(axes) > 1:
-            groups[" × ".join(axes)] = product_group(mesh, axes)
+    wanted = ((axis,) for axis in mesh.axis_names) if graph is None else filter(None, map(_axes_of, graph.nodes))
+    groups = {
+        " × ".join(axes): mesh.torch.get_group(axes[0]) if len(axes) == 1 else product_group(mesh, axes)
+        for axes in dict.fromkeys(wanted)
+        if math.prod(mesh.axes[axis] for axis in axes) > 1
+    }
+    for old in [old for old in _memory if old.world != mesh.world]:
+        del _memory[old]
     known = _memory.setdefault(mesh, {})
     if missing := {axes: group for axes, group in groups.items() if axes not in known}:
         made = shared_groups(mesh, missing)

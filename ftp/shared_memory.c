@@ -13,11 +13,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <time.h>
-#ifdef __linux__
 #include <linux/futex.h>
 #include <sys/syscall.h>
 #include <unistd.h>
-#endif
 
 typedef struct {
     _Atomic int64_t posted;
@@ -66,21 +64,14 @@ static void pause_briefly(void) {
 
 static void sleep_on(Header *head, uint32_t bell) {
     struct timespec most = {0, 50000000};
-#ifdef __linux__
     syscall(SYS_futex, &head->bell, FUTEX_WAIT, bell, &most, NULL, 0);
-#else
-    most.tv_nsec = 50000;
-    nanosleep(&most, NULL);
-#endif
 }
 
 static void post(Header *head, int64_t part) {
     atomic_store(&head->posted, part);
     if (atomic_load(&head->sleepers)) {
         atomic_fetch_add(&head->bell, 1);
-#ifdef __linux__
         syscall(SYS_futex, &head->bell, FUTEX_WAKE, INT32_MAX, NULL, NULL, 0);
-#endif
     }
 }
 

@@ -1,16 +1,19 @@
 """Collectives of ranks on one machine through memory that they share, in place of gloo's sockets; with ``FTP_SHM=1``.
 
-The ranks of a mesh agree once, through the store, whether all of them can: on one host, with a C compiler, and all asked to. The memory has
-no name any more by then, so that nothing is left of it, however the ranks end. A rank that dies, is late, or is told to stop makes the
-others raise.
+The ranks of a mesh agree once, through the store, whether all of them can: they are on one host,
+have a C compiler, and the memory is reserved. If one cannot, all stay with gloo and say so. The memory
+has no name in a file system at any time, so nothing is left of it, however the ranks end. A rank that
+dies, is late, or is told to stop makes the others raise.
 """
 
 import ctypes
 import json
 import mmap
 import os
+import secrets
 import socket
-import tempfile
+import sys
+import warnings
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import cache
@@ -21,7 +24,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.agreement import exchange, interrupts
-from ftp.mesh import START_TIMEOUT, Mesh
+from ftp.mesh import Mesh
 from ftp.native import compiled
 from ftp.passes.alias import WAIT
 from ftp.passes.copies import copied
@@ -37,12 +40,12 @@ _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
 class SharedGroup:
     """The memory of one process group, and this rank's place in it."""
 
-    def __init__(self, group: dist.ProcessGroup, path: str, library: ctypes.CDLL):
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
+    def __init__(self, group: dist.ProcessGroup, world: int, memory: mmap.mmap, library: ctypes.CDLL):
+        self.group, self.world, self.ranks, self.rank = group, world, group.size(), group.rank()
+        self._global_ranks = dist.get_process_group_ranks(group)
         self._options = group._get_backend(torch.device("cpu")).options
         self._run = library.ftp_collective
-        with open(path, "r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), 0)
+        self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
         ctypes.c_int64.from_address(self._base + _HEADER_BYTES * (1 + self.rank) + 8).value = os.getpid()
 
@@ -85,13 +88,17 @@ class SharedGroup:
         if found:
             self.stop()
             name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")[what]
-            raise RuntimeError(f"An {name} through shared memory failed: {self._why(found, timeout)}.".replace("An r", "A r"))
+            # As torch's own collectives raise it: `agreement` knows it by its type, and asks who is missing.
+            why = self._why(found, timeout)
+            raise dist.DistBackendError(f"The {name} through shared memory failed: {why}.")
         return out
 
     def _why(self, found: int, timeout: float) -> str:
         if found == -1:
             return f"a rank did not come within {timedelta(seconds=timeout)}"
-        return "another rank failed, or was told to stop" if found == -2 else f"rank {-16 - found} of the group has ended"
+        if found == -2:
+            return "another rank failed, or was told to stop"
+        return f"rank {self._global_ranks[-16 - found]} has ended"
 
 
 _groups: dict[str, SharedGroup] = {}
@@ -103,33 +110,82 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
     Args:
         groups: this rank's, by what all ranks call them alike.
     """
-    if not is_asked_for():
+    if not is_asked_for() or mesh.device_type != "cpu":
         return {}
-    library = _library()
-    here = socket.gethostname() if library is not None and mesh.device_type == "cpu" else None
-    if any(host != here or host is None for host in map(json.loads, exchange(mesh, "hosts", json.dumps(here), START_TIMEOUT))):
+    for name in [name for name, old in _groups.items() if old.world != mesh.world]:
+        del _groups[name]  # of a process group that is destroyed
+    library = _library() if hasattr(os, "memfd_create") else None
+    lack = "" if library is not None else f"has no C compiler, or runs on {sys.platform}, not on Linux"
+    hosts = _from_all(mesh, "hosts", socket.gethostname(), lack)
+    if hosts is None or library is None:
         return {}
-    assert library is not None
-    found, paths = {}, {}
-    for key, group in groups.items():
-        size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
-        if group.rank() == 0:
-            handle, paths[key] = tempfile.mkstemp(prefix="ftp-", dir="/dev/shm" if os.path.isdir("/dev/shm") else None)
-            os.truncate(handle, size)
+    if len(set(hosts)) > 1:
+        _say(mesh, f"its ranks are on the hosts {', '.join(sorted(set(hosts)))}")
+        return {}
+    handles: dict[str, int] = {}
+    places: dict[str, Place] = {}
+    found: dict[str, SharedGroup] = {}
+    try:
+        try:
+            for key, group in groups.items():
+                if group.rank() == 0:
+                    name = f"ftp-{secrets.token_hex(8)}"
+                    handles[key] = os.memfd_create(name)
+                    places[key] = os.getpid(), handles[key], name
+                    size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
+                    # Reserved, as the first use of a page that the system does not have is a SIGBUS.
+                    os.posix_fallocate(handles[key], 0, size)
+        except OSError as error:
+            lack = f"has no memory to share ({error})"
+        offered = _from_all(mesh, "shared memory", places, lack)
+        if offered is None:
+            return {}
+        try:
+            for key, group in groups.items():
+                memory = _opened(offered[mesh.ranks.index(dist.get_global_rank(group, 0))][key])
+                found[group.group_name] = SharedGroup(group, mesh.world, memory, library)
+        except (OSError, ValueError) as error:
+            lack = f"cannot open the memory of another ({error})"
+        if _from_all(mesh, "shared memory is open", None, lack) is None:
+            return {}
+    finally:
+        for handle in handles.values():
             os.close(handle)
-    made = [json.loads(text) for text in exchange(mesh, "shared memory", json.dumps(paths), START_TIMEOUT)]
-    for key, group in groups.items():
-        first = mesh.ranks.index(dist.get_global_rank(group, 0))
-        found[group.group_name] = SharedGroup(group, made[first][key], library)
-    exchange(mesh, "shared memory is open", "", START_TIMEOUT)
-    for path in paths.values():
-        os.unlink(path)
     _groups.update(found)
     return found
 
 
+Place = tuple[int, int, str]  # a process, its descriptor of the memory, and the memory's name
+
+
+def _opened(place: Place) -> mmap.mmap:
+    pid, descriptor, name = place
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if name not in (target := os.readlink(path)):  # a container numbers its processes by itself
+        raise ValueError(f"{path} is {target}")
+    handle = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(handle, 0)
+    finally:
+        os.close(handle)
+
+
+def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
+    """Every rank's value; None, on every rank and with a word, where one says what it lacks."""
+    everyone = [json.loads(text) for text in exchange(mesh, key, json.dumps([value, lack]))]
+    lacks = [f"rank {rank} {of_rank}" for rank, (_, of_rank) in zip(mesh.ranks, everyone, strict=True) if of_rank]
+    if lacks:
+        _say(mesh, "; ".join(lacks))
+        return None
+    return [value for value, _ in everyone]
+
+
+def _say(mesh: Mesh, why: str) -> None:
+    warnings.warn(f"FTP_SHM=1, but the collectives of the mesh {mesh} stay with gloo: {why}.", stacklevel=2)
+
+
 def is_asked_for() -> bool:
-    """Read from the environment, which must be the same for all ranks."""
+    """Read from the environment, which ranks compare before they run a program."""
     return os.environ.get("FTP_SHM") == "1"
 
 
@@ -205,7 +261,7 @@ _IN_MEMORY = {
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    library = compiled("shared_memory")
+    library = compiled("shared_memory", "ftp_collective")
     if library is None:
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int

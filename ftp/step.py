@@ -1,6 +1,8 @@
 """Step: a function sharded over a mesh, planned at its first call and run at every one."""
 
 import json
+import linecache
+import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -8,6 +10,8 @@ from typing import Any
 
 import optree
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import graph_module
 
 from ftp.agreement import Calls, calls
 from ftp.arguments import (
@@ -39,11 +43,18 @@ from ftp.placement import Donated, Placement, Returned, check_alive, check_place
 from ftp.planner import Specs, Watch, make_plan
 from ftp.program import Program
 from ftp.replicas import compare_copies
+from ftp.shared_memory import is_asked_for
 from ftp.source import raised_line
 from ftp.spec import PartitionSpec, check_spec
 from ftp.trace import Traced, trace
 from ftp.tree import check_specs, flatten, kind_of, leaf_names
 from ftp.version import __version__
+
+PROGRAMS = 64  # kept by a step
+MANY = 10  # programs of one step, at which it is said what changes from call to call
+_PAD = "Pad tensors to one shape, or to a few (buckets)."
+_AS_TENSOR = "Give numbers that change as tensors: torch.tensor(x)."
+_MOST_FAKE = 10_000  # ops on shapes that torch remembers, a kilobyte each
 
 InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
 OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
@@ -65,9 +76,10 @@ class Options:
     chunks: int = 1
     cuda_graph: bool = False
     async_tp: bool = False
+    programs: int = PROGRAMS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _Planned:
     """A program, the arguments it was made for, and what its calls have to do.
 
@@ -92,6 +104,13 @@ class _Planned:
         """Whether the function would find another tensor by now than the one that it captured."""
         return any(place.now() is not place.tensor for place in self.captured)
 
+    def describe_leaf(self, i: int) -> str:
+        """What a leaf of the arguments was, as far as it makes the program: a tensor of a global shape, or a value."""
+        shape, (kind, known, *_) = self.shapes[i], self.key[1 + i]
+        if shape is not None:
+            return f"{str(known).removeprefix('torch.')}{list(shape)}"
+        return known if kind in (float, complex) else repr(known)
+
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
         """What the function returns, from the outputs of the graph."""
         program = self.program
@@ -101,6 +120,8 @@ class _Planned:
 
 class Step:
     """A function sharded over a mesh; planned once for each distinct abstract input, as ``jit`` does.
+
+    It keeps the programs used last. Ranks make the same calls, so they keep and drop the same.
 
     Args:
         in_specs: arguments to a spec per leaf. out_specs: the result, the arguments' specs and the arguments to a spec per leaf.
@@ -123,6 +144,10 @@ class Step:
         self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
         self._arguments, self._state, self._options = tuple(arguments), frozenset(state), options
         self._programs: dict[tuple[Any, ...], _Planned] = {}
+        # The last used at the end; of each the numbers of the texts that torch keeps of its modules.
+        self._used: dict[_Planned, range] = {}
+        self._count = 0  # of programs planned so far
+        self.expects_many = False  # programs, so that no warning is due
         self._last: tuple[_Planned, Expected, Returned] | None = None
 
     def __call__(self, *args: Any, **unexpected: Any) -> Any:
@@ -144,14 +169,23 @@ class Step:
             # The other ranks are told, for they may be about to wait for this one.
             record.agree(record.next(), e)
             raise
+        first_source = graph_module._loader.next_id
+        is_new = planned is None
         if planned is None:
             planned = self._programs[call.key] = self._plan(call, record)
         program = planned.program
         record.begin(record.next(), program.fingerprint)
+        self._use(planned, record)
+        if is_new:
+            self._count += 1
+            if self._count == MANY and not self.expects_many:
+                warnings.warn(self._describe_changes(call), stacklevel=2)
         if self._options.check_inputs:
             with record.running(program.describe_failure):
                 self._check_inputs(call, program, record)
         outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record)
+        if is_new:
+            self._used[planned] = range(first_source, graph_module._loader.next_id)
         before = self._last[2] if self._last is not None and self._last[0] is planned else None
         facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
         expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
@@ -244,6 +278,35 @@ class Step:
                 self._programs[call.key] = known
         return known
 
+    def _use(self, planned: _Planned, record: Calls) -> None:
+        """Notes that a program is used, and drops the one that was not for longest where there are too many."""
+        self._used[planned] = self._used.pop(planned, range(0))
+        if len(self._used) > self._options.programs:
+            oldest = next(iter(self._used))
+            sources = self._used.pop(oldest)
+            self._programs = {key: kept for key, kept in self._programs.items() if kept is not oldest}
+            record.forget(oldest.program.fingerprint)
+            _drop_sources(sources)
+
+    def _describe_changes(self, call: Arguments) -> str:
+        """Which leaves of the calls so far made new programs of them, and what to do."""
+        alike = [planned for planned in self._used if planned.key[0] == call.treedef]
+        changes, advice = [], dict[str, None]()
+        for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
+            seen = [*dict.fromkeys(planned.describe_leaf(i) for planned in alike)]
+            if len(seen) > 1:
+                shown = seen if len(seen) < 4 else [*seen[:2], "...", seen[-1]]
+                changes.append(f"{name} was {', '.join(shown)}")
+                advice[_PAD if isinstance(leaf, torch.Tensor) else _AS_TENSOR] = None
+        if len(alike) < len(self._used):
+            changes.append("the tree of the arguments changed")
+        more = f"; and {len(changes) - 4} more" if len(changes) > 4 else ""
+        return (
+            f"The step has planned {self._count} programs, as its arguments change: {'; '.join(changes[:4])}{more}."
+            f" Each costs as much as a first call. {' '.join(advice)}".rstrip()
+            + f" The step keeps the {self._options.programs} programs used last (programs={self._options.programs})."
+        )
+
     def _plan(self, call: Arguments, record: Calls) -> _Planned:
         """A program for these arguments; on processes all ranks make it together, or all fail."""
         number = record.next()
@@ -258,7 +321,9 @@ class Step:
         if self.mesh.kind == "process":
             versions = f"ftp {__version__}, torch {torch.__version__}"
             tree = without_addresses(str(call.treedef))
-            record.agree(number, {"library version": versions, "argument tree": tree, "specs": str(specs)})
+            environment = f"FTP_SHM={int(is_asked_for())}"
+            facets = {"library version": versions, "environment": environment, "argument tree": tree}
+            record.agree(number, {**facets, "specs": str(specs)})
             everyone = [json.loads(text) for text in record.exchange("arguments", held)]
             loaded = {i for i, position in enumerate(call.positions) if position not in self._state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
@@ -399,6 +464,16 @@ class Step:
         if failures:
             raise SpecError(join_failures(failures))
         return found
+
+
+def _drop_sources(numbers: range) -> None:
+    """Drops what torch keeps of a program that is gone: texts of its modules, for tracebacks, and ops on its shapes."""
+    if len(FakeTensorMode.cache) > _MOST_FAKE:
+        FakeTensorMode.cache_clear()
+    for number in numbers:
+        key = f"<eval_with_key>.{number}"
+        graph_module._loader.eval_cache.pop(key, None)
+        linecache.cache.pop(key, None)
 
 
 def _role(position: int, state: Collection[int]) -> str:

@@ -1,6 +1,5 @@
 """Certificates: every program is proven right, and no change to one that changes a result is."""
 
-import contextlib
 import hashlib
 import importlib.util
 import inspect

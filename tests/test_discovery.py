@@ -176,7 +176,7 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     (written,) = (tmp_path / "discovery").iterdir()
     assert torch.__version__ in json.loads(written.read_text())["key"]
     monkeypatch.setattr(discovery, "_known", {})
-    monkeypatch.setattr(discovery, "apart", lambda *_: pytest.fail("it is in the cache"))
+    monkeypatch.setattr(discovery, "_search", lambda *_: pytest.fail("it is in the cache"))
     assert discover(call(aten.mm.default, floats(64, 128), floats(128, 7))) == found, "other sizes are the same form"
     assert signature(call(aten.mm.default, floats(4, 4), floats(4, 4))) != signature(call(aten.mm.default, floats(4, 3), floats(3, 4)))
     written.write_text("{")
@@ -188,12 +188,31 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert json.loads(written.read_text())["finding"]["rule"] == found.rule
 
 
-def test_what_is_cached_of_others_ops_is_proven_again(monkeypatch: pytest.MonkeyPatch):
-    """Their code may have changed under their name."""
-    made = call(torch.ops.ftp_tests.whole.default, floats(4, 3))
-    discovery.save(signature(made), Finding("a b -> a b", cases=15))
+@pytest.mark.parametrize(
+    ("op", "args", "planted", "linear", "right"),
+    [
+        (torch.ops.ftp_tests.whole.default, (floats(4, 3),), "a b -> a b", (), ""),
+        (aten._softmax.default, (floats(16, 32), 1, False), "a b -> a b", (), "a [b] -> a [c]"),
+        (aten._softmax.default, (floats(16, 32), 1, False), "a [b] -> a [c]", ((0,),), "a [b] -> a [c]"),
+        (aten._softmax.default, (floats(16, 32), 1, False), "a b, c -> d", ((7,),), "a [b] -> a [c]"),
+    ],
+)
+def test_what_is_cached_is_proven_before_it_is_used(op, args, planted, linear, right):
+    """The code behind an op may have changed under its name, or the file."""
+    made = call(op, *args)
+    discovery.save(signature(made), Finding(planted, linear, cases=15))
     found = discover(made)
-    assert not found.rule
+    assert (found.rule, found.linear) == (right, ())
+    assert discovery.load(signature(made)) == found
+
+
+def test_a_finding_that_others_can_write_is_passed_over():
+    made = call(aten._softmax.default, floats(16, 32), 1, False)
+    discovery.save(signature(made), Finding(reason="planted"))
+    cache_file(signature(made)).chmod(0o666)
+    with pytest.warns(UserWarning, match=r"is passed over: PermissionError: .* can be written by others \(mode 666\)"):
+        assert discover(made).rule == "a [b] -> a [c]"
+    assert cache_file(signature(made)).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -226,4 +245,4 @@ def test_trials_that_run_too_long_are_given_up(monkeypatch: pytest.MonkeyPatch, 
     for args in ((floats(2, 3), floats(3, 4)), (floats(3, 3), floats(3, 3))):
         assert discover(call(aten.mm.default, *args)).reason == "the trial ended early: more than 45 s"
     assert discover(call(aten.exp.default, floats(2))).reason == "trials of 2 other ops ran too long"
-    assert not (tmp_path / "discovery").exists(), "a busy machine is no reason to give an op up for good"
+    assert not any((tmp_path / "discovery").iterdir()), "a busy machine is no reason to give an op up for good"

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from torch import fx
 
+from ftp.native import read_own
 from ftp.passes.copies import copied
 
 aten = torch.ops.aten
@@ -45,12 +46,12 @@ def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
     key = f"{machine} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     known: dict[str, dict[Product, bool]] = {}
     with contextlib.suppress(OSError, ValueError):  # none, or not one of ours: timed anew
-        known = json.loads(file.read_text())
+        read = json.loads(read_own(file))
+        known = {k: v for k, v in read.items() if isinstance(v, dict)} if isinstance(read, dict) else {}
     here: dict[Product, bool] = known.setdefault(key, {})
     if missing := [p for p in wanted if p not in here]:
         here |= {p: _is_faster(p) for p in missing}
         with contextlib.suppress(OSError):  # other ranks wait for the answer, kept or not
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             handle, name = tempfile.mkstemp(dir=folder)
             with open(handle, "w") as out:
                 json.dump(known, out)

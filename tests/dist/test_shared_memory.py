@@ -1,7 +1,13 @@
-"""Collectives through shared memory equal gloo's; a rank that ends makes the others raise."""
+"""Collectives through shared memory equal gloo's; what a rank that ends, or that cannot, is to the others."""
 
 import os
+import re
+import resource
+import signal
+import socket
+import tempfile
 import time
+import warnings
 
 import pytest
 import torch
@@ -9,7 +15,8 @@ import torch.distributed as dist
 from dist.launch import launch  # type: ignore[import-not-found]
 
 import ftp
-from ftp import P
+from ftp import P, shared_memory
+from ftp.errors import CollectiveError, MeshError, MismatchError
 from ftp.mesh import resolve
 from ftp.program import memory_of
 from ftp.shared_memory import SLOT_BYTES
@@ -98,8 +105,8 @@ def _step(dies: bool):
     start = time.monotonic()
     try:
         step(params, x)
-    except RuntimeError as e:
-        return f"{e} {time.monotonic() - start < 10}"
+    except CollectiveError as e:
+        return str(e), time.monotonic() - start
     dist.barrier()
     dist.destroy_process_group()
     return "done"
@@ -135,13 +142,139 @@ def test_collectives_over_a_product_of_axes_go_through_memory():
 
 
 def test_a_rank_that_ends_makes_the_others_raise():
-    ranks = launch(_step, 2, True, env=ASKED)
-    assert ranks[1].exit == 9
-    assert ranks[0].value == "An all-reduce through shared memory failed: rank 1 of the group has ended. True", ranks[0]
+    *others, last = launch(_step, 2, True, env=ASKED)
+    assert last.exit == 9
+    for rank in others:
+        error, seconds = rank.value
+        where = r"all_reduce over tp of float64\[(4, 2)?\] at dist/test_shared_memory.py:\d+  return \(x @ params"
+        assert re.match(rf"Call \d+ on the mesh \(tp 2\) on cpu failed in {where}", error), error
+        assert "Rank 1 does not answer" in error or "Rank 1 has ended" in error
+        assert seconds < 10
 
 
-def test_no_file_is_left():
-    folder = "/dev/shm" if os.path.isdir("/dev/shm") else "/tmp"
-    before = set(os.listdir(folder))
-    launch(_step, 2, True, env=ASKED)
-    assert not [name for name in set(os.listdir(folder)) - before if name.startswith("ftp-")]
+def _small(**options):
+    """A step of a perceptron, its arguments and its loss on one device."""
+    if not dist.is_initialized():
+        ftp.init_process_group(device_type="cpu", **options)
+    mesh = _mesh()
+    params, x = {"a": torch.ones(3, 4), "b": torch.ones(4, 2)}, torch.ones(4, 3)
+    specs = {"a": P(None, "tp"), "b": P("tp")}
+    return ftp.shard(_loss, mesh, specs), ftp.device_put(params, mesh, specs), x, _loss(params, x)
+
+
+def _without_room() -> tuple[bool, str, list[str]]:
+    step, params, x, expected = _small()
+    if dist.get_rank() == 0:
+        # Shared memory is a file to the system.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        losses = [step(params, x)[0] for _ in range(2)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    kinds = _kinds(lambda: step(params, x))
+    ftp.destroy_process_group()
+    return all(torch.equal(loss, expected) for loss in losses), kinds, [str(w.message) for w in caught]
+
+
+def test_where_one_rank_has_no_room_all_stay_with_gloo_and_say_so():
+    for rank in launch(_without_room, 2, env=ASKED):
+        assert rank.exit == 0, rank
+        right, kinds, said = rank.value
+        assert right and "in_memory" not in kinds
+        assert said == [
+            "FTP_SHM=1, but the collectives of the mesh (tp 2) on cpu stay with gloo:"
+            " rank 0 has no memory to share ([Errno 27] File too large)."
+        ]
+
+
+def _asked_by_one() -> tuple[str, float, bool]:
+    os.environ["FTP_SHM"] = "1" if os.environ["RANK"] == "0" else "0"
+    step, params, x, expected = _small()
+    start, error = time.monotonic(), ""
+    try:
+        step(params, x)
+    except MismatchError as e:
+        error = str(e)
+    seconds = time.monotonic() - start
+    os.environ["FTP_SHM"] = "1"
+    right = torch.equal(step(params, x)[0], expected)
+    ftp.destroy_process_group()
+    return error, seconds, right
+
+
+def test_ranks_that_do_not_all_ask_for_it_are_told_at_once():
+    for rank in launch(_asked_by_one, 2):
+        assert rank.exit == 0, rank
+        error, seconds, right = rank.value
+        assert error.startswith("Ranks disagree on the environment of call 1: rank 1 differs from rank 0,"), error
+        assert "\n  rank 0: FTP_SHM=1\n  rank 1: FTP_SHM=0\n" in error
+        assert seconds < 10 and right
+
+
+def _killed_while_it_starts() -> tuple[str, float]:
+    ftp.init_process_group(device_type="cpu", timeout=3.0)
+    mesh = ftp.make_mesh((2, 2), ("dp", "tp"), device_type="cpu")
+    specs = {"a": P(None, "tp"), "b": P("tp")}
+    step = ftp.shard(_loss, mesh, specs, batch_specs=P("dp"))
+    params = ftp.device_put({"a": torch.ones(3, 4), "b": torch.ones(4, 2)}, mesh, specs)
+    x = ftp.device_put(torch.ones(4, 3), mesh, P("dp"))
+    if dist.get_rank() == 2:  # the first of its group, which has made the memory by then
+        exchange = shared_memory.exchange
+        shared_memory.exchange = lambda mesh, key, value: (
+            os.kill(os.getpid(), signal.SIGKILL) if key == "shared memory" else exchange(mesh, key, value)
+        )
+    start = time.monotonic()
+    try:
+        step(params, x)
+    except MismatchError as e:
+        return str(e), time.monotonic() - start
+    return "", 0.0
+
+
+def test_a_rank_killed_while_it_starts_leaves_nothing_and_is_named_in_time():
+    folders = [folder for folder in ("/dev/shm", tempfile.gettempdir()) if os.path.isdir(folder)]
+    before = {os.path.join(folder, name) for folder in folders for name in os.listdir(folder)}
+    ranks = launch(_killed_while_it_starts, 4, env=ASKED)
+    assert ranks.pop(2).exit == -signal.SIGKILL
+    for rank in ranks:
+        error, seconds = rank.value
+        assert error.startswith("Rank 2 never came to exchange 'shared memory', in 3 s."), rank
+        assert seconds < 8
+    now = {os.path.join(folder, name) for folder in folders for name in os.listdir(folder)}
+    assert not [name for name in now - before if "ftp-" in name and os.path.isfile(name)]
+
+
+def _begun_again() -> tuple[list[bool], str, int]:
+    right, error, old = [], "", None
+    for port in os.environ["PORTS"].split():
+        os.environ["MASTER_PORT"] = port
+        step, params, x, expected = _small()
+        right += [torch.equal(step(params, x)[0], expected) for _ in range(2)]
+        if old is not None:
+            error = _refused(old, params, x)
+        ftp.destroy_process_group()
+        old = step
+    return right, f"{error}\n{_refused(old, params, x)}", len(shared_memory._groups)
+
+
+def _refused(step, *args) -> str:
+    try:
+        step(*args)
+    except MeshError as e:
+        return str(e)
+    return "it ran"
+
+
+@pytest.mark.parametrize("asked", ["0", "1"])
+def test_a_step_of_a_group_that_is_destroyed_is_refused(asked: str):
+    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]
+    ports = " ".join(str(s.getsockname()[1]) for s in sockets)
+    for s in sockets:
+        s.close()
+    text = (
+        "The process group of the mesh (tp 2) on cpu is destroyed."
+        " Make the mesh, and the steps on it, anew after init_process_group."
+    )
+    for rank in launch(_begun_again, 2, env={"FTP_SHM": asked, "PORTS": ports}):
+        assert rank.exit == 0, rank
+        assert rank.value == ([True] * 4, f"{text}\n{text}", int(asked))
