@@ -7,8 +7,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ftp.boxes import Box, Shape
+from ftp.boxes import Box, Shape, first_overlap, whole
 from ftp.errors import CheckpointError
+from ftp.tensor_files import is_shape
 
 MANIFEST = "manifest.json"
 SAVING = ".saving-"  # begins the name of a folder that is being written
@@ -34,6 +35,26 @@ class SavedTensor:
     shape: Shape
     spec: str
     chunks: tuple[Chunk, ...]
+
+    def problem(self, name: str) -> str | None:
+        """What keeps the chunks from being this tensor, each element once; None if nothing does."""
+        if not is_shape(self.shape):
+            return f"the shape of {name!r}, {self.shape}, is not one of a tensor."
+        for c in self.chunks:
+            start, size = c.box.start, c.box.size
+            is_box = len(start) == len(size) == len(self.shape) and is_shape(start) and is_shape(size)
+            if not is_box or any(a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True)):
+                return f"{c.file} holds {list(size)} elements of {name!r} from {list(start)} on, which are not within shape {self.shape}."
+        if (at := first_overlap([c.box for c in self.chunks])) is not None:
+            a, b = (self.chunks[i] for i in at)
+            return (
+                f"{name!r} is there twice: {a.file} holds {list(a.box.size)} elements from {list(a.box.start)} on, and {b.file}"
+                f" {list(b.box.size)} from {list(b.box.start)} on, so these are files of two saves. Remove those of the older one."
+            )
+        there, due = sum(c.box.numel for c in self.chunks), whole(self.shape).numel
+        if there < due:
+            return f"only a part of {name!r} is there: {there:,} of {due:,} elements. A file is missing, or a save was cut short."
+        return None
 
 
 @dataclass(frozen=True)
@@ -83,6 +104,9 @@ class Manifest:
                 for path, t in body["tensors"].items()
             }
             files = {name: SavedFile(**f) for name, f in body["files"].items()}
+            for file in (*files, *(c.file for t in tensors.values() for c in t.chunks)):
+                if not is_plain_name(file):
+                    raise CheckpointError(f"{where} names the file {file!r}, which is not one of its folder. Do not trust it.")
             return Manifest(body["step"], body["mesh"], tensors, body["values"], files)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise CheckpointError(f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another format.") from e
@@ -95,6 +119,15 @@ class Checkpoint:
     folder: Path
     number: int
     step: int | None
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether it names a file in a folder, and cannot lead out of it.
+
+    >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "..", "")]
+    [True, False, False, False, False]
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def folder_name(number: int, step: int | None) -> str:

@@ -190,6 +190,9 @@ def _check(wanted: Sequence[Wanted], source: Source, mesh: Mesh) -> None:
     failures, misfits = [], []
     for w in wanted:
         if w.path in source.tensors:
+            if (problem := source.tensors[w.path].problem(w.path)) is not None:
+                failures.append(f"{source.folder}: {problem}")
+                continue
             failures += _unlike(w, source.tensors[w.path], mesh)
             if w.is_tensor:
                 misfits += check_spec(w.spec, source.tensors[w.path].shape, mesh.axes, w.name)
@@ -272,17 +275,14 @@ def _read(w: Wanted, saved: SavedTensor, spec: PartitionSpec, source: Source, me
     shape = local_shape(spec, saved.shape, mesh.axes, mesh.coordinates()[me]) if mesh.kind == "process" else saved.shape
     shard = torch.empty(shape, dtype=dtype)
     for part in parts_on(mesh, spec, saved.shape)[me]:
-        covered = 0
         for chunk in saved.chunks:
             if (met := chunk.box.meet(part.box)) is None:
                 continue
-            covered += met.numel
             if chunk.file not in files:
                 files[chunk.file] = TensorFile(source.folder / chunk.file)
+            files[chunk.file].check(w.path, dtype, chunk.box.size)
             for box in met.split(max(1, _READ // dtype.itemsize)):
                 shard[part.slices(box)] = _slice(files[chunk.file], w.path, box.slices(chunk.box.start), dtype)
-        if covered < part.box.numel:
-            raise CheckpointError(f"{source.folder} holds only a part of {w.path!r}: {covered:,} of {part.box.numel:,} elements are there.")
     return shard.to(mesh_device(mesh))
 
 

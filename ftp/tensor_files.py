@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from ftp.boxes import Shape
 from ftp.errors import CheckpointError
 
 OFFSETS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's safetensors reader looks for the offsets of chunks
+MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _BLOCK = 4 * 2**20  # bytes hashed at a time
 
 # What safetensors calls the dtypes that it stores and can slice.
@@ -73,10 +74,17 @@ def read_header(path: Path) -> Header:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER:
+                raise CheckpointError(
+                    f"{path} says that its header has {length:,} bytes; safetensors files have at most {MAX_HEADER:,}."
+                    " It is altered, or of another format."
+                )
             raw = file.read(length) if length < size else b""
         content = json.loads(raw)
         metadata = content.pop("__metadata__", None) or {}
         tensors = {name: Stored(t["dtype"], tuple(t["shape"]), *map(int, t["data_offsets"])) for name, t in content.items()}
+        if not all(is_shape(t.shape) for t in tensors.values()):
+            raise ValueError("shapes")
     except OSError as e:
         raise CheckpointError(f"{path} cannot be read: {e.strerror or e}.") from e
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
@@ -85,6 +93,11 @@ def read_header(path: Path) -> Header:
     if size != due:
         raise CheckpointError(f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or altered.")
     return Header(tensors, metadata, 8 + length, hashlib.sha256(raw).hexdigest())
+
+
+def is_shape(value: Iterable[Any]) -> bool:
+    """Whether these are sizes of dims, or where something begins in them: ints of at least 0."""
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
 def file_hash(path: Path, begin: int, end: int) -> str:
@@ -151,6 +164,21 @@ class TensorFile:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as e:
             raise CheckpointError(f"{path} cannot be read: {e}") from e
+
+    def check(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
+        """Raises where a tensor is not of this dtype and shape."""
+        from safetensors import SafetensorError
+
+        due = (STORED.get(dtype, "U8"), [*shape, dtype.itemsize] if dtype in BYTES else list(shape))
+        try:
+            stored = self._file.get_slice(name)
+        except SafetensorError as e:
+            raise CheckpointError(f"{self.path} cannot be read: {name!r}: {e}") from e
+        if (held := (stored.get_dtype(), list(stored.get_shape()))) != due:
+            raise CheckpointError(
+                f"{self.path} holds {name!r} as {held[0]} of shape {held[1]}, but {due[0]} of shape {due[1]} should be there:"
+                " it was altered."
+            )
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
         """A part of a tensor."""

@@ -1,5 +1,7 @@
 """What is saved comes back bit for bit, on any mesh and specs; whatever is wrong with it is an error that names it."""
 
+import hashlib
+import json
 import os
 import pickle
 import re
@@ -257,6 +259,48 @@ def test_every_flipped_byte_is_found(tmp_path):
         file.write_bytes(good)
     (folder / "rank-00000.safetensors").unlink()
     assert "rank-00000.safetensors cannot be read: No such file" in wrong(tmp_path, like)
+
+
+def forged(folder, edit):
+    """Whoever can write a manifest can write its hash."""
+    content = json.loads((folder / "manifest.json").read_text())
+    edit(content["checkpoint"]["tensors"]["w"]["chunks"])
+    text = json.dumps(content["checkpoint"], sort_keys=True, separators=(",", ":"))
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda c: c[0].update(file="../../secret.safetensors", sha256=""), "names the file '../../secret.safetensors', which is not one"),
+        (lambda c: c[0].update(file="/etc/passwd", sha256=""), "names the file '/etc/passwd', which is not one of its folder"),
+        (lambda c: c.append(dict(c[0])), "'w' is there twice: rank-00000.safetensors holds [4, 3] elements from [0, 0] on"),
+        (lambda c: c[0]["box"].update(size=[2, 3]), "only a part of 'w' is there: 6 of 12 elements"),
+        (lambda c: c[0]["box"].update(start=[1, 0]), "holds [4, 3] elements of 'w' from [1, 0] on, which are not within shape (4, 3)"),
+        (lambda c: c[0]["box"].update(start=["0", 0]), "of 'w' from ['0', 0] on, which are not within shape (4, 3)"),
+        (lambda c: c.clear(), "only a part of 'w' is there: 0 of 12 elements"),
+    ],
+)
+def test_a_forged_manifest_reads_nothing_else(tmp_path, edit, text, verify):
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.full((4, 3), 666.0)}, tmp_path / "secret.safetensors")
+    forged(ftp.save(tmp_path / "c", {"w": torch.ones(4, 3)}, MESH).result(), edit)
+    with pytest.raises(ftp.errors.CheckpointError) as caught:
+        ftp.load(tmp_path / "c", {"w": torch.empty(4, 3, device="meta")}, MESH, verify=verify)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("held", [torch.ones(1, 3), torch.ones(4, 3, dtype=torch.int32)])
+def test_a_file_of_another_shape_or_dtype_is_not_converted(tmp_path, held):
+    from safetensors.torch import save_file
+
+    folder = ftp.save(tmp_path / "c", {"w": torch.ones(4, 3)}, MESH).result()
+    save_file({"w": held}, folder / "rank-00000.safetensors")
+    with pytest.raises(ftp.errors.CheckpointError, match=r"but F32 of shape \[4, 3\] should be there"):
+        ftp.load(tmp_path / "c", {"w": torch.empty(4, 3, device="meta")}, MESH, verify=False)
 
 
 def test_an_altered_tensor_is_named_with_what_else_there_is(tmp_path):
