@@ -69,6 +69,11 @@ class Calls:
         self._given = None if self._alone else timeouts()
         self._timeouts = Timeouts() if self._alone else self._given or own_timeouts()
 
+    @property
+    def timeouts(self) -> Timeouts:
+        """How long this rank waits for the others."""
+        return self._timeouts
+
     def next(self) -> int:
         """The number of the call that is about to begin, the same until `begin`."""
         return self.call + 1

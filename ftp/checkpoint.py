@@ -19,9 +19,10 @@ from torch import Tensor
 
 from ftp.boxes import Box, Part, holders, parts_on
 from ftp.errors import CheckpointError, InputError, MeshError, join_failures
+from ftp.folder_lock import check_held, hold
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
 from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
-from ftp.shards import Shards, agreed, digest, shards_of, share
+from ftp.shards import Shards, agreed, digest, patience, shards_of, share
 from ftp.tensor_files import BYTES, OFFSETS, STORED, read_header, sync, write_file, write_text
 from ftp.tree import kind_of
 
@@ -103,8 +104,9 @@ def save(
         _check_options(step, keep)
         shards = shards_of(tree, m, specs)
         check_leaves(shards)
-        draft = _new_draft(Path(path).absolute(), step) if leads(m) else None
-        given: Any = {"digest": digest(shards), "draft": str(draft), "step": step, "keep": keep}
+        root, limit = Path(path).absolute(), patience(m, timeout)
+        draft = _new_draft(root, step, limit, wait=m.kind != "process") if leads(m) else None
+        given: Any = {"digest": digest(shards), "draft": draft and str(draft), "step": step, "keep": keep}
     except Exception as e:
         given = e
     try:
@@ -115,7 +117,15 @@ def save(
                     f"Rank {m.rank} saves with step={step}, keep={keep}, but rank {rank} with step={other['step']}, keep={other['keep']}."
                 )
         shards = agreed(shards, m, "save", [g["digest"] for g in everyone], timeout)
-        job = _Job(m, shards, Path(everyone[0]["draft"]), step, keep, timeout)
+        if (folder := everyone[0]["draft"]) is None:
+            # Another job has the folder. Whether it lives takes the leading rank a while to tell.
+            try:
+                draft = _new_draft(root, step, limit, wait=True) if leads(m) else None
+                told: Any = str(draft)
+            except Exception as e:
+                told = e
+            folder = share(m, "save/folder", told, 2 * limit, CheckpointError)[0]
+        job = _Job(m, shards, Path(folder), step, keep, timeout)
     except BaseException:
         if draft is not None:
             _discard(draft)
@@ -182,10 +192,15 @@ def leads(mesh: Mesh) -> bool:
     return mesh.kind != "process" or (require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0])
 
 
-def _new_draft(root: Path, step: int | None) -> Path:
-    """A fresh folder to write in, on the file system where it will stay; what killed runs have left is removed."""
+def _new_draft(root: Path, step: int | None, limit: float, *, wait: bool) -> Path | None:
+    """A fresh folder to write in, on the file system where it will stay; what killed runs have left is removed.
+
+    None, only without ``wait``: the folder is another job's, which may be dead.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
+        if not hold(root, limit, wait=wait):
+            return None
         for entry in root.iterdir():
             if entry.name.startswith((SAVING, REMOVING)) and entry not in _drafts:
                 _discard(entry)
@@ -199,8 +214,16 @@ def _new_draft(root: Path, step: int | None) -> Path:
 
 
 def _discard(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Removes a folder. It loses its name first: whoever writes in it cannot complete it, and what is left of it is no checkpoint."""
     _drafts.pop(folder, None)
+    grave = folder
+    if not folder.name.startswith(REMOVING):
+        grave = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(folder, grave)
+        except OSError:
+            return  # it is gone, or the next save tries again
+    shutil.rmtree(grave, ignore_errors=True)
 
 
 class _Job:
@@ -284,6 +307,7 @@ class _Job:
                 part.unlink()
             write_text(self.draft / MANIFEST, self._manifest(files, chunks).to_json())
             sync(self.draft)
+            check_held(target.parent)
             if target.exists():
                 raise CheckpointError(f"{target} was made by someone else meanwhile. Let only one run save to a folder.")
             os.rename(self.draft, target)
@@ -292,7 +316,7 @@ class _Job:
             raise CheckpointError(f"{self.draft} cannot be completed: {e}.") from e
         if self.keep is not None:
             for old in checkpoints(target.parent)[: -self.keep]:
-                _remove(old.folder)
+                _discard(old.folder)
 
     def _manifest(self, files: dict[str, SavedFile], chunks: dict[str, list[Chunk]]) -> Manifest:
         tensors, values = {}, {}
@@ -317,13 +341,3 @@ def _on_cpu(x: Tensor, part: Part, copy: bool, seen: set[tuple[int, int]], file:
         own = own.clone()
     seen.add(at)
     return own if own.dtype in STORED else own.unsqueeze(-1).view(torch.uint8)
-
-
-def _remove(folder: Path) -> None:
-    """A checkpoint loses its name first: what is left of it when that is cut short is no checkpoint."""
-    grave = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        os.rename(folder, grave)
-    except OSError:
-        return  # the next save tries again
-    shutil.rmtree(grave, ignore_errors=True)

@@ -45,6 +45,11 @@ class Shards:
         ]
 
 
+def patience(mesh: Mesh, timeout: float | None) -> float:
+    """Seconds to wait for others: ``timeout``, or what the process group waits at its start."""
+    return calls(mesh).timeouts.start if timeout is None else timeout
+
+
 def share(mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[FtpError] = MismatchError) -> list[Any]:
     """Every rank's ``value``, as JSON, in the order of the mesh's ranks; all ranks call it.
 

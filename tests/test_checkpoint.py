@@ -149,7 +149,7 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
     assert float(ftp.load(ftp.checkpoints(tmp_path)[0].folder, like, MESH)) == 1
     folder = ftp.save(tmp_path, torch.tensor(5.0), MESH, step=20, keep=2).result()
     assert [c.step for c in ftp.checkpoints(tmp_path)] == [None, 20] and float(ftp.load(tmp_path, like, MESH, step=20)) == 5
-    assert sorted(os.listdir(tmp_path)) == ["00000003", "00000004-step-20"] and folder.name == "00000004-step-20"
+    assert sorted(os.listdir(tmp_path)) == [".lock-00000000", "00000003", "00000004-step-20"] and folder.name == "00000004-step-20"
     with pytest.raises(ftp.errors.CheckpointError, match=r"no checkpoint of step 15; it has steps \[20\]"):
         ftp.load(tmp_path, like, MESH, step=15)
 

@@ -61,6 +61,7 @@ ORDER = [
     "relocation",
     "tensor_files",
     "manifest",
+    "folder_lock",
     "checkpoint",
     "restore",
     "refusals",
