@@ -3,10 +3,13 @@
 A checkpoint appears under its name at once, when every rank's files and the manifest are on the disk.
 """
 
+import atexit
 import hashlib
 import json
+import logging
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,9 +22,9 @@ from torch import Tensor
 
 from ftp.boxes import Box, Part, holders, parts_on
 from ftp.errors import CheckpointError, InputError, MeshError, join_failures
-from ftp.folder_lock import check_held, hold
+from ftp.folder_lock import check_held, hold, release
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
-from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
+from ftp.mesh import AnyMesh, Mesh, endings, require_coordinate, resolve
 from ftp.shards import Shards, agreed, digest, patience, shards_of, share
 from ftp.tensor_files import BYTES, OFFSETS, STORED, read_header, sync, write_file, write_text
 from ftp.tree import kind_of
@@ -48,12 +51,9 @@ class Saving:
         """Whether it is over, well or not."""
         return self._future.done()
 
-    def _failure(self) -> BaseException | None:
+    def _untold(self) -> BaseException | None:
         """What went wrong, if nobody has been told."""
-        if not self._future.done() or self._is_told:
-            return None
-        self._is_told = True
-        return self._future.exception()
+        return self._future.exception() if self._future.done() and not self._is_told else None
 
 
 def save(
@@ -79,7 +79,8 @@ def save(
         step: a number to find it by, as the training step.
         keep: how many of the newest checkpoints stay; default all.
         wait: return when the checkpoint is complete. Otherwise when the tensors are copied: the disk is written by a thread, and the result
-            tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save.
+            tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save or load, by
+            `destroy_process_group`, or said at the end of the program, which then ends with status 1.
         timeout: seconds that a rank waits for the others' parts; default that of the process group.
 
     Raises:
@@ -100,17 +101,18 @@ def save(
         )
     draft: Path | None = None
     try:
-        _raise_unseen()
+        earlier = earlier_failure()
         _check_options(step, keep)
         shards = shards_of(tree, m, specs)
         check_leaves(shards)
         root, limit = Path(path).absolute(), patience(m, timeout)
         draft = _new_draft(root, step, limit, wait=m.kind != "process") if leads(m) else None
-        given: Any = {"digest": digest(shards), "draft": draft and str(draft), "step": step, "keep": keep}
+        given: Any = {"digest": digest(shards), "draft": draft and str(draft), "step": step, "keep": keep, "earlier": earlier}
     except Exception as e:
         given = e
     try:
         everyone = share(m, "save", given, timeout, CheckpointError)
+        raise_earlier([other["earlier"] for other in everyone])
         for rank, other in zip(m.ranks, everyone, strict=False):
             if (other["step"], other["keep"]) != (step, keep):
                 raise CheckpointError(
@@ -153,11 +155,61 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "ftp-save")
 
 
-def _raise_unseen() -> None:
-    failures = [e for saving in _unseen if (e := saving._failure())]
-    _unseen[:] = [saving for saving in _unseen if not saving.done()]
+def earlier_failure() -> str | None:
+    """How a save failed of which nobody has asked the result, as far as it is known; it is told by `raise_earlier`, on all ranks."""
+    _unseen[:] = [saving for saving in _unseen if saving._untold() is not None or not saving.done()]
+    return next((str(e) for saving in _unseen if (e := saving._untold()) is not None), None)
+
+
+def raise_earlier(told: Sequence[str | None]) -> None:
+    """Raises where any rank knows of such a failure, given what each knows; on each of them it counts as told."""
+    if (known := next(filter(None, told), None)) is not None:
+        failures = _settled()
+        raise CheckpointError(f"{_FAILED}: {failures[0] if failures else known}") from (failures[0] if failures else None)
+
+
+_FAILED = "An earlier save, of which nobody has asked the result, failed"
+
+
+def _settled() -> list[BaseException]:
+    """Waits for the saves that go on; the failures of which nobody has been told, who are told hereby."""
+    waited = [(saving, saving._future.exception()) for saving in _unseen]
+    failures = [e for saving, e in waited if e is not None and not saving._is_told]
+    for saving in _unseen:
+        saving._is_told = True
+    _unseen.clear()
+    return failures
+
+
+def _end() -> None:
+    """Before the process group ends: saves that go on are finished, folders are free, and failures are said."""
+    failures = _settled()
+    release()
     if failures:
-        raise CheckpointError(f"An earlier save, of which nobody has asked the result, failed: {failures[0]}") from failures[0]
+        raise CheckpointError(f"{_FAILED}: {failures[0]}") from failures[0]
+
+
+def _exit() -> None:
+    try:
+        _end()
+    except CheckpointError as e:
+        print(f"ftp: the program ends with status 1. {type(e).__name__}: {e}", file=sys.stderr)
+        # What is registered for the end can change the status in no other way.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _forget() -> None:
+    """In a forked process, which has neither the thread nor its saves."""
+    _unseen.clear()
+    _thread.cache_clear()
+
+
+endings.append(_end)
+atexit.register(_exit)
+os.register_at_fork(after_in_child=_forget)
 
 
 def _check_options(step: Any, keep: Any) -> None:

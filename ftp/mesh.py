@@ -3,7 +3,7 @@
 import math
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -271,15 +271,26 @@ def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | 
 
 
 def destroy_process_group() -> None:
-    """Waits for all ranks, then ends the default process group; does nothing where there is none, as in a simulation.
+    """Waits for saves and for all ranks, then ends the default process group; where there is none, as in a simulation, for saves.
 
     A process that ends without it may take a store with it that others still talk to.
 
+    Raises:
+        CheckpointError: a save failed of which nobody has asked the result; the process group has ended.
+
     >>> destroy_process_group()
     """
-    if dist.is_initialized():
-        dist.barrier(device_ids=[torch.cuda.current_device()] if "nccl" in dist.get_backend() else None)
-        dist.destroy_process_group()
+    try:
+        for end in endings:
+            end()
+    finally:
+        if dist.is_initialized():
+            dist.barrier(device_ids=[torch.cuda.current_device()] if "nccl" in dist.get_backend() else None)
+            dist.destroy_process_group()
+
+
+endings: list[Callable[[], None]] = []
+"""What is to be done before a process group ends."""
 
 
 def timeouts() -> Timeouts | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ftp.boxes import Shape
-from ftp.errors import CheckpointError
+from ftp.errors import CheckpointError, DamagedError
 
 OFFSETS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's safetensors reader looks for the offsets of chunks
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
@@ -68,14 +68,14 @@ def read_header(path: Path) -> Header:
     """The header of a file whose size is what it says.
 
     Raises:
-        CheckpointError: a file that is missing, truncated, or no safetensors file.
+        DamagedError: a file that is missing, truncated, or no safetensors file.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
-                raise CheckpointError(
+                raise DamagedError(
                     f"{path} says that its header has {length:,} bytes; safetensors files have at most {MAX_HEADER:,}."
                     " It is altered, or of another format."
                 )
@@ -86,12 +86,12 @@ def read_header(path: Path) -> Header:
         if not all(is_shape(t.shape) for t in tensors.values()):
             raise ValueError("shapes")
     except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror or e}.") from e
+        raise DamagedError(f"{path} cannot be read: {e.strerror or e}.") from e
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{path} has no valid safetensors header: it is truncated, altered, or of another format.") from e
+        raise DamagedError(f"{path} has no valid safetensors header: it is truncated, altered, or of another format.") from e
     due = 8 + length + max((t.end for t in tensors.values()), default=0)
     if size != due:
-        raise CheckpointError(f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or altered.")
+        raise DamagedError(f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or altered.")
     return Header(tensors, metadata, 8 + length, hashlib.sha256(raw).hexdigest())
 
 
@@ -163,7 +163,7 @@ class TensorFile:
         try:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path} cannot be read: {e}") from e
+            raise DamagedError(f"{path} cannot be read: {e}") from e
 
     def check(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
         """Raises where a tensor is not of this dtype and shape."""
@@ -173,9 +173,9 @@ class TensorFile:
         try:
             stored = self._file.get_slice(name)
         except SafetensorError as e:
-            raise CheckpointError(f"{self.path} cannot be read: {name!r}: {e}") from e
+            raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
         if (held := (stored.get_dtype(), list(stored.get_shape()))) != due:
-            raise CheckpointError(
+            raise DamagedError(
                 f"{self.path} holds {name!r} as {held[0]} of shape {held[1]}, but {due[0]} of shape {due[1]} should be there:"
                 " it was altered."
             )
@@ -187,7 +187,7 @@ class TensorFile:
         try:
             return self._file.get_slice(name)[tuple(slices)] if slices else self._file.get_tensor(name)
         except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{self.path} cannot be read: {name!r}: {e}") from e
+            raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -6,6 +6,9 @@ import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -166,6 +169,79 @@ def test_what_killed_runs_left_is_no_checkpoint(tmp_path):
     assert not (tmp_path / ".saving-00000001-abc").exists()
 
 
+def test_the_newest_whole_checkpoint_is_named_and_the_damaged_are_marked(tmp_path):
+    tree = {"w": torch.arange(6), "b": torch.ones(3)}
+    folders = [ftp.save(tmp_path, tree, MESH, step=i).result() for i in range(5)]
+    assert [c.damage for c in ftp.checkpoints(tmp_path)] == [None] * 5
+    # A value, a header, a file that is gone, and a manifest that is cut.
+    for i, at in ((4, -1), (3, 20)):
+        content = bytearray((folders[i] / "rank-00000.safetensors").read_bytes())
+        content[at] ^= 1
+        (folders[i] / "rank-00000.safetensors").write_bytes(content)
+    (folders[2] / "rank-00000.safetensors").unlink()
+    (folders[0] / "manifest.json").write_text("{")
+    advice = f"\n  The newest whole checkpoint in {tmp_path} is {{0}}. Load it by its own folder: ftp.load('{tmp_path}/{{0}}', ...)."
+    for step in (None, 3, 2, 0):
+        with pytest.raises(ftp.errors.DamagedError) as caught:
+            ftp.load(tmp_path, meta(tree), MESH, step=step)
+        assert str(caught.value).endswith(advice.format("00000001-step-1")), step
+    damages = [c.damage for c in ftp.checkpoints(tmp_path)]
+    assert damages[1] is None and damages[4] is None  # that of values is found by loading
+    assert "manifest.json is no manifest" in damages[0] and "No such file" in damages[2] and "header" in damages[3]
+    shutil.rmtree(folders[1])
+    with pytest.raises(ftp.errors.DamagedError, match=f"No other checkpoint in {tmp_path} is whole."):
+        ftp.load(tmp_path, meta(tree), MESH)
+    with pytest.raises(ftp.errors.CheckpointError) as caught:
+        ftp.load(folders[4], {"x": torch.ones(1)}, MESH)
+    assert type(caught.value) is ftp.errors.CheckpointError  # not damaged, it is just not there
+
+
+SAID = "An earlier save, of which nobody has asked the result, failed: "
+
+
+def full(*args):
+    raise ftp.errors.CheckpointError("the disk is full")
+
+
+@pytest.mark.parametrize("call", ["save", "load", "destroy_process_group"])
+def test_a_save_that_failed_unasked_is_told_once_by_the_next_call(tmp_path, monkeypatch, call):
+    tree = {"w": torch.ones(2)}
+    ftp.save(tmp_path, tree, MESH)
+    calls = {
+        "save": lambda: ftp.save(tmp_path, tree, MESH).result(),
+        "load": lambda: ftp.load(tmp_path, tree, MESH),
+        "destroy_process_group": ftp.destroy_process_group,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr("ftp.checkpoint.write_file", full)
+        asked = ftp.save(tmp_path, tree, MESH, wait=False)
+        with pytest.raises(ftp.errors.CheckpointError, match="the disk is full"):
+            asked.result()
+    calls[call]()
+    with monkeypatch.context() as patch:
+        patch.setattr("ftp.checkpoint.write_file", full)
+        saving = ftp.save(tmp_path, tree, MESH, wait=False)
+        while not saving.done():
+            time.sleep(0.001)
+    with pytest.raises(ftp.errors.CheckpointError, match=f"{SAID}the disk is full"):
+        calls[call]()
+    calls[call]()
+
+
+def test_a_save_that_failed_unasked_is_told_at_the_end_of_the_program(tmp_path):
+    program = """
+import sys, torch, ftp
+def full(*args): raise ftp.errors.CheckpointError("the disk is full")
+ftp.checkpoint.write_file = full
+print("it ends")
+ftp.save(sys.argv[1], {"w": torch.ones(2)}, ftp.simulated_mesh((2,), ("tp",)), wait=False)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == "it ends\n"
+    assert ended.stderr == f"ftp: the program ends with status 1. CheckpointError: {SAID}the disk is full\n"
+    assert os.listdir(tmp_path) == []
+
+
 def test_nothing_is_executed(tmp_path):
     class Planted:
         def __reduce__(self):
@@ -214,6 +290,7 @@ def test_every_leaf_that_does_not_fit_is_named(tmp_path):
         "like['n'] is a tensor, but the saved 'n' is 3, an int.",
         "like['s'] is an int, but the saved 's' is 'x', a str.",
     ]
+    assert "holds no 'S'. The nearest are 's'," in wrong(tmp_path, {"S": "x"})
     assert "again for dim 1" in wrong(tmp_path, {"a": torch.ones(2, 3)}, P("tp", "tp"))
 
 
@@ -312,6 +389,7 @@ def test_an_altered_tensor_is_named_with_what_else_there_is(tmp_path):
     file.write_bytes(content)
     assert wrong(tmp_path, meta(tree)) == (
         f"{file} was altered: tensor 'b' does not have the sha256 that the manifest states.\n"
-        f"  Other complete checkpoints in {tmp_path}: 00000000-step-1."
+        f"  The newest whole checkpoint in {tmp_path} is 00000000-step-1. Load it by its own folder:"
+        f" ftp.load('{tmp_path}/00000000-step-1', ...)."
     )
     assert same(ftp.load(tmp_path, meta(tree), MESH, step=1)["w"], tree["w"])
