@@ -54,6 +54,7 @@ class Calls:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.call = 0
+        self.finished = 0  # the last call that came to its end here
         self.program: str | None = None
         self.failure: FtpError | None = None
         self._is_running = False
@@ -270,6 +271,8 @@ class _Running:
         self.calls._is_running = False
         if isinstance(error, RuntimeError) and (explained := self.calls.explain(error, self.describe(error))) is not None:
             raise explained from error
+        if error is None:
+            self.calls.finished = self.calls.call
         if error is None and self.is_first:
             self.calls._finished.add(self.program)
             set_timeout(self.calls.mesh, self.calls._timeouts.step)

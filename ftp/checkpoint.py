@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from ftp.boxes import Box, Part, holders, parts_on
-from ftp.errors import CheckpointError, InputError, MeshError, join_failures
+from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, join_failures
 from ftp.folder_lock import check_held, hold, release
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
 from ftp.mesh import AnyMesh, Mesh, endings, require_coordinate, resolve
@@ -108,11 +108,13 @@ def save(
         root, limit = Path(path).absolute(), patience(m, timeout)
         draft = _new_draft(root, step, limit, wait=m.kind != "process") if leads(m) else None
         given: Any = {"digest": digest(shards), "draft": draft and str(draft), "step": step, "keep": keep, "earlier": earlier}
+        given["made_by"] = shards.made_by(m)
     except Exception as e:
         given = e
     try:
         everyone = share(m, "save", given, timeout, CheckpointError)
         raise_earlier([other["earlier"] for other in everyone])
+        _check_one_step([other["made_by"] for other in everyone], m)
         for rank, other in zip(m.ranks, everyone, strict=False):
             if (other["step"], other["keep"]) != (step, keep):
                 raise CheckpointError(
@@ -210,6 +212,19 @@ def _forget() -> None:
 endings.append(_end)
 atexit.register(_exit)
 os.register_at_fork(after_in_child=_forget)
+
+
+def _check_one_step(everyone: Sequence[Sequence[int | None]], mesh: Mesh) -> None:
+    """Raises where ranks hold results of different calls, as after an interrupt, which reaches each of them somewhere else."""
+    # What the tensors tell is surer than the number of calls: an interrupt may come between a call and the assignment of its result.
+    held = [made for made, _ in everyone] if any(made is not None for made, _ in everyone) else [finished for _, finished in everyone]
+    if (odd := next((i for i, call in enumerate(held) if call != held[0]), None)) is not None:
+        a, b = (f"call {held[i]}" if held[i] else "no call" for i in (0, odd))
+        raise MismatchError(
+            f"Rank {mesh.ranks[0]} holds the state after {a} on the mesh {mesh}, but rank {mesh.ranks[odd]} after {b}: the checkpoint"
+            " would be a mix of two steps, so none is made.\n"
+            "  Go on from the last checkpoint. To save when a signal comes, give the signal to the step as an input (docs/faults.md)."
+        )
 
 
 def _check_options(step: Any, keep: Any) -> None:

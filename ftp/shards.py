@@ -15,7 +15,7 @@ from ftp.arguments import agreed_shapes, describe_held
 from ftp.boxes import Shape
 from ftp.errors import FtpError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
-from ftp.placement import check_alive, check_placed, global_shape, placement_of
+from ftp.placement import call_of, check_alive, check_placed, global_shape, placement_of
 from ftp.placements import is_dtensor, specs_of_any
 from ftp.spec import PartitionSpec, check_spec
 from ftp.tree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths
@@ -36,6 +36,11 @@ class Shards:
     paths: list[str]
     specs: list[PartitionSpec]
     shapes: list[Shape | None]
+
+    def made_by(self, mesh: Mesh) -> list[int | None]:
+        """The number of the latest call on the mesh that made one of them, None if no call did; and of the last that has ended here."""
+        made = [call for x in self.leaves if isinstance(x, Tensor) and (call := call_of(x)) is not None]
+        return [max(made, default=None), calls(mesh).finished]
 
     def facts(self) -> list[list[Any]]:
         """Per leaf what has to be equal on all ranks."""
