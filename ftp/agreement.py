@@ -58,6 +58,7 @@ class Calls:
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.call = 0
+        self.finished = 0  # the last call that came to its end here
         self.program: str | None = None
         self.failure: FtpError | None = None
         self._is_running = False
@@ -75,6 +76,11 @@ class Calls:
         self._timeouts = Timeouts() if self._alone else self._given or own_timeouts()
         by_nccl = not self._alone and mesh.device_type == "cuda" and talks_nccl()
         self._unfinished = Unfinished(self._end_late) if by_nccl else None
+
+    @property
+    def timeouts(self) -> Timeouts:
+        """How long this rank waits for the others."""
+        return self._timeouts
 
     def next(self) -> int:
         """The number of the call that is about to begin, the same until `begin`."""
@@ -289,6 +295,8 @@ class _Running:
         self.calls._is_running = False
         if isinstance(error, RuntimeError) and (explained := self.calls.explain(error, self.describe(error))) is not None:
             raise explained from error
+        if error is None:
+            self.calls.finished = self.calls.call
         if error is None and self.calls._unfinished is not None:
             self.calls._check()
             seconds = self.calls._timeouts.start if self.is_first else self.calls._timeouts.step
@@ -518,7 +526,8 @@ def check(mesh: Mesh) -> None:
 
 def _is_of_collective(error: RuntimeError) -> bool:
     """Whether a collective raised it, rather than an op on local tensors."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower()
+    # Gloo names itself by the path of its source in all messages but that of a connection which a time-out has closed.
+    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "pair closure" in str(error)
 
 
 def _interrupt(mesh: Mesh) -> None:

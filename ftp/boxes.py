@@ -81,6 +81,28 @@ def whole(shape: Sequence[int]) -> Box:
     return Box((0,) * len(shape), tuple(shape))
 
 
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The positions of two boxes that have an element in common, if any two do.
+
+    >>> first_overlap([Box((0,), (4,)), Box((4,), (4,)), Box((2,), (4,))])
+    (0, 2)
+    """
+    if len(boxes) < 2:
+        return None
+    # A sweep along the dim of the most starts: a box is compared with those that reach past it.
+    dim = max(range(len(boxes[0].start)), key=lambda d: len({b.start[d] for b in boxes}), default=None)
+    if dim is None:
+        return 0, 1
+    order = sorted((i for i, box in enumerate(boxes) if box.numel), key=lambda i: boxes[i].start[dim])
+    open_: list[int] = []
+    for i in order:
+        open_ = [j for j in open_ if boxes[j].start[dim] + boxes[j].size[dim] > boxes[i].start[dim]]
+        if (j := next((j for j in open_ if boxes[j].meet(boxes[i])), None)) is not None:
+            return min(i, j), max(i, j)
+        open_.append(i)
+    return None
+
+
 def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
     """The parts of a shard made of these pieces of each dim; none of an empty one.
 

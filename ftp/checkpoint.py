@@ -3,10 +3,13 @@
 A checkpoint appears under its name at once, when every rank's files and the manifest are on the disk.
 """
 
+import atexit
 import hashlib
 import json
+import logging
 import os
 import shutil
+import sys
 import uuid
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,10 +22,11 @@ from torch import Tensor
 
 from ftp.agreement import check
 from ftp.boxes import Box, Part, holders, parts_on
-from ftp.errors import CheckpointError, InputError, MeshError, join_failures
+from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, join_failures
+from ftp.folder_lock import check_held, hold, release
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
-from ftp.mesh import AnyMesh, Mesh, require_coordinate, resolve
-from ftp.shards import Shards, agreed, digest, shards_of, share
+from ftp.mesh import AnyMesh, Mesh, endings, require_coordinate, resolve
+from ftp.shards import Shards, agreed, digest, patience, shards_of, share
 from ftp.tensor_files import BYTES, OFFSETS, STORED, read_header, sync, write_file, write_text
 from ftp.tree import kind_of
 
@@ -48,12 +52,9 @@ class Saving:
         """Whether it is over, well or not."""
         return self._future.done()
 
-    def _failure(self) -> BaseException | None:
+    def _untold(self) -> BaseException | None:
         """What went wrong, if nobody has been told."""
-        if not self._future.done() or self._is_told:
-            return None
-        self._is_told = True
-        return self._future.exception()
+        return self._future.exception() if self._future.done() and not self._is_told else None
 
 
 def save(
@@ -79,7 +80,8 @@ def save(
         step: a number to find it by, as the training step.
         keep: how many of the newest checkpoints stay; default all.
         wait: return when the checkpoint is complete. Otherwise when the tensors are copied: the disk is written by a thread, and the result
-            tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save.
+            tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save or load, by
+            `destroy_process_group`, or said at the end of the program, which then ends with status 1.
         timeout: seconds that a rank waits for the others' parts; default that of the process group.
 
     Raises:
@@ -100,23 +102,35 @@ def save(
         )
     draft: Path | None = None
     try:
-        _raise_unseen()
+        earlier = earlier_failure()
         _check_options(step, keep)
         shards = shards_of(tree, m, specs)
         check_leaves(shards)
-        draft = _new_draft(Path(path).absolute(), step) if leads(m) else None
-        given: Any = {"digest": digest(shards), "draft": str(draft), "step": step, "keep": keep}
+        root, limit = Path(path).absolute(), patience(m, timeout)
+        draft = _new_draft(root, step, limit, wait=m.kind != "process") if leads(m) else None
+        given: Any = {"digest": digest(shards), "draft": draft and str(draft), "step": step, "keep": keep, "earlier": earlier}
+        given["made_by"] = shards.made_by(m)
     except Exception as e:
         given = e
     try:
         everyone = share(m, "save", given, timeout, CheckpointError)
+        raise_earlier([other["earlier"] for other in everyone])
+        _check_one_step([other["made_by"] for other in everyone], m)
         for rank, other in zip(m.ranks, everyone, strict=False):
             if (other["step"], other["keep"]) != (step, keep):
                 raise CheckpointError(
                     f"Rank {m.rank} saves with step={step}, keep={keep}, but rank {rank} with step={other['step']}, keep={other['keep']}."
                 )
         shards = agreed(shards, m, "save", [g["digest"] for g in everyone], timeout)
-        job = _Job(m, shards, Path(everyone[0]["draft"]), step, keep, timeout)
+        if (folder := everyone[0]["draft"]) is None:
+            # Another job has the folder. Whether it lives takes the leading rank a while to tell.
+            try:
+                draft = _new_draft(root, step, limit, wait=True) if leads(m) else None
+                told: Any = str(draft)
+            except Exception as e:
+                told = e
+            folder = share(m, "save/folder", told, 2 * limit, CheckpointError)[0]
+        job = _Job(m, shards, Path(folder), step, keep, timeout)
     except BaseException:
         if draft is not None:
             _discard(draft)
@@ -145,11 +159,74 @@ def _thread() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(1, "ftp-save")
 
 
-def _raise_unseen() -> None:
-    failures = [e for saving in _unseen if (e := saving._failure())]
-    _unseen[:] = [saving for saving in _unseen if not saving.done()]
+def earlier_failure() -> str | None:
+    """How a save failed of which nobody has asked the result, as far as it is known; it is told by `raise_earlier`, on all ranks."""
+    _unseen[:] = [saving for saving in _unseen if saving._untold() is not None or not saving.done()]
+    return next((str(e) for saving in _unseen if (e := saving._untold()) is not None), None)
+
+
+def raise_earlier(told: Sequence[str | None]) -> None:
+    """Raises where any rank knows of such a failure, given what each knows; on each of them it counts as told."""
+    if (known := next(filter(None, told), None)) is not None:
+        failures = _settled()
+        raise CheckpointError(f"{_FAILED}: {failures[0] if failures else known}") from (failures[0] if failures else None)
+
+
+_FAILED = "An earlier save, of which nobody has asked the result, failed"
+
+
+def _settled() -> list[BaseException]:
+    """Waits for the saves that go on; the failures of which nobody has been told, who are told hereby."""
+    waited = [(saving, saving._future.exception()) for saving in _unseen]
+    failures = [e for saving, e in waited if e is not None and not saving._is_told]
+    for saving in _unseen:
+        saving._is_told = True
+    _unseen.clear()
+    return failures
+
+
+def _end() -> None:
+    """Before the process group ends: saves that go on are finished, folders are free, and failures are said."""
+    failures = _settled()
+    release()
     if failures:
-        raise CheckpointError(f"An earlier save, of which nobody has asked the result, failed: {failures[0]}") from failures[0]
+        raise CheckpointError(f"{_FAILED}: {failures[0]}") from failures[0]
+
+
+def _exit() -> None:
+    try:
+        _end()
+    except CheckpointError as e:
+        print(f"ftp: the program ends with status 1. {type(e).__name__}: {e}", file=sys.stderr)
+        # What is registered for the end can change the status in no other way.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _forget() -> None:
+    """In a forked process, which has neither the thread nor its saves."""
+    _unseen.clear()
+    _thread.cache_clear()
+
+
+endings.append(_end)
+atexit.register(_exit)
+os.register_at_fork(after_in_child=_forget)
+
+
+def _check_one_step(everyone: Sequence[Sequence[int | None]], mesh: Mesh) -> None:
+    """Raises where ranks hold results of different calls, as after an interrupt, which reaches each of them somewhere else."""
+    # What the tensors tell is surer than the number of calls: an interrupt may come between a call and the assignment of its result.
+    held = [made for made, _ in everyone] if any(made is not None for made, _ in everyone) else [finished for _, finished in everyone]
+    if (odd := next((i for i, call in enumerate(held) if call != held[0]), None)) is not None:
+        a, b = (f"call {held[i]}" if held[i] else "no call" for i in (0, odd))
+        raise MismatchError(
+            f"Rank {mesh.ranks[0]} holds the state after {a} on the mesh {mesh}, but rank {mesh.ranks[odd]} after {b}: the checkpoint"
+            " would be a mix of two steps, so none is made.\n"
+            "  Go on from the last checkpoint. To save when a signal comes, give the signal to the step as an input (docs/faults.md)."
+        )
 
 
 def _check_options(step: Any, keep: Any) -> None:
@@ -184,10 +261,15 @@ def leads(mesh: Mesh) -> bool:
     return mesh.kind != "process" or (require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0])
 
 
-def _new_draft(root: Path, step: int | None) -> Path:
-    """A fresh folder to write in, on the file system where it will stay; what killed runs have left is removed."""
+def _new_draft(root: Path, step: int | None, limit: float, *, wait: bool) -> Path | None:
+    """A fresh folder to write in, on the file system where it will stay; what killed runs have left is removed.
+
+    None, only without ``wait``: the folder is another job's, which may be dead.
+    """
     try:
         root.mkdir(parents=True, exist_ok=True)
+        if not hold(root, limit, wait=wait):
+            return None
         for entry in root.iterdir():
             if entry.name.startswith((SAVING, REMOVING)) and entry not in _drafts:
                 _discard(entry)
@@ -201,8 +283,16 @@ def _new_draft(root: Path, step: int | None) -> Path:
 
 
 def _discard(folder: Path) -> None:
-    shutil.rmtree(folder, ignore_errors=True)
+    """Removes a folder. It loses its name first: whoever writes in it cannot complete it, and what is left of it is no checkpoint."""
     _drafts.pop(folder, None)
+    grave = folder
+    if not folder.name.startswith(REMOVING):
+        grave = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
+        try:
+            os.rename(folder, grave)
+        except OSError:
+            return  # it is gone, or the next save tries again
+    shutil.rmtree(grave, ignore_errors=True)
 
 
 class _Job:
@@ -286,6 +376,7 @@ class _Job:
                 part.unlink()
             write_text(self.draft / MANIFEST, self._manifest(files, chunks).to_json())
             sync(self.draft)
+            check_held(target.parent)
             if target.exists():
                 raise CheckpointError(f"{target} was made by someone else meanwhile. Let only one run save to a folder.")
             os.rename(self.draft, target)
@@ -294,7 +385,7 @@ class _Job:
             raise CheckpointError(f"{self.draft} cannot be completed: {e}.") from e
         if self.keep is not None:
             for old in checkpoints(target.parent)[: -self.keep]:
-                _remove(old.folder)
+                _discard(old.folder)
 
     def _manifest(self, files: dict[str, SavedFile], chunks: dict[str, list[Chunk]]) -> Manifest:
         tensors, values = {}, {}
@@ -319,13 +410,3 @@ def _on_cpu(x: Tensor, part: Part, copy: bool, seen: set[tuple[int, int]], file:
         own = own.clone()
     seen.add(at)
     return own if own.dtype in STORED else own.unsqueeze(-1).view(torch.uint8)
-
-
-def _remove(folder: Path) -> None:
-    """A checkpoint loses its name first: what is left of it when that is cut short is no checkpoint."""
-    grave = folder.with_name(f"{REMOVING}{folder.name}-{uuid.uuid4().hex[:8]}")
-    try:
-        os.rename(folder, grave)
-    except OSError:
-        return  # the next save tries again
-    shutil.rmtree(grave, ignore_errors=True)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from ftp.collection import collection_paused
 from ftp.errors import InputError
-from ftp.mesh import before_destroying
+from ftp.mesh import endings
 
 WARM_UP = 2  # calls that run as they are: kernels are compiled, communicators connected, and it is seen which inputs come from elsewhere
 PATIENCE = 8  # recordings after which a step is told that its state lies elsewhere at each call
@@ -219,7 +219,7 @@ def forget_recordings() -> None:
     gc.collect()
 
 
-before_destroying.append(forget_recordings)
+endings.append(forget_recordings)
 
 
 def _place(x: Any) -> Place | None:

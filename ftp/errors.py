@@ -51,6 +51,10 @@ class CheckpointError(FtpError):
     """A checkpoint that cannot be written, or does not hold what is asked of it."""
 
 
+class DamagedError(CheckpointError):
+    """A checkpoint, or a file of one, that is not what was written: truncated, altered, or parts of it gone."""
+
+
 class ReportError(FtpError, AssertionError):
     """A claim about a program that does not hold, or a report that cannot be made."""
 

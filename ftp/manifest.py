@@ -4,11 +4,13 @@ import hashlib
 import json
 import re
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ftp.boxes import Box, Shape
-from ftp.errors import CheckpointError
+from ftp.boxes import Box, Shape, first_overlap, whole
+from ftp.errors import CheckpointError, DamagedError
+from ftp.tensor_files import Header, is_shape, read_header
 
 MANIFEST = "manifest.json"
 SAVING = ".saving-"  # begins the name of a folder that is being written
@@ -34,6 +36,26 @@ class SavedTensor:
     shape: Shape
     spec: str
     chunks: tuple[Chunk, ...]
+
+    def problem(self, name: str) -> str | None:
+        """What keeps the chunks from being this tensor, each element once; None if nothing does."""
+        if not is_shape(self.shape):
+            return f"the shape of {name!r}, {self.shape}, is not one of a tensor."
+        for c in self.chunks:
+            start, size = c.box.start, c.box.size
+            is_box = len(start) == len(size) == len(self.shape) and is_shape(start) and is_shape(size)
+            if not is_box or any(a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True)):
+                return f"{c.file} holds {list(size)} elements of {name!r} from {list(start)} on, which are not within shape {self.shape}."
+        if (at := first_overlap([c.box for c in self.chunks])) is not None:
+            a, b = (self.chunks[i] for i in at)
+            return (
+                f"{name!r} is there twice: {a.file} holds {list(a.box.size)} elements from {list(a.box.start)} on, and {b.file}"
+                f" {list(b.box.size)} from {list(b.box.start)} on, so these are files of two saves. Remove those of the older one."
+            )
+        there, due = sum(c.box.numel for c in self.chunks), whole(self.shape).numel
+        if there < due:
+            return f"only a part of {name!r} is there: {there:,} of {due:,} elements. A file is missing, or a save was cut short."
+        return None
 
 
 @dataclass(frozen=True)
@@ -64,13 +86,13 @@ class Manifest:
         """The manifest that ``text``, of the file ``where``, states.
 
         Raises:
-            CheckpointError: text that is not what was written.
+            DamagedError: text that is not what was written.
         """
         try:
             content = json.loads(text)
             body = content["checkpoint"]
             if hashlib.sha256(_canonical(body).encode()).hexdigest() != content["sha256"]:
-                raise CheckpointError(f"{where} was altered: its contents do not have the hash that it states.")
+                raise DamagedError(f"{where} was altered: its contents do not have the hash that it states.")
             if body["format"] != _FORMAT:
                 raise CheckpointError(f"{where} is of format {body['format']!r}; this version reads {_FORMAT!r}.")
             tensors = {
@@ -83,18 +105,47 @@ class Manifest:
                 for path, t in body["tensors"].items()
             }
             files = {name: SavedFile(**f) for name, f in body["files"].items()}
+            for file in (*files, *(c.file for t in tensors.values() for c in t.chunks)):
+                if not is_plain_name(file):
+                    raise DamagedError(f"{where} names the file {file!r}, which is not one of its folder. Do not trust it.")
             return Manifest(body["step"], body["mesh"], tensors, body["values"], files)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-            raise CheckpointError(f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another format.") from e
+            raise DamagedError(f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another format.") from e
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A complete checkpoint: its folder, its number in the order of saving, and the step it was given, if any."""
+    """A checkpoint that was completed: its folder, its number in the order of saving, and the step it was given, if any."""
 
     folder: Path
     number: int
     step: int | None
+
+    @cached_property
+    def damage(self) -> str | None:
+        """What is wrong with it, None if nothing is: by its manifest and by the names, sizes and headers of its files, not by values."""
+        try:
+            manifest = read_manifest(self.folder)
+            for name, due in manifest.files.items():
+                check_header(read_header(self.folder / name), due, self.folder / name)
+            return next(filter(None, (t.problem(path) for path, t in manifest.tensors.items())), None)
+        except CheckpointError as e:
+            return str(e)
+
+
+def check_header(header: Header, due: SavedFile, path: Path) -> None:
+    """Raises where a file's header is not the one that the manifest states."""
+    if (header.size, header.sha256) != (due.header, due.sha256):
+        raise DamagedError(f"{path} was altered: its header does not have the sha256 that the manifest states.")
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether it names a file in a folder, and cannot lead out of it.
+
+    >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "..", "")]
+    [True, False, False, False, False]
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
 
 
 def folder_name(number: int, step: int | None) -> str:
@@ -108,7 +159,9 @@ def folder_name(number: int, step: int | None) -> str:
 def checkpoints(path: str | Path) -> list[Checkpoint]:
     """The complete checkpoints in a folder, oldest first; empty where there is none, or no folder.
 
-    >>> checkpoints("/nowhere")
+    What has become of one since, by a bad disk or a hand, is its ``damage``, which is looked for when it is asked for.
+
+    >>> [c.step for c in checkpoints("/nowhere") if c.damage is None]
     []
     """
     try:
@@ -151,7 +204,7 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         text = (folder / MANIFEST).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as e:
-        raise CheckpointError(f"{folder / MANIFEST} cannot be read: {e}.") from e
+        raise DamagedError(f"{folder / MANIFEST} cannot be read: {e}.") from e
     return Manifest.from_json(text, folder / MANIFEST)
 
 

@@ -148,7 +148,7 @@ _resolved: dict[DeviceMesh, Mesh] = {}
 _products: dict[tuple[Mesh, tuple[str, ...]], dist.ProcessGroup] = {}
 _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
-before_destroying: list[Callable[[], None]] = []
+endings: list[Callable[[], None]] = []
 """What gives back that without which no process group ends."""
 
 
@@ -302,17 +302,26 @@ def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | 
 
 
 def destroy_process_group() -> None:
-    """Waits for all ranks, then ends the default process group; does nothing where there is none, as in a simulation.
+    """Waits for saves and for all ranks, then ends the default process group; where there is none, as in a simulation, for saves.
 
     A process that ends without it may take a store with it that others still talk to.
 
+    Raises:
+        CheckpointError: a save failed of which nobody has asked the result; the process group has ended.
+
     >>> destroy_process_group()
     """
+    failures: list[Exception] = []
+    for end in endings:
+        try:
+            end()
+        except Exception as e:
+            failures.append(e)
     if dist.is_initialized():
         dist.barrier(device_ids=[torch.cuda.current_device()] if talks_nccl() else None)
-        for give_back in before_destroying:
-            give_back()
         dist.destroy_process_group()
+    if failures:
+        raise failures[0]
 
 
 def timeouts() -> Timeouts | None:

@@ -59,7 +59,7 @@ class _Ref(weakref.ref):
 Fact = Placement | Donated
 
 # By identity and weakly. torch's WeakTensorKeyDictionary does the same at ten times the price.
-_known: dict[int, tuple[_Ref, Fact]] = {}
+_known: dict[int, tuple[_Ref, Fact, int | None]] = {}
 
 
 def _forget(ref: _Ref) -> None:
@@ -73,11 +73,13 @@ class Returned:
     Attributes:
         facts: what is known of each; the object that `returned` was given for as long as that is all there is to say, None once they
             are noted one by one.
+        call: its number on its mesh.
     """
 
-    __slots__ = ("at", "facts", "refs")
+    __slots__ = ("at", "call", "facts", "refs")
 
-    def __init__(self, tensors: Sequence[torch.Tensor], facts: Sequence[Fact]):
+    def __init__(self, tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int):
+        self.call = call
         self.refs = [weakref.ref(x) for x in tensors]
         self.at = dict(zip(map(id, tensors), range(len(self.refs)), strict=True))
         self.facts: Sequence[Fact] | None = facts
@@ -91,32 +93,32 @@ _LATEST = 8  # calls whose tensors are noted together: of a few steps that take 
 _latest: deque[Returned] = deque()
 
 
-def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact]) -> Returned:
-    """Notes a fact for each tensor for as long as it lives; the tensors are new."""
+def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) -> Returned:
+    """Notes a fact for each tensor for as long as it lives, and that call number ``call`` made it; the tensors are new."""
     if len(_latest) >= _LATEST:
         old = _latest.popleft()
         known, old.facts = old.facts, None
         for ref, fact in zip(old.refs, known or (), strict=True):
             if (tensor := ref()) is not None:
-                remember(tensor, fact)
-    made = Returned(tensors, facts)
+                remember(tensor, fact, old.call)
+    made = Returned(tensors, facts, call)
     _latest.append(made)
     return made
 
 
-def remember(tensor: torch.Tensor, fact: Fact) -> torch.Tensor:
-    """Notes ``fact`` for as long as the tensor lives."""
+def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch.Tensor:
+    """Notes ``fact`` for as long as the tensor lives, and the number of the call that made it."""
     key = id(tensor)
     for latest in _latest:
         if (at := latest.find(tensor)) is not None and latest.facts is not None:
             latest.facts = [*latest.facts[:at], fact, *latest.facts[at + 1 :]]
             return tensor
     if (entry := _known.get(key)) is not None and entry[0]() is tensor:
-        _known[key] = (entry[0], fact)
+        _known[key] = (entry[0], fact, entry[2])
         return tensor
     ref = _Ref(tensor, _forget)
     ref.key = key
-    _known[key] = (ref, fact)
+    _known[key] = (ref, fact, call)
     return tensor
 
 
@@ -128,6 +130,14 @@ def known_of(tensor: torch.Tensor) -> Fact | None:
         if (at := latest.find(tensor)) is not None and latest.facts is not None:
             return latest.facts[at]
     return None
+
+
+def call_of(tensor: torch.Tensor) -> int | None:
+    """The number, on its mesh, of the step's call that made a tensor; None of other tensors."""
+    entry = _known.get(id(tensor))
+    if entry is not None and entry[0]() is tensor:
+        return entry[2]
+    return next((latest.call for latest in _latest if latest.find(tensor) is not None and latest.facts is not None), None)
 
 
 def placement_of(leaf: Any) -> Placement | None:

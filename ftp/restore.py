@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ftp.boxes import Shape, parts_on
-from ftp.errors import CheckpointError, MeshError, MismatchError, SpecError, join_failures
-from ftp.manifest import Manifest, SavedFile, SavedTensor, checkpoints, find, read_manifest
+from ftp.checkpoint import earlier_failure, raise_earlier
+from ftp.errors import CheckpointError, DamagedError, MeshError, MismatchError, SpecError, join_failures
+from ftp.manifest import Manifest, SavedFile, SavedTensor, check_header, checkpoints, find, read_manifest
 from ftp.mesh import AnyMesh, Mesh, mesh_device, require_coordinate, resolve
 from ftp.placement import leaf_like, placement, placement_of, remember
 from ftp.placements import specs_of_any
@@ -66,22 +67,39 @@ def load(
     """
     m = loadable(mesh)
     try:
-        found: Any = str(find(path, step).folder) if m.kind != "process" or m.rank == m.ranks[0] else None
+        # None where another rank looks.
+        found: Any = [str(find(path, step).folder) if m.kind != "process" or m.rank == m.ranks[0] else None, earlier_failure()]
     except Exception as e:
         found = e
-    folder = Path(share(m, "load", found, timeout, CheckpointError)[0])
+    everyone = share(m, "load", found, timeout, CheckpointError)
+    raise_earlier([earlier for _, earlier in everyone])
+    folder = Path(everyone[0][0])
 
-    def source() -> Source:
-        manifest: Manifest = read_manifest(folder)
-        return Source(folder, manifest.tensors, manifest.values, manifest.files)
+    def advice() -> str:
+        return _newest_whole(folder, m, timeout)
 
-    try:
-        return restore(source, like, m, specs, lambda path: path, verify, timeout)
-    except CheckpointError as e:
-        others = [c.folder.name for c in checkpoints(folder.parent) if c.folder != folder]
-        if others and "sha256" in str(e):
-            raise CheckpointError(f"{e}\n  Other complete checkpoints in {folder.parent}: {', '.join(others[-4:])}.") from e
-        raise
+    return restore(lambda: _source(folder), like, m, specs, lambda path: path, verify, timeout, advice)
+
+
+def _source(folder: Path) -> "Source":
+    manifest: Manifest = read_manifest(folder)
+    return Source(folder, manifest.tensors, manifest.values, manifest.files)
+
+
+def _newest_whole(damaged: Path, mesh: Mesh, timeout: float | None) -> str:
+    """What to load instead of a checkpoint that is damaged; all ranks look for it, each at its share of the hashes."""
+    root = damaged.parent
+    others = share(mesh, "load/others", [c.folder.name for c in reversed(checkpoints(root)) if c.folder != damaged], timeout)[0]
+    for name in others:
+        try:
+            source = _source(root / name)
+            is_whole = all(t.problem(path) is None for path, t in source.tensors.items())
+            _verify([*source.tensors.values()], [*source.tensors], source, mesh)
+        except (CheckpointError, OSError):
+            is_whole = False
+        if all(share(mesh, "load/other", is_whole, timeout)):
+            return f"The newest whole checkpoint in {root} is {name}. Load it by its own folder: ftp.load({str(root / name)!r}, ...)."
+    return f"No other checkpoint in {root} is whole."
 
 
 @dataclass(frozen=True)
@@ -123,15 +141,33 @@ def loadable(mesh: AnyMesh | None) -> Mesh:
 
 
 def restore(
-    source_of: Callable[[], Source], like: Any, mesh: Mesh, specs: Any, rename: Callable[[str], str], verify: bool, timeout: float | None
+    source_of: Callable[[], Source],
+    like: Any,
+    mesh: Mesh,
+    specs: Any,
+    rename: Callable[[str], str],
+    verify: bool,
+    timeout: float | None,
+    advice: Callable[[], str] | None = None,
 ) -> Any:
-    """A tree like ``like`` of what a source holds; whatever goes wrong on one rank is raised on all."""
+    """A tree like ``like`` of what a source holds; whatever goes wrong on one rank is raised on all.
+
+    Where that is a damaged file, all ranks ask for ``advice`` to give with it.
+    """
     try:
         fetched = _fetch(source_of(), like, mesh, specs, rename, verify)
         told: Any = fetched.digest()
     except Exception as e:
         fetched, told = None, e
-    digests = share(mesh, "load/read", told, timeout, CheckpointError)
+    try:
+        digests = share(mesh, "load/read", told, timeout, CheckpointError)
+    except Exception as e:
+        # All ranks come here, unless one has not come at all.
+        if advice is None or not (e is told or isinstance(e, CheckpointError)):
+            raise
+        if not any(share(mesh, "load/damaged", isinstance(told, DamagedError), timeout)):
+            raise
+        raise DamagedError(f"{e}\n  {advice()}") from e
     assert fetched is not None
     for rank, other in zip(mesh.ranks, digests, strict=False):
         if other != digests[0]:
@@ -187,9 +223,12 @@ def _fetch(source: Source, like: Any, mesh: Mesh, specs: Any, rename: Callable[[
 
 def _check(wanted: Sequence[Wanted], source: Source, mesh: Mesh) -> None:
     """Raises for all that the source lacks or has otherwise, and for specs that do not fit."""
-    failures, misfits = [], []
+    damages, failures, misfits = [], [], []
     for w in wanted:
         if w.path in source.tensors:
+            if (problem := source.tensors[w.path].problem(w.path)) is not None:
+                damages.append(f"{source.folder}: {problem}")
+                continue
             failures += _unlike(w, source.tensors[w.path], mesh)
             if w.is_tensor:
                 misfits += check_spec(w.spec, source.tensors[w.path].shape, mesh.axes, w.name)
@@ -201,6 +240,8 @@ def _check(wanted: Sequence[Wanted], source: Source, mesh: Mesh) -> None:
             known = [*source.tensors, *source.values]
             close = f" The nearest are {', '.join(map(repr, nearest(w.path, known)))}." if known else ""
             failures.append(f"{w.name} is missing: {source.folder} holds no {w.path!r}.{close}")
+    if damages:
+        raise DamagedError(join_failures(damages))
     if failures:
         raise CheckpointError(join_failures(failures))
     if misfits:
@@ -272,17 +313,14 @@ def _read(w: Wanted, saved: SavedTensor, spec: PartitionSpec, source: Source, me
     shape = local_shape(spec, saved.shape, mesh.axes, mesh.coordinates()[me]) if mesh.kind == "process" else saved.shape
     shard = torch.empty(shape, dtype=dtype)
     for part in parts_on(mesh, spec, saved.shape)[me]:
-        covered = 0
         for chunk in saved.chunks:
             if (met := chunk.box.meet(part.box)) is None:
                 continue
-            covered += met.numel
             if chunk.file not in files:
                 files[chunk.file] = TensorFile(source.folder / chunk.file)
+            files[chunk.file].check(w.path, dtype, chunk.box.size)
             for box in met.split(max(1, _READ // dtype.itemsize)):
                 shard[part.slices(box)] = _slice(files[chunk.file], w.path, box.slices(chunk.box.start), dtype)
-        if covered < part.box.numel:
-            raise CheckpointError(f"{source.folder} holds only a part of {w.path!r}: {covered:,} of {part.box.numel:,} elements are there.")
     return shard.to(mesh_device(mesh))
 
 
@@ -323,8 +361,8 @@ def _verify(saved: Sequence[SavedTensor], names: Sequence[str], source: Source, 
         if chunk.file not in headers:
             headers[chunk.file] = header = read_header(path)
             due = source.files.get(chunk.file)
-            if due is not None and (header.size, header.sha256) != (due.header, due.sha256):
-                raise CheckpointError(f"{path} was altered: its header does not have the sha256 that the manifest states.")
+            if due is not None:
+                check_header(header, due, path)
         header = headers[chunk.file]
         if name not in header.tensors:
             failures.append(f"{path} holds no tensor {name!r}, which should be there.")
@@ -338,7 +376,7 @@ def _verify(saved: Sequence[SavedTensor], names: Sequence[str], source: Source, 
         if file_hash(path, 0, path.stat().st_size) != source.hashes[name]:
             failures.append(f"{path} was altered: it does not have the sha256 that is stated for it.")
     if failures:
-        raise CheckpointError(join_failures(failures))
+        raise DamagedError(join_failures(failures))
 
 
 def _share_of(items: Sequence[Any], size: Callable[[Any], int], me: int, n: int) -> Iterator[Any]:

@@ -14,13 +14,13 @@ from torch import Tensor
 from ftp.boxes import Box, Shape, whole
 from ftp.checkpoint import check_leaves, leads
 from ftp.errors import CheckpointError, InputError, join_failures
-from ftp.manifest import Chunk, SavedTensor
+from ftp.manifest import Chunk, SavedTensor, is_plain_name
 from ftp.mesh import AnyMesh, Mesh
 from ftp.placement import mesh_device
 from ftp.restore import Source, loadable, restore
 from ftp.shards import Shards, agreed, digest, shards_of, share
 from ftp.spec import PartitionSpec
-from ftp.tensor_files import BYTES, OFFSETS, STORED, file_hash, read_header, sync, write_file, write_text
+from ftp.tensor_files import BYTES, OFFSETS, STORED, file_hash, is_shape, read_header, sync, write_file, write_text
 from ftp.transfer import Moving, move
 from ftp.tree import kind_of
 
@@ -140,6 +140,11 @@ def read_folder(path: Path) -> Source:
             if name in found and name not in offsets:
                 raise CheckpointError(f"{name!r} is in {found[name][2][0].file} and in {file} of {folder}. Give the one file to read.")
             start = offsets.get(name, (0,) * len(stored.shape))
+            if len(start) != len(stored.shape):
+                raise CheckpointError(
+                    f"{folder / file} states offsets {list(start)} for {name!r}, a tensor of shape {stored.shape}:"
+                    " one is needed for each dim."
+                )
             box = Box(start, stored.shape)
             _, shape, chunks = found.setdefault(name, (_DTYPES.get(stored.dtype, stored.dtype), stored.shape, []))
             chunks.append(Chunk(file, box, ""))
@@ -162,7 +167,7 @@ def _read_index(folder: Path) -> dict[str, str]:
         return {}
     try:
         files = json.loads(found[0].read_text(encoding="utf-8"))["weight_map"]
-        if not all(isinstance(f, str) and Path(f).name == f for f in files.values()):
+        if not all(map(is_plain_name, files.values())):
             raise ValueError("names of files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{found[0]} is no index of safetensors files: it is truncated, altered, or of another format.") from e
@@ -174,7 +179,10 @@ def _offsets(metadata: Mapping[str, str], path: Path) -> dict[str, Shape]:
     if OFFSETS not in metadata:
         return {}
     try:
-        return {name: tuple(map(int, info["saved_offsets"])) for name, info in json.loads(metadata[OFFSETS]).items()}
+        offsets = {name: tuple(info["saved_offsets"]) for name, info in json.loads(metadata[OFFSETS]).items()}
+        if not all(map(is_shape, offsets.values())):
+            raise ValueError("offsets")
+        return offsets
     except (ValueError, KeyError, TypeError, AttributeError) as e:
         raise CheckpointError(f"{path} has offsets of shards that cannot be read: it is altered, or of another format.") from e
 

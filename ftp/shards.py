@@ -15,7 +15,7 @@ from ftp.arguments import agreed_shapes, describe_held
 from ftp.boxes import Shape
 from ftp.errors import FtpError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
-from ftp.placement import check_alive, check_placed, global_shape, placement_of
+from ftp.placement import call_of, check_alive, check_placed, global_shape, placement_of
 from ftp.placements import check_plain, specs_of_any
 from ftp.spec import PartitionSpec, check_spec
 from ftp.tree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths
@@ -37,12 +37,22 @@ class Shards:
     specs: list[PartitionSpec]
     shapes: list[Shape | None]
 
+    def made_by(self, mesh: Mesh) -> list[int | None]:
+        """The number of the latest call on the mesh that made one of them, None if no call did; and of the last that has ended here."""
+        made = [call for x in self.leaves if isinstance(x, Tensor) and (call := call_of(x)) is not None]
+        return [max(made, default=None), calls(mesh).finished]
+
     def facts(self) -> list[list[Any]]:
         """Per leaf what has to be equal on all ranks."""
         return [
             [name, *(("tensor", str(x.dtype), str(spec)) if isinstance(x, Tensor) else ("value", type(x).__name__, repr(x)))]
             for name, x, spec in zip(self.names, self.leaves, self.specs, strict=True)
         ]
+
+
+def patience(mesh: Mesh, timeout: float | None) -> float:
+    """Seconds to wait for others: ``timeout``, or what the process group waits at its start."""
+    return calls(mesh).timeouts.start if timeout is None else timeout
 
 
 def share(mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[FtpError] = MismatchError) -> list[Any]:

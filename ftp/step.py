@@ -156,9 +156,11 @@ class Step:
             planned, expected, last = self._last
             if (leaves := expected.leaves(args, last)) is not None and not (planned.captured and planned.is_stale):
                 record.begin(record.next(), planned.program.fingerprint)
-                outputs = self._run(planned, leaves, record)
-                last.facts = expected.afterwards
-                self._last = planned, expected, returned(outputs, planned.placements)
+                try:
+                    outputs = self._run(planned, leaves, record)
+                finally:  # a call that was cut short has written to what it was given
+                    last.facts = expected.afterwards
+                self._last = planned, expected, returned(outputs, planned.placements, record.call)
                 return planned.result(outputs)
         try:
             call = Arguments(args, self._arguments)
@@ -183,15 +185,17 @@ class Step:
         if self._options.check_inputs:
             with record.running(program.describe_failure):
                 self._check_inputs(call, program, record)
-        outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record)
-        if is_new:
-            self._used[planned] = range(first_source, graph_module._loader.next_id)
-        before = self._last[2] if self._last is not None and self._last[0] is planned else None
         facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
-        expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
-        for leaf, fact in planned.donated:
-            remember(call.leaves[leaf], fact)
-        made = returned(outputs, planned.placements)
+        try:
+            outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record)
+            if is_new:
+                self._used[planned] = range(first_source, graph_module._loader.next_id)
+            before = self._last[2] if self._last is not None and self._last[0] is planned else None
+            expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
+        finally:
+            for leaf, fact in planned.donated:
+                remember(call.leaves[leaf], fact)
+        made = returned(outputs, planned.placements, record.call)
         self._last = None if self._options.check_inputs else (planned, expected, made)
         return planned.result(outputs)
 

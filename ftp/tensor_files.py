@@ -3,7 +3,7 @@
 import hashlib
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from ftp.boxes import Shape
-from ftp.errors import CheckpointError
+from ftp.errors import CheckpointError, DamagedError
 
 OFFSETS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's safetensors reader looks for the offsets of chunks
+MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _BLOCK = 4 * 2**20  # bytes hashed at a time
 
 # What safetensors calls the dtypes that it stores and can slice.
@@ -67,24 +68,36 @@ def read_header(path: Path) -> Header:
     """The header of a file whose size is what it says.
 
     Raises:
-        CheckpointError: a file that is missing, truncated, or no safetensors file.
+        DamagedError: a file that is missing, truncated, or no safetensors file.
     """
     try:
         size = path.stat().st_size
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
+            if length > MAX_HEADER:
+                raise DamagedError(
+                    f"{path} says that its header has {length:,} bytes; safetensors files have at most {MAX_HEADER:,}."
+                    " It is altered, or of another format."
+                )
             raw = file.read(length) if length < size else b""
         content = json.loads(raw)
         metadata = content.pop("__metadata__", None) or {}
         tensors = {name: Stored(t["dtype"], tuple(t["shape"]), *map(int, t["data_offsets"])) for name, t in content.items()}
+        if not all(is_shape(t.shape) for t in tensors.values()):
+            raise ValueError("shapes")
     except OSError as e:
-        raise CheckpointError(f"{path} cannot be read: {e.strerror or e}.") from e
+        raise DamagedError(f"{path} cannot be read: {e.strerror or e}.") from e
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise CheckpointError(f"{path} has no valid safetensors header: it is truncated, altered, or of another format.") from e
+        raise DamagedError(f"{path} has no valid safetensors header: it is truncated, altered, or of another format.") from e
     due = 8 + length + max((t.end for t in tensors.values()), default=0)
     if size != due:
-        raise CheckpointError(f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or altered.")
+        raise DamagedError(f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or altered.")
     return Header(tensors, metadata, 8 + length, hashlib.sha256(raw).hexdigest())
+
+
+def is_shape(value: Iterable[Any]) -> bool:
+    """Whether these are sizes of dims, or where something begins in them: ints of at least 0."""
+    return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
 def file_hash(path: Path, begin: int, end: int) -> str:
@@ -150,7 +163,22 @@ class TensorFile:
         try:
             self._file: Any = safe_open(path, framework="pt")
         except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{path} cannot be read: {e}") from e
+            raise DamagedError(f"{path} cannot be read: {e}") from e
+
+    def check(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
+        """Raises where a tensor is not of this dtype and shape."""
+        from safetensors import SafetensorError
+
+        due = (STORED.get(dtype, "U8"), [*shape, dtype.itemsize] if dtype in BYTES else list(shape))
+        try:
+            stored = self._file.get_slice(name)
+        except SafetensorError as e:
+            raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
+        if (held := (stored.get_dtype(), list(stored.get_shape()))) != due:
+            raise DamagedError(
+                f"{self.path} holds {name!r} as {held[0]} of shape {held[1]}, but {due[0]} of shape {due[1]} should be there:"
+                " it was altered."
+            )
 
     def read(self, name: str, slices: Sequence[slice]) -> Tensor:
         """A part of a tensor."""
@@ -159,7 +187,7 @@ class TensorFile:
         try:
             return self._file.get_slice(name)[tuple(slices)] if slices else self._file.get_tensor(name)
         except (SafetensorError, OSError) as e:
-            raise CheckpointError(f"{self.path} cannot be read: {name!r}: {e}") from e
+            raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:

@@ -291,7 +291,7 @@ def _matches_nothing(pattern: str, answers: Sequence[tuple[Path, ...]], where: s
 
 
 def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
-    """The candidates most like ``name``, one of each family that differs in numbers only.
+    """The candidates most like ``name``, one of each family that differs in numbers only; "A" is like "a".
 
     >>> nearest("layers.*.atn", ["layers.0.attn", "layers.1.attn", "head"], n=2)
     ['layers.0.attn', 'head']
@@ -299,7 +299,13 @@ def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
     families: dict[str, str] = {}
     for candidate in candidates:
         families.setdefault(".".join("*" if e.isdigit() else e for e in candidate.split(".")), candidate)
-    return [families[family] for family in difflib.get_close_matches(name, families, n=n, cutoff=0.0)]
+    likeness = difflib.SequenceMatcher(b=name.lower())
+
+    def like(family: str) -> tuple[float, str]:
+        likeness.set_seq1(family.lower())
+        return likeness.ratio(), family
+
+    return [families[family] for family in sorted(families, key=like, reverse=True)[:n]]
 
 
 def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:

@@ -1,9 +1,14 @@
 """What is saved comes back bit for bit, on any mesh and specs; whatever is wrong with it is an error that names it."""
 
+import hashlib
+import json
 import os
 import pickle
 import re
 import shutil
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -147,7 +152,7 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
     assert float(ftp.load(ftp.checkpoints(tmp_path)[0].folder, like, MESH)) == 1
     folder = ftp.save(tmp_path, torch.tensor(5.0), MESH, step=20, keep=2).result()
     assert [c.step for c in ftp.checkpoints(tmp_path)] == [None, 20] and float(ftp.load(tmp_path, like, MESH, step=20)) == 5
-    assert sorted(os.listdir(tmp_path)) == ["00000003", "00000004-step-20"] and folder.name == "00000004-step-20"
+    assert sorted(os.listdir(tmp_path)) == [".lock-00000000", "00000003", "00000004-step-20"] and folder.name == "00000004-step-20"
     with pytest.raises(ftp.errors.CheckpointError, match=r"no checkpoint of step 15; it has steps \[20\]"):
         ftp.load(tmp_path, like, MESH, step=15)
 
@@ -162,6 +167,79 @@ def test_what_killed_runs_left_is_no_checkpoint(tmp_path):
     assert ftp.load(tmp_path, {"a": 0}, MESH) == {"a": 1}
     assert ftp.save(tmp_path, {"a": 2}, MESH).result().name == "00000001"
     assert not (tmp_path / ".saving-00000001-abc").exists()
+
+
+def test_the_newest_whole_checkpoint_is_named_and_the_damaged_are_marked(tmp_path):
+    tree = {"w": torch.arange(6), "b": torch.ones(3)}
+    folders = [ftp.save(tmp_path, tree, MESH, step=i).result() for i in range(5)]
+    assert [c.damage for c in ftp.checkpoints(tmp_path)] == [None] * 5
+    # A value, a header, a file that is gone, and a manifest that is cut.
+    for i, at in ((4, -1), (3, 20)):
+        content = bytearray((folders[i] / "rank-00000.safetensors").read_bytes())
+        content[at] ^= 1
+        (folders[i] / "rank-00000.safetensors").write_bytes(content)
+    (folders[2] / "rank-00000.safetensors").unlink()
+    (folders[0] / "manifest.json").write_text("{")
+    advice = f"\n  The newest whole checkpoint in {tmp_path} is {{0}}. Load it by its own folder: ftp.load('{tmp_path}/{{0}}', ...)."
+    for step in (None, 3, 2, 0):
+        with pytest.raises(ftp.errors.DamagedError) as caught:
+            ftp.load(tmp_path, meta(tree), MESH, step=step)
+        assert str(caught.value).endswith(advice.format("00000001-step-1")), step
+    damages = [c.damage for c in ftp.checkpoints(tmp_path)]
+    assert damages[1] is None and damages[4] is None  # that of values is found by loading
+    assert "manifest.json is no manifest" in damages[0] and "No such file" in damages[2] and "header" in damages[3]
+    shutil.rmtree(folders[1])
+    with pytest.raises(ftp.errors.DamagedError, match=f"No other checkpoint in {tmp_path} is whole."):
+        ftp.load(tmp_path, meta(tree), MESH)
+    with pytest.raises(ftp.errors.CheckpointError) as caught:
+        ftp.load(folders[4], {"x": torch.ones(1)}, MESH)
+    assert type(caught.value) is ftp.errors.CheckpointError  # not damaged, it is just not there
+
+
+SAID = "An earlier save, of which nobody has asked the result, failed: "
+
+
+def full(*args):
+    raise ftp.errors.CheckpointError("the disk is full")
+
+
+@pytest.mark.parametrize("call", ["save", "load", "destroy_process_group"])
+def test_a_save_that_failed_unasked_is_told_once_by_the_next_call(tmp_path, monkeypatch, call):
+    tree = {"w": torch.ones(2)}
+    ftp.save(tmp_path, tree, MESH)
+    calls = {
+        "save": lambda: ftp.save(tmp_path, tree, MESH).result(),
+        "load": lambda: ftp.load(tmp_path, tree, MESH),
+        "destroy_process_group": ftp.destroy_process_group,
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr("ftp.checkpoint.write_file", full)
+        asked = ftp.save(tmp_path, tree, MESH, wait=False)
+        with pytest.raises(ftp.errors.CheckpointError, match="the disk is full"):
+            asked.result()
+    calls[call]()
+    with monkeypatch.context() as patch:
+        patch.setattr("ftp.checkpoint.write_file", full)
+        saving = ftp.save(tmp_path, tree, MESH, wait=False)
+        while not saving.done():
+            time.sleep(0.001)
+    with pytest.raises(ftp.errors.CheckpointError, match=f"{SAID}the disk is full"):
+        calls[call]()
+    calls[call]()
+
+
+def test_a_save_that_failed_unasked_is_told_at_the_end_of_the_program(tmp_path):
+    program = """
+import sys, torch, ftp
+def full(*args): raise ftp.errors.CheckpointError("the disk is full")
+ftp.checkpoint.write_file = full
+print("it ends")
+ftp.save(sys.argv[1], {"w": torch.ones(2)}, ftp.simulated_mesh((2,), ("tp",)), wait=False)
+"""
+    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    assert ended.returncode == 1 and ended.stdout == "it ends\n"
+    assert ended.stderr == f"ftp: the program ends with status 1. CheckpointError: {SAID}the disk is full\n"
+    assert os.listdir(tmp_path) == []
 
 
 def test_nothing_is_executed(tmp_path):
@@ -212,6 +290,7 @@ def test_every_leaf_that_does_not_fit_is_named(tmp_path):
         "like['n'] is a tensor, but the saved 'n' is 3, an int.",
         "like['s'] is an int, but the saved 's' is 'x', a str.",
     ]
+    assert "holds no 'S'. The nearest are 's'," in wrong(tmp_path, {"S": "x"})
     assert "has spec P('tp', None, None) of 3 entries" in wrong(tmp_path, {"a": torch.ones(2, 3)}, P("tp", None, None))
 
 
@@ -259,6 +338,48 @@ def test_every_flipped_byte_is_found(tmp_path):
     assert "rank-00000.safetensors cannot be read: No such file" in wrong(tmp_path, like)
 
 
+def forged(folder, edit):
+    """Whoever can write a manifest can write its hash."""
+    content = json.loads((folder / "manifest.json").read_text())
+    edit(content["checkpoint"]["tensors"]["w"]["chunks"])
+    text = json.dumps(content["checkpoint"], sort_keys=True, separators=(",", ":"))
+    content["sha256"] = hashlib.sha256(text.encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(content))
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(
+    ("edit", "text"),
+    [
+        (lambda c: c[0].update(file="../../secret.safetensors", sha256=""), "names the file '../../secret.safetensors', which is not one"),
+        (lambda c: c[0].update(file="/etc/passwd", sha256=""), "names the file '/etc/passwd', which is not one of its folder"),
+        (lambda c: c.append(dict(c[0])), "'w' is there twice: rank-00000.safetensors holds [4, 3] elements from [0, 0] on"),
+        (lambda c: c[0]["box"].update(size=[2, 3]), "only a part of 'w' is there: 6 of 12 elements"),
+        (lambda c: c[0]["box"].update(start=[1, 0]), "holds [4, 3] elements of 'w' from [1, 0] on, which are not within shape (4, 3)"),
+        (lambda c: c[0]["box"].update(start=["0", 0]), "of 'w' from ['0', 0] on, which are not within shape (4, 3)"),
+        (lambda c: c.clear(), "only a part of 'w' is there: 0 of 12 elements"),
+    ],
+)
+def test_a_forged_manifest_reads_nothing_else(tmp_path, edit, text, verify):
+    from safetensors.torch import save_file
+
+    save_file({"w": torch.full((4, 3), 666.0)}, tmp_path / "secret.safetensors")
+    forged(ftp.save(tmp_path / "c", {"w": torch.ones(4, 3)}, MESH).result(), edit)
+    with pytest.raises(ftp.errors.CheckpointError) as caught:
+        ftp.load(tmp_path / "c", {"w": torch.empty(4, 3, device="meta")}, MESH, verify=verify)
+    assert text in str(caught.value)
+
+
+@pytest.mark.parametrize("held", [torch.ones(1, 3), torch.ones(4, 3, dtype=torch.int32)])
+def test_a_file_of_another_shape_or_dtype_is_not_converted(tmp_path, held):
+    from safetensors.torch import save_file
+
+    folder = ftp.save(tmp_path / "c", {"w": torch.ones(4, 3)}, MESH).result()
+    save_file({"w": held}, folder / "rank-00000.safetensors")
+    with pytest.raises(ftp.errors.CheckpointError, match=r"but F32 of shape \[4, 3\] should be there"):
+        ftp.load(tmp_path / "c", {"w": torch.empty(4, 3, device="meta")}, MESH, verify=False)
+
+
 def test_an_altered_tensor_is_named_with_what_else_there_is(tmp_path):
     tree = {"w": torch.arange(6), "b": torch.ones(3)}
     ftp.save(tmp_path, tree, MESH, step=1)
@@ -268,6 +389,7 @@ def test_an_altered_tensor_is_named_with_what_else_there_is(tmp_path):
     file.write_bytes(content)
     assert wrong(tmp_path, meta(tree)) == (
         f"{file} was altered: tensor 'b' does not have the sha256 that the manifest states.\n"
-        f"  Other complete checkpoints in {tmp_path}: 00000000-step-1."
+        f"  The newest whole checkpoint in {tmp_path} is 00000000-step-1. Load it by its own folder:"
+        f" ftp.load('{tmp_path}/00000000-step-1', ...)."
     )
     assert same(ftp.load(tmp_path, meta(tree), MESH, step=1)["w"], tree["w"])

@@ -16,7 +16,7 @@ from test_checkpoint import drawn, same  # type: ignore[import-not-found]
 import ftp
 from ftp import P
 from ftp.boxes import parts_on
-from ftp.mesh import Mesh
+from ftp.mesh import Mesh, Timeouts
 from ftp.placement import placement, put, remember, take
 from ftp.spec import check_spec, local_pieces
 from ftp.tensor_files import BYTES, STORED
@@ -40,7 +40,11 @@ class Threads:
 def ranks_as_threads(monkeypatch):
     """What runs ``job(mesh)`` as every rank of a mesh, and gives the results."""
     stores = {}
-    record = lambda mesh: SimpleNamespace(exchange=lambda *args: stores[mesh.shape].exchange(*args, rank=mesh.rank))  # noqa: E731
+
+    def record(mesh):
+        exchange = lambda *args: stores[mesh.shape].exchange(*args, rank=mesh.rank)  # noqa: E731
+        return SimpleNamespace(exchange=exchange, timeouts=Timeouts(), finished=0)
+
     monkeypatch.setattr("ftp.shards.calls", record)
     monkeypatch.setattr("ftp.checkpoint._thread", lambda: ThreadPoolExecutor(1))
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")

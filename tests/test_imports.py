@@ -64,6 +64,7 @@ ORDER = [
     "relocation",
     "tensor_files",
     "manifest",
+    "folder_lock",
     "checkpoint",
     "restore",
     "refusals",

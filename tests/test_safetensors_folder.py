@@ -2,15 +2,20 @@
 
 import json
 import os
+import resource
 import subprocess
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from test_checkpoint import drawn, same  # type: ignore[import-not-found]
 
 import ftp
 from ftp import P
+from ftp.boxes import Box, whole
+from ftp.manifest import Chunk, SavedTensor
 from ftp.tensor_files import STORED
 from ftp.tree import flatten, leaf_paths
 
@@ -122,6 +127,71 @@ def test_what_is_wrong_with_files_is_named(tmp_path):
     (tmp_path / "model.safetensors.index.json").unlink()
     save_file({"head.weight": MODEL["head.weight"]}, tmp_path / "c.safetensors")
     assert "'head.weight' is in b.safetensors and in c.safetensors" in wrong(tmp_path)
+
+
+def parts(folder, chunks):
+    """A file for each part of "w", as torch.distributed.checkpoint writes them."""
+    for name, value, start, shape in chunks:
+        metadata = {"format": "pt", "DCP_SHARDING_INFO": json.dumps({"w": {"saved_offsets": start}})}
+        save_file({"w": torch.full(shape, value)}, folder / f"{name}.safetensors", metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("chunks", "text"),
+    [
+        (
+            [("a", 2.0, [0], (6,)), ("b", 2.0, [6], (6,)), ("c", 1.0, [8], (4,))],
+            "'w' is there twice: b.safetensors holds [6] elements from [6] on, and c.safetensors [4] from [8] on, so these are files of"
+            " two saves. Remove those of the older one.",
+        ),
+        (
+            [("a", 1.0, [0], (6,)), ("b", 1.0, [8], (4,))],
+            "only a part of 'w' is there: 10 of 12 elements. A file is missing, or a save was cut short.",
+        ),
+        ([("a", 1.0, [0, 0], (12,))], "states offsets [0, 0] for 'w', a tensor of shape (12,): one is needed for each dim."),
+        ([("a", 1.0, [0], (6,)), ("b", 1.0, [-6], (6,))], "b.safetensors has offsets of shards that cannot be read"),
+    ],
+)
+@pytest.mark.parametrize("verify", [True, False])
+def test_parts_that_are_not_those_of_one_tensor(tmp_path, chunks, text, verify):
+    parts(tmp_path, chunks)
+    assert text in wrong(tmp_path, {"w": torch.empty(12, device="meta")}, verify=verify)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_tensor_is_whole_where_every_element_is_there_once(data):
+    shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))
+    # Either cut anew and anew, which is whole, or that with some boxes changed.
+    boxes = [whole(shape)]
+    for _ in range(data.draw(st.integers(0, 5))):
+        box = boxes.pop(data.draw(st.integers(0, len(boxes) - 1)))
+        dim, at = data.draw(st.integers(0, max(0, len(shape) - 1))), data.draw(st.integers(0, 4))
+        if not shape or at > box.size[dim]:
+            boxes.append(box)
+            continue
+        rest = tuple(n - at if d == dim else n for d, n in enumerate(box.size))
+        boxes.append(Box(box.start, tuple(at if d == dim else n for d, n in enumerate(box.size))))
+        boxes.append(Box(tuple(a + at if d == dim else a for d, a in enumerate(box.start)), rest))
+    for _ in range(data.draw(st.integers(0, 2))):
+        i = data.draw(st.integers(0, len(boxes) - 1))
+        moved = [tuple(max(0, n + data.draw(st.integers(-1, 1))) for n in sizes) for sizes in (boxes[i].start, boxes[i].size)]
+        boxes[i] = data.draw(st.sampled_from([Box(*moved), boxes[0]]))
+    count = torch.zeros(shape, dtype=torch.int)
+    is_within = all(a + n <= s for box in boxes for a, n, s in zip(box.start, box.size, shape, strict=True))
+    for box in boxes:
+        count[box.slices((0,) * len(shape))] += 1
+    saved = SavedTensor("float32", shape, "P()", tuple(Chunk(f"{i}.safetensors", box, "") for i, box in enumerate(boxes)))
+    assert (saved.problem("w") is None) == (is_within and bool((count == 1).all()))
+
+
+def test_a_header_that_is_larger_than_any_is_refused_at_once(tmp_path):
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((1 << 30).to_bytes(8, "little"))
+        file.truncate((1 << 30) + 100)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert "says that its header has 1,073,741,824 bytes; safetensors files have at most 100,000,000" in wrong(tmp_path)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**18  # KiB
 
 
 def test_altered_files_are_named_where_there_are_hashes(tmp_path):

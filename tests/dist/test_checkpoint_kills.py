@@ -71,8 +71,8 @@ def _kills(folder, trials, seed):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         victim = draw.randrange(2)
-        # Every other time at a moment, otherwise at an operation; the leading rank has about 40 of them. The first save is left alone.
-        at = draw.randrange(45 if victim == 0 else 12) if trial % 2 else None
+        # Every other time at a moment, otherwise at an operation; the leading rank has about 50 of them. The first save is left alone.
+        at = draw.randrange(55 if victim == 0 else 12) if trial % 2 else None
         read, write = os.pipe()
         pids = [_run(_save, rank, port, folder, trial, at if rank == victim and trial else None, write) for rank in range(2)]
         if trial and at is None:
