@@ -194,14 +194,15 @@ class Calls:
             return self.failure or CollectiveError(f"{holder} has ended, and with it the store that ranks talk through.{_RESTART}")
 
     def _end_late(self, waited: float) -> None:
-        """Finds out who is missing where the GPU does not come to the end of a call, and has it give up waiting."""
+        """Finds out who is missing where the GPU does not end a call, and has it give up waiting."""
         if self.failure is None:
             why = str(self._find_out())
             self.failure = CollectiveError(
-                f"The GPU of rank {self.mesh.rank} has not come to the end of call {self.call} on the mesh {self.mesh} in"
-                f" {waited:.0f} s, and what it gives now are no results: {why}"
+                f"The GPU of rank {self.mesh.rank} has not come to the end of call {self.call} on"
+                f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results: {why}"
             )
-            print(f"ftp: {self.failure}", file=sys.stderr, flush=True)  # the program may be blocked, and end so
+            # The program may be blocked, and end so.
+            print(f"ftp: {self.failure}", file=sys.stderr, flush=True)
         _interrupt(self.mesh)
 
     def _check(self) -> None:
@@ -520,7 +521,7 @@ def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> 
 
 
 def check(mesh: Mesh) -> None:
-    """Raises where the mesh has failed: what a GPU gives once its collectives were interrupted are no results."""
+    """Raises where the mesh has failed: what its interrupted collectives left are no results."""
     calls(mesh)._check()
 
 
@@ -539,7 +540,7 @@ def _interrupt(mesh: Mesh) -> None:
         backends: dict[int, Any] = {id(b): b for b in map(group._get_backend, group._device_types)}
         for backend in backends.values():
             if not isinstance(backend, c10d.ProcessGroupGloo):
-                # One waits for graphs that hold collectives of it, which must not keep the others from ending.
+                # It waits for graphs that hold its collectives, which keeps no other from ending.
                 threading.Thread(target=backend.abort, name="ftp-abort", daemon=True).start()
             elif group.size() > 1:
                 # Gloo has no abort, but a receive that runs out of time closes the connections of its group.

@@ -24,12 +24,12 @@ Offset = int | fx.Node
 
 # gloo takes a GPU's tensors in the call behind ``all_gather_into_tensor_out``, in that behind
 # ``all_gather_into_tensor`` it reads their memory as if it were the host's.
-_schema = str(c10d.all_gather_into_tensor.default._schema)
-torch.library.define("ftp::all_gather_over_gloo", _schema[_schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-torch.library.register_fake("ftp::all_gather_over_gloo", c10d.all_gather_into_tensor.default)
+_name, _of = "ftp::all_gather_over_gloo", str(c10d.all_gather_into_tensor.default._schema)
+torch.library.define(_name, _of[_of.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.register_fake(_name, c10d.all_gather_into_tensor.default)
 
 
-@torch.library.impl("ftp::all_gather_over_gloo", "CompositeExplicitAutograd")
+@torch.library.impl(_name, "CompositeExplicitAutograd")
 def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
     whole = shard.new_empty([n * shard.shape[0], *shard.shape[1:]])
     return c10d.all_gather_into_tensor_out.default(shard, n, group, out=whole)
@@ -37,8 +37,10 @@ def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
 
 def gather_of(group: Any, device: torch.device) -> torch._ops.OpOverload:
     """The functional all-gather for tensors of a device."""
-    if device.type == "cuda" and _resolve_process_group(group)._get_backend(device).name() == "gloo":
-        return torch.ops.ftp.all_gather_over_gloo.default
+    if device.type == "cuda":
+        backend = _resolve_process_group(group)._get_backend(device).name()
+        if backend == "gloo":
+            return torch.ops.ftp.all_gather_over_gloo.default
     return c10d.all_gather_into_tensor.default
 
 

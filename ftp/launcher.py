@@ -1,4 +1,7 @@
-"""What launched this process: its rank, and where ranks meet, from the variables of torchrun, SLURM's srun or Open MPI's mpirun."""
+"""What launched this process: its rank, and where ranks meet.
+
+From the variables of torchrun, SLURM's srun or Open MPI's mpirun.
+"""
 
 import os
 import re
@@ -26,11 +29,12 @@ class Launched:
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     """None without a launcher. One task of srun or mpirun alone is as good as none.
 
-    SLURM's store is on the step's first host, at a port made of the job's number; Open MPI's is on this host where all ranks are.
-    MASTER_ADDR and MASTER_PORT say otherwise.
+    SLURM's store is on the step's first host, at a port made of the job's number; Open MPI's is on
+    this host where all ranks are. MASTER_ADDR and MASTER_PORT say otherwise.
 
-    >>> slurm = {"SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_STEP_ID": "0", "SLURM_JOB_ID": "4242"}
-    >>> launched({**slurm, "SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "32", "SLURM_LOCALID": "1"})
+    >>> slurm = {"SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0"}
+    >>> task = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "32", "SLURM_LOCALID": "1"}
+    >>> launched({**slurm, **task})
     Launched(rank=5, world=32, local_rank=1, meets_at='tcp://gpu07:63606?rank=5&world_size=32')
 
     Source: JAX, ``jax/_src/clusters/slurm_cluster.py``.
@@ -46,8 +50,9 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
         host = _first_host(given["SLURM_STEP_NODELIST"])
     elif {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"} <= given.keys():
         job = given.get("PMIX_NAMESPACE", "")
-        found = tuple(given.get(f"OMPI_COMM_WORLD_{name}") for name in ("RANK", "SIZE", "LOCAL_RANK"))
-        is_one_host = given.get("OMPI_COMM_WORLD_LOCAL_SIZE") == found[1]
+        names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE")
+        *found, here = (given.get(f"OMPI_COMM_WORLD_{name}") for name in names)
+        is_one_host = here == found[1]
         host = "127.0.0.1" if is_one_host else ""
     else:
         return None
@@ -57,7 +62,7 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
     host, port = given.get("MASTER_ADDR", host), given.get("MASTER_PORT") or _port(job)
     if not host:
         raise MeshError(
-            f"mpirun has launched {world} ranks on several hosts, and does not say which is the first."
+            f"mpirun has launched {world} ranks on several hosts, and does not say which is first."
             " Give its name to all of them: mpirun -x MASTER_ADDR=HOST ..."
         )
     return Launched(rank, world, local_rank, f"tcp://{host}:{port}?rank={rank}&world_size={world}")

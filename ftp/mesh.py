@@ -338,7 +338,8 @@ def own_timeouts() -> Timeouts:
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank.
 
-    NCCL's own thread ends the process after that time: it gets longer, in which ranks find out who is missing.
+    NCCL's own thread ends the process after that time: it waits longer, so that ranks find out first
+    who is missing.
     """
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
         longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
@@ -464,7 +465,7 @@ def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int)
 
 
 def talks_nccl() -> bool:
-    """Whether tensors on GPUs go through NCCL; a group made without a backend takes it where it is."""
+    """Whether tensors on GPUs go through NCCL, as without a backend given where it is there."""
     return "nccl" in c10d.get_backend_config()
 
 
@@ -492,7 +493,7 @@ def _own_device(launch: Launched) -> int:
 
 
 def _require_own_gpus() -> None:
-    """Raises on every rank where several have one GPU, which NCCL would refuse at the first collective; ends the process group."""
+    """Raises on every rank where several have one GPU, which NCCL refuses; ends the process group."""
     uuid = gpu_uuid(torch.cuda.current_device()).encode()
     name = int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest())
     names = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -503,8 +504,8 @@ def _require_own_gpus() -> None:
     if shared := [held for held in ranks.values() if len(held) > 1]:
         dist.destroy_process_group()
         raise MeshError(
-            f"Ranks {', '.join(map(str, shared[0]))} have one GPU. Launch at most one process for each GPU, or have them share it,"
-            " slowly: torch.distributed.init_process_group('gloo') first."
+            f"Ranks {', '.join(map(str, shared[0]))} have one GPU. Launch at most one process for each"
+            " GPU, or have them share it, slowly: torch.distributed.init_process_group('gloo') first."
         )
 
 

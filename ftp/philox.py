@@ -55,7 +55,7 @@ def bits_by_index(key: Tensor, size: Sequence[int], stride: Sequence[int], offse
     """``random_bits`` an element at a time: four times the work, but one loop where a compiler fuses it."""
     at = torch.zeros((), dtype=torch.int64, device=key.device) + offset
     for d, (n, step) in enumerate(zip(size, stride, strict=True)):
-        # The mask changes no number; without it inductor's Triton code counts and multiplies in int32.
+        # The mask changes no number; without it inductor's Triton code multiplies in int32.
         along = (torch.arange(n, device=key.device) & (KEYS - 1)) * step
         at = at + along.view(-1, *(1,) * (len(size) - 1 - d))
     k, t = (half.reshape((*key.shape[:-1], *(1,) * at.ndim)) for half in key.unbind(-1))

@@ -78,9 +78,9 @@ def multiplications(target: Any, args: Any) -> int:
 
 
 def lack(devices: list[tuple[str, str]], mine: int) -> str:
-    """Why this rank cannot copy from and to the GPUs of a group, given as host and UUID; "" if it can.
+    """Why this rank cannot copy from and to the GPUs of a group, as host and UUID; "" if it can.
 
-    Whether a GPU that this process does not see can be read is found out by torch as it connects them.
+    Whether a GPU that this process does not see can be read, torch finds out as it connects them.
     """
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "it takes GPUs, and a build of torch with NCCL"
@@ -91,6 +91,8 @@ def lack(devices: list[tuple[str, str]], mine: int) -> str:
     for i, (_, device) in enumerate(devices):
         if i != mine and device == here:
             return f"GPU {here} of {host} is another rank's too"
-        if i != mine and device in seen and not torch.cuda.can_device_access_peer(seen[here], seen[device]):
+        if i == mine or device not in seen:
+            continue
+        if not torch.cuda.can_device_access_peer(seen[here], seen[device]):
             return f"GPU {here} of {host} cannot read the memory of GPU {device}"
     return ""

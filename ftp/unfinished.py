@@ -1,7 +1,7 @@
 """Work that a GPU has been given and has not done.
 
-NCCL's collectives return as soon as they are issued, and one whose peer is missing never ends: no call raises. What
-blocks then is whatever reads a result.
+NCCL's collectives return as soon as they are issued, and one whose peer is missing never ends: no
+call raises. What blocks then is whatever reads a result.
 """
 
 import atexit
@@ -14,18 +14,22 @@ import torch
 
 _LOOK = 0.5  # seconds between two looks at the oldest mark
 
+Reached = Callable[[], bool]
+Mark = Callable[[], Reached]
+
 
 class Unfinished:
-    """Marks behind the calls of a mesh, in the order of the GPU, and a thread that looks whether it comes to them.
+    """Marks behind the calls of a mesh, and a thread that looks whether the GPU comes to them.
 
     Args:
         late: called once, by that thread, with the seconds for which the GPU has not come to a mark.
-        mark: puts one behind what the GPU has been given by now; what it returns says whether the GPU has come to it.
+        mark: puts one behind what the GPU has been given by now, and gives what says whether the
+            GPU has come to it.
     """
 
-    def __init__(self, late: Callable[[float], None], mark: Callable[[], Callable[[], bool]] | None = None):
+    def __init__(self, late: Callable[[float], None], mark: Mark | None = None):
         self._late, self._mark = late, mark or _event
-        self._marks: deque[tuple[Callable[[], bool], float]] = deque()
+        self._marks: deque[tuple[Reached, float]] = deque()
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -64,7 +68,7 @@ class Unfinished:
                 self._late(waited)
 
 
-def _event() -> Callable[[], bool]:
+def _event() -> Reached:
     event = torch.cuda.Event()
     event.record()
     return event.query
