@@ -198,15 +198,28 @@ def clip_by_global_norm(grads: Any, max_norm: float | Tensor, *, eps: float = 1e
     return treedef.unflatten([scaled[i] for i in range(len(leaves))]), norm
 
 
-def count_nonfinite(tree: Any) -> Tensor:
+def count_nonfinite(tree: Any, *, by_leaf: bool = False) -> Any:
     """How many elements of all leaves are NaN or infinite; in a program one number is reduced, and all ranks get the same.
 
-    >>> count_nonfinite({"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))})
+    Args:
+        by_leaf: a tree of counts instead, one for each leaf, of each of which a number is reduced: it says which leaf it is.
+
+    >>> tree = {"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))}
+    >>> count_nonfinite(tree)
     tensor(2)
+    >>> count_nonfinite(tree, by_leaf=True)
+    {'w': tensor(1), 'b': tensor(1)}
     """
-    if not flatten(tree)[0]:
+    leaves, treedef = flatten(tree)
+    if not leaves:
         raise InputError("count_nonfinite is given a tree without tensors.")
-    return _total(tree, lambda leaf: leaf.isfinite().logical_not().sum())
+    if by_leaf:
+        return treedef.unflatten([_nonfinite(leaf) for leaf in leaves])
+    return _total(tree, _nonfinite)
+
+
+def _nonfinite(leaf: Tensor) -> Tensor:
+    return leaf.isfinite().logical_not().sum()
 
 
 def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:

@@ -269,6 +269,13 @@ def test_an_update_from_what_is_not_finite_is_skipped(value: float):
     assert [(c.op, c.shape) for c in collectives] == [("all_reduce", ())] * 2
 
 
+def test_which_leaf_is_not_finite():
+    params = parameters()
+    params["down"][1, 2], params["scale"][:3] = float("nan"), float("inf")
+    count = ftp.spmd(lambda p: ftp.optim.count_nonfinite(p, by_leaf=True), ftp.simulated_mesh((3,), ("tp",)), (SPECS,), P())
+    assert {name: int(n) for name, n in count(params).items()} == {"up": 0, "down": 1, "scale": 3}
+
+
 def test_select_takes_trees_alike():
     with pytest.raises(ftp.FtpError, match="otherwise is not a tree as tree is"):
         ftp.optim.select(torch.tensor(True), {"a": torch.ones(1)}, {"b": torch.ones(1)})

@@ -125,7 +125,7 @@ def test_a_mesh_of_several_axes_says_what_takes_which():
     assert str(error.value) == several + "Name it, as axis='tp', or give a 1-D mesh."
     with pytest.raises(MeshError) as error:
         plans.make_input_shard_1d(device_mesh=mesh)
-    assert str(error.value) == several + "Give a 1-D mesh, as mesh['tp']."
+    assert str(error.value) == several + "Of such a mesh give a 1-D mesh, mesh['tp']."
     assert plans.make_input_shard_1d(device_mesh=mesh["tp"]).axis == "tp"
     specs, _ = ftp.from_parallelize_plan(Model(), {"blk.w1": COLUMNS}, mesh=mesh["tp"])
     assert specs["blk.w1.weight"] == P("tp")

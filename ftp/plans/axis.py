@@ -8,7 +8,7 @@ from ftp.mesh import AnyMesh
 from ftp.tree import kind_of
 
 
-def axis_of(mesh: AnyMesh, way_out: str = "Give a 1-D mesh, as mesh[{axis!r}].") -> str:
+def axis_of(mesh: AnyMesh, way_out: str = "Of such a mesh give a 1-D mesh, mesh[{axis!r}].") -> str:
     """The axis of a 1-D mesh; ``way_out`` is what to do with another one.
 
     >>> from ftp import simulated_mesh
