@@ -354,9 +354,9 @@ def test_many(drawn: Drawn, passes: Mapping[str, Any]):
     check_mutants(lowered, values, 1, 12)
 
 
-def mlp(mesh: Any = None, **options: Any) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
+def mlp(mesh: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(7, 7, dtype=torch.float64, generator=generator) for name in ("up", "down")}
+    params = {name: torch.randn(7, 7, dtype=torch.float64, generator=generator).to(dtype) for name in ("up", "down")}
 
     def loss(params, x):
         return (torch.relu(x @ params["up"]) @ params["down"]).square().mean()
@@ -364,7 +364,7 @@ def mlp(mesh: Any = None, **options: Any) -> tuple[ftp.Step, dict[str, torch.Ten
     mesh = mesh or ftp.simulated_mesh((2, 2), ("dp", "tp"))
     specs = {"up": P("dp", "tp"), "down": P("tp", "dp")}
     step = ftp.shard(loss, mesh, specs, batch_specs=P("dp"), **options)
-    return step, params, torch.randn(5, 7, dtype=torch.float64, generator=generator)
+    return step, params, torch.randn(5, 7, dtype=torch.float64, generator=generator).to(dtype)
 
 
 def test_every_mutant_of_a_model():
@@ -667,6 +667,52 @@ def test_first_divergence():
     changed = replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at))
     found = compare(changed, inputs, shards, groups_of(mesh), None, None)
     assert found is not None and found.name == "pow_1" and found.error > 1e-3 and "square" in found.source
+
+
+def diverging(mutant: Mutant, step: Any, arguments: Sequence[Any]) -> Any:
+    program = step.lower(*arguments)._program
+    inputs = flatten(arguments)[0]
+    shards = [[shard_of(t, s, step.mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)] for c in step.mesh.coordinates()]
+    changed = replace(certificate_of(program), ranks=Ranks(tuple(mutant.graphs), mutant.at))
+    return compare(changed, inputs, shards, groups_of(program.mesh), None, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
+    """A collective dropped or done twice, a part taken elsewhere: named at the same line as in double precision."""
+    named = []
+    for of in (torch.float64, dtype):
+        step, params, x = mlp(dtype=of)
+        certificate = certificate_of(step.lower(params, x)._program)
+        graph = certificate.ranks.graphs[0]
+        kinds = [(kind, i) for i, c in enumerate(issued(graph)) if c.target is c10d.all_reduce.default for kind in ("drop", "again")]
+        found = []
+        for kind, i in (*kinds, ("shift", 0), ("shift", 1)):
+            mutant = fresh(certificate, f"{kind} {i}")
+            assert all(change(g, kind, i, []) for g in mutant.graphs)
+            divergence = diverging(mutant, step, (params, x))
+            assert divergence is not None, mutant.what
+            found.append((mutant.what, divergence.source))
+        named.append(found)
+    for (what, double), (_, narrow) in zip(*named, strict=True):
+        assert narrow in (double, ""), what  # the gradient's seed, ones_like(loss), has no line
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_rounding_is_no_divergence(dtype: torch.dtype):
+    """Long sums, in the order that each machine's kernels and the ranks take, and what branches on them."""
+    mesh, generator = ftp.simulated_mesh((4,), ("tp",)), torch.Generator().manual_seed(0)
+    w = (torch.randn(65536, 3, generator=generator) / 256).to(dtype)
+    x = torch.randn(4, 65536, generator=generator).to(dtype)
+
+    def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x @ params["w"])
+        z = torch.where(y > y.mean(), y, torch.nn.functional.layer_norm(y, (3,)))
+        return z.softmax(-1).square().mean() + x.abs().sum() / x.numel() + (x * x).mean(1).std()
+
+    for w_spec, x_spec in ((P("tp"), P(None, "tp")), (P(), P("tp"))):
+        step = ftp.shard(loss, mesh, {"w": w_spec}, batch_specs=x_spec)
+        assert ftp.first_divergence(step, {"w": w}, x) is None
 
 
 def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
