@@ -50,6 +50,7 @@ ORDER = [
     "agreement",
     "placements",
     "replicas",
+    "indices",
     "placement",
     "expected",
     "arguments",
