@@ -63,7 +63,8 @@ def shard(
             else replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         pack: issue small collectives that are ready together as one.
-        check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does.
+        check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does, and that
+            inputs which index a dim (ids, classes) are in its range.
         prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the largest that it gathers. So much more
             memory is used at most than with 0, where each is gathered when it is needed.
         chunks: under sequence parallelism, in how many chunks (of the batch, which they must divide) to move activations that a product

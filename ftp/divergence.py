@@ -46,7 +46,7 @@ def first_divergence(step: Step, *args: Any, rtol: float | None = None, atol: fl
 
     Args:
         args: what the step takes, tensors whole.
-        rtol, atol: as ``torch.testing.assert_close``; its defaults for each dtype.
+        rtol, atol: as ``torch.testing.assert_close``; by default what rounding can do to each value in its dtype.
 
     Raises:
         MeshError: on a mesh of processes, which have only their own parts.
@@ -126,12 +126,14 @@ def compare(
             env[Ref(op.name).key] = next(feed)
             continue
         operands = [env[ref.key] for ref in op.operands]
+        wide = list(map(_doubled, operands))
         for slot, ref in enumerate(op.operands):
             if (op.name, slot) in read:
                 if found := judge.moved(op, ref, operands[slot], read[op.name, slot]):
                     return found
-                operands[slot] = judge.joined(operands[slot], read[op.name, slot])[0].to(operands[slot].dtype)
-        results, exact, terms = _evaluated(op, operands, checker)
+                wide[slot], _ = judge.joined(operands[slot], read[op.name, slot])
+                operands[slot] = wide[slot].to(operands[slot].dtype)
+        results, exact, terms = _evaluated(op, operands, wide, checker)
         for index, whole in enumerate(_run(op, [env[ref.key] for ref in op.operands])):
             env[Ref(op.name, index).key] = whole
             parts = made.get(Ref(op.name, index).key, {})
@@ -242,7 +244,9 @@ def _eps(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def _evaluated(op: Operation, operands: Sequence[Any], checker: Checker) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
+def _evaluated(
+    op: Operation, operands: Sequence[Any], wide: Sequence[Any], checker: Checker
+) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
     """An op's results on these operands as one device gives them, in double precision, and the magnitudes that a linear op adds up."""
 
     def double(tree: Any) -> Any:
@@ -251,7 +255,7 @@ def _evaluated(op: Operation, operands: Sequence[Any], checker: Checker) -> tupl
         return tree
 
     one = _run(op, operands)
-    wide = [_doubled(x) if x.is_floating_point() or x.is_complex() else x for x in operands]
+    wide = [w if x.is_floating_point() or x.is_complex() else x for x, w in zip(operands, wide, strict=True)]
     precise = replace(op, args=replaced(op.args, torch.dtype, double), kwargs=replaced(dict(op.kwargs), torch.dtype, double))
     exact, terms = [_doubled(x) if isinstance(x, torch.Tensor) else x for x in one], [0.0] * len(one)
     if op.ports is not None or not any(x.is_floating_point() or x.is_complex() for x in one if isinstance(x, torch.Tensor)):

@@ -39,7 +39,7 @@ def check_rule(
     Args:
         op: such as ``torch.ops.aten.mm.default``.
         samples: pairs of positional and keyword arguments.
-        ranks: sizes of the axis.
+        ranks: sizes of the axis; each factor is also cut over as many as leave one with nothing.
         pairs: also prove every two cuts together.
         kernel: computes the op, if it has no kernel here.
 
@@ -50,7 +50,9 @@ def check_rule(
     >>> for line in check_rule(torch.ops.aten.t.default, [((x,), {})], ranks=[2], pairs=False):
     ...     print(line)
     ~0 ~1 -> ~1 ~0: cut ~0 of 2 in 2
+    ~0 ~1 -> ~1 ~0: cut ~0 of 2 in 3
     ~0 ~1 -> ~1 ~0: cut ~1 of 3 in 2
+    ~0 ~1 -> ~1 ~0: cut ~1 of 3 in 4
     ~0 ~1 -> ~1 ~0: operands 0 as sums over 2
 
     Raises:

@@ -36,6 +36,7 @@ from ftp.cost import VIEWS
 from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.expected import Expected
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
+from ftp.indices import check_indices, index_bounds
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
 from ftp.lowered import Lowered, check_strictly
 from ftp.mesh import Mesh, use_mesh
@@ -229,6 +230,9 @@ class Step:
         return Lowered(self._build(call, specs, shapes, None, known).program, again)
 
     def _check_inputs(self, call: Arguments, program: Program, record: Calls) -> None:
+        given, when = [*(call.leaves[i] for i in program.tensor_leaves), *program.constants], f" at call {record.call}"
+        named = [*(call.names[i] for i in program.tensor_leaves), *(f"closure constant {i}" for i in range(len(program.constants)))]
+        check_indices(given, named, index_bounds(program.traced.graph), self.mesh, record, when)
         constants = [f"closure constant {i}, a tensor of shape {tuple(c.shape)}," for i, c in enumerate(program.constants)]
         compare_copies(
             [*(call.leaves[i] for i in program.tensor_leaves), *program.constants],

@@ -692,9 +692,10 @@ def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
             assert all(change(g, kind, i, []) for g in mutant.graphs)
             divergence = diverging(mutant, step, (params, x))
             assert divergence is not None, mutant.what
-            found.append(divergence.source)
+            found.append((mutant.what, divergence.source))
         named.append(found)
-    assert named[0] == named[1]
+    for (what, double), (_, narrow) in zip(*named, strict=True):
+        assert narrow in (double, ""), what  # the gradient's seed, ones_like(loss), has no line
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -621,3 +621,28 @@ def test_a_training_loop_plans_once():
         _, grads = sharded(params, X)
         params = {k: params[k] - 0.1 * grads[k] for k in params}
     assert len({id(planned) for planned in sharded._programs.values()}) == 1
+
+
+@pytest.mark.parametrize("cut", [P(), P("tp"), P(None, "tp")])
+def test_ids_out_of_range(cut: P):
+    """With the vocabulary cut no kernel sees them; as given, and reshaped on the way."""
+    mesh, hidden = ftp.simulated_mesh((2,), ("tp",)), torch.randn(3, 11)
+
+    def embed(p, ids):
+        return torch.nn.functional.embedding(ids.reshape(-1), p["w"]).sum() + p["w"].index_select(0, ids).sum()
+
+    def classify(p, labels):
+        return torch.nn.functional.cross_entropy(hidden @ p["w"], labels)
+
+    params = {"w": torch.randn(11, 11)}
+    for loss, good, bad, name, value in (
+        (embed, [0, 10], [0, -1], "ids", -1),
+        (embed, [3, 3], [3, 11], "ids", 11),
+        (classify, [0, -100, 10], [0, -100, 12], "labels", 12),
+    ):
+        step = ftp.shard(loss, mesh, {"w": cut}, check_inputs=True)
+        torch.testing.assert_close(step(params, torch.tensor(good))[0], loss(params, torch.tensor(good)))
+        with pytest.raises(
+            ftp.errors.InputError, match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at test_errors"
+        ):
+            step(params, torch.tensor(bad))

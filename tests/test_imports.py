@@ -53,6 +53,7 @@ ORDER = [
     "unfinished",
     "agreement",
     "replicas",
+    "indices",
     "placement",
     "expected",
     "arguments",

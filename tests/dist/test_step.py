@@ -71,6 +71,25 @@ def _every_dtype():
     return wrong, issued
 
 
+def _ids_out_of_range():
+    mesh, w = _mesh(), torch.randn(5, 2)
+    step = ftp.shard(lambda p, ids: torch.nn.functional.embedding(ids, p).sum(), mesh, P("tp"), batch_specs=P("tp"), check_inputs=True)
+    placed = ftp.device_put(w, mesh, P("tp"))
+    ids = torch.tensor([4, 0]) if mesh.get_local_rank("tp") == 0 else torch.tensor([1, 5])
+    try:
+        step(placed, ids)
+    except ftp.errors.InputError as error:
+        return str(error)
+    finally:
+        _end()
+
+
+def test_ids_out_of_range_fail_all_ranks():
+    for said in _values(launch(_ids_out_of_range, 2)):
+        assert "ids holds 5, which is not in [0, 5), where it indexes" in said
+        assert "on rank 1" in said
+
+
 @pytest.mark.parametrize("shm", ["0", "1"])
 def test_collectives_of_every_dtype(shm):
     for wrong, issued in _values(launch(_every_dtype, 2, env={"FTP_SHM": shm})):
