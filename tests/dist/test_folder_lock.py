@@ -270,3 +270,24 @@ def test_what_two_jobs_were_told_is_saved_is_there(tmp_path, is_locked):
     saved = sorted(count for count, _ in rank.value)
     assert saved[1] > 5 and (saved[0] == 0) == is_locked
     assert [lost for _, lost in rank.value] == [[], []]
+
+
+def _hand_over(folder):
+    """Two ranks own the folder one after the other, the second while the first lives."""
+    ftp.init_process_group(timeout=60)
+    rank, begun = int(os.environ["RANK"]), time.monotonic()
+    mine = []
+    for turn in range(2):
+        if rank == turn:
+            mine.append(hold(Path(folder), 60.0, wait=False))
+        torch.distributed.barrier()
+        mine.append(folder_lock.is_held(Path(folder)))
+    ftp.destroy_process_group()
+    return mine, time.monotonic() - begun
+
+
+def test_ranks_of_one_job_hand_the_folder_over(tmp_path):
+    ranks = launch(_hand_over, 2, str(tmp_path))
+    assert [r.exit for r in ranks] == [0, 0], ranks
+    assert [r.value[0] for r in ranks] == [[True, True, False], [False, True, True]]
+    assert list(tmp_path.iterdir()) == []
