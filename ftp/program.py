@@ -145,34 +145,47 @@ class Program:
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         program, mesh = self.local(), self.mesh
         coordinate = require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
-        offsets = program.offsets_at(coordinate)
-        device = mesh_device(mesh)
-        extra = [*(c.to(device) for c in self.constants), *offsets]
+        extra = [*(c.to(mesh_device(mesh)) for c in self.constants), *program.offsets_at(coordinate)]
         prepared: list[Run] = []
-
-        def prepare(given: Sequence[Any]) -> Run:
-            graph = _with_product_groups(program.gm.graph, mesh)
-            if self.async_tp:
-                _check_symmetric(graph, mesh)
-            if self.cuda_graph:
-                _check_recordable(graph, device)
-            graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
-            if self.compile:
-                made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
-            else:
-                made = eager(graph, given, self.donated)
-            if not self.cuda_graph:
-                return made
-            names = [node.name for node in self.plan.graph.inputs]
-            return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
             if not prepared:
-                prepared.append(prepare(given))
+                prepared.append(self._prepared(program, given))
             return prepared[0](given)
 
         return run
+
+    def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
+        """What runs this rank's graph; ``given`` are inputs such as it will have."""
+        mesh, device = self.mesh, mesh_device(self.mesh)
+        graph = _with_product_groups(program.gm.graph, mesh)
+        if self.async_tp:
+            _check_symmetric(graph, mesh)
+        if self.cuda_graph:
+            _check_recordable(graph, device)
+        graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
+        if self.compile:
+            made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
+        else:
+            made = eager(graph, given, self.donated)
+        if not self.cuda_graph:
+            return made
+        names = [node.name for node in self.plan.graph.inputs]
+        return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
+
+    def has_issued(self, error: BaseException) -> bool:
+        """Whether this rank may have come to a collective of its graph when it raised ``error``."""
+        traceback = error.__traceback__
+        while traceback is not None:
+            if traceback.tb_frame.f_code is Program._prepared.__code__:
+                return False
+            traceback = traceback.tb_next
+        node = _failing(error)
+        if node is None:
+            return True
+        before = itertools.takewhile(lambda other: other is not node, node.graph.nodes)
+        return any("collective" in other.meta for other in (*before, node))
 
     def describe_failure(self, error: BaseException) -> str:
         """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""

@@ -13,7 +13,7 @@ from torch import Tensor
 from ftp.agreement import calls
 from ftp.arguments import agreed_shapes, describe_held
 from ftp.boxes import Shape
-from ftp.errors import FtpError, InputError, MismatchError, SpecError, join_failures
+from ftp.errors import CollectiveError, FtpError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
 from ftp.placement import check_alive, check_placed, global_shape, placement_of
 from ftp.placements import is_dtensor, specs_of_any
@@ -54,14 +54,13 @@ def share(mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[
     text = json.dumps({"error": f"{type(value).__name__}: {value}"[:4000]} if is_error else {"value": value})
     try:
         everyone = [json.loads(t) for t in calls(mesh).exchange(key, text, timeout)]
-    except RuntimeError as e:
-        lost = f"Rank {mesh.rank} lost its connection to the store by which ranks agree: the process that holds it has ended. {e}"
-        raise (value if is_error else failed(lost)) from e
+    except CollectiveError as e:
+        raise (value if is_error else failed(str(e))) from e
     ranks = mesh.ranks or (0,)
     errors = {rank: given["error"] for rank, given in zip(ranks, everyone, strict=False) if "error" in given}
     if errors:
         # This rank may hold the store, and its end would close the connections of those that still read.
-        with contextlib.suppress(MismatchError, RuntimeError):
+        with contextlib.suppress(MismatchError, CollectiveError):
             calls(mesh).exchange(f"{key}/seen", "", _LINGER)
     if is_error:
         raise value

@@ -1,6 +1,7 @@
 """Step: a function sharded over a mesh, planned at its first call and run at every one."""
 
 import json
+import threading
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +42,7 @@ from ftp.trace import Traced, trace
 from ftp.tree import check_specs, flatten, kind_of, leaf_names
 from ftp.version import __version__
 
+_tracing = threading.RLock()  # torch.fx patches modules while it traces
 InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
 OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
 
@@ -119,7 +121,6 @@ class Step:
         if self._last is not None and not unexpected:
             planned, expected, last = self._last
             if (leaves := expected.leaves(args, last)) is not None:
-                record.begin(record.next(), planned.program.fingerprint)
                 outputs = self._run(planned, leaves, record)
                 last.facts = expected.afterwards
                 self._last = planned, expected, returned(outputs, planned.placements)
@@ -134,11 +135,7 @@ class Step:
         if planned is None:
             planned = self._programs[call.key] = self._plan(call, record)
         program = planned.program
-        record.begin(record.next(), program.fingerprint)
-        if self._options.check_inputs:
-            with record.running(program.describe_failure):
-                self._check_inputs(call, program, record)
-        outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record)
+        outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record, call if self._options.check_inputs else None)
         before = self._last[2] if self._last is not None and self._last[0] is planned else None
         facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
         expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
@@ -148,11 +145,15 @@ class Step:
         self._last = None if self._options.check_inputs else (planned, expected, made)
         return planned.result(outputs)
 
-    def _run(self, planned: _Planned, inputs: Sequence[torch.Tensor], record: Calls) -> list[torch.Tensor]:
+    def _run(
+        self, planned: _Planned, inputs: Sequence[torch.Tensor], record: Calls, unchecked: Arguments | None = None
+    ) -> list[torch.Tensor]:
         program, is_grad_enabled = planned.program, torch.is_grad_enabled()
         torch._C._set_grad_enabled(False)  # torch.no_grad takes ten times as long
         try:
-            with record.running(program.describe_failure):
+            with record.running(program.fingerprint, program.describe_failure, program.has_issued):
+                if unchecked is not None:
+                    self._check_inputs(unchecked, program, record)
                 outputs = list(program.run(inputs))
                 for i, renew in planned.renewed:
                     outputs[i] = renew(outputs[i])
@@ -185,7 +186,7 @@ class Step:
             [*(call.names[i] for i in program.tensor_leaves), *constants],
             self.mesh,
             record,
-            f" at call {record.call}",
+            f" at call {record.next()}",
         )
 
     @cached_property
@@ -268,7 +269,7 @@ class Step:
 
     def _traced(self, call: Arguments, shapes: Sequence[Shape | None]) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
-        with use_mesh(self.mesh):
+        with _tracing, use_mesh(self.mesh):
             return trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
 
     @collection_paused()

@@ -47,6 +47,8 @@ ORDER = [
     "trials",
     "decompositions",
     "discovery",
+    "store",
+    "neighbours",
     "agreement",
     "placements",
     "replicas",
