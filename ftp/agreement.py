@@ -45,9 +45,10 @@ from ftp.store import Line, NoAnswer, Store, calls_back, cloned, holder, wait
 
 _WATCH = 0.5  # seconds between two looks of the watching thread, while an agreement that this rank has not joined is open
 _USUAL = 0.25  # seconds that an agreement may take before the threads of all ranks are woken to look
-_QUESTIONS = 10_000  # a second that all ranks together may ask the store while they wait: a fifth of what it takes (docs/faults.md)
+_QUESTIONS = 10_000  # a second that all ranks together ask the store while they wait; it takes more (docs/faults.md)
 _LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
-_ROLL_CALL = 2.5  # seconds for all ranks to say that they are there
+_ROLL_CALL = 2.5  # seconds for all ranks to say that they are there, in worlds that ask little of the store
+_PER_RANK = 10  # questions that a rank asks to answer a ring, or to agree
 _AGREED = "agreed"
 _SILENT = "does not answer: killed, stopped, or cut off"
 
@@ -81,6 +82,7 @@ class Calls:
         self._missing = ""  # which rank is known to have ended, if one is
         self._is_on_roll = self._has_learned = self._has_met = False
         self._cleaned = 0
+        self._roll_call = _ROLL_CALL + _PER_RANK * mesh.size() / _QUESTIONS
         self._line: Line | None = None
         self._watch: _Watch | None = None
         if mesh.kind == "process":
@@ -168,7 +170,7 @@ class Calls:
         """Takes no more calls, and tells the other ranks."""
         self.failure = kind(why)
         with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
-            store = self._connect(_ROLL_CALL)
+            store = self._connect(self._roll_call)
             roll = self._roll(store)
             self._learn(roll, roll.settle(why, is_missing=False))
             self._ring(store)
@@ -287,7 +289,7 @@ class Calls:
 
     def _find_out(self, waited: str) -> FtpError:
         try:
-            with self._asking(_ROLL_CALL) as store:
+            with self._asking(self._roll_call) as store:
                 self._look(store)
                 board = _Board(store, self._prefix(), self._joined, self.mesh)
                 if self.failure is None and board.is_broken():
@@ -297,7 +299,9 @@ class Calls:
                     self._sign(roll)
                     if is_first := roll.call():
                         self._ring(store)
-                    self._learn(roll, roll.verdict(self.next(), waited, _ROLL_CALL - 0.2 if is_first else _ROLL_CALL + 1.0))
+                    self._learn(roll, roll.verdict(self.next(), waited, self._roll_call - 0.2 if is_first else self._roll_call + 1.0))
+                    if is_first:
+                        self._ring(store)
                     roll.linger()
         except CollectiveError as e:
             return self.failure or e
@@ -394,7 +398,7 @@ class Calls:
         """What the watching threads of ranks that did not come say of them, in seconds."""
         if not absent:
             return ""
-        with self._asking(_ROLL_CALL) as store:
+        with self._asking(self._roll_call) as store:
             keys = {rank: f"{self._prefix()}/asked/{rank}" for rank in absent}
             before = {rank: store.add(f"{key}/answers", 0) for rank, key in keys.items()}
 
@@ -402,7 +406,7 @@ class Calls:
                 return store.add(f"{keys[rank]}/answers", 0) > before[rank]
 
             self._ring(store, absent)
-            _wait(_ROLL_CALL - 0.5, lambda: all(map(answered, absent)), self.mesh.size())
+            _wait(self._roll_call - 0.5, lambda: all(map(answered, absent)), self.mesh.size())
             said = {rank: store.get(key) if answered(rank) else _SILENT for rank, key in keys.items()}
         return "".join(f"\n  Rank {rank} {text}." for rank, text in list(said.items())[:8])
 

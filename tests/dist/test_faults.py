@@ -386,3 +386,102 @@ def test_threads_that_take_turns_keep_to_one_order():
         assert rank.exit == 0, rank
         assert rank.value[0].startswith("MismatchError: Ranks disagree on the calling thread of call 2: rank 1 differs from rank 0"), rank
         assert "WRONG" not in rank.value, rank
+
+
+def _pids():
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, os.getpid())
+    return found
+
+
+def _store_holder_stopped(what, folder):
+    mesh = _mesh((2,), ("tp",), timeout=3.0, step_timeout=2.0)
+    pids = _pids()
+    step, params, batch = _step(mesh)
+    step(params, batch)
+    if dist.get_rank() == 0:
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
+    time.sleep(0.5)
+    calls = {
+        "step": lambda: step(params, batch),
+        "plan": lambda: step(params, torch.ones(5, 4)),
+        "save": lambda: ftp.save(folder, params, mesh, {"up": P(None, "tp"), "down": P("tp")}),
+    }
+    error = _caught(calls[what])
+    os.kill(pids[0], signal.SIGCONT)
+    return error
+
+
+@pytest.mark.parametrize("what", ["step", "plan", "save"])
+def test_the_rank_that_holds_the_store_is_stopped(what, tmp_path):
+    error, seconds = launch(_store_holder_stopped, 2, what, str(tmp_path))[1].value
+    assert re.search(r"rank 0, which holds the store that ranks talk through, did not answer for [23](\.\d+)? s: it is stopped", error)
+    assert error.startswith("CheckpointError" if what == "save" else "CollectiveError")
+    assert seconds < 3.0 + 3.0
+
+
+def _killed_beside_a_worker(what, folder):
+    """A process that the killed rank forked, as a DataLoader does, keeps its connections open."""
+    mesh = _mesh((3,), ("tp",), timeout=60.0, step_timeout=30.0)
+    step, params, batch = _step(mesh)
+    step(params, batch)
+    if dist.get_rank() == 1:
+        if os.fork() == 0:
+            time.sleep(8)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGKILL)
+    call = {"step": lambda: step(params, batch), "save": lambda: ftp.save(folder, params, mesh, {"up": P(None, "tp"), "down": P("tp")})}
+    error = _caught(call[what])
+    if dist.get_rank() == 0:
+        time.sleep(1.0)  # it holds the store
+    return error
+
+
+@pytest.mark.parametrize("what", ["step", "save"])
+def test_a_killed_rank_is_noticed_though_its_children_hold_its_connections(what, tmp_path):
+    first, _, last = launch(_killed_beside_a_worker, 3, what, str(tmp_path))
+    for rank in (first, last):
+        assert rank.exit == 0, rank
+        error, seconds = rank.value
+        assert "Rank 1 has been killed, or has ended without a word: its process, " in error, rank
+        assert error.startswith("CheckpointError" if what == "save" else "CollectiveError"), rank
+        assert seconds < 5
+
+
+def _keys(folder):
+    """How many keys the store holds after each of several things done again and again."""
+    mesh = _mesh((2,), ("tp",))
+    store = dist.distributed_c10d._get_default_store()
+    step, params, batch = _step(mesh)
+    specs = {"up": P(None, "tp"), "down": P("tp")}
+    other = ftp.spmd(lambda p, x: _loss(p, x) * 2, mesh, (specs, P()), P())
+    rows = iter(range(5, 100))
+    kinds = {
+        "steps": lambda: step(params, batch),
+        "turns of two steps": lambda: (step(params, batch), other(params, batch)),
+        "new shapes": lambda: step(params, torch.ones(next(rows), 4)),
+        "failures to plan": lambda: _caught(step, params, torch.ones(4, 5)),
+        "saves": lambda: ftp.save(folder, params, mesh, specs, keep=1),
+    }
+    found = {}
+    for name, act in kinds.items():
+        counts = []
+        for _ in range(3):
+            act()
+            step(params, batch)
+            dist.barrier()
+            counts.append(store.num_keys())
+            dist.barrier()
+        found[name] = counts
+    ftp.destroy_process_group()
+    return found
+
+
+def test_keys_of_past_agreements_are_deleted(tmp_path):
+    ranks = launch(_keys, 2, str(tmp_path))
+    for rank in ranks:
+        assert rank.exit == 0, rank
+        for name, counts in rank.value.items():
+            assert counts[0] == counts[1] == counts[2], (name, rank.value)
+        assert rank.value["steps"][-1] == rank.value["saves"][-1], rank.value
