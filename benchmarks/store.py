@@ -1,4 +1,6 @@
-"""What a TCPStore takes: questions a second, and how soon a ring reaches watching threads. docs/faults.md has the arithmetic of large worlds.
+"""What a TCPStore takes: questions a second, and how soon a ring reaches watching threads.
+
+docs/faults.md has the arithmetic of large worlds.
 
     python benchmarks/store.py [--json]
 
@@ -66,7 +68,8 @@ def rings(port: int, waiting: int) -> dict[str, Any]:
     for thread in threads:
         thread.start()
     time.sleep(1.0)
-    store, keys = _client(port), [f"{waiting}/bell/{rank}" for rank in range(WORLD)]
+    store: Any = _client(port)
+    keys = [f"{waiting}/bell/{rank}" for rank in range(WORLD)]
     begun = time.monotonic()
     store.multi_set(keys, [""] * WORLD)
     set_after = time.monotonic() - begun
