@@ -26,8 +26,10 @@ from ftp.graph import Graph, Value
 from ftp.mesh import Mesh, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
+from ftp.passes.alias import families
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
+from ftp.passes.updates import changed
 from ftp.pipelined import gather_products, lack, product_scatter
 from ftp.placement import mesh_device, put, take
 from ftp.planner import Plan
@@ -176,16 +178,21 @@ class Program:
 
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have come to a collective of its graph when it raised ``error``."""
-        traceback = error.__traceback__
-        while traceback is not None:
-            if traceback.tb_frame.f_code is Program._prepared.__code__:
-                return False
-            traceback = traceback.tb_next
-        node = _failing(error)
-        if node is None:
-            return True
-        before = itertools.takewhile(lambda other: other is not node, node.graph.nodes)
-        return any("collective" in other.meta for other in (*before, node))
+        done = _done(error)
+        return done is None or any("collective" in node.meta for node in done)
+
+    def overwritten(self, error: BaseException) -> Sequence[int]:
+        """Those of the donated inputs that this rank may have written to when it raised ``error``."""
+        done = _done(error)
+        if done is None or not (done and self.donated):
+            return self.donated if done is None else ()
+        root = families(done[0].graph)
+        written = set()
+        for node in done:
+            is_known = node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload) or node.target is getattr
+            written |= {root[x] for x in (changed(node) if is_known else node.all_input_nodes)}
+        inputs = [node for node in done[0].graph.nodes if node.op == "placeholder"]
+        return [i for i in self.donated if root[inputs[i]] in written]
 
     def describe_failure(self, error: BaseException) -> str:
         """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""
@@ -212,6 +219,17 @@ class Program:
             join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
         ]
+
+
+def _done(error: BaseException) -> list[fx.Node] | None:
+    """The nodes of a rank's graph that were run or begun when it raised the error; None where that cannot be told."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is Program._prepared.__code__:
+            return []
+        traceback = traceback.tb_next
+    node = _failing(error)
+    return None if node is None else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
 
 
 def _failing(error: BaseException) -> fx.Node | None:

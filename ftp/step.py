@@ -27,7 +27,7 @@ from ftp.attest import certified
 from ftp.collection import collection_paused
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
-from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
+from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.expected import Expected
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.ingest import constraints, decompose, found_by_trial, from_fx, prune
@@ -157,6 +157,11 @@ class Step:
                 outputs = list(program.run(inputs))
                 for i, renew in planned.renewed:
                     outputs[i] = renew(outputs[i])
+        except BaseException as e:
+            facts = dict(planned.donated)
+            for i in program.overwritten(e.__cause__ or e if isinstance(e, FtpError) else e):
+                remember(inputs[i], facts[program.tensor_leaves[i]])
+            raise
         finally:
             torch._C._set_grad_enabled(is_grad_enabled)
         return outputs
