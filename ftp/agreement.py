@@ -120,42 +120,32 @@ class Calls:
         """
         return _Running(self, program, describe, has_issued, timeout)
 
-    def _begin(self, program: str, timeout: float | None) -> None:
-        """Checks that a call may be made now, and agrees on it where it is not one like the last."""
-        self._check()
-        thread = threading.get_ident()
+    def _begin(self, program: str, thread: int, timeout: float | None) -> None:
+        """Agrees on a call that is not like the last one."""
         if self._in_call.locked():
             self._refuse_overlap(thread)
-        if program != self.program or thread != self._caller:
-            if self.next() != self._agreed_call:
-                self.agree(self.next(), {"program": program}, timeout)
-            self.program, self._caller = program, thread
+        if self.next() != self._agreed_call:
+            self.agree(self.next(), {"program": program}, timeout)
+        self.program, self._caller = program, thread
 
     def _refuse_overlap(self, thread: int) -> None:
         """Raises where the last call has not returned."""
-        if self._alone:
-            return
-        first = next((t.name for t in threading.enumerate() if t.ident == self._thread != thread), None)
-        if first is None:  # it was interrupted as it was about to
+        first, names = self._thread, {t.ident: t.name for t in threading.enumerate()}
+        if self._in_call.locked() and (first == thread or first not in names):  # it was interrupted as it was about to
             self.fail(KeyboardInterrupt(), True)
         else:
-            self._is_overlapped = True
-            self._give_up(
-                f"Thread {threading.current_thread().name!r} of rank {self.mesh.rank} called on the mesh {self.mesh} while thread {first!r}"
+            why = (
+                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh {self.mesh} while thread {names.get(first, 'another')!r}"
                 f" was in call {self.next()}, so that ranks may have paired the collectives of different calls.\n"
-                "  Make all calls on a mesh from one thread, or one after another in the same order on every rank.",
-                MismatchError,
+                "  Make all calls on a mesh from one thread, or one after another in the same order on every rank."
             )
+            self.failure, self._is_overlapped = MismatchError(why), True
+            self._give_up(why, MismatchError)
         self._check()
-
-    def end(self) -> None:
-        self._thread = None
-        if self._in_call.locked():
-            self._in_call.release()
 
     def fail(self, error: BaseException, has_issued: bool) -> None:
         """Notes that an exception of this rank's own ended a call."""
-        if self._alone or self.failure is not None:
+        if self.failure is not None:
             return
         said = _shorten(f"{type(error).__name__}: {error}".removesuffix(": "), 300)
         if has_issued:
@@ -246,8 +236,7 @@ class Calls:
             if not _wait(timeout, lambda: store.check(f"{name}/all") or bool(self._missing), self.mesh.size()):
                 absent = [rank for rank, k in keys.items() if not store.check(k)]
                 said = self._said_of(absent)
-                option = self._options()[1]
-                raise MismatchError(f"{_ranks(absent)} never came to exchange {key!r}, in {timeout:g} s ({option}).{said}{_ABSENT}")
+                raise MismatchError(f"{_ranks(absent)} never came to exchange {key!r}, in {timeout:g} s.{said}{_ABSENT}")
             if self._missing and not store.check(f"{name}/all"):
                 raise CollectiveError(f"Rank {self.mesh.rank} waited in exchange {key!r}: {self._missing}")
             everyone = _unpacked(store.get(f"{name}/all"))
@@ -491,13 +480,15 @@ class _Running:
         self.is_first = calls._given is not None and program not in calls._finished
 
     def __enter__(self) -> None:
-        calls = self.calls
-        calls._begin(self.program, self.timeout)
+        calls, thread = self.calls, threading.get_ident()
+        calls._check()
+        if self.program != calls.program or thread != calls._caller:
+            calls._begin(self.program, thread, self.timeout)
         if self.is_first:
             set_timeout(calls.mesh, calls._timeouts.start)
-        if not calls._in_call.acquire(blocking=False):
-            calls._refuse_overlap(threading.get_ident())
-        calls._thread = threading.get_ident()
+        if not calls._alone and not calls._in_call.acquire(False):
+            calls._refuse_overlap(thread)
+        calls._thread = thread
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
         calls = self.calls
@@ -505,13 +496,18 @@ class _Running:
             try:
                 if isinstance(error, RuntimeError) and (explained := calls.explain(error, self.describe(error))) is not None:
                     raise explained from error
-                calls.fail(error, self.has_issued(error))
+                if not calls._alone:
+                    calls.fail(error, self.has_issued(error))
             finally:
-                calls.end()
+                calls._thread = None
+                if not calls._alone:
+                    calls._in_call.release()
             return
-        calls.end()
-        if calls._is_overlapped:
-            calls._check()
+        calls._thread = None
+        if not calls._alone:
+            calls._in_call.release()
+            if calls._is_overlapped:
+                calls._check()
         calls.call += 1
         if self.is_first:
             calls._finished.add(self.program)
@@ -706,6 +702,8 @@ class _Watch:
         return dist.is_initialized() and self._group() is c10d._get_default_group()
 
     def _wake(self) -> None:
+        if os.getpid() != self._pid:
+            return
         with contextlib.suppress(RuntimeError):
             self._calls._ring(self._calls._connect(1.0), [self._calls.mesh.rank])
 

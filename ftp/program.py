@@ -183,6 +183,8 @@ class Program:
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
         """Those of the donated inputs that this rank may have written to when it raised ``error``."""
+        if self.mesh.kind == "simulated" and self.mesh.size() > 1:
+            return ()  # a simulation writes to no input
         done = _done(error)
         if done is None or not (done and self.donated):
             return self.donated if done is None else ()

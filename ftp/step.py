@@ -148,18 +148,19 @@ class Step:
     def _run(
         self, planned: _Planned, inputs: Sequence[torch.Tensor], record: Calls, unchecked: Arguments | None = None
     ) -> list[torch.Tensor]:
-        program, is_grad_enabled = planned.program, torch.is_grad_enabled()
+        program, is_grad_enabled, has_begun = planned.program, torch.is_grad_enabled(), False
         torch._C._set_grad_enabled(False)  # torch.no_grad takes ten times as long
         try:
             with record.running(program.fingerprint, program.describe_failure, program.has_issued):
                 if unchecked is not None:
                     self._check_inputs(unchecked, program, record)
+                has_begun = True
                 outputs = list(program.run(inputs))
                 for i, renew in planned.renewed:
                     outputs[i] = renew(outputs[i])
         except BaseException as e:
             facts = dict(planned.donated)
-            for i in program.overwritten(e.__cause__ or e if isinstance(e, FtpError) else e):
+            for i in program.overwritten(e.__cause__ or e if isinstance(e, FtpError) else e) if has_begun else ():
                 remember(inputs[i], facts[program.tensor_leaves[i]])
             raise
         finally:
