@@ -135,7 +135,7 @@ class Calls:
             self.fail(KeyboardInterrupt(), True)
         else:
             why = (
-                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh {self.mesh} while thread {names.get(first, 'another')!r}"
+                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh while thread {names.get(first, 'another')!r}"
                 f" was in call {self.next()}, so that ranks may have paired the collectives of different calls.\n"
                 "  Make all calls on a mesh from one thread, or one after another in the same order on every rank."
             )
