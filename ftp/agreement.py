@@ -69,7 +69,8 @@ class Calls:
         self.call = 0
         self.program: str | None = None
         self.failure: FtpError | None = None
-        self._in_call = threading.Lock()
+        self._in_call = threading.RLock()
+        self._holder: int | None = None  # the thread that took it
         self._thread: int | None = None  # the thread that is inside a call
         self._caller: int | None = None  # the thread that made the last one
         self._is_overlapped = False
@@ -122,16 +123,14 @@ class Calls:
 
     def _begin(self, program: str, thread: int, timeout: float | None) -> None:
         """Agrees on a call that is not like the last one."""
-        if self._in_call.locked():
-            self._refuse_overlap(thread)
         if self.next() != self._agreed_call:
             self.agree(self.next(), {"program": program}, timeout)
         self.program, self._caller = program, thread
 
     def _refuse_overlap(self, thread: int) -> None:
         """Raises where the last call has not returned."""
-        first, names = self._thread, {t.ident: t.name for t in threading.enumerate()}
-        if self._in_call.locked() and (first == thread or first not in names):  # it was interrupted as it was about to
+        first, names = self._holder, {t.ident: t.name for t in threading.enumerate()}
+        if first == thread or first not in names:  # it was interrupted as it was about to
             self.fail(KeyboardInterrupt(), True)
         else:
             why = (
@@ -175,8 +174,14 @@ class Calls:
             return
         self._check()
         try:
-            with self._asking(timeout) as store:
-                self._agree(store, call, payload, timeout)
+            if not self._in_call.acquire(False):
+                self._refuse_overlap(threading.get_ident())
+            try:
+                self._holder = threading.get_ident()
+                with self._asking(timeout) as store:
+                    self._agree(store, call, payload, timeout)
+            finally:
+                self._in_call.release()
         finally:
             if isinstance(payload, Exception):
                 raise payload
@@ -482,12 +487,19 @@ class _Running:
     def __enter__(self) -> None:
         calls, thread = self.calls, threading.get_ident()
         calls._check()
+        if not calls._alone:
+            if not calls._in_call.acquire(False) or calls._thread is not None:
+                calls._refuse_overlap(thread)
+            calls._holder = thread
         if self.program != calls.program or thread != calls._caller:
-            calls._begin(self.program, thread, self.timeout)
+            try:
+                calls._begin(self.program, thread, self.timeout)
+            except BaseException:
+                if not calls._alone:
+                    calls._in_call.release()
+                raise
         if self.is_first:
             set_timeout(calls.mesh, calls._timeouts.start)
-        if not calls._alone and not calls._in_call.acquire(False):
-            calls._refuse_overlap(thread)
         calls._thread = thread
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
