@@ -4,19 +4,22 @@ A mesh's ranks number their calls, and within them their agreements, alike, so t
 A rank joins an agreement when it changes its program; while it goes on with the program of its last call it says nothing.
 So a rank that has reached call ``c`` in silence, while another opens an agreement at ``c``, disagrees. A thread of its
 own answers for it, as it may be waiting in a collective by then. The same thread answers when a collective of a peer has
-failed, and the peer asks who is still there.
+failed, and the peer asks who is still there. It sleeps until a peer sets a key of this rank's, its bell.
 """
 
 import atexit
+import base64
 import contextlib
 import json
 import os
+import re
+import socket
 import sys
 import threading
 import time
 import weakref
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -26,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from ftp.errors import CollectiveError, FtpError, MismatchError
+from ftp.errors import CollectiveError, FtpError, InputError, MismatchError, ReplicaError
 from ftp.mesh import (
     NCCL_LONGER,
     Mesh,
@@ -40,38 +43,58 @@ from ftp.mesh import (
     talks_nccl,
     timeouts,
 )
+from ftp.neighbours import Neighbours, host
+from ftp.store import Line, NoAnswer, Store, calls_back, cloned, holder, wait
 from ftp.unfinished import Unfinished
 
-_WATCH = 0.5  # seconds between two looks of the watching thread
+_WATCH = 0.5  # seconds between two looks of the watching thread, while an agreement that this rank has not joined is open
+_USUAL = 0.25  # seconds that an agreement may take before the threads of all ranks are woken to look
+_QUESTIONS = 10_000  # a second that all ranks together ask the store while they wait; it takes more (docs/faults.md)
 _LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
-_ROLL_CALL = 3.0  # seconds for all ranks to say that they are there: a few looks of the watching thread
+_ROLL_CALL = 2.5  # seconds for all ranks to say that they are there, in worlds that ask little of the store
+_PER_RANK = 10  # questions that a rank asks to answer a ring, or to agree
 _AGREED = "agreed"
+_SILENT = "does not answer: killed, stopped, or cut off"
 
 
 class Calls:
     """The calls made on one mesh, by one rank; `calls` hands it out.
 
     Ranks number their calls alike only if they make the same calls on the mesh, in the same order: that is the rule
-    that `begin` enforces, at the price of two comparisons for a program that is the last call's.
+    that `running` enforces, at the price of a few comparisons for a program that is the last call's.
+
+    Attributes:
+        call: the number of the last call that returned, 0 before the first. Ranks of equal numbers hold results of one call.
+        failure: why the mesh takes no more calls, if so.
     """
 
     def __init__(self, mesh: Mesh):
         self.mesh = mesh
         self.call = 0
-        self.finished = 0  # the last call that came to its end here
         self.program: str | None = None
         self.failure: FtpError | None = None
-        self._is_running = False
+        self._in_call = threading.RLock()
+        self._holder: int | None = None  # the thread that took it
+        self._thread: int | None = None  # the thread that is inside a call
+        self._caller: int | None = None  # the thread that made the last one
+        self._is_overlapped = False
+        self._skipped = ""  # how this rank failed in the call after number `call` before it sent anything, if so
         self._finished: set[str] = set()
         self._agreed_call = 0
         self._joined = 0
         self._exchanges: dict[str, int] = {}
-        self._looking = threading.Lock()
-        self._stores: tuple[c10d.Store, c10d.Store] | None = None
+        self._looking, self._connecting = threading.Lock(), threading.Lock()
+        self._missing = ""  # which rank is known to have ended, if one is
+        self._is_on_roll = self._has_learned = self._has_met = False
+        self._cleaned = 0
+        self._roll_call = _ROLL_CALL + _PER_RANK * mesh.size() / _QUESTIONS
+        self._line: Line | None = None
+        self._watch: _Watch | None = None
         require_alive(mesh)
         if mesh.kind == "process":
             require_coordinate(mesh)
         self._alone = mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake"
+        self._host = None if self._alone else host()
         self._given = None if self._alone else timeouts()
         self._timeouts = Timeouts() if self._alone else self._given or own_timeouts()
         by_nccl = not self._alone and mesh.device_type == "cuda" and talks_nccl()
@@ -86,33 +109,77 @@ class Calls:
         """The number of the call that is about to begin, the same until `begin`."""
         return self.call + 1
 
-    def begin(self, call: int, program: str, timeout: float | None = None) -> None:
-        """Notes that this rank runs ``program`` as call number ``call``; every step calls it before its collectives.
-
-        ``program`` is a fingerprint, equal on all ranks. One that was not agreed on in this call and is not the last
-        call's, as when a train and an evaluation step take turns, is agreed on here.
-        """
-        self._check()
-        if program != self.program:
-            if call != self._agreed_call:
-                self.agree(call, {"program": program}, timeout)
-            self.program = program
-        self.call = call
-
     def forget(self, program: str) -> None:
         """Notes that a program was dropped: its next run is a first one again."""
         self._finished.discard(program)
 
-    def running(self, describe: Callable[[BaseException], str] = lambda error: "") -> "_Running":
-        """Around the collectives of the call that has begun: sets how long they wait, and says of one that fails what is behind it.
+    def running(
+        self,
+        program: str,
+        describe: Callable[[BaseException], str] = lambda error: "",
+        has_issued: Callable[[BaseException], bool] = lambda error: True,
+        timeout: float | None = None,
+    ) -> "_Running":
+        """Around the collectives of the next call: agrees on its program if need be, and says of one that fails what is behind it.
+
+        An exception in the call is raised as it is. If it came before the call's first collective, the call counts as not made, and the
+        next one is agreed on. If it came later, peers may be in any collective of the call: the mesh takes no more calls, on all ranks.
 
         Args:
+            program: a fingerprint, equal on all ranks. One that was not agreed on in this call and is not the last call's, as when a train
+                and an evaluation step take turns, is agreed on.
             describe: what is known of the collective that raised the exception, "" if nothing.
+            has_issued: whether this rank may have come to the call's first collective when it raised the exception.
+            timeout: seconds to wait for the others to agree.
 
         Raises:
-            MismatchError, CollectiveError: from the exception.
+            MismatchError, CollectiveError: from an exception that another rank caused; a call from two threads at once.
         """
-        return _Running(self, describe)
+        return _Running(self, program, describe, has_issued, timeout)
+
+    def _begin(self, program: str, thread: int, timeout: float | None) -> None:
+        """Agrees on a call that is not like the last one."""
+        if self.next() != self._agreed_call:
+            self.agree(self.next(), {"program": program}, timeout)
+        self.program, self._caller = program, thread
+
+    def _refuse_overlap(self, thread: int) -> None:
+        """Raises where the last call has not returned."""
+        first, names = self._holder, {t.ident: t.name for t in threading.enumerate()}
+        if first == thread or first not in names:  # it was interrupted as it was about to
+            self.fail(KeyboardInterrupt(), True)
+        else:
+            why = (
+                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh while thread {names.get(first, 'another')!r}"
+                f" was in call {self.next()}, so that ranks may have paired the collectives of different calls.\n"
+                "  Make all calls on a mesh from one thread, or one after another in the same order on every rank."
+            )
+            self.failure, self._is_overlapped = MismatchError(why), True
+            self._give_up(why, MismatchError)
+        self._check()
+
+    def fail(self, error: BaseException, has_issued: bool) -> None:
+        """Notes that an exception of this rank's own ended a call."""
+        if self.failure is not None:
+            return
+        said = _shorten(f"{type(error).__name__}: {error}".removesuffix(": "), 300)
+        if has_issued:
+            self._give_up(
+                f"Rank {self.mesh.rank} left call {self.next()} on the mesh {self.mesh} in its midst, with {said}. Later calls would pair"
+                f" their collectives with those of this one, so the mesh takes no more.{_RESTART}"
+            )
+        else:
+            self.program, self._skipped = None, f"failed in call {self.next()} before its first collective, with {said}"
+
+    def _give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
+        """Takes no more calls, and tells the other ranks."""
+        self.failure = kind(why)
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            store = self._connect(self._roll_call)
+            roll = self._roll(store)
+            self._learn(roll, roll.settle(why, is_missing=False))
+            self._ring(store)
+            roll.linger(self.mesh.size())
 
     def agree(self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None) -> None:
         """See the function `agree`."""
@@ -122,47 +189,83 @@ class Calls:
                 raise payload
             return
         self._check()
-        store, _ = self._connect(timeout)
+        try:
+            if not self._in_call.acquire(False):
+                self._refuse_overlap(threading.get_ident())
+            try:
+                self._holder = threading.get_ident()
+                with self._asking(timeout) as store:
+                    self._agree(store, call, payload, timeout)
+            finally:
+                self._in_call.release()
+        finally:
+            if isinstance(payload, Exception):
+                raise payload
+
+    def _agree(self, store: Store, call: int, payload: dict[str, str] | Exception, timeout: float) -> None:
         # Before anything is published: from here on the watching thread knows that this rank speaks for itself.
         number, self._joined = self._joined, self._joined + 1
         board = _Board(store, self._prefix(), number, self.mesh)
-        board.open(call)
+        is_first = board.open(call, self._skipped)
         if isinstance(payload, Exception):
             error = _shorten(f"{type(payload).__name__}: {payload}", 2000)
             board.settle(f"Rank {self.mesh.rank} failed to plan call {call}, so no rank runs it. Its error:\n  {_indent(error)}")
+            self._ring(store)
             board.linger()
-            raise payload
-        if board.enter({"call number": str(call), **payload}) == self.mesh.size():
+            return
+        if board.enter({"call number": str(call), "calling thread": _thread_name(), **payload}) == self.mesh.size():
             board.settle(board.compare() or _AGREED)
-        if not _wait(timeout, lambda: board.is_settled() or board.is_broken()):
-            board.settle(board.report_absent(call, timeout))
-        if board.is_broken():
+
+        def is_over() -> bool:
+            return self.failure is not None or board.is_settled()
+
+        if not _wait(min(_USUAL, timeout), is_over, self.mesh.size()):
+            if is_first:
+                self._ring(store)
+            if not _wait(timeout - _USUAL, is_over, self.mesh.size()):
+                absent = board.absent()
+                board.settle(board.report_absent(absent, self._said_of(absent), call, timeout))
+        if self.failure is None and board.is_broken():
             self.failure = MismatchError(board.broken())
-        verdict = board.verdict() if self.failure is None else str(self.failure)
+        if self.failure is not None:
+            board.see()
+            self._check()
+        verdict = board.verdict()
+        board.clean()
         if verdict != _AGREED:
             board.linger()
             raise MismatchError(verdict)
-        board.clean()
-        self._agreed_call = call
+        board.forget(self._cleaned)
+        self._cleaned, self._agreed_call, self._skipped = number + 1, call, ""
+        self._meet(store)
 
     def exchange(self, key: str, value: str, timeout: float | None = None) -> list[str]:
         """See the function `exchange`."""
         timeout = self._timeouts.start if timeout is None else timeout
         if self._alone:
             return [value]
-        self._check()
-        store, _ = self._connect(timeout)
-        turn = self._exchanges[key] = self._exchanges.get(key, 0) + 1
-        keys = {rank: f"{self._prefix()}/exchange/{key}/{turn}/{rank}" for rank in self.mesh.ranks}
-        store.set(keys[self.mesh.rank], value)
-        # One key tells that all have come, so that waiting costs one question at a time, however many they are.
-        done = f"{self._prefix()}/exchange/{key}/{turn}"
-        if store.add(f"{done}/count", 1) == self.mesh.size():
-            store.set(done, "")
-        if not _wait(timeout, lambda: store.check([done])):
-            absent = [rank for rank, k in keys.items() if not store.check([k])]
-            raise MismatchError(f"{_ranks(absent)} never came to exchange {key!r}, in {timeout:g} s.{_ABSENT}")
-        return [v.decode() for v in store.multi_get(list(keys.values()))]
+        if self._missing:
+            raise CollectiveError(self._missing)
+        with self._asking(timeout) as store:
+            turn = self._exchanges[key] = self._exchanges.get(key, 0) + 1
+            name = f"{self._prefix()}/exchange/{key}/{turn}"
+            keys = {rank: f"{name}/{rank}" for rank in self.mesh.ranks}
+            store.set(keys[self.mesh.rank], value)
+            # The last to come puts what all have said into one key: every rank asks for that, and not for as many as there are ranks.
+            if store.add(f"{name}/count", 1) == self.mesh.size():
+                store.set(f"{name}/all", _packed(store.multi_get(list(keys.values()))))
+            if not _wait(timeout, lambda: store.check(f"{name}/all") or bool(self._missing), self.mesh.size()):
+                absent = [rank for rank, k in keys.items() if not store.check(k)]
+                said = self._said_of(absent)
+                raise MismatchError(f"{_ranks(absent)} never came to exchange {key!r}, in {timeout:g} s.{said}{_ABSENT}")
+            if self._missing and not store.check(f"{name}/all"):
+                raise CollectiveError(f"Rank {self.mesh.rank} waited in exchange {key!r}: {self._missing}")
+            everyone = _unpacked(store.get(f"{name}/all"))
+            store.delete([keys[self.mesh.rank]])
+            if store.add(f"{name}/read", 1) == self.mesh.size():
+                store.delete([f"{name}/{part}" for part in ("all", "count", "read")])
+            self._meet(store)
+            return everyone
 
     def explain(self, error: BaseException, where: str = "") -> FtpError | None:
         """What is behind a collective's failure, for the caller to raise from ``error``: a disagreement, or a rank that is missing.
@@ -176,29 +279,61 @@ class Calls:
         if self._alone or not isinstance(error, RuntimeError) or (self.failure is None and not _is_of_collective(error)):
             return None
         if self.failure is None:
-            self.failure = self._find_out()
+            self.failure = self._find_out(self._waited() if "timed out" in str(error).lower() else "")
         if isinstance(self.failure, MismatchError):
             return MismatchError(str(self.failure))
-        return CollectiveError(f"Call {self.call} on the mesh {self.mesh} failed in {where or 'a collective'}: {self.failure}")
+        return CollectiveError(f"Call {self.next()} on the mesh {self.mesh} failed in {where or 'a collective'}: {self.failure}")
 
-    def _find_out(self) -> FtpError:
+    def _waited(self) -> str:
+        start, step = self._options()
+        is_first = self._given is not None and self.program not in self._finished
+        seconds, option = (self._timeouts.start, start) if is_first else (self._timeouts.step, step)
+        return f". Rank {self.mesh.rank} waited {seconds:g} s for it, as long as {option} says"
+
+    def _options(self) -> tuple[str, str]:
+        """What the user calls the timeouts."""
+        if self._given is None:
+            theirs = "timeout= of torch.distributed.init_process_group"
+            return theirs, theirs
+        return "timeout= of ftp.init_process_group", "step_timeout= of ftp.init_process_group"
+
+    def _find_out(self, waited: str) -> FtpError:
         try:
-            store, _ = self._connect()
-            self._look(store)
-            board = _Board(store, self._prefix(), self._joined, self.mesh)
-            if self.failure is None and board.is_broken():
-                self.failure = MismatchError(board.broken())
-            return self.failure or CollectiveError(_Roll(store, self._prefix(), self.mesh).call(self.call))
-        except RuntimeError:
-            holder = "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
-            return self.failure or CollectiveError(f"{holder} has ended, and with it the store that ranks talk through.{_RESTART}")
+            with self._asking(self._roll_call) as store:
+                self._look(store)
+                board = _Board(store, self._prefix(), self._joined, self.mesh)
+                if self.failure is None and board.is_broken():
+                    self.failure = MismatchError(board.broken())
+                if self.failure is None:
+                    roll = self._roll(store)
+                    self._sign(roll)
+                    if is_first := roll.call():
+                        self._ring(store)
+                    self._learn(roll, roll.verdict(self.next(), waited, self._roll_call - 0.2 if is_first else self._roll_call + 1.0))
+                    if is_first:
+                        self._ring(store)
+                    roll.linger()
+        except CollectiveError as e:
+            return self.failure or e
+        assert self.failure is not None
+        return self.failure
+
+    @contextlib.contextmanager
+    def _asking(self, seconds: float) -> Iterator[Store]:
+        """The store, for as long."""
+        try:
+            yield self._connect(seconds)
+        except RuntimeError as e:
+            if isinstance(e, NoAnswer):
+                raise CollectiveError(f"{e}: it is stopped, or cut off.{_RESTART}") from e
+            raise CollectiveError(f"{holder()} has ended, and with it the store that ranks talk through.{_RESTART}") from e
 
     def _end_late(self, waited: float) -> None:
         """Finds out who is missing where the GPU does not end a call, and has it give up waiting."""
         if self.failure is None:
-            why = str(self._find_out())
+            why = str(self._find_out(""))
             self.failure = CollectiveError(
-                f"The GPU of rank {self.mesh.rank} has not come to the end of call {self.call} on"
+                f"The GPU of rank {self.mesh.rank} has not come to the end of call {self.call + (self._thread is not None)} on"
                 f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results: {why}"
             )
             # The program may be blocked, and end so.
@@ -210,110 +345,229 @@ class Calls:
         if self.failure is not None:
             raise type(self.failure)(str(self.failure))
 
-    def _connect(self, timeout: float | None = None) -> tuple[c10d.Store, c10d.Store]:
-        """A connection for the caller and one for the watching thread, as a question waits its turn on a shared one."""
-        if self._stores is None:
-            store: Any = c10d._get_default_store()
-            usual = store.timeout
-            # Where the rank that holds the store has ended, a new connection is tried again until the store's timeout, half an hour.
-            store.set_timeout(timedelta(seconds=self._timeouts.start if timeout is None else timeout))
-            try:
-                stores = (store.clone(), store.clone())
-            finally:
-                store.set_timeout(usual)
-            stores[0].set_timeout(usual)
-            stores[1].set_timeout(timedelta(seconds=5))
-            self._stores = stores
-            _Watch(self, c10d._get_default_group())
-        return self._stores
+    def _connect(self, seconds: float) -> Store:
+        with self._connecting:
+            if self._line is None:
+                self._line = Line(self._timeouts.start)
+                # Ranks on one host find each other here; a store that is a file has no lists.
+                if self._host is not None:
+                    with contextlib.suppress(RuntimeError):
+                        Store(self._line, seconds).append(f"{self._prefix()}/host/{self._host}", f"{self.mesh.rank} {os.getpid()},")
+                self._watch = _Watch(self, c10d._get_default_group())
+            return Store(self._line, seconds)
+
+    def _meet(self, store: Store) -> None:
+        """Watches the processes of this host; all ranks have connected by the end of the first agreement or exchange."""
+        if self._has_met or self._host is None or self._watch is None:
+            return
+        self._has_met = True
+        key = f"{self._prefix()}/host/{self._host}"
+        if store.check(key):
+            pids = {int(rank): int(pid) for rank, pid in (entry.split() for entry in store.get(key).split(",") if entry)}
+            pids.pop(self.mesh.rank)
+            self._watch.neighbours = Neighbours(pids, self._notice) if pids else None
+
+    def _notice(self, rank: int, pid: int) -> None:
+        """A process of this host has ended: if it has not said so itself, all ranks are told."""
+        if self._watch is None or not self._watch.is_current() or self.failure is not None:
+            return
+        why = f"Rank {rank} has been killed, or has ended without a word: its process, {pid} on {socket.gethostname()}, is gone.{_RESTART}"
+        try:
+            store = self._connect(1.0)
+            roll = self._roll(store)
+            if roll.has_signed(rank):
+                return
+            self._learn(roll, roll.settle(why, is_missing=True))
+            self._ring(store)
+        except RuntimeError:  # it held the store, so nobody else can be told
+            self._learn(None, (why, True))
+        _interrupt(self.mesh)
 
     def _prefix(self) -> str:
         mesh = self.mesh
         name = zlib.crc32(repr((mesh.shape, mesh.axis_names, mesh.device_type, mesh.ranks)).encode())
         return f"ftp/agreement/{restart_count()}/{mesh.world}/{name:08x}"
 
-    def _look(self, store: c10d.Store) -> None:
-        """Answers an agreement that peers have opened and this rank has not joined."""
+    def bell(self, rank: int) -> str:
+        """The key that wakes a rank's watching thread."""
+        return f"{self._prefix()}/bell/{rank}"
+
+    def _ring(self, store: Store, ranks: Sequence[int] | None = None) -> None:
+        store.multi_set([self.bell(rank) for rank in (self.mesh.ranks if ranks is None else ranks)])
+
+    def _roll(self, store: Store) -> "_Roll":
+        return _Roll(store, self._prefix(), self.mesh)
+
+    def _sign(self, roll: "_Roll", text: str = "") -> None:
+        if not self._is_on_roll:
+            self._is_on_roll = True
+            roll.sign(text or self._where())
+
+    def _learn(self, roll: "_Roll | None", verdict: tuple[str, bool]) -> None:
+        why, is_missing = verdict
+        if is_missing:
+            self._missing = why
+        self.failure = self.failure or CollectiveError(why)
+        if roll is not None and not self._has_learned:
+            self._has_learned = True
+            roll.see()
+
+    def _where(self) -> str:
+        if self._thread is not None:
+            return f"is in call {self.next()}"
+        if self._unfinished:  # the GPU is, which the call did not wait for
+            return f"is in call {self.call}"
+        return f"has not come to it: its last call is number {self.call}{self._skipped and f'; it {self._skipped}'}"
+
+    def _said_of(self, absent: Sequence[int]) -> str:
+        """What the watching threads of ranks that did not come say of them, in seconds."""
+        if not absent:
+            return ""
+        with self._asking(self._roll_call) as store:
+            keys = {rank: f"{self._prefix()}/asked/{rank}" for rank in absent}
+            before = {rank: store.add(f"{key}/answers", 0) for rank, key in keys.items()}
+
+            def answered(rank: int) -> bool:
+                return store.add(f"{keys[rank]}/answers", 0) > before[rank]
+
+            self._ring(store, absent)
+            _wait(self._roll_call - 0.5, lambda: all(map(answered, absent)), self.mesh.size())
+            said = {rank: store.get(key) if answered(rank) else _SILENT for rank, key in keys.items()}
+        return "".join(f"\n  Rank {rank} {text}." for rank, text in list(said.items())[:8])
+
+    def _look(self, store: Store) -> bool:
+        """Answers an agreement that peers have opened and this rank has not joined; whether it may have to look again."""
         with self._looking:
-            if self.failure is None:
-                self._answer(store)
+            return self.failure is None and self._answer(store)
 
-    def _attend(self, store: c10d.Store) -> None:
+    def _attend(self, store: Store) -> None:
         """Answers peers who ask who is there, and stops waiting for a rank that is known to be missing."""
-        roll = _Roll(store, self._prefix(), self.mesh)
-        if not roll.is_called():
-            return
-        is_in = self._is_running or self._unfinished
-        roll.answer(f"is in call {self.call}" if is_in else f"has not come to it: its last call is number {self.call}")
-        if roll.is_settled() and self.failure is None:
-            self.failure = CollectiveError(roll.learn())
-            _interrupt(self.mesh)
+        asked = f"{self._prefix()}/asked/{self.mesh.rank}"
+        if store.check(f"{asked}/answers"):
+            store.set(asked, self._where() + (f", of program {_shorten(self.program, 80)}" if self.program else ""))
+            store.add(f"{asked}/answers", 1)
+        roll = self._roll(store)
+        if roll.is_settled():
+            if self.failure is None or not self._missing:
+                is_new = self.failure is None
+                self._learn(roll, roll.learn())
+                if is_new:
+                    _interrupt(self.mesh)
+        elif roll.is_called():
+            self._sign(roll)
 
-    def _leave(self, store: c10d.Store) -> None:
+    def leave(self) -> None:
         """Says that this process ends, and why if it is known."""
         error = getattr(sys, "last_value", None)
         why = "" if error is None else f" with {_shorten(f'{type(error).__name__}: {error}', 300)}"
-        _Roll(store, self._prefix(), self.mesh).answer(f"has ended after call {self.call}{why}")
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            store = self._connect(1.0)
+            self._sign(self._roll(store), f"has ended after call {self.call}{why}")
+            # What holds the store takes it along: threads that wait at it end first.
+            is_holder = holder() == f"rank {self.mesh.rank}"
+            if is_holder:
+                store.set(f"{self._prefix()}/closed", "")
+            self._ring(store, self.mesh.ranks if is_holder else [self.mesh.rank])
 
-    def _answer(self, store: c10d.Store) -> None:
+    def _answer(self, store: Store) -> bool:
         number = self._joined
         board = _Board(store, self._prefix(), number, self.mesh)
+        if board.is_broken():
+            self.failure = MismatchError(board.broken())
+            if board.is_open():
+                board.see()
+            _interrupt(self.mesh)
+            return False
         if not board.is_open():
-            return
-        opened_by, opened_at = board.opened()
+            return False
+        opened_by, opened_at, why = board.opened()
         # In this order: a rank joins before it begins, so a call seen here that was agreed on is seen as joined too.
-        call, program = self.call, self.program
+        begun, program = self.call + (self._thread is not None), self.program
         if self._joined != number:
-            return
-        if call < opened_at:
-            board.note(f"its last call is number {call}" + (f", of program {_shorten(program, 80)}" if program else ""))
-            return
+            return False
+        if begun < opened_at:
+            return True
         board.break_off(
-            f"Rank {opened_by} changes its program at call {opened_at}, but rank {self.mesh.rank} goes on with the program of its last call"
-            f" ({_shorten(program or 'none', 80)}) at call {call}. Their process groups are closed.\n"
+            f"Rank {opened_by} {why}, but rank {self.mesh.rank} goes on with the program of its last call"
+            f" ({_shorten(program or 'none', 80)}) at call {begun}. Their process groups are closed.\n"
             "  Make the same calls with the same global shapes, in the same order, on every rank."
         )
+        self._ring(store)
         board.linger()
         self.failure = MismatchError(board.broken())
         _interrupt(self.mesh)
+        return False
 
 
 class _Running:
     """See `Calls.running`; a class, as every call of every step enters it."""
 
-    __slots__ = ("calls", "describe", "is_first", "program")
+    __slots__ = ("calls", "describe", "has_issued", "is_first", "program", "timeout")
 
-    def __init__(self, calls: Calls, describe: Callable[[BaseException], str]):
-        self.calls, self.describe, self.program = calls, describe, calls.program or ""
-        self.is_first = calls._given is not None and self.program not in calls._finished
+    def __init__(
+        self,
+        calls: Calls,
+        program: str,
+        describe: Callable[[BaseException], str],
+        has_issued: Callable[[BaseException], bool],
+        timeout: float | None,
+    ):
+        self.calls, self.program, self.describe, self.has_issued, self.timeout = calls, program, describe, has_issued, timeout
+        self.is_first = calls._given is not None and program not in calls._finished
 
     def __enter__(self) -> None:
+        calls, thread = self.calls, threading.get_ident()
+        calls._check()
+        if not calls._alone:
+            if not calls._in_call.acquire(False) or calls._thread is not None:
+                calls._refuse_overlap(thread)
+            calls._holder = thread
+        if self.program != calls.program or thread != calls._caller:
+            try:
+                calls._begin(self.program, thread, self.timeout)
+            except BaseException:
+                if not calls._alone:
+                    calls._in_call.release()
+                raise
         if self.is_first:
-            set_timeout(self.calls.mesh, self.calls._timeouts.start)
-        self.calls._is_running = True
+            set_timeout(calls.mesh, calls._timeouts.start)
+        calls._thread = thread
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self.calls._is_running = False
-        if isinstance(error, RuntimeError) and (explained := self.calls.explain(error, self.describe(error))) is not None:
-            raise explained from error
-        if error is None:
-            self.calls.finished = self.calls.call
-        if error is None and self.calls._unfinished is not None:
-            self.calls._check()
-            seconds = self.calls._timeouts.start if self.is_first else self.calls._timeouts.step
-            if self.calls._given is None:  # NCCL ends the process after that time
+        calls = self.calls
+        if error is not None and not isinstance(error, ReplicaError | InputError):  # which all ranks raise
+            try:
+                if isinstance(error, RuntimeError) and (explained := calls.explain(error, self.describe(error))) is not None:
+                    raise explained from error
+                if not calls._alone:
+                    calls.fail(error, self.has_issued(error))
+            finally:
+                calls._thread = None
+                if not calls._alone:
+                    calls._in_call.release()
+            return
+        calls._thread = None
+        if not calls._alone:
+            calls._in_call.release()
+            if calls._is_overlapped:
+                calls._check()
+        calls.call += 1
+        if calls._unfinished is not None:
+            calls._check()
+            seconds = calls._timeouts.start if self.is_first else calls._timeouts.step
+            if calls._given is None:  # NCCL ends the process after that time
                 seconds = max(seconds - NCCL_LONGER, seconds / 2)
-            self.calls._unfinished.given(seconds)
-        if error is None and self.is_first:
-            self.calls._finished.add(self.program)
-            set_timeout(self.calls.mesh, self.calls._timeouts.step)
+            calls._unfinished.given(seconds)
+        if self.is_first:
+            calls._finished.add(self.program)
+            set_timeout(calls.mesh, calls._timeouts.step)
 
 
 @dataclass(frozen=True)
 class _Board:
     """The keys of one agreement. Whoever comes last compares; whoever knows of a failure says so at once."""
 
-    store: c10d.Store
+    store: Store
     prefix: str
     number: int
     mesh: Mesh
@@ -321,15 +575,17 @@ class _Board:
     def key(self, name: str | int) -> str:
         return f"{self.prefix}/{self.number}/{name}"
 
-    def open(self, call: int) -> None:
-        self.store.compare_set(self.key("open"), "", f"{self.mesh.rank} {call}")
+    def open(self, call: int, skipped: str) -> bool:
+        """Whether this rank is the first to do so."""
+        mine = json.dumps([self.mesh.rank, call, f"{skipped}, and makes it anew" if skipped else f"changes its program at call {call}"])
+        return self.store.propose(self.key("open"), mine) == mine
 
     def is_open(self) -> bool:
-        return self.store.check([self.key("open")])
+        return self.store.check(self.key("open"))
 
-    def opened(self) -> tuple[int, int]:
-        rank, call = self.store.get(self.key("open")).split()
-        return int(rank), int(call)
+    def opened(self) -> tuple[int, int, str]:
+        rank, call, why = json.loads(self.store.get(self.key("open")))
+        return rank, call, why
 
     def enter(self, payload: dict[str, str]) -> int:
         """Publishes this rank's side; the number of ranks that have by now."""
@@ -342,7 +598,7 @@ class _Board:
         texts = self.store.multi_get([self.key(rank) for rank in ranks])
         if all(t == texts[0] for t in texts):
             return None
-        lowest, *others = (json.loads(zlib.decompress(bytes.fromhex(t.decode()))) for t in texts)
+        lowest, *others = (json.loads(zlib.decompress(bytes.fromhex(t))) for t in texts)
         for rank, payload in zip(ranks[1:], others, strict=True):
             for facet in dict.fromkeys((*lowest, *payload)):
                 a, b = (p.get(facet, "(absent)") for p in (lowest, payload))
@@ -351,104 +607,129 @@ class _Board:
         return None
 
     def settle(self, verdict: str) -> None:
-        self.store.compare_set(self.key("verdict"), "", verdict)
+        self.store.propose(self.key("verdict"), verdict)
 
     def break_off(self, verdict: str) -> None:
         """Settles that a rank has gone on; its groups are closed, so the mesh is of no use from here on."""
         self.settle(verdict)
-        self.store.compare_set(f"{self.prefix}/broken", "", self.verdict())
+        self.store.propose(f"{self.prefix}/broken", self.verdict())
 
     def is_broken(self) -> bool:
-        return self.store.check([f"{self.prefix}/broken"])
+        return self.store.check(f"{self.prefix}/broken")
 
     def broken(self) -> str:
-        return self.store.get(f"{self.prefix}/broken").decode()
+        return self.store.get(f"{self.prefix}/broken")
 
     def is_settled(self) -> bool:
-        return self.store.check([self.key("verdict")])
+        return self.store.check(self.key("verdict"))
 
     def verdict(self) -> str:
-        return self.store.get(self.key("verdict")).decode()
+        return self.store.get(self.key("verdict"))
 
     def linger(self) -> None:
         """Stays until all ranks know of the failure: this one may hold the store, and its end closes their connections."""
         with contextlib.suppress(RuntimeError):  # whoever holds it has seen all, and has left
-            self.store.add(self.key("seen"), 1)
-            _wait(_LINGER, lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size())
+            self.see()
+            _wait(_LINGER, lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size(), self.mesh.size())
 
-    def note(self, text: str) -> None:
-        self.store.set(self.key(f"note/{self.mesh.rank}"), text)
+    def see(self) -> int:
+        """The number of ranks that know how it ended, this one included."""
+        return self.store.add(self.key("seen"), 1)
 
-    def report_absent(self, call: int, timeout: float) -> str:
-        absent = [rank for rank in sorted(self.mesh.ranks) if not self.store.check([self.key(rank)])]
-        notes = [(rank, self.key(f"note/{rank}")) for rank in absent]
-        known = [f"\n  Rank {rank}: {self.store.get(k).decode()}." for rank, k in notes if self.store.check([k])]
+    def absent(self) -> list[int]:
+        return [rank for rank in sorted(self.mesh.ranks) if not self.store.check(self.key(rank))]
+
+    def report_absent(self, absent: list[int], said: str, call: int, timeout: float) -> str:
         who = _ranks(absent) if absent else "The rank that compares"
         waiting = f"rank {self.mesh.rank} waited {timeout:g} s to agree on the program of call {call}"
-        return f"{who} never arrived: {waiting}.{''.join(known)}{_ABSENT}"
+        return f"{who} never arrived: {waiting}.{said}{_ABSENT}"
 
     def clean(self) -> None:
         """Drops this rank's text, which nobody reads after an agreement."""
-        self.store.delete_key(self.key(self.mesh.rank))
+        self.store.delete([self.key(self.mesh.rank)])
+
+    def forget(self, since: int) -> None:
+        """Drops the keys of this agreement and of failed ones before it, once all ranks know that they agree."""
+        if self.see() == self.mesh.size():
+            names = ("open", "count", "verdict", "seen")
+            self.store.delete([f"{self.prefix}/{number}/{name}" for number in range(since, self.number + 1) for name in names])
 
 
 @dataclass(frozen=True)
 class _Roll:
     """Who is still there, asked once by whoever sees a collective fail; each rank's first answer stands, and so does the first verdict."""
 
-    store: c10d.Store
+    store: Store
     prefix: str
     mesh: Mesh
 
     def key(self, name: str | int) -> str:
         return f"{self.prefix}/roll/{name}"
 
-    def is_called(self) -> bool:
-        return self.store.check([self.key("called")])
+    def call(self) -> bool:
+        """Asks all ranks; whether nobody has before."""
+        return self.store.propose(self.key("called"), str(self.mesh.rank)) == str(self.mesh.rank)
 
-    def answer(self, text: str) -> None:
-        self.store.compare_set(self.key(self.mesh.rank), "", text)
+    def is_called(self) -> bool:
+        return self.store.check(self.key("called"))
+
+    def sign(self, text: str) -> None:
+        self.store.set(self.key(self.mesh.rank), text)
+        self.store.add(self.key("count"), 1)
+
+    def has_signed(self, rank: int) -> bool:
+        return self.store.check(self.key(rank))
 
     def is_settled(self) -> bool:
-        return self.store.check([self.key("verdict")])
+        return self.store.check(self.key("verdict"))
 
-    def learn(self) -> str:
-        """The verdict; the others see that this rank has it."""
-        verdict = self.store.get(self.key("verdict")).decode()
-        self.store.set(self.key(f"seen/{self.mesh.rank}"), "")
-        return verdict
+    def settle(self, why: str, *, is_missing: bool) -> tuple[str, bool]:
+        """Publishes what is wrong, and whether a rank is gone; what the first has published."""
+        self.store.propose(self.key("verdict"), json.dumps([why, is_missing]))
+        return self.learn()
 
-    def call(self, call: int) -> str:
-        """Asks all ranks, waits for their answers, and gives the verdict of the first that had them."""
-        self.answer(f"is in call {call}")
-        self.store.compare_set(self.key("called"), "", "")
-        keys = {rank: self.key(rank) for rank in sorted(self.mesh.ranks)}
-        _wait(_ROLL_CALL, lambda: self.is_settled() or self.store.check(list(keys.values())))
-        if not self.is_settled():
-            said = {rank: self.store.get(key).decode() for rank, key in keys.items() if self.store.check([key])}
-            self.store.compare_set(self.key("verdict"), "", self._describe(call, said))
-        # Whoever holds the store stays until all that are there know.
-        verdict = self.learn()
+    def learn(self) -> tuple[str, bool]:
+        why, is_missing = json.loads(self.store.get(self.key("verdict")))
+        return why, is_missing
+
+    def see(self) -> None:
+        """Tells that this rank knows the verdict."""
+        self.store.add(self.key("seen"), 1)
+
+    def linger(self, ranks: int | None = None) -> None:
+        """Stays until as many know, or all that are there: this rank may hold the store."""
         with contextlib.suppress(RuntimeError):
-            there = [self.key(f"seen/{rank}") for rank, key in keys.items() if self.store.check([key])]
-            _wait(_LINGER, lambda: self.store.check(there))
-        return verdict
+            _wait(_LINGER, lambda: self.store.add(self.key("seen"), 0) >= (ranks or self.store.add(self.key("count"), 0)), self.mesh.size())
 
-    def _describe(self, call: int, said: dict[int, str]) -> str:
+    def verdict(self, call: int, waited: str, patience: float) -> tuple[str, bool]:
+        """What all have said, or those who did in time, as the first saw it who knew; ``waited`` says for how long this rank waited."""
+        _wait(patience, lambda: self.is_settled() or self.store.add(self.key("count"), 0) >= self.mesh.size(), self.mesh.size())
+        if self.is_settled():
+            return self.learn()
+        said = {rank: self.store.get(self.key(rank)) for rank in sorted(self.mesh.ranks) if self.has_signed(rank)}
+        why, is_missing = self._describe(call, said, waited)
+        return self.settle(why, is_missing=is_missing)
+
+    def _describe(self, call: int, said: dict[int, str], waited: str) -> tuple[str, bool]:
         silent = [rank for rank in sorted(self.mesh.ranks) if rank not in said]
         found = [f"{_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not answer: killed, stopped, or cut off"] if silent else []
         found += [f"{_ranks([rank])} {text}" for rank, text in said.items() if not text.startswith("is in call")]
         found = found or [f"{_ranks([rank])} {text}" for rank, text in said.items() if text != f"is in call {call}"]
-        return f"{'. '.join(found) or 'all ranks are in it, so a connection between them failed or was too slow'}.{_RESTART}"
+        is_missing = bool(silent) or any(text.startswith("has ended") for text in said.values())
+        why = ". ".join(found) or "all ranks are in it, so a connection between them failed or was too slow"
+        return f"{why}{waited}.{_RESTART}", is_missing
 
 
 class _Watch:
-    """The thread that looks, every half second, whether peers have opened an agreement or ask who is there."""
+    """The thread that sleeps until peers ring, because they wait in an agreement or ask who is there, and then looks."""
 
     def __init__(self, calls: Calls, group: dist.ProcessGroup):
+        self.neighbours: Neighbours | None = None
         self._calls = calls
-        self._group = weakref.ref(group)
+        self._group = weakref.ref(group, lambda _: self._wake() if not self._stop.is_set() else None)
+        self._pid = os.getpid()
         self._stop = threading.Event()
+        self._store: Any = c10d._get_default_store()
         self._thread = threading.Thread(target=self._run, name="ftp-agreement", daemon=True)
         self._thread.start()
         # A daemon thread inside the store's C++ code while the interpreter goes down would abort the process.
@@ -456,24 +737,47 @@ class _Watch:
 
     def stop(self) -> None:
         self._stop.set()
-        self._thread.join()
-        if self._is_current():
-            with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
-                self._calls._leave(self._calls._connect()[1])
+        if os.getpid() != self._pid:  # a forked process, without the threads
+            return
+        if self.neighbours is not None:
+            self.neighbours.stop()
+        if self.is_current():
+            self._calls.leave()
+        else:
+            self._wake()
+        self._thread.join(1.0)
 
-    def _is_current(self) -> bool:
+    def is_current(self) -> bool:
         return dist.is_initialized() and self._group() is c10d._get_default_group()
 
+    def _wake(self) -> None:
+        if os.getpid() != self._pid:
+            return
+        with contextlib.suppress(RuntimeError):
+            self._calls._ring(self._calls._connect(1.0), [self._calls.mesh.rank])
+
     def _run(self) -> None:
-        store = self._calls._connect()[1]
-        while not self._stop.wait(_WATCH):
-            if self._calls.failure is not None or not self._is_current():
-                return
-            try:
-                self._calls._look(store)
-                self._calls._attend(store)
-            except RuntimeError:  # the rank that held the store has left: there is nobody to answer any more
-                return
+        calls, bell = self._calls, self._calls.bell(self._calls.mesh.rank)
+        try:
+            own = cloned(self._store, calls._timeouts.start)
+            looks_always = not calls_back(own)
+            while True:
+                if not wait(own, bell, self._stop):
+                    continue
+                while True:
+                    if self._stop.is_set() or not self.is_current():
+                        return
+                    store = calls._connect(_LINGER)
+                    store.delete([bell])
+                    may_change = calls._look(store)
+                    calls._attend(store)
+                    if store.check(f"{calls._prefix()}/closed"):
+                        return
+                    if looks_always or not may_change:
+                        break
+                    self._stop.wait(max(_WATCH, calls.mesh.size() / _QUESTIONS))
+        except RuntimeError:  # the rank that held the store has left: there is nobody to answer any more
+            return
 
 
 _calls: dict[Mesh, Calls] = {}
@@ -489,7 +793,9 @@ def calls(mesh: Mesh) -> Calls:
 
     >>> from ftp.mesh import resolve, simulated_mesh
     >>> record = calls(resolve(simulated_mesh((2,), ("tp",))))
-    >>> record.begin(record.next(), "a program")
+    >>> with record.running("a program"):
+    ...     record.next()
+    1
     """
     record = _calls.get(mesh)
     if record is None:
@@ -549,15 +855,41 @@ def _interrupt(mesh: Mesh) -> None:
                     group.recv([torch.empty(1)], source, tag).wait(timedelta(milliseconds=1))
 
 
-def _wait(timeout: float, ready: Callable[[], bool]) -> bool:
-    """Whether it became ready in time; asks rarely when it waits long, and can be interrupted from the keyboard."""
+def _wait(timeout: float, ready: Callable[[], bool], ranks: int) -> bool:
+    """Whether it became ready in time; asks the more rarely the longer it waits and the more do; can be interrupted from the keyboard."""
     start = time.monotonic()
     while not ready():
         waited = time.monotonic() - start
         if waited > timeout:
             return False
-        time.sleep(min(0.1, max(0.0005, waited / 8)))
+        time.sleep(min(max(0.1, ranks / _QUESTIONS), max(0.0005, waited / 8)))
     return True
+
+
+def _packed(values: list[str]) -> str:
+    """Values of all ranks, of which most are often equal, as short text."""
+    distinct = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    text = json.dumps([list(distinct), [distinct[value] for value in values]])
+    return base64.b85encode(zlib.compress(text.encode(), 1)).decode()
+
+
+def _unpacked(text: str) -> list[str]:
+    """
+    >>> _unpacked(_packed(["a", "b", "a"]))
+    ['a', 'b', 'a']
+    """
+    distinct, indices = json.loads(zlib.decompress(base64.b85decode(text)))
+    return [distinct[i] for i in indices]
+
+
+def _thread_name() -> str:
+    """What this thread is called on all ranks alike: numbers are those of threads that came before, and of no interest in a pool."""
+    thread = threading.current_thread()
+    if thread is threading.main_thread() or re.search(r"_\d+$", thread.name):
+        return re.sub(r"\d+", "", thread.name)
+    name = re.sub(r"\d+", "#", thread.name)
+    alike = [t for t in threading.enumerate() if re.sub(r"\d+", "#", t.name) == name]
+    return f"{name}, {alike.index(thread)} of those alike"
 
 
 def _describe_difference(facet: str, lowest: tuple[int, str], other: tuple[int, str], call: str) -> str:

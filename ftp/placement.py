@@ -1,10 +1,10 @@
 """Placed tensors: local shards that remember their mesh, spec and global shape; full tensors to shards and back."""
 
 import hashlib
+import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import accumulate, product
 from typing import Any
@@ -90,19 +90,22 @@ class Returned:
 
 
 _LATEST = 8  # calls whose tensors are noted together: of a few steps that take turns, the last ones
-_latest: deque[Returned] = deque()
+_latest: tuple[Returned, ...] = ()
+_noting = threading.Lock()
 
 
 def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) -> Returned:
     """Notes a fact for each tensor for as long as it lives, and that call number ``call`` made it; the tensors are new."""
-    if len(_latest) >= _LATEST:
-        old = _latest.popleft()
-        known, old.facts = old.facts, None
-        for ref, fact in zip(old.refs, known or (), strict=True):
-            if (tensor := ref()) is not None:
-                remember(tensor, fact, old.call)
+    global _latest
     made = Returned(tensors, facts, call)
-    _latest.append(made)
+    with _noting:
+        old = _latest[: 1 - _LATEST]
+        _latest = (*_latest[1 - _LATEST :], made)
+    for one in old:
+        known, one.facts = one.facts, None
+        for ref, fact in zip(one.refs, known or (), strict=True):
+            if (tensor := ref()) is not None:
+                remember(tensor, fact, one.call)
     return made
 
 
@@ -221,23 +224,23 @@ def device_put(
         ranks = m.ranks if m.kind == "process" else range(m.size())
         if src is not None:
             check_rank(src, ranks, "src", f"the mesh {m}")
-        tell("checked device_put" if is_checked else f"device_put from rank {src}", leaves, leaf_specs)
-    if is_checked and m.kind == "process":
-        full = [leaf if placement_of(leaf) is None else None for leaf in leaves]
-        sources = [f"{name}, a source of device_put" for name in names]
-        with calls(m).running():
+        running = tell("checked device_put" if is_checked else f"device_put from rank {src}", leaves, leaf_specs)
+    with running:
+        if is_checked and m.kind == "process":
+            full = [leaf if placement_of(leaf) is None else None for leaf in leaves]
+            sources = [f"{name}, a source of device_put" for name in names]
             compare_copies(full, [PartitionSpec()] * len(full), sources, m, calls(m))
-    out = []
-    for leaf, spec in zip(leaves, leaf_specs, strict=True):
-        if placement_of(leaf) is not None or not isinstance(leaf, torch.Tensor):
-            out.append(leaf)
-            continue
-        full = leaf.detach()
-        if m.kind == "process" and src is not None and full.device.type != "meta":
-            full = _broadcast(full, m, src)
-        shard = leaf_like(_shard(full, spec, m, non_blocking), leaf)
-        out.append(remember(shard, placement(m, spec, tuple(leaf.shape))))
-    return treedef.unflatten(out)
+        out = []
+        for leaf, spec in zip(leaves, leaf_specs, strict=True):
+            if placement_of(leaf) is not None or not isinstance(leaf, torch.Tensor):
+                out.append(leaf)
+                continue
+            full = leaf.detach()
+            if m.kind == "process" and src is not None and full.device.type != "meta":
+                full = _broadcast(full, m, src)
+            shard = leaf_like(_shard(full, spec, m, non_blocking), leaf)
+            out.append(remember(shard, placement(m, spec, tuple(leaf.shape))))
+        return treedef.unflatten(out)
 
 
 def specs_of(tree: Any) -> Any:
@@ -273,27 +276,29 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     m = resolve(mesh)
     with _together(m, is_due=True) as tell:
         leaves, treedef, _, leaf_specs = _checked(tree, specs, m, are_shards=True)
-        if any(leaf_specs):
-            tell("device_get", leaves, leaf_specs)
-    return treedef.unflatten(
-        [_gather(leaf, spec, m) if isinstance(leaf, torch.Tensor) else leaf for leaf, spec in zip(leaves, leaf_specs, strict=True)]
-    )
+        running = tell("device_get", leaves, leaf_specs) if any(leaf_specs) else nullcontext()
+    with running:
+        return treedef.unflatten(
+            [_gather(leaf, spec, m) if isinstance(leaf, torch.Tensor) else leaf for leaf, spec in zip(leaves, leaf_specs, strict=True)]
+        )
 
 
 @contextmanager
-def _together(mesh: Mesh, *, is_due: bool) -> Iterator[Callable[[str, Sequence[Any], Sequence[PartitionSpec]], None]]:
+def _together(
+    mesh: Mesh, *, is_due: bool
+) -> Iterator[Callable[[str, Sequence[Any], Sequence[PartitionSpec]], AbstractContextManager[None]]]:
     """Inside, ranks that are about to communicate check what they were given; if one fails, all of them do.
 
-    It yields what a rank calls to say what it is about to do, which has to be the same on all.
+    It yields what a rank calls to say what it is about to do, which has to be the same on all, and what it does then is inside of that.
     """
     if mesh.kind != "process" or not is_due:
-        yield lambda what, leaves, specs: None
+        yield lambda what, leaves, specs: nullcontext()
         return
     record = calls(mesh)
 
-    def tell(what: str, leaves: Sequence[Any], specs: Sequence[PartitionSpec]) -> None:
+    def tell(what: str, leaves: Sequence[Any], specs: Sequence[PartitionSpec]) -> AbstractContextManager[None]:
         dtypes = [str(leaf.dtype).removeprefix("torch.") if isinstance(leaf, torch.Tensor) else "static" for leaf in leaves]
-        record.begin(record.next(), f"{what} of {', '.join(f'{d} {s}' for d, s in zip(dtypes, specs, strict=True))}")
+        return record.running(f"{what} of {', '.join(f'{d} {s}' for d, s in zip(dtypes, specs, strict=True))}")
 
     try:
         yield tell

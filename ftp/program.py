@@ -28,9 +28,11 @@ from ftp.graph import Graph, Value
 from ftp.mesh import Mesh, gpu_uuid, mesh_device, product_group, require_coordinate
 from ftp.partition import LocalProgram, Partitioner
 from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
+from ftp.passes.alias import families
 from ftp.passes.copies import copied
 from ftp.passes.products import Product, measured
 from ftp.passes.transport import as_backends_take
+from ftp.passes.updates import changed
 from ftp.pipelined import gather_products, lack, product_scatter
 from ftp.placement import put, take
 from ftp.planner import Plan
@@ -148,38 +150,58 @@ class Program:
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         program, mesh = self.local(), self.mesh
         coordinate = require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
-        offsets = program.offsets_at(coordinate)
-        device = mesh_device(mesh)
-        extra = [*(c.to(device) for c in self.constants), *offsets]
+        extra = [*(c.to(mesh_device(mesh)) for c in self.constants), *program.offsets_at(coordinate)]
         prepared: list[Run] = []
-
-        def prepare(given: Sequence[Any]) -> Run:
-            graph = as_backends_take(_with_product_groups(program.gm.graph, mesh))
-            if self.async_tp:
-                _check_symmetric(graph, mesh)
-            if self.cuda_graph:
-                _check_recordable(graph, device)
-            if mesh.kind == "process":
-                for node in graph.nodes:
-                    if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-                        node.target = gather_of(node.args[-1], device)
-            graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
-            if self.compile:
-                made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
-            else:
-                made = eager(graph, given, self.donated)
-            if not self.cuda_graph:
-                return made
-            names = [node.name for node in self.plan.graph.inputs]
-            return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
             if not prepared:
-                prepared.append(prepare(given))
+                prepared.append(self._prepared(program, given))
             return prepared[0](given)
 
         return run
+
+    def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
+        """What runs this rank's graph; ``given`` are inputs such as it will have."""
+        mesh, device = self.mesh, mesh_device(self.mesh)
+        graph = as_backends_take(_with_product_groups(program.gm.graph, mesh))
+        if self.async_tp:
+            _check_symmetric(graph, mesh)
+        if self.cuda_graph:
+            _check_recordable(graph, device)
+        if mesh.kind == "process":
+            for node in graph.nodes:
+                if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+                    node.target = gather_of(node.args[-1], device)
+        graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
+        if self.compile:
+            made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
+        else:
+            made = eager(graph, given, self.donated)
+        if not self.cuda_graph:
+            return made
+        names = [node.name for node in self.plan.graph.inputs]
+        return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
+
+    def has_issued(self, error: BaseException) -> bool:
+        """Whether this rank may have come to a collective of its graph when it raised ``error``."""
+        done = _done(error)
+        return done is None or any("collective" in node.meta for node in done)
+
+    def overwritten(self, error: BaseException) -> Sequence[int]:
+        """Those of the donated inputs that this rank may have written to when it raised ``error``."""
+        if self.mesh.kind == "simulated" and self.mesh.size() > 1:
+            return ()  # a simulation writes to no input
+        done = _done(error)
+        if done is None or not (done and self.donated):
+            return self.donated if done is None else ()
+        root = families(done[0].graph)
+        written = set()
+        for node in done:
+            is_known = node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload) or node.target is getattr
+            written |= {root[x] for x in (changed(node) if is_known else node.all_input_nodes)}
+        inputs = [node for node in done[0].graph.nodes if node.op == "placeholder"]
+        return [i for i in self.donated if root[inputs[i]] in written]
 
     def describe_failure(self, error: BaseException) -> str:
         """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""
@@ -206,6 +228,17 @@ class Program:
             join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
         ]
+
+
+def _done(error: BaseException) -> list[fx.Node] | None:
+    """The nodes of a rank's graph that were run or begun when it raised the error; None where that cannot be told."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is Program._prepared.__code__:
+            return []
+        traceback = traceback.tb_next
+    node = _failing(error)
+    return None if node is None else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
 
 
 def _failing(error: BaseException) -> fx.Node | None:

@@ -43,8 +43,7 @@ def check_replicas(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *,
     if m.kind != "process" or m.size() == 1:
         return
     record = calls(m)
-    record.begin(record.next(), f"check_replicas of {len(leaves)} leaves of specs {', '.join(map(str, leaf_specs))}")
-    with record.running():
+    with record.running(f"check_replicas of {len(leaves)} leaves of specs {', '.join(map(str, leaf_specs))}"):
         compare_copies(leaves, leaf_specs, leaf_names(tree, "tree"), m, record, "" if step is None else f" at step {step}")
 
 

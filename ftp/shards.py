@@ -13,7 +13,7 @@ from torch import Tensor
 from ftp.agreement import calls
 from ftp.arguments import agreed_shapes, describe_held
 from ftp.boxes import Shape
-from ftp.errors import FtpError, InputError, MismatchError, SpecError, join_failures
+from ftp.errors import CollectiveError, FtpError, InputError, MismatchError, SpecError, join_failures
 from ftp.mesh import Mesh
 from ftp.placement import call_of, check_alive, check_placed, global_shape, placement_of
 from ftp.placements import check_plain, specs_of_any
@@ -40,7 +40,7 @@ class Shards:
     def made_by(self, mesh: Mesh) -> list[int | None]:
         """The number of the latest call on the mesh that made one of them, None if no call did; and of the last that has ended here."""
         made = [call for x in self.leaves if isinstance(x, Tensor) and (call := call_of(x)) is not None]
-        return [max(made, default=None), calls(mesh).finished]
+        return [max(made, default=None), calls(mesh).call]
 
     def facts(self) -> list[list[Any]]:
         """Per leaf what has to be equal on all ranks."""
@@ -64,14 +64,13 @@ def share(mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[
     text = json.dumps({"error": f"{type(value).__name__}: {value}"[:4000]} if is_error else {"value": value})
     try:
         everyone = [json.loads(t) for t in calls(mesh).exchange(key, text, timeout)]
-    except RuntimeError as e:
-        lost = f"Rank {mesh.rank} lost its connection to the store by which ranks agree: the process that holds it has ended. {e}"
-        raise (value if is_error else failed(lost)) from e
+    except CollectiveError as e:
+        raise (value if is_error else failed(str(e))) from e
     ranks = mesh.ranks or (0,)
     errors = {rank: given["error"] for rank, given in zip(ranks, everyone, strict=False) if "error" in given}
     if errors:
         # This rank may hold the store, and its end would close the connections of those that still read.
-        with contextlib.suppress(MismatchError, RuntimeError):
+        with contextlib.suppress(MismatchError, CollectiveError):
             calls(mesh).exchange(f"{key}/seen", "", _LINGER)
     if is_error:
         raise value

@@ -2,6 +2,7 @@
 
 import json
 import linecache
+import threading
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -33,7 +34,7 @@ from ftp.captured import Captured, places_of, warn_of_others
 from ftp.collection import collection_paused
 from ftp.constrain import Pin
 from ftp.cost import VIEWS
-from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
+from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.expected import Expected
 from ftp.graph import BATCH, PARAMETER, Graph, Node, Value, live, mark_dependencies, merge_common
 from ftp.indices import check_indices, index_bounds
@@ -56,6 +57,7 @@ MANY = 10  # programs of one step, at which it is said what changes from call to
 _PAD = "Pad tensors to one shape, or to a few (buckets)."
 _AS_TENSOR = "Give numbers that change as tensors: torch.tensor(x)."
 _MOST_FAKE = 10_000  # ops on shapes that torch remembers, a kilobyte each
+_tracing = threading.RLock()  # torch.fx patches modules while it traces
 
 InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
 OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
@@ -156,11 +158,8 @@ class Step:
         if self._last is not None and not unexpected:
             planned, expected, last = self._last
             if (leaves := expected.leaves(args, last)) is not None and not (planned.captured and planned.is_stale):
-                record.begin(record.next(), planned.program.fingerprint)
-                try:
-                    outputs = self._run(planned, leaves, record)
-                finally:  # a call that was cut short has written to what it was given
-                    last.facts = expected.afterwards
+                outputs = self._run(planned, leaves, record)
+                last.facts = expected.afterwards
                 self._last = planned, expected, returned(outputs, planned.placements, record.call)
                 return planned.result(outputs)
         try:
@@ -177,37 +176,40 @@ class Step:
         if planned is None:
             planned = self._programs[call.key] = self._plan(call, record)
         program = planned.program
-        record.begin(record.next(), program.fingerprint)
+        facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
+        outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record, call if self._options.check_inputs else None)
         self._use(planned, record)
         if is_new:
+            self._used[planned] = range(first_source, graph_module._loader.next_id)
             self._count += 1
             if self._count == MANY and not self.expects_many:
                 warnings.warn(self._describe_changes(call), stacklevel=2)
-        if self._options.check_inputs:
-            with record.running(program.describe_failure):
-                self._check_inputs(call, program, record)
-        facts = [known_of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in call.leaves]
-        try:
-            outputs = self._run(planned, [call.leaves[i] for i in program.tensor_leaves], record)
-            if is_new:
-                self._used[planned] = range(first_source, graph_module._loader.next_id)
-            before = self._last[2] if self._last is not None and self._last[0] is planned else None
-            expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
-        finally:
-            for leaf, fact in planned.donated:
-                remember(call.leaves[leaf], fact)
+        before = self._last[2] if self._last is not None and self._last[0] is planned else None
+        expected = Expected(call.treedef, call.leaves, facts, before, planned.placements, dict(planned.donated))
+        for leaf, fact in planned.donated:
+            remember(call.leaves[leaf], fact)
         made = returned(outputs, planned.placements, record.call)
         self._last = None if self._options.check_inputs else (planned, expected, made)
         return planned.result(outputs)
 
-    def _run(self, planned: _Planned, inputs: Sequence[torch.Tensor], record: Calls) -> list[torch.Tensor]:
-        program, is_grad_enabled = planned.program, torch.is_grad_enabled()
+    def _run(
+        self, planned: _Planned, inputs: Sequence[torch.Tensor], record: Calls, unchecked: Arguments | None = None
+    ) -> list[torch.Tensor]:
+        program, is_grad_enabled, has_begun = planned.program, torch.is_grad_enabled(), False
         torch._C._set_grad_enabled(False)  # torch.no_grad takes ten times as long
         try:
-            with record.running(program.describe_failure):
+            with record.running(program.fingerprint, program.describe_failure, program.has_issued):
+                if unchecked is not None:
+                    self._check_inputs(unchecked, program, record)
+                has_begun = True
                 outputs = list(program.run(inputs))
                 for i, renew in planned.renewed:
                     outputs[i] = renew(outputs[i])
+        except BaseException as e:
+            facts = dict(planned.donated)
+            for i in program.overwritten(e.__cause__ or e if isinstance(e, FtpError) else e) if has_begun else ():
+                remember(inputs[i], facts[program.tensor_leaves[i]])
+            raise
         finally:
             torch._C._set_grad_enabled(is_grad_enabled)
         return outputs
@@ -230,7 +232,7 @@ class Step:
         return Lowered(self._build(call, specs, shapes, None, known).program, again)
 
     def _check_inputs(self, call: Arguments, program: Program, record: Calls) -> None:
-        given, when = [*(call.leaves[i] for i in program.tensor_leaves), *program.constants], f" at call {record.call}"
+        given, when = [*(call.leaves[i] for i in program.tensor_leaves), *program.constants], f" at call {record.next()}"
         named = [*(call.names[i] for i in program.tensor_leaves), *(f"closure constant {i}" for i in range(len(program.constants)))]
         check_indices(given, named, index_bounds(program.traced.graph), self.mesh, record, when)
         constants = [f"closure constant {i}, a tensor of shape {tuple(c.shape)}," for i, c in enumerate(program.constants)]
@@ -240,7 +242,7 @@ class Step:
             [*(call.names[i] for i in program.tensor_leaves), *constants],
             self.mesh,
             record,
-            f" at call {record.call}",
+            when,
         )
 
     @cached_property
@@ -367,7 +369,7 @@ class Step:
 
     def _traced(self, call: Arguments, shapes: Sequence[Shape | None]) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
-        with use_mesh(self.mesh):
+        with _tracing, use_mesh(self.mesh):
             try:
                 return trace(self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names)
             except (AttributeError, TypeError) as e:

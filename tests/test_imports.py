@@ -51,6 +51,8 @@ ORDER = [
     "decompositions",
     "discovery",
     "unfinished",
+    "store",
+    "neighbours",
     "agreement",
     "replicas",
     "indices",

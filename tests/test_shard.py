@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from models import (
 
 import ftp
 from ftp import P
+from ftp.errors import DonationError
 
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
@@ -316,3 +318,59 @@ def test_collectives(scheme: str, size: str, layers: int):
 @counted
 def test_collectives_of_zero_with_one_gather_a_weight(size: str, layers: int):
     is_zero(issued(SCHEMES["zero"], size, layers, reshard_after_forward=False)["dp"], again=False)
+
+
+def test_threads_may_share_a_step_of_a_simulated_mesh():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(lambda w, x: (x @ w).tanh().sum(), mesh, (P(None, "tp"), P()), P())
+    w, wrong = torch.ones(4, 6), []
+
+    def work(k):
+        x = torch.full((3 + k, 4), 0.1 * (k + 1))
+        wrong.extend(k for _ in range(30) if abs(step(w, x) - (x @ w).tanh().sum()) > 1e-5)
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(work, range(3)))
+    assert not wrong
+
+
+_interrupts: list[int] = []
+
+
+@torch.library.custom_op("test_shard::interrupted", mutates_args=())
+def interrupted(x: torch.Tensor) -> torch.Tensor:
+    """The place in a step at which Ctrl-C comes."""
+    if _interrupts:
+        raise KeyboardInterrupt
+    return x.clone()
+
+
+interrupted.register_fake(torch.empty_like)
+ftp.pointwise(torch.ops.test_shard.interrupted.default, linear=[(0,)])
+
+
+@pytest.mark.parametrize("is_late", [False, True])
+def test_donated_state_is_whole_after_an_interrupt_or_known_not_to_be(is_late):
+    mesh = ftp.simulated_mesh((1,), ("dp",))
+
+    def update(w, x):
+        pulled = w * x.sum() if is_late else interrupted(w * x.sum())
+        new = w - 0.1 * pulled
+        return new, (interrupted(new * 2) if is_late else new * 2).sum()
+
+    step = ftp.spmd(update, mesh, (P(), P()), (P(), P()), donate=(0,))
+    w, x = ftp.device_put((torch.ones(4), torch.ones(4)), mesh)
+    _interrupts.clear()
+    w, _ = step(w, x)
+    before = w.clone()
+    _interrupts.append(1)
+    with pytest.raises(KeyboardInterrupt):
+        step(w, x)
+    _interrupts.clear()
+    if is_late:
+        assert not torch.equal(w, before)
+        with pytest.raises(DonationError, match="w was donated"):
+            step(w, x)
+    else:
+        assert torch.equal(w, before)
+        step(w, x)

@@ -32,11 +32,8 @@ def _run(mesh, program, payload=None, timeout=20.0):
     call = record.next()
     if payload is not None:
         agree(mesh, call, payload, timeout)
-    record.begin(call, program, timeout)
-    try:
+    with record.running(program, timeout=timeout):
         return _all_reduce(mesh)
-    except RuntimeError as error:
-        raise record.explain(error) or error from error
 
 
 def _agreeing():
@@ -53,7 +50,8 @@ def _agreeing():
     record = calls(mesh)
     start = time.monotonic()
     for _ in range(10000):
-        record.begin(record.next(), "p9")
+        with record.running("p9"):
+            pass
     noting = (time.monotonic() - start) / 10000
     values = [exchange(mesh, "sum", f"{mesh.rank} {turn}", 20.0) for turn in range(2)]
     dist.barrier()
@@ -126,7 +124,7 @@ def test_a_rank_that_never_arrives_is_named():
     assert [r.exit for r in ranks] == [1, 0], ranks
     assert (ranks[0].error or "").startswith(
         "MismatchError: Rank 1 never arrived: rank 0 waited 1.5 s to agree on the program of call 2.\n"
-        "  Rank 1: its last call is number 1, of program p.\n"
+        "  Rank 1 has not come to it: its last call is number 1, of program p.\n"
     )
 
 

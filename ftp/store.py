@@ -1,0 +1,134 @@
+"""The store that ranks talk through, with a deadline for every question.
+
+torch waits for ever for an answer of a process that is stopped. So questions are asked by a thread of their own.
+"""
+
+import contextlib
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+
+_LEAST = 0.5  # seconds that a question has at the least, also where all time is spent
+_FOREVER = timedelta(days=20)  # poll(2) counts milliseconds in 31 bits
+_LOOK = 0.5  # seconds between two looks into a store that cannot call back
+
+
+class NoAnswer(RuntimeError):
+    """The process that holds the store did not answer in time."""
+
+
+class Line:
+    """One connection to the default process group's store, and the thread that asks over it."""
+
+    def __init__(self, timeout: float):
+        store: Any = c10d._get_default_store()
+        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]] = queue.SimpleQueue()
+        # A daemon, for it may wait for ever; while it has nothing to ask it is in Python, where the end of the interpreter finds it.
+        threading.Thread(target=_serve, args=(store, timeout, self._questions), name="ftp-store", daemon=True).start()
+
+    def ask(self, question: Callable[[c10d.Store], Any], seconds: float) -> Any:
+        answer: Future[Any] = Future()
+        self._questions.put((answer, question))
+        try:
+            return answer.result(seconds)
+        except TimeoutError:
+            answer.cancel()
+            raise NoAnswer(f"{holder()}, which holds the store that ranks talk through, did not answer for {seconds:.3g} s") from None
+
+
+def _serve(store: c10d.Store, timeout: float, questions: "queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]]") -> None:
+    own = None
+    while True:
+        answer, question = questions.get()
+        if not answer.set_running_or_notify_cancel():
+            continue
+        try:
+            own = own or cloned(store, timeout)
+            answer.set_result(question(own))
+        except BaseException as e:
+            answer.set_exception(e)
+        del answer, question
+
+
+def cloned(store: Any, timeout: float) -> c10d.Store:
+    """A connection of its own, as a question waits its turn on a shared one."""
+    usual = store.timeout
+    # Where the rank that holds the store has ended, a new connection is tried again until the store's timeout, half an hour.
+    store.set_timeout(timedelta(seconds=timeout))
+    try:
+        own = store.clone()
+    finally:
+        store.set_timeout(usual)
+    own.set_timeout(usual)
+    return own
+
+
+class Store:
+    """Questions over a line that have to be answered within ``seconds`` from now, all of them together."""
+
+    def __init__(self, line: Line, seconds: float):
+        self._line, self._until = line, time.monotonic() + seconds
+
+    def _ask(self, question: Callable[[Any], Any]) -> Any:
+        return self._line.ask(question, max(_LEAST, self._until - time.monotonic()))
+
+    def check(self, key: str) -> bool:
+        return self._ask(lambda store: store.check([key]))
+
+    def get(self, key: str) -> str:
+        """The value of a key that is there."""
+        return self._ask(lambda store: store.get(key)).decode()
+
+    def multi_get(self, keys: Sequence[str]) -> list[str]:
+        return [value.decode() for value in self._ask(lambda store: store.multi_get(list(keys)))]
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda store: store.set(key, value))
+
+    def multi_set(self, keys: Sequence[str]) -> None:
+        """Sets keys to nothing."""
+        self._ask(lambda store: store.multi_set(list(keys), [""] * len(keys)))
+
+    def add(self, key: str, number: int) -> int:
+        return self._ask(lambda store: store.add(key, number))
+
+    def propose(self, key: str, value: str) -> str:
+        """Sets a key that is not there yet; what it holds then."""
+        return self._ask(lambda store: store.compare_set(key, "", value)).decode()
+
+    def append(self, key: str, value: str) -> None:
+        self._ask(lambda store: store.append(key, value))
+
+    def delete(self, keys: Sequence[str]) -> None:
+        self._ask(lambda store: [store.delete_key(key) for key in keys])
+
+
+def wait(store: c10d.Store, key: str, stop: threading.Event) -> bool:
+    """Waits, without asking, for somebody to set ``key``; False if only time has passed. Raises where the store is gone."""
+    if not calls_back(store):
+        stop.wait(_LOOK)
+        return True
+    with contextlib.suppress(dist.DistStoreError):
+        store.wait([key], _FOREVER)
+        return True
+    return False
+
+
+def calls_back(store: Any) -> bool:
+    """Whether the store answers a wait when the key is set; a file has to be looked at."""
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return type(store).__name__ == "TCPStore"  # not among what torch exports
+
+
+def holder() -> str:
+    """Who holds the store, as far as the environment tells."""
+    return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"
