@@ -23,7 +23,7 @@ from torch import Tensor
 from ftp.agreement import check
 from ftp.boxes import Box, Part, holders, parts_on
 from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, join_failures
-from ftp.folder_lock import check_held, hold, release
+from ftp.folder_lock import check_held, hold, longest_quiet, release
 from ftp.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
 from ftp.mesh import AnyMesh, Mesh, endings, require_coordinate, resolve
 from ftp.shards import Shards, agreed, digest, patience, shards_of, share
@@ -129,7 +129,7 @@ def save(
                 told: Any = str(draft)
             except Exception as e:
                 told = e
-            folder = share(m, "save/folder", told, 2 * limit, CheckpointError)[0]
+            folder = share(m, "save/folder", told, limit + longest_quiet(limit), CheckpointError)[0]
         job = _Job(m, shards, Path(folder), step, keep, timeout)
     except BaseException:
         if draft is not None:

@@ -106,12 +106,17 @@ def hold(folder: Path, patience: float, *, wait: bool) -> bool:
                     " Save to another folder, or end that job; its lock goes when it ends or calls ftp.destroy_process_group()."
                 )
             else:
-                is_free = dead_for + time.monotonic() - known > max(patience, _LEAST * BEAT)
+                is_free = dead_for + time.monotonic() - known > longest_quiet(patience)
             if is_free and (lock := _take(folder, top, me)) is not None:
                 _held[folder] = lock
                 _Heart.start()
                 return True
             time.sleep(random.uniform(0.1, 0.3) * BEAT)
+
+
+def longest_quiet(patience: float) -> float:
+    """Seconds without a heartbeat after which an owner counts as dead."""
+    return max(patience, _LEAST * BEAT)
 
 
 def is_held(folder: Path) -> bool:
