@@ -203,6 +203,12 @@ def test_a_column_and_a_row_need_one_all_reduce(given):
         assert "return self.net2(torch.relu(self.net1(x)))" in issued.meta["stack_trace"]
 
 
+def test_a_row_whose_sum_is_left_pending():
+    given = {"net1": ColwiseParallel(), "net2": RowwiseParallel(output_layouts=Partial())}
+    for made in equals_one_device(Mlp().double(), (x(5, 4),), {}, TP, given):
+        assert ops(made) == ["_c10d_functional.all_reduce.default"]
+
+
 def test_every_layer_is_known_by_its_module_and_line():
     """Of equal layers too, of which each op but the first layer's was traced before."""
     program = export(nn.Sequential(*(Mlp() for _ in range(4))).double(), (x(5, 4),))
