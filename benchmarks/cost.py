@@ -137,7 +137,7 @@ def _seconds(run: Callable[[], None], world: int) -> float:
 
 
 def case(name: str, ranks: int, mode: str, turns: int) -> dict[str, Any]:
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")])
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")])
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "FTP_SHM": str(int(mode == "memory"))}
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
     asked = ["--case", name, "--modes", mode, "--turns", str(turns)]

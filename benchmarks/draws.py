@@ -13,7 +13,8 @@ import record  # type: ignore[import-not-found]
 import torch
 import torch.nn.functional as F
 
-from ftp import philox, random
+from ftp import random
+from ftp.ops import philox
 
 SHAPES = [(8, 512, 1024), (1024, 1024), (64, 1024), (64, 64)]
 KEY = random.key(0)

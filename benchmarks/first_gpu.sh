@@ -34,9 +34,9 @@ step() {
     fi
 }
 
-# tests WHAT IF_IT_FAILS SELECTION: some of tests/test_cuda.py
+# tests WHAT IF_IT_FAILS SELECTION: some of tests/runtime/test_cuda.py
 tests() {
-    step "$1" "$2" "$python" -m pytest tests/test_cuda.py -q -rs -p no:cacheprovider -k "$3"
+    step "$1" "$2" "$python" -m pytest tests/runtime/test_cuda.py -q -rs -p no:cacheprovider -k "$3"
 }
 
 versions='

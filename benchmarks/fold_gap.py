@@ -35,12 +35,15 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 import ftp
-import ftp.step
-from ftp import network, planner
-from ftp.cost import VIEWS, Hardware, Link, collective_seconds, is_product, op_seconds
-from ftp.graph import Move, Value
-from ftp.layout import PARTIAL, Layout, R, nominal
-from ftp.network import GATHERED, PAD_LATENCIES, REPLICATED_PRODUCT
+import ftp.api.step
+from ftp.planning import cost_network as network
+from ftp.planning import planner
+from ftp.planning.cost import Hardware, Link, collective_seconds, op_seconds
+from ftp.planning.cost_network import PAD_LATENCIES, REPLICATED_PRODUCT
+from ftp.planning.graph import Move, Value
+from ftp.planning.strategies import GATHERED
+from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.sharding.layout import PARTIAL, Layout, R, nominal
 
 JOINED = Layout("P", op="joined")  # no pending sum by itself: zero-padded, or contributed by one rank, to join one
 HARDWARE = Hardware(link=Link(latency=1e-7))  # so low that it is the same for both axes (see planner._latency)
@@ -68,12 +71,12 @@ def _stopped(step, args):
 
 
 def _with_planner(replacement, run):
-    original = ftp.step.make_plan
-    ftp.step.make_plan = replacement
+    original = ftp.api.shard.step.make_plan
+    ftp.api.shard.step.make_plan = replacement
     try:
         return run()
     finally:
-        ftp.step.make_plan = original
+        ftp.api.shard.step.make_plan = original
 
 
 class Joint:

@@ -32,7 +32,7 @@ def measure(case: dict) -> dict:
     import torch
 
     import ftp
-    import ftp.step
+    import ftp.api.step
 
     def lower(layers: int, shapes: dict, clock: dict) -> ftp.Lowered:
         cfg = models.LlamaConfig(layers=layers, **shapes)
@@ -46,7 +46,7 @@ def measure(case: dict) -> dict:
         batch_specs = ftp.P(rows) if rows else ftp.P()
         step = ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=batch_specs)
         for name in ("trace", "from_fx", "make_plan"):
-            setattr(ftp.step, name, _timed(getattr(ftp.step, name), name, clock))
+            setattr(ftp.api.step, name, _timed(getattr(ftp.api.step, name), name, clock))
         start = time.process_time(), time.perf_counter()
         lowered = step.lower(params, batch)
         at = time.process_time()

@@ -32,7 +32,7 @@ def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, An
 
 def environment() -> dict[str, str]:
     """That of a case's process: one thread, and ftp and the tests' models on its path."""
-    paths = [str(ROOT), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    paths = [str(ROOT), str(ROOT / "tests/support"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
 
 

@@ -21,7 +21,7 @@ def measure(case: dict) -> dict:
     import torch
 
     import ftp
-    import ftp.step
+    import ftp.api.step
     from ftp import P
 
     def step_of(layers: int):
@@ -45,7 +45,7 @@ def measure(case: dict) -> dict:
     step, args = step_of(case["layers"])
     clock: dict[str, float] = {}
     for name in ("trace", "make_plan"):
-        setattr(ftp.step, name, _timed(getattr(ftp.step, name), name, clock))
+        setattr(ftp.api.step, name, _timed(getattr(ftp.api.step, name), name, clock))
     start, wall = time.process_time(), time.perf_counter()
     lowered = step.lower(*args)
     clock["lower"] = time.process_time() - start

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
 
 from peers import jax_worker, worker, workloads  # noqa: E402
 from picture import draw  # noqa: E402
@@ -42,7 +42,7 @@ class Team:
         self.name = peer
         ranks = 1 if peer in worker.ALONE else RANKS
         python, script = (jax_python, jax_worker.__file__) if peer in worker.JAX else (sys.executable, worker.__file__)
-        paths = [str(ROOT), str(ROOT / "tests"), str(ROOT / "benchmarks")]
+        paths = [str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         stem = f"{folder}/{peer.replace(' ', '_')}"
         env |= {"TORCHINDUCTOR_CACHE_DIR": f"{stem}.cache", "FTP_CACHE": f"{stem}.ftp"}  # nothing is found compiled or measured

@@ -177,11 +177,11 @@ def random_graph(case: dict):
 
 
 def measure(case: dict) -> dict:
-    import ftp.planner
+    import ftp.planning.planner
 
     step, args = {"gru": gru, "t5": t5, "random": random_graph}[case["kind"]](case)
     seconds: list[float] = []
-    solve = ftp.planner.solve
+    solve = ftp.planning.planner.solve
 
     def timed(problem):
         start = time.perf_counter()
@@ -190,7 +190,7 @@ def measure(case: dict) -> dict:
         finally:
             seconds.append(time.perf_counter() - start)
 
-    ftp.planner.solve = timed
+    ftp.planning.planner.solve = timed
     start = time.perf_counter()
     lowered = step.lower(*args)
     total = time.perf_counter() - start

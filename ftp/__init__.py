@@ -1,39 +1,41 @@
 """ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
 
 from ftp import axis, errors, optim, plans, random, testing
-from ftp.api import lower, reshard, shard, spmd
-from ftp.attest import certify
-from ftp.calibration import calibrate
-from ftp.certificate import Certificate
-from ftp.checkpoint import Saving, save
-from ftp.collectives import Collective
-from ftp.constrain import constrain
-from ftp.cost import Hardware, Link
-from ftp.divergence import Divergence, first_divergence
-from ftp.dtensor import from_dtensor, to_dtensor
+from ftp.api.certify import certify
+from ftp.api.init_params import init_params
+from ftp.api.reshard import reshard
+from ftp.api.shard import lower, shard, spmd
+from ftp.api.step import Step
+from ftp.certification.certificate import Certificate
+from ftp.checkpoint.huggingface import load_safetensors, save_safetensors
+from ftp.checkpoint.load import load
+from ftp.checkpoint.manifest import checkpoints
+from ftp.checkpoint.save import Saving, save
 from ftp.errors import FtpError
 from ftp.exported import shard_exported
-from ftp.found import Found
-from ftp.functional import functionalize
-from ftp.init import init_params
-from ftp.local import local
-from ftp.lowered import Lowered
-from ftp.manifest import checkpoints
-from ftp.mesh import AbstractMesh, destroy_process_group, init_process_group, make_mesh, simulated_mesh, use_mesh
-from ftp.pictures import visualize
-from ftp.pins import Constraint
-from ftp.placement import device_get, device_put, local_slice, specs_of
+from ftp.functional.functionalize import functionalize
+from ftp.functional.module_constraints import Constraint
+from ftp.functional.remat import remat
+from ftp.functional.scan import scan
+from ftp.ops.constrain import constrain
+from ftp.partitioning.collectives import Collective
+from ftp.per_rank.local import local
+from ftp.planning.cost import Hardware, Link
 from ftp.plans import from_hf, from_megatron, from_parallelize_plan
-from ftp.recompute import remat
-from ftp.registry import along_dim, einsum, pointwise, reduction, rule
-from ftp.replicas import check_replicas
-from ftp.restore import load
-from ftp.safetensors_folder import load_safetensors, save_safetensors
-from ftp.scan import scan
-from ftp.search import search
-from ftp.spec import P, PartitionSpec, units
-from ftp.step import Step
-from ftp.tree import plan
+from ftp.report.lowered import Lowered
+from ftp.report.visualize import visualize
+from ftp.rules.registry import along_dim, einsum, pointwise, reduction, rule
+from ftp.runtime.calibrate import calibrate
+from ftp.searching.result import Found
+from ftp.searching.search import search
+from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
+from ftp.sharding.process_group import destroy_process_group, init_process_group
+from ftp.sharding.pytree import plan
+from ftp.sharding.spec import P, PartitionSpec, units
+from ftp.tensors.device_put import device_get, device_put, local_slice, specs_of
+from ftp.tensors.dtensor import from_dtensor, to_dtensor
+from ftp.tensors.replicas import check_replicas
+from ftp.testing.divergence import Divergence, first_divergence
 from ftp.version import __version__
 
 __all__ = [

@@ -14,14 +14,16 @@ import torch
 from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
-from ftp.certificate import load_certificate
-from ftp.checker import check
-from ftp.decompositions import DECOMPOSITIONS
-from ftp.discovery import cached_findings
+from ftp.certification.certificate import load_certificate
+from ftp.certification.checker import check
+from ftp.certification.collective_semantics import COLLECTIVES
+from ftp.cli import CONTRACT, HARDWARE, of_config, of_file, parse_mesh, report
 from ftp.errors import FtpError, ReportError
-from ftp.issued import COLLECTIVES
-from ftp.registry import RULES, Call, Meta, Rule, lookup
-from ftp.reporting import CONTRACT, HARDWARE, of_config, of_file, parse_mesh, report
+from ftp.rules.bind import lookup
+from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.proof.discover import cached_findings
+from ftp.rules.registry import RULES
+from ftp.rules.rule import Call, Meta, Rule
 
 SIZES = (2, 3, 5, 7)
 
@@ -68,7 +70,7 @@ def proven_ops() -> frozenset[str]:
     >>> "aten.mm.default" in proven_ops()
     True
     """
-    record = json.loads((Path(__file__).parent / "proven.json").read_text())
+    record = json.loads((Path(__file__).parent / "rules/proof/proven.json").read_text())
     same = record["torch"].split(".")[:2] == torch.__version__.split(".")[:2]
     return frozenset(record["proven"] if same else ())
 

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 CASE = {"model": "tiny", "device": "cpu", "steps": 2, "ranks": 1, "backend": ""}

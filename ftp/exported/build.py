@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from ftp import random
-from ftp.exported.calls import memory_of
-from ftp.graph import Node
-from ftp.mesh import Mesh
-from ftp.partition import LocalProgram
-from ftp.placement import take
-from ftp.planner import Plan
-from ftp.recorder import PROVENANCE
-from ftp.spec import P, local_pieces, local_shape
-from ftp.trace import Traced
+from ftp.exported.module_calls import memory_of
+from ftp.partitioning.partition import LocalProgram
+from ftp.planning.graph import Node
+from ftp.planning.plan import Plan
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import P, local_pieces, local_shape
+from ftp.tensors.device_put import take
+from ftp.tracing.recorder import PROVENANCE
+from ftp.tracing.trace import Traced
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -9,7 +9,7 @@ from torch._ops import HigherOrderOperator
 from torch.utils import _pytree as pytree
 
 from ftp.errors import InputError, join_failures
-from ftp.exported.draws import is_random, undrawn
+from ftp.exported.random_ops import is_random, undrawn
 from ftp.source import told_line
 
 

@@ -10,11 +10,11 @@ from torch.utils import _pytree as pytree
 
 from ftp.errors import InputError, MeshError
 from ftp.exported.build import quiet
-from ftp.mesh import AnyMesh, require_coordinate, resolve
-from ftp.partition import LocalProgram
-from ftp.program import groups_of
-from ftp.simulate import COLLECTIVES
-from ftp.simulate import simulate as run_in_lockstep
+from ftp.partitioning.partition import LocalProgram
+from ftp.runtime.program import groups_of
+from ftp.runtime.simulate import COLLECTIVES
+from ftp.runtime.simulate import simulate as run_in_lockstep
+from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

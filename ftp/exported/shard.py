@@ -10,23 +10,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import traceback as fx_traceback
 from torch.fx.node import map_arg
 
-from ftp.constrain import constrain
-from ftp.draws import Draws
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.exported.build import KEY, Build, Entry, is_training, quiet
 from ftp.exported.check import check_program
-from ftp.exported.draws import drawn, module_of
-from ftp.exported.plan import argument_specs, names_of_leaves, result_specs, state_specs
+from ftp.exported.random_ops import drawn, module_of
+from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, state_specs
 from ftp.exported.styles import Pin
-from ftp.graph import BATCH, PARAMETER, live, mark_dependencies, merge_common
-from ftp.ingest import constraints, decompose, from_fx
-from ftp.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
-from ftp.partition import Partitioner
-from ftp.planner import Plan, Specs, make_plan
+from ftp.ops.constrain import constrain
+from ftp.partitioning.partition import Partitioner
+from ftp.planning.from_fx import constraints, decompose, from_fx
+from ftp.planning.graph import BATCH, PARAMETER
+from ftp.planning.graph_passes import live, mark_dependencies, merge_common
+from ftp.planning.plan import Plan, Specs
+from ftp.planning.planner import make_plan
+from ftp.random.torch_functions import Draws
+from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import P, PartitionSpec, check_spec
 from ftp.source import told_line
-from ftp.spec import P, PartitionSpec, check_spec
-from ftp.trace import Traced, trace
-from ftp.tree import flatten
+from ftp.tracing.trace import Traced, trace
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

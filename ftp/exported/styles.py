@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 
-from ftp.constrain import entries_over
 from ftp.errors import SpecError
-from ftp.exported.calls import Call, calls_of, modules_of, reader_of
-from ftp.pins import Constraint, Pins
+from ftp.exported.module_calls import Call, calls_of, modules_of, reader_of
+from ftp.functional.module_constraints import Constraint, Pins
+from ftp.ops.constrain import entries_over
 from ftp.plans.styles import read_style, shard_spec
-from ftp.spec import P
-from ftp.tree import kind_of
+from ftp.sharding.pytree import kind_of
+from ftp.sharding.spec import P
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

@@ -3,19 +3,19 @@
 A pass that changes which collectives are issued, or in what order, decides from the plan, which is equal on all ranks.
 """
 
-from ftp.passes.chunk import Chunks as Chunks
-from ftp.passes.chunk import chunk_products as chunk_products
-from ftp.passes.chunk import chunks as chunks
-from ftp.passes.copies import drop_copies as drop_copies
-from ftp.passes.memory import reuse_memory as reuse_memory
-from ftp.passes.memory import with_values as with_values
-from ftp.passes.merge import merge_axes as merge_axes
-from ftp.passes.pack import Packs as Packs
-from ftp.passes.pack import pack as pack
-from ftp.passes.pack import packs as packs
-from ftp.passes.pipeline import Joint as Joint
-from ftp.passes.pipeline import join_products as join_products
-from ftp.passes.pipeline import joints as joints
-from ftp.passes.prefetch import prefetch as prefetch
+from ftp.passes.bucket_collectives import Packs as Packs
+from ftp.passes.bucket_collectives import pack as pack
+from ftp.passes.bucket_collectives import packs as packs
+from ftp.passes.buffer_reuse import reuse_memory as reuse_memory
+from ftp.passes.buffer_reuse import with_values as with_values
+from ftp.passes.chunk_matmuls import Chunks as Chunks
+from ftp.passes.chunk_matmuls import chunk_products as chunk_products
+from ftp.passes.chunk_matmuls import chunks as chunks
+from ftp.passes.copy_elimination import drop_copies as drop_copies
+from ftp.passes.fuse_matmul_collectives import Joint as Joint
+from ftp.passes.fuse_matmul_collectives import join_products as join_products
+from ftp.passes.fuse_matmul_collectives import joints as joints
+from ftp.passes.fuse_optimizer_updates import merge_updates as merge_updates
+from ftp.passes.merge_axes import merge_axes as merge_axes
+from ftp.passes.prefetch_parameters import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
-from ftp.passes.updates import merge_updates as merge_updates

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.fused import UPDATES, written
-from ftp.localize import RankGraph
-from ftp.passes.alias import ALL_REDUCE, WAIT, is_view
-from ftp.passes.memory import in_place
+from ftp.ops.fused_optimizer import UPDATES, written
+from ftp.passes.aliasing import ALL_REDUCE, WAIT, is_view
+from ftp.passes.buffer_reuse import in_place
+from ftp.rules.local_op import RankGraph
 
 
 def schedule(graph: fx.Graph) -> fx.Graph:

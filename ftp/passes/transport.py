@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.passes.copies import copied
+from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional

@@ -1,11 +1,8 @@
 """Plans that people already have, read as specs and constraints: PyTorch's styles, transformers', Megatron's, adapters; and our own."""
 
-from ftp.plans import older
-from ftp.plans.hf import from_hf
-from ftp.plans.lora import lora
-from ftp.plans.megatron import from_megatron
-from ftp.plans.models import NAMES, Names, attention, bert, gpt2, llama, mixtral, mlp, sequence_parallel, t5, vit, vocabulary
-from ftp.plans.older import (
+from ftp.plans import legacy_styles as older
+from ftp.plans.huggingface import from_hf
+from ftp.plans.legacy_styles import (
     PairwiseParallel,
     PairwiseSequenceParallel,
     make_input_replicate_1d,
@@ -18,7 +15,10 @@ from ftp.plans.older import (
     make_output_tensor,
     make_sharded_output_tensor,
 )
-from ftp.plans.parallelize import from_parallelize_plan, merge
+from ftp.plans.lora import lora
+from ftp.plans.megatron import from_megatron
+from ftp.plans.models import NAMES, Names, attention, bert, gpt2, llama, mixtral, mlp, sequence_parallel, t5, vit, vocabulary
+from ftp.plans.parallelize_module import from_parallelize_plan, merge
 
 __all__ = [
     "NAMES",

@@ -8,10 +8,10 @@ from typing import Any
 from torch import nn
 
 from ftp.errors import SpecError, join_failures
-from ftp.functional import functionalize
-from ftp.spec import Entry, P
-from ftp.tree import Specs, kind_of, leaf_names, match_patterns, tied_paths
-from ftp.tree import plan as plan_specs
+from ftp.functional.functionalize import functionalize
+from ftp.sharding.pytree import Specs, kind_of, leaf_names, match_patterns, tied_paths
+from ftp.sharding.pytree import plan as plan_specs
+from ftp.sharding.spec import Entry, P
 
 _ADAPTER = re.compile(r"^(?P<module>.*?)\.?lora_(?P<embedding>embedding_)?(?P<factor>A|B|magnitude_vector)(\.|$)")
 

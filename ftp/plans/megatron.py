@@ -6,11 +6,11 @@ from typing import Any
 from torch import Tensor, nn
 
 from ftp.errors import SpecError, join_failures
-from ftp.functional import functionalize
-from ftp.pins import Constraint
-from ftp.spec import P, units
-from ftp.tree import Specs, kind_of
-from ftp.tree import plan as plan_specs
+from ftp.functional.functionalize import functionalize
+from ftp.functional.module_constraints import Constraint
+from ftp.sharding.pytree import Specs, kind_of
+from ftp.sharding.pytree import plan as plan_specs
+from ftp.sharding.spec import P, units
 
 ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ftp.errors import SpecError
-from ftp.pins import Constraint
-from ftp.spec import Entry, P, units
+from ftp.functional.module_constraints import Constraint
+from ftp.sharding.spec import Entry, P, units
 
 Patterns = dict[str, P]
 

@@ -7,11 +7,11 @@ from typing import Any, cast
 
 from torch import nn
 
-from ftp.constrain import Gradient
 from ftp.errors import SpecError
-from ftp.pins import Constraint, Pins
-from ftp.spec import P
-from ftp.tree import kind_of
+from ftp.functional.module_constraints import Constraint, Pins
+from ftp.ops.constrain import Gradient
+from ftp.sharding.pytree import kind_of
+from ftp.sharding.spec import P
 
 UserStyle = Callable[[str, nn.Module], tuple[Mapping[str, P], Any]]
 """A style of the user's own: a module's path and the module -> specs and constraints, by path from the model or from the module."""

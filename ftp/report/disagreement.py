@@ -2,11 +2,11 @@
 
 from collections.abc import Mapping
 
-from ftp.cost import VIEWS
-from ftp.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.report.causes import Origins, describe
 from ftp.report.lint import Finding, folded
-from ftp.report.reasons import Origins, describe
-from ftp.spec import PartitionSpec
+from ftp.rules.op_kinds import VIEWS
+from ftp.sharding.spec import PartitionSpec
 
 
 def disagreements(graph: Graph, found: Origins, specs: Mapping[Node, PartitionSpec]) -> list[Finding]:

@@ -5,13 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ftp.cost import VIEWS
-from ftp.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.report.causes import Origins, Users, describe
 from ftp.report.memory import in_bytes
 from ftp.report.names import without_numbers
-from ftp.report.reasons import Origins, Users, describe
-from ftp.report.uneven import uneven_dims
-from ftp.spec import PartitionSpec, local_shape
+from ftp.rules.op_kinds import VIEWS
+from ftp.sharding.spec import PartitionSpec, local_shape
 
 LARGE = 1 << 20  # bytes from which waste is a warning rather than a note
 SHARE = 0.01  # of all parameters, from which one of them is large
@@ -184,3 +183,44 @@ def _parts(value: Value, dim: int, users: Users) -> int:
 
 def _nbytes(node: Node) -> int:
     return math.prod(node.results[0].shape) * node.results[0].dtype.itemsize
+
+
+@dataclass(frozen=True)
+class Uneven:
+    """A dim whose shards differ.
+
+    Attributes:
+        size: the dim's, and ``ranks`` that share it, in units of ``unit``.
+        largest: the longest shard.
+        wasted: the part of all ranks' memory and time for it that an even division would save.
+        below, above: the nearest sizes that divide.
+    """
+
+    dim: int
+    size: int
+    ranks: int
+    unit: int
+    largest: int
+    wasted: float
+    below: int
+    above: int
+
+
+def uneven_dims(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> list[Uneven]:
+    """
+    >>> [(u.dim, u.largest, round(u.wasted, 3), u.below, u.above) for u in uneven_dims(PartitionSpec("tp"), (10, 3), {"tp": 4})]
+    [(0, 3, 0.167, 8, 12)]
+    """
+    found = []
+    most = local_shape(spec, shape, dict(axes))
+    for dim, size in enumerate(shape):
+        cuts = spec.cuts(dim)
+        n = math.prod(axes[c.axis] for c in cuts)
+        if n == 1 or not size or most[dim] * n == size:
+            continue
+        unit = max(c.size for c in cuts)
+        step = n * unit
+        if all(c.is_plain or c.pack == 1 for c in cuts) and most[dim] * n > size:
+            below = size // step * step
+            found.append(Uneven(dim, size, n, unit, most[dim], 1 - size / (most[dim] * n), below, below + step))
+    return found

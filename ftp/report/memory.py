@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.report.shapes import LocalShapes
+from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
 KINDS = ("parameters", "optimizer", "batch", "constants", "gradients", "outputs", "activations", "collectives", "temporaries")

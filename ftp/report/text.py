@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from ftp.collectives import Collective
-from ftp.constrain import pin_from_str
-from ftp.graph import Graph, Node, Value
+from ftp.ops.constrain import pin_from_str
+from ftp.partitioning.collectives import Collective
+from ftp.planning.graph import Graph, Node, Value
 from ftp.report.names import dtype_name, without_numbers
 
 LONGEST_PERIOD = 4096  # lines of a repeated block

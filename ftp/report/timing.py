@@ -11,12 +11,12 @@ import torch
 from torch import fx
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from ftp.collectives import Collective
-from ftp.cost import Hardware, measured_seconds, on_curve
-from ftp.partition import WAIT
-from ftp.passes.updates import changed
-from ftp.pipelined import gather_products, multiplications, product_scatter
-from ftp.report.shapes import Held, LocalShapes
+from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
+from ftp.partitioning.collectives import Collective
+from ftp.partitioning.partition import WAIT
+from ftp.passes.fuse_optimizer_updates import changed
+from ftp.planning.cost import Hardware, measured_seconds, on_curve
+from ftp.runtime.local_shapes import Held, LocalShapes
 
 aten = torch.ops.aten
 

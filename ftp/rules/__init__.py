@@ -1,21 +1,19 @@
-"""The sharding rules of aten's ops, one file per family; importing it registers them."""
+"""Pass 2, rules: how each aten op's dims correspond, one file per family; importing it registers them."""
 
-from ftp.rules import attention, conv, ctc, einsum, factory, index, linalg, norm, optim, pointwise, random, reduce, scan, shape, stacked
+from ftp.rules import along_dim, attention, conv, factory, ftp_ops, index, linalg, loss, matmul, norm, pointwise, reduce, shape
 
 __all__ = [
+    "along_dim",
     "attention",
     "conv",
-    "ctc",
-    "einsum",
     "factory",
+    "ftp_ops",
     "index",
     "linalg",
+    "loss",
+    "matmul",
     "norm",
-    "optim",
     "pointwise",
-    "random",
     "reduce",
-    "scan",
     "shape",
-    "stacked",
 ]

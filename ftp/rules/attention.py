@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from ftp.localize import LocalOp
-from ftp.notation import Dims, Notation
-from ftp.registry import Call, LocalHook, Meta, Rule, rule
-from ftp.rules.local import zeros
+from ftp.rules.local_forms import zeros
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Dims, Notation
+from ftp.rules.registry import rule
+from ftp.rules.rule import Call, LocalHook, Meta, Rule
 
 aten = torch.ops.aten
 

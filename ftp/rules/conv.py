@@ -5,10 +5,12 @@ from typing import Any
 
 import torch
 
-from ftp.localize import LocalOp
-from ftp.notation import Dims, Notation
-from ftp.registry import Call, LocalHook, Rule, RuleMaker, leading, rule
-from ftp.rules.local import contributed_once, unless_empty, zeros
+from ftp.rules.forms import leading
+from ftp.rules.local_forms import contributed_once, unless_empty, zeros
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Dims, Notation
+from ftp.rules.registry import RuleMaker, rule
+from ftp.rules.rule import Call, LocalHook, Rule
 
 aten = torch.ops.aten
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ftp.localize import LocalOp
-from ftp.notation import Dims, Notation
-from ftp.registry import Call, LocalHook, Rule, make, rule
-from ftp.rules.local import with_shape
+from ftp.rules.local_forms import with_shape
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Dims, Notation
+from ftp.rules.registry import make, rule
+from ftp.rules.rule import Call, LocalHook, Rule
 
 aten = torch.ops.aten
 

@@ -10,10 +10,12 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-from ftp.localize import LocalOp
-from ftp.notation import Dim, Dims, Notation
-from ftp.registry import Call, Meta, Rule, broadcast_notation, rule
-from ftp.rules.local import contributed_once, held_rows, masked, unless_empty, unsqueezed, zeros
+from ftp.rules.forms import broadcast_notation
+from ftp.rules.local_forms import contributed_once, held_rows, masked, unless_empty, unsqueezed, zeros
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Dim, Dims, Notation
+from ftp.rules.registry import rule
+from ftp.rules.rule import Call, Meta, Rule
 
 aten = torch.ops.aten
 

@@ -3,10 +3,12 @@
 import torch
 from torch._ops import OpOverload
 
-from ftp.fixed_shapes import lstsq
-from ftp.notation import Notation
-from ftp.registry import Call, Rule, acting_on, leading, make, rule
-from ftp.rules.local import unless_empty
+from ftp.ops.static_shape import lstsq
+from ftp.rules.forms import acting_on, leading
+from ftp.rules.local_forms import unless_empty
+from ftp.rules.notation import Notation
+from ftp.rules.registry import make, rule
+from ftp.rules.rule import Call, Rule
 
 aten = torch.ops.aten
 

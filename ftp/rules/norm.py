@@ -5,10 +5,11 @@ from typing import Any
 
 import torch
 
-from ftp.localize import LocalOp
-from ftp.notation import Dims, Notation
-from ftp.registry import Call, LocalHook, Rule, along_dim, rule
-from ftp.rules.local import contiguous, unless_empty, zeros
+from ftp.rules.local_forms import contiguous, unless_empty, zeros
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Dims, Notation
+from ftp.rules.registry import along_dim, rule
+from ftp.rules.rule import Call, LocalHook, Rule
 
 aten = torch.ops.aten
 

@@ -6,9 +6,11 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ftp.localize import LocalOp
-from ftp.notation import Notation
-from ftp.registry import Call, Rule, broadcast_notation, pointwise, rule
+from ftp.rules.forms import broadcast_notation
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Notation
+from ftp.rules.registry import pointwise, rule
+from ftp.rules.rule import Call, Rule
 
 aten = torch.ops.aten
 

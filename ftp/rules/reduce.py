@@ -6,9 +6,11 @@ from dataclasses import replace
 import torch
 from torch import fx
 
-from ftp.localize import LocalOp
-from ftp.registry import Call, LocalHook, Rule, reduction, reduction_rule, rule
-from ftp.rules.local import unless_empty
+from ftp.rules.forms import reduction_rule
+from ftp.rules.local_forms import unless_empty
+from ftp.rules.local_op import LocalOp
+from ftp.rules.registry import reduction, rule
+from ftp.rules.rule import Call, LocalHook, Rule
 
 aten = torch.ops.aten
 

@@ -7,10 +7,12 @@ from itertools import count
 import torch
 from torch import fx
 
-from ftp.localize import LocalOp
-from ftp.notation import Dims, Notation
-from ftp.registry import Call, Meta, Rule, acting_on, broadcast_notation, make, rule
-from ftp.rules.local import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
+from ftp.rules.forms import acting_on, broadcast_notation
+from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
+from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Dims, Notation
+from ftp.rules.registry import make, rule
+from ftp.rules.rule import Call, Meta, Rule
 
 aten = torch.ops.aten
 

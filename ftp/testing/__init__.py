@@ -6,8 +6,8 @@
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from ftp.prover import check_rule
-from ftp.testing.equal import assert_equal_to_one_device
+from ftp.rules.proof.prove import check_rule
+from ftp.testing.one_device import assert_equal_to_one_device
 
 if TYPE_CHECKING:
     from ftp.testing.strategies import meshes, op_inputs, shapes, spec_trees, specs, tensors

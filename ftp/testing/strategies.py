@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from ftp.mesh import AnyMesh, SimulatedMesh, resolve, simulated_mesh
-from ftp.prover import Sample, results_of
-from ftp.spec import PartitionSpec, check_spec, units
-from ftp.tree import NAMESPACE
-from ftp.trials import resized
+from ftp.rules.proof.prove import Sample, results_of
+from ftp.rules.proof.trial import resized
+from ftp.sharding.mesh import AnyMesh, SimulatedMesh, resolve, simulated_mesh
+from ftp.sharding.pytree import NAMESPACE
+from ftp.sharding.spec import PartitionSpec, check_spec, units
 
 try:
     from hypothesis import assume

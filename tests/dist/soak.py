@@ -36,9 +36,9 @@ import torch.distributed as dist
 
 import ftp
 from ftp import P
-from ftp.boxes import parts_on
-from ftp.manifest import Checkpoint
-from ftp.mesh import Mesh
+from ftp.tensors.boxes import parts_on
+from ftp.checkpoint.manifest import Checkpoint
+from ftp.sharding.mesh import Mesh
 
 RANKS, STEPS, EVERY, KEEP = 4, 1000, 20, 4
 TIMEOUT, STEP_TIMEOUT = 20.0, 5.0  # seconds
@@ -228,7 +228,7 @@ def hold_store(port: int) -> int:
 
 def fail_when_full(flag: Path) -> None:
     """Without a disk that can be filled, the writing of files fails while the flag is there."""
-    from ftp import checkpoint
+    from ftp.checkpoint import save as checkpoint
 
     write = checkpoint.write_file
 

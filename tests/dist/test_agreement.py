@@ -7,12 +7,12 @@ from datetime import timedelta
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
-from ftp.agreement import agree, calls, exchange
-from ftp.mesh import make_mesh, resolve
+from ftp.distributed.agreement import agree, calls, exchange
+from ftp.sharding.mesh import make_mesh, resolve
 
 pytestmark = pytest.mark.dist
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
@@ -220,7 +220,7 @@ def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
 
 def _interrupted(folder, donate):
     """Saves after interrupts: in a call on both ranks, and between a call and the assignment of its result, on both or on one."""
-    from ftp.program import Program
+    from ftp.runtime.program import Program
 
     rank = int(os.environ["RANK"])
     mesh = ftp.make_mesh((2,), ("dp",), device_type="cpu")

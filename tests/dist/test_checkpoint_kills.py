@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P
-from ftp.agreement import calls
+from ftp.distributed.agreement import calls
 from ftp.errors import CollectiveError, MismatchError
-from ftp.mesh import resolve
+from ftp.sharding.mesh import resolve
 
 pytestmark = pytest.mark.dist
 
@@ -96,7 +96,7 @@ def test_a_rank_killed_in_mid_step_is_named_by_all_others():
         assert rank.exit == 0, rank
         error, seconds = rank.value
         assert re.match(r"CollectiveError: Call [34] on the mesh \(dp 2, tp 2\) on cpu failed in all_reduce over (dp|tp) of float32", error)
-        assert " at dist/test_faults.py:" in error
+        assert " at tests/dist/test_faults.py:" in error
         assert re.search(r": Rank 3 has been killed, or has ended without a word: its process, \d+ on .*, is gone\.\n  Restart from", error)
         assert seconds < 15
 
@@ -154,7 +154,7 @@ def _differing():
     mesh = _mesh((2,), ("tp",))
     odd = dist.get_rank() == 1
     found = {}
-    module = __import__("ftp.step", fromlist=["step"])
+    module = __import__("ftp.api.step", fromlist=["Step"])
     version = module.__version__
     module.__version__ = "0.0.9" if odd else version
     step, params, batch = _step(mesh)

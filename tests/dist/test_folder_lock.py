@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
-from ftp import folder_lock
-from ftp.folder_lock import hold, release
+from ftp.checkpoint import folder_lock
+from ftp.checkpoint.folder_lock import hold, release
 
 pytestmark = pytest.mark.dist
 
@@ -238,8 +238,8 @@ def _two_jobs(folder, is_locked):
 
     def job(which):
         if not is_locked:
-            ftp.checkpoint.hold = lambda *args, **options: True
-            ftp.checkpoint.check_held = lambda folder: None
+            ftp.checkpoint.save.hold = lambda *args, **options: True
+            ftp.checkpoint.save.check_held = lambda folder: None
         done = []
         while time.monotonic() < end:
             state = {name: torch.full((256, 16), float(len(done))) for name in like}

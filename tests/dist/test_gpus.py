@@ -13,15 +13,15 @@ import torch
 import torch.distributed as dist
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_parallel, specs
 from torch.utils._python_dispatch import TorchDispatchMode
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P
-from ftp.agreement import _interrupt, calls
-from ftp.checkpoint import _Job
-from ftp.collectives import gather_of
-from ftp.mesh import resolve, set_timeout
-from ftp.unfinished import Unfinished
+from ftp.distributed.agreement import _interrupt, calls
+from ftp.checkpoint.save import _Job
+from ftp.partitioning.collectives import gather_of
+from ftp.sharding.mesh import resolve, set_timeout
+from ftp.distributed.unfinished import Unfinished
 
 pytestmark = pytest.mark.dist
 
@@ -39,8 +39,8 @@ def _under_slurm(uuids: list[str]) -> Any:
     torch.cuda.device_count = lambda: 1
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = taken.append
-    ftp.mesh.talks_nccl = lambda: True
-    ftp.mesh.gpu_uuid = lambda index: uuids[int(rank)]
+    ftp.sharding.process_group.talks_nccl = lambda: True
+    ftp.sharding.process_group.gpu_uuid = lambda index: uuids[int(rank)]
     try:
         ftp.init_process_group(device_type="cuda", timeout=30)
     except ftp.errors.MeshError as error:
@@ -71,7 +71,7 @@ def test_gloo_gathers_tensors_of_gpus_by_the_call_that_takes_them(
     monkeypatch: pytest.MonkeyPatch, device: str, backend: str, is_other: bool
 ):
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
-    monkeypatch.setattr("ftp.collectives._resolve_process_group", lambda name: group)
+    monkeypatch.setattr("ftp.partitioning.collectives._resolve_process_group", lambda name: group)
     other = torch.ops.ftp.all_gather_over_gloo.default
     assert (gather_of("0", torch.device(device)) is other) == is_other
 
@@ -88,7 +88,7 @@ class _Seen(TorchDispatchMode):
 
 def _gathers(how: str) -> set[str]:
     """A step whose gathers go as they do on GPUs, on two ranks over gloo."""
-    ftp.program.gather_of = lambda group, device: torch.ops.ftp.all_gather_over_gloo.default
+    ftp.runtime.program.gather_of = lambda group, device: torch.ops.ftp.all_gather_over_gloo.default
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     cfg = LlamaConfig(vocab=64, layers=1)
     constraints = sequence_parallel() if how == "sequence" else None
@@ -181,7 +181,7 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
     blocked, aborted = threading.Event(), threading.Event()
     backends = [SimpleNamespace(abort=lambda: blocked.wait(20)), SimpleNamespace(abort=aborted.set)]
     groups = [SimpleNamespace(_get_backend=lambda device, b=b: b, _device_types=["cuda"]) for b in backends]
-    monkeypatch.setattr("ftp.agreement.process_groups", lambda mesh: groups)
+    monkeypatch.setattr("ftp.distributed.agreement.process_groups", lambda mesh: groups)
     began = time.monotonic()
     _interrupt(SimpleNamespace(torch=True))  # type: ignore[arg-type]
     assert aborted.wait(5) and time.monotonic() - began < 10
@@ -190,10 +190,10 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
 
 def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr("ftp.mesh.process_groups", lambda mesh: [])
-    monkeypatch.setattr("ftp.mesh._set_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
-    monkeypatch.setattr("ftp.mesh.dist.get_backend", lambda: "")
+    monkeypatch.setattr("ftp.sharding.mesh.process_groups", lambda mesh: [])
+    monkeypatch.setattr("ftp.sharding.process_group.set_group_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
+    monkeypatch.setattr("ftp.sharding.mesh.dist.get_backend", lambda: "")
     for kind in (True, False):
-        monkeypatch.setattr("ftp.mesh.talks_nccl", lambda kind=kind: kind)
+        monkeypatch.setattr("ftp.sharding.process_group.talks_nccl", lambda kind=kind: kind)
         set_timeout(SimpleNamespace(torch=True, groups=["0"], device_type="cuda"), 100.0)  # type: ignore[arg-type]
     assert seen == [130.0, 100.0]

@@ -5,7 +5,7 @@ import warnings
 
 import pytest
 import torch
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P

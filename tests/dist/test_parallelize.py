@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 from parallel_plans import CASES  # type: ignore[import-not-found]
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P
@@ -19,7 +19,7 @@ def _values(ranks):
 
 
 def _local_code(compile):
-    from test_local import experts_of_all_ranks, experts_plain, ring_attention  # type: ignore[import-not-found]
+    from tests.per_rank.test_local import experts_of_all_ranks, experts_plain, ring_attention# type: ignore[import-not-found]
 
     mesh = ftp.make_mesh((int(os.environ["WORLD_SIZE"]),), ("tp",), device_type="cpu")
     attend = ftp.local(lambda q: ring_attention(q, q, q, "tp"), mesh, P(None, "tp"), P(None, "tp"))

@@ -6,13 +6,13 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import ftp
 from ftp import P, units
-from ftp.tree import flatten
+from ftp.sharding.pytree import flatten
 
 pytestmark = pytest.mark.dist
 

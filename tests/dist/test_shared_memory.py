@@ -12,14 +12,15 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
-from ftp import P, shared_memory
+from ftp import P
+from ftp.runtime import shared_memory
 from ftp.errors import CollectiveError, MeshError, MismatchError
-from ftp.mesh import resolve
-from ftp.program import memory_of
-from ftp.shared_memory import SLOT_BYTES
+from ftp.sharding.mesh import resolve
+from ftp.runtime.program import memory_of
+from ftp.runtime.shared_memory import SLOT_BYTES
 
 pytestmark = pytest.mark.dist
 ASKED = {"FTP_SHM": "1"}

@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from dist.launch import launch  # type: ignore[import-not-found]
+from launch import launch
 
 import ftp
 from ftp import P
@@ -279,9 +279,9 @@ def _one_sided(kind):
     for _ in range(2):
         step(params, x)
     if rank == 1 and kind == "placed":
-        params = {"w": ftp.placement.remember(params["w"].clone(), ftp.placement.placement(step.mesh, P(None, "tp"), (2, 6)))}
+        params = {"w": ftp.tensors.placement.remember(params["w"].clone(), ftp.tensors.placement.placement(step.mesh, P(None, "tp"), (2, 6)))}
     if rank == 1 and kind == "donated":
-        ftp.placement.remember(params["w"], ftp.placement.Donated("p"))
+        ftp.tensors.placement.remember(params["w"], ftp.tensors.placement.Donated("p"))
     if rank == 1 and kind == "numpy":
         x = x.numpy()
     start = time.monotonic()

@@ -1,0 +1,1 @@
+"""What users call: shard, spmd, lower, certify, reshard, init_params. Orders the passes."""

@@ -1,0 +1,127 @@
+"""``certify``: from a program to its checked certificate."""
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+import ftp.rules  # noqa: F401  (the check looks rules up)
+from ftp.certification.certificate import Certificate, Claim, Operation, Ports, Ranks, Ref, Spec
+from ftp.certification.checker import check
+from ftp.certification.value_numbering import check_traced
+from ftp.per_rank.program import Program as RankProgram
+from ftp.planning.graph import Node, Value
+from ftp.report.lowered import Lowered
+from ftp.rules.rule import replaced
+from ftp.runtime.executed import executed
+from ftp.runtime.program import Program
+from ftp.sharding.layout import Size
+from ftp.sharding.spec import PartitionSpec
+
+
+def certify(lowered: Lowered) -> Certificate:
+    """The proof that a program's collectives make every output of every rank right; ``save`` keeps it.
+
+    Raises:
+        CertificateError: with each value that is wrong, on which rank, and why. That is a fault of ftp: please report it.
+
+    >>> import torch, ftp
+    >>> x, w = torch.empty(2, 8), torch.empty(8, 3)
+    >>> lowered = ftp.lower(lambda x, w: x @ w, ftp.AbstractMesh((4,), ("tp",)), (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
+    >>> [o.name for o in certify(lowered).operations]
+    ['x', 'w', 'mm']
+    """
+    return certified(lowered._program)
+
+
+def certified(program: Program) -> Certificate:
+    """The checked certificate of a program."""
+    certificate = certificate_of(program)
+    check_traced(program.traced, certificate)
+    return check(certificate)
+
+
+def certificate_of(program: Program) -> Certificate:
+    """What there is to check of a program, unchecked: of one with ``async_tp``, the program before products are one with collectives."""
+    if program.async_tp:
+        program = replace(program, async_tp=False)
+    plan, mesh = program.plan, program.mesh
+    numbers: dict[fx.GraphModule, int] = {}
+    graphs: list[fx.Graph] = []
+    at = {}
+    for coordinate in mesh.coordinates():
+        local = program.local(coordinate)
+        if local.gm not in numbers:
+            numbers[local.gm] = len(graphs)
+            graphs.append(executed(program, local, coordinate).graph)
+        at[tuple(coordinate[a] for a in mesh.axes)] = (numbers[local.gm], tuple(local.offsets_at(coordinate)))
+    products = [axes for count in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, count)]
+    in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
+    return Certificate(
+        dict(mesh.axes),
+        {mesh.group_name(*axes): axes for axes in products},
+        tuple(_operation(node, in_specs) for node in plan.graph.nodes if node.kind in ("input", "op", "local")),
+        tuple((_ref(v), _cuts(spec)) for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)),
+        Ranks(tuple(graphs), at),
+        program.donated,
+    )
+
+
+def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
+    if node.kind == "input":
+        return Operation(node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec())))
+    if node.kind == "local":
+        program: RankProgram = node.target
+        ports = Ports(tuple(_cuts(p.spec) for p in program.operands), tuple((_cuts(p.spec), p.pending) for p in program.results))
+        args = (tuple(map(_ref, node.operands)), program.key)
+        return Operation(node.name, torch.ops.ftp.local.default, args, {}, node.results, source=node.source, ports=ports)
+    claims = tuple(Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts)
+    partial: dict[str, list[int]] = {}
+    for slot, value in enumerate(node.operands):
+        for axis, op in _pending(value):
+            if op == "sum":
+                partial.setdefault(axis, []).append(slot)
+    slots = {axis: tuple(found) for axis, found in partial.items()}
+    found = (str(node.rule), node.rule.linear) if node.rule.is_found else ("", ())
+    return Operation(
+        node.name,
+        node.target,
+        replaced(node.args, Value, _ref),
+        replaced(dict(node.kwargs), Value, _ref),
+        node.results,
+        claims,
+        slots,
+        (),
+        node.source,
+        None,
+        *found,
+    )
+
+
+def _pending(value: Value) -> tuple[tuple[str, str], ...]:
+    """What is still to come for a value, moves included."""
+    node = value.node
+    if node.kind == "constrain":
+        return _pending(node.operands[0])
+    if node.kind != "move":
+        return tuple(node.pending.get(value.index, ()))
+    move = node.target
+    others = tuple(p for p in _pending(node.operands[0]) if p[0] != move.axis)
+    return (*others, (move.axis, move.dst.op)) if move.dst.kind == "P" else others
+
+
+def _ref(value: Value) -> Ref:
+    while value.node.kind in ("move", "constrain"):
+        value = value.node.operands[0]
+    return Ref(value.node.name, value.index)
+
+
+def _size(size: Size) -> Any:
+    return size if isinstance(size, int) else [size.const, [[_size(c.size), c.axis, c.n] for c in size.chunks]]
+
+
+def _cuts(spec: PartitionSpec) -> Spec:
+    return tuple(tuple((c.axis, c.size, c.pack) for c in spec.cuts(d)) for d in range(len(spec)))

@@ -1,0 +1,78 @@
+"""The call that a step expects after the last one, so that one like it is known at a glance.
+
+A train loop gives a step what the last call returned, and a batch of the same shape. To find the program of such a call by its key takes
+longer than a small program runs. Here one pass of C++ looks at all tensors' metadata, and tensors of the last call are known by identity.
+"""
+
+from collections.abc import Callable, Sequence
+from operator import call, is_, itemgetter
+from typing import Any
+
+import optree
+import torch
+from torch._C._dynamo.guards import TensorGuards
+
+from ftp.tensors.placement import Fact, Returned, known_of
+
+
+class Expected:
+    """A call like the last one.
+
+    Args:
+        treedef, leaves: of the last call's arguments, which a program served.
+        facts: per leaf what was known of it.
+        before: what the call before that returned, if it was of the same program.
+        outputs: what is known of the outputs that a call returns; ``before`` is of use as long as that is all there is to say.
+        donated: leaves whose memory the program reuses.
+    """
+
+    def __init__(
+        self,
+        treedef: optree.PyTreeSpec,
+        leaves: Sequence[Any],
+        facts: Sequence[Fact | None],
+        before: Returned | None,
+        outputs: Sequence[Fact],
+        donated: dict[int, Fact],
+    ):
+        came_from = [None if before is None or not isinstance(leaf, torch.Tensor) else before.find(leaf) for leaf in leaves]
+        came_from = [at if at is not None and fact is outputs[at] else None for at, fact in zip(came_from, facts, strict=True)]
+        returned = [i for i, at in enumerate(came_from) if at is not None]
+        self.outputs = outputs
+        self.is_likely = set(donated) <= set(returned) and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and len(leaves) > 0
+        self._treedef, self._donates = treedef, bool(donated)
+        self._returned = _getter(returned)
+        self._refs = _getter([at for at in came_from if at is not None])
+        self._others = [i for i, at in enumerate(came_from) if at is None]
+        self._facts = [facts[i] for i in self._others]
+        # What is to be said of the outputs once they were given to the next call.
+        used = {came_from[i]: fact for i, fact in donated.items()}
+        self.afterwards: Sequence[Fact] = [used.get(at, fact) for at, fact in enumerate(outputs)]
+        if self.is_likely:
+            sizes, strides = [list(x.shape) for x in leaves], [list(x.stride()) for x in leaves]
+            guards: Any = TensorGuards  # its declared types are of another form than it takes
+            self._are_alike = guards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+
+    def leaves(self, args: tuple[Any, ...], last: Returned) -> list[torch.Tensor] | None:
+        """The leaves of a call that is like the one before, given ``last``, what that one returned; None if it is not.
+
+        Dicts of any class with the same keys are alike.
+        """
+        if not self.is_likely or last.facts is not self.outputs:
+            return None
+        try:
+            leaves: list[Any] = self._treedef.flatten_up_to(args)  # type: ignore[arg-type]
+        except ValueError:
+            return None
+        if not self._are_alike(*leaves) or not all(map(is_, self._returned(leaves), map(call, self._refs(last.refs)))):
+            return None
+        if [known_of(leaves[i]) for i in self._others] != self._facts:
+            return None
+        return None if self._donates and len(set(map(id, leaves))) < len(leaves) else leaves
+
+
+def _getter(positions: Sequence[int]) -> Callable[[Sequence[Any]], Sequence[Any]]:
+    """The items at these positions."""
+    if len(positions) > 1:
+        return itemgetter(*positions)
+    return lambda items: [items[i] for i in positions]

@@ -1,0 +1,139 @@
+"""``reshard``: a live tree from specs to specs, and from mesh to mesh."""
+
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch.utils._python_dispatch import _disable_current_modes
+
+import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.api.shard import spmd
+from ftp.api.step import Step
+from ftp.distributed.agreement import calls
+from ftp.per_rank.program import program_of
+from ftp.sharding.dtensor_placements import check_plain
+from ftp.sharding.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
+from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
+from ftp.sharding.spec import PartitionSpec
+from ftp.tensors.device_put import as_global, device_put, leaf_like
+from ftp.tensors.placement import check_alive, check_placed, placement, placement_of, remember
+from ftp.tensors.reshard_across_meshes import relocate
+
+
+def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any, *, new_mesh: AnyMesh | None = None, max_bytes: int | None = None) -> Any:
+    """Placed tensors from specs ``old`` to specs ``new``; leaves that are no tensors pass through.
+
+    On one mesh they move by the cheapest collectives, a tensor at a time. To another mesh, or where memory is bounded, each rank sends
+    what others lack from rank to rank; all ranks of either mesh call it.
+
+    Args:
+        tree: on a rank outside ``mesh``, meta tensors of the global shapes, or anything with a shape and a dtype.
+        old, new: spec trees, prefixes of one, or one ``P`` for all.
+        new_mesh: where the tensors shall lie, if elsewhere: a DeviceMesh of more, fewer or other ranks of the same world, or a simulated
+            mesh, which every process that calls holds whole. A rank outside it gets meta tensors of the global shapes.
+        max_bytes: the most that a rank holds at any time beside the tensors it gives and those it gets; at least 16.
+
+    Raises:
+        PlacementError, SpecError: tensors that do not lie as ``old`` says, specs that do not fit. MismatchError: ranks that do not move
+            the same; all before anything is sent.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> w = ftp.device_put(torch.arange(4), mesh, ftp.P("tp"))
+    >>> ftp.reshard(w, mesh, ftp.P("tp"), ftp.P())
+    tensor([0, 1, 2, 3])
+    """
+    m = resolve(mesh)
+    other = m if new_mesh is None else resolve(new_mesh)
+    if other != m or max_bytes is not None:
+        return relocate(tree, m, other, old, new, max_bytes)
+    record = calls(m)
+    leaves, treedef = flatten(tree)
+    try:
+        names = leaf_names(tree, "tree")
+        check_plain(leaves, names)
+        old_specs, new_specs = broadcast_specs(old, tree, "tree"), broadcast_specs(new, tree, "tree")
+        full = as_global(leaves, old_specs, m)
+        check_specs(old_specs, full, names, m.axes)
+        check_specs(new_specs, full, names, m.axes)
+        check_alive(leaves, names)
+        check_placed(leaves, old_specs, names, m)
+    except Exception as e:
+        record.agree(record.next(), e)
+        raise
+    # A leaf at a time: each finds its own order of the axes, and no more than one is in flight.
+    moved = [
+        _kept(_moved(leaf, m, a, b), leaf) if isinstance(leaf, torch.Tensor) else leaf
+        for leaf, a, b in zip(leaves, old_specs, new_specs, strict=True)
+    ]
+    return treedef.unflatten(moved)
+
+
+def _kept(moved: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """What was moved, a Parameter or a leaf that requires a gradient as before."""
+    if moved is old or not (old.requires_grad or isinstance(old, torch.nn.Parameter)):
+        return moved
+    where = placement_of(moved)
+    assert where is not None
+    return remember(leaf_like(moved, old), where)
+
+
+def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:
+    if old == new and mesh.kind != "abstract":
+        return device_put(leaf, mesh, new) if mesh.kind == "simulated" else leaf
+    if mesh.kind == "process" and leaf.dtype not in _MOVED:
+        return _moved_as_bytes(leaf, mesh, old, new)
+    return _mover(mesh, _shortest(old), _shortest(new))(leaf)
+
+
+# What every backend can send.
+_MOVED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+
+
+def _moved_as_bytes(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:
+    raw = leaf.detach().contiguous().unsqueeze(-1).view(torch.uint8)
+    if (known := placement_of(leaf)) is not None:
+        remember(raw, placement(mesh, old, (*known.shape, leaf.dtype.itemsize)))
+    raw = _moved(raw, mesh, old, new)
+    arrived = placement_of(raw)
+    assert arrived is not None
+    return remember(raw.contiguous().view(leaf.dtype).squeeze(-1), placement(mesh, new, arrived.shape[:-1]))
+
+
+def _shortest(spec: PartitionSpec) -> PartitionSpec:
+    """Equal specs of any length serve tensors of any rank, so that one step moves them all."""
+    cut = [dim for dim, entry in enumerate(spec) if entry is not None]
+    return PartitionSpec(*list(spec)[: cut[-1] + 1]) if cut else PartitionSpec()
+
+
+@lru_cache(maxsize=1024)
+def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
+    step = spmd(lambda tree: tree.clone(), mesh, (old,), new)
+    step.expects_many = True
+    return step
+
+
+@torch.library.impl("ftp::local", "CompositeExplicitAutograd")
+def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
+    """Per-rank code on whole tensors outside of a step: the program of a step that has nothing else."""
+    run = _simulated(program, xs[0].device.type)
+    with torch.no_grad():
+        return [x.clone() for x in run([x.detach() for x in xs])]
+
+
+@lru_cache(maxsize=1024)
+def _simulated(key: str, device_type: str) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+    program = program_of(key)
+    axes = program.axes
+    mesh = SimulatedMesh(tuple(axes.values()), tuple(axes), device_type)
+    metas = [torch.empty(p.global_shape(axes), dtype=p.dtype, device="meta") for p in program.operands]
+    step = spmd(
+        lambda *xs: torch.ops.ftp.local.default(list(xs), key),
+        mesh,
+        tuple(p.spec for p in program.operands),
+        [p.spec for p in program.results],
+    )
+    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+        return step.lower(*metas)._program.run

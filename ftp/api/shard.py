@@ -1,0 +1,264 @@
+"""shard() and spmd(): from a pure function, a mesh and specs to a step function."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.api.step import PROGRAMS, Options, Step
+from ftp.errors import InputError, MeshError, SpecError
+from ftp.report.lowered import Lowered
+from ftp.sharding.arguments import argument_names, argument_specs
+from ftp.sharding.mesh import AnyMesh, Mesh, resolve
+from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.trace import grad_and_value
+
+
+def shard(
+    loss_fn: Callable[..., Any],
+    mesh: AnyMesh | None = None,
+    specs: Any = None,
+    *,
+    batch_specs: Any = PartitionSpec(),
+    data_axes: Sequence[str] | None = None,
+    has_aux: bool = False,
+    reshard_after_forward: bool = True,
+    donate: Sequence[int] = (),
+    compile: bool = False,
+    strict: bool = False,
+    certify: bool = False,
+    pack: bool = False,
+    check_inputs: bool = False,
+    prefetch: int | None = None,
+    chunks: int = 1,
+    cuda_graph: bool = False,
+    async_tp: bool = False,
+    programs: int = PROGRAMS,
+) -> Step:
+    """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
+
+    Args:
+        loss_fn: pure function ``(params, *batch)`` to a scalar, with ``has_aux`` to ``(scalar, aux)``.
+        mesh: a torch DeviceMesh, or an ftp mesh; default that of the surrounding ``ftp.use_mesh``.
+        specs: spec tree of the parameters, or a prefix of one; gradients come back sharded as it says.
+        batch_specs: prefix tree of the tuple of batch arguments; one ``P`` covers all. With one batch argument it may be that
+            argument's own tree.
+        data_axes: the axes on which parameters move rather than activations; default those that cut a batch argument.
+        has_aux: the loss function returns ``(loss, aux)``, and the step ``((loss, aux), grads)``, aux replicated.
+        reshard_after_forward: drop a parameter's gathered copy after the forward pass and gather it again for the backward pass.
+        donate: positions of arguments whose memory the step may reuse; they must not be used afterwards.
+        compile: compile each rank's graph with inductor (the simulator runs it as it is).
+        strict: what ``lowered.lint`` warns of is an error: large parameters on every rank, uneven shards that waste much, activations
+            gathered whole, ops whose inputs disagree on their layout with no constraint to decide. So is an op without a sharding rule,
+            else replicated with a warning.
+        certify: check each program independently before its first run, as ``ftp.certify`` does.
+        pack: issue small collectives that are ready together as one.
+        check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does, and that
+            inputs which index a dim (ids, classes) are in its range.
+        prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the largest that it gathers. So much more
+            memory is used at most than with 0, where each is gathered when it is needed.
+        chunks: under sequence parallelism, in how many chunks (of the batch, which they must divide) to move activations that a product
+            beside the move reads or gives; one chunk travels while another is computed.
+        cuda_graph: record the step, its collectives included, as one CUDA graph at its third call, and replay it from then on (see
+            docs/gpus.md; the simulator runs the step as it is).
+        async_tp: under sequence parallelism, gathers of activations with the products that read them, and products with their
+            reduce-scatter, as torch's ops on symmetric memory: one part travels over NVLink while another is computed. What is
+            certified is the program before that.
+        programs: how many programs the step keeps, one for each combination of shapes, dtypes and static values
+            that it was called with; of more, those used last. A dropped one is planned again when it is needed.
+
+    Returns:
+        A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
+
+    Raises:
+        FtpError: for what is wrong with the mesh or the function alone; the rest when the step is first called, on every rank.
+
+    >>> import ftp
+    >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.simulated_mesh((2,), ("tp",)), {"w": ftp.P(None, "tp")})
+    >>> loss, grads = step({"w": torch.ones(3, 4)}, torch.ones(2, 3))
+    >>> float(loss), grads["w"].shape
+    (24.0, torch.Size([3, 4]))
+    """
+    _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
+    names = argument_names(loss_fn)
+
+    def in_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
+        params, *batch = args
+        given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
+        return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs")
+
+    def out_specs(result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]) -> list[PartitionSpec]:
+        replicated = [PartitionSpec()] * len(flatten(result[0])[0])
+        return replicated + list(given[: len(flatten(args[0])[0])])
+
+    m = resolve(mesh)
+    return Step(
+        grad_and_value(loss_fn, has_aux=has_aux),
+        m,
+        in_specs,
+        out_specs,
+        arguments=("params", *names[1:]),
+        state=(0,),
+        options=Options(
+            _checked_axes(data_axes, m),
+            reshard_after_forward,
+            tuple(donate),
+            compile,
+            strict,
+            certify,
+            pack,
+            check_inputs,
+            _checked_prefetch(prefetch),
+            _checked_chunks(chunks),
+            _checked_cuda_graph(cuda_graph, m, check_inputs),
+            _checked_async_tp(async_tp, m, chunks),
+            _checked_programs(programs),
+        ),
+    )
+
+
+def spmd(
+    fn: Callable[..., Any],
+    mesh: AnyMesh | None = None,
+    in_specs: Any = None,
+    out_specs: Any = None,
+    *,
+    donate: Sequence[int] = (),
+    data_axes: Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    compile: bool = False,
+    strict: bool = False,
+    certify: bool = False,
+    pack: bool = False,
+    check_inputs: bool = False,
+    prefetch: int | None = None,
+    chunks: int = 1,
+    cuda_graph: bool = False,
+    async_tp: bool = False,
+    programs: int = PROGRAMS,
+) -> Step:
+    """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
+
+    Args:
+        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. With one argument it may be that argument's own tree.
+        out_specs: prefix tree of the result; None leaves the choice to propagation, but for trees of the result that are like an
+            argument (parameters, an optimizer's state): they come back as it went in.
+        data_axes: default the axes that cut an argument that is no state. State: the first argument, donated ones, and trees that come
+            back in the result with the same shapes and specs.
+
+    The other arguments are those of ``shard``.
+
+    >>> import ftp
+    >>> double = ftp.spmd(lambda x: 2 * x, ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"))
+    >>> double(torch.ones(3))
+    tensor([2., 2., 2.])
+    """
+    _check_callable(fn, "fn", "(*args) -> result")
+    names = argument_names(fn)
+
+    def input_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
+        return argument_specs(PartitionSpec() if in_specs is None else in_specs, args, names, "in_specs")
+
+    def output_specs(result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]) -> Sequence[PartitionSpec | None]:
+        return [None] * len(flatten(result)[0]) if out_specs is None else broadcast_specs(out_specs, result, "the result")
+
+    m = resolve(mesh)
+    return Step(
+        fn,
+        m,
+        input_specs,
+        output_specs,
+        arguments=names,
+        state=(0, *donate),
+        options=Options(
+            _checked_axes(data_axes, m),
+            reshard_after_forward,
+            tuple(donate),
+            compile,
+            strict,
+            certify,
+            pack,
+            check_inputs,
+            _checked_prefetch(prefetch),
+            _checked_chunks(chunks),
+            _checked_cuda_graph(cuda_graph, m, check_inputs),
+            _checked_async_tp(async_tp, m, chunks),
+            _checked_programs(programs),
+        ),
+    )
+
+
+def lower(fn: Callable[..., Any], mesh: AnyMesh | None, in_specs: Any, *args: Any, out_specs: Any = None) -> Lowered:
+    """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it runs.
+
+    >>> import ftp
+    >>> mesh = ftp.AbstractMesh((4,), ("tp",))
+    >>> x, w = torch.empty(2, 8, device="meta"), torch.empty(8, 3, device="meta")
+    >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
+    >>> [c.op for c in lowered.collectives]
+    ['all_reduce']
+    """
+    return spmd(fn, mesh, in_specs, out_specs).lower(*args)
+
+
+def _check_callable(fn: Any, name: str, form: str) -> None:
+    if not callable(fn):
+        raise InputError(f"{name} is {fn!r}, {kind_of(fn)}; give a pure function {form}.")
+    if isinstance(fn, torch.nn.Module):
+        raise InputError(
+            f"{name} is a module, {type(fn).__name__}; give a pure function {form}. fn, params = ftp.functionalize(module) makes one."
+        )
+
+
+def _checked_axes(data_axes: Sequence[str] | None, mesh: Mesh) -> tuple[str, ...] | None:
+    if data_axes is None:
+        return None
+    unknown = [axis for axis in data_axes if axis not in mesh.axes]
+    if unknown:
+        raise SpecError(f"data_axes names {', '.join(map(repr, unknown))}, but the mesh has axes {', '.join(map(repr, mesh.axes))}.")
+    return tuple(data_axes)
+
+
+def _checked_prefetch(prefetch: Any) -> int | None:
+    if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
+        raise InputError(f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of the largest parameter.")
+    return prefetch
+
+
+def _checked_programs(programs: Any) -> int:
+    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
+        raise InputError(f"programs is {programs!r}; it is a number of programs, at least 1.")
+    return programs
+
+
+def _checked_chunks(chunks: Any) -> int:
+    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+        raise InputError(f"chunks is {chunks!r}; it is a number of chunks, 1 for none.")
+    return chunks
+
+
+def _checked_cuda_graph(cuda_graph: bool, mesh: Mesh, check_inputs: bool) -> bool:
+    if cuda_graph and mesh.device_type != "cuda":
+        raise MeshError(
+            f"cuda_graph=True, but the mesh {mesh} has no GPUs whose work could be recorded."
+            " Leave it out, or give cuda_graph=mesh.device_type == 'cuda'."
+        )
+    if cuda_graph and check_inputs:
+        raise InputError(
+            "cuda_graph=True and check_inputs=True: the check reads digests on the host at every call, for which the GPU waits."
+            " Leave one out, and call ftp.check_replicas now and then."
+        )
+    return cuda_graph
+
+
+def _checked_async_tp(async_tp: bool, mesh: Mesh, chunks: int) -> bool:
+    if async_tp and mesh.kind == "process" and mesh.device_type != "cuda":
+        raise MeshError(
+            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies. Leave it out; chunks=n hides the same"
+            " moves behind products with ordinary collectives."
+        )
+    if async_tp and chunks > 1:
+        raise InputError(f"async_tp=True and chunks={chunks} both take the moves beside products. Leave one out.")
+    return async_tp

@@ -1,0 +1,325 @@
+"""A certificate: a program, the ranks' programs and what is claimed of every value; as a file, JSON that can be checked again anywhere."""
+
+import hashlib
+import json
+import math
+import operator
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.errors import CertificateError
+from ftp.rules.rule import Meta, tensors
+
+Coordinate = tuple[int, ...]
+Spec = tuple[tuple[tuple[str, int, Any], ...], ...]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
+VERSION = 3
+# Of a rank's node: the operation that it is the form of, those of an update's rows, the user's line, and of per-rank code which operand it
+# takes, and the results that it gives.
+NOTES = ("origin", "origins", "source", "takes", "gives")
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A result of an operation."""
+
+    name: str
+    index: int = 0
+
+    @property
+    def key(self) -> str:
+        return f"{self.name}.{self.index}"
+
+
+@dataclass(frozen=True)
+class Claim:
+    """That a factor, seen as ``[outer, extent, inner]``, is cut over an axis; a size is an int, or ``[const, [[size, axis, n], ...]]``."""
+
+    axis: str
+    factor: str
+    outer: Any
+    extent: Any
+    inner: Any
+
+
+@dataclass(frozen=True)
+class Ports:
+    """What per-rank code (``ftp.local``) takes and gives, as its user says.
+
+    Attributes:
+        operands: their specs.
+        results: their specs, and the axes over which the ranks' values are terms of a sum.
+    """
+
+    operands: tuple[Spec, ...]
+    results: tuple[tuple[Spec, tuple[str, ...]], ...]
+
+
+@dataclass(frozen=True)
+class Operation:
+    """A line of the single-device program; ``target`` is None for an input.
+
+    Attributes:
+        claims: how its factors are cut, axis inside axis.
+        partial: ``{axis: operands}`` that are pending sums together.
+        spec: of an input.
+        ports: of per-rank code.
+        found: the rule of an op for which none is stated, as trials found it; its groups of operands are ``linear``.
+    """
+
+    name: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Meta, ...]
+    claims: tuple[Claim, ...] = ()
+    partial: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    spec: Spec = ()
+    source: str = ""
+    ports: Ports | None = None
+    found: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def operands(self) -> list[Ref]:
+        return list(tensors((self.args, dict(self.kwargs)), Ref))
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.source})" if self.source else self.name
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The ranks' programs: per coordinate which graph it runs, and on which offsets."""
+
+    graphs: tuple[fx.Graph, ...]
+    at: Mapping[Coordinate, tuple[int, tuple[int, ...]]]
+
+
+@dataclass(frozen=True, repr=False)
+class Certificate:
+    """A program with its proof: both graphs, the specs, and what is cut of every value. ``check`` needs nothing else.
+
+    Attributes:
+        axes: ``{name: size}`` of the mesh.
+        groups: the axes of each process group that the ranks' graphs name.
+        operations: the single-device program.
+        outputs: what it returns, each with its spec.
+        donated: positions of inputs whose memory the ranks may write to.
+    """
+
+    axes: Mapping[str, int]
+    groups: Mapping[str, tuple[str, ...]]
+    operations: tuple[Operation, ...]
+    outputs: tuple[tuple[Ref, Spec], ...]
+    ranks: Ranks
+    donated: tuple[int, ...] = ()
+
+    def __repr__(self) -> str:
+        mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
+        taken = "".join(f"\n  assumed: {assumption}" for assumption in self.assumptions)
+        return f"certificate of {len(self.operations)} values and ops on ({mesh}), {math.prod(self.axes.values())} ranks{taken}"
+
+    @property
+    def assumptions(self) -> list[str]:
+        """What is taken for granted: that per-rank code gives what its specs say, and rules that trials found.
+
+        >>> import torch, ftp
+        >>> double = ftp.local(lambda x: 2 * x, ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), ftp.P("tp"))
+        >>> lowered = ftp.lower(lambda x: double(x), ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), torch.ones(4))
+        >>> [a.split(" at ")[0] + " ... " + a.split(" returns ")[1] for a in ftp.certify(lowered).assumptions]
+        ["local ... P('tp')"]
+        """
+        found = {}
+        for o in self.operations:
+            where = f"at {o.source or 'an unknown line'}"
+            if o.ports is not None:
+                found[f"{o.name} {where} returns {', '.join(_written(*result) for result in o.ports.results)}"] = None
+            if o.found:
+                linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
+                found[f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"] = None
+        return list(found)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks it again."""
+        text = json.dumps(_encode_certificate(self), separators=(",", ":"))
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        document = f'{{"ftp certificate":{VERSION},"torch":"{torch.__version__}","sha256":"{digest}","program":{text}}}'
+        Path(path).write_text(document)
+
+
+def load_certificate(path: str | os.PathLike[str]) -> Certificate:
+    """A certificate from its file, unchecked: ``ftp.certification.checker.check`` checks it.
+
+    Raises:
+        CertificateError: what is no certificate, or was altered.
+    """
+    try:
+        document = json.loads(Path(path).read_text())
+        version = document["ftp certificate"]
+        body = document["program"]
+    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
+        raise CertificateError(f"{path} is no certificate: {type(e).__name__}: {e}. ftp.certify(lowered).save(path) makes one.") from e
+    if version != VERSION:
+        raise CertificateError(f"{path} is a certificate of version {version}; this is version {VERSION}. Make it again.")
+    if hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest() != document["sha256"]:
+        raise CertificateError(f"{path} was altered: its SHA-256 is not the one that it states.")
+    return _decode_certificate(body)
+
+
+def _encode_certificate(c: Certificate) -> dict[str, Any]:
+    return {
+        "axes": c.axes,
+        "groups": c.groups,
+        "donated": c.donated,
+        "operations": [
+            {
+                "name": o.name,
+                "target": _encode(o.target),
+                "args": _encode(o.args),
+                "kwargs": _encode(dict(o.kwargs)),
+                "results": [[list(m.shape), _encode(m.dtype)] for m in o.results],
+                "claims": [[k.axis, k.factor, k.outer, k.extent, k.inner] for k in o.claims],
+                "partial": o.partial,
+                "spec": o.spec,
+                "source": o.source,
+                "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
+                "found": [o.found, o.linear],
+            }
+            for o in c.operations
+        ],
+        "outputs": [[_encode(ref), spec] for ref, spec in c.outputs],
+        "graphs": [[_encode_node(n) for n in g.nodes] for g in c.ranks.graphs],
+        "ranks": [[list(k), graph, list(offsets)] for k, (graph, offsets) in c.ranks.at.items()],
+    }
+
+
+def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
+    operations = tuple(
+        Operation(
+            o["name"],
+            _decode(o["target"]),
+            _decode(o["args"]),
+            _decode(o["kwargs"]),
+            tuple(Meta(tuple(shape), _decode(dtype)) for shape, dtype in o["results"]),
+            tuple(Claim(*k) for k in o["claims"]),
+            {axis: tuple(slots) for axis, slots in o["partial"].items()},
+            _spec(o["spec"]),
+            o["source"],
+            None
+            if o["ports"] is None
+            else Ports(tuple(map(_spec, o["ports"][0])), tuple((_spec(spec), tuple(axes)) for spec, axes in o["ports"][1])),
+            o["found"][0],
+            tuple(map(tuple, o["found"][1])),
+        )
+        for o in body["operations"]
+    )
+    outputs = tuple((_decode(ref), _spec(spec)) for ref, spec in body["outputs"])
+    at = {tuple(k): (graph, tuple(offsets)) for k, graph, offsets in body["ranks"]}
+    groups = {name: tuple(axes) for name, axes in body["groups"].items()}
+    ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
+    return Certificate(body["axes"], groups, operations, outputs, ranks, tuple(body["donated"]))
+
+
+def _written(spec: Spec, pending: Sequence[str]) -> str:
+    dims = [[repr(axis) for axis, _, _ in dim] for dim in spec]
+    entries = ["None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in dims]
+    return f"P({', '.join(entries)})" + (f", a sum over {', '.join(pending)} to come" if pending else "")
+
+
+def _spec(spec: Any) -> Spec:
+    return tuple(tuple((axis, unit, pack if isinstance(pack, int) else tuple(pack)) for axis, unit, pack in dim) for dim in spec)
+
+
+def _encode_node(node: fx.Node) -> dict[str, Any]:
+    target = node.target if node.op in ("placeholder", "output") else _encode(node.target)
+    made = {"name": node.name, "op": node.op, "target": target, "args": _encode(node.args), "kwargs": _encode(dict(node.kwargs))}
+    return made | {key: node.meta[key] for key in NOTES if key in node.meta}
+
+
+def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
+    graph = fx.Graph()
+    env: dict[str, fx.Node] = {}
+    for n in nodes:
+        target = n["target"] if n["op"] in ("placeholder", "output") else _decode(n["target"])
+        made = graph.create_node(n["op"], target, _decode(n["args"], env), _decode(n["kwargs"], env), n["name"])
+        made.meta.update({key: n[key] for key in NOTES if key in n})
+        env[n["name"]] = made
+    return graph
+
+
+# Arguments of ops as JSON; what JSON has no form for is an object with one key.
+_TORCH = (torch.dtype, torch.memory_format, torch.layout)
+
+
+def _encode(value: Any) -> Any:
+    match value:
+        case None | bool() | int() | str():
+            return value
+        case float():
+            return value if math.isfinite(value) else {"float": repr(value)}
+        case complex():
+            return {"complex": [value.real, value.imag]}
+        case Ref():
+            return {"ref": [value.name, value.index]}
+        case fx.Node():
+            return {"node": value.name}
+        case torch.device():
+            return {"device": str(value)}
+        case torch._ops.OpOverload():
+            return {"target": str(value)}
+        case tuple():
+            return {"tuple": [_encode(v) for v in value]}
+        case list():
+            return [_encode(v) for v in value]
+        case dict():
+            return {"dict": [[k, _encode(v)] for k, v in value.items()]}
+    if isinstance(value, _TORCH):
+        return {"torch": str(value).removeprefix("torch.")}
+    if value is operator.getitem:
+        return {"target": "getitem"}
+    raise CertificateError(f"An argument of type {type(value).__name__} has no form in a certificate: {value!r}.")
+
+
+def _decode(value: Any, env: Mapping[str, fx.Node] | None = None) -> Any:
+    if isinstance(value, list):
+        return [_decode(v, env) for v in value]
+    if not isinstance(value, dict):
+        return value
+    ((kind, inner),) = value.items()
+    match kind:
+        case "tuple":
+            return tuple(_decode(v, env) for v in inner)
+        case "dict":
+            return {k: _decode(v, env) for k, v in inner}
+        case "node":
+            assert env is not None
+            return env[inner]
+        case "ref":
+            return Ref(*inner)
+        case "float":
+            return float(inner)
+        case "complex":
+            return complex(*inner)
+        case "device":
+            return torch.device(inner)
+        case "torch":
+            found = getattr(torch, inner, None)
+            if isinstance(found, _TORCH):
+                return found
+        case "target":
+            return operator.getitem if inner == "getitem" else _op(inner)
+    raise CertificateError(f"{value!r} is no part of a certificate.")
+
+
+def _op(name: str) -> Any:
+    namespace, packet, overload = name.split(".")
+    try:
+        return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    except AttributeError:
+        raise CertificateError(f"The op {name} is not known here: import the library that registers it.") from None

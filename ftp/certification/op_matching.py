@@ -1,0 +1,72 @@
+"""Whether what a rank computes for an op is the op's local form."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.certification.element_map import Index, number
+
+aten = torch.ops.aten
+COPIES = (aten.alias.default, aten.clone.default, aten.detach.default)  # ops whose value is their operand
+
+
+@dataclass(frozen=True)
+class Matcher:
+    """Compares what ranks compute with what they should.
+
+    Attributes:
+        offsets: the ranks' inputs that are numbers.
+        starts: the expected graph's.
+    """
+
+    offsets: Mapping[fx.Node, Index]
+    starts: Mapping[fx.Node, Index]
+
+    def is_same(self, expected: Any, actual: Any, bound: dict[fx.Node, fx.Node], seen: dict[Any, bool]) -> bool:
+        """Whether a node computes what the expected one does; operands that it reads are noted in ``bound``."""
+        if isinstance(expected, fx.Node):
+            if expected in self.starts:
+                return self.is_start(self.starts[expected], actual)
+            if not isinstance(actual, fx.Node):
+                return False
+            if expected.op == "placeholder":
+                return actual not in self.offsets and bound.setdefault(expected, actual) is actual
+            if expected.target in COPIES:
+                return self.is_same(expected.args[0], actual, bound, seen)
+            if actual.target in COPIES:
+                return self.is_same(expected, actual.args[0], bound, seen)
+            key = (expected, actual)
+            if key not in seen:
+                seen[key] = (
+                    actual.op == "call_function"
+                    and expected.target is actual.target
+                    and self.is_same(expected.args, actual.args, bound, seen)
+                    and self.is_same(dict(expected.kwargs), dict(actual.kwargs), bound, seen)
+                )
+            return seen[key]
+        if isinstance(actual, fx.Node):
+            return actual in self.offsets and isinstance(expected, int) and number(self.offsets[actual]) == expected
+        if isinstance(expected, list | tuple):
+            return (
+                isinstance(actual, list | tuple)
+                and len(expected) == len(actual)
+                and all(self.is_same(e, a, bound, seen) for e, a in zip(expected, actual, strict=True))
+            )
+        if isinstance(expected, dict):
+            return (
+                isinstance(actual, dict)
+                and expected.keys() == actual.keys()
+                and all(self.is_same(e, actual[k], bound, seen) for k, e in expected.items())
+            )
+        if isinstance(expected, float) and math.isnan(expected):
+            return isinstance(actual, float) and math.isnan(actual)
+        return type(expected) is type(actual) and expected == actual
+
+    def is_start(self, expected: Index, actual: Any) -> bool:
+        if isinstance(actual, fx.Node):
+            return actual in self.offsets and bool((self.offsets[actual] == expected).all())
+        return isinstance(actual, int) and number(expected) == actual

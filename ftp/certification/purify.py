@@ -1,0 +1,224 @@
+"""A graph that writes to memory, as the pure one that computes the same: each read gives what the memory holds then.
+
+Nothing is taken from the passes that made the writes. Which results share memory is read from the ops' schemas; what cannot be told is
+refused, as is a write to what a collective still sends, and one to an input that the caller has not given up.
+"""
+
+import operator
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.certification.element_map import Unsound
+from ftp.ops.fused_optimizer import UPDATES
+from ftp.rules.local_op import RankGraph
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+WAIT = c10d.wait_tensor.default
+COPIES = (aten.alias.default, aten.detach.default)  # the same elements in the same memory
+_NUMBERS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)  # as of the offsets of random draws
+_BY_KERNEL = {update.kernel: (op, update) for op, update in UPDATES.items()}
+
+
+def without_writes(graph: fx.Graph, donated: Collection[int]) -> fx.Graph:
+    """The pure graph.
+
+    Args:
+        donated: positions of the inputs whose memory may be written to.
+
+    Raises:
+        Unsound: a read of memory that was overwritten in part, and a write that others could notice.
+    """
+    return _Purified(graph, donated).run()
+
+
+@dataclass
+class _Memory:
+    """Memory that several nodes may share.
+
+    Attributes:
+        owner: the node that made it.
+        writes: per write to all of it the time, and the node that wrote.
+        senders: the collectives under way that read it.
+    """
+
+    owner: fx.Node
+    writes: list[tuple[int, fx.Node]] = field(default_factory=list)
+    senders: list[fx.Node] = field(default_factory=list)
+
+
+class _Purified:
+    def __init__(self, graph: fx.Graph, donated: Collection[int]):
+        self.graph, self.new = graph, RankGraph()
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.free = {inputs[i] for i in donated}
+        self.env: dict[fx.Node, fx.Node] = {}
+        self.memory: dict[fx.Node, _Memory] = {}
+        self.part: dict[fx.Node, fx.Node] = {}  # nodes of one part lie in exactly the same elements
+        self.content: dict[fx.Node, fx.Node] = {}  # of a part that was written to
+        self.born: dict[fx.Node, int] = {}
+        self.counted: dict[fx.Node, fx.Node] = {}  # number -> the number before it was counted up
+        self.items: dict[tuple[fx.Node, Any], fx.Node] = {}
+
+    def run(self) -> fx.Graph:
+        for at, node in enumerate(self.graph.nodes):
+            self.born[node] = at
+            if node.op == "output":
+                self.new.output(map_arg(node.args[0], self.read))
+            elif node.op == "placeholder" or not _is_mutable(node):
+                self.pure(node)
+            elif node.target is aten._foreach_add_.Scalar:
+                self.count_up(node)
+            elif node.target in _BY_KERNEL:
+                self.update(node)
+            elif node.target is aten.copy_.default:
+                self.write(node.args[0], self.read(node.args[1]), node)  # type: ignore[arg-type]
+                self.lies_in(node, node.args[0], True)  # type: ignore[arg-type]
+            else:
+                self.in_place(node)
+        return self.new
+
+    def read(self, node: fx.Node) -> fx.Node:
+        if node not in self.part:
+            raise Unsound(f"{node.name} is read before it is computed")
+        part = self.part[node]
+        for time, by in self.memory[node].writes:
+            if time > self.born[node] and part is not self.part[self.memory[node].owner]:
+                raise Unsound(f"{node.name} is read after {by.name} has written to its memory")
+        return self.content.get(part, self.env[node])
+
+    def write(self, node: fx.Node, value: fx.Node, by: fx.Node) -> None:
+        memory, part = self.memory[node], self.part[node]
+        if memory.owner.op == "placeholder" and memory.owner not in self.free:
+            raise Unsound(f"{by.name} writes to {memory.owner.name}, an input that is not donated")
+        if part is not self.part[memory.owner]:  # it may be expanded, or lie apart after all
+            raise Unsound(f"{by.name} writes to {node.name}, which is a part or a view of {memory.owner.name}")
+        if memory.senders:
+            raise Unsound(f"{by.name} writes to {node.name}, which {memory.senders[0].name} still sends")
+        self.read(node)
+        memory.writes.append((self.born[by], by))
+        self.content[part] = value
+
+    def lies_in(self, node: fx.Node, base: fx.Node, exactly: bool) -> None:
+        self.memory[node] = self.memory[base]
+        self.part[node] = self.part[base] if exactly else node
+
+    def pure(self, node: fx.Node) -> None:
+        if node.op == "call_function" and node.target in COPIES:
+            self.env[node] = self.read(node.args[0])  # type: ignore[arg-type]
+        else:
+            self.env[node] = self.new.node_copy(node, self.read)
+        bases = _bases(node)
+        if node.target is operator.getitem and not bases:  # of what an op gives in one tuple, each in memory of its own
+            bases = [self.items.setdefault((node.args[0], node.args[1]), node)]  # type: ignore[index]
+            bases = [] if bases[0] is node else bases
+        if len({id(self.memory[b]) for b in bases}) > 1:
+            raise Unsound(f"{node.name} = {node.target} may lie in the memory of several operands")
+        if bases:
+            self.lies_in(node, bases[0], node.target in (*COPIES, WAIT) or (node.target is operator.getitem and not _bases(node)))
+        else:
+            self.memory[node], self.part[node] = _Memory(node), node
+        if _is_collective(node) and node.target is not c10d.all_reduce.default:  # which works on a copy
+            self.memory[node.args[0]].senders.append(node)  # type: ignore[index]
+        elif node.target is WAIT and _is_collective(node.args[0]):
+            senders = self.memory[node.args[0].args[0]].senders  # type: ignore[union-attr,index]
+            if node.args[0] in senders:
+                senders.remove(node.args[0])  # type: ignore[arg-type]
+
+    def in_place(self, node: fx.Node) -> None:
+        target: Any = node.target
+        pure = _pure_form(target)
+        if pure is None:
+            raise Unsound(f"{node.name} = {target} writes to memory in a way that is not known")
+        made = self.new.call_function(pure, *map_arg((node.args, dict(node.kwargs)), self.read))  # type: ignore[arg-type]
+        made.meta = {**node.meta, "in_place": True}
+        first: Any = node.args[0]
+        if any(self.memory[x] is self.memory[first] and self.part[x] is not self.part[first] for x in node.all_input_nodes):
+            raise Unsound(f"{node.name} writes to memory of which it reads another part")
+        self.write(first, made, node)
+        self.env[node] = made
+        self.lies_in(node, first, True)
+
+    def count_up(self, node: fx.Node) -> None:
+        numbers, by = node.args
+        if by != 1:
+            raise Unsound(f"{node.name} counts up by {by}")
+        for each in numbers:  # type: ignore[union-attr]
+            before = self.read(each)  # type: ignore[arg-type]
+            made = self.new.call_function(aten.add.Tensor, (before, 1))
+            self.counted[made] = before
+            self.write(each, made, node)  # type: ignore[arg-type]
+
+    def update(self, node: fx.Node) -> None:
+        """An optimizer's kernel for lists, as the update of each parameter."""
+        op, kind = _BY_KERNEL[node.target]
+        rows: list[list[Any]] = [list(row) for row in zip(*(column for column in node.args if column), strict=True)]  # type: ignore[arg-type]
+        wrote = [self.memory[x] for row in rows for i, x in enumerate(row) if i != 1]
+        sent = [self.memory[row[1]] for row in rows]
+        if len({*map(id, wrote)}) < len(wrote) or {*map(id, wrote)} & {*map(id, sent)}:
+            raise Unsound(f"{node.name} writes to memory that it also reads, or writes to twice")
+        for number, row in enumerate(rows):
+            given = list(map(self.read, row))
+            if kind.counts:
+                if given[-1] not in self.counted:
+                    raise Unsound(f"{node.name} takes {row[-1].name}, which was not counted up")
+                given[-1] = self.counted[given[-1]]
+            made = self.new.call_function(op, (given,), dict(node.kwargs))
+            origins: Sequence[str] = node.meta.get("origins", ())
+            made.meta.update(node.meta)
+            made.meta["origin"] = origins[number] if number < len(origins) else ""
+            for i, x in enumerate([row[0], *row[2:]]):
+                item = self.new.call_function(operator.getitem, (made, i))
+                item.meta.update(made.meta)
+                if not (kind.counts and x is row[-1]):
+                    self.write(x, item, node)
+                else:
+                    self.content[self.part[x]] = item  # counted up before; here it is only given
+
+
+def _is_mutable(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
+
+
+def _is_collective(node: Any) -> bool:
+    target: Any = node.target
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
+
+
+def _bases(node: fx.Node) -> list[fx.Node]:
+    """The operands in whose memory a node's result may lie."""
+    target: Any = node.target
+    if node.op != "call_function":
+        return []
+    if target in (WAIT, aten._unsafe_view.default):  # their schemas do not say so
+        return [node.args[0]]  # type: ignore[list-item]
+    if target is operator.getitem:
+        tuple_of: Any = node.args[0]
+        return _bases(tuple_of)
+    if target in _NUMBERS:
+        return []
+    if not isinstance(target, torch._ops.OpOverload):
+        return list(node.all_input_nodes)
+    found: list[fx.Node] = []
+    if any(r.alias_info is not None for r in target._schema.returns):
+        for argument, value in zip(target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None:
+                map_arg(value, found.append)
+    return found
+
+
+def _pure_form(target: Any) -> Any:
+    """The elementwise op that gives what ``target`` writes to its first operand."""
+    name = target._schema.name.split("::")[1]
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
+    packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
+    if writes != [True] + [False] * (len(writes) - 1) or packet is None or target._overloadname not in packet.overloads():
+        return None
+    found = getattr(packet, target._overloadname)
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [(a.name, str(a.type)) for a in target._schema.arguments]
+    return found if same and torch.Tag.pointwise in found.tags else None

@@ -1,0 +1,148 @@
+"""Whether two single-device programs compute the same, by value numbering: equal ops on equal operands are one class."""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.certification.certificate import Certificate, Ref
+from ftp.errors import CertificateError, join_failures
+from ftp.per_rank.program import needed, program_of
+from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.tracing.trace import decompose
+
+aten = torch.ops.aten
+CONSTRAIN = torch.ops.ftp.constrain.default
+LOCAL = torch.ops.ftp.local.default
+
+
+def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
+    """Checks that the certificate's program is the traced one, up to merged common subexpressions and decompositions.
+
+    Raises:
+        CertificateError: naming the outputs that are computed otherwise.
+    """
+    numbers = _Numbers()
+    for op in certificate.operations:
+        for index in range(len(op.results)):
+            key = ("input", op.name) if op.target is None else numbers.key(op.target, op.args, op.kwargs, index)
+            numbers.of[Ref(op.name, index)] = numbers.classes.setdefault(key, len(numbers.classes))
+    inputs = iter([o for o in certificate.operations if o.target is None])
+    for node in gm.graph.nodes:
+        if node.op == "placeholder":
+            numbers.of[node] = numbers.of[Ref(next(inputs).name)]
+    outputs = numbers.run(gm.graph)
+    wrong = [
+        f"output {i}, {ref.name}, is not what the traced program returns there"
+        for i, (traced, (ref, _)) in enumerate(zip(outputs, certificate.outputs, strict=True))
+        if traced != numbers.of[ref]
+    ]
+    if wrong:
+        raise CertificateError(join_failures(wrong))
+
+
+class _Numbers:
+    """Value numbering: equal ops on equal operands are one class, and an op is what it decomposes to."""
+
+    def __init__(self):
+        self.classes: dict[Any, Any] = {}
+        self.of: dict[Any, Any] = {}
+        self.scattered: dict[Any, Any] = {}
+        self._live: dict[fx.Graph, set[fx.Node]] = {}
+
+    def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
+        return (target, repr(self.numbered(tuple(args))), repr(sorted(self.numbered(dict(kwargs)).items())), index)
+
+    def numbered(self, tree: Any) -> Any:
+        if isinstance(tree, fx.Node | Ref):
+            return ("value", self.of[tree])
+        if isinstance(tree, list | tuple):
+            return [self.numbered(t) for t in tree]
+        if isinstance(tree, dict):
+            return {k: self.numbered(v) for k, v in tree.items()}
+        return tree
+
+    def run(self, graph: fx.Graph) -> list[Any]:
+        for node in graph.nodes:
+            if node.op == "output":
+                return [self.of.get(n) if isinstance(n, fx.Node) else None for n in node.args[0]]
+            if node.op == "placeholder":
+                continue
+            if node.target is operator.getitem:
+                self.of[node] = self.of[node.args[0]][node.args[1]]
+            elif node.target is CONSTRAIN:
+                self.of[node] = self.of[node.args[0]]
+            else:
+                found = self.call(node)
+                self.of[node] = found[0] if isinstance(node.meta["val"], torch.Tensor) else found
+        raise AssertionError("a graph has an output")
+
+    def call(self, node: fx.Node) -> list[Any]:
+        if node.target is LOCAL:
+            return self.local(node)
+        val = node.meta["val"]
+        count = 1 if isinstance(val, torch.Tensor) else len(val)
+        keys = [self.key(node.target, node.args, node.kwargs, i) for i in range(count)]
+        if keys[0] not in self.classes:
+            if (summed := self.sum_of_scatter(node)) is not None:
+                keys = [summed]
+            elif (inner := self.decomposed(node)) is not None:
+                return inner
+        made = [self.classes.setdefault(key, len(self.classes)) for key in keys]
+        if node.target is aten.scatter_add.default:
+            self.scattered[made[0]] = node
+        return made
+
+    def local(self, node: fx.Node) -> list[Any]:
+        """Per-rank code, of which the program may have what is needed only."""
+        operands, key = node.args
+        every = range(len(node.meta["val"]))
+        kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
+        if self.key(LOCAL, node.args, {}, 0) not in self.classes:
+            kept = sorted({n.args[1] for n in node.users if n.target is operator.getitem and n in self.live(node.graph)})  # type: ignore[type-var]
+            if not kept:
+                return [None for _ in every]
+            program, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
+            key = program.key
+        args = ([operands[i] for i in taken], key)  # type: ignore[index]
+        return [self.classes.get(self.key(LOCAL, args, {}, kept.index(i))) if i in kept else None for i in every]
+
+    def live(self, graph: fx.Graph) -> set[fx.Node]:
+        """The nodes that a result needs."""
+        if graph not in self._live:
+            self._live[graph] = needed([n for n in graph.nodes if n.op == "output"])
+        return self._live[graph]
+
+    def sum_of_scatter(self, node: Any) -> Any:
+        """The key of a sum over the dim along which values were scattered onto zeros: the values' own sum."""
+        if node.target is not aten.sum.dim_IntList or (scatter := self.scattered.get(self.of[node.args[0]])) is None:
+            return None
+        ndim, dims, dim = len(scatter.meta["val"].shape), node.args[1], scatter.args[1]
+        if len(dims) != 1 or dims[0] % ndim != dim % ndim or not is_zeros(scatter.args[0]):
+            return None
+        return self.key(node.target, (scatter.args[3], *node.args[1:]), node.kwargs, 0)
+
+    def decomposed(self, node: Any) -> list[Any] | None:
+        by = DECOMPOSITIONS.get(node.target)
+        if by is None:
+            return None
+        operands: list[fx.Node] = []
+
+        def meta(n: fx.Node) -> Any:
+            operands.append(n)
+            return n.meta["val"]
+
+        args, kwargs = map_arg((node.args, node.kwargs), meta)  # type: ignore[misc]
+        gm = decompose(node.target, args, kwargs, by)
+        assert gm is not None
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})
+        return self.run(gm.graph)
+
+
+def is_zeros(node: Any) -> bool:
+    zeros = (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default)
+    fills = (aten.full.default, aten.full_like.default, aten.new_full.default)
+    return node.target in zeros or (node.target in fills and node.args[-1] == 0)

@@ -1,0 +1,212 @@
+"""What a checkpoint holds: its manifest as JSON, and the folders of a path that are complete."""
+
+import hashlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ftp.checkpoint.safetensors_io import Header, is_shape, read_header
+from ftp.errors import CheckpointError, DamagedError
+from ftp.tensors.boxes import Box, Shape, first_overlap, whole
+
+MANIFEST = "manifest.json"
+SAVING = ".saving-"  # begins the name of a folder that is being written
+REMOVING = ".removing-"  # and of one that is being removed
+_FORMAT = "ftp checkpoint 1"
+_NAME = re.compile(r"(\d{8,})(?:-step-(\d+))?")
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A box of a tensor as one tensor of a file, and the hash of its bytes there."""
+
+    file: str
+    box: Box
+    sha256: str
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A tensor: its global shape, the spec it was saved with, and the chunks that make it up; dtype as torch names it."""
+
+    dtype: str
+    shape: Shape
+    spec: str
+    chunks: tuple[Chunk, ...]
+
+    def problem(self, name: str) -> str | None:
+        """What keeps the chunks from being this tensor, each element once; None if nothing does."""
+        if not is_shape(self.shape):
+            return f"the shape of {name!r}, {self.shape}, is not one of a tensor."
+        for c in self.chunks:
+            start, size = c.box.start, c.box.size
+            is_box = len(start) == len(size) == len(self.shape) and is_shape(start) and is_shape(size)
+            if not is_box or any(a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True)):
+                return f"{c.file} holds {list(size)} elements of {name!r} from {list(start)} on, which are not within shape {self.shape}."
+        if (at := first_overlap([c.box for c in self.chunks])) is not None:
+            a, b = (self.chunks[i] for i in at)
+            return (
+                f"{name!r} is there twice: {a.file} holds {list(a.box.size)} elements from {list(a.box.start)} on, and {b.file}"
+                f" {list(b.box.size)} from {list(b.box.start)} on, so these are files of two saves. Remove those of the older one."
+            )
+        there, due = sum(c.box.numel for c in self.chunks), whole(self.shape).numel
+        if there < due:
+            return f"only a part of {name!r} is there: {there:,} of {due:,} elements. A file is missing, or a save was cut short."
+        return None
+
+
+@dataclass(frozen=True)
+class SavedFile:
+    """The size of a file's header in bytes, and its hash."""
+
+    header: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a checkpoint but the values of its tensors, which are in safetensors files beside it."""
+
+    step: int | None
+    mesh: str
+    tensors: dict[str, SavedTensor]
+    values: dict[str, Any]
+    files: dict[str, SavedFile]
+
+    def to_json(self) -> str:
+        """One JSON object with the hash of what it says."""
+        body = _canonical({"format": _FORMAT, **asdict(self)})
+        return f'{{"sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n"checkpoint": {body}}}'
+
+    @staticmethod
+    def from_json(text: str, where: Path) -> "Manifest":
+        """The manifest that ``text``, of the file ``where``, states.
+
+        Raises:
+            DamagedError: text that is not what was written.
+        """
+        try:
+            content = json.loads(text)
+            body = content["checkpoint"]
+            if hashlib.sha256(_canonical(body).encode()).hexdigest() != content["sha256"]:
+                raise DamagedError(f"{where} was altered: its contents do not have the hash that it states.")
+            if body["format"] != _FORMAT:
+                raise CheckpointError(f"{where} is of format {body['format']!r}; this version reads {_FORMAT!r}.")
+            tensors = {
+                path: SavedTensor(
+                    t["dtype"],
+                    tuple(t["shape"]),
+                    t["spec"],
+                    tuple(Chunk(c["file"], Box(tuple(c["box"]["start"]), tuple(c["box"]["size"])), c["sha256"]) for c in t["chunks"]),
+                )
+                for path, t in body["tensors"].items()
+            }
+            files = {name: SavedFile(**f) for name, f in body["files"].items()}
+            for file in (*files, *(c.file for t in tensors.values() for c in t.chunks)):
+                if not is_plain_name(file):
+                    raise DamagedError(f"{where} names the file {file!r}, which is not one of its folder. Do not trust it.")
+            return Manifest(body["step"], body["mesh"], tensors, body["values"], files)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
+            raise DamagedError(f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another format.") from e
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A checkpoint that was completed: its folder, its number in the order of saving, and the step it was given, if any."""
+
+    folder: Path
+    number: int
+    step: int | None
+
+    @cached_property
+    def damage(self) -> str | None:
+        """What is wrong with it, None if nothing is: by its manifest and by the names, sizes and headers of its files, not by values."""
+        try:
+            manifest = read_manifest(self.folder)
+            for name, due in manifest.files.items():
+                check_header(read_header(self.folder / name), due, self.folder / name)
+            return next(filter(None, (t.problem(path) for path, t in manifest.tensors.items())), None)
+        except CheckpointError as e:
+            return str(e)
+
+
+def check_header(header: Header, due: SavedFile, path: Path) -> None:
+    """Raises where a file's header is not the one that the manifest states."""
+    if (header.size, header.sha256) != (due.header, due.sha256):
+        raise DamagedError(f"{path} was altered: its header does not have the sha256 that the manifest states.")
+
+
+def is_plain_name(name: Any) -> bool:
+    """Whether it names a file in a folder, and cannot lead out of it.
+
+    >>> [is_plain_name(name) for name in ("a.safetensors", "../a", "/a", "..", "")]
+    [True, False, False, False, False]
+    """
+    return isinstance(name, str) and name not in ("", ".", "..") and not set(name) & set("/\\\0")
+
+
+def folder_name(number: int, step: int | None) -> str:
+    """
+    >>> folder_name(7, 300)
+    '00000007-step-300'
+    """
+    return f"{number:08d}" + ("" if step is None else f"-step-{step}")
+
+
+def checkpoints(path: str | Path) -> list[Checkpoint]:
+    """The complete checkpoints in a folder, oldest first; empty where there is none, or no folder.
+
+    What has become of one since, by a bad disk or a hand, is its ``damage``, which is looked for when it is asked for.
+
+    >>> [c.step for c in checkpoints("/nowhere") if c.damage is None]
+    []
+    """
+    try:
+        entries = sorted(Path(path).iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as e:
+        raise CheckpointError(f"{path} cannot be listed: {e.strerror or e}.") from e
+    found = []
+    for entry in entries:
+        named = _NAME.fullmatch(entry.name)
+        if named and (entry / MANIFEST).is_file():
+            found.append(Checkpoint(entry, int(named[1]), None if named[2] is None else int(named[2])))
+    return sorted(found, key=lambda c: c.number)
+
+
+def find(path: str | Path, step: int | None = None) -> Checkpoint:
+    """The newest complete checkpoint in a folder, or of those with ``step``; ``path`` may be the folder of one itself.
+
+    Raises:
+        CheckpointError: where there is none.
+    """
+    path = Path(path)
+    if (path / MANIFEST).is_file():
+        named = _NAME.fullmatch(path.name)
+        return Checkpoint(path, int(named[1]) if named else 0, None)
+    complete = checkpoints(path)
+    if not complete:
+        what = "does not exist" if not path.exists() else "holds no complete checkpoint"
+        raise CheckpointError(f"{path} {what}. ftp.save(path, tree, mesh, specs) makes one.")
+    wanted = [c for c in complete if step is None or c.step == step]
+    if not wanted:
+        steps = sorted({c.step for c in complete if c.step is not None})
+        raise CheckpointError(f"{path} holds no checkpoint of step {step}; it has {f'steps {steps}' if steps else 'none with a step'}.")
+    return wanted[-1]
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a complete checkpoint."""
+    try:
+        text = (folder / MANIFEST).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as e:
+        raise DamagedError(f"{folder / MANIFEST} cannot be read: {e}.") from e
+    return Manifest.from_json(text, folder / MANIFEST)
+
+
+def _canonical(body: Any) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))

@@ -1,0 +1,1 @@
+"""Agreement of the ranks through the store, before and beside their collectives."""

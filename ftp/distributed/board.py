@@ -1,0 +1,134 @@
+"""One agreement's keys in the store: what each rank writes, and the first difference."""
+
+import base64
+import contextlib
+import json
+import zlib
+from dataclasses import dataclass
+
+from ftp.distributed.store import Store
+from ftp.distributed.waiting import LINGER, named_ranks, shortened, wait_until
+from ftp.sharding.mesh import Mesh
+
+AGREED = "agreed"
+
+
+@dataclass(frozen=True)
+class Board:
+    """The keys of one agreement. Whoever comes last compares; whoever knows of a failure says so at once."""
+
+    store: Store
+    prefix: str
+    number: int
+    mesh: Mesh
+
+    def key(self, name: str | int) -> str:
+        return f"{self.prefix}/{self.number}/{name}"
+
+    def open(self, call: int, skipped: str) -> bool:
+        """Whether this rank is the first to do so."""
+        mine = json.dumps([self.mesh.rank, call, f"{skipped}, and makes it anew" if skipped else f"changes its program at call {call}"])
+        return self.store.propose(self.key("open"), mine) == mine
+
+    def is_open(self) -> bool:
+        return self.store.check(self.key("open"))
+
+    def opened(self) -> tuple[int, int, str]:
+        rank, call, why = json.loads(self.store.get(self.key("open")))
+        return rank, call, why
+
+    def enter(self, payload: dict[str, str]) -> int:
+        """Publishes this rank's side; the number of ranks that have by now."""
+        self.store.set(self.key(self.mesh.rank), zlib.compress(json.dumps(payload).encode(), 1).hex())
+        return self.store.add(self.key("count"), 1)
+
+    def compare(self) -> str | None:
+        """The first difference from the lowest rank, if any."""
+        ranks = sorted(self.mesh.ranks)
+        texts = self.store.multi_get([self.key(rank) for rank in ranks])
+        if all(t == texts[0] for t in texts):
+            return None
+        lowest, *others = (json.loads(zlib.decompress(bytes.fromhex(t))) for t in texts)
+        for rank, payload in zip(ranks[1:], others, strict=True):
+            for facet in dict.fromkeys((*lowest, *payload)):
+                a, b = (p.get(facet, "(absent)") for p in (lowest, payload))
+                if a != b:
+                    return _describe_difference(facet, (ranks[0], a), (rank, b), lowest.get("call number", "?"))
+        return None
+
+    def settle(self, verdict: str) -> None:
+        self.store.propose(self.key("verdict"), verdict)
+
+    def break_off(self, verdict: str) -> None:
+        """Settles that a rank has gone on; its groups are closed, so the mesh is of no use from here on."""
+        self.settle(verdict)
+        self.store.propose(f"{self.prefix}/broken", self.verdict())
+
+    def is_broken(self) -> bool:
+        return self.store.check(f"{self.prefix}/broken")
+
+    def broken(self) -> str:
+        return self.store.get(f"{self.prefix}/broken")
+
+    def is_settled(self) -> bool:
+        return self.store.check(self.key("verdict"))
+
+    def verdict(self) -> str:
+        return self.store.get(self.key("verdict"))
+
+    def linger(self) -> None:
+        """Stays until all ranks know of the failure: this one may hold the store, and its end closes their connections."""
+        with contextlib.suppress(RuntimeError):  # whoever holds it has seen all, and has left
+            self.see()
+            wait_until(LINGER, lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size(), self.mesh.size())
+
+    def see(self) -> int:
+        """The number of ranks that know how it ended, this one included."""
+        return self.store.add(self.key("seen"), 1)
+
+    def absent(self) -> list[int]:
+        return [rank for rank in sorted(self.mesh.ranks) if not self.store.check(self.key(rank))]
+
+    def report_absent(self, absent: list[int], said: str, call: int, timeout: float) -> str:
+        who = named_ranks(absent) if absent else "The rank that compares"
+        waiting = f"rank {self.mesh.rank} waited {timeout:g} s to agree on the program of call {call}"
+        return f"{who} never arrived: {waiting}.{said}{ABSENT}"
+
+    def clean(self) -> None:
+        """Drops this rank's text, which nobody reads after an agreement."""
+        self.store.delete([self.key(self.mesh.rank)])
+
+    def forget(self, since: int) -> None:
+        """Drops the keys of this agreement and of failed ones before it, once all ranks know that they agree."""
+        if self.see() == self.mesh.size():
+            names = ("open", "count", "verdict", "seen")
+            self.store.delete([f"{self.prefix}/{number}/{name}" for number in range(since, self.number + 1) for name in names])
+
+
+ABSENT = "\n  See what it does: it may have failed before this call, run other code, or still be starting (then allow a longer timeout)."
+
+
+def packed(values: list[str]) -> str:
+    """Values of all ranks, of which most are often equal, as short text."""
+    distinct = {value: i for i, value in enumerate(dict.fromkeys(values))}
+    text = json.dumps([list(distinct), [distinct[value] for value in values]])
+    return base64.b85encode(zlib.compress(text.encode(), 1)).decode()
+
+
+def unpacked(text: str) -> list[str]:
+    """
+    >>> unpacked(packed(["a", "b", "a"]))
+    ['a', 'b', 'a']
+    """
+    distinct, indices = json.loads(zlib.decompress(base64.b85decode(text)))
+    return [distinct[i] for i in indices]
+
+
+def _describe_difference(facet: str, lowest: tuple[int, str], other: tuple[int, str], call: str) -> str:
+    (first, a), (rank, b) = lowest, other
+    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    shown = [f"\n  rank {r}: {shortened(text, 160, start)}" for r, text in ((first, a), (rank, b))]
+    return (
+        f"Ranks disagree on the {facet} of call {call}: rank {rank} differs from rank {first}, so no rank runs it.{''.join(shown)}\n"
+        "  Give every rank the same program, specs and global shapes."
+    )

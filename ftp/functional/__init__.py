@@ -1,0 +1,1 @@
+"""Models as pure functions: functionalize, constraints on modules, remat, scan."""

@@ -1,0 +1,1 @@
+"""torch ops that ftp defines, and their native code."""

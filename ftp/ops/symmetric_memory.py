@@ -1,0 +1,98 @@
+"""Products fused with the collective beside them: while one part is computed another travels.
+
+``gather_products`` is a gather and the products that read it, ``product_scatter`` a product and its reduce-scatter. On GPUs they are
+torch's ops on symmetric memory, which copy from GPU to GPU over NVLink; elsewhere, for tests, torch's own plain forms of these.
+"""
+
+import math
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftp.sharding.process_group import gpu_uuid
+
+# Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its products with some matrices.
+torch.library.define(
+    "ftp::gather_products",
+    "(Tensor shard, Tensor[] weights, int dim, bool keeps, int n, str group) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+# Of the sum over ``n`` ranks of a product this rank's part of dim ``dim``.
+torch.library.define(
+    "ftp::product_scatter", "(Tensor left, Tensor right, int dim, int n, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+gather_products = torch.ops.ftp.gather_products.default
+product_scatter = torch.ops.ftp.product_scatter.default
+
+
+@torch.library.register_fake("ftp::gather_products")
+def _gathered_shapes(shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str) -> list[Tensor]:
+    size = [*shard.shape]
+    size[dim] *= n
+    products = [shard.new_empty([*size[:-1], w.shape[1]]) for w in weights]
+    return [shard.new_empty(size), *products] if keeps else products
+
+
+@torch.library.register_fake("ftp::product_scatter")
+def _scattered_shape(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
+    size = [*left.shape[:-1], right.shape[1]]
+    size[dim] //= n
+    return left.new_empty(size)
+
+
+@torch.library.impl("ftp::gather_products", "CUDA")
+def _gather_products(shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str) -> list[Tensor]:
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul.default(shard, weights, dim, group, return_A=keeps)
+    return [t.contiguous() for t in ((whole, *products) if keeps else products)]
+
+
+@torch.library.impl("ftp::product_scatter", "CUDA")
+def _product_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter.default(left, right, "sum", dim, group).contiguous()
+
+
+@torch.library.impl("ftp::gather_products", "CPU")
+def _plain_gather_products(shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: Any) -> list[Tensor]:
+    from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback
+
+    whole, products = _fused_all_gather_matmul_fallback(shard, weights, dim, group, return_A=keeps)
+    return [t.contiguous() for t in ((whole, *products) if whole is not None else products)]
+
+
+@torch.library.impl("ftp::product_scatter", "CPU")
+def _plain_product_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: Any) -> Tensor:
+    from torch.distributed._symmetric_memory import _fused_matmul_reduce_scatter_fallback
+
+    return _fused_matmul_reduce_scatter_fallback(left, right, "sum", dim, group).contiguous()
+
+
+def multiplications(target: Any, args: Any) -> int:
+    """How many one of these ops does, from its arguments with shapes in place of tensors."""
+    if target is gather_products:
+        shard, weights, _, _, n, _ = args
+        return n * math.prod(shard) * sum(columns for _, columns in weights)
+    left, right, *_ = args
+    return math.prod(left) * right[1]
+
+
+def lack(devices: list[tuple[str, str]], mine: int) -> str:
+    """Why this rank cannot copy from and to the GPUs of a group, as host and UUID; "" if it can.
+
+    Whether a GPU that this process does not see can be read, torch finds out as it connects them.
+    """
+    if not torch.cuda.is_available() or not dist.is_nccl_available():
+        return "it takes GPUs, and a build of torch with NCCL"
+    if len({host for host, _ in devices}) > 1:
+        return f"the group is on hosts {', '.join(sorted({host for host, _ in devices}))}, and works within one"
+    seen = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
+    host, here = devices[mine]
+    for i, (_, device) in enumerate(devices):
+        if i != mine and device == here:
+            return f"GPU {here} of {host} is another rank's too"
+        if i == mine or device not in seen:
+            continue
+        if not torch.cuda.can_device_access_peer(seen[here], seen[device]):
+            return f"GPU {here} of {host} cannot read the memory of GPU {device}"
+    return ""

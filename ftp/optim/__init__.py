@@ -1,0 +1,24 @@
+"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping, averages, accumulation.
+
+See ``docs/training.md``.
+"""
+
+from ftp.optim import schedules
+from ftp.optim.base import Optimizer
+from ftp.optim.by_path import by_path
+from ftp.optim.gradients import accumulate, clip_by_global_norm, count_nonfinite, global_norm
+from ftp.optim.parameters import ema, select
+from ftp.optim.torch_optimizer import from_torch
+
+__all__ = [
+    "Optimizer",
+    "accumulate",
+    "by_path",
+    "clip_by_global_norm",
+    "count_nonfinite",
+    "ema",
+    "from_torch",
+    "global_norm",
+    "schedules",
+    "select",
+]

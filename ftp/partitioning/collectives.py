@@ -1,0 +1,316 @@
+"""Moves as local tensor ops and functional collectives, emitted into a rank's graph; the only place that pads uneven shards.
+
+A cut dim is seen as ``[outer, g, inner]``, ``g`` this rank's part of ``f``. Collectives want equal parts: ``g`` is padded to the first
+rank's ``c = ceil(f / n)``; chunks are cut from the front, so that after a gather all padding stands at the end.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
+from torch.distributed import _functional_collectives  # noqa: F401  (graph passes then keep a collective that one rank has no use for)
+
+from ftp.planning.graph import PARAMETER, Move, Node
+from ftp.sharding.layout import Layout
+from ftp.sharding.spec import Piece
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+Offset = int | fx.Node
+
+# gloo takes a GPU's tensors in the call behind ``all_gather_into_tensor_out``, in that behind
+# ``all_gather_into_tensor`` it reads their memory as if it were the host's.
+_name, _of = "ftp::all_gather_over_gloo", str(c10d.all_gather_into_tensor.default._schema)
+torch.library.define(_name, _of[_of.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.register_fake(_name, c10d.all_gather_into_tensor.default)
+
+
+@torch.library.impl(_name, "CompositeExplicitAutograd")
+def _gather_over_gloo(shard: torch.Tensor, n: int, group: Any) -> torch.Tensor:
+    whole = shard.new_empty([n * shard.shape[0], *shard.shape[1:]])
+    return c10d.all_gather_into_tensor_out.default(shard, n, group, out=whole)
+
+
+def gather_of(group: Any, device: torch.device) -> torch._ops.OpOverload:
+    """The functional all-gather for tensors of a device."""
+    if device.type == "cuda":
+        backend = _resolve_process_group(group)._get_backend(device).name()
+        if backend == "gloo":
+            return torch.ops.ftp.all_gather_over_gloo.default
+    return c10d.all_gather_into_tensor.default
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One issued collective.
+
+    Attributes:
+        op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
+        axes: the mesh axes it runs over.
+        shape: of this rank's buffer on the larger side, as are ``dtype`` and ``nbytes``.
+        global_shape: of the value that is moved.
+        wire_nbytes: bytes that this rank sends, as a ring.
+        source: the line of the user's code that the value comes from.
+        cause: what needed the move.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    global_shape: tuple[int, ...]
+    wire_nbytes: int
+    source: str
+    cause: str = ""
+
+
+@dataclass(frozen=True)
+class _Dim:
+    """A dim of a rank's tensor seen as ``[outer, g, inner]``, ``g`` of ``f`` in chunks of ``c``."""
+
+    dim: int
+    outer: int
+    f: int
+    inner: int
+    g: int
+    c: int
+
+
+@dataclass(frozen=True)
+class MoveSite:
+    """Where a move is emitted: the rank's graph, sizes of the move's factors on this rank, and where the rank's part begins.
+
+    Attributes:
+        offset: gives the input that holds this rank's start for a cut, from ``(kind, factor)``.
+        group: name of the process group of the axis.
+        is_first: whether the rank is the first of its axis: it contributes replicated values to sums.
+    """
+
+    graph: fx.Graph
+    node: Node
+    sizes: Mapping[str, int]
+    global_shape: tuple[int, ...]
+    offset: Callable[[str], Offset]
+    group: str
+    is_first: bool
+
+    @property
+    def move(self) -> Move:
+        return self.node.target
+
+    def emit(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        return self.graph.call_function(target, args, kwargs)
+
+    def shape(self, dims: Sequence[tuple[str, ...]]) -> list[int]:
+        return [math.prod(self.sizes[f] for f in dim) for dim in dims]
+
+    def cut(self, layout: Layout) -> _Dim:
+        d = layout.dim
+        o, g, i, m, h = (self.sizes.get(f"{letter}{d}") for letter in "ogimh")
+        assert o is not None and g is not None and i is not None
+        if h is not None:
+            return _Dim(d, o, h, i, g, -(-h // self.move.n))
+        assert m is not None
+        return _Dim(d, o, m * g, i, g, g)
+
+    def collective(self, target: Any, x: fx.Node, *args: Any, shape: Sequence[int]) -> fx.Node:
+        """Issue a functional collective and wait for it; ``shape`` is the larger side's."""
+        node = self.emit(target, x, *args, self.group)
+        dtype, n, op = self.node.results[0].dtype, self.move.n, self.move.op
+        nbytes = math.prod(shape) * dtype.itemsize
+        wire = {"all_reduce": 2 * nbytes * (n - 1) // n}.get(op, nbytes * (n - 1) // n)
+        node.meta["collective"] = Collective(
+            op, self.move.axes, tuple(shape), dtype, nbytes, self.global_shape, wire, self.node.source, self.node.cause
+        )
+        node.meta["axis"] = self.move.axis
+        node.meta["is_ahead"] = self.node.depends == PARAMETER
+        return self.emit(c10d.wait_tensor.default, node)
+
+
+def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
+    """Emit the steps that bring ``x`` from the move's source layout to its destination.
+
+    Parts are made contiguous: kernels of attention and of norms' backward take strided views and give wrong values.
+    """
+    move = site.move
+    here, there = site.shape(site.node.rule.operands[0]), site.shape(site.node.rule.results[0])
+    match move.op:
+        case "all_reduce":
+            return site.collective(c10d.all_reduce.default, x, move.src.op, shape=here)
+        case "all_gather" if move.dst.kind == "R":
+            return _contiguous(site, _all_gather(site, x, here, there, site.cut(move.src)))
+        case "all_gather":
+            return _contiguous(site, _recut(site, x, here, there))
+        case "reduce_scatter":
+            return _contiguous(site, _reduce_scatter(site, x, here, there, site.cut(move.dst)))
+        case "all_to_all":
+            return _contiguous(site, _all_to_all(site, x, here, there, site.cut(move.src), site.cut(move.dst)))
+        case "slice":
+            return _contiguous(site, _slice(site, x, here, there, site.cut(move.dst)))
+        case "contribute":
+            return site.emit(aten.alias.default, x) if site.is_first else site.emit(aten.zeros_like.default, x)
+        case "pad":
+            return _pad(site, x, here, there, site.cut(move.src))
+    raise AssertionError(move)
+
+
+def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
+    """The move in ``count`` equal chunks of dim 0, or of what lies above the cut in it, each a collective of its own."""
+    factor = "o0" if "o0" in site.sizes else "~0"
+    sizes = {**site.sizes, factor: site.sizes[factor] // count}
+    rows, of_all = site.shape(site.node.rule.operands[0])[0] // count, site.global_shape[0] // count
+    part = replace(site, sizes=sizes, global_shape=(of_all, *site.global_shape[1:]))
+    moved = [emit_move(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows)) for i in range(count)]
+    return site.emit(aten.cat.default, moved)
+
+
+def emit_gathered_pieces(site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]) -> fx.Node:
+    """Gathers a dim of which rank i holds the pieces ``held[i]`` in a row, some perhaps held by several; ``shape`` is this rank's."""
+    n, most = len(held), max(sum(b - a for a, b in pieces) for pieces in held)
+    padded = [*shape[:dim], most, *shape[dim + 1 :]]
+    x = _pad_to(site, x, shape, dim, most)
+    x = _contiguous(site, _reshape(site, x, padded, [math.prod(padded)]))
+    y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
+    y = site.emit(aten.reshape.default, y, [n, *padded])
+    where: dict[Piece, tuple[int, int]] = {}
+    for rank, pieces in enumerate(held):
+        at = 0
+        for piece in pieces:
+            if piece[0] < piece[1]:
+                where.setdefault(piece, (rank, at))
+            at += piece[1] - piece[0]
+    parts = []
+    for (start, stop), (rank, at) in sorted(where.items()):
+        of_rank = site.emit(aten.select.int, y, 0, rank)
+        parts.append(site.emit(aten.slice.Tensor, of_rank, dim, at, at + stop - start))
+    return _contiguous(site, site.emit(aten.cat.default, parts, dim))
+
+
+def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
+    """This rank's pieces of a dim in a row."""
+    parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
+    return _contiguous(site, parts[0] if len(parts) == 1 else site.emit(aten.cat.default, parts, dim))
+
+
+def _reshape(site: MoveSite, x: fx.Node, old: Sequence[int], new: Sequence[int]) -> fx.Node:
+    return x if list(old) == list(new) else site.emit(aten.reshape.default, x, list(new))
+
+
+def _split(shape: Sequence[int], cut: _Dim, *middle: int) -> tuple[list[int], list[int], list[int]]:
+    return [*shape[: cut.dim], cut.outer], list(middle), [cut.inner, *shape[cut.dim + 1 :]]
+
+
+def _pad_to(site: MoveSite, x: fx.Node, shape: Sequence[int], dim: int, size: int) -> fx.Node:
+    missing = size - shape[dim]
+    if not missing:
+        return x
+    return site.emit(aten.constant_pad_nd.default, x, [0, 0] * (len(shape) - 1 - dim) + [0, missing], 0.0)
+
+
+def _contiguous(site: MoveSite, x: fx.Node) -> fx.Node:
+    return site.emit(aten.contiguous.default, x)
+
+
+def _all_gather(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
+    n = site.move.n
+    before, _, after = _split(here, cut)
+    at = len(before)
+    seen = [*before, cut.g, *after]
+    if math.prod(before) == 1:  # the cut is the major dim: what the ranks hold follows on in memory
+        x = _pad_to(site, _reshape(site, x, here, seen), seen, at, cut.c)
+        flat = [cut.c, math.prod(after)]
+        x = _contiguous(site, _reshape(site, x, [*before, cut.c, *after], flat))
+        y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * cut.c, *flat[1:]])
+        y = _trim(site, y, 0, n * cut.c, cut.f)
+        return _reshape(site, y, [cut.f, *flat[1:]], there)
+    x = _pad_to(site, _reshape(site, x, here, seen), seen, at, cut.c)
+    padded = [*before, cut.c, *after]
+    x = _contiguous(site, _reshape(site, x, padded, [math.prod(padded)]))
+    y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
+    y = site.emit(aten.reshape.default, y, [n, *padded])
+    y = site.emit(aten.permute.default, y, [*range(1, at + 1), 0, *range(at + 1, len(padded) + 1)])
+    y = site.emit(aten.reshape.default, y, [*before, n * cut.c, *after])
+    y = _trim(site, y, at, n * cut.c, cut.f)
+    return _reshape(site, y, [*before, cut.f, *after], there)
+
+
+def _trim(site: MoveSite, x: fx.Node, dim: int, size: int, to: int) -> fx.Node:
+    return x if size == to else site.emit(aten.slice.Tensor, x, dim, 0, to)
+
+
+def _reduce_scatter(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
+    n = site.move.n
+    before, _, after = _split(here, cut)
+    at = len(before)
+    x = _pad_to(site, _reshape(site, x, here, [*before, cut.f, *after]), [*before, cut.f, *after], at, n * cut.c)
+    part = [*before, cut.c, *after]
+    if math.prod(before) != 1:
+        x = site.emit(aten.reshape.default, x, [*before, n, cut.c, *after])
+        x = site.emit(aten.permute.default, x, [at, *range(at), *range(at + 1, len(part) + 1)])
+    x = _contiguous(site, site.emit(aten.reshape.default, x, [n * math.prod(part)]))
+    y = site.collective(c10d.reduce_scatter_tensor.default, x, "sum", n, shape=[n * math.prod(part)])
+    y = site.emit(aten.reshape.default, y, part)
+    y = _trim(site, y, at, cut.c, cut.g)
+    return _reshape(site, y, [*before, cut.g, *after], there)
+
+
+def _all_to_all(site: MoveSite, x: fx.Node, here: list[int], there: list[int], src: _Dim, dst: _Dim) -> fx.Node:
+    n = site.move.n
+    s, d = (1, 4) if src.dim < dst.dim else (4, 1)  # positions of g and f in the view below
+    first, second = sorted((src, dst), key=lambda cut: cut.dim)
+    parts = {id(src): src.g, id(dst): dst.f}
+    lead, between, rest = math.prod(here[: first.dim]), here[first.dim + 1 : second.dim], math.prod(here[second.dim + 1 :])
+    seen = [lead * first.outer, parts[id(first)], first.inner, math.prod(between) * second.outer, parts[id(second)], second.inner * rest]
+    x = _reshape(site, x, here, seen)
+    x = _pad_to(site, x, seen, s, src.c)
+    seen[s] = src.c
+    x = _pad_to(site, x, seen, d, n * dst.c)
+    seen[d] = dst.c
+    x = site.emit(aten.reshape.default, x, [*seen[:d], n, *seen[d:]])
+    x = site.emit(aten.permute.default, x, [d, *(k for k in range(7) if k != d)])
+    x = _contiguous(site, site.emit(aten.reshape.default, x, [n * math.prod(seen)]))
+    split = [math.prod(seen)] * n
+    y = site.collective(c10d.all_to_all_single.default, x, split, split, shape=[n * math.prod(seen)])
+    y = site.emit(aten.reshape.default, y, [n, *seen])
+    y = site.emit(aten.permute.default, y, [*range(1, s + 1), 0, *range(s + 1, 7)])
+    y = site.emit(aten.reshape.default, y, [*seen[:s], n * src.c, *seen[s + 1 :]])
+    y = _trim(site, y, s, n * src.c, src.f)
+    y = _trim(site, y, d, dst.c, dst.g)
+    return site.emit(aten.reshape.default, y, there)
+
+
+def _slice(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
+    before, _, after = _split(here, cut)
+    x = _reshape(site, x, here, [*before, cut.f, *after])
+    x = site.emit(aten.slice.Tensor, x, len(before), site.offset("start"), site.offset("stop"))
+    return site.emit(aten.reshape.default, x, there)
+
+
+def _pad(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
+    before, _, after = _split(here, cut)
+    x = _reshape(site, x, here, [*before, cut.g, *after])
+    x = site.emit(aten.constant_pad_nd.default, x, [*[0, 0] * len(after), site.offset("start"), site.offset("after")], 0.0)
+    return _reshape(site, x, [*before, cut.f, *after], there)
+
+
+def _recut(site: MoveSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
+    """From one cut of a dim to another cut of it: gathered whole, then sliced."""
+    d = site.move.src.dim
+    src, dst = (
+        _Dim(
+            d,
+            site.sizes[f"{side}o"],
+            site.sizes[f"{side}f"],
+            site.sizes[f"{side}i"],
+            site.sizes[f"{side}g"],
+            -(-site.sizes[f"{side}f"] // site.move.n),
+        )
+        for side in "xy"
+    )
+    full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]
+    return _slice(site, _all_gather(site, x, here, full, src), full, there, dst)

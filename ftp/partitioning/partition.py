@@ -1,0 +1,342 @@
+"""Graph and plan to one rank's program: an ``fx.GraphModule`` on local tensors with its collectives in it.
+
+What differs between ranks of equal local shapes is where their parts begin. Those offsets are inputs of the graph, after the tensors, so
+that such ranks share one graph and one compilation.
+"""
+
+import itertools
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+from ftp.partitioning.collectives import Collective, MoveSite, emit_chunks, emit_gathered_pieces, emit_move, emit_pieces
+from ftp.partitioning.inline_per_rank import InlineSite, axes_by_rank, inline
+from ftp.paused_gc import collection_paused
+from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
+from ftp.planning.insert_moves import move_rule
+from ftp.planning.plan import Plan
+from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
+from ftp.rules.rule import Meta, replaced
+from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
+from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
+
+Coordinate = Mapping[str, int]
+WAIT = torch.ops._c10d_functional.wait_tensor.default
+
+
+@dataclass(frozen=True)
+class Offset:
+    """Where a rank's chunk of ``size`` begins (``start``), ends (``stop``), or how much lies ``after`` it."""
+
+    kind: str
+    size: Size
+    axis: str
+    n: int
+
+    def at(self, coordinate: Coordinate) -> int:
+        start, length = chunk_at(Chunk(self.size, self.axis, self.n), coordinate)
+        match self.kind:
+            case "start":
+                return start
+            case "stop":
+                return start + length
+            case _:
+                return size_at(self.size, coordinate) - start - length
+
+
+@dataclass(frozen=True)
+class LocalProgram:
+    """The program of every rank with the same local shapes.
+
+    Attributes:
+        gm: takes the local input tensors, then the rank's ``offsets`` as ints; returns the local outputs.
+        offsets: what the trailing int inputs hold.
+        collectives: in the order in which they are issued.
+    """
+
+    gm: fx.GraphModule
+    offsets: tuple[Offset, ...]
+    collectives: tuple[Collective, ...]
+
+    def offsets_at(self, coordinate: Coordinate) -> list[int]:
+        return [o.at(coordinate) for o in self.offsets]
+
+
+@dataclass
+class Partitioner:
+    """Makes the programs of a plan's ranks, each distinct one once."""
+
+    plan: Plan
+    device: torch.device
+    group_name: Callable[..., str]
+    chunks: Mapping[str, int] = field(default_factory=dict)
+
+    def __post_init__(self):
+        self._programs: dict[tuple[int, ...], LocalProgram] = {}
+        chunks: dict[Chunk, None] = {}
+
+        def collect(size: Size) -> None:
+            """The chunks that make a size, those inside others too: a local form may name the length of each."""
+            for chunk in size.chunks if isinstance(size, Product) else ():
+                if chunk not in chunks:
+                    chunks[chunk] = None
+                    collect(chunk.size)
+
+        for node in self.plan.graph.nodes:
+            for size in node.sizes.values():
+                collect(size)
+        self._uneven = list(chunks)
+        firsts = {node.target.axis for node in self.plan.graph.nodes if node.kind == "move" and node.target.op == "contribute"}
+        local = [axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"]
+        firsts = firsts.union(*(contributing for contributing, _ in local))
+        self._permuting = [a for a in self.plan.axes if any(a in permuting for _, permuting in local)]
+        self._outside = [(Value(node), spec) for node, spec in self.plan.entries.items()]
+        self._outside += [(self.plan.graph.outputs[i], spec) for i, spec in self.plan.exits.items()]
+        self._contributing = [a for a in self.plan.axes if a in firsts]
+
+    def program(self, coordinate: Coordinate) -> LocalProgram:
+        """The program of the rank at ``coordinate``."""
+        key = (
+            *(chunk_at(c, coordinate)[1] for c in self._uneven),
+            *(int(coordinate[a] == 0) for a in self._contributing),
+            *(coordinate[a] for a in self._permuting),
+            *(
+                of_rank
+                for value, spec in self._outside
+                for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
+                for of_rank in (cut.length, *itertools.chain(*(cut.pieces if cut.is_irregular else ())))
+            ),
+        )
+        if key not in self._programs:
+            with collection_paused():
+                self._programs[key] = _Emission(self, coordinate).run()
+        return self._programs[key]
+
+
+@dataclass(frozen=True)
+class NestedCut:
+    """One of the cuts of a dim on one rank: the dim's size before it, and the pieces of that which the rank holds."""
+
+    dim: int
+    cut: Units
+    size: int
+    pieces: tuple[Piece, ...]
+    is_irregular: bool
+
+    @property
+    def length(self) -> int:
+        return sum(stop - start for start, stop in self.pieces)
+
+
+def nested_cuts(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate) -> list[NestedCut]:
+    """The cuts, major to minor, of every dim that several cuts share or that is cut in units."""
+    found = []
+    for dim in range(len(spec)):
+        cuts = spec.cuts(dim)
+        size = int(shape[dim])
+        for cut in cuts if len(cuts) > 1 or not all(c.is_plain for c in cuts) else ():
+            n = axes[cut.axis]
+            pieces = tuple(cut_pieces(size, n, coordinate[cut.axis], cut))
+            irregular = not is_factored(PartitionSpec(cut), 0, size, {cut.axis: n})
+            found.append(NestedCut(dim, cut, size, pieces, irregular))
+            size = found[-1].length
+    return found
+
+
+class _Emission:
+    def __init__(self, owner: Partitioner, coordinate: Coordinate):
+        self.plan, self.device, self.group_name, self.chunks = owner.plan, owner.device, owner.group_name, owner.chunks
+        self.coordinate = coordinate
+        self.graph = RankGraph()
+        self.env: dict[Value, fx.Node] = {}
+        self.offsets: dict[Offset, fx.Node] = {}
+
+    def run(self) -> LocalProgram:
+        for node in self.plan.graph.inputs:
+            self.env[Value(node)] = self.graph.placeholder(re.sub(r"\W+", "_", node.name).strip("_"))
+        self.last_input = list(self.graph.nodes)[-1] if self.env else None
+        for node, spec in self.plan.entries.items():
+            self.env[Value(node)] = self._enter_or_leave(Value(node), spec, True)
+        for node in self.plan.graph.nodes:
+            if node.kind != "input":
+                last = self.graph._root.prev
+                self._emit(node)
+                self._annotate(node, last)
+        outputs = [self._enter_or_leave(v, self.plan.exits.get(i), False) for i, v in enumerate(self.plan.graph.outputs)]
+        self.graph.output(tuple(outputs))
+        for made in reversed(self.graph.nodes):
+            # A rank that holds none of a value has no use for what it helps the others to get.
+            if made.op == "call_function" and not made.users and made.target is not WAIT:
+                self.graph.erase_node(made)
+        for offset, node in list(self.offsets.items()):
+            if not node.users:
+                self.graph.erase_node(node)
+                del self.offsets[offset]
+        with _use_lazy_graph_module(True):  # a graph that is read, or run by an interpreter, needs no code
+            gm = _make_graph_module({}, self.graph)
+        collectives = tuple(n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta)
+        return LocalProgram(gm, tuple(self.offsets), collectives)
+
+    def _enter_or_leave(self, value: Value, spec: PartitionSpec | None, enters: bool) -> fx.Node:
+        """A value whose spec fits no order of the axes, gathered whole from minor to major axis or sliced from major to minor."""
+        x = self.env[value]
+        if spec is None:
+            return x
+        cuts = nested_cuts(spec, value.meta.shape, self.plan.axes, self.coordinate)
+        shape = [size_at(s, self.coordinate) for s in value.shape]
+        if enters:
+            for at in cuts:
+                shape[at.dim] = at.length
+        for at in reversed(cuts) if enters else cuts:
+            n = self.plan.axes[at.cut.axis]
+            here = list(shape)
+            shape[at.dim] = at.size
+            packs = at.cut.sizes(at.size)
+            regular = shard(at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n)
+            layout = shard(at.dim, 1, at.size, 1, n) if at.is_irregular else regular
+            move = Move(at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape))
+            rule, sizes = move_rule(move)
+            step = Node(
+                f"{value.node.name}_{move.op}_{at.cut.axis}",
+                "move",
+                move,
+                (value,),
+                {},
+                (value.meta,),
+                rule,
+                value.node.source,
+                cause=str(spec),
+            )
+            step.sizes = sizes
+            if at.is_irregular:
+                site = self._site(step, {})
+                held = [cut_pieces(at.size, n, index, at.cut) for index in range(n)]
+                x = emit_gathered_pieces(site, x, at.dim, here, held) if enters else emit_pieces(site, x, at.dim, at.pieces)
+            else:
+                outer, self.env[value] = self.env[value], x
+                self._emit(step)
+                self.env[value] = outer
+                x = self.env[Value(step)]
+            if not enters:
+                shape[at.dim] = at.length
+        return x
+
+    def _annotate(self, node: Node, last: fx.Node) -> None:
+        """Notes on the nodes behind ``last`` which op they are the rank's form of, and its source."""
+        at = self.graph._root.prev
+        while at is not last:
+            if at.op == "call_function":
+                at.meta.setdefault("source", node.source)
+                at.meta.setdefault("origin", node.name)
+            at = at.prev
+
+    def _emit(self, node: Node) -> None:
+        sizes = {f: size_at(s, self.coordinate) for f, s in node.sizes.items()}
+        if node.kind == "constrain":
+            self.env[Value(node)] = self.env[node.operands[0]]
+            return
+        if node.kind == "move":
+            site, x, count = self._site(node, sizes), self.env[node.operands[0]], self.chunks.get(node.name, 1)
+            self.env[Value(node)] = emit_chunks(site, x, count) if count > 1 else emit_move(site, x)
+            return
+        if node.kind == "local":
+            cause = f"ftp.local at {node.source}"
+            axes = node.target.axes
+            site = InlineSite(
+                self.graph,
+                self.device,
+                lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
+                lambda x, move, dtype, name, source: self._move(x, move, dtype, f"{node.name}.{name}", source, cause),
+                self.group_name,
+                self.coordinate,
+                cause,
+            )
+            made = inline(site, node.target, [self.env[v] for v in node.operands])
+            self._give(node, made)
+            return
+        cuts: dict[str, list[Cut]] = {}
+        for cut in node.cuts:
+            cuts.setdefault(cut.factor, []).append(self._cut(cut))
+        op = LocalOp(self.graph, node.target, self._lower(node.args), self._lower(dict(node.kwargs)), node.rule, sizes, cuts, self.device)
+        made = localize(op)
+        if len(node.results) == 1 and not isinstance(made, tuple) and not _returns_tuple(node):
+            self.env[Value(node)] = made
+            return
+        if isinstance(made, tuple):
+            self._give(node, made)
+            return
+        for index in range(len(node.results)):
+            self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
+
+    def _give(self, node: Node, made: Sequence[fx.Node | None]) -> None:
+        """Notes which results the nodes are: zeros, where a rank's part is empty, look alike. A gradient that nobody asked for is none."""
+        for index, x in enumerate(made):
+            if x is not None:
+                self.env[Value(node, index)] = x
+                x.meta["gives"] = [*x.meta.get("gives", ()), index]
+
+    def _site(self, node: Node, sizes: Mapping[str, int]) -> MoveSite:
+        return MoveSite(
+            self.graph,
+            node,
+            sizes,
+            node.results[0].shape,
+            lambda kind: self._offset(Offset(kind, _moved_extent(node), node.target.axis, node.target.n)),
+            self.group_name(*node.target.axes),
+            all(self.coordinate[axis] == 0 for axis in node.target.axes),
+        )
+
+    def _move(self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str) -> fx.Node:
+        """A move that is no node of the plan."""
+        meta = Meta(tuple(size_at(s, self.coordinate) for s in move.shape), dtype)
+        held = Value(Node(f"{name}.held", "input", None, (), {}, (meta,), identity_rule(meta.shape, 0)))
+        rule, sizes = move_rule(move)
+        step = Node(name, "move", move, (held,), {}, (meta,), rule, source, cause=cause)
+        step.sizes = sizes
+        self.env[held] = x
+        self._emit(step)
+        return self.env[Value(step)]
+
+    def _cut(self, cut: FactorCut) -> Cut:
+        n = self.plan.axes[cut.axis]
+        _, length = chunk_at(Chunk(cut.extent, cut.axis, n), self.coordinate)
+        start = self._offset(Offset("start", cut.extent, cut.axis, n))
+        outer, size, inner = (size_at(s, self.coordinate) for s in (cut.outer, cut.extent, cut.inner))
+        return Cut(outer, size, inner, start, length)
+
+    def _offset(self, offset: Offset) -> fx.Node:
+        if offset not in self.offsets:
+            context = (
+                self.graph.inserting_after(self.last_input)
+                if self.last_input is not None
+                else self.graph.inserting_before(next(iter(self.graph.nodes)))
+            )
+            with context:
+                self.last_input = self.graph.placeholder(f"{offset.kind}_{offset.axis}_{len(self.offsets)}")
+            self.offsets[offset] = self.last_input
+        return self.offsets[offset]
+
+    def _lower(self, tree: Any) -> Any:
+        return replaced(tree, Value, self.env.__getitem__)
+
+
+def _returns_tuple(node: Node) -> bool:
+    returns = node.target._schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))
+
+
+def _moved_extent(node: Node) -> Size:
+    """The size of what a move slices or pads, on this rank's later axes."""
+    sizes, move = node.sizes, node.target
+    if "yf" in sizes:
+        return sizes["yf"]
+    d = (move.dst if move.dst.kind == "S" else move.src).dim
+    if f"h{d}" in sizes:
+        return sizes[f"h{d}"]
+    return mul(sizes[f"m{d}"], sizes[f"g{d}"])

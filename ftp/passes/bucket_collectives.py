@@ -1,0 +1,196 @@
+"""Small collectives that are ready together, as one."""
+
+import math
+import operator
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.partitioning.collectives import Collective
+from ftp.passes.aliasing import ALL_REDUCE, WAIT
+from ftp.passes.copy_elimination import copied
+from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
+from ftp.planning.graph import Graph, Node
+from ftp.rules.local_op import RankGraph
+
+aten = torch.ops.aten
+c10d = torch.ops._c10d_functional
+ALL_GATHER = c10d.all_gather_into_tensor.default
+REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
+
+PACK_BYTES = 2 << 20  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
+BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
+BUCKETS = 4  # at the least, where they are larger than PACK_BYTES: the first ones travel while the last are computed
+FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
+
+
+@dataclass(frozen=True)
+class Packs:
+    """What goes together; decided from the plan, for ranks must agree.
+
+    Attributes:
+        groups: names of the plan's moves, pack by pack.
+        seeds: names of numbers made "like" another number, as a gradient starts with ``ones_like(loss)``, and what they are.
+    """
+
+    groups: tuple[tuple[str, ...], ...]
+    seeds: Mapping[str, tuple[int, torch.dtype]]
+
+
+def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET_BYTES, without: Collection[str] = ()) -> Packs:
+    """Collectives of one kind over one axis of which none needs another's result, each of at most ``pack_bytes``, some together.
+
+    Together are up to ``bucket_bytes``, or a quarter of all that there are. An all-reduce or reduce-scatter is issued where the pack's
+    last member was; the pack ends before a collective that needs a member, so that the order of the others stays. Gathers are those of
+    parameters of one pass, forward or backward, that follow one another; `prefetch` puts them where the first of them was. They are no
+    larger together than the largest parameter that is gathered (or ``PACK_BYTES``), nor are reduce-scatters.
+
+    Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that another is made "like" is not needed
+    for it. Moves named in ``without`` are left alone.
+    """
+    groups: list[list[Node]] = []
+    open_: dict[Any, tuple[list[Node], int]] = {}
+    needs: dict[Node, frozenset[Node]] = {}  # the possible members that a node depends on
+    seeds = {}
+    of_kind: dict[Any, int] = {}
+    for node in graph.nodes:
+        if (key := _kind(node)) and _nbytes(node) <= pack_bytes:
+            of_kind[key] = of_kind.get(key, 0) + _nbytes(node)
+    largest = max(largest_gathered(graph), PACK_BYTES)
+
+    def limit(key: Any) -> int:
+        found = min(bucket_bytes, max(-(-of_kind[key] // BUCKETS), PACK_BYTES))
+        return found if key[0] == "all_reduce" else min(found, largest)
+
+    def close(keys: Iterable[Any]) -> None:
+        groups.extend(open_.pop(key)[0] for key in list(keys))
+
+    for node in graph.nodes:
+        if node.target in FILLS and node.results[0].shape == ():
+            seeds[node.name] = FILLS[node.target], node.results[0].dtype
+            needs[node] = frozenset()
+            continue
+        needs[node] = frozenset().union(*(needs[v.node] for v in node.operands))
+        if node.kind == "local":  # it may have collectives of its own
+            close(open_)
+        if node.kind != "move" or node.target.op in LOCAL_STEPS:
+            continue
+        # A pack of gathers is issued with its first member, any other with its last, before anything that needs one of them.
+        close(
+            [
+                key
+                for key, (members, _) in open_.items()
+                if not needs[node].isdisjoint(members) and (key[0] != "all_gather" or is_ahead(node))
+            ]
+        )
+        key = _kind(node)
+        if key is None or _nbytes(node) > pack_bytes or node.name in without:
+            continue
+        if key in open_ and open_[key][1] + _nbytes(node) > limit(key):
+            close([key])
+        members, held = open_.get(key, ([], 0))
+        open_[key] = [*members, node], held + _nbytes(node)
+        needs[node] |= {node}
+    close(open_)
+    return Packs(tuple(tuple(node.name for node in members) for members in groups if len(members) > 1), seeds)
+
+
+def _kind(node: Node) -> tuple[Any, ...] | None:
+    """What members of a pack have in common; None for what is not packed."""
+    if node.kind != "move":
+        return None
+    move, dtype = node.target, node.results[0].dtype
+    match move.op:
+        case "all_reduce":
+            return move.op, move.axis, dtype, move.src.op
+        case "reduce_scatter":
+            return move.op, move.axis, dtype
+        case "all_gather" if move.dst.kind == "R" and is_ahead(node):
+            return move.op, move.axis, dtype, node.phase
+    return None
+
+
+def _nbytes(node: Node) -> int:
+    if node.target.op == "all_reduce":
+        return math.prod(node.results[0].shape) * node.results[0].dtype.itemsize
+    return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
+
+
+def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
+    """The graph with the collectives of each group as one, of the flattened tensors in a row."""
+    new, _ = copied(graph)
+    like = next((node for node in new.nodes if node.op == "placeholder"), None)
+    for node in list(new.nodes):
+        if node.target in FILLS and like is not None and (seed := found.seeds.get(node.meta.get("origin"))) is not None:
+            with new.inserting_after(like):
+                number = new.call_function(aten.new_full.default, (like, [], seed[0]), {"dtype": seed[1]})
+            node.replace_all_uses_with(number)
+            new.erase_node(node)
+    issued = {node.meta.get("origin"): node for node in new.nodes if node.target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)}
+    for group in found.groups:
+        members = [issued[name] for name in group if name in issued]
+        if len(members) > 1:
+            _pack(new, members)
+    return sorted_graph(new)
+
+
+def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
+    last = members[-1]
+    facts: list[Collective] = [node.meta["collective"] for node in members]
+    gathers, scatters = last.target is ALL_GATHER, last.target is REDUCE_SCATTER
+    n: int = last.args[-2] if gathers or scatters else 1  # type: ignore[assignment]
+    sizes = [math.prod(fact.shape) // n for fact in facts]
+    with graph.inserting_before(last):
+        # What goes to each rank, or to all, in a row.
+        shapes = [[n, size] if scatters else [size] for size in sizes]
+        rows = [graph.call_function(aten.reshape.default, (node.args[0], shape)) for node, shape in zip(members, shapes, strict=True)]
+        row = graph.call_function(aten.cat.default, (rows, 1 if scatters else 0))
+        row = graph.call_function(aten.reshape.default, (row, [n * sum(sizes)])) if scatters else row
+        moved = graph.call_function(last.target, (row, *last.args[1:]))  # type: ignore[arg-type]
+        arrived = graph.call_function(WAIT, (moved,))
+        arrived = graph.call_function(aten.reshape.default, (arrived, [n, sum(sizes)])) if gathers else arrived
+        parts = graph.call_function(aten.split_with_sizes.default, (arrived, sizes, 1 if gathers else 0))
+        for i, (node, fact) in enumerate(zip(members, facts, strict=True)):
+            part = graph.call_function(operator.getitem, (parts, i))
+            shape = [fact.shape[0] // n, *fact.shape[1:]] if scatters else list(fact.shape)
+            part = graph.call_function(aten.reshape.default, (part, shape))
+            for user in list(node.users):
+                assert user.target is WAIT
+                user.replace_all_uses_with(part)
+                graph.erase_node(user)
+            graph.erase_node(node)
+    moved.meta.update(last.meta)
+    count = sum(sizes) * n
+    moved.meta["collective"] = replace(
+        facts[-1],
+        shape=(count,),
+        nbytes=sum(fact.nbytes for fact in facts),
+        global_shape=(sum(math.prod(fact.global_shape) for fact in facts),),
+        wire_nbytes=sum(fact.wire_nbytes for fact in facts),
+        cause=", ".join(dict.fromkeys(fact.cause for fact in facts if fact.cause)),
+    )
+
+
+def sorted_graph(graph: fx.Graph) -> fx.Graph:
+    """The nodes in an order in which they can run: each at its place, or behind the last of what it needs."""
+    nodes = list(graph.nodes)
+    place: dict[fx.Node, int] = {}
+    position = {node: at for at, node in enumerate(nodes)}
+    for wanted in nodes:
+        stack = [wanted]
+        while stack:
+            node = stack[-1]
+            missing = [operand for operand in node.all_input_nodes if operand not in place]
+            if missing:
+                stack += missing[::-1]
+            else:
+                stack.pop()
+                place.setdefault(node, max([position[node], *(place[operand] for operand in node.all_input_nodes)]))
+    new = RankGraph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in sorted(place, key=place.__getitem__):
+        env[node] = new.node_copy(node, env.__getitem__)
+    return new

@@ -1,0 +1,128 @@
+"""Results written where an operand lies that is not needed any more: donated weights and moments are updated in place."""
+
+import functools
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._prims_common import is_non_overlapping_and_dense_or_false
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.node import map_arg
+from torch.fx.passes.fake_tensor_prop import FakeTensorProp
+
+from ftp.passes.aliasing import families, is_view, last_uses
+
+aten = torch.ops.aten
+
+
+def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The same module, its nodes with fake tensors of what they give for such inputs (``meta["val"]``)."""
+    with torch.no_grad():
+        _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+    return gm
+
+
+class _Values(FakeTensorProp):
+    """Calls that repeated layers make alike are computed once; their results may be one fake tensor."""
+
+    def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
+        super().__init__(gm, mode)
+        self.known: dict[Any, Any] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        target: Any = n.target
+        is_plain = (
+            n.op == "call_function" and isinstance(target, torch._ops.OpOverload) and not is_view(n) and not target._schema.is_mutable
+        )
+        if not is_plain:
+            return super().run_node(n)
+        key = (target, str(map_arg((n.args, n.kwargs), lambda x: _layout(self.env[x]))))  # type: ignore[arg-type]
+        if key not in self.known:
+            self.known[key] = super().run_node(n)
+        n.meta["val"] = self.known[key]
+        return self.known[key]
+
+
+def _layout(value: Any) -> Any:
+    """What decides on an op's result, of an operand."""
+    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}" if isinstance(value, torch.Tensor) else value
+
+
+def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
+    """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides and dtype, write to its memory.
+
+    What may be written to: results of the graph's own ops, and the inputs at positions ``donated``. An output that lies in an input's
+    memory is a tensor of its own. The graph is one of `with_values`, and is itself changed.
+    """
+    nodes = list(graph.nodes)
+    inputs = [node for node in nodes if node.op == "placeholder"]
+    free = {inputs[i] for i in donated}
+    family = families(graph)
+    last = last_uses(nodes, family)
+    kept: dict[fx.Node, fx.Node] = {}  # of a family whose memory is another's, the operand that it was written to
+    written: set[fx.Node] = set()
+
+    def base(node: fx.Node) -> fx.Node:
+        found = family[node]
+        while found in kept:
+            found = family[kept[found]]
+        return found
+
+    for at, node in enumerate(nodes):
+        target = in_place(node)
+        if target is None:
+            continue
+        first = node.args[0]
+        if not isinstance(first, fx.Node) or (is_view(first) and first not in written) or not _same_layout(first, node):
+            continue
+        root = base(first)
+        if last[root] > at or any(base(other) is root for other in _others(node)) or not (root in free or _is_fresh(root)):
+            continue
+        node.target = target
+        written.add(node)
+        kept[family[node]] = first
+        last[root] = max(last[root], last[family[node]])
+    output = graph.output_node()
+    taken: dict[fx.Node, fx.Node] = {}
+    with graph.inserting_before(output):
+        for result in dict.fromkeys(output.all_input_nodes):
+            if base(result).op == "placeholder" and base(result) is not family[result]:
+                taken[result] = graph.call_function(aten.detach.default, (result,))
+    output.args = (map_arg(output.args[0], lambda n: taken.get(n, n)),)
+    return graph
+
+
+def in_place(node: fx.Node) -> Any:
+    """The op that writes to its first operand what this node's op gives; None without one."""
+    return _in_place_form(node.target) if node.op == "call_function" else None
+
+
+@functools.cache
+def _in_place_form(target: Any) -> Any:
+    if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None)
+    found = None if packet is None or target._overloadname not in packet.overloads() else getattr(packet, target._overloadname)
+    if found is None or len(found._schema.arguments) != len(target._schema.arguments):
+        return None
+    writes = found._schema.arguments[0].alias_info
+    return found if writes is not None and writes.is_write else None
+
+
+def _others(node: fx.Node) -> list[fx.Node]:
+    found: list[fx.Node] = []
+    map_arg((node.args[1:], node.kwargs), found.append)
+    return found
+
+
+def _same_layout(a: fx.Node, b: fx.Node) -> bool:
+    x, y = a.meta.get("val"), b.meta.get("val")
+    if not isinstance(x, FakeTensor) or not isinstance(y, FakeTensor):
+        return False
+    return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride() and is_non_overlapping_and_dense_or_false(x)
+
+
+def _is_fresh(node: fx.Node) -> bool:
+    """Whether a node's result lies in memory of its own, which nothing outside the graph knows."""
+    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)

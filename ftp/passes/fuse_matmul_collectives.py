@@ -1,0 +1,179 @@
+"""Gathers of activations with the products that read them, and products with their reduce-scatter, as one op each (async TP)."""
+
+import math
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.ops.symmetric_memory import gather_products, product_scatter
+from ftp.passes.bucket_collectives import ALL_GATHER, sorted_graph
+from ftp.passes.chunk_matmuls import VIEWS
+from ftp.passes.copy_elimination import copied
+from ftp.planning.graph import BATCH, Graph, Node, Value
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Joint:
+    """A move and the products beside it.
+
+    Attributes:
+        products: names of the plan's nodes: those that read a gather, or the one that a reduce-scatter sums.
+        part, whole: shapes of what one rank has and of what the ranks have together.
+        columns: of the products' first factors, over which they sum.
+        before: what lies above the cut, as one dim.
+        n: ranks.
+    """
+
+    products: tuple[str, ...]
+    part: tuple[int, ...]
+    whole: tuple[int, ...]
+    columns: int
+    before: int
+    n: int
+
+    @property
+    def dim(self) -> int:
+        """The one that is cut, of a tensor as `seen`."""
+        return 0 if self.before == 1 else 1
+
+    def seen(self, shape: Sequence[int], columns: int) -> list[int]:
+        """The shape of a tensor of so many columns, otherwise like ``part`` or ``whole``, in which the cut begins a dim."""
+        rows = math.prod(shape[:-1]) // self.before
+        return [rows, columns] if self.before == 1 else [self.before, rows, columns]
+
+
+def joints(graph: Graph) -> dict[str, Joint]:
+    """By move what goes together; decided from the plan, for ranks must agree.
+
+    These are moves of activations, evenly cut in a dim that the products do not sum over; a gather's other factors are weights.
+    """
+    users = graph.users()
+    found: dict[str, Joint] = {}
+    taken: set[Node] = set()
+    for node in graph.nodes:
+        if node.kind != "move" or not node.depends & BATCH:
+            continue
+        move, part, whole = node.target, node.operands[0], Value(node)
+        if move.op == "all_gather" and move.dst.kind == "R":
+            products, cut = _readers(whole, users, whole.shape[-1:]), move.src
+        elif move.op == "reduce_scatter":
+            part, whole = whole, part
+            products, cut = _summed(node, users), move.dst
+        else:
+            continue
+        here, there, outer = _known(part.shape), _known(whole.shape), _known([node.sizes.get(f"o{cut.dim}")])
+        factors = [_known(product.operands[0].shape) for product in products]
+        if (
+            not factors
+            or not taken.isdisjoint(products)
+            or not all([here, there, outer, *factors])
+            or there[cut.dim] != move.n * here[cut.dim]
+        ):
+            continue
+        if cut.dim < len(here) - 1:
+            taken |= {*products}
+            names = tuple(product.name for product in products)
+            found[node.name] = Joint(names, here, there, factors[0][-1], math.prod(here[: cut.dim]) * outer[0], move.n)
+    return found
+
+
+def _known(shape: Sequence[Any]) -> tuple[int, ...]:
+    """A shape that is the same on all ranks, with something in it; else none."""
+    return tuple(shape) if all(isinstance(size, int) and size > 0 for size in shape) else ()
+
+
+def _readers(value: Value, users: Mapping[Value, Sequence[tuple[Node, int]]], columns: Sequence[Any]) -> list[Node]:
+    """The products with weights that read a value by rows."""
+    found = []
+    for user, slot in users.get(value, ()):
+        if user.target is aten.mm.default and slot == 0 and not user.operands[1].node.depends & BATCH:
+            found.append(user)
+        elif user.target in VIEWS and Value(user).shape[-1:] == columns:
+            found += _readers(Value(user), users, columns)
+    return found
+
+
+def _summed(node: Node, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> list[Node]:
+    value = node.operands[0]
+    columns = value.shape[-1:]
+    while value.node.target in VIEWS and len(users[value]) == 1 and value.node.operands[0].shape[-1:] == columns:
+        value = value.node.operands[0]
+    is_product = value.node.target is aten.mm.default and value.shape[-1:] == columns and len(users[value]) == 1
+    return [value.node] if is_product else []
+
+
+def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
+    """The graph with each move and its products as one op, which issues what the move did."""
+    new, _ = copied(graph)
+    made: dict[str, list[fx.Node]] = {}
+    for node in new.nodes:
+        made.setdefault(node.meta.get("origin", ""), []).append(node)
+    for name, joint in found.items():
+        move = made[name]
+        (issued,) = (node for node in move if "collective" in node.meta)
+        products = [node for of in joint.products for node in made[of] if node.target is aten.mm.default]
+        with new.inserting_before(issued):
+            if issued.target is ALL_GATHER:
+                last = _gathered(new, joint, move, issued, products)
+            else:
+                last = _scattered(new, joint, move, products[0], issued)
+        last.meta["collective"], last.meta["axis"] = issued.meta["collective"], issued.meta["axis"]
+        for node in reversed([*products, *move]):
+            _erase(node)
+    return sorted_graph(new)
+
+
+def _gathered(graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], issued: fx.Node, products: Sequence[fx.Node]) -> fx.Node:
+    last = move[-1]
+    read = {view for product in products for view in _views(product.args[0], last)}
+    keeps = any(user not in read and user not in products for node in read for user in node.users)
+    shard = _emit(graph, issued, aten.reshape.default, move[0].args[0], joint.seen(joint.part, joint.columns))
+    weights = [product.args[1] for product in products]
+    made = _emit(graph, issued, gather_products, shard, weights, joint.dim, keeps, joint.n, issued.args[-1])
+    if keeps:
+        whole = _emit(graph, issued, operator.getitem, made, 0)
+        last.replace_all_uses_with(_emit(graph, issued, aten.reshape.default, whole, list(joint.whole)))
+    for i, product in enumerate(products):
+        result = _emit(graph, product, operator.getitem, made, i + keeps)
+        rows = _emit(graph, product, aten.reshape.default, result, [math.prod(joint.whole[:-1]), -1])
+        product.replace_all_uses_with(rows)
+    return made
+
+
+def _scattered(graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], product: fx.Node, issued: fx.Node) -> fx.Node:
+    left, right = product.args
+    seen = _emit(graph, product, aten.reshape.default, left, joint.seen(joint.whole, joint.columns))
+    made = _emit(graph, issued, product_scatter, seen, right, joint.dim, joint.n, issued.args[-1])
+    move[-1].replace_all_uses_with(_emit(graph, issued, aten.reshape.default, made, list(joint.part)))
+    return made
+
+
+def _emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
+    made = graph.call_function(target, args)
+    made.meta.update({key: like.meta[key] for key in ("source", "origin") if key in like.meta})
+    return made
+
+
+def _views(node: Any, of: fx.Node) -> list[fx.Node]:
+    """A node and those between it and what it is a view of, that too."""
+    found = [node]
+    while found[-1] is not of:
+        found.append(found[-1].args[0])
+    return found
+
+
+def _erase(node: fx.Node) -> None:
+    """Takes a node that nothing reads out of its graph, and what then nothing reads."""
+    if node.users or node._erased:
+        return
+    operands = node.all_input_nodes
+    node.graph.erase_node(node)
+    for operand in operands:
+        if operand.op == "call_function":
+            _erase(operand)

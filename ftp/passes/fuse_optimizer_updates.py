@@ -1,0 +1,118 @@
+"""Updates of parameters that are ready together, as one call of the optimizer's kernel, in place where the old values are donated."""
+
+from collections.abc import Collection
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.ops.fused_optimizer import UPDATES, written
+from ftp.passes.aliasing import WAIT, families, is_view, last_uses
+
+aten = torch.ops.aten
+_DENSE = (aten.mm.default, aten.bmm.default, aten.sum.dim_IntList, aten.embedding_dense_backward.default)
+
+
+def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
+    """The graph with the `ftp.fused` ops between two collectives as one call. It comes last, as its calls write to their operands.
+
+    An update waits for others until a collective starts or is waited for, one of its results is used, or something is written that it
+    reads. What is not donated, or is used later, is copied and the copy is written. The graph is one of `with_values`, and is itself
+    changed.
+    """
+    if not any(node.target in UPDATES for node in graph.nodes):
+        return graph
+    merge = _Merge(graph, donated)
+    for node in list(graph.nodes):
+        if node.target in UPDATES:
+            kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in _tensors(node))
+            merge.waiting.setdefault((node.target, kinds, *node.kwargs.items()), []).append(node)
+        elif merge.waiting and (node.op == "output" or "collective" in node.meta or node.target is WAIT or merge.concerns(node)):
+            merge.call_before(node)
+    return graph
+
+
+class _Merge:
+    """The graph as it is changed, and the updates that wait, those of one call together."""
+
+    def __init__(self, graph: fx.Graph, donated: Collection[int]):
+        self.graph = graph
+        self.waiting: dict[Any, list[fx.Node]] = {}
+        self.position = {node: at for at, node in enumerate(graph.nodes)}
+        self.family = families(graph)
+        self.last = last_uses(list(graph.nodes), self.family)
+        inputs = [node for node in graph.nodes if node.op == "placeholder"]
+        self.free = {inputs[i] for i in donated}
+
+    def concerns(self, node: fx.Node) -> bool:
+        """Whether a node uses what waiting updates give, or writes to what they read."""
+        updates = [update for members in self.waiting.values() for update in members]
+        if all(operand in updates for operand in node.all_input_nodes):
+            return False
+        given = {self.family[item] for update in updates for item in update.users}
+        read = {self.family[operand] for update in updates for operand in update.all_input_nodes}
+        return any(self.family[x] in given for x in node.all_input_nodes) or any(self.family[x] in read for x in changed(node))
+
+    def call_before(self, node: fx.Node) -> None:
+        with self.graph.inserting_before(node):
+            for updates in self.waiting.values():
+                self._call(updates)
+        self.waiting.clear()
+
+    def _call(self, updates: list[fx.Node]) -> None:
+        kind = UPDATES[updates[0].target]
+        rows = []
+        for update in updates:
+            param, grad, *moments = _tensors(update)
+            grad = grad if _is_dense(grad) else self._emit(update, aten.contiguous.default, grad)
+            rows.append([self._own(update, param), grad, *(self._own(update, moment) for moment in moments)])
+        lists = kind.lists(rows)
+        if kind.counts:
+            self._emit(updates[0], aten._foreach_add_.Scalar, lists[-1], 1)
+        called = self._emit(updates[0], kind.kernel, *lists, **updates[0].kwargs)
+        called.meta["origins"] = [update.meta.get("origin", "") for update in updates]  # row by row
+        for update, row in zip(updates, rows, strict=True):
+            for item in list(update.users):
+                index: Any = item.args[1]
+                item.replace_all_uses_with(self._emit(update, aten.detach.default, written(row)[index]))
+                self.graph.erase_node(item)
+            self.graph.erase_node(update)
+
+    def _own(self, update: fx.Node, operand: fx.Node) -> fx.Node:
+        """What is written in place of ``operand``: itself, if nobody needs it afterwards."""
+        root = self.family[operand]
+        is_free = operand in self.free or (_is_dense(operand) and root.op == "call_function")
+        is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1
+        if is_free and is_used_once and self.last[root] == self.position[update]:
+            return operand
+        return self._emit(update, aten.clone.default, operand, memory_format=torch.contiguous_format)
+
+    def _emit(self, update: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+        made = self.graph.call_function(target, args, kwargs)
+        made.meta.update({key: update.meta[key] for key in ("source", "origin") if key in update.meta})
+        return made
+
+
+def _tensors(update: fx.Node) -> list[fx.Node]:
+    return list(update.args[0])  # type: ignore[arg-type]
+
+
+def changed(node: fx.Node) -> list[fx.Node]:
+    """The operands that a node writes to."""
+    found: list[fx.Node] = []
+    target: Any = node.target
+    if isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable:
+        for argument, value in zip(target._schema.arguments, node.args, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                map_arg(value, found.append)
+    return found
+
+
+def _is_dense(node: fx.Node) -> bool:
+    """Whether a value surely lies contiguously, whatever the strides of the graph's inputs."""
+    if not node.meta["val"].is_contiguous():
+        return False
+    while node.op == "call_function" and is_view(node):
+        node = node.all_input_nodes[0]
+    return node.target in _DENSE or "collective" in node.meta

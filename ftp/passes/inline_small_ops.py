@@ -1,0 +1,117 @@
+"""Small products and updates by the formulas behind their kernels, for a compiler to make loops of: a call takes longer than they do."""
+
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import map_arg
+
+from ftp.passes.copy_elimination import copied
+
+aten = torch.ops.aten
+PRODUCT = 1 << 12  # multiplications up to which a product is written out
+UPDATE = 1 << 10  # elements of a parameter up to which its update is
+
+
+def small_updates(graph: fx.Graph) -> fx.Graph:
+    """The graph with the ``ftp.fused_adam`` and ``fused_adamw`` of small parameters on CPUs as formulas. It is one of `with_values`."""
+    new, _ = copied(graph)
+    for node in list(new.nodes):
+        if node.target in _FORMULAS and _is_small(node):
+            given = list(node.args[0])
+            values = [x.meta["val"] for x in given]
+            layout = tuple((tuple(v.shape), v.stride(), v.dtype) for v in values)
+            formula = _traced(_FORMULAS[node.target], layout, tuple(sorted(node.kwargs.items())))
+            env = dict(zip((n for n in formula.nodes if n.op == "placeholder"), given, strict=True))
+            results: Sequence[fx.Node] = ()
+            with new.inserting_before(node):
+                for made in formula.nodes:
+                    if made.op == "call_function":
+                        env[made] = new.call_function(made.target, *map_arg((made.args, made.kwargs), env.__getitem__))  # type: ignore[misc]
+                        env[made].meta.update({**node.meta, "val": made.meta["val"]})
+                    elif made.op == "output":
+                        results = [env[n] for n in made.args[0]]
+            for item in list(node.users):
+                item.replace_all_uses_with(results[item.args[1]])
+                new.erase_node(item)
+            new.erase_node(node)
+    return new
+
+
+def _is_small(node: fx.Node) -> bool:
+    # By what this rank holds: ranks hold replicated parameters alike, and do alike with them.
+    first = node.args[0][0].meta["val"]  # type: ignore[index,union-attr]
+    return first.numel() <= UPDATE and first.device.type == "cpu" and first.is_floating_point() and not node.kwargs["amsgrad"]
+
+
+@cache
+def _traced(formula: Callable[..., Any], layout: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> fx.Graph:
+    with FakeTensorMode():
+        given = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layout]
+    return make_fx(lambda *xs: formula(*xs, **dict(options)), tracing_mode="real")(*given).graph
+
+
+def _adam(
+    param: Tensor,
+    grad: Tensor,
+    mean: Tensor,
+    square: Tensor,
+    step: Tensor,
+    *,
+    lr: float,
+    beta1: float,
+    beta2: float,
+    weight_decay: float,
+    eps: float,
+    maximize: bool,
+    is_decoupled: bool,
+    **_: Any,
+) -> list[Tensor]:
+    """What torch's kernel computes (``FusedAdamKernel.cpp``), the corrections in float64."""
+    step = step + 1
+    count = step.double()
+    grad = -grad if maximize else grad
+    if weight_decay and is_decoupled:
+        param = param * (1 - lr * weight_decay)
+    elif weight_decay:
+        grad = grad + param * weight_decay
+    mean = aten.lerp.Scalar(mean, grad, 1 - beta1)
+    square = square * beta2 + (1 - beta2) * grad * grad
+    size = (lr / (1 - beta1**count)).to(param.dtype)
+    correction = torch.sqrt(1 - beta2**count).to(param.dtype)
+    param = param - size * mean / (torch.sqrt(square) / correction + eps)
+    return [param, mean, square, step]
+
+
+def _adamw(*tensors: Tensor, **options: Any) -> list[Tensor]:
+    return _adam(*tensors, **options, is_decoupled=True)
+
+
+def _adam_with_decay(*tensors: Tensor, **options: Any) -> list[Tensor]:
+    return _adam(*tensors, **options, is_decoupled=False)
+
+
+_FORMULAS: dict[Any, Callable[..., list[Tensor]]] = {
+    torch.ops.ftp.fused_adamw.default: _adamw,
+    torch.ops.ftp.fused_adam.default: _adam_with_decay,
+}
+
+
+def small_products() -> dict[Any, Callable[..., Any]]:
+    """Decompositions of products of matrices that have few enough multiplications; the others stay as they are."""
+    return {aten.mm.default: _mm, aten.addmm.default: _addmm}
+
+
+def _mm(a: Tensor, b: Tensor) -> Any:
+    if a.device.type != "cpu" or a.shape[0] * a.shape[1] * b.shape[1] > PRODUCT:
+        return NotImplemented
+    return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
+
+
+def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
+    product = _mm(a, b) if beta == alpha == 1 else NotImplemented
+    return product if product is NotImplemented else product + bias

@@ -1,0 +1,106 @@
+"""Products by the faster of torch's own CPU kernels, which differs with machine and shape: MKL's behind ``aten::mm``, or oneDNN's."""
+
+import contextlib
+import json
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+import torch
+from torch import fx
+
+from ftp.ops.native import read_own
+from ftp.passes.copy_elimination import copied
+
+aten = torch.ops.aten
+LEAST = 1 << 20  # multiplications; below, the call itself decides
+MARGIN = 0.98  # of the time of aten::mm that another kernel must stay below
+_TURNS = 30
+_LONGEST = 0.05  # seconds to time one kernel on one product, if two runs take no longer
+
+Product = str
+Choose = Callable[[Collection[Product]], Collection[Product]]
+
+
+def products(graph: fx.Graph) -> list[Product]:
+    """The distinct large float32 products of a graph that has its values: shapes and strides of both operands."""
+    return sorted({p for node in graph.nodes if (p := _product(node))})
+
+
+def by_onednn(graph: fx.Graph, chosen: Collection[Product]) -> fx.Graph:
+    """The graph with the chosen products done by oneDNN."""
+    new, env = copied(graph)
+    for node in graph.nodes:
+        if _product(node) in chosen:
+            env[node].target = torch.ops.ftp.mm_by_onednn.default
+    return new
+
+
+def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
+    """Those of the products that oneDNN does faster on this machine; timed once, and kept in a file of ``folder``."""
+    file = folder / "products.json"
+    machine = f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
+    key = f"{machine} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
+    known: dict[str, dict[Product, bool]] = {}
+    with contextlib.suppress(OSError, ValueError):  # none, or not one of ours: timed anew
+        read = json.loads(read_own(file))
+        known = {k: v for k, v in read.items() if isinstance(v, dict)} if isinstance(read, dict) else {}
+    here: dict[Product, bool] = known.setdefault(key, {})
+    if missing := [p for p in wanted if p not in here]:
+        here |= {p: _is_faster(p) for p in missing}
+        with contextlib.suppress(OSError):  # other ranks wait for the answer, kept or not
+            handle, name = tempfile.mkstemp(dir=folder)
+            with open(handle, "w") as out:
+                json.dump(known, out)
+            os.replace(name, file)
+    return [p for p in wanted if here[p]]
+
+
+def _product(node: fx.Node) -> Product | None:
+    if node.target is not aten.mm.default:
+        return None
+    a, b = (operand.meta["val"] for operand in node.args)  # type: ignore[union-attr]
+    if a.dtype is not torch.float32 or a.device.type != "cpu" or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
+        return None
+    return json.dumps([[*map(int, x.shape), *map(int, x.stride())] for x in (a, b)])
+
+
+def _is_faster(product: Product) -> bool:
+    a, b = (_operand(*described) for described in json.loads(product))
+    kernels = aten.mm.default, _mm_by_onednn
+    best = [float("inf")] * 2
+    spent = 0.0
+    # One thread's own time, where there is one, is the same beside other work.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
+    for turn in range(_TURNS):
+        for i, kernel in enumerate(kernels):
+            start = clock()
+            kernel(a, b)
+            took = clock() - start
+            best[i], spent = min(best[i], took), spent + took
+        if turn and spent > 2 * _LONGEST:
+            break
+    return best[1] < MARGIN * best[0]
+
+
+def _operand(rows: int, columns: int, down: int, right: int) -> torch.Tensor:
+    return torch.randn((rows - 1) * down + (columns - 1) * right + 1).as_strided((rows, columns), (down, right))
+
+
+def _mm_by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
+
+
+torch.library.define("ftp::mm_by_onednn", "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.impl("ftp::mm_by_onednn", "CPU", _mm_by_onednn)
+
+
+@torch.library.register_fake("ftp::mm_by_onednn")
+def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    return a.new_empty(a.shape[0], b.shape[1])
+
+
+BY_ONEDNN = torch.ops.ftp.mm_by_onednn.default

@@ -1,0 +1,72 @@
+"""Gathers of parameters ahead of their turn, in bounded memory."""
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+from ftp.planning.graph import PARAMETER, Graph, Node, Value
+from ftp.sharding.layout import nominal
+
+LOCAL_STEPS = ("slice", "contribute", "pad")
+
+
+def is_ahead(node: Node) -> bool:
+    """Whether a node is communication that waits for nothing that is computed from the batch."""
+    return node.kind == "move" and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
+
+
+def held_bytes(node: Node) -> int:
+    """Of a move's result, on the rank that holds most."""
+    return math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
+
+
+def largest_gathered(graph: Graph) -> int:
+    """Bytes of the largest parameter that a rank gathers; 0 if none."""
+    return max((held_bytes(node) for node in graph.nodes if is_ahead(node)), default=0)
+
+
+def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None) -> Graph:
+    """The same nodes, those that gather parameters as early as ``limit`` allows; a pack of ``groups`` stands at its first one's place.
+
+    The plan has each gather right before its first use. Here, when one's turn comes, those that follow it are under way, in the order of
+    their turns and up to ``limit`` bytes together; so the program holds at most that much more than it would without.
+
+    Args:
+        limit: bytes of what a rank gathers; default those of the largest parameter that it gathers.
+    """
+    limit = largest_gathered(graph) if limit is None else limit
+    pack_of = {name: tuple(group) for group in groups for name in group}
+    units: dict[tuple[str, ...], list[Node]] = {}
+    turns: list[int] = []
+    for at, node in enumerate(graph.nodes):
+        if is_ahead(node):
+            members = units.setdefault(pack_of.get(node.name, (node.name,)), [])
+            turns += [] if members else [at]
+            members.append(node)
+    sums = [0, *accumulate(sum(map(held_bytes, members)) for members in units.values())]
+    starts: dict[int, list[Node]] = {}
+    for number, members in enumerate(units.values()):
+        # When the turn of unit i comes, units i + 1 to ``number`` are under way; i is the first for which they keep to the limit.
+        i = bisect_left(sums, sums[number + 1] - limit) - 1
+        starts.setdefault(turns[max(i, 0)], []).extend(members)
+    nodes: list[Node] = []
+    done: set[Node] = set()
+
+    def emit(wanted: Node) -> None:
+        stack = [wanted]
+        while stack:
+            missing = [v.node for v in stack[-1].operands if v.node not in done]
+            if missing:
+                stack += missing[::-1]
+                continue
+            node = stack.pop()
+            if node not in done:
+                done.add(node)
+                nodes.append(node)
+
+    for at, node in enumerate(graph.nodes):
+        for ahead in starts.get(at, ()):
+            emit(ahead)
+        emit(node)
+    return Graph(nodes, graph.outputs)

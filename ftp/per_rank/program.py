@@ -1,0 +1,152 @@
+"""One rank's code as a value: a graph on local shapes, and what its operands and results are of the whole tensors."""
+
+import hashlib
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor, fx
+
+from ftp.rules.notation import Dims
+from ftp.rules.rule import BoundRule
+from ftp.sharding.spec import PartitionSpec, Units
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Port:
+    """An operand or a result of a program.
+
+    Attributes:
+        shape: local.
+        pending: axes over which the ranks' values are terms of a sum.
+    """
+
+    spec: PartitionSpec
+    shape: Shape
+    dtype: torch.dtype
+    pending: tuple[str, ...] = ()
+
+    def global_shape(self, axes: Mapping[str, int]) -> Shape:
+        return tuple(s * math.prod(axes[c.axis] for c in self.spec.cuts(d)) for d, s in enumerate(self.shape))
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """One rank's code.
+
+    Attributes:
+        gm: takes the operands' parts, then the rank's position on each axis as 0-d int64 tensors.
+        key: tells programs apart, the same on all ranks.
+    """
+
+    gm: fx.GraphModule
+    axes: Mapping[str, int]
+    operands: tuple[Port, ...]
+    results: tuple[Port, ...]
+
+    @cached_property
+    def key(self) -> str:
+        lines = [f"{node.format_node()} {node.meta.get('source', '')}" for node in self.gm.graph.nodes]
+        text = "\n".join([*lines, repr((dict(self.axes), self.operands, self.results))])
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    @cached_property
+    def rule(self) -> BoundRule:
+        """One factor for each mesh axis, of its size, in every dim that it cuts; what is left of a dim stays whole."""
+        sizes = {factor(axis): n for axis, n in self.axes.items()}
+
+        def dims(port: Port, name: str) -> Dims:
+            found: list[tuple[str, ...]] = []
+            for d, size in enumerate(port.shape):
+                cuts, rest = port.spec.cuts(d), f"{name}{d}"
+                pack = _packs(cuts)
+                sizes[rest] = size // pack
+                before = ()
+                if pack > 1:
+                    sizes[f"{rest}p"], before = pack, (f"{rest}p",)
+                found.append((*before, *(factor(c.axis) for c in cuts), rest))
+            return tuple(found)
+
+        operands = tuple(dims(p, f"x{i}_") for i, p in enumerate(self.operands))
+        results = tuple(dims(p, f"y{i}_") for i, p in enumerate(self.results))
+        whole = frozenset(f for f in sizes if f not in {factor(a) for a in self.axes})
+        pending = tuple({factor(a): "sum" for a in p.pending} for p in self.results)
+        return BoundRule(operands, results, whole, pending, (), sizes, None, False)
+
+    def giving(self, results: Sequence[int]) -> tuple["Program", list[int]]:
+        """The program of some of the results, and which operands it takes."""
+        output = next(reversed(self.gm.graph.nodes))
+        wanted = [output.args[0][i] for i in results]  # type: ignore[index]
+        taken_from = needed(wanted)
+        placeholders = [n for n in self.gm.graph.nodes if n.op == "placeholder"]
+        taken = [i for i in range(len(self.operands)) if placeholders[i] in taken_from] or [0]
+        inputs = [*(placeholders[i] for i in taken), *placeholders[len(self.operands) :]]
+        graph = fx.Graph()
+        env = {node: copied(graph, node) for node in inputs}
+        for node in self.gm.graph.nodes:
+            if node in taken_from and node.op == "call_function":
+                env[node] = graph.node_copy(node, env.__getitem__)
+        graph.output(tuple(env[n] for n in wanted))
+        gm = fx.GraphModule({}, graph)
+        return interned(gm, self.axes, [self.operands[i] for i in taken], [self.results[i] for i in results]), taken
+
+    def __str__(self) -> str:
+        return f"local[{self.key}]"
+
+
+def _packs(cuts: Sequence[Units]) -> int:
+    """How many equal packs along a dim a lone cut goes through."""
+    (pack,) = {c.pack for c in cuts} or {1}
+    assert isinstance(pack, int)
+    return pack
+
+
+def factor(axis: str) -> str:
+    """The factor that a mesh axis cuts in a program's rule."""
+    return f"@{axis}"
+
+
+_programs: dict[str, Program] = {}
+
+
+def program_of(key: str) -> Program:
+    return _programs[key]
+
+
+def interned(gm: fx.GraphModule, axes: Mapping[str, int], operands: Sequence[Port], results: Sequence[Port]) -> Program:
+    """The one program of this content: tracing the same code again does not make another."""
+    made = Program(gm, axes, tuple(operands), tuple(results))
+    return _programs.setdefault(made.key, made)
+
+
+def needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
+    """The nodes, and all that they are computed from."""
+    found: set[fx.Node] = set()
+    stack = list(nodes)
+    while stack:
+        node = stack.pop()
+        if node not in found:
+            found.add(node)
+            stack += node.all_input_nodes
+    return found
+
+
+def copied(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
+    made = graph.placeholder(placeholder.name)
+    made.meta = dict(placeholder.meta)
+    return made
+
+
+# The op that carries a program through a surrounding trace.
+
+torch.library.define("ftp::local", "(Tensor[] xs, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+@torch.library.register_fake("ftp::local")
+def _shapes(xs: list[Tensor], program: str) -> list[Tensor]:
+    known = program_of(program)
+    return [xs[0].new_empty(port.global_shape(known.axes), dtype=port.dtype) for port in known.results]

@@ -1,0 +1,252 @@
+"""A traced fx graph to a ``Graph`` with a rule on every op, and ops to primitives where a factor that they keep whole is to be cut."""
+
+import operator
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
+from ftp.ops.constrain import Pin, pin_from_str
+from ftp.paused_gc import collection_paused
+from ftp.per_rank.program import program_of
+from ftp.planning.graph import Graph, Node, Value, identity_rule, whole_rule
+from ftp.planning.graph_passes import live, merge_common
+from ftp.rules.bind import bind, lookup
+from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.proof.discover import discover
+from ftp.rules.registry import RULES
+from ftp.rules.rule import BoundRule, Call, Meta, replaced
+from ftp.tracing.trace import decompose as trace_decomposition
+
+aten = torch.ops.aten
+CONSTRAIN = torch.ops.ftp.constrain.default
+LOCAL = torch.ops.ftp.local.default
+
+
+def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = False) -> Graph:
+    """The graph of a traced program; inputs in the order of its placeholders.
+
+    Args:
+        names: what the first inputs are called.
+        strict: an op without a rule is an error, rather than replicated with a warning.
+    """
+    builder = _Builder(strict)
+    with collection_paused():
+        for node in gm.graph.nodes:
+            builder.add(node)
+    assert builder.outputs is not None
+    for node, name in zip((n for n in builder.nodes if n.kind == "input"), names, strict=False):
+        node.name = name
+    return Graph(builder.nodes, builder.outputs)
+
+
+def constraints(graph: Graph) -> dict[Node, Pin]:
+    """What every constraint node fixes."""
+    return {node: pin_from_str(node.target) for node in graph.nodes if node.kind == "constrain"}
+
+
+def found_by_trial(graph: Graph) -> str:
+    """The rules of the ops for which none is stated, as text: what ranks compare beside the program, to say more than that it differs."""
+    unstated = {f"{n.target}: {n.rule}" for n in graph.nodes if n.kind == "op" and n.target not in RULES and n.target not in DECOMPOSITIONS}
+    return "; ".join(sorted(unstated))
+
+
+def prune(graph: Graph) -> Graph:
+    """The graph in which per-rank code computes no result, and takes no operand, that nobody needs."""
+    used = set(graph.outputs)
+    swapped: dict[Value, Value] = {}
+    nodes: list[Node] = []
+    for node in reversed(graph.nodes):
+        kept = [i for i in range(len(node.results)) if Value(node, i) in used] if node.kind == "local" else []
+        if 0 < len(kept) < len(node.results):
+            program, taken = node.target.giving(kept)
+            operands, results = tuple(node.args[i] for i in taken), tuple(node.results[i] for i in kept)
+            less = replace(node, target=program, args=operands, results=results, rule=program.rule, sizes={})
+            swapped.update({Value(node, i): Value(less, at) for at, i in enumerate(kept)})
+            node = less
+        used.update(node.operands)
+        nodes.append(node)
+    for node in nodes:
+        node.replace_operands([swapped.get(v, v) for v in node.operands])
+    return live(Graph(nodes[::-1], [swapped.get(v, v) for v in graph.outputs]))
+
+
+_WRAP = "\n  or say how the ranks share the work: ftp.local(fn, mesh, in_specs, out_specs) around what calls it."
+
+
+class _Builder:
+    def __init__(self, strict: bool, env: dict[fx.Node, Any] | None = None, names: Mapping[str, Any] | None = None):
+        self.strict = strict
+        self.env: dict[fx.Node, Any] = {} if env is None else env
+        self.nodes: list[Node] = []
+        self.rules: dict[Any, BoundRule] = {}
+        self.outputs: list[Any] | None = None  # None for a result that was not asked for
+
+    def add(self, node: fx.Node) -> None:
+        if node.op == "placeholder":
+            if node not in self.env:
+                meta = _metas(node.meta["val"])
+                made = Node(node.name, "input", None, (), {}, meta, identity_rule(meta[0].shape, 0))
+                self.nodes.append(made)
+                self.env[node] = Value(made)
+        elif node.op == "output":
+            self.outputs = [self.env.get(n) for n in node.args[0]]  # type: ignore[union-attr]
+        elif node.target is operator.getitem:
+            self.env[node] = self.env[node.args[0]][node.args[1]]  # type: ignore[index]
+        else:
+            self.env[node] = self.call(node)
+
+    def call(self, node: fx.Node) -> Any:
+        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a)  # type: ignore[misc]
+        args, kwargs = replaced(args, (), _meta), replaced(kwargs, (), _meta)  # fx's immutable containers as plain ones
+        results = _metas(node.meta["val"])
+        source = node.meta.get("source", "")
+        origin = {"source": source, "phase": node.meta.get("phase", 0), "region": node.meta.get("region")}
+        if node.target is LOCAL:
+            program = program_of(args[1])
+            made = Node(node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin)
+        elif node.target is CONSTRAIN:
+            # On an axis of which it does not speak it is the identity, and hands on what is pending too.
+            rule = replace(identity_rule(results[0].shape), linear=((0,),))
+            made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
+        else:
+            assert isinstance(node.target, torch._ops.OpOverload), node.target
+            rule = self.rule(node.target, args, kwargs, results, source)
+            made = Node(node.name, "op", node.target, args, kwargs, results, rule, **origin)
+        self.nodes.append(made)
+        values = [Value(made, i) for i in range(len(results))]
+        return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
+
+    def rule(self, target: torch._ops.OpOverload, args: Any, kwargs: Any, results: tuple[Meta, ...], source: str) -> BoundRule:
+        call = Call(target, replaced(args, Value, _meta), replaced(kwargs, Value, _meta), results)
+        key = (target, repr(call.args), repr(call.kwargs))  # repeated blocks make the same calls
+        if key not in self.rules:
+            self.rules[key] = self._rule(call, source)
+        return self.rules[key]
+
+    def _rule(self, call: Call, source: str) -> BoundRule:
+        target = call.target
+        try:
+            found = lookup(call)
+        except RuleError as e:
+            raise RuleError(f"{e}\n  The call is at {source or 'an unknown line'}.") from None
+        if found is not None:
+            return found
+        if target not in DECOMPOSITIONS:
+            at = f"It is called at {source or 'an unknown line'}."
+            finding = discover(call)
+            if self.strict:
+                proven = f" proven on {finding.cases} generated calls" if finding.rule else ""
+                line = finding.line(target) if finding.rule else f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
+                raise PlanningError(f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}: {line}{_WRAP}")
+            if finding.stated is not None:
+                warnings.warn(
+                    f"{target} has no sharding rule; one was found by trial, is proven on {finding.cases} generated calls, and is used."
+                    f" {at}\n  State it, and nothing is tried any more: {finding.line(target)}",
+                    DiscoveryWarning,
+                    stacklevel=2,
+                )
+                metas = [m.shape for m in call.operands], [m.shape for m in call.results]
+                return replace(bind(finding.stated, *metas, str(target)), is_found=True)
+            warnings.warn(
+                f"{target} has no sharding rule: every rank computes it whole. {at} None was found by trial: {finding.reason}."
+                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r}){_WRAP}",
+                ReplicationWarning,
+                stacklevel=2,
+            )
+        return whole_rule([m.shape for m in call.operands], [m.shape for m in call.results])
+
+
+def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> Graph:
+    """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same graph where there is none."""
+    wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
+    if not wanted:
+        return graph
+    swapped: dict[Value, Value] = {}
+    out: list[Node] = []
+    for node in graph.nodes:
+        node.replace_operands([swapped.get(v, v) for v in node.operands])
+        if node not in wanted:
+            out.append(node)
+            continue
+        gm = _primitives(node)
+        placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        builder = _Builder(strict, dict(zip(placeholders, node.operands, strict=True)))
+        for inner in gm.graph.nodes:
+            builder.add(inner)
+        for inner in builder.nodes:
+            inner.name, inner.source = f"{node.name}.{inner.name}", node.source
+            inner.phase, inner.region = node.phase, node.region
+            for value in inner.operands:
+                inner.depends |= value.node.depends
+        out += builder.nodes
+        assert builder.outputs is not None
+        swapped.update({Value(node, i): v for i, v in enumerate(builder.outputs) if v is not None})
+    return sum_of_scatter(merge_common(Graph(out, [swapped.get(v, v) for v in graph.outputs])))
+
+
+_traced: dict[Any, fx.GraphModule] = {}
+_MOST_TRACED = 256  # more than a model has, of its ops on its shapes
+
+
+def _primitives(node: Node) -> fx.GraphModule:
+    args, kwargs = replaced(node.args, Value, _meta), replaced(dict(node.kwargs), Value, _meta)
+    key = (node.target, repr(args), repr(kwargs))
+    if key not in _traced:
+        gm = trace_decomposition(node.target, args, kwargs, DECOMPOSITIONS[node.target])
+        assert gm is not None
+        while len(_traced) >= _MOST_TRACED:
+            del _traced[next(iter(_traced))]
+        _traced[key] = gm
+    return _traced[key]
+
+
+def sum_of_scatter(graph: Graph) -> Graph:
+    """Sums over the dim along which values were scattered onto zeros, as sums of the values: no sum over a cut dim is left."""
+    for node in graph.nodes:
+        if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
+            continue
+        scatter = node.args[0].node
+        if scatter.target is not aten.scatter_add.default or not _is_zero(scatter.args[0].node):
+            continue
+        ndim, dim = scatter.results[0], scatter.args[1]
+        if len(node.args[1]) != 1 or node.args[1][0] % len(ndim.shape) != dim % len(ndim.shape):
+            continue
+        source = scatter.args[3]
+        operand = source.meta
+        call = Call(node.target, (operand, *node.args[1:]), dict(node.kwargs), node.results)
+        rule = lookup(call)
+        assert rule is not None
+        node.args = (source, *node.args[1:])
+        node.operands = (source,)
+        node.rule, node.sizes = rule, dict(rule.sizes)
+    return graph
+
+
+def _is_zero(node: Node) -> bool:
+    if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
+        return True
+    return node.target in (aten.full.default, aten.full_like.default, aten.new_full.default) and float(node.args[-1]) == 0.0
+
+
+def _meta(value: Value) -> Meta:
+    return value.meta
+
+
+def _metas(val: Any) -> tuple[Meta, ...]:
+    vals = (val,) if isinstance(val, torch.Tensor) else tuple(val)
+    return tuple(Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64) for v in vals)
+
+
+def _candidate(call: Call) -> str:
+    """A line that is surely right for the call's ranks: every dim whole."""
+
+    def dims(metas: Sequence[Meta], letters: Any) -> str:
+        return ", ".join(" ".join(f"[{next(letters)}]" for _ in m.shape) or "()" for m in metas)
+
+    letters = iter("abcdefghijklmnopqrstuvwxyz")
+    return f"{dims(call.operands, letters)} -> {dims(call.results, letters)}"

@@ -1,0 +1,206 @@
+"""The program between passes: a straight line of ops whose tensor dims are factors, with the cuts made so far.
+
+Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the mesh axes folded so far.
+"""
+
+from collections.abc import Mapping, Sequence
+from copy import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftp.functional.remat import Region
+from ftp.rules.notation import Dims
+from ftp.rules.rule import BoundRule, Meta, replaced, tensors
+from ftp.sharding.layout import Layout, Size, prod
+
+BATCH, PARAMETER = 1, 2
+
+
+@dataclass(frozen=True)
+class FactorCut:
+    """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the axes folded before."""
+
+    axis: str
+    factor: str
+    outer: Size
+    extent: Size
+    inner: Size
+
+
+@dataclass(frozen=True)
+class Move:
+    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to the axes folded before.
+
+    Attributes:
+        product: the axes over whose product it runs, in the order of the mesh, if there are several; ``axis`` then names them all.
+    """
+
+    axis: str
+    n: int
+    src: Layout
+    dst: Layout
+    shape: tuple[Size, ...]
+    product: tuple[str, ...] = ()
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return self.product or (self.axis,)
+
+    @property
+    def op(self) -> str:
+        """The collective that does it, or the name of the local step."""
+        pair = self.src.kind + self.dst.kind
+        if pair == "SS":
+            return "all_gather" if self.src.dim == self.dst.dim else "all_to_all"
+        return {"PR": "all_reduce", "PS": "reduce_scatter", "SR": "all_gather", "RS": "slice", "RP": "contribute", "SP": "pad"}[pair]
+
+
+@dataclass(eq=False)
+class Node:
+    """One op, input, constraint or move.
+
+    Attributes:
+        kind: ``input``, ``op``, ``constrain``, ``local`` or ``move``.
+        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; the ``Program`` of per-rank code (``local``);
+            None for an input.
+        args, kwargs: as the op takes them, ``Value`` in place of tensors.
+        depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
+        phase: how often forward and backward passes took turns before it.
+        region: the recomputation (``remat``) that it is part of.
+        cause: what asked for a move: a parameter path, a constraint, an op.
+        pending: per result the ``(axis, op)`` of reductions that are still to come.
+    """
+
+    name: str
+    kind: str
+    target: Any
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    results: tuple[Meta, ...]
+    rule: BoundRule
+    source: str = ""
+    depends: int = 0
+    phase: int = 0
+    region: Region | None = None
+    cause: str = ""
+    sizes: dict[str, Size] = field(default_factory=dict)
+    cuts: list[FactorCut] = field(default_factory=list)
+    pending: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
+    operands: tuple["Value", ...] = ()
+
+    def __post_init__(self):
+        self.sizes = self.sizes or dict(self.rule.sizes)
+        self.operands = tuple(tensors((self.args, dict(self.kwargs)), Value))
+
+    def __repr__(self) -> str:
+        return self.name
+
+    def copy(self) -> "Node":
+        """One that can be changed without changing this one."""
+        made = copy(self)
+        made.sizes, made.cuts, made.pending = dict(self.sizes), list(self.cuts), dict(self.pending)
+        return made
+
+    def shape(self, index: int = 0) -> tuple[Size, ...]:
+        """A result's shape on a rank."""
+        return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.results[index])
+
+    def operand_shape(self, slot: int) -> tuple[Size, ...]:
+        return tuple(prod(self.sizes[f] for f in dim) for dim in self.rule.operands[slot])
+
+    def replace_operands(self, new: Sequence["Value"]) -> None:
+        if all(a is b or a == b for a, b in zip(new, self.operands, strict=True)):
+            return
+        fresh = iter(new)
+        self.args = replaced(self.args, Value, lambda _: next(fresh))
+        self.kwargs = replaced(dict(self.kwargs), Value, lambda _: next(fresh))
+        self.operands = tuple(new)
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """One result of a node."""
+
+    node: Node
+    index: int = 0
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Value) and self.node is other.node and self.index == other.index
+
+    def __hash__(self) -> int:
+        return id(self.node) + self.index
+
+    def __repr__(self) -> str:
+        return self.node.name if len(self.node.results) == 1 else f"{self.node.name}[{self.index}]"
+
+    @property
+    def meta(self) -> Meta:
+        return self.node.results[self.index]
+
+    @property
+    def dims(self) -> Dims:
+        return self.node.rule.results[self.index]
+
+    @property
+    def shape(self) -> tuple[Size, ...]:
+        return self.node.shape(self.index)
+
+
+@dataclass
+class Graph:
+    """Nodes in an order in which they can run, and the values that the program returns.
+
+    Nodes are told apart by name wherever a program is printed, certified or passed on: of two that have one name the later gets another.
+    """
+
+    nodes: list[Node]
+    outputs: list[Value]
+
+    def __post_init__(self):
+        names: set[str] = set()
+        for node in self.nodes:
+            base, n = node.name, 1
+            while node.name in names:
+                node.name, n = f"{base}_{n}", n + 1
+            names.add(node.name)
+
+    @property
+    def inputs(self) -> list[Node]:
+        return [n for n in self.nodes if n.kind == "input"]
+
+    def users(self) -> dict[Value, list[tuple[Node, int]]]:
+        """Who reads each value, and at which operand."""
+        users: dict[Value, list[tuple[Node, int]]] = {}
+        for node in self.nodes:
+            for slot, value in enumerate(node.operands):
+                users.setdefault(value, []).append((node, slot))
+        return users
+
+    def __str__(self) -> str:
+        lines = [
+            f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})  {node.rule}" for node in self.nodes
+        ]
+        return "\n".join([*lines, f"return {self.outputs}"])
+
+
+def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:
+    """One factor a dim, the same in the operand (if any) and the result."""
+    dims = tuple((f"~{d}",) for d in range(len(shape)))
+    sizes = {f"~{d}": int(s) for d, s in enumerate(shape)}
+    return BoundRule((dims,) * operands, (dims,), frozenset(), ({},), (), sizes, None, False)
+
+
+def whole_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> BoundRule:
+    """Nothing may be cut: the rule of an op without one."""
+    sizes: dict[str, int] = {}
+
+    def dims(shape: Sequence[int]) -> Dims:
+        out = []
+        for s in shape:
+            name = f"~{len(sizes)}"
+            sizes[name] = int(s)
+            out.append((name,))
+        return tuple(out)
+
+    ins, outs = tuple(map(dims, operands)), tuple(map(dims, results))
+    return BoundRule(ins, outs, frozenset(sizes), ({},) * len(outs), (), sizes, None, True)

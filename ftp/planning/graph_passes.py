@@ -1,0 +1,96 @@
+"""Passes over the planner's graph: dead code, common subexpressions, dependencies."""
+
+from typing import Any
+
+import torch
+
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.rules.op_kinds import is_product
+
+
+def live(graph: Graph) -> Graph:
+    """The graph without nodes that no output needs; inputs stay."""
+    wanted = {id(v.node) for v in graph.outputs}
+    for node in reversed(graph.nodes):
+        if id(node) in wanted:
+            wanted.update(id(v.node) for v in node.operands)
+    return Graph([n for n in graph.nodes if n.kind == "input" or id(n) in wanted], graph.outputs)
+
+
+def merge_common(graph: Graph) -> Graph:
+    """The graph with equal ops on equal operands computed once; what a recomputation is to repeat stays apart."""
+    seen: dict[Any, Node] = {}
+    canonical: dict[int, Node] = {}
+    firsts = first_of_equals(graph)
+    nodes = []
+    for node in graph.nodes:
+        if any(id(v.node) in canonical for v in node.operands):
+            node.replace_operands([Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands])
+        if node.kind == "op":
+            original = firsts.get(node, node)
+            if node.region is not None and original.region is None and node.region.keeps(node.target, is_product(node.target)):
+                first = canonical.get(id(original), original)
+            else:
+                first = seen.setdefault((node.target, _key(node.args), _key(dict(node.kwargs)), node.region), node)
+            if first is not node:
+                canonical[id(node)] = first
+                continue
+        nodes.append(node)
+    return Graph(nodes, [Value(canonical.get(id(v.node), v.node), v.index) for v in graph.outputs])
+
+
+def first_of_equals(graph: Graph) -> dict[Node, Node]:
+    """Per op or move the first one of the same value and layout; nothing where nothing is recomputed."""
+    if not any(node.region for node in graph.nodes):
+        return {}
+    first: dict[Any, Node] = {}
+    found: dict[Node, Node] = {}
+
+    def key(tree: Any) -> Any:
+        if isinstance(tree, Value):
+            return (id(found.get(tree.node, tree.node)), tree.index)
+        if isinstance(tree, list | tuple):
+            return tuple(map(key, tree))
+        return {k: key(v) for k, v in tree.items()} if isinstance(tree, dict) else tree
+
+    for node in graph.nodes:
+        if node.kind != "input":
+            known = (node.kind, node.target, _key(key(node.args)), _key(key(dict(node.kwargs))), tuple(node.cuts))
+            found[node] = first.setdefault(known, node)
+    return found
+
+
+def keep_collectives(graph: Graph) -> Graph:
+    """The graph in which recomputations whose policy says so take what the forward pass has moved, rather than move it again."""
+    firsts = first_of_equals(graph)
+    kept = {
+        node: first
+        for node, first in firsts.items()
+        if node.kind == "move"
+        and node.region is not None
+        and node.region.keeps_collectives
+        and first.region is None
+        and node.depends & BATCH
+    }
+    for node in graph.nodes if kept else ():
+        node.replace_operands([Value(kept.get(v.node, v.node), v.index) for v in node.operands])
+    return live(Graph(graph.nodes, [Value(kept.get(v.node, v.node), v.index) for v in graph.outputs])) if kept else graph
+
+
+def _key(tree: Any) -> Any:
+    if isinstance(tree, Value):
+        return (id(tree.node), tree.index)
+    if isinstance(tree, list | tuple):
+        return tuple(map(_key, tree))
+    if isinstance(tree, dict):
+        return tuple((k, _key(v)) for k, v in tree.items())
+    if isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format) or tree is None:
+        return repr(tree)
+    return (type(tree).__name__, repr(tree))
+
+
+def mark_dependencies(graph: Graph) -> None:
+    """Fill in which inputs each node is computed from."""
+    for node in graph.nodes:
+        for value in node.operands:
+            node.depends |= value.node.depends

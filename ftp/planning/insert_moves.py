@@ -1,0 +1,171 @@
+"""An axis' plan applied to the graph: cuts, and moves as nodes."""
+
+from collections.abc import Sequence
+
+from ftp.planning.cost_network import is_at_rest
+from ftp.planning.graph import BATCH, FactorCut, Graph, Move, Node, Value
+from ftp.planning.graph_passes import live
+from ftp.planning.problem import AxisPlan
+from ftp.planning.strategies import Strategy
+from ftp.rules.notation import Dim
+from ftp.rules.rule import BoundRule
+from ftp.sharding.layout import Layout, R, Size, cut_extent, cut_size, div, is_even, mul, nominal, prod
+from ftp.sharding.spec import PartitionSpec
+
+
+def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Graph:
+    """The graph with one axis folded in: its moves are nodes, its cuts are in the nodes' sizes."""
+    emitter = _Emitter(graph, plan)
+    users = graph.users()
+    required: dict[Value, list[Layout]] = {}
+    for value, layout in zip(graph.outputs, outputs, strict=True):
+        if layout is not None:
+            required.setdefault(value, []).append(layout)
+    for node in graph.nodes:
+        needs = plan.strategies[node].operands
+        fresh = [emitter.obtain(value, need, node) for value, need in zip(node.operands, needs, strict=True)]
+        emitter.nodes.append(node)
+        emitter.rewired[node] = fresh
+        for index in range(len(node.results)):
+            value = Value(node, index)
+            for layout in required.get(value, ()):
+                emitter.obtain(value, layout, None)
+            if node.depends & BATCH:
+                for user, slot in users.get(value, ()):
+                    emitter.obtain(value, plan.strategies[user].operands[slot], user)
+    final = [
+        emitter.obtain(value, layout or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ())), None)
+        for value, layout in zip(graph.outputs, outputs, strict=True)
+    ]
+    for node, fresh in emitter.rewired.items():
+        node.replace_operands(fresh)
+    for node in graph.nodes:
+        _cut(node, plan.strategies[node], plan.axis, plan.n)
+    return live(Graph(emitter.nodes, final))
+
+
+def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:
+    """The layout in which an output that is left open is returned."""
+    return next(layout for layout in (home, *copies) if is_at_rest(layout))
+
+
+def output_layouts(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> list[Layout]:
+    return [
+        layout or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ()))
+        for value, layout in zip(graph.outputs, outputs, strict=True)
+    ]
+
+
+def spec_of_cuts(cuts: Sequence[tuple[str, Layout]], ndim: int) -> PartitionSpec:
+    entries: list[tuple[str, ...]] = [()] * ndim
+    for name, layout in cuts:
+        if layout.kind == "S":
+            assert layout.outer == layout.inner == 1, f"an open output is cut as {layout}"
+            entries[layout.dim] += (name,)
+    return PartitionSpec(*[e or None for e in entries])
+
+
+def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
+    for index, layout in enumerate(strategy.results):
+        if layout.kind == "P":
+            node.pending.setdefault(index, []).append((axis, layout.op))
+    if strategy.cut is None:
+        return
+    factor, outer, inner = strategy.cut
+    extent = div(node.sizes[factor], mul(outer, inner))
+    assert extent is not None
+    node.cuts.append(FactorCut(axis, factor, outer, extent, inner))
+    node.sizes[factor] = prod((outer, cut_size(extent, axis, n), inner))
+
+
+class _Emitter:
+    """Makes each copy of a value once."""
+
+    def __init__(self, graph: Graph, plan: AxisPlan):
+        self.plan = plan
+        self.nodes: list[Node] = []
+        self.rewired: dict[Node, list[Value]] = {}
+        self.made: dict[tuple[Value, Layout], Value] = {}
+        self.shapes = {Value(node, i): node.shape(i) for node in graph.nodes for i in range(len(node.results))}
+
+    def obtain(self, value: Value, need: Layout, user: Node | None) -> Value:
+        """``value`` in the layout ``need``, by the moves that the plan chose."""
+        home = self.plan.strategies[value.node].results[value.index]
+        need = R if need.kind == "R" else need
+        if need == home or (need == R and home.kind == "R"):
+            return value
+        if (value, need) in self.made:
+            return self.made[value, need]
+        copies = self.plan.copies.get(value, ())
+        source, at = value, home
+        if (need.kind == "S" and need not in copies and any(c.kind == "R" for c in copies)) or (
+            need.kind != "R" and home.kind == "P" and home.op != "sum"
+        ):
+            source, at = self.obtain(value, R, user), R
+        moved = self._move(value, source, at, need, user)
+        self.made[value, need] = moved
+        return moved
+
+    def _move(self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None) -> Value:
+        move = Move(self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, self.shapes[value])
+        rule, sizes = move_rule(move)
+        cause = "an output" if user is None else f"{user.name} at {user.source}" if user.source else user.name
+        name = f"{value!r}_{move.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
+        node = Node(
+            name,
+            "move",
+            move,
+            (source,),
+            {},
+            (value.meta,),
+            rule,
+            value.node.source,
+            value.node.depends,
+            user.phase if user else value.node.phase,
+            value.node.region,
+            cause,
+        )
+        node.sizes = sizes
+        self.nodes.append(node)
+        return Value(node)
+
+
+def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
+    """Factors of a move for the axes that are folded after it: what other axes may cut while this one moves the value.
+
+    In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further; an uneven one stays whole.
+    """
+    sizes: dict[str, Size] = {}
+    whole: set[str] = set()
+    operand: list[Dim] = [(f"~{d}",) for d in range(len(move.shape))]
+    result = list(operand)
+    sizes.update({f"~{d}": s for d, s in enumerate(move.shape)})
+    same = move.src.kind == move.dst.kind == "S" and move.src.dim == move.dst.dim
+    for layout, here, there in ((move.src, operand, result), (move.dst, result, operand)):
+        if layout.kind != "S":
+            continue
+        d = layout.dim
+        extent = cut_extent(move.shape[d], layout)
+        assert extent is not None
+        local = cut_size(extent, move.axis, move.n)
+        if same:
+            side = "x" if here is operand else "y"
+            here[d] = (f"{side}o", f"{side}g", f"{side}i")
+            sizes.update({f"{side}o": layout.outer, f"{side}g": local, f"{side}i": layout.inner, f"{side}f": extent})
+            whole |= {f"{side}o", f"{side}g", f"{side}i"}
+        else:
+            o, g, i, m, h = (f"{letter}{d}" for letter in "ogimh")
+            sizes.update({o: layout.outer, g: local, i: layout.inner})
+            here[d] = (o, g, i)
+            if is_even(extent, move.n):
+                sizes[m] = move.n
+                whole.add(m)
+                there[d] = (o, m, g, i)
+            else:
+                sizes[h] = extent
+                whole |= {g, h}
+                there[d] = (o, h, i)
+        sizes.pop(f"~{d}", None)
+    linear = () if move.src.kind == "P" and move.src.op != "sum" else ((0,),)
+    nominal_sizes = {f: nominal(s) for f, s in sizes.items()}
+    return BoundRule((tuple(operand),), (tuple(result),), frozenset(whole), ({},), linear, nominal_sizes, None, False), sizes

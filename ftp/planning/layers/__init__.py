@@ -1,0 +1,1 @@
+"""Layers that repeat: planned once, the plan stamped on all of them."""

@@ -1,0 +1,190 @@
+"""The plan of one layer stamped on all layers like it."""
+
+import heapq
+from collections.abc import Mapping, Sequence
+
+from ftp.functional.remat import Region
+from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.layers.repeats import Folded, Layers, decisions, describe_layer, is_stack_of, label, stack_shift
+
+
+def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
+    """The plan of the whole graph, and per output the output of the folded graph that it is like; None where layers came out different.
+
+    Args:
+        planned: the folded graph, with the moves and cuts that were decided.
+    """
+    layers = label(planned, folded.labels, folded.slices)
+    t, gone = folded.stands_for, folded.left_out
+    if describe_layer(t, layers, decisions) != describe_layer(t + 1, layers, decisions):
+        return None
+    stamp = _Stamp(folded, planned, layers)
+    made = [stamp.layer(step) for step in range(gone)]
+
+    def placed(value: Value, user: int) -> Value:
+        """What a node of layer ``user``, as the whole graph counts, takes in place of ``value``, which layer t or another is given."""
+        there = layers.of_value(value)
+        if there is None:
+            return value
+        at = user - t - 1
+        if 0 <= at < gone:
+            there = user + there - t
+        else:
+            there += user - (user if user <= t else user - gone)
+        if value.node in layers.stacks:
+            return Value(value.node, there)
+        if not t < there <= t + gone:
+            near = there if there <= t else there - gone
+            same = near == layers.of[value.node]
+            return value if same else Value(layers.nodes[near][layers.at[value.node]], value.index)
+        return Value(made[there - t - 1][layers.nodes[t][layers.at[value.node]]], value.index)
+
+    for step, copies in enumerate(made):
+        for node, copy in copies.items():
+            copy.replace_operands([placed(v, t + 1 + step) for v in node.operands])
+    for node in planned.nodes:
+        here = layers.of.get(node)
+        if here is not None:
+            node.replace_operands([placed(v, here if here <= t else here + gone) for v in node.operands])
+        elif is_stack_of(node, folded.slices):
+            last = t - stack_shift(folded.origin[node], folded.layers, t)
+            like = node.operands[last]
+            if layers.of.get(like.node) != t:
+                return None
+            between = [Value(copies[like.node], like.index) for copies in made]
+            node.operands = (*node.operands[: last + 1], *between, *node.operands[last + 1 :])
+            node.args, node.rule = (list(node.operands),), folded.origin[node].rule
+        elif node in layers.stacks:
+            whole = folded.origin[node]
+            node.results, node.rule = whole.results, whole.rule
+            node.pending = {i if i <= t else i + gone: p for i, p in node.pending.items()}
+            node.pending |= {i: node.pending[t] for i in range(t + 1, t + 1 + gone) if t in node.pending}
+    return stamp.assembled(made)
+
+
+class _Stamp:
+    """Copies of the layer that stands for those left out."""
+
+    def __init__(self, folded: Folded, planned: Graph, layers: Layers):
+        self.folded, self.planned, self.layers = folded, planned, layers
+        self.number = {node: i for i, node in enumerate(folded.whole.nodes)}
+        self.order: dict[Node, tuple[int, int]] = {}
+        self.anchors = self._anchors()
+
+    def _anchors(self) -> dict[Node, tuple[Node | None, int]]:
+        """Per node an original one and how many places it comes after (or, negative, before) it: the next, or the last of its own layer."""
+        layers, nodes = self.layers.of, self.planned.nodes
+        found: dict[Node, tuple[Node | None, int]] = {}
+        following: list[tuple[Node | None, int]] = [(None, 0)] * len(nodes)
+        after: tuple[Node | None, int] = None, 0
+        for i in reversed(range(len(nodes))):
+            after = (nodes[i], 0) if nodes[i] in self.folded.origin else (after[0], after[1] - 1)
+            following[i] = after
+        before: tuple[Node | None, int] = None, 0
+        for node, after in zip(nodes, following, strict=True):
+            before = (node, 0) if node in self.folded.origin else (before[0], before[1] + 1)
+            is_behind = before[0] and layers.get(node) == layers.get(before[0]) and after[0] and layers.get(node) != layers.get(after[0])
+            found[node] = before if is_behind or after[0] is None else after
+            anchor, seq = before if after[0] is None else after
+            self.order[node] = (0 if anchor is None else self.number[self.folded.origin[anchor]], seq)
+        return found
+
+    def _counterpart(self, node: Node, step: int) -> Node:
+        """The node that is to the n-th layer left out what ``node`` is to layer t."""
+        layer = self.layers.of.get(node)
+        origin = self.folded.origin[node]
+        whole = self.folded.layers
+        return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
+
+    def layer(self, step: int) -> dict[Node, Node]:
+        """Of each node of layer t its copy in the n-th layer left out; operands are still those of layer t."""
+        copies: dict[Node, Node] = {}
+        names: dict[str, str] = {}
+        regions: dict[Region, Region] = {}
+        t = self.folded.stands_for
+        for node in self.layers.nodes[t]:
+            copy = node.copy()
+            if node in self.folded.origin:
+                there = self._counterpart(node, step)
+                copy.name, copy.source, copy.region = there.name, there.source, there.region
+                if node.region is not None and there.region is not None:
+                    regions[node.region] = there.region
+            else:
+                copy.name, copy.cause = _renamed(node.name, names), _renamed(node.cause, names)
+                copy.region = None if node.region is None else regions.get(node.region, node.region)
+            names[node.name] = copy.name
+            names[_flat(node.name)] = _flat(copy.name)
+            copies[node] = copy
+            anchor, seq = self.anchors[node]
+            if anchor is None:
+                self.order[copy] = self.order[node]
+            else:
+                is_near = abs(self.layers.of.get(anchor, t) - t) <= 1
+                self.order[copy] = self.number[self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]], seq
+        return copies
+
+    def assembled(self, made: Sequence[Mapping[Node, Node]]) -> tuple[Graph, list[int]] | None:
+        """All outputs in their places; nodes in an order in which they can run, near that of the whole graph."""
+        folded, t = self.folded, self.folded.stands_for
+        whole = folded.layers
+        place = {i: at for at, i in enumerate(folded.kept)}
+        templates: dict[tuple[int, int], list[int]] = {}
+        for i in folded.kept:
+            value = folded.whole.outputs[i]
+            if whole.of.get(value.node) == t:
+                templates.setdefault((whole.at[value.node], value.index), []).append(place[i])
+        seen: dict[Value, int] = {}
+        outputs: list[Value] = []
+        like: list[int] = []
+        for i, value in enumerate(folded.whole.outputs):
+            if i in place:
+                outputs.append(self.planned.outputs[place[i]])
+                like.append(place[i])
+                continue
+            nth = seen[value] = seen.get(value, -1) + 1
+            at = templates[whole.at[value.node], value.index][nth]
+            returned = self.planned.outputs[at]
+            if self.layers.of.get(returned.node) != t:
+                return None
+            outputs.append(Value(made[whole.of[value.node] - t - 1][returned.node], returned.index))
+            like.append(at)
+        nodes = [*self.planned.nodes, *(copy for copies in made for copy in copies.values())]
+        return Graph(_sorted(nodes, self.order), outputs), like
+
+
+def _flat(name: str) -> str:
+    return name.replace("[", "_").replace("]", "")
+
+
+def _renamed(text: str, names: Mapping[str, str]) -> str:
+    """A name, or what a cause says, made from the longest known name that it starts with."""
+    head = text
+    while head not in names:
+        cut = max(head.rfind(c) for c in "._ ")
+        if cut <= 0:
+            return text
+        head = head[:cut]
+    return names[head] + text[len(head) :]
+
+
+def _sorted(nodes: Sequence[Node], order: Mapping[Node, tuple[int, int]]) -> list[Node]:
+    missing: dict[Node, int] = {}
+    users: dict[Node, list[Node]] = {}
+    for node in nodes:
+        before = dict.fromkeys(v.node for v in node.operands)
+        missing[node] = len(before)
+        for other in before:
+            users.setdefault(other, []).append(node)
+    ready = [(*order[node], i, node) for i, node in enumerate(nodes) if not missing[node]]
+    place = {node: (*order[node], i, node) for i, node in enumerate(nodes)}
+    heapq.heapify(ready)
+    done = []
+    while ready:
+        node = heapq.heappop(ready)[-1]
+        done.append(node)
+        for user in users.get(node, ()):
+            missing[user] -= 1
+            if not missing[user]:
+                heapq.heappush(ready, place[user])
+    assert len(done) == len(nodes)
+    return done

@@ -1,0 +1,46 @@
+"""What planning takes and gives."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ftp.ops.constrain import Pin
+from ftp.planning.graph import Graph, Node
+from ftp.planning.solver.minimize import Solution
+from ftp.sharding.spec import PartitionSpec
+
+
+@dataclass(frozen=True)
+class Specs:
+    """What is fixed: a spec per input node, a pin per constraint node, and a spec per output (None: left open)."""
+
+    inputs: Mapping[Node, PartitionSpec]
+    constraints: Mapping[Node, Pin]
+    outputs: Sequence[PartitionSpec | None]
+
+
+@dataclass
+class Plan:
+    """A program with its moves, cut over every axis of the mesh.
+
+    Attributes:
+        axes: {name: size} in the order in which they were folded.
+        solutions: per axis, what elimination found: cost in seconds, bound, largest table.
+        kept_rules: per axis, whether a plan exists that keeps all rules of conduct.
+        out_specs: per output.
+        alike: how many repeated layers were planned as one (0: none); optima and bounds are then over plans that treat them alike.
+        entries, exits: inputs that are gathered and outputs that are sliced beside the plan, and the specs that they have outside.
+    """
+
+    graph: Graph
+    axes: dict[str, int]
+    solutions: dict[str, Solution] = field(default_factory=dict)
+    kept_rules: dict[str, bool] = field(default_factory=dict)
+    out_specs: list[PartitionSpec] = field(default_factory=list)
+    entries: dict[Node, PartitionSpec] = field(default_factory=dict)
+    exits: dict[int, PartitionSpec] = field(default_factory=dict)
+    alike: int = 0
+
+    @property
+    def cost(self) -> float:
+        """Seconds of all axes' networks together."""
+        return sum(s.cost for s in self.solutions.values())

@@ -1,0 +1,286 @@
+"""Graph and specs to a plan: the cost network of one mesh axis after another, each over the shapes that the axes before left.
+
+Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
+"""
+
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ftp.errors import PlanningError
+from ftp.paused_gc import collection_paused
+from ftp.per_rank.program import factor
+from ftp.planning.axis_order import axis_order, spec_layout
+from ftp.planning.cost import DEFAULT, Hardware
+from ftp.planning.cost_network import solve
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph_passes import keep_collectives
+from ftp.planning.insert_moves import apply, output_layouts, spec_of_cuts
+from ftp.planning.layers.repeats import Ties, fold
+from ftp.planning.layers.unfold import unfold
+from ftp.planning.plan import Plan, Specs
+from ftp.planning.problem import NotAlike, Problem
+from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
+from ftp.planning.regather import gather_again
+from ftp.planning.solver.reduce import Infeasible
+from ftp.rules.op_kinds import is_product
+from ftp.sharding.layout import Layout, R, nominal
+
+Decompose = Callable[[Graph, Iterable[Node]], Graph]
+Watch = Callable[[Problem], None]
+
+
+def make_plan(
+    graph: Graph,
+    axes: Mapping[str, int],
+    specs: Specs,
+    *,
+    batch_inputs: Iterable[Node] = (),
+    data_axes: Sequence[str] = (),
+    reshard_after_forward: bool = True,
+    hardware: Hardware = DEFAULT,
+    decompose: Decompose | None = None,
+    watch: Watch | None = None,
+) -> Plan:
+    """Plan ``graph`` for a mesh of ``axes`` {name: size}.
+
+    Args:
+        batch_inputs: inputs whose cuts make an axis' activations stay in place (rule C1).
+        data_axes: the axes on which parameters move rather than activations.
+        reshard_after_forward: gather a parameter again for the backward pass instead of keeping the gathered copy.
+        decompose: replaces nodes by primitives, where a factor that they keep whole is within reach.
+        watch: sees each axis' problem before it is solved.
+
+    Raises:
+        PlanningError: where no program meets the specs.
+    """
+    with collection_paused():
+        return _make_plan(graph, axes, specs, list(batch_inputs), data_axes, reshard_after_forward, hardware, decompose, watch)
+
+
+def _make_plan(
+    graph: Graph,
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
+    data_axes: Sequence[str],
+    reshard_after_forward: bool,
+    hardware: Hardware,
+    decompose: Decompose | None,
+    watch: Watch | None,
+) -> Plan:
+    given = specs
+    order, specs = axis_order(graph, axes, given)
+    args = order, axes, data_axes, reshard_after_forward, hardware, decompose
+    # Who watches is to see the problems of the whole graph.
+    if watch is None and specs is given and (plan := _plan_folded(graph, specs, batch, *args)) is not None:
+        return plan
+    plan = _plan_axes(graph, specs, batch, *args, watch=watch)
+    assert plan is not None
+    return _as_given(plan, given, specs)
+
+
+def _as_given(plan: Plan, given: Specs, planned: Specs) -> Plan:
+    """The plan with what it does where a spec could not be planned for."""
+    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]}
+    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != planned.outputs[i]}
+    plan.out_specs = [found if spec is None else spec for spec, found in zip(given.outputs, plan.out_specs, strict=True)]
+    return plan
+
+
+def plan_few(
+    graph: Graph,
+    axes: Mapping[str, int],
+    specs: Specs,
+    *,
+    ties: Callable[[Graph], Ties | None] | None = None,
+    batch_inputs: Iterable[Node] = (),
+    data_axes: Sequence[str] = (),
+    decompose: Decompose | None = None,
+) -> Plan | None:
+    """``make_plan`` of a graph whose repeated layers are left out already and stay so; None where they come out different."""
+    with collection_paused():
+        order, fitting = axis_order(graph, axes, specs)
+        plan = _plan_axes(graph, fitting, list(batch_inputs), order, axes, data_axes, True, DEFAULT, decompose, ties=ties)
+        return plan and _as_given(plan, specs, fitting)
+
+
+def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:
+    """The plan of a graph whose layers repeat, from that of one with fewer of them; None where they do not, or come out different."""
+    is_batch = set(batch)
+    folded = fold(graph, lambda node: (specs.inputs.get(node), node in is_batch, specs.constraints.get(node)), specs.outputs)
+    if folded is None:
+        return None
+    few = Specs(
+        {copy: specs.inputs[node] for copy, node in folded.origin.items() if node in specs.inputs},
+        {copy: specs.constraints[node] for copy, node in folded.origin.items() if node in specs.constraints},
+        [specs.outputs[i] for i in folded.kept],
+    )
+    plan = _plan_axes(folded.graph, few, [copy for copy, node in folded.origin.items() if node in is_batch], *args, ties=folded.ties)
+    found = unfold(folded, plan.graph) if plan else None
+    if plan is None or found is None:
+        return None
+    plan.graph, like = found
+    plan.out_specs = [plan.out_specs[i] for i in like]
+    plan.alike = folded.left_out + 2
+    return plan
+
+
+def _plan_axes(
+    graph: Graph,
+    specs: Specs,
+    batch: Sequence[Node],
+    order: Sequence[str],
+    axes: Mapping[str, int],
+    data_axes: Sequence[str],
+    reshard_after_forward: bool,
+    hardware: Hardware,
+    decompose: Decompose | None,
+    *,
+    ties: Callable[[Graph], Ties | None] | None = None,
+    watch: Watch | None = None,
+) -> Plan | None:
+    """The plan, one axis after another; None where layers that are to be decided alike are not alike."""
+    if decompose is not None:
+        graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
+    plan = Plan(graph, {name: axes[name] for name in order})
+    open_cuts: list[list[tuple[str, Layout]]] = [[] for _ in graph.outputs]
+    for at, name in enumerate(order):
+        if axes[name] == 1:
+            continue
+        tied = ties(plan.graph) if ties else None
+        if ties and tied is None:
+            return None
+        problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware, tied)
+        try:
+            if watch is not None:
+                watch(problem)
+            chosen = solve(problem)
+        except NotAlike:
+            return None
+        except Infeasible:
+            raise PlanningError(
+                f"No program meets the specs on mesh axis {name!r}, not even one that moves everything."
+                " This is a fault of ftp: please report it, with the function and the specs."
+            ) from None
+        plan.solutions[name], plan.kept_rules[name] = chosen.solution, chosen.kept_rules
+        for cuts, layout in zip(open_cuts, output_layouts(plan.graph, chosen, problem.outputs), strict=True):
+            cuts.append((name, layout))
+        plan.graph = apply(plan.graph, chosen, problem.outputs)
+    plan.graph = keep_collectives(plan.graph)
+    if reshard_after_forward:
+        plan.graph = gather_again(plan.graph)
+    plan.out_specs = [
+        spec if spec is not None else spec_of_cuts(cuts, value.meta.ndim)
+        for spec, cuts, value in zip(specs.outputs, open_cuts, graph.outputs, strict=True)
+    ]
+    return plan
+
+
+def _problem(
+    graph: Graph,
+    name: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
+    is_data: bool,
+    hardware: Hardware,
+    ties: Ties | None,
+) -> Problem:
+    pinned, outputs = _fixed(graph, name, folded, axes, specs)
+    from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
+    hardware = replace(hardware, link=replace(hardware.link, latency=planned_latency(graph, hardware, ties)))
+    return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch(), ties)
+
+
+def _fixed(
+    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs
+) -> tuple[dict[Node, Layout], list[Layout | None]]:
+    """The layouts on one axis of inputs and constraints, and of outputs (None: open)."""
+    pinned = {
+        node: spec_layout(spec, node.shape(), name, axes, folded) or R
+        for node, spec in (*specs.inputs.items(), *((node, pin.spec) for node, pin in specs.constraints.items() if pin.holds(name)))
+    }
+    pinned.update((node, R) for node in graph.inputs if node not in pinned)
+    outputs = [
+        None if spec is None else spec_layout(spec, value.shape, name, axes, folded) or R
+        for spec, value in zip(specs.outputs, graph.outputs, strict=True)
+    ]
+    return pinned, outputs
+
+
+def _reaches(
+    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node]
+) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
+    """What one axis may cut, closed from all that is fixed, and from the ``batch`` inputs alone."""
+    pinned, outputs = _fixed(graph, name, folded, axes, specs)
+    n = axes[name]
+    constrained = [(v, pinned[node]) for node, pin in specs.constraints.items() if pin.holds(name) for v in (Value(node), node.operands[0])]
+    # Per-rank code says where its operands and results are, as a constraint does.
+    own: dict[Node, list[Cut]] = {node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"}
+    for node, (cut,) in own.items():
+        there = [(v, layout_of(dims, node.sizes, cut, n)) for v, dims in zip(node.operands, node.rule.operands, strict=True)]
+        there += [(Value(node, i), layout_of(dims, node.sizes, cut, n)) for i, dims in enumerate(node.rule.results)]
+        constrained += [(v, layout) for v, layout in there if layout.kind == "S"]
+
+    def from_specs() -> Reach:
+        seeds = [(Value(node), layout) for node, layout in pinned.items()]
+        seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
+        found = reach(graph, n, seeds + constrained, pinned)
+        found.cuts.update(own)
+        return found
+
+    def from_batch() -> Reach:
+        # A constraint on a data axis says where activations stay, and the closure does not pass through it.
+        return reach(graph, n, [(Value(node), pinned[node]) for node in batch] + constrained, pinned) if batch else Reach()
+
+    return from_specs, from_batch
+
+
+SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on the link
+
+
+def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
+    """Seconds that a collective costs however small it is, as planned with.
+
+    A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike the model that it stands for.
+    """
+    sizes = [
+        math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
+        for node in graph.nodes
+        if node.kind == "op" and node.depends & BATCH and is_product(node.target)
+        for _ in range(ties.weight(node) if ties else 1)
+    ]
+    return (
+        min(hardware.link.latency, SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth) if sizes else hardware.link.latency
+    )
+
+
+def _decompose_on_demand(
+    graph: Graph,
+    order: Sequence[str],
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
+    data_axes: Sequence[str],
+    decompose: Decompose,
+) -> Graph:
+    """Replace ops by primitives wherever an axis may cut a factor that they keep whole.
+
+    On a data axis only what the batch cuts counts: there activations stay as the batch cuts them, whatever their parameters' layouts reach.
+    """
+    while True:
+        blocked: dict[Node, None] = {}
+        for at, name in enumerate(order):
+            if axes[name] == 1:
+                continue
+            from_specs, from_batch = _reaches(graph, name, order[:at], axes, specs, batch if name in data_axes else ())
+            found = from_batch() if name in data_axes else from_specs()
+            blocked.update(dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose))
+        smaller = decompose(graph, blocked) if blocked else graph
+        if smaller is graph:
+            return graph
+        graph = smaller

@@ -1,0 +1,115 @@
+"""Which factors of which values one mesh axis may cut: the closure of specs and constraints through the rules.
+
+Without this gate every op could be cut along every dim: plain tensor parallelism would turn into sequence parallelism.
+"""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from ftp.planning.graph import Graph, Node, Value
+from ftp.rules.notation import Dims
+from ftp.sharding.layout import Layout, R, Size, div, mul, prod, shard
+
+MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
+
+Cut = tuple[str, Size, Size]  # factor, and the outer and inner sizes within it
+
+
+@dataclass
+class Reach:
+    """What an axis may cut.
+
+    Attributes:
+        layouts: per value the cuts it may have.
+        cuts: per node the factors it may be cut on.
+        blocked: nodes with a whole factor that some layout asks to cut.
+    """
+
+    layouts: dict[Value, list[Layout]] = field(default_factory=dict)
+    cuts: dict[Node, list[Cut]] = field(default_factory=dict)
+    blocked: dict[Node, list[str]] = field(default_factory=dict)
+
+
+def reach(graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: Mapping[Node, Layout]) -> Reach:
+    """Close ``seeds`` forwards and backwards; nothing passes through per-rank code and the ``pinned`` nodes (inputs, constraints)."""
+    found = Reach()
+    users = graph.users()
+    work: list[tuple[Value, Layout]] = []
+
+    def add(value: Value, layout: Layout) -> None:
+        known = found.layouts.setdefault(value, [])
+        if layout not in known and len(known) < MOST_LAYOUTS:
+            known.append(layout)
+            work.append((value, layout))
+
+    def visit(node: Node, dims: Dims, layout: Layout) -> None:
+        if node in pinned or node.kind == "local":
+            return
+        cut = factor_of(dims, node.sizes, layout, n)
+        if cut is None:
+            return
+        if cut[0] in node.rule.whole:
+            blocked = found.blocked.setdefault(node, [])
+            if cut[0] not in blocked:
+                blocked.append(cut[0])
+            return
+        cuts = found.cuts.setdefault(node, [])
+        if cut in cuts:
+            return
+        cuts.append(cut)
+        for value, value_dims in zip(node.operands, node.rule.operands, strict=True):
+            there = layout_of(value_dims, node.sizes, cut, n)
+            if there is not R:
+                add(value, there)
+        for index, value_dims in enumerate(node.rule.results):
+            there = layout_of(value_dims, node.sizes, cut, n)
+            if there is not R:
+                add(Value(node, index), there)
+
+    for value, layout in seeds:
+        if layout.kind == "S":
+            add(value, layout)
+    while work:
+        value, layout = work.pop()
+        visit(value.node, value.dims, layout)
+        for user, slot in users.get(value, ()):
+            visit(user, user.rule.operands[slot], layout)
+    return found
+
+
+def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> Cut | None:
+    """The one factor whose cut is ``layout`` in a tensor of these dims, or None where the cut runs through several."""
+    dim = dims[layout.dim]
+    if len(dim) == 1 and div(sizes[dim[0]], mul(layout.outer, layout.inner)) is not None:
+        return dim[0], layout.outer, layout.inner
+    before: Size = 1
+    for at, factor in enumerate(dim):
+        outer = div(layout.outer, before)
+        if outer is not None:
+            within = div(layout.inner, prod(sizes[f] for f in dim[at + 1 :]))
+            for inner in (1,) if within in (None, 1) else (within, 1):
+                extent = div(sizes[factor], mul(outer, inner))
+                if extent and extent != 1 and layout_of(dims, sizes, (factor, outer, inner), n) == layout:
+                    return _named(factor, outer, extent, inner, n)
+        before = mul(before, sizes[factor])
+    return None
+
+
+def layout_of(dims: Dims, sizes: Mapping[str, Size], cut: Cut, n: int) -> Layout:
+    """The layout of a tensor of these dims when ``cut`` is made; ``R`` where it does not have the factor."""
+    factor, outer, inner = cut
+    for d, dim in enumerate(dims):
+        if factor in dim:
+            if len(dim) == 1:
+                return Layout("S", d, outer, inner)
+            at = dim.index(factor)
+            extent = div(sizes[factor], mul(outer, inner))
+            assert extent is not None, (factor, cut, sizes)
+            before, after = prod(sizes[f] for f in dim[:at]), prod(sizes[f] for f in dim[at + 1 :])
+            return shard(d, mul(before, outer), extent, mul(inner, after), n)
+    return R
+
+
+def _named(factor: str, outer: Size, extent: Size, inner: Size, n: int) -> Cut:
+    layout = shard(0, outer, extent, inner, n)
+    return factor, layout.outer, layout.inner

@@ -1,0 +1,1 @@
+"""Exact minimum of a cost network by variable elimination; knows no tensors."""

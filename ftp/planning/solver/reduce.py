@@ -1,0 +1,183 @@
+"""Cost networks and what shrinks them: dominated values, folded variables, arc consistency."""
+
+import heapq
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+
+class Infeasible(Exception):
+    """No assignment has a finite cost; ``variable`` is one that is left without a value."""
+
+    def __init__(self, variable: int):
+        super().__init__(f"no assignment has a finite cost: variable {variable} is left without a value")
+        self.variable = variable
+
+
+@dataclass(frozen=True)
+class _Fold:
+    """A variable's best value, by the positions of its neighbours' choices among the values that they had then."""
+
+    variable: int
+    scope: tuple[tuple[int, np.ndarray], ...]
+    best: np.ndarray
+
+
+class Network:
+    """What is left of the network, reduced in place, and how to undo each step. Tables are never written to.
+
+    ``tables[v][u]`` has shape (values of v, values of u), ``tables[u][v]`` is its transpose; a folded variable is not in ``tables``.
+    ``values[v]`` are the original indices of the values left, ascending.
+    """
+
+    def __init__(self, domains: Sequence[int], unary: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray], max_table: int):
+        self.max_table = max_table
+        self.largest = 0
+        self.unary = [np.asarray(u, dtype=np.float64) for u in unary]
+        self.values = [np.arange(n) for n in domains]
+        self.tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in range(len(domains))}
+        for v, n in enumerate(domains):
+            if self.unary[v].shape != (n,) or not (self.unary[v] > -np.inf).all():
+                raise ValueError(f"unary[{v}] needs shape {(n,)} without NaN or -inf, is {self.unary[v]}")
+        for (i, j), table in pairs.items():
+            table = np.asarray(table, dtype=np.float64)
+            if not i < j or table.shape != (domains[i], domains[j]) or not (table > -np.inf).all():
+                raise ValueError(f"pairs[{i}, {j}] needs i < j and shape {(domains[i], domains[j])} without NaN or -inf, is {table}")
+            self.tables[i][j], self.tables[j][i] = table, table.T
+        self.folds: list[_Fold] = []
+        self.replaced: list[tuple[int, int, int]] = []  # (variable, value, the value that is never worse)
+        self._queue: list[tuple[int, int]] = []
+        self._queued = [False] * len(domains)
+        for v in self.tables:
+            self._touch(v)
+
+    def reduce(self) -> None:
+        """Arc consistency, dominance and folding until nothing changes; fewest neighbours first, so that a hub waits for its spokes."""
+        while self._queue:
+            _, v = heapq.heappop(self._queue)
+            self._queued[v] = False
+            if v in self.tables:
+                self._prune(v)
+                near = self.tables[v]
+                if len(near) <= 2 and math.prod(len(self.values[u]) for u in near) * len(self.values[v]) <= self.max_table:
+                    self._fold(v)
+
+    def keep(self, v: int, mask: np.ndarray) -> None:
+        """Leave variable v the values of the mask."""
+        if mask.all():
+            return
+        if not mask.any():
+            raise Infeasible(v)
+        self.values[v], self.unary[v] = self.values[v][mask], self.unary[v][mask]
+        for u, table in self.tables[v].items():
+            self.tables[v][u] = table = table[mask]
+            self.tables[u][v] = table.T
+            self._touch(u)
+        self._touch(v)
+
+    def original(self, at: Mapping[int, int]) -> dict[int, int]:
+        """Indices of values from positions among those left."""
+        return {v: int(self.values[v][a]) for v, a in at.items()}
+
+    def components(self, variables: Iterable[int]) -> list[list[int]]:
+        """The connected components of the variables, each breadth first."""
+        seen: set[int] = set()
+        found = []
+        for root in variables:
+            if root in seen:
+                continue
+            seen.add(root)
+            part = [root]
+            for v in part:
+                fresh = [u for u in self.tables[v] if u not in seen]
+                seen.update(fresh)
+                part += fresh
+            found.append(part)
+        return found
+
+    def _touch(self, v: int) -> None:
+        if not self._queued[v]:
+            self._queued[v] = True
+            heapq.heappush(self._queue, (len(self.tables[v]), v))
+
+    def _join(self, v: int, u: int, table: np.ndarray | None) -> None:
+        if table is None:
+            del self.tables[v][u], self.tables[u][v]
+        else:
+            self.tables[v][u], self.tables[u][v] = table, table.T
+        self._touch(u)
+
+    def _prune(self, v: int) -> None:
+        worse = np.zeros((len(self.unary[v]), len(self.unary[v])))
+        mask = np.ones(len(worse), dtype=bool)
+        for u, table in list(self.tables[v].items()):
+            facts = _facts(table.tobytes(), table.shape)
+            if facts.split is not None:
+                self.unary[v], self.unary[u] = self.unary[v] + facts.split[0], self.unary[u] + facts.split[1]
+                self._join(v, u, None)
+            elif facts.dead is not None:
+                mask &= ~facts.dead
+            else:
+                worse += facts.worse
+        cost = self.unary[v]
+        mask &= cost < np.inf
+        if len(cost) == 1 or not mask.all():
+            self.keep(v, mask)  # which queues v again
+            return
+        worse += cost - cost[:, None]
+        covers = worse <= 0  # [a, b]: b is never worse than a; for a == b it is true
+        if np.count_nonzero(covers) == len(cost):
+            return
+        alive = np.ones(len(cost), dtype=bool)
+        for a in reversed(range(len(cost))):
+            better = [b for b in np.flatnonzero(covers[a] & alive) if b < a or (b > a and not covers[b, a])]
+            if better:
+                alive[a] = False
+                self.replaced.append((v, int(self.values[v][a]), int(self.values[v][better[0]])))
+        self.keep(v, alive)
+
+    def _fold(self, v: int) -> None:
+        near = tuple(self.tables[v])
+        joint = self.unary[v].reshape(-1, *[1] * len(near))
+        for axis, u in enumerate(near):
+            joint = joint + self.tables[v][u].reshape(len(joint), *[-1 if axis == a else 1 for a in range(len(near))])
+        self.largest = max(self.largest, joint.size)
+        self.folds.append(_Fold(v, tuple((u, self.values[u]) for u in near), self.values[v][joint.argmin(0)]))
+        message = joint.min(0)
+        for u in near:
+            self._join(v, u, None)
+        del self.tables[v]
+        if len(near) == 1:
+            self.unary[near[0]] = self.unary[near[0]] + message
+        elif len(near) == 2:
+            present = self.tables[near[0]].get(near[1])
+            self._join(near[0], near[1], message if present is None else present + message)
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """Of one table: f and g if it is f(row) + g(column); the rows that are infinite; at [a, b], by how much row b can be worse than a."""
+
+    split: tuple[np.ndarray, np.ndarray] | None
+    dead: np.ndarray | None
+    worse: np.ndarray
+
+
+@lru_cache(maxsize=8192)  # repeated layers repeat their tables
+def _facts(data: bytes, shape: tuple[int, int]) -> _Facts:
+    table = np.frombuffer(data).reshape(shape)
+    if shape[0] == 1 or shape[1] == 1:
+        f, g = (np.zeros(1), table[0]) if shape[0] == 1 else (table[:, 0], np.zeros(1))
+        return _Facts((f, g), None, table)
+    low = table.min(axis=1)
+    if low.max() == np.inf:
+        return _Facts(None, low == np.inf, table)
+    if table.max() < np.inf:
+        f, g = table[:, 0], table[0] - table[0, 0]
+        if np.abs(table - f[:, None] - g).max() <= 1e-15 * np.abs(table).max():
+            return _Facts((f, g), None, table)
+    with np.errstate(invalid="ignore"):  # inf - inf says nothing, and fmax skips its NaN
+        return _Facts(None, None, np.fmax.reduce(table - table[:, None], axis=2))

@@ -1,0 +1,51 @@
+"""Strategies of an op on one mesh axis."""
+
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from ftp.planning.graph import Node, Value
+from ftp.planning.reachable_cuts import Cut, factor_of, layout_of
+from ftp.rules.op_kinds import VIEWS
+from ftp.sharding.layout import PARTIAL, Layout, R, partial
+
+GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered, through views
+PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties reduce early
+
+
+class Strategy(NamedTuple):
+    """What one op does on one axis: the layouts it takes and gives; the cut, or the group of operands that are pending sums."""
+
+    operands: tuple[Layout, ...]
+    results: tuple[Layout, ...]
+    cut: Cut | None = None
+    pending: tuple[int, ...] | None = None
+
+
+def passes_gathered(node: Node) -> bool:
+    """Whether a node only hands on what was gathered: a view, a constraint of other axes, or another axis' move that reduces nothing."""
+    return node.target in VIEWS or node.kind == "constrain" or (node.kind == "move" and node.target.src.kind != "P")
+
+
+def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()) -> list[Strategy]:
+    """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``."""
+    if pinned is not None:
+        cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
+        return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
+    slots, results = len(node.operands), len(node.results)
+    found = [Strategy((R,) * slots, (R,) * results)] if node.kind != "local" or not cuts else []
+    if cuts and passes_gathered(node):
+        found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
+    for cut in cuts:
+        needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
+        gives = tuple(
+            partial(pending[cut[0]])
+            if cut[0] in pending and not any(cut[0] in dim for dim in dims)
+            else layout_of(dims, node.sizes, cut, n)
+            for dims, pending in zip(node.rule.results, node.rule.pending, strict=True)
+        )
+        found.append(Strategy(needs, gives, cut))
+    for group in node.rule.linear:
+        if any(node.operands[i] in may_pend for i in group):
+            needs = tuple(PARTIAL if i in group else R for i in range(slots))
+            found.append(Strategy(needs, (PARTIAL,) * results, None, group))
+    return found

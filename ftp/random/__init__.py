@@ -1,0 +1,40 @@
+"""Random numbers from keys: a draw depends on the key and on an element's global position, so on no mesh.
+
+See ``docs/random.md``.
+"""
+
+from ftp.random.distributions import (
+    MegatronStreams,
+    bernoulli,
+    bits,
+    categorical,
+    dropout,
+    exponential,
+    fold_in,
+    key,
+    megatron_compat,
+    normal,
+    permutation,
+    randint,
+    split,
+    truncated_normal,
+    uniform,
+)
+
+__all__ = [
+    "MegatronStreams",
+    "bernoulli",
+    "bits",
+    "categorical",
+    "dropout",
+    "exponential",
+    "fold_in",
+    "key",
+    "megatron_compat",
+    "normal",
+    "permutation",
+    "randint",
+    "split",
+    "truncated_normal",
+    "uniform",
+]

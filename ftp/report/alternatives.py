@@ -1,0 +1,177 @@
+"""Why a value lies as it does, and what the whole plan would cost otherwise; and how two programs differ."""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ftp.planning.graph import Graph, Node, Value
+from ftp.report.causes import Origins, describe
+from ftp.report.collectives import Collectives
+from ftp.report.memory import in_bytes
+from ftp.report.text import typed
+from ftp.report.timing import in_seconds
+from ftp.sharding.layout import Layout
+from ftp.sharding.spec import PartitionSpec, Units, check_spec
+
+
+@dataclass(frozen=True)
+class Alternative:
+    """Another layout, and the whole plan with it.
+
+    Attributes:
+        layout: a spec, or of a value its layout on one axis.
+        axis: the mesh axis of a value's layout; "" for a spec, which speaks of all.
+        seconds: what the plan costs by the planner's prices; None where no plan has it.
+        delta: how much more than the plan that was made.
+        wire_nbytes, memory: of the program with that spec, per rank; None for a value's layout.
+        chosen: whether it is what the plan has.
+    """
+
+    layout: str
+    axis: str
+    seconds: float | None
+    delta: float | None
+    wire_nbytes: int | None = None
+    memory: int | None = None
+    chosen: bool = False
+
+    def __str__(self) -> str:
+        mark = "*" if self.chosen else " "
+        where = f" over {self.axis}" if self.axis else ""
+        if self.seconds is None or self.delta is None:
+            return f"{mark} {self.layout}{where}: no plan"
+        more = f", {in_bytes(self.wire_nbytes)} sent" if self.wire_nbytes is not None else ""
+        more += f", {in_bytes(self.memory)} at the peak" if self.memory is not None else ""
+        sign = "+" if self.delta >= 0 else "-"
+        return f"{mark} {self.layout}{where}: {in_seconds(self.seconds)} ({sign}{in_seconds(abs(self.delta))}){more}"
+
+
+@dataclass(frozen=True)
+class Why:
+    """The decisions behind a layout, from the value back to where its cuts come from, and what other layouts would cost."""
+
+    name: str
+    layout: str
+    chain: tuple[str, ...]
+    alternatives: tuple[Alternative, ...]
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {self.layout}", *(f"  {line}" for line in self.chain)]
+        if self.alternatives:
+            lines += ["the whole plan, with this and with other layouts (* is the one it has):", *(f"  {a}" for a in self.alternatives)]
+        return "\n".join(lines)
+
+
+def describe_layout(layout: Layout) -> str:
+    """
+    >>> describe_layout(Layout("S", 1))
+    'cut on dim 1'
+    """
+    if layout.kind == "S":
+        within = "" if layout.outer == layout.inner == 1 else f" within {layout.outer}, in units of {layout.inner}"
+        return f"cut on dim {layout.dim}{within}"
+    return "whole" if layout.kind == "R" else f"a pending {layout.op}"
+
+
+def neighbours(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> list[PartitionSpec]:
+    """The spec, and those that differ from it in where one mesh axis is.
+
+    >>> neighbours(PartitionSpec("tp"), (4, 4), {"tp": 2})
+    [P('tp'), P(), P(None, 'tp')]
+    """
+    found = [spec]
+    for axis, n in axes.items():
+        if n == 1:
+            continue
+        rest = [tuple(c for c in spec.cuts(dim) if c.axis != axis) for dim in range(len(shape))]
+        for at in (None, *range(len(shape))):
+            entries = [(*cuts, axis) if dim == at else cuts for dim, cuts in enumerate(rest)]
+            while entries and not entries[-1]:
+                entries.pop()
+            other = PartitionSpec(*[tuple(c.axis if isinstance(c, Units) and c.is_plain else c for c in e) or None for e in entries])
+            other = PartitionSpec(*[e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in other])
+            if other not in found and not check_spec(other, shape, dict(axes), "") and _shortest(other) != _shortest(spec):
+                found.append(other)
+    return found
+
+
+def _shortest(spec: PartitionSpec) -> tuple[object, ...]:
+    cuts = [spec.cuts(dim) for dim in range(len(spec))]
+    while cuts and not cuts[-1]:
+        cuts.pop()
+    return tuple(map(tuple, cuts))
+
+
+def chain_of(value: Value, found: Origins, specs: dict[Node, PartitionSpec], axes: Sequence[str]) -> list[str]:
+    """Per axis that cuts a value, or on which it is a pending sum, the values that this comes from, back to an input or a constraint."""
+    lines = []
+    for axis in axes:
+        origin = found.get((value, axis))
+        if origin is None:
+            continue
+        lines.append(f"over {axis}: because of {describe(origin, specs)}")
+        at, steps = value, 0
+        while at.node is not origin and steps < 12:
+            step = _line(at.node)
+            following = next((v for v in at.node.operands if found.get((v, axis)) is origin), None)
+            if following is None:
+                break
+            if step:
+                lines.append(f"    {typed(at)} = {step}")
+                steps += 1
+            at = following
+    return lines or ["whole on every rank: nothing that it is computed from is cut in a way that reaches it"]
+
+
+def _line(node: Node) -> str:
+    operands = ", ".join(f"%{v.node.name}" for v in node.operands)
+    if node.kind == "move":
+        return f"{node.target.op} over {node.target.axis} of {operands}"
+    source = f" at {node.source}" if node.source else ""
+    return f"%{node.name}, {str(node.target).removeprefix('aten.')}({operands}){source}"
+
+
+def find(graph: Graph, name: str) -> Value | None:
+    """The value of that name, as the printed program or a parameter's path has it."""
+    wanted = name.removeprefix("%")
+    for node in graph.nodes:
+        if node.name == wanted:
+            return Value(node)
+    for node in graph.inputs:
+        if node.name.endswith(f"['{wanted}']"):
+            return Value(node)
+    return None
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What another program does otherwise; the numbers are the other's minus this one's, per rank.
+
+    Attributes:
+        specs: per input whose spec differs, this one's and the other's.
+        added, removed: collectives, as (op, axes, shape, dtype), and how many.
+    """
+
+    specs: Mapping[str, tuple[str, str]]
+    added: Mapping[tuple[Any, ...], int]
+    removed: Mapping[tuple[Any, ...], int]
+    wire_nbytes: int
+    memory: int
+    seconds: float
+
+    def __bool__(self) -> bool:
+        return bool(self.specs or self.added or self.removed or self.wire_nbytes or self.memory)
+
+    def __str__(self) -> str:
+        lines = [f"{name}: {here} -> {there}" for name, (here, there) in self.specs.items()]
+        for sign, kinds in (("-", self.removed), ("+", self.added)):
+            lines += [f"{sign} {n} x {op} over {', '.join(axes)} of {dtype} {list(shape)}" for (op, axes, shape, dtype), n in kinds.items()]
+        lines.append(f"bytes sent per rank: {self.wire_nbytes:+,}")
+        lines.append(f"memory per rank: {self.memory:+,} bytes")
+        lines.append(f"estimated time of a step: {'+' if self.seconds >= 0 else '-'}{in_seconds(abs(self.seconds))}")
+        return "\n".join(lines)
+
+
+def counts(collectives: Collectives) -> Counter[tuple[Any, ...]]:
+    return Counter((c.op, c.axes, c.shape, str(c.dtype).removeprefix("torch.")) for c in collectives)

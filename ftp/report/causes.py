@@ -1,0 +1,128 @@
+"""Why a value lies as it does: the input or constraint that a cut or a pending sum comes from."""
+
+from collections.abc import Iterator, Sequence
+
+from ftp.ops.constrain import pin_from_str
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.rules.op_kinds import VIEWS
+from ftp.sharding.spec import PartitionSpec
+
+Origins = dict[tuple[Value, str], Node]
+Users = dict[Value, list[tuple[Node, int]]]
+AHEAD = 32  # ops looked at for what a cut is for
+
+
+def origins(graph: Graph, axes: Sequence[str], cut_inputs: Sequence[tuple[Node, PartitionSpec]]) -> Origins:
+    """Per value and axis on which it is cut or pending, the input or constraint that made it so.
+
+    An op that several operands cut on one factor owes it to parameters rather than activations, and to constraints rather than inputs.
+    """
+    found: Origins = {}
+    users = graph.users()
+    for node, spec in cut_inputs:
+        found.update({(Value(node), axis): node for axis in spec.axes})
+    for node in graph.nodes:
+        if node.kind == "constrain":
+            pin = pin_from_str(node.target)
+            for axis in axes:
+                if axis in pin.spec.axes:
+                    found[Value(node), axis] = node
+                elif not pin.holds(axis) and (node.operands[0], axis) in found:
+                    found[Value(node), axis] = found[node.operands[0], axis]
+        elif node.kind == "move":
+            for axis in axes:
+                at = _through_move(node, axis, found, users)
+                if at is not None:
+                    found[Value(node), axis] = at
+        elif node.kind == "op":
+            for axis, at in _of_op(node, found):
+                for index in range(len(node.results)):
+                    found[Value(node, index), axis] = at
+    return found
+
+
+def _through_move(node: Node, axis: str, found: Origins, users: Users) -> Node | None:
+    move = node.target
+    if move.axis == axis and move.dst.kind == "R":
+        return None
+    if move.axis == axis and move.dst.kind == "S":
+        return constraint_ahead(Value(node), axis, users) or found.get((node.operands[0], axis))
+    return found.get((node.operands[0], axis))
+
+
+def constraint_ahead(value: Value, axis: str, users: Users) -> Node | None:
+    """The nearest constraint on ``axis`` that the value's cut leads to."""
+    queue, seen = [value], {value.node}
+    for at in queue:
+        for user, _ in users.get(at, ()):
+            if user.kind == "constrain" and axis in pin_from_str(user.target).spec.axes:
+                return user
+            is_cut = any(cut.axis == axis for cut in user.cuts)
+            if is_cut and user not in seen and len(seen) < AHEAD:
+                seen.add(user)
+                queue += [Value(user, index) for index in range(len(user.results))]
+    return None
+
+
+def _of_op(node: Node, found: Origins) -> Iterator[tuple[str, Node]]:
+    cut_on: dict[str, list[str]] = {}
+    for cut in node.cuts:
+        cut_on.setdefault(cut.axis, []).append(cut.factor)
+    pending = {axis for waits in node.pending.values() for axis, _ in waits}
+    for axis in dict.fromkeys((*cut_on, *pending)):
+        factors = cut_on.get(axis)
+        candidates = [
+            (_rank(found[value, axis], value), slot, found[value, axis])
+            for slot, (value, dims) in enumerate(zip(node.operands, node.rule.operands, strict=True))
+            if (value, axis) in found and (factors is None or any(f in dim for f in factors for dim in dims))
+        ]
+        if candidates:
+            yield axis, min(candidates, key=lambda c: c[:2])[2]
+
+
+def _rank(origin: Node, value: Value) -> int:
+    if origin.kind == "constrain":
+        return 0
+    return 1 + bool(value.node.depends & BATCH) + bool(origin.depends & BATCH)
+
+
+def describe(origin: Node, specs: dict[Node, PartitionSpec]) -> str:
+    """An input with its spec, or a constraint with its line."""
+    if origin.kind == "constrain":
+        at = f" at {origin.source}" if origin.source else ""
+        return f"the constraint {pin_from_str(origin.target)}{at}"
+    return f"{origin.name} {specs.get(origin, PartitionSpec())}"
+
+
+def of_moves(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], outputs: Sequence[str]) -> dict[str, str]:
+    """Per move, by name, which cut makes it necessary and what needs its result."""
+    users = graph.users()
+    returned: dict[Value, str] = {}
+    for value, name in zip(graph.outputs, outputs, strict=False):
+        returned.setdefault(value, name)
+    why = {}
+    for node in graph.nodes:
+        if node.kind != "move":
+            continue
+        move = node.target
+        origin = found.get((node.operands[0], move.axis))
+        because = {"P": "summed because of", "S": "cut by"}.get(move.src.kind, "whole,")
+        first = f"{because} {describe(origin, specs)}" if origin is not None else ""
+        ahead = constraint_ahead(Value(node), move.axis, users) if move.dst.kind == "S" else None
+        last = f"for {describe(ahead, specs)}" if ahead is not None else _needed_by(node, users, returned)
+        why[node.name] = ", ".join(filter(None, (first, last)))
+    return why
+
+
+def _needed_by(node: Node, users: Users, returned: dict[Value, str]) -> str:
+    value = Value(node)
+    while value not in returned and value in users:
+        user = users[value][0][0]
+        if user.kind == "constrain":
+            return f"for the constraint {pin_from_str(user.target)}{f' at {user.source}' if user.source else ''}"
+        if user.kind != "move" and user.target not in VIEWS:
+            break
+        value = Value(user)
+    if value in returned:
+        return f"for {returned[value]}"
+    return f"for {node.cause}" if node.cause else ""

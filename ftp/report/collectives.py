@@ -1,0 +1,140 @@
+"""The collectives of a program as a sequence that shows itself as a table, folded by repeats, and that a test can make claims about."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+import torch
+
+from ftp.partitioning.collectives import Collective
+from ftp.report.memory import in_bytes
+from ftp.report.names import dtype_name, without_numbers
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+@dataclass(frozen=True)
+class TableRow:
+    """Collectives that repeat, as those of a model's layers do.
+
+    Attributes:
+        shape, dtype: of this rank's buffer on the larger side.
+        wire_nbytes: bytes that a rank sends for one of them; ``count`` is how many there are.
+        why: of the first of them.
+    """
+
+    op: str
+    axes: tuple[str, ...]
+    shape: tuple[int, ...]
+    global_shape: tuple[int, ...]
+    dtype: torch.dtype
+    nbytes: int
+    wire_nbytes: int
+    count: int
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "axes": list(self.axes),
+            "shape": list(self.shape),
+            "global_shape": list(self.global_shape),
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "nbytes": self.nbytes,
+            "wire_nbytes": self.wire_nbytes,
+            "count": self.count,
+            "why": self.why,
+        }
+
+
+class Collectives(tuple[Collective, ...]):
+    """One record per issued collective, in order; printing them folds repeats.
+
+    >>> one = Collective("all_reduce", ("tp",), (4,), torch.float32, 16, (4,), 16, "", "the loss")
+    >>> print(Collectives([one, one]))
+    op          axes  shape   bytes sent  count  why
+    all_reduce  tp    f32[4]        16 B      2  the loss
+    2 collectives, 32 B sent per rank
+    """
+
+    __slots__ = ()
+
+    @property
+    def rows(self) -> list[TableRow]:
+        """The records folded: those that differ in the numbers of layers and ops only are one row."""
+        groups: dict[Any, list[Collective]] = {}
+        for c in self:
+            groups.setdefault((c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)), []).append(c)
+        return [
+            TableRow(c.op, c.axes, c.shape, c.global_shape, c.dtype, c.nbytes, c.wire_nbytes, len(group), c.cause)
+            for c, *_ in groups.values()
+            for group in [groups[c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)]]
+        ]
+
+    @property
+    def wire_nbytes(self) -> int:
+        """Bytes that a rank sends for all of them."""
+        return sum(c.wire_nbytes for c in self)
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON: the folded rows and the totals."""
+        return {"count": len(self), "wire_nbytes": self.wire_nbytes, "rows": [row.to_dict() for row in self.rows]}
+
+    def __str__(self) -> str:
+        header = ("op", "axes", "shape", "bytes sent", "count", "why")
+        body = [_cells(row) for row in self.rows]
+        widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
+        lines = []
+        for cells in (header, *body):
+            aligned = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+            lines.append("  ".join(aligned).rstrip())
+        return "\n".join([*lines, self._total()])
+
+    def __repr__(self) -> str:
+        return str(self)
+
+    def _total(self) -> str:
+        return f"{len(self)} collectives, {in_bytes(self.wire_nbytes)} sent per rank"
+
+    def __rich__(self) -> Any:
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table("op", "axes", "shape", "bytes sent", "count", "why", box=None, header_style="bold", caption=self._total())
+        for row in self.rows:
+            table.add_row(*(Text(cell) for cell in _cells(row)))
+        return table
+
+    def _repr_html_(self) -> str:
+        head = "".join(f"<th>{name}</th>" for name in ("op", "axes", "shape", "bytes sent", "count", "why"))
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in self.rows)
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self._total())}</p>"
+
+
+def _cells(row: TableRow) -> tuple[str, ...]:
+    whole = f" of {list(row.global_shape)}" if len(row.shape) != len(row.global_shape) else ""  # moved as one dim
+    shape = f"{dtype_name(row.dtype)}{list(row.shape)}{whole}"
+    return row.op, ", ".join(row.axes), shape, in_bytes(row.wire_nbytes), str(row.count), row.why
+
+
+def broken_claims(
+    collectives: Collectives,
+    counts: Mapping[str, int],
+    max_bytes: int | None,
+    none_over: str | Iterable[str] | None,
+) -> list[tuple[str, Sequence[Collective]]]:
+    """Each claim that does not hold, in words, with the collectives that break it."""
+    broken: list[tuple[str, Sequence[Collective]]] = []
+    for op, wanted in counts.items():
+        found = [c for c in collectives if c.op == op]
+        if len(found) != wanted:
+            broken.append((f"{len(found)} {op} where {wanted} {'is' if wanted == 1 else 'are'} claimed", found))
+    if max_bytes is not None and collectives.wire_nbytes > max_bytes:
+        largest = sorted(collectives, key=lambda c: -c.wire_nbytes)
+        broken.append((f"{collectives.wire_nbytes:,} bytes sent per rank where at most {max_bytes:,} are claimed", largest))
+    for axis in [none_over] if isinstance(none_over, str) else none_over or ():
+        found = [c for c in collectives if axis in c.axes]
+        if found:
+            broken.append((f"{len(found)} over {axis!r} where none is claimed", found))
+    return broken

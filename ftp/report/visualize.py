@@ -1,0 +1,102 @@
+"""``visualize``: which rank holds what, of a tensor or of a whole program."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftp.errors import InputError
+from ftp.report.html.page import page
+from ftp.report.html.tree import Leaf
+from ftp.report.lowered import Lowered
+from ftp.report.names import dtype_name
+from ftp.report.shard_grid import as_text
+from ftp.sharding.mesh import AnyMesh, resolve
+from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
+from ftp.sharding.spec import PartitionSpec
+from ftp.tensors.placement import placement_of
+
+
+class Picture:
+    """Text when printed, a page in a notebook; ``save`` writes the page.
+
+    Attributes:
+        html: one self-contained page.
+    """
+
+    def __init__(self, text: str, html: str):
+        self._text, self.html = text, html
+
+    def __str__(self) -> str:
+        return self._text
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return self.html
+
+    def save(self, path: str | Path) -> None:
+        """Write the page to a file."""
+        Path(path).write_text(self.html, encoding="utf-8")
+
+
+def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Picture:
+    """Which rank holds what: of a program, of a placed tensor, or of a tree of tensors under specs.
+
+    Args:
+        what: a ``Lowered``; a tensor or tree that ``device_put`` placed; or, with ``specs``, any tree of tensors or of shapes (tuples).
+        mesh: for a tree; default that of the surrounding ``ftp.use_mesh``.
+        specs: prefix tree of specs of the tree.
+
+    >>> import ftp
+    >>> print(ftp.visualize(torch.ones(4, 6), ftp.simulated_mesh((2,), ("tp",)), ftp.P(None, "tp")))
+    tensor (4, 6) as P(None, 'tp') on tp 2
+    +----------+----------+
+    | rank 0   | rank 1   |
+    | 0:4, 0:3 | 0:4, 3:6 |
+    +----------+----------+
+    """
+    if isinstance(what, Lowered):
+        return Picture(str(what), program_page(what))
+    leaves = flatten(what)[0]
+    names = leaf_names(what, "tensor")
+    if specs is None:
+        return _placed(leaves, names)
+    axes = resolve(mesh).axes
+    found = [
+        Leaf(name, spec, tuple(leaf.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
+        for name, leaf, spec in zip(names, leaves, broadcast_specs(specs, what, "tensor"), strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
+    return _picture(found, axes)
+
+
+def _placed(leaves: list[Any], names: list[str]) -> Picture:
+    found, axes = [], {}
+    for name, leaf in zip(names, leaves, strict=True):
+        if not isinstance(leaf, torch.Tensor):
+            continue
+        where = placement_of(leaf)
+        if where is None:
+            raise InputError(f"{name} was not placed by ftp.device_put, so that only you know its spec. Give visualize(tree, mesh, specs).")
+        axes = where.mesh.axes
+        found.append(Leaf(name, where.spec, tuple(where.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype)))
+    return _picture(found, axes)
+
+
+def _picture(leaves: list[Leaf], axes: dict[str, int]) -> Picture:
+    text = "\n".join(f"{leaf.name} {as_text(leaf.spec, leaf.shape, axes)}" for leaf in leaves)
+    return Picture(text, page("tensors", axes, leaves))
+
+
+def program_page(lowered: Lowered, title: str = "ftp report", hardware: Any = None) -> str:
+    """The page of a program."""
+    cost = lowered.cost(hardware) if hardware is not None else lowered.cost()
+    program = lowered._program
+    specs = [*program.in_specs, *[PartitionSpec()] * len(program.constants)]
+    leaves = [
+        Leaf(node.name, spec, node.results[0].shape, node.results[0].dtype.itemsize, dtype_name(node.results[0].dtype))
+        for node, spec in zip(lowered.plan.graph.inputs, specs, strict=True)
+    ]
+    found = lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered), lowered.by_layer
+    return page(title, program.mesh.axes, leaves, *found)

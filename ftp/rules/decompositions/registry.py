@@ -1,0 +1,45 @@
+"""Registry of decompositions, and what they share."""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
+HALF = (torch.float16, torch.bfloat16)
+NONE, MEAN = 0, 1
+
+
+def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Register a function of the op's signature that computes it from other ops."""
+
+    def register(fn: Callable[..., Any]) -> Callable[..., Any]:
+        DECOMPOSITIONS.update(dict.fromkeys(ops, fn))
+        return fn
+
+    return register
+
+
+def widened(x: Tensor) -> Tensor:
+    return x.to(torch.float32) if x.dtype in HALF else x
+
+
+def largest(x: Tensor, dim: Any) -> Tensor:
+    """The largest along ``dim``, which stays; ``-inf`` of none."""
+    dims = wrapped_dims(x, dim)
+    if any(x.shape[d] == 0 for d in dims):
+        return x.new_full([1 if d in dims else size for d, size in enumerate(x.shape)], -math.inf)
+    return torch.amax(x, dims, True)
+
+
+def element_count(x: Tensor, dims: Sequence[int]) -> int:
+    return math.prod(x.shape[d] for d in dims) if x.ndim else 1
+
+
+def wrapped_dims(x: Tensor, dim: Any) -> list[int]:
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(x.ndim))
+    return [d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)] if x.ndim else []

@@ -1,0 +1,146 @@
+"""Rules of ftp's own ops: stacks, random bits, fused optimizers."""
+
+import math
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.philox import random_bits, random_keys
+from ftp.ops.stack import STACK, UNSTACK
+from ftp.rules.forms import broadcast_notation
+from ftp.rules.local_op import Cut, LocalOp, Offset
+from ftp.rules.notation import Dims, Notation
+from ftp.rules.registry import pointwise, rule
+from ftp.rules.rule import Call, Rule
+
+aten = torch.ops.aten
+
+# Neither hands on a pending sum: each slice is reduced by itself, and what is held at once is one layer's.
+
+
+@rule(UNSTACK)
+def unstack(call: Call) -> Rule:
+    dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim - 1))
+    n = len(call.results)
+    local = _emitting(aten.unbind.int)
+    return Rule(Notation(((("k",), *dims),), (dims,) * n, frozenset("k"), ((),) * n), (), local, {"k": call.operands[0].shape[0]})
+
+
+@rule(STACK)
+def stack(call: Call) -> Rule:
+    dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim))
+    n = len(call.operands)
+    return Rule(Notation((dims,) * n, ((("k",), *dims),), frozenset("k"), ((),)), (), _emitting(aten.stack.default), {"k": n})
+
+
+def _emitting(target: torch._ops.OpOverload):
+    def local(op: LocalOp) -> fx.Node:
+        return op.emit(target, op.args[0])
+
+    return local
+
+
+aten = torch.ops.aten
+Pieces = list[tuple[int, int]]  # a dim as sizes, major to minor, each with its stride in the stream
+
+
+@rule(random_bits)
+def bits(call: Call) -> Rule:
+    batch = call.operands[0].ndim - 1
+    dims = tuple((f"~{d}",) for d in range(call.results[0].ndim))
+    return Rule(Notation(((*dims[:batch], ("k",)),), (dims,), frozenset({"k"}), ((),)), (), _part)
+
+
+def _part(op: LocalOp) -> fx.Node:
+    if not op.is_cut():
+        return op.default()
+    key, size, stride, offset = op.args
+    batch = len(op.rule.operands[0]) - 1
+    pieces: Pieces = []
+    picked: dict[int, str] = {}
+    for d, (n, step) in enumerate(zip(size, stride, strict=True), batch):
+        factor = f"~{d}"
+        found = _pieces(op, op.cuts.get(factor, ()), n, step, offset)
+        if found is None:
+            picked[d] = factor
+            found = [(n, step)], offset
+        of_dim, offset = found
+        pieces += of_dim
+    made = op.emit(op.target, key, [n for n, _ in pieces], [step for _, step in pieces], offset)
+    shape = op.shape()
+    if not picked:
+        return made if not batch and shape == [n for n, _ in pieces] else op.emit(aten.view.default, made, shape)
+    made = op.emit(aten.view.default, made, [size[d - batch] if d in picked else n for d, n in enumerate(shape)])
+    for d, factor in picked.items():
+        made = op.emit(aten.index_select.default, made, d, op.positions(factor))
+    return made
+
+
+def _pieces(op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset) -> tuple[Pieces, Offset] | None:
+    """The part that the cuts leave of a dim, and where it begins; None where it is no box of strides: cuts that do not fit each other."""
+    pieces: Pieces = [(n, step)]
+    for cut in cuts:
+        before, rest = _split(pieces, cut.outer)
+        middle, after = _split(rest, cut.size) if rest is not None else (None, None)
+        if before is None or middle is None or after is None:
+            return None
+        within = _narrow(op, middle, cut.start, cut.length, offset)
+        if within is None:
+            return None
+        middle, offset = within
+        pieces = [*before, *middle, *after]
+    return pieces, offset
+
+
+def _narrow(op: LocalOp, pieces: Pieces, start: Offset, length: int, offset: Offset) -> tuple[Pieces, Offset] | None:
+    """``length`` of the elements that pieces make up, from ``start`` on, where those make up pieces again.
+
+    Where the length is a multiple of the inner pieces' size, or divides it, so does the start: it is a multiple of the length or, in the
+    last part, what is left of the whole.
+    """
+    if not pieces or length == 0:
+        return [(length, 1)], offset
+    (_, step), *inner = pieces
+    size = math.prod(n for n, _ in inner)
+    if size > 1 and length % size and size % length:
+        return None
+    offset = op.emit(operator.add, offset, op.emit(operator.mul, op.emit(operator.floordiv, start, size), step))
+    if length % size:
+        return _narrow(op, inner, op.emit(operator.mod, start, size), length, offset)
+    return [(length // size, step), *inner], offset
+
+
+def _split(pieces: Pieces, size: int) -> tuple[Pieces | None, Pieces | None]:
+    """The pieces that make up the first ``size`` of a dim, and those within it."""
+    left: Pieces = []
+    right = [p for p in pieces if p[0] != 1]
+    while size != 1:
+        if not right:
+            return None, None
+        n, step = right.pop(0)
+        if n and size % n == 0:
+            left.append((n, step))
+            size //= n
+        elif size and n % size == 0:
+            inner = n // size
+            left.append((size, step * inner))
+            right.insert(0, (inner, step))
+            size = 1
+        else:
+            return None, None
+    return left, right
+
+
+@rule(random_keys)
+def keys(call: Call) -> Rule:
+    key, counter = call.operands
+    notation = broadcast_notation([key.shape[:-1], counter.shape], [call.results[0].shape[:-1]])
+    (of_key, of_counter), (made,) = notation.operands, notation.results
+    last: Dims = (("k",),)
+    return Rule(Notation((of_key + last, of_counter), (made + last,), frozenset({"k"}), ((),)))
+
+
+pointwise(*UPDATES)

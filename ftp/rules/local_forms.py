@@ -1,0 +1,82 @@
+"""Local forms that several families share."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.rules.local_op import LocalOp
+from ftp.rules.rule import Call, LocalHook
+
+aten = torch.ops.aten
+
+
+def with_shape(at: int, result: int = 0) -> LocalHook:
+    """The op with its argument ``at`` replaced by the local shape of a result."""
+    return lambda op: op.replaced(at, op.shape(result))
+
+
+def contiguous(*operands: int) -> LocalHook:
+    """The op on contiguous copies of some positional arguments, for kernels that misread other strides."""
+
+    def local(op: LocalOp) -> fx.Node:
+        return op.default(*(op.emit(aten.contiguous.default, a) if i in operands and a is not None else a for i, a in enumerate(op.args)))
+
+    return local
+
+
+def zeros(op: LocalOp, call: Call, result: int = 0) -> fx.Node:
+    meta = call.results[result]
+    return op.emit(aten.full.default, op.shape(result), 0, dtype=meta.dtype, device=op.device)
+
+
+def unless_empty(call: Call, local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
+    """``local``, or zeros where a cut leaves this rank nothing of the first result, or of an operand: kernels differ on those.
+
+    What is empty on the whole too, such as matrices of no rows, has a value that is the kernel's to say: their determinant is one.
+    """
+
+    def guarded(op: LocalOp) -> Any:
+        shapes = [(op.shape(0), call.results[0])]
+        shapes += [(op.operand_shape(i), meta) for i, meta in enumerate(call.operands) if inputs]
+        if op.is_cut() and any(size == 0 and whole for shape, meta in shapes for size, whole in zip(shape, meta.shape, strict=True)):
+            made = tuple(zeros(op, call, i) for i in range(len(call.results)))
+            return made[0] if len(made) == 1 else made
+        return local(op) if local is not None else op.default()
+
+    return guarded
+
+
+def is_first(op: LocalOp, *factors: str) -> fx.Node | None:
+    """A 0-d bool that one rank alone of those that ``factors`` are cut over finds true; None where none is cut."""
+    starts = [cut.start for f in factors for cut in op.cuts.get(f, ())]
+    tests = [op.emit(aten.eq.Scalar, op.emit(aten.scalar_tensor.default, s, dtype=torch.int64, device=op.device), 0) for s in starts]
+    return functools.reduce(lambda a, b: op.emit(aten.bitwise_and.Tensor, a, b), tests) if tests else None
+
+
+def contributed_once(op: LocalOp, value: fx.Node, *factors: str) -> fx.Node:
+    """``value`` on one of the ranks that ``factors`` are cut over, zero on the others, so that the pending sum has it once."""
+    first = is_first(op, *factors)
+    return value if first is None else masked(op, value, first)
+
+
+def masked(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
+    """``value`` where ``keep`` holds, zero elsewhere, NaNs too."""
+    return op.emit(aten.masked_fill.Scalar, value, op.emit(aten.bitwise_not.default, keep), 0)
+
+
+def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
+    """Global indices along a cut factor as indices into this rank's part, 0 where others hold the row, and which it holds."""
+    at, held = op.to_local(factor, index)
+    assert held is not None
+    return masked(op, at, held), held
+
+
+def unsqueezed(op: LocalOp, x: fx.Node, before: int, after: int) -> fx.Node:
+    """``x`` with ``before`` dims of size one in front and ``after`` behind it."""
+    for _ in range(before):
+        x = op.emit(aten.unsqueeze.default, x, 0)
+    for _ in range(after):
+        x = op.emit(aten.unsqueeze.default, x, -1)
+    return x

@@ -1,0 +1,391 @@
+"""Rules for ops that have none: placements found by trial on small calls, and used only where they are proven on more of them.
+
+What is found depends on the call's form alone (seeds are fixed, limits are counted in processor time), so that all ranks find the same;
+if one does not, the ranks' programs differ, and they are compared before they run.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ftp.errors import RuleError
+from ftp.ops.native import cache_folder, read_own
+from ftp.rules.bind import bind
+from ftp.rules.notation import Notation, parse
+from ftp.rules.proof.prove import Case, prove, results_of
+from ftp.rules.proof.sandbox import Ended, apart
+from ftp.rules.proof.trial import Held, holding, resized, size_arguments
+from ftp.rules.rule import Call, Meta, Rule, tensors
+
+FORMAT = 2  # of the files, and of what counts as proven: a new one forgets the old
+CPU_SECONDS = 10  # per form of a call
+SECONDS = 45.0
+TIMEOUTS = 2  # after as many in one process nothing more is tried
+LARGEST_RANK = 6
+OPERANDS = 6
+TORCH = ("aten", "prims", "prim", "quantized", "torch_nn")  # ops that change with torch's version only
+TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view)
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What trials say of one form of call.
+
+    Attributes:
+        rule: the text in factor notation; empty where no placement is proven.
+        linear: groups of operands that may be pending sums together.
+        cases: generated calls on which the rule was proven.
+        reason: why there is none.
+    """
+
+    rule: str = ""
+    linear: tuple[tuple[int, ...], ...] = ()
+    cases: int = 0
+    reason: str = ""
+
+    @property
+    def stated(self) -> Rule | None:
+        return Rule(parse(self.rule), self.linear) if self.rule else None
+
+    def line(self, op: OpOverload) -> str:
+        """The line of code that states it."""
+        linear = f", linear={[tuple(g) for g in self.linear]}" if self.linear else ""
+        return f"ftp.rule(torch.ops.{op}, {self.rule!r}{linear})"
+
+
+_known: dict[str, Finding] = {}
+_timeouts = 0
+
+
+def discover(call: Call) -> Finding:
+    """What trials find for a call: from memory, from the cache on disk, or by running the op in a child process for a few seconds.
+
+    Never tried: ops whose result's shape depends on values, that draw random numbers, or that change or alias an argument. Set
+    ``FTP_DISCOVERY=0`` to try none, and ``FTP_CACHE`` to another folder than the user's cache.
+    """
+    if os.environ.get("FTP_DISCOVERY", "1") == "0":
+        return Finding(reason="FTP_DISCOVERY is 0")
+    if reason := _unfit(call):
+        return Finding(reason=reason)
+    finding = _found(call, signature(call))
+    if finding.stated is not None:
+        try:
+            bind(finding.stated, [m.shape for m in call.operands], [m.shape for m in call.results])
+        except RuleError:
+            return Finding(reason="what holds on small calls does not fit this one")
+    return finding
+
+
+def _found(call: Call, key: str) -> Finding:
+    global _timeouts
+    if key in _known:
+        return _known[key]
+    cached = load(key)
+    if cached is not None and not cached.rule:
+        _known[key] = cached
+        return cached
+    if _timeouts >= TIMEOUTS:
+        return Finding(reason=f"trials of {TIMEOUTS} other ops ran too long")
+    work = partial(_search, call) if cached is None else partial(_proven_again, call, cached)
+    answer = apart(work, CPU_SECONDS, SECONDS)
+    if isinstance(answer, Ended):
+        _timeouts += answer.timed_out
+        finding = Finding(reason=f"the trial ended early: {answer.how}")
+    else:
+        finding = _finding(answer)
+    if finding != cached and not (isinstance(answer, Ended) and answer.timed_out):
+        save(key, finding)
+    _known[key] = finding
+    return finding
+
+
+def _unfit(call: Call) -> str:
+    """Why an op is never tried; empty where it may be."""
+    op, schema = call.target, call.target._schema
+    if any(tag in op.tags for tag in TAGS):
+        return "its result depends on values in shape, or on random numbers"
+    if schema.is_mutable or any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
+        return "it changes or aliases an argument"
+    if "generator" in {a.name for a in schema.arguments}:
+        return "it draws random numbers"
+    operands = call.operands
+    if not operands or len(operands) > OPERANDS or any(m.ndim > LARGEST_RANK for m in (*operands, *call.results)):
+        return f"it has no tensor operand, more than {OPERANDS} of them, or tensors of more than {LARGEST_RANK} dims"
+    return ""
+
+
+def signature(call: Call) -> str:
+    """A call up to the values of its sizes: which of them are equal, zero or one counts."""
+    names: dict[int, str] = {}
+
+    def size(s: Any) -> Any:
+        return s if not isinstance(s, int) or isinstance(s, bool) or s in (0, 1) else names.setdefault(s, f"s{len(names)}")
+
+    def form(tree: Any, sizes: bool) -> Any:
+        if isinstance(tree, Meta):
+            return [str(tree.dtype), [size(s) for s in tree.shape]]
+        if isinstance(tree, list | tuple):
+            return [form(t, sizes) for t in tree]
+        return names.get(tree, repr(tree)) if sizes and type(tree) is int else repr(tree)
+
+    metas = [form(m, False) for m in (*call.operands, *call.results)]
+    fields = [a.name for a in call.target._schema.arguments if not a.kwarg_only]
+    known = size_arguments(call.target)
+    given = [(n, form(a, n in known)) for n, a in (*zip(fields, call.args, strict=False), *sorted(call.kwargs.items()))]
+    return json.dumps([FORMAT, str(call.target), str(call.target._schema), torch.__version__, metas, given])
+
+
+# On disk.
+
+
+def cache_file(key: str) -> Path:
+    return cache_folder("discovery") / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.json"
+
+
+def load(key: str) -> Finding | None:
+    """What the cache says, or None; a file that is another user's or cannot be read is passed over with a warning."""
+    path = cache_file(key)
+    try:
+        record = json.loads(read_own(path))
+        if record["key"] != key:
+            raise ValueError("it is of another call")
+        found = _finding(record["finding"])
+        _ = found.stated
+        return found
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError, RuleError) as error:
+        warnings.warn(f"{path} is passed over: {type(error).__name__}: {error}. It is written anew.", stacklevel=2)
+        return None
+
+
+def save(key: str, finding: Finding) -> None:
+    """Written aside and renamed, so that ranks that share a folder never read half a file."""
+    path = cache_file(key)
+    with suppress(OSError):  # a folder that cannot be written costs the next run a few seconds
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False) as f:
+            json.dump({"key": key, "finding": asdict(finding)}, f, indent=1)
+        try:
+            os.replace(f.name, path)
+        except OSError:
+            os.unlink(f.name)
+
+
+def cached_findings() -> dict[str, Finding]:
+    """By op, a rule that this machine's cache holds for this version of torch."""
+    found = {}
+    for path in sorted(cache_folder("discovery").glob("*.json")):
+        with suppress(OSError, ValueError, KeyError, TypeError, RuleError):
+            record = json.loads(read_own(path))
+            number, op, _, version, *_ = json.loads(record["key"])
+            finding = _finding(record["finding"])
+            if number == FORMAT and version == torch.__version__ and finding.stated is not None:
+                found.setdefault(op, finding)
+    return found
+
+
+def _finding(record: dict[str, Any]) -> Finding:
+    return Finding(str(record["rule"]), tuple(tuple(map(int, g)) for g in record["linear"]), int(record["cases"]), str(record["reason"]))
+
+
+# In the child.
+
+EVEN = (4, 6, 8, 10, 14, 16, 18)
+OTHERS = ((5, 7, 3, 8, 9, 11, 13), (3, 2, 5, 4, 7, 6, 8), (12, 4, 6, 9, 10, 5, 8))
+DRAWS = ("normal", "positive", "ties")
+
+
+def _search(call: Call) -> dict[str, Any]:
+    cases = _trials(call)
+    if not cases:
+        return asdict(Finding(reason="no small call of it could be made that gives the same twice, new tensors, and not only zeros"))
+    few = _one_of_each_size(cases)
+    held = [h for h in holding(cases[0].op, cases[0].args, cases[0].kwargs, cases[0].results) if _useful(h)]
+    chosen: list[Held] = []
+    for candidate in sorted(held, key=_preference):
+        if all(_apart(candidate, other) for other in chosen) and _holds(few, _notation(call, [candidate]), ()):
+            chosen.append(candidate)
+    linear = tuple(g for g in _groups(call) if _holds(few, _notation(call, []), (g,)))
+    while chosen or linear:
+        notation = _notation(call, chosen)
+        if _holds(cases, notation, linear) and _holds(few, notation, linear, pairs=True):
+            return asdict(Finding(str(notation), linear, len(cases)))
+        chosen, linear = (chosen[:-1], linear) if chosen else (chosen, ())
+    return asdict(Finding(reason="no placement holds on all generated calls"))
+
+
+def _proven_again(call: Call, cached: Finding) -> dict[str, Any]:
+    """What is cached, where it holds; else what is found now.
+
+    Torch's own ops change with its version only and are tried on few calls; the code behind another op
+    may have changed under its name.
+    """
+    cases, rule = _trials(call), parse(cached.rule)
+    few = _one_of_each_size(cases)
+    holds = bool(cases) and _holds(few, rule, cached.linear)
+    if holds and call.target.namespace not in TORCH:
+        holds = _holds(cases, rule, cached.linear) and _holds(few, rule, cached.linear, pairs=True)
+    return asdict(cached) if holds else _search(call)
+
+
+def _trials(call: Call) -> "list[_Trial]":
+    """Small calls of several sizes and values, in double precision and with sizes among the arguments renamed if the op takes that."""
+    for exact, renamed in itertools.product((True, False), (True, False)):
+        make = partial(_Trial.of, call, renamed=renamed, exact=exact)
+        cases = [t for seed in range(2) for draw in DRAWS if (t := make(sizes=EVEN, draw=draw, seed=seed))]
+        if cases:
+            return cases + [t for sizes in OTHERS for draw in DRAWS if (t := make(sizes=sizes, draw=draw, seed=7))]
+    return []
+
+
+def _one_of_each_size(cases: "Sequence[_Trial]") -> "list[_Trial]":
+    by_shapes = {tuple(x.shape for x in tensors((t.args, t.kwargs), Tensor)): t for t in reversed(cases)}
+    return list(by_shapes.values())[::-1]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A small call of the form of another."""
+
+    op: OpOverload
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, call: Call, sizes: Sequence[int], renamed: bool, exact: bool, draw: str, seed: int) -> "_Trial | None":
+        """None where the op takes no such call, what it gives is not a function of it, or says nothing."""
+        distinct = dict.fromkeys(s for m in (*call.operands, *call.results) for s in m.shape if s > 1)
+        if len(distinct) > len(sizes):
+            return None
+        names = dict(zip(distinct, sizes, strict=False))
+        below = min((names[s] for m in call.operands for s in m.shape if s > 1), default=2)
+        generator = torch.Generator().manual_seed(seed)
+        fill = partial(_drawn, draw=draw, below=below, exact=exact, generator=generator)
+        args, kwargs = resized(call.target, call.args, call.kwargs, names, fill, renamed)
+        before = [x.clone() for x in tensors((args, kwargs), Tensor)]
+        try:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(seed)
+                results = results_of(call.target, args, kwargs)
+                torch.manual_seed(seed + 1)
+                shared = call.target(*args, **kwargs)
+        except Exception:
+            return None
+        again = tuple(shared) if isinstance(shared, list | tuple) else (shared,)
+        made = [r for r in again if isinstance(r, Tensor)]
+        if len(made) != len(again) or len(results) != len(call.results) or any(r.layout is not torch.strided for r in made):
+            return None
+        if any(r.ndim != m.ndim for r, m in zip(made, call.results, strict=True)):
+            return None
+        if any(not _equal(a, b) for a, b in zip(results, made, strict=True)):
+            return None
+        operands = list(tensors((args, kwargs), Tensor))
+        if any(not _equal(a, b) for a, b in zip(before, operands, strict=True)):
+            return None
+        if not all(_tells(r) for r in results):
+            return None
+        held = {x.untyped_storage().data_ptr() for x in operands if x.numel()}
+        if any(r.untyped_storage().data_ptr() in held for r in made if r.numel()):
+            return None
+        return cls(call.target, args, kwargs, results)
+
+
+def _drawn(shape: tuple[int, ...], meta: Meta, draw: str, below: int, exact: bool, generator: torch.Generator) -> Tensor:
+    dtype = meta.dtype
+    if dtype is torch.bool:
+        return torch.rand(shape, generator=generator) < 0.5
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return torch.randint(0, below, shape, generator=generator).to(dtype)
+    if exact:
+        dtype = torch.complex128 if dtype.is_complex else torch.float64
+    if draw == "ties":
+        return torch.randint(-2, 4, shape, generator=generator).to(dtype)
+    if draw == "positive":
+        return (torch.rand(shape, dtype=torch.float64, generator=generator) * 0.8 + 0.1).to(dtype)
+    real = torch.complex128 if dtype.is_complex else torch.float64
+    return torch.randn(shape, dtype=real, generator=generator).to(dtype)
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+
+
+def _tells(result: Any) -> bool:
+    """Whether a result can tell placements apart: what is zero or undefined everywhere is so whatever is cut."""
+    return not isinstance(result, Tensor) or not result.numel() or bool((result.nan_to_num() != 0).any())
+
+
+def _useful(held: Held) -> bool:
+    return any(r is not None for r in held.results)
+
+
+def _preference(held: Held) -> tuple[Any, ...]:
+    """Cut results before pending ones before whole ones; the more operands cut the better, as they move less."""
+    kinds = [sum(r is None for r in held.results), sum(isinstance(r, str) for r in held.results)]
+    return (*kinds, sum(d is None for d in held.operands), [99 if d is None else d for d in held.operands])
+
+
+def _apart(a: Held, b: Held) -> bool:
+    """Whether two placements cut different dims everywhere, so that each is a factor of its own."""
+    pairs = [*zip(a.operands, b.operands, strict=True), *zip(a.results, b.results, strict=True)]
+    return all(x is None or isinstance(x, str) or x != y for x, y in pairs)
+
+
+def _notation(call: Call, chosen: Sequence[Held]) -> Notation:
+    """A factor for each placement; every other dim is whole and each tensor's own."""
+    letters: Iterator[str] = (a + b for b in ("", "1", "2") for a in "abcdefghijklmnopqrstuvwxyz")
+    named = [next(letters) for _ in chosen]
+    whole: list[str] = []
+
+    def dims(places: Callable[[Held], Any], ndim: int) -> tuple[tuple[str, ...], ...]:
+        out = []
+        for d in range(ndim):
+            factor = next((f for f, held in zip(named, chosen, strict=True) if places(held) == d and places(held) is not None), None)
+            if factor is None:
+                factor = next(letters)
+                whole.append(factor)
+            out.append((factor,))
+        return tuple(out)
+
+    operands = tuple(dims(lambda h, i=i: h.operands[i], m.ndim) for i, m in enumerate(call.operands))
+    results = tuple(
+        dims(lambda h, i=i: h.results[i] if isinstance(h.results[i], int) else None, m.ndim) for i, m in enumerate(call.results)
+    )
+    pending = tuple(
+        tuple((f, op) for f, held in zip(named, chosen, strict=True) if isinstance(op := held.results[i], str))
+        for i in range(len(call.results))
+    )
+    return Notation(operands, results, frozenset(whole), pending)
+
+
+def _groups(call: Call) -> list[tuple[int, ...]]:
+    """The operands that may be sums: each alone, and all floating ones together."""
+    floats = [i for i, m in enumerate(call.operands) if m.dtype.is_floating_point or m.dtype.is_complex]
+    if not all(m.dtype.is_floating_point or m.dtype.is_complex for m in call.results):
+        return []
+    return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
+
+
+def _holds(cases: Sequence[_Trial], notation: Notation, linear: tuple[tuple[int, ...], ...], pairs: bool = False) -> bool:
+    generator = torch.Generator().manual_seed(0)
+    try:
+        for trial in cases:
+            rule = Rule(notation, linear)
+            prove(Case.of(trial.op, trial.args, trial.kwargs, rule=rule), (2, 3), pairs, generator)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,363 @@
+"""Proofs of sharding rules: the op on every rank's shards, joined, equals the op on the whole."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch.fx.node import map_arg
+
+import ftp.rules  # noqa: F401  the registry is empty without them
+from ftp.errors import RuleError
+from ftp.rules.bind import bind, lookup
+from ftp.rules.local_op import Cut, LocalOp, localize
+from ftp.rules.notation import Dims
+from ftp.rules.rule import BoundRule, Call, Meta, Rule, replaced, tensors
+
+Sample = tuple[Sequence[Any], Mapping[str, Any]]
+UNDEFINED = ("aten.empty", "aten.new_empty")  # results whose values mean nothing
+
+
+def check_rule(
+    op: OpOverload,
+    samples: Iterable[Sample],
+    *,
+    ranks: Sequence[int] = (2, 3),
+    pairs: bool = True,
+    kernel: Callable[..., Any] | None = None,
+    seed: int = 0,
+) -> list[str]:
+    """Prove the rule that is stated for ``op`` on samples of its arguments.
+
+    For every strategy that follows from the rule (each factor that may be cut, also as a part of ``[outer, f, inner]``, in uneven and empty
+    shards, over two axes at once; each linear group with its operands as random sums) the op's local form runs on every rank's shards, and
+    the results are joined and compared with the op on the whole. Give floats as float64, sizes small and not all alike.
+
+    Args:
+        op: such as ``torch.ops.aten.mm.default``.
+        samples: pairs of positional and keyword arguments.
+        ranks: sizes of the axis; each factor is also cut over as many as leave one with nothing.
+        pairs: also prove every two cuts together.
+        kernel: computes the op, if it has no kernel here.
+
+    Returns:
+        What was proven, a line each.
+
+    >>> x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
+    >>> for line in check_rule(torch.ops.aten.t.default, [((x,), {})], ranks=[2], pairs=False):
+    ...     print(line)
+    ~0 ~1 -> ~1 ~0: cut ~0 of 2 in 2
+    ~0 ~1 -> ~1 ~0: cut ~0 of 2 in 3
+    ~0 ~1 -> ~1 ~0: cut ~1 of 3 in 2
+    ~0 ~1 -> ~1 ~0: cut ~1 of 3 in 4
+    ~0 ~1 -> ~1 ~0: operands 0 as sums over 2
+
+    Raises:
+        RuleError: with the rule, the strategy and the first difference.
+    """
+    proven: dict[str, None] = {}
+    generator = torch.Generator().manual_seed(seed)
+    for args, kwargs in samples:
+        case = Case.of(op, list(args), dict(kwargs), kernel or op)
+        proven |= dict.fromkeys(prove(case, ranks, pairs, generator))
+    return list(proven)
+
+
+def prove(case: "Case", ranks: Sequence[int], pairs: bool, generator: torch.Generator) -> list[str]:
+    """Every strategy of one call's rule, as ``check_rule`` proves it."""
+    proven = []
+    _prove(case, (), None)
+    for strategy in _strategies(case, ranks, pairs):
+        _prove(case, strategy, None)
+        proven.append(f"{case.rule}: {'; '.join(map(str, strategy))}")
+    for group in case.rule.linear:
+        for n in ranks:
+            _prove(case, (), (group, n, generator))
+            proven.append(f"{case.rule}: operands {', '.join(map(str, group))} as sums over {n}")
+        if pairs:
+            for strategy in _strategies(case, ranks[:1], pairs=False):
+                _prove(case, strategy, (group, ranks[0], generator))
+    return proven
+
+
+@dataclass(frozen=True)
+class _FactorCut:
+    """Factor ``f`` as ``[outer, size, inner]`` cut in ``n``."""
+
+    factor: str
+    outer: int
+    size: int
+    inner: int
+    n: int
+
+    def __str__(self) -> str:
+        if self.size < 0:
+            return f"cut the rest of {self.factor} in {self.n}"
+        seen = f" of [{self.outer}, {self.size}, {self.inner}]" if self.outer * self.inner != 1 else f" of {self.size}"
+        return f"cut {self.factor}{seen} in {self.n}"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call on the whole, with its results and the rule that is to be proven for it."""
+
+    op: OpOverload
+    kernel: Callable[..., Any]
+    args: list[Any]
+    kwargs: dict[str, Any]
+    results: tuple[Any, ...]
+    rule: BoundRule
+
+    @classmethod
+    def of(
+        cls, op: OpOverload, args: list[Any], kwargs: dict[str, Any], kernel: Callable[..., Any] | None = None, rule: Rule | None = None
+    ) -> "Case":
+        """Runs the op; the rule is the one that is stated for it where none is given."""
+        kernel = kernel or op
+        results = results_of(kernel, args, kwargs)
+        call = call_of(op, args, kwargs, results)
+        found = lookup(call) if rule is None else bind(rule, [m.shape for m in call.operands], [m.shape for m in call.results], str(op))
+        if found is None:
+            raise RuleError(f"{op} has no sharding rule to prove. State one with ftp.rule(torch.ops.{op}, 'operands -> results').")
+        case = cls(op, kernel, args, kwargs, results, found)
+        for dims in (*found.operands, *found.results):
+            named = [f for dim in dims for f in dim]
+            if len(set(named)) < len(named):
+                raise RuleError(f"The rule {str(found)!r} of {op} has a factor twice in one tensor, so that a cut of it would be two cuts.")
+        for group in found.linear:
+            if any(i >= len(found.operands) for i in group):
+                raise RuleError(
+                    f"The rule {str(found)!r} of {op} says that operands {group} are linear; the call has {len(found.operands)}."
+                )
+        return case
+
+
+def results_of(kernel: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
+    """What the op returns, on arguments of its own."""
+    return _tuple(kernel(*replaced(args, Tensor, Tensor.clone), **replaced(kwargs, Tensor, Tensor.clone)))
+
+
+def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]) -> Call:
+    """A call as a rule sees it."""
+    metas = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64) for r in results)
+    return Call(op, tuple(replaced(list(args), Tensor, _meta)), replaced(dict(kwargs), Tensor, _meta), metas)
+
+
+def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_FactorCut, ...]]:
+    rule = case.rule
+    present = {f for dims in (*rule.operands, *rule.results) for dim in dims for f in dim}
+    free = sorted(present - rule.whole)
+    for factor in free:
+        for n in dict.fromkeys((*ranks, _leaves_one_empty(rule.sizes[factor]))):
+            yield from ((cut,) for cut in _cuts(factor, rule.sizes[factor], n))
+    if pairs:
+        for a, b in itertools.combinations_with_replacement(free, 2):
+            n, m = ranks[0], ranks[-1]
+            first = _FactorCut(a, 1, rule.sizes[a], 1, n)
+            second = _FactorCut(b, 1, rule.sizes[b] if a != b else -1, 1, m)
+            yield first, second
+            outer = _FactorCut(a, 2, rule.sizes[a] // 2, 1, n)
+            if rule.sizes[a] and rule.sizes[a] % 2 == 0:
+                yield outer, second
+
+
+def _leaves_one_empty(size: int) -> int:
+    """The fewest ranks of which the last holds nothing of ``size``.
+
+    >>> [_leaves_one_empty(size) for size in (1, 2, 3, 4, 9)]
+    [2, 3, 4, 3, 4]
+    """
+    return next(n for n in itertools.count(2) if not chunk(size, n, n - 1)[1])
+
+
+def _cuts(factor: str, size: int, n: int) -> Iterator[_FactorCut]:
+    yield _FactorCut(factor, 1, size, 1, n)
+    for outer, inner in ((2, 1), (1, 2), (2, 2)):
+        if size > outer * inner and size % (outer * inner) == 0:
+            yield _FactorCut(factor, outer, size // (outer * inner), inner, n)
+
+
+@dataclass
+class _Rank:
+    """One rank's part of the factors: what of each it holds, and how that came about."""
+
+    held: dict[str, Tensor] = field(default_factory=dict)
+    cuts: dict[str, list[Cut]] = field(default_factory=dict)
+    levels: list[tuple[int, int, int]] = field(default_factory=list)
+
+    def cut(self, cut: _FactorCut, at: int, start: Any, whole: int) -> None:
+        held = self.held.get(cut.factor, torch.arange(whole))
+        outer, inner = (cut.outer, cut.inner) if cut.size >= 0 else (1, 1)
+        size = len(held) // (outer * inner)
+        begin, length = chunk(size, cut.n, at)
+        self.held[cut.factor] = held.reshape(outer, size, inner)[:, begin : begin + length].reshape(-1)
+        self.cuts.setdefault(cut.factor, []).append(Cut(outer, size, inner, start(begin), length))
+        self.levels.append((outer, length, inner))
+
+
+def chunk(size: int, n: int, at: int) -> tuple[int, int]:
+    """Start and length of part ``at`` of ``size`` cut in ``n`` as ``torch.chunk`` does: equal parts, the last ones smaller or empty.
+
+    >>> [chunk(5, 4, at) for at in range(4)]
+    [(0, 2), (2, 2), (4, 1), (5, 0)]
+    """
+    step = -(-size // n)
+    start = min(at * step, size)
+    return start, min(step, size - start)
+
+
+def _prove(case: Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int, ...], int, torch.Generator] | None) -> None:
+    operands = list(tensors((case.args, case.kwargs), Tensor))
+    how = [str(cut) for cut in strategy]
+    try:
+        if pending is None:
+            results = _sharded(case, strategy, operands)
+        else:
+            group, n, generator = pending
+            how.append(f"operands {', '.join(map(str, group))} as sums over {n}")
+            parts = {i: random_sum(operands[i], n, generator) for i in group}
+            shares = [_sharded(case, strategy, [parts[i][r] if i in parts else x for i, x in enumerate(operands)]) for r in range(n)]
+            results = tuple(None if r[0] is None else sum(r[1:], r[0]) for r in zip(*shares, strict=True))
+        _compare(case, results)
+    except Exception as error:
+        shapes = ", ".join(str(tuple(x.shape)) for x in operands)
+        rest = [a for a in (*case.args, *case.kwargs.items()) if not isinstance(a, Tensor)]
+        raise RuleError(
+            f"The rule {str(case.rule)!r} of {case.op} does not hold for operands of shapes {shapes or 'none'} (other arguments {rest}),"
+            f" {'; '.join(how) or 'nothing cut'}:\n"
+            f"  {type(error).__name__}: {error}"
+        ) from error
+
+
+def _sharded(case: Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]) -> tuple[Any, ...]:
+    """The op done by all ranks."""
+    coordinates = itertools.product(*(range(cut.n) for cut in strategy))
+    return _join(case.rule, strategy, {c: _run(case, strategy, c, operands) for c in coordinates})
+
+
+def _run(
+    case: Case, strategy: Sequence[_FactorCut], coordinate: tuple[int, ...], operands: Sequence[Tensor]
+) -> tuple[_Rank, tuple[Any, ...]]:
+    """The op's local form on one rank's shards."""
+    rule, graph, env = case.rule, fx.Graph(), {}
+
+    def given(value: Any) -> fx.Node:
+        node = graph.placeholder(f"x{len(env)}")
+        env[node] = value
+        return node
+
+    rank = _Rank()
+    for cut, at in zip(strategy, coordinate, strict=True):
+        rank.cut(cut, at, given, rule.sizes[cut.factor])
+    sizes = {f: len(rank.held[f]) if f in rank.held else s for f, s in rule.sizes.items()}
+    nodes = iter([given(_shard(x, dims, rule.sizes, rank.held)) for x, dims in zip(operands, rule.operands, strict=True)])
+    args, kwargs = replaced(case.args, Tensor, lambda _: next(nodes)), replaced(case.kwargs, Tensor, lambda _: next(nodes))
+    device = next((x.device for x in operands), torch.device("cpu"))
+    op = LocalOp(graph, case.op, tuple(args), kwargs, rule, sizes, rank.cuts, device)
+    made = localize(op)
+    for node in graph.nodes:
+        if node.op == "call_function":
+            a, k = map_arg((node.args, node.kwargs), env.__getitem__)
+            env[node] = (case.kernel if node.target is case.op else node.target)(*a, **k)
+            if str(node.target).startswith(UNDEFINED):
+                env[node].zero_()
+    value = tuple(None if m is None else env[m] for m in made) if isinstance(made, tuple) else _tuple(env[made])
+    for r, dims in zip(value, rule.results, strict=True):
+        shape = tuple(math.prod(sizes[f] for f in dim) for dim in dims)
+        if isinstance(r, Tensor) and tuple(r.shape) != shape:
+            raise AssertionError(f"rank {coordinate} makes a result of shape {tuple(r.shape)}, not {shape}")
+    return rank, value
+
+
+def _shard(x: Tensor, dims: Dims, sizes: Mapping[str, int], held: Mapping[str, Tensor]) -> Tensor:
+    factors = [f for dim in dims for f in dim]
+    part = x.reshape([sizes[f] for f in factors])
+    for d, f in enumerate(factors):
+        if f in held:
+            part = part.index_select(d, held[f].to(x.device))
+    shape = [math.prod(len(held[f]) if f in held else sizes[f] for f in dim) for dim in dims]
+    return part.reshape(shape).contiguous().clone()
+
+
+def _join(rule: BoundRule, strategy: Sequence[_FactorCut], ranks: dict[tuple[int, ...], tuple[_Rank, tuple[Any, ...]]]) -> tuple[Any, ...]:
+    """All ranks' results as one, the last axis first."""
+    joined = {c: values for c, (_, values) in ranks.items()}
+    levels = {c: rank.levels for c, (rank, _) in ranks.items()}
+    for axis in reversed(range(len(strategy))):
+        factor, n = strategy[axis].factor, strategy[axis].n
+        shorter = {}
+        for c in [c for c in joined if c[axis] == 0]:
+            group = [(*c[:axis], i) for i in range(n)]
+            values = []
+            for index, dims in enumerate(rule.results):
+                parts = [joined[g][index] for g in group]
+                cuts = [levels[(*g, *(0,) * (len(strategy) - axis - 1))][axis] for g in group]
+                sizes = _sizes_within(rule, strategy[:axis], ranks[(*c, *(0,) * (len(strategy) - axis - 1))][0])
+                values.append(_joined(parts, cuts, dims, factor, rule.pending[index].get(factor), sizes))
+            shorter[c[:axis]] = tuple(values)
+        joined = shorter
+    return joined[()]
+
+
+def _sizes_within(rule: BoundRule, strategy: Sequence[_FactorCut], rank: _Rank) -> dict[str, int]:
+    sizes = dict(rule.sizes)
+    for cut, (outer, length, inner) in zip(strategy, rank.levels, strict=False):
+        sizes[cut.factor] = outer * length * inner
+    return sizes
+
+
+def _joined(
+    parts: Sequence[Any], cuts: Sequence[tuple[int, int, int]], dims: Dims, factor: str, op: str | None, sizes: Mapping[str, int]
+) -> Any:
+    if not isinstance(parts[0], Tensor):
+        return parts[0]
+    factors = [f for dim in dims for f in dim]
+    if factor in factors:
+        at = factors.index(factor)
+        seen = []
+        for part, (outer, length, inner) in zip(parts, cuts, strict=True):
+            shape = [sizes[f] for f in factors]
+            seen.append(part.reshape([*shape[:at], outer, length, inner, *shape[at + 1 :]]))
+        return torch.cat(seen, at + 1).reshape([math.prod(sizes[f] for f in dim) for dim in dims])
+    if op is not None:
+        reduce = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}[op]
+        total = parts[0]
+        for part in parts[1:]:
+            total = reduce(total, part)
+        return total
+    for part in parts[1:]:
+        torch.testing.assert_close(
+            part, parts[0], equal_nan=True, msg=lambda m: f"ranks differ in a result that none of them holds a part of: {m}"
+        )
+    return parts[0]
+
+
+def _compare(case: Case, results: Sequence[Any]) -> None:
+    for index, (whole, joined) in enumerate(zip(case.results, results, strict=True)):
+        if not isinstance(whole, Tensor):
+            continue
+        if str(case.op).startswith(UNDEFINED):
+            assert whole.shape == joined.shape and whole.dtype == joined.dtype, (whole.shape, joined.shape)
+            continue
+        torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False, msg=lambda m, i=index: f"result {i}: {m}")
+
+
+def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
+    """``n`` tensors that add up to ``x``, of its order of magnitude."""
+    if x.dtype.is_floating_point or x.dtype.is_complex:
+        parts = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for _ in range(n - 1)]
+    else:
+        parts = [torch.randint(-5, 6, x.shape, generator=generator).to(x.device, x.dtype) for _ in range(n - 1)]
+    return [*parts, x - sum(parts[1:], parts[0])]
+
+
+def _tuple(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if isinstance(value, tuple | list) else (value,)
+
+
+def _meta(x: Tensor) -> Meta:
+    return Meta(tuple(x.shape), x.dtype)

@@ -1,0 +1,230 @@
+"""A rank's step as one CUDA graph, collectives included: recorded once, then replayed by one call.
+
+Recorded kernels read and write fixed addresses. An input that lies where it lay at the recording is used there; what comes from elsewhere
+at each call, as a batch does, is copied to memory of the recording first. Donated inputs that the step updates in place come back in the
+same memory, and cost no copy; any other output is copied, for the next replay overwrites it.
+"""
+
+import gc
+import warnings
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from ftp.errors import InputError
+from ftp.paused_gc import collection_paused
+from ftp.sharding.process_group import endings
+
+WARM_UP = 2  # calls that run as they are: kernels are compiled, communicators connected, and it is seen which inputs come from elsewhere
+PATIENCE = 8  # recordings after which a step is told that its state lies elsewhere at each call
+
+Run = Callable[[Sequence[Any]], Sequence[Tensor]]
+Place = tuple[int, tuple[int, ...]]  # address and strides
+
+
+class Graphs(Protocol):
+    """What records kernels and replays them."""
+
+    def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
+        """Runs it where it will be recorded, as libraries set up what they need there."""
+        ...
+
+    def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        """Notes what a run would do, without doing it: what does it, as often as it is called, and the outputs that it writes to."""
+        ...
+
+
+class CudaGraphs:
+    """torch's, on one device; all recordings share a pool of memory, as no two are replayed at a time."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._failed: list[Any] = []
+        self._renew()
+
+    def _renew(self) -> None:
+        # Held as a pool, it stays one while no recording uses it.
+        self.stream, self.pool = torch.cuda.Stream(self.device), torch.cuda.MemPool()
+
+    def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
+        current = torch.cuda.current_stream(self.device)
+        self.stream.wait_stream(current)
+        with torch.cuda.stream(self.stream):
+            outputs = run(given)
+        current.wait_stream(self.stream)
+        return outputs
+
+    def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:
+        graph, before = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self.device)
+        pool: Any = self.pool.id
+        try:
+            # Threads of NCCL's watchdog and of ftp's own go on while this one records.
+            with torch.cuda.graph(graph, pool, self.stream, capture_error_mode="thread_local"):
+                outputs = run(given)
+        except BaseException:
+            torch.cuda.set_stream(before)  # which a recording that failed does not set back
+            with suppress(RuntimeError):  # of one that ended all the same
+                torch._C._cuda_endAllocateToPool(self.device.index, pool)
+                torch._C._cuda_releasePool(self.device.index, pool)
+                # That of pinned memory goes on asking the graph what is its own: no call ends it.
+                self._failed.append((graph, self.stream, self.pool))
+            self._renew()
+            raise
+        return graph.replay, outputs
+
+
+@cache
+def graphs_of(device: torch.device) -> Graphs:
+    return CudaGraphs(device)
+
+
+@dataclass(frozen=True)
+class _Alias:
+    """An output in the memory of a donated input, ``offset`` elements behind its first."""
+
+    of: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def seen(self, given: Tensor) -> Tensor:
+        alias = given.detach()
+        if not self.offset and (alias.shape, alias.stride()) == (self.size, self.stride):
+            return alias
+        return alias.as_strided(self.size, self.stride, int(alias.storage_offset()) + self.offset)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """
+    Attributes:
+        buffers: position of an input and the memory that it is copied to.
+        outputs: in memory that the next replay overwrites, or in that of an input.
+    """
+
+    replay: Callable[[], None]
+    buffers: tuple[tuple[int, Tensor], ...]
+    outputs: tuple[Tensor | _Alias, ...]
+
+    def __call__(self, given: Sequence[Any]) -> list[Tensor]:
+        if self.buffers:
+            torch.ops.aten._foreach_copy_.default([buffer for _, buffer in self.buffers], [given[i] for i, _ in self.buffers])
+        self.replay()
+        return [out.seen(given[out.of]) if isinstance(out, _Alias) else out.clone() for out in self.outputs]
+
+
+class Recorded:
+    """A run that is recorded at its third call and replayed from then on; it takes tensors, always of one form, and numbers that stay.
+
+    An input seen at two addresses is copied from then on. Donated inputs that come back in place are recorded where they lie: should they
+    lie elsewhere, as after a checkpoint is loaded, the run is recorded once more, and both recordings are kept.
+
+    Args:
+        donated: positions of inputs whose memory a run may use for its outputs.
+        names: of the inputs, for messages.
+        explain: which op raised an error, "" if that is not known.
+    """
+
+    def __init__(self, run: Run, donated: Collection[int], names: Sequence[str], graphs: Graphs, explain: Callable[[BaseException], str]):
+        self._run, self._donated, self._names, self._graphs, self._explain = run, frozenset(donated), names, graphs, explain
+        self._warmed = 0
+        self._places: list[Place | None] = []
+        self._elsewhere: set[int] = set()
+        self._in_place: tuple[int, ...] = ()
+        self._made: dict[tuple[Place | None, ...], _Recording] = {}
+        self._count = 0
+        _alive.add(self)
+
+    def __call__(self, given: Sequence[Any]) -> Sequence[Tensor]:
+        places = [_place(x) for x in given]
+        moved = {i for i, (now, before) in enumerate(zip(places, self._places, strict=False)) if now != before}
+        moved -= {*self._in_place, *self._elsewhere}
+        if moved:
+            self._elsewhere |= moved
+            self._made.clear()
+        self._places = places
+        if self._warmed < WARM_UP:
+            self._warmed += 1
+            outputs = self._graphs.aside(self._run, given)
+            self._in_place = tuple(i for i in sorted(self._donated) if any(_shares(given[i], out) for out in outputs))
+            self._elsewhere.difference_update(self._in_place)
+            return outputs
+        key = tuple(places[i] for i in self._in_place)
+        if key not in self._made:
+            self._made[key] = self._record(given)
+        return self._made[key](given)
+
+    def _record(self, given: Sequence[Any]) -> _Recording:
+        self._count += 1
+        if self._count == PATIENCE:
+            named = ", ".join(self._names[i] for i in self._in_place[:4]) or "inputs"
+            warnings.warn(
+                f"The step has been recorded {PATIENCE} times as a CUDA graph, as donated arguments ({named}, ...) lie elsewhere at each"
+                " call. Give a call what the last one returned in their place, or leave out cuda_graph=True.",
+                stacklevel=2,
+            )
+        buffers = {i: torch.empty_like(given[i], memory_format=torch.contiguous_format) for i in sorted(self._elsewhere)}
+        fixed = [buffers.get(i, x) for i, x in enumerate(given)]
+        errors: list[Exception] = []
+
+        def run(given: Sequence[Any]) -> Sequence[Tensor]:
+            try:
+                return self._run(given)
+            except Exception as error:
+                errors.append(error)
+                raise
+
+        try:
+            with collection_paused():  # what it frees on the GPU would end the recording
+                replay, outputs = self._graphs.record(run, fixed)
+        except RuntimeError as error:
+            first = errors[0] if errors else error  # a recording that has failed raises once more as it ends
+            what = self._explain(first)
+            raise InputError(
+                f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}: {str(first).splitlines()[0]}\n"
+                "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out cuda_graph=True, or the op."
+            ) from first
+        if len(self._made) > 1:  # of all but the newest two the memory is given back
+            self._made.pop(next(iter(self._made)))
+        return _Recording(replay, tuple(buffers.items()), tuple(self._kept(out, fixed) for out in outputs))
+
+    def _kept(self, out: Tensor, fixed: Sequence[Any]) -> Tensor | _Alias:
+        for i in self._in_place:
+            if _shares(fixed[i], out) and out.dtype == fixed[i].dtype:
+                return _Alias(i, tuple(out.shape), out.stride(), int(out.storage_offset() - fixed[i].storage_offset()))
+        return out
+
+
+_alive: weakref.WeakSet[Recorded] = weakref.WeakSet()
+
+
+def forget_recordings() -> None:
+    """Gives back the recordings of all steps, once the GPU is through with them.
+
+    NCCL ends no communicator while a graph lives that holds its collectives (pytorch#115388).
+    """
+    held = [recorded for recorded in _alive if recorded._made]
+    if not held:
+        return
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    for recorded in held:
+        recorded._made.clear()
+    gc.collect()
+
+
+endings.append(forget_recordings)
+
+
+def _place(x: Any) -> Place | None:
+    return (x.data_ptr(), x.stride()) if isinstance(x, Tensor) else None
+
+
+def _shares(x: Any, out: Tensor) -> bool:
+    return bool(out.numel()) and x.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()

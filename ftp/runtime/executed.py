@@ -1,0 +1,51 @@
+"""What the runner makes of a rank's graph: its order, and what is written in place of what."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import fx
+
+from ftp.partitioning.partition import LocalProgram
+from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule
+from ftp.runtime.local_shapes import LocalShapes, annotate, local_shapes
+from ftp.runtime.program import Program
+from ftp.sharding.mesh import mesh_device
+from ftp.sharding.spec import PartitionSpec, local_shape
+
+
+@dataclass(frozen=True)
+class Executed:
+    """A rank's graph as it runs.
+
+    Attributes:
+        ordered: without writes, in the order in which it runs, and the ``shapes`` of its values.
+        graph: with results written where an operand lies that is not needed any more.
+    """
+
+    ordered: fx.Graph
+    shapes: LocalShapes
+    graph: fx.Graph
+
+
+def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int]) -> Executed:
+    """What the eager runner makes of a rank's graph, for inputs that lie contiguously.
+
+    Inductor's code (``compile=True``) is made of the ordered graph with its updates merged.
+    """
+    device = mesh_device(program.mesh).type
+    ordered = schedule(drop_copies(local.gm.graph))
+    shapes = local_shapes(ordered, local_inputs(program, coordinate), local.offsets_at(coordinate), device)
+    annotate(shapes, device)
+    return Executed(ordered, shapes, merge_updates(reuse_memory(ordered, program.donated), program.donated))
+
+
+def local_inputs(program: Program, coordinate: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shape and dtype of each tensor that a rank's graph takes."""
+    nodes, specs = program.plan.graph.inputs, program.in_specs
+    specs = [*specs, *[PartitionSpec()] * (len(nodes) - len(specs))]
+    axes = dict(program.mesh.axes)
+    return [
+        (local_shape(spec, node.results[0].shape, axes, dict(coordinate)), node.results[0].dtype)
+        for node, spec in zip(nodes, specs, strict=True)
+    ]

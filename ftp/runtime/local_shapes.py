@@ -1,0 +1,177 @@
+"""What every value of a rank's graph is: shape, strides, dtype, and the memory that it shares with others, as eager kernels give it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ftp.partitioning.partition import WAIT
+
+
+class Held(NamedTuple):
+    """A local tensor; tensors of one ``storage`` share memory, which takes ``storage_nbytes``."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    storage: int
+    storage_nbytes: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its elements, each counted once."""
+        count = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            count *= size if stride or not size else 1
+        return count * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LocalShapes:
+    """Per node of a rank's graph the tensors that it gives (a tuple's elements in order), and which node made each storage."""
+
+    values: Mapping[fx.Node, tuple[Held, ...]]
+    makers: Mapping[int, fx.Node]
+
+    @cached_property
+    def inputs(self) -> list[fx.Node]:
+        """The tensors among the graph's inputs."""
+        return [node for node in self.values if node.op == "placeholder"]
+
+
+def local_shapes(
+    graph: fx.Graph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int], device: str
+) -> LocalShapes:
+    """Follow shapes and memory through a rank's graph; nothing is allocated.
+
+    Args:
+        inputs: shape and dtype of each local input tensor; contiguous.
+        offsets: the ints that follow them.
+        device: the type of device whose kernels will run.
+    """
+    return _Shapes(device).follow(graph, inputs, offsets)
+
+
+def annotate(shapes: LocalShapes, device: str) -> None:
+    """Give every node that is one tensor a fake one of its shape, strides and dtype as ``meta["val"]``, as passes over a graph expect."""
+    mode, known = FakeTensorMode(), {}
+    for node, values in shapes.values.items():
+        if len(values) != 1:
+            continue
+        held = values[0]
+        key = held.shape, held.stride, held.dtype
+        if key not in known:
+            with _disable_current_modes(), mode:
+                known[key] = torch.empty_strided(held.shape, held.stride, dtype=held.dtype, device=device)
+        node.meta["val"] = known[key]
+
+
+class _Shapes:
+    def __init__(self, device: str):
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.device = torch.device(device)
+        self.storages = 0
+        self.known: dict[Any, tuple[tuple[Any, ...], ...]] = {}
+
+    def follow(self, graph: fx.Graph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int]) -> LocalShapes:
+        values: dict[fx.Node, tuple[Held, ...]] = {}
+        makers: dict[int, fx.Node] = {}
+        numbers: dict[fx.Node, int] = {}
+        feed, rest = iter(inputs), iter(offsets)
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                given = next(feed, None)
+                if given is None:
+                    numbers[node] = next(rest)
+                    continue
+                held = (self._fresh(given[0], _contiguous(given[0]), given[1]),)
+            elif node.op == "output":
+                break
+            elif node.all_input_nodes and all(n in numbers for n in node.all_input_nodes) and _is_arithmetic(node.target):
+                numbers[node] = node.target(*map_arg(node.args, numbers.__getitem__))
+                continue
+            elif getattr(node.target, "__name__", "") == "getitem":
+                held = (values[node.args[0]][node.args[1]],)  # type: ignore[index]
+            elif node.target is WAIT:
+                held = values[node.args[0]]  # type: ignore[index]
+            else:
+                held = self._call(node, values, numbers)
+            values[node] = held
+            for one in held:
+                makers.setdefault(one.storage, node)
+        return LocalShapes(values, makers)
+
+    def _fresh(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> Held:
+        self.storages += 1
+        if nbytes is None:
+            nbytes = _extent(shape, stride) * dtype.itemsize
+        return Held(shape, stride, dtype, self.storages, nbytes)
+
+    def _call(self, node: fx.Node, values: Mapping[fx.Node, tuple[Held, ...]], numbers: Mapping[fx.Node, int]) -> tuple[Held, ...]:
+        operands: list[Held] = []
+
+        def resolved(argument: Any) -> Any:
+            if isinstance(argument, fx.Node):
+                if argument in numbers:
+                    return numbers[argument]
+                operands.append(values[argument][0])
+                return _OPERAND
+            return argument
+
+        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
+        # Which operands share memory does not matter for a functional op; repeated layers then share an entry.
+        key = (node.target, repr(args), repr(kwargs), tuple([(h.shape, h.stride, h.dtype) for h in operands]))
+        if key not in self.known:
+            self.known[key] = self._run(node.target, args, kwargs, operands)
+        made = []
+        for shape, stride, dtype, alias, nbytes in self.known[key]:
+            if alias is None:
+                made.append(self._fresh(shape, stride, dtype, nbytes))
+            else:
+                made.append(Held(shape, stride, dtype, operands[alias].storage, operands[alias].storage_nbytes))
+        return tuple(made)
+
+    def _run(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Held]) -> tuple[tuple[Any, ...], ...]:
+        with _disable_current_modes(), torch.no_grad(), self.mode:
+            fakes = [torch.empty_strided(h.shape, h.stride, dtype=h.dtype, device=self.device) for h in operands]
+            left = iter(fakes)
+            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: next(left) if a is _OPERAND else a)  # type: ignore[misc]
+            out = target(*args, **kwargs)
+        storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}
+        found = []
+        for one in out if isinstance(out, list | tuple) else (out,):
+            if not isinstance(one, torch.Tensor):
+                found.append(((), (), torch.int64, None, 0))
+                continue
+            shape, stride = tuple(map(int, one.shape)), tuple(map(int, one.stride()))
+            storage = one.untyped_storage()
+            found.append((shape, stride, one.dtype, storages.get(storage._cdata), int(storage.nbytes())))
+        return tuple(found)
+
+
+_OPERAND = "an operand"  # the next one, in place of its node
+
+
+def _is_arithmetic(target: Any) -> bool:
+    """Whether it computes with Python's own numbers, as of a rank's offsets."""
+    return getattr(target, "__module__", "") in ("_operator", "builtins", "math")
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _extent(shape: Sequence[int], stride: Sequence[int]) -> int:
+    if 0 in shape:
+        return 0
+    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))

@@ -1,0 +1,386 @@
+"""A planned program: run it on processes, or simulate it."""
+
+import hashlib
+import itertools
+import json
+import linecache
+import math
+import socket
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
+
+from ftp.distributed.agreement import exchange
+from ftp.errors import MeshError
+from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
+from ftp.partitioning.collectives import gather_of
+from ftp.partitioning.partition import LocalProgram, Partitioner
+from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
+from ftp.passes.aliasing import families
+from ftp.passes.copy_elimination import copied
+from ftp.passes.fuse_optimizer_updates import changed
+from ftp.passes.onednn_matmuls import Product, measured
+from ftp.passes.transport import as_backends_take
+from ftp.paused_gc import collection_paused
+from ftp.planning.graph import Graph, Value
+from ftp.planning.plan import Plan
+from ftp.rules.proof.discover import cache_folder
+from ftp.runtime.compile import Run, compiled, eager
+from ftp.runtime.cuda_graph import Recorded, graphs_of
+from ftp.runtime.shared_memory import SharedGroup, shared_groups, through_memory
+from ftp.runtime.simulate import simulate
+from ftp.sharding.mesh import Mesh, mesh_device, product_group, require_coordinate
+from ftp.sharding.process_group import gpu_uuid
+from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.tensors.device_put import put, take
+
+
+@dataclass
+class Program:
+    """One planned program of one mesh, for one set of abstract inputs.
+
+    Attributes:
+        traced: the single-device program as it was traced.
+        tensor_leaves: which leaves of the arguments are inputs of the graph, in order.
+        in_specs, out_specs: a spec per input and per output.
+        constants: closure tensors, inputs after the arguments' tensors.
+        out_leaves, is_static: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
+        leaf_specs: per leaf of the arguments, static ones too.
+        roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or ``batch``.
+        pack: small collectives of one kind that are ready together are one.
+        prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the largest.
+        chunks: in how many chunks products beside gathers and reduce-scatters of activations are computed.
+        donated: positions of inputs whose memory a run may use for its outputs.
+        cuda_graph: a rank's run is recorded as one CUDA graph.
+        async_tp: products are one op with the gathers and reduce-scatters of activations beside them.
+    """
+
+    mesh: Mesh
+    traced: fx.GraphModule
+    plan: Plan
+    tensor_leaves: tuple[int, ...]
+    in_specs: tuple[PartitionSpec, ...]
+    constants: tuple[torch.Tensor, ...]
+    out_tree: optree.PyTreeSpec
+    out_leaves: tuple[Any, ...]
+    is_static: tuple[bool, ...]
+    leaf_specs: tuple[PartitionSpec, ...]
+    compile: bool = False
+    roles: tuple[str, ...] = ()
+    pack: bool = False
+    donated: tuple[int, ...] = ()
+    prefetch: int | None = None
+    chunks: int = 1
+    cuda_graph: bool = False
+    async_tp: bool = False
+
+    @cached_property
+    def partitioner(self) -> Partitioner:
+        """Makes the ranks' programs without packs and chunks."""
+        return self._partitioner_of(prefetch(self.plan.graph, (), self.prefetch), ())
+
+    def _partitioner_of(self, graph: Graph, chunked: Collection[str]) -> Partitioner:
+        plan = replace(self.plan, graph=graph)
+        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks))
+
+    @cached_property
+    def _packing(self) -> tuple[Packs, Chunks, dict[str, Joint], Partitioner]:
+        graph = self.plan.graph
+        if self.pack:
+            is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
+            graph = merge_axes(graph, self.mesh.axes if is_ascending else {})
+        parts = chunks(graph, self.chunks)
+        joined = joints(graph) if self.async_tp else {}
+        found = packs(graph, without=(*parts.moves, *joined)) if self.pack else Packs((), {})
+        return found, parts, joined, self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves)
+
+    @cached_property
+    def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
+        return {}
+
+    @property
+    def out_specs(self) -> list[PartitionSpec]:
+        return self.plan.out_specs
+
+    @property
+    def out_shapes(self) -> list[tuple[int, ...]]:
+        return [v.meta.shape for v in self.plan.graph.outputs]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Equal on all ranks that have planned the same program."""
+        return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @property
+    def description(self) -> str:
+        """The program as text that is equal on all ranks: the plan, and what else decides which collectives are issued, in what order."""
+        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}, chunks={self.chunks}, async_tp={self.async_tp}"
+
+    @collection_paused()
+    def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
+        """This rank's program; the first rank's where there are no processes."""
+        if coordinate is None:
+            coordinate = require_coordinate(self.mesh) if self.mesh.kind == "process" else dict.fromkeys(self.mesh.axes, 0)
+        if not self.pack and self.chunks == 1 and not self.async_tp:
+            return self.partitioner.program(coordinate)
+        found, parts, joined, partitioner = self._packing
+        local = partitioner.program(coordinate)
+        if local.gm not in self._packed:
+            graph = join_products(chunk_products(pack(local.gm.graph, found), parts), joined)
+            issued = tuple(node.meta["collective"] for node in graph.nodes if "collective" in node.meta)
+            self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
+        return self._packed[local.gm]
+
+    @cached_property
+    def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+        """Takes this rank's input tensors (all of the global ones, when simulated) and returns its outputs."""
+        if self.mesh.kind == "abstract":
+            raise MeshError(
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use ftp.make_mesh or ftp.simulated_mesh to run."
+            )
+        # One rank alone needs no others to be simulated.
+        return self._run_as_rank() if self.mesh.kind == "process" or self.mesh.size() == 1 else self._run_simulated
+
+    def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+        program, mesh = self.local(), self.mesh
+        coordinate = require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
+        extra = [*(c.to(mesh_device(mesh)) for c in self.constants), *program.offsets_at(coordinate)]
+        prepared: list[Run] = []
+
+        def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+            given = [*inputs, *extra]
+            if not prepared:
+                prepared.append(self._prepared(program, given))
+            return prepared[0](given)
+
+        return run
+
+    def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
+        """What runs this rank's graph; ``given`` are inputs such as it will have."""
+        mesh, device = self.mesh, mesh_device(self.mesh)
+        graph = as_backends_take(_with_product_groups(program.gm.graph, mesh))
+        if self.async_tp:
+            _check_symmetric(graph, mesh)
+        if self.cuda_graph:
+            _check_recordable(graph, device)
+        if mesh.kind == "process":
+            for node in graph.nodes:
+                if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+                    node.target = gather_of(node.args[-1], device)
+        graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
+        if self.compile:
+            made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
+        else:
+            made = eager(graph, given, self.donated)
+        if not self.cuda_graph:
+            return made
+        names = [node.name for node in self.plan.graph.inputs]
+        return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
+
+    def has_issued(self, error: BaseException) -> bool:
+        """Whether this rank may have come to a collective of its graph when it raised ``error``."""
+        done = _done(error)
+        return done is None or any("collective" in node.meta for node in done)
+
+    def overwritten(self, error: BaseException) -> Sequence[int]:
+        """Those of the donated inputs that this rank may have written to when it raised ``error``."""
+        if self.mesh.kind == "simulated" and self.mesh.size() > 1:
+            return ()  # a simulation writes to no input
+        done = _done(error)
+        if done is None or not (done and self.donated):
+            return self.donated if done is None else ()
+        root = families(done[0].graph)
+        written = set()
+        for node in done:
+            is_known = node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload) or node.target is getattr
+            written |= {root[x] for x in (changed(node) if is_known else node.all_input_nodes)}
+        inputs = [node for node in done[0].graph.nodes if node.op == "placeholder"]
+        return [i for i in self.donated if root[inputs[i]] in written]
+
+    def describe_failure(self, error: BaseException) -> str:
+        """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""
+        node = _failing(error)
+        if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
+            node = node.args[0]
+        made = node.meta.get("collective") if isinstance(node, fx.Node) else None
+        if made is None:
+            return ""
+        where = f" at {made.source}" if made.source else ""
+        return f"{made.op} over {', '.join(made.axes)} of {str(made.dtype).removeprefix('torch.')}{list(made.shape)}{where}"
+
+    def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        coordinates = self.mesh.coordinates()
+        programs = [self.local(c) for c in coordinates]
+        axes = self.mesh.axes
+        constants = [c.to(self.mesh.device_type) for c in self.constants]
+        locals_ = []
+        for coordinate, program in zip(coordinates, programs, strict=True):
+            shards = [shard_of(x, spec, axes, coordinate) for x, spec in zip(inputs, self.in_specs, strict=True)]
+            locals_.append([*shards, *constants, *program.offsets_at(coordinate)])
+        outputs = simulate(programs, locals_, groups_of(self.mesh))
+        return [
+            join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
+            for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
+        ]
+
+
+def _done(error: BaseException) -> list[fx.Node] | None:
+    """The nodes of a rank's graph that were run or begun when it raised the error; None where that cannot be told."""
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is Program._prepared.__code__:
+            return []
+        traceback = traceback.tb_next
+    node = _failing(error)
+    return None if node is None else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
+
+
+def _failing(error: BaseException) -> fx.Node | None:
+    """The node of a rank's graph that raised it; None where the graph was compiled."""
+    traceback, node = error.__traceback__, None
+    while traceback is not None:
+        frame = traceback.tb_frame
+        module = frame.f_locals.get("self")
+        if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
+            name = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno).split("=")[0].strip()
+            node = next((n for n in module.graph.nodes if n.name == name), None)
+        traceback = traceback.tb_next
+    return node
+
+
+def _describe_op(error: BaseException) -> str:
+    node = _failing(error)
+    if node is None:
+        return ""
+    return f"{node.target}{f' at {source}' if (source := node.meta.get('source')) else ''}"
+
+
+def _check_recordable(graph: fx.Graph, device: torch.device) -> None:
+    """Raises where a collective of a rank's graph is not the GPU's own work."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if "collective" in node.meta:
+            backend = _resolve_process_group(node.args[-1])._get_backend(device).name()
+            if backend != "nccl":
+                found[f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"] = None
+    if found:
+        raise MeshError(
+            f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on the host and cannot be recorded."
+            " Initialise the process group with NCCL, as ftp.make_mesh does where every process has a GPU of its own, or leave"
+            " cuda_graph out."
+        )
+
+
+def _check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
+    """Raises on every rank where the GPUs of one cannot copy from and to one another."""
+    here = json.dumps([socket.gethostname(), gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else ""])
+    devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
+    mine = ""
+    for group in dict.fromkeys(node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)):
+        ranks = dist.get_process_group_ranks(_resolve_process_group(group))
+        mine = mine or lack([devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank))
+    reasons = exchange(mesh, "symmetric memory", mine)
+    if any(reasons):
+        rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
+        raise MeshError(
+            f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
+            " Leave it out; chunks=n hides the same moves behind products with ordinary collectives."
+        )
+
+
+def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """The graph with its collectives over several axes on process groups; all ranks come here together."""
+    new, _ = copied(graph)
+    for node in new.nodes:
+        if len(axes := _axes_of(node)) > 1:
+            node.args = (*node.args[:-1], product_group(mesh, axes).group_name)
+    return new
+
+
+def _axes_of(node: fx.Node) -> tuple[str, ...]:
+    return node.meta["collective"].axes if "collective" in node.meta else ()
+
+
+def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
+    """The memory of each process group by its name: of those that collectives of the graph are over, or of every axis."""
+    assert mesh.torch is not None
+    wanted = ((axis,) for axis in mesh.axis_names) if graph is None else filter(None, map(_axes_of, graph.nodes))
+    groups = {
+        " × ".join(axes): mesh.torch.get_group(axes[0]) if len(axes) == 1 else product_group(mesh, axes)
+        for axes in dict.fromkeys(wanted)
+        if math.prod(mesh.axes[axis] for axis in axes) > 1
+    }
+    for old in [old for old in _memory if old.world != mesh.world]:
+        del _memory[old]
+    known = _memory.setdefault(mesh, {})
+    if missing := {axes: group for axes, group in groups.items() if axes not in known}:
+        made = shared_groups(mesh, missing)
+        known.update({axes: made.get(group.group_name) for axes, group in missing.items()})
+    return {found.group.group_name: found for found in known.values() if found is not None}
+
+
+_memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
+
+
+def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
+    """What the first rank measured: all do a product in the same way, for what they hold equal must stay so."""
+    if mesh.device_type != "cpu":
+        return ()
+    # A rank of a machine without oneDNN says so: were it silent, the others would wait for it.
+    mine = list(products) if torch.backends.mkldnn.is_available() else None
+    everyone = [json.loads(text) for text in exchange(mesh, "products", json.dumps(mine))]
+    if any(of_rank is None for of_rank in everyone):
+        return ()
+    wanted = sorted({p for of_rank in everyone for p in of_rank})
+    found = measured(wanted, cache_folder()) if mesh.rank in (mesh.ranks or (0,))[:1] else []
+    return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
+
+
+def shard_of(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:
+    return take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous() if spec else x
+
+
+def join_parts(
+    parts: Sequence[torch.Tensor],
+    spec: PartitionSpec,
+    shape: tuple[int, ...],
+    axes: Mapping[str, int],
+    coordinates: Sequence[Mapping[str, int]],
+) -> torch.Tensor:
+    if not spec:
+        return parts[0]
+    whole = parts[0].new_empty(shape)
+    for part, coordinate in zip(parts, coordinates, strict=True):
+        put(whole, part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
+    return whole
+
+
+def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
+    """Per axis, and per product of axes, the groups of ranks, by their position on the mesh, that differ in no other axis."""
+    names = mesh.axis_names
+    found: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {
+        axes: {} for count in range(1, len(names) + 1) for axes in itertools.combinations(names, count)
+    }
+    for rank, coordinate in enumerate(mesh.coordinates()):
+        for axes, groups in found.items():
+            groups.setdefault(tuple(c for a, c in coordinate.items() if a not in axes), []).append(rank)
+    return {" × ".join(axes): list(groups.values()) for axes, groups in found.items()}
+
+
+def describe_plan(plan: Plan) -> str:
+    """The plan as text that is equal on all ranks: every node, what is cut and what is moved."""
+    lines = []
+    number = {node: i for i, node in enumerate(plan.graph.nodes)}
+    for node, i in number.items():
+        arguments = [f"%{number[v.node]}.{v.index}" for v in node.operands]
+        constants = [repr(a) for a in node.args if not isinstance(a, Value | list | tuple)]
+        lines.append(f"%{i} = {node.kind} {node.target} {arguments} {constants} {node.rule.sizes} {node.cuts}")
+    lines.append(f"return {[f'%{number[v.node]}.{v.index}' for v in plan.graph.outputs]} {plan.out_specs}")
+    return "\n".join(lines)

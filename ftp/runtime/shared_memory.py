@@ -1,0 +1,271 @@
+"""Collectives of ranks on one machine through memory that they share, in place of gloo's sockets; with ``FTP_SHM=1``.
+
+The ranks of a mesh agree once, through the store, whether all of them can: they are on one host,
+have a C compiler, and the memory is reserved. If one cannot, all stay with gloo and say so. The memory
+has no name in a file system at any time, so nothing is left of it, however the ranks end. A rank that
+dies, is late, or is told to stop makes the others raise.
+"""
+
+import ctypes
+import json
+import mmap
+import os
+import secrets
+import socket
+import sys
+import warnings
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+
+from ftp.distributed.agreement import exchange, interrupts
+from ftp.ops.native import compiled
+from ftp.passes.aliasing import WAIT
+from ftp.passes.copy_elimination import copied
+from ftp.sharding.mesh import Mesh
+
+c10d = torch.ops._c10d_functional
+SLOT_BYTES = 4 << 20  # of a part of a tensor; two slots a rank
+_HEADER_BYTES = 128
+_KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
+_OPS = {"sum": 0, "max": 1, "min": 2}
+_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
+
+
+class SharedGroup:
+    """The memory of one process group, and this rank's place in it."""
+
+    def __init__(self, group: dist.ProcessGroup, world: int, memory: mmap.mmap, library: ctypes.CDLL):
+        self.group, self.world, self.ranks, self.rank = group, world, group.size(), group.rank()
+        self._global_ranks = dist.get_process_group_ranks(group)
+        self._options = group._get_backend(torch.device("cpu")).options
+        self._run = library.ftp_collective
+        self._memory = memory
+        self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+        ctypes.c_int64.from_address(self._base + _HEADER_BYTES * (1 + self.rank) + 8).value = os.getpid()
+
+    def stop(self) -> None:
+        """Makes every rank's collectives fail, one that is under way included."""
+        ctypes.c_int64.from_address(self._base).value = 1
+
+    def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        return self._issue(_ALL_REDUCE, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel(), op)
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        return self._issue(_ALL_GATHER, x, x.new_empty([self.ranks * x.shape[0], *x.shape[1:]]), x.numel())
+
+    def reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
+        return self._issue(_REDUCE_SCATTER, x, x.new_empty([x.shape[0] // self.ranks, *x.shape[1:]]), x.numel() // self.ranks, op)
+
+    def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
+        """With equal parts."""
+        return self._issue(_ALL_TO_ALL, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel() // self.ranks)
+
+    def _issue(self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum") -> torch.Tensor:
+        if not each:
+            return out
+        x = x.contiguous()
+        timeout = self._options._timeout.total_seconds()
+        dtype = x.dtype
+        found = self._run(
+            self._base,
+            self.ranks,
+            self.rank,
+            SLOT_BYTES,
+            x.data_ptr(),
+            out.data_ptr(),
+            each * dtype.itemsize,
+            what,
+            _KINDS.get(dtype, 0),
+            _OPS[op],
+            timeout,
+        )
+        if found:
+            self.stop()
+            name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")[what]
+            # As torch's own collectives raise it: `agreement` knows it by its type, and asks who is missing.
+            why = self._why(found, timeout)
+            raise dist.DistBackendError(f"The {name} through shared memory failed: {why}.")
+        return out
+
+    def _why(self, found: int, timeout: float) -> str:
+        if found == -1:
+            return f"a rank did not come within {timedelta(seconds=timeout)}"
+        if found == -2:
+            return "another rank failed, or was told to stop"
+        return f"rank {self._global_ranks[-16 - found]} has ended"
+
+
+_groups: dict[str, SharedGroup] = {}
+
+
+def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, SharedGroup]:
+    """By the name of its process group each group's memory; empty where a rank of the mesh cannot. All ranks of the mesh call it together.
+
+    Args:
+        groups: this rank's, by what all ranks call them alike.
+    """
+    if not is_asked_for() or mesh.device_type != "cpu":
+        return {}
+    for name in [name for name, old in _groups.items() if old.world != mesh.world]:
+        del _groups[name]  # of a process group that is destroyed
+    library = _library() if hasattr(os, "memfd_create") else None
+    lack = "" if library is not None else f"has no C compiler, or runs on {sys.platform}, not on Linux"
+    hosts = _from_all(mesh, "hosts", socket.gethostname(), lack)
+    if hosts is None or library is None:
+        return {}
+    if len(set(hosts)) > 1:
+        _say(mesh, f"its ranks are on the hosts {', '.join(sorted(set(hosts)))}")
+        return {}
+    handles: dict[str, int] = {}
+    places: dict[str, Place] = {}
+    found: dict[str, SharedGroup] = {}
+    try:
+        try:
+            for key, group in groups.items():
+                if group.rank() == 0:
+                    name = f"ftp-{secrets.token_hex(8)}"
+                    handles[key] = os.memfd_create(name)
+                    places[key] = os.getpid(), handles[key], name
+                    size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
+                    # Reserved, as the first use of a page that the system does not have is a SIGBUS.
+                    os.posix_fallocate(handles[key], 0, size)
+        except OSError as error:
+            lack = f"has no memory to share ({error})"
+        offered = _from_all(mesh, "shared memory", places, lack)
+        if offered is None:
+            return {}
+        try:
+            for key, group in groups.items():
+                memory = _opened(offered[mesh.ranks.index(dist.get_global_rank(group, 0))][key])
+                found[group.group_name] = SharedGroup(group, mesh.world, memory, library)
+        except (OSError, ValueError) as error:
+            lack = f"cannot open the memory of another ({error})"
+        if _from_all(mesh, "shared memory is open", None, lack) is None:
+            return {}
+    finally:
+        for handle in handles.values():
+            os.close(handle)
+    _groups.update(found)
+    return found
+
+
+Place = tuple[int, int, str]  # a process, its descriptor of the memory, and the memory's name
+
+
+def _opened(place: Place) -> mmap.mmap:
+    pid, descriptor, name = place
+    path = f"/proc/{pid}/fd/{descriptor}"
+    if name not in (target := os.readlink(path)):  # a container numbers its processes by itself
+        raise ValueError(f"{path} is {target}")
+    handle = os.open(path, os.O_RDWR)
+    try:
+        return mmap.mmap(handle, 0)
+    finally:
+        os.close(handle)
+
+
+def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
+    """Every rank's value; None, on every rank and with a word, where one says what it lacks."""
+    everyone = [json.loads(text) for text in exchange(mesh, key, json.dumps([value, lack]))]
+    lacks = [f"rank {rank} {of_rank}" for rank, (_, of_rank) in zip(mesh.ranks, everyone, strict=True) if of_rank]
+    if lacks:
+        _say(mesh, "; ".join(lacks))
+        return None
+    return [value for value, _ in everyone]
+
+
+def _say(mesh: Mesh, why: str) -> None:
+    warnings.warn(f"FTP_SHM=1, but the collectives of the mesh {mesh} stay with gloo: {why}.", stacklevel=2)
+
+
+def is_asked_for() -> bool:
+    """Read from the environment, which ranks compare before they run a program."""
+    return os.environ.get("FTP_SHM") == "1"
+
+
+def stop() -> None:
+    """Makes this process' collectives through shared memory raise, and those of its peers."""
+    for group in _groups.values():
+        group.stop()
+
+
+interrupts.append(stop)
+
+
+def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
+    """The graph with its collectives over these groups done in shared memory; unequal all-to-alls and sums of other dtypes are left."""
+    new, _ = copied(graph)
+    for node in list(new.nodes):
+        if (other := _IN_MEMORY.get(node.target)) and node.args[-1] in groups and _is_known(node):
+            node.target = other
+            for user in list(node.users):
+                if user.target is WAIT:
+                    user.replace_all_uses_with(node)
+                    new.erase_node(user)
+    return new
+
+
+def _is_known(node: fx.Node) -> bool:
+    if node.target in (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default):
+        return node.args[1] in _OPS and node.meta["collective"].dtype in _KINDS
+    if node.target is c10d.all_to_all_single.default:
+        return len({*node.args[1], *node.args[2]}) == 1  # type: ignore[misc]
+    return True
+
+
+def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
+    """What does a node's collective in shared memory without torch's dispatcher, which takes longer than a small collective; else None.
+
+    A profiler that looks is shown the op.
+    """
+    run, op = _RUN.get(node.target), node.target
+    if run is None:
+        return None
+
+    def issue(*args: Any) -> torch.Tensor:
+        return op(*args) if torch.autograd._profiler_enabled() else run(*args)  # type: ignore[operator]
+
+    return issue
+
+
+_RUN: dict[Any, Callable[..., torch.Tensor]] = {}
+
+
+def _define(collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+    """An op with the arguments of a collective of torch's, done at once in shared memory."""
+    name = f"ftp::{collective._schema.name.partition('::')[2].removesuffix('_tensor').removesuffix('_into')}_in_memory"
+    schema = str(collective._schema)
+    torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
+    torch.library.impl(name, "CPU", run)
+    torch.library.register_fake(name, collective)
+    made = getattr(torch.ops.ftp, name.removeprefix("ftp::")).default
+    _RUN[made] = run
+    return made
+
+
+_IN_MEMORY = {
+    c10d.all_reduce.default: _define(c10d.all_reduce.default, lambda x, op, group: _groups[group].all_reduce(x, op)),
+    c10d.all_gather_into_tensor.default: _define(c10d.all_gather_into_tensor.default, lambda x, n, group: _groups[group].all_gather(x)),
+    c10d.reduce_scatter_tensor.default: _define(
+        c10d.reduce_scatter_tensor.default, lambda x, op, n, group: _groups[group].reduce_scatter(x, op)
+    ),
+    c10d.all_to_all_single.default: _define(c10d.all_to_all_single.default, lambda x, got, sent, group: _groups[group].all_to_all(x)),
+}
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    library = compiled(Path(__file__).with_name("shared_memory.c"), "ftp_collective")
+    if library is None:
+        return None
+    pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
+    library.ftp_collective.argtypes = [pointer, number, number, size, pointer, pointer, size, number, number, number, ctypes.c_double]
+    library.ftp_collective.restype = number
+    return library

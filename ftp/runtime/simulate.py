@@ -1,0 +1,141 @@
+"""Run the per-rank graphs of a program for all ranks in one process, in lockstep from collective to collective.
+
+A rank's program is a straight line, and all ranks issue the same collectives in the same order; a collective is done on the list of the
+ranks' tensors.
+"""
+
+import operator
+from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.ops.symmetric_memory import gather_products, product_scatter
+from ftp.partitioning.partition import LocalProgram
+
+c10d = torch.ops._c10d_functional
+
+Group = list[int]
+Outputs = tuple[torch.Tensor, ...]
+Issued = tuple[fx.Node, tuple[Any, ...]]
+
+
+def simulate(programs: Sequence[LocalProgram], inputs: Sequence[Sequence[Any]], groups: Mapping[str, Sequence[Group]]) -> list[Outputs]:
+    """Run every rank's program on its inputs (local tensors, then offsets).
+
+    Args:
+        groups: per mesh axis the groups of ranks that differ in that axis only, in order along it.
+
+    Returns:
+        Per rank its local outputs.
+    """
+    ranks = [_rank(p.gm.graph, given) for p, given in zip(programs, inputs, strict=True)]
+    results: list[Any] = [None] * len(ranks)
+    while True:
+        issued: list[Issued] = []
+        ended: list[Outputs] = []
+        for rank, result in zip(ranks, results, strict=True):
+            try:
+                issued.append(rank.send(result))
+            except StopIteration as end:
+                ended.append(end.value)
+        if not issued:
+            return ended
+        assert not ended and len({(node.target, node.meta["axis"]) for node, _ in issued}) == 1, (
+            "ranks of one plan issue the same collectives"
+        )
+        results = _run(issued, groups)
+
+
+def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outputs]:
+    """One rank's run: gives each collective's node and arguments, and is sent what this rank gets of it."""
+    nodes = list(graph.nodes)
+    last_use = _last_uses(nodes)
+    env: dict[fx.Node, Any] = {}
+    feed = iter(inputs)
+    for at, node in enumerate(nodes):
+        if node.op == "placeholder":
+            env[node] = next(feed)
+        elif node.op == "output":
+            break
+        else:
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+            if node.target is c10d.wait_tensor.default:
+                env[node] = args[0]  # type: ignore[index]
+            elif node.target in COLLECTIVES or node.target in BY_RANK:
+                env[node] = yield node, args
+            else:
+                env[node] = node.target(*args, **kwargs)  # type: ignore[operator]
+            del args, kwargs
+        for dead in last_use.get(at, ()):
+            del env[dead]
+    return tuple(fx.node.map_arg(nodes[-1].args[0], env.__getitem__))  # type: ignore[arg-type]
+
+
+def _run(issued: Sequence[Issued], groups: Mapping[str, Sequence[Group]]) -> list[Any]:
+    results: list[Any] = [None] * len(issued)
+    for group in groups[issued[0][0].meta["axis"]]:
+        node, args = issued[group[0]]
+        if (by_rank := BY_RANK.get(node.target)) is not None:
+            found = by_rank([issued[rank][1] for rank in group])
+        else:
+            found = COLLECTIVES[node.target]([issued[rank][1][0] for rank in group], *args[1:-1])
+        for rank, result in zip(group, found, strict=True):
+            results[rank] = result
+    return results
+
+
+def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
+    position = {node: at for at, node in enumerate(nodes)}
+    last: dict[int, list[fx.Node]] = {}
+    for node, at in position.items():
+        if node.op != "output":
+            last.setdefault(max((position[u] for u in node.users), default=at), []).append(node)
+    return last
+
+
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum}
+
+
+def _all_reduce(tensors: list[torch.Tensor], op: str) -> list[torch.Tensor]:
+    total = reduce(_REDUCE[op], tensors)
+    return [total] * len(tensors)
+
+
+def _all_gather(tensors: list[torch.Tensor], n: int) -> list[torch.Tensor]:
+    return [torch.cat(tensors)] * n
+
+
+def _reduce_scatter(tensors: list[torch.Tensor], op: str, n: int) -> list[torch.Tensor]:
+    return list(reduce(_REDUCE[op], tensors).chunk(n))
+
+
+def _all_to_all(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    parts = [t.split(sent) for t, _, sent, _ in calls]
+    return [torch.cat([p[rank] for p in parts]) for rank in range(len(calls))]
+
+
+def _gather_products(calls: list[tuple[Any, ...]]) -> list[list[torch.Tensor]]:
+    _, _, dim, keeps, *_ = calls[0]
+    whole = torch.cat([shard for shard, *_ in calls], dim)
+    return [[*([whole] if keeps else []), *(whole @ weight for weight in weights)] for _, weights, *_ in calls]
+
+
+def _product_scatter(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+    total = reduce(operator.add, [left @ right for left, right, *_ in calls])
+    return [part.contiguous() for part in total.chunk(len(calls), calls[0][2])]
+
+
+COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
+    c10d.all_reduce.default: _all_reduce,
+    c10d.all_gather_into_tensor.default: _all_gather,
+    c10d.reduce_scatter_tensor.default: _reduce_scatter,
+}
+# From the arguments of each rank, where these are not the same but for the tensor.
+BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
+    c10d.all_to_all_single.default: _all_to_all,
+    gather_products: _gather_products,
+    product_scatter: _product_scatter,
+}

@@ -1,0 +1,194 @@
+"""A rank's graph in pieces: what stands between two collectives is one, so that equal pieces, as of repeated layers, are compiled once.
+
+Little is lost by it: an op before a collective cannot be fused with one that needs its result.
+"""
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.philox import AS_TENSOR_OPS
+from ftp.passes.aliasing import WAIT, is_view, read_until
+from ftp.passes.onednn_matmuls import BY_ONEDNN
+
+aten = torch.ops.aten
+_KERNELS = {update.kernel for update in UPDATES.values()} | {aten._foreach_add_.Scalar}
+_PRODUCTS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Ops that are compiled together.
+
+    Attributes:
+        nodes: of the whole graph, in its order.
+        graph: takes ``inputs``, returns ``outputs`` and then the values of ``writes``.
+        inputs, outputs: nodes of the whole graph.
+        writes: ``(value, input)``: nodes of the whole graph, a value that is written to an input.
+    """
+
+    nodes: Sequence[fx.Node]
+    graph: fx.Graph = field(default_factory=fx.Graph)
+    inputs: list[fx.Node] = field(default_factory=list)
+    outputs: list[fx.Node] = field(default_factory=list)
+    writes: list[tuple[fx.Node, fx.Node]] = field(default_factory=list)
+
+    def values(self) -> list[torch.Tensor]:
+        """Fake tensors of the inputs."""
+        return [node.meta["val"] for node in self.inputs]
+
+    def key(self) -> str:
+        """Equal for pieces that one compilation serves."""
+        at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
+        lines = [f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}" for v in self.values()]
+        lines += [f"{n.op} {n.target} {map_arg((n.args, n.kwargs), at.__getitem__)}" for n in self.graph.nodes if n.op != "placeholder"]  # type: ignore[arg-type]
+        return "\n".join([*lines, *(f"to {self.inputs.index(old)}" for _, old in self.writes)])
+
+
+def split(graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]) -> list[Piece]:
+    """The pieces of a graph of `with_values`; what is in none, collectives and products alone, is to be run as it is.
+
+    A view is made anew in every piece that uses it, so that no two inputs of a piece share memory.
+
+    Args:
+        numbers: the values of inputs that are numbers, which become constants.
+        writes: value -> the input that it should be written to; left undone where a later piece still reads the input.
+    """
+    for node in list(graph.nodes):
+        for item in reversed(node.users):
+            if item.target is operator.getitem:
+                node.append(item)  # a piece returns tensors, not tuples of them
+    nodes = list(graph.nodes)
+    position = {node: at for at, node in enumerate(nodes)}
+    last = _last_reads(nodes, position)
+    runs: list[list[fx.Node]] = [[]]
+    for node in nodes:
+        if node.op != "call_function" or _stands_alone(node):
+            runs.append([])
+        else:
+            runs[-1].append(node)
+    runs = [
+        run
+        for run in runs
+        if any(not is_view(node) and node.target not in _PRODUCTS and node.target is not aten.detach.default for node in run)
+    ]
+    inside = {node for run in runs for node in run}
+    wholes = [sorted({*run, *(view for node in run for view in _views_behind(node))}, key=position.__getitem__) for run in runs]
+    needed = {x for node in nodes if node not in inside for x in node.all_input_nodes}
+    needed |= {x for whole in wholes for node in whole for x in node.all_input_nodes if x not in whole}
+    found = []
+    for run, whole in zip(runs, wholes, strict=True):
+        mine = set(run)
+        pairs = [(new, old) for new, old in writes.items() if new in mine and last[old] <= position[run[-1]]]
+        found.append(_piece(run, whole, [node for node in run if node in needed], pairs, numbers))
+    return found
+
+
+def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
+    """The numbers among a graph's inputs, and those that it computes from them."""
+    known = dict(inputs)
+    for node in graph.nodes:
+        target: Any = node.target
+        is_sum = node.op == "call_function" and getattr(target, "__module__", "") == "_operator" and target is not operator.getitem
+        if is_sum and all(x in known for x in node.all_input_nodes):
+            known[node] = target(*map_arg(node.args, known.__getitem__))  # type: ignore[misc, arg-type]
+    return known
+
+
+def _last_reads(nodes: Sequence[fx.Node], position: Mapping[fx.Node, int]) -> dict[fx.Node, int]:
+    """Per input where it or a view of it is last used, other than as an output."""
+    last: dict[fx.Node, int] = {}
+    for node in nodes:
+        for operand in node.all_input_nodes if node.op != "output" else ():
+            while operand.op == "call_function" and is_view(operand):
+                operand = operand.all_input_nodes[0]
+            last[operand] = max(last.get(operand, 0), read_until(node, position))
+    return last
+
+
+def _stands_alone(node: fx.Node) -> bool:
+    if "collective" in node.meta or node.target is WAIT or node.target in _KERNELS:
+        return True
+    if node.target is operator.getitem:
+        return _stands_alone(node.all_input_nodes[0])
+    if node.target in AS_TENSOR_OPS:
+        return is_drawn_by_itself(node)
+    return node.target not in _PRODUCTS and (not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten")
+
+
+def is_drawn_by_itself(node: fx.Node) -> bool:
+    """Whether random words come from compiled C, the faster on a CPU, and not from tensor operations that inductor makes one kernel of."""
+    return node.meta["val"].device.type == "cpu"
+
+
+def _views_behind(node: fx.Node) -> list[fx.Node]:
+    """The views that a node's operands are, and those that these are views of."""
+    found, stack = [], list(node.all_input_nodes)
+    while stack:
+        view = stack.pop()
+        if view.op == "call_function" and not _stands_alone(view) and is_view(view) and view.target is not operator.getitem:
+            (base, *_) = view.all_input_nodes
+            if _storage(view) == _storage(base):
+                found.append(view)
+                stack.append(base)
+    return found
+
+
+def _storage(node: fx.Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
+
+
+def _piece(
+    run: list[fx.Node],
+    whole: list[fx.Node],
+    outputs: list[fx.Node],
+    writes: list[tuple[fx.Node, fx.Node]],
+    numbers: Mapping[fx.Node, Any],
+) -> Piece:
+    written = {new for new, _ in writes}  # whoever needs them reads them from the input
+    piece, mine = Piece(run, outputs=[node for node in outputs if node not in written], writes=writes), set(whole)
+    env: dict[fx.Node, Any] = {}
+    operands = [x for node in whole for x in node.all_input_nodes if x not in mine]
+    for x in dict.fromkeys([*operands, *(old for _, old in writes)]):
+        if x in numbers:
+            env[x] = numbers[x]
+        else:
+            piece.inputs.append(x)
+            env[x] = piece.graph.placeholder(f"x{len(piece.inputs)}")
+    for node in whole:
+        args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
+        env[node] = piece.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    piece.graph.output(tuple(env[node] for node in (*piece.outputs, *(new for new, _ in writes))))
+    return piece
+
+
+def with_pieces(graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> fx.Graph:
+    """The graph with each piece as one call, which takes a list of its inputs and gives its outputs."""
+    place = {node: at for at, piece in enumerate(pieces) for node in piece.nodes}
+    new: fx.Graph = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    done: set[int] = set()
+    for node in graph.nodes:
+        at = place.get(node)
+        if at is None:
+            env[node] = new.node_copy(node, env.__getitem__)
+        elif at not in done:
+            done.add(at)
+            piece = pieces[at]
+            # By a call of its own, so that the list alone holds what is used here last, and the piece frees it as it goes.
+            given = new.call_function(_listed, tuple(env[x] for x in piece.inputs))
+            call = new.call_function(runs[at], (given,))
+            env.update({output: new.call_function(operator.getitem, (call, i)) for i, output in enumerate(piece.outputs)})
+            env.update({value: new.call_function(aten.detach.default, (env[old],)) for value, old in piece.writes})
+    return new
+
+
+def _listed(*values: Any) -> list[Any]:
+    return list(values)

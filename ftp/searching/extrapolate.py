@@ -1,0 +1,84 @@
+"""What a program of a few layers says of the same with many: seconds and bytes grow by what one layer adds."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ftp.planning.cost import Hardware
+from ftp.planning.layers.repeats import Folded, label
+from ftp.report.lowered import Lowered
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A step's seconds, a rank's bytes at the peak, and which part of the gradients there are then."""
+
+    seconds: float
+    nbytes: int
+    share: float
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an op of the program belongs: the layer, if any, and whether to a backward pass."""
+
+    layer: int | None
+    is_backward: bool
+
+
+def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Estimate:
+    """Of a program from which the layers of ``folded`` are left out, what it would be with them.
+
+    The layers left out lie between two that they are like: in time each adds what lies between the beginnings of those two, in memory too.
+    """
+    memory, cost = lowered.memory, lowered.cost(hardware)
+    grads = memory.totals.get("gradients", 0)
+    share = min(1.0, memory.parts.get("gradients", 0) / grads) if grads else 1.0
+    if folded is None or not folded.left_out:
+        return Estimate(float(cost), int(memory), share)
+    gone, t = folded.left_out, folded.stands_for
+    layers = label(lowered.plan.graph, folded.labels, folded.slices)
+    places = {node.name: _Place(layers.of.get(node), node.phase % 2 == 1) for node in lowered.plan.graph.nodes}
+    nowhere = _Place(None, False)
+    of = {node.name: places.get(node.meta.get("origin", ""), nowhere) for node in lowered.executed.nodes}
+
+    ops = sorted(cost.ops, key=lambda op: op.begin)
+    begin = _firsts([of.get(op.name, nowhere) for op in ops], t)
+    seconds = float(cost) + gone * _added([op.begin for op in ops], begin)
+
+    moments = memory.timeline
+    first = _firsts([of.get(m.op, nowhere) for m in moments], t)
+    live = [m.live for m in moments]
+    inputs = {node.name for node in lowered.plan.graph.inputs if layers.of.get(node) == t}
+    held = sum(nbytes for name, nbytes in lowered.input_bytes.items() if name in inputs)
+    kept = _between(live, first, False)
+    made = -_between(live, first, True)
+    # A moment sees of a layer left out what is held throughout, and what the passes have kept and made when they came by.
+    nbytes = 0
+    forward, backward = first(True, False), first(False, True)
+    for at, n in enumerate(live):
+        is_kept, is_made = forward is not None and at >= forward, backward is not None and at >= backward
+        nbytes = max(nbytes, n + gone * (held + is_kept * kept + is_made * made))
+    return Estimate(seconds, round(nbytes), share)
+
+
+_First = Callable[[bool, bool], int | None]
+
+
+def _firsts(places: Sequence[_Place], t: int) -> _First:
+    """Where the earlier or the later of the two layers begins its forward or backward pass."""
+    found: dict[tuple[bool, bool], int] = {}
+    for at, place in enumerate(places):
+        if place.layer in (t, t + 1):
+            found.setdefault((place.layer == t + 1, place.is_backward), at)
+    return lambda is_later, is_backward: found.get((is_later, is_backward))
+
+
+def _added(values: Sequence[float], first: _First) -> float:
+    """What a layer adds in both passes; in a backward pass the later layer comes first."""
+    return _between(values, first, False) - _between(values, first, True)
+
+
+def _between(values: Sequence[float], first: _First, is_backward: bool) -> float:
+    """From the beginning of the earlier layer's pass to that of the later one's."""
+    t, after = first(False, is_backward), first(True, is_backward)
+    return 0.0 if t is None or after is None else values[after] - values[t]

@@ -1,0 +1,348 @@
+"""Meshes: named axes, this process' place on them, and the process groups along them."""
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field, replace
+from datetime import timedelta
+from itertools import product
+from typing import Any, Literal, Self
+
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d as c10d
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from ftp.errors import MeshError
+from ftp.sharding.launcher import launched
+from ftp.sharding.process_group import (
+    DEVICE_TYPES,
+    NCCL_LONGER,
+    check_mesh_shape,
+    current_world,
+    default_device_type,
+    init_process_group,
+    product_groups,
+    require_device,
+    resolved_meshes,
+    set_group_timeout,
+    talks_nccl,
+    timeout_of,
+)
+
+
+@dataclass(frozen=True)
+class AbstractMesh:
+    """A mesh without processes or devices: enough to plan a program for any number of ranks.
+
+    >>> mesh = AbstractMesh((64, 16), ("dp", "tp"), device_type="cuda")
+    >>> mesh.axes, mesh.size()
+    ({'dp': 64, 'tp': 16}, 1024)
+
+    Source: JAX, ``jax.sharding.AbstractMesh``.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    device_type: str = "cpu"
+
+    def __post_init__(self):
+        object.__setattr__(self, "shape", _tuple(self.shape))
+        object.__setattr__(self, "axis_names", _tuple(self.axis_names))
+        check_mesh_shape(self.shape, self.axis_names, self.device_type, (*DEVICE_TYPES, "meta"), type(self).__name__)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by axis name, in order."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape)
+
+    def __getitem__(self, axis_names: str | tuple[str, ...]) -> Self:
+        """The mesh of some of the axes alone, in this mesh's order, as a DeviceMesh gives it.
+
+        >>> AbstractMesh((4, 2), ("dp", "tp"))["tp"]
+        AbstractMesh(shape=(2,), axis_names=('tp',), device_type='cpu')
+        """
+        names = _tuple(axis_names)
+        for name in names:
+            if name not in self.axis_names:
+                raise MeshError(f"The mesh has no axis {name!r}; its axes are {_describe(self.shape, self.axis_names)}.")
+        if not names or list(names) != [name for name in self.axis_names if name in names]:
+            raise MeshError(f"mesh[{axis_names!r}]: name axes of {_describe(self.shape, self.axis_names)} once each, in this order.")
+        return replace(self, shape=tuple(self.axes[name] for name in names), axis_names=names)
+
+
+@dataclass(frozen=True)
+class SimulatedMesh(AbstractMesh):
+    """A mesh whose ranks all live in this process: global arrays in, global arrays out."""
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """What the engine knows of a mesh, as a value; `resolve` makes it from any kind of mesh.
+
+    ``ranks`` are the global ranks, row-major, and ``rank`` is this process' own; both are of process meshes only.
+    Two meshes of the same ranks are equal within one life of the default process group, whatever groups they made.
+    """
+
+    shape: tuple[int, ...]
+    axis_names: tuple[str, ...]
+    device_type: str
+    kind: Literal["abstract", "simulated", "process"]
+    ranks: tuple[int, ...] = ()
+    rank: int = 0
+    world: int = 0
+    groups: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    torch: DeviceMesh | None = field(default=None, compare=False, repr=False)
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Sizes by axis name, in order."""
+        return dict(zip(self.axis_names, self.shape, strict=True))
+
+    def size(self) -> int:
+        """The number of ranks."""
+        return math.prod(self.shape)
+
+    @property
+    def coordinate(self) -> dict[str, int] | None:
+        """This process' position on each axis; None without processes and for a rank outside the mesh."""
+        return self.coordinates()[self.ranks.index(self.rank)] if self.rank in self.ranks else None
+
+    def coordinates(self) -> list[dict[str, int]]:
+        """The position of every rank, row-major.
+
+        >>> resolve(simulated_mesh((1, 2), ("dp", "tp"))).coordinates()
+        [{'dp': 0, 'tp': 0}, {'dp': 0, 'tp': 1}]
+        """
+        return [dict(zip(self.axis_names, at, strict=True)) for at in product(*map(range, self.shape))]
+
+    def group_name(self, axis: str, *others: str) -> str:
+        """The name that functional collectives along an axis take; of a process group, it differs from rank to rank.
+
+        Of the product of several axes it is one that stands for `product_group` until a run, as making a group takes all ranks.
+        """
+        for name in (axis, *others):
+            if name not in self.axis_names:
+                raise MeshError(f"The mesh has no axis {name!r}; its axes are {_describe(self.shape, self.axis_names)}.")
+        if self.kind != "process" or others:
+            return f"sim:{' × '.join((axis, *others))}"
+        require_coordinate(self)
+        return self.groups[self.axis_names.index(axis)]
+
+    def __str__(self) -> str:
+        return f"{_describe(self.shape, self.axis_names)} on {self.device_type}"
+
+
+AnyMesh = DeviceMesh | AbstractMesh | Mesh
+
+_current: ContextVar[Mesh | None] = ContextVar("ftp.sharding.mesh", default=None)
+
+
+def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None) -> DeviceMesh | SimulatedMesh:
+    """A mesh over all processes, or over simulated ranks where there are none.
+
+    It uses the default process group if one is initialised; else, where torchrun, srun or mpirun launched this process,
+    it initialises one; else the mesh is simulated. ``device_type`` defaults to the process group's, or to
+    the accelerator if there is one.
+
+    >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
+    {'dp': 2, 'tp': 4}
+    """
+    shape, axis_names = _tuple(shape), _tuple(axis_names)
+    device_type = device_type or default_device_type()
+    check_mesh_shape(shape, axis_names, device_type, DEVICE_TYPES, "make_mesh")
+    require_device(device_type, "make_mesh")
+    launch = launched()
+    if dist.is_initialized():
+        world = dist.get_world_size()
+    elif launch is not None:
+        world = launch.world
+    else:
+        return SimulatedMesh(shape, axis_names, device_type)
+    if math.prod(shape) != world:
+        raise MeshError(_wrong_size(shape, axis_names, world))
+    if not dist.is_initialized():
+        init_process_group(device_type=device_type)
+    if device_type == "cuda" and not torch.cuda.is_initialized():
+        # Of a process group that others initialised: processes beyond the devices share them, which gloo allows.
+        local_rank = dist.get_rank() if launch is None else launch.local_rank
+        torch.cuda.set_device(local_rank % torch.cuda.device_count())
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axis_names)
+    # torch gives the groups of the axes its own default of half an hour, not the default group's timeout.
+    if dist.get_backend() != "fake":
+        world_group = c10d._get_default_group()
+        set_group_timeout(mesh.get_all_groups(), timeout_of(world_group))
+    return mesh
+
+
+def simulated_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str = "cpu") -> SimulatedMesh:
+    """A mesh whose ranks are all simulated in this process, also under torchrun.
+
+    >>> simulated_mesh(3, "tp")
+    SimulatedMesh(shape=(3,), axis_names=('tp',), device_type='cpu')
+    """
+    mesh = SimulatedMesh(_tuple(shape), _tuple(axis_names), device_type)
+    require_device(device_type, "simulated_mesh")
+    return mesh
+
+
+@contextmanager
+def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
+    """Supplies ``mesh`` to every call inside that is not given one.
+
+    >>> with use_mesh(simulated_mesh((2,), ("tp",))):
+    ...     resolve(None).axes
+    {'tp': 2}
+    """
+    token = _current.set(resolve(mesh))
+    try:
+        yield mesh
+    finally:
+        _current.reset(token)
+
+
+def resolve(mesh: AnyMesh | None) -> Mesh:
+    """The engine's view of a mesh; ``None`` takes that of the surrounding `use_mesh`."""
+    if isinstance(mesh, Mesh):
+        return mesh
+    if mesh is None:
+        current = _current.get()
+        if current is None:
+            raise MeshError(
+                "No mesh is given. Pass one, as ftp.make_mesh((2, 4), ('dp', 'tp')), or call inside `with ftp.use_mesh(mesh):`."
+            )
+        return current
+    if isinstance(mesh, AbstractMesh):
+        return Mesh(mesh.shape, mesh.axis_names, mesh.device_type, "simulated" if isinstance(mesh, SimulatedMesh) else "abstract")
+    if not isinstance(mesh, DeviceMesh):
+        raise MeshError(
+            f"A mesh is a torch DeviceMesh, an ftp.AbstractMesh, or what ftp.make_mesh or simulated_mesh made, not a {type(mesh).__name__}."
+        )
+    known = resolved_meshes.get(mesh)
+    if known is None or known.world != current_world():
+        known = resolved_meshes[mesh] = _resolve_device_mesh(mesh)
+    return known
+
+
+def require_coordinate(mesh: Mesh) -> dict[str, int]:
+    """This process' position on a mesh of processes; an error if it has none."""
+    if mesh.kind != "process":
+        raise MeshError(f"The mesh {mesh} is {mesh.kind}: it has no processes, so no rank has a place on it.")
+    coordinate = mesh.coordinate
+    if coordinate is None:
+        raise MeshError(
+            f"Rank {mesh.rank} is not on the mesh {mesh}, which holds ranks {_shortened(mesh.ranks)}."
+            f" Call the step on those ranks only, or make a mesh that includes rank {mesh.rank}."
+        )
+    return coordinate
+
+
+def require_alive(mesh: Mesh) -> None:
+    """An error for a mesh of processes whose process group is destroyed, and perhaps replaced."""
+    if mesh.kind == "process" and (not dist.is_initialized() or current_world() != mesh.world):
+        raise MeshError(
+            f"The process group of the mesh {mesh} is destroyed. Make the mesh, and the steps on it, anew after init_process_group."
+        )
+
+
+def set_timeout(mesh: Mesh, seconds: float) -> None:
+    """Sets how long a collective on the mesh waits for a missing rank.
+
+    NCCL's own thread ends the process after that time: it waits longer, so that ranks find out first
+    who is missing.
+    """
+    if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
+        longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
+        set_group_timeout(process_groups(mesh), timedelta(seconds=seconds + longer))
+
+
+def mesh_device(mesh: Mesh) -> torch.device:
+    """The device that this process computes on, with its number where it is a GPU that is there."""
+    if mesh.device_type == "cuda" and mesh.kind != "abstract" and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(mesh.device_type)
+
+
+def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
+    """``rank``, one of ``ranks``; True and 1.0 are none, though they equal one."""
+    is_int = hasattr(rank, "__index__") and not isinstance(rank, bool)
+    if not is_int or rank not in ranks:
+        kind = "" if is_int else f", a {type(rank).__name__},"
+        raise MeshError(f"{name}={rank!r}{kind} is no rank of {where}, which holds ranks {ranks[0]} to {ranks[-1]}.")
+    return int(rank)
+
+
+def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
+    """This rank's groups along the axes, and over those products of axes for which there is one."""
+    assert mesh.torch is not None
+    return [*mesh.torch.get_all_groups(), *(group for (of, _), group in product_groups.items() if of == mesh)]
+
+
+def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
+    """This rank's group over the product of some axes; all ranks of the mesh ask for it together when it is first made."""
+    key = mesh, tuple(axes)
+    if key not in product_groups:
+        here = require_coordinate(mesh)
+        at = zip(mesh.ranks, mesh.coordinates(), strict=True)
+        ranks = [rank for rank, there in at if all(there[a] == here[a] for a in mesh.axis_names if a not in axes)]
+        group = dist.new_group(ranks, use_local_synchronization=True)
+        assert isinstance(group, dist.ProcessGroup) and mesh.torch is not None
+        if dist.get_backend() != "fake":
+            set_group_timeout([group], timeout_of(mesh.torch.get_group(axes[0])))
+        product_groups[key] = group
+    return product_groups[key]
+
+
+def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
+    names = mesh.mesh_dim_names
+    if names is None:
+        example = ("dp", "tp", "pp", "cp", "ep")[: mesh.ndim]
+        raise MeshError(
+            f"The DeviceMesh of shape {tuple(mesh.shape)} has no axis names. Make it with mesh_dim_names={example}, one for each dim."
+        )
+    shape, device_type = tuple(mesh.shape), mesh.device_type
+    check_mesh_shape(shape, names, device_type, DEVICE_TYPES, "DeviceMesh")
+    ranks = tuple(mesh.mesh.flatten().tolist())
+    resolved = Mesh(shape, tuple(names), device_type, "process", ranks, mesh.get_rank(), current_world(), (), mesh)
+    coordinate = resolved.coordinate
+    if coordinate is None:
+        return resolved
+    groups = []
+    for dim, name in enumerate(names):
+        line = mesh.mesh[tuple(slice(None) if d == dim else coordinate[n] for d, n in enumerate(names))].tolist()
+        group = mesh.get_group(dim)
+        if (order := dist.get_process_group_ranks(group)) != line:
+            raise MeshError(
+                f"Along axis {name!r} the DeviceMesh holds ranks {line}, but their process group has them as {order}, so that"
+                " gathered shards would come out of order. Make the mesh of ranks that ascend along each axis."
+            )
+        groups.append(group.group_name)
+    return Mesh(shape, tuple(names), device_type, "process", ranks, resolved.rank, resolved.world, tuple(groups), mesh)
+
+
+def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int) -> str:
+    need = math.prod(shape)
+    message = f"The mesh {_describe(shape, axis_names)} takes {need} ranks, but the world has {world}."
+    for dim in reversed(range(len(shape))):
+        rest = need // shape[dim]
+        if world % rest == 0:
+            fitting = (*shape[:dim], world // rest, *shape[dim + 1 :])
+            return f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give shape {fitting}."
+    return f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give sizes whose product is {world}."
+
+
+def _describe(shape: Sequence[int], axis_names: Sequence[str]) -> str:
+    return "(" + ", ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True)) + ")"
+
+
+def _shortened(ranks: Sequence[int]) -> str:
+    return str(list(ranks)) if len(ranks) <= 16 else f"[{', '.join(map(str, ranks[:8]))}, ..., {ranks[-1]}]"
+
+
+def _tuple(given) -> tuple:
+    return (given,) if isinstance(given, int | str) else tuple(given)

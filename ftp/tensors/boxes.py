@@ -1,0 +1,146 @@
+"""Boxes: the rectangular parts of a tensor that a rank holds, who holds the same, and where two of them meet."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import accumulate, product
+from math import prod
+
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import PartitionSpec, Piece, local_pieces
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, order=True)
+class Box:
+    """``size`` elements from ``start`` on along each dim of a global tensor."""
+
+    start: Shape
+    size: Shape
+
+    @property
+    def numel(self) -> int:
+        return prod(self.size)
+
+    def meet(self, other: "Box") -> "Box | None":
+        """What both cover, if they have an element in common.
+
+        >>> Box((0, 0), (4, 4)).meet(Box((2, 3), (4, 4)))
+        Box(start=(2, 3), size=(2, 1))
+        """
+        start = tuple(map(max, self.start, other.start))
+        stop = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
+        size = tuple(b - a for a, b in zip(start, stop, strict=True))
+        return Box(start, size) if all(n > 0 for n in size) else None
+
+    def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
+        """The box within a tensor whose first element lies at ``origin``.
+
+        >>> Box((2, 3), (2, 1)).slices((2, 0))
+        (slice(0, 2, None), slice(3, 4, None))
+        """
+        return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.start, self.size, origin, strict=True))
+
+    def split(self, numel: int) -> list["Box"]:
+        """Boxes of at most ``numel`` elements that make up this one, in order.
+
+        >>> [b.start for b in Box((0, 0), (2, 5)).split(3)]
+        [(0, 0), (0, 3), (1, 0), (1, 3)]
+        """
+        if self.numel <= numel:
+            return [self]
+        # Whole rows of the inner dims as far as they fit, then a part of one dim, then one index at a time of the outer ones.
+        dim, inner = len(self.size) - 1, 1
+        while inner * self.size[dim] <= numel:
+            inner *= self.size[dim]
+            dim -= 1
+        step = max(1, numel // inner)
+        found = []
+        for at in product(*(range(a, a + n) for a, n in zip(self.start[:dim], self.size[:dim], strict=True))):
+            for a in range(0, self.size[dim], step):
+                start = (*at, self.start[dim] + a, *self.start[dim + 1 :])
+                found.append(Box(start, (*(1,) * dim, min(step, self.size[dim] - a), *self.size[dim + 1 :])))
+        return found
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of the global tensor, and where in the local shard it begins."""
+
+    box: Box
+    origin: Shape
+
+    def slices(self, box: Box) -> tuple[slice, ...]:
+        """Where in the shard ``box``, which lies within this part, is."""
+        return box.slices(tuple(a - o for a, o in zip(self.box.start, self.origin, strict=True)))
+
+
+def whole(shape: Sequence[int]) -> Box:
+    """All of a tensor."""
+    return Box((0,) * len(shape), tuple(shape))
+
+
+def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
+    """The positions of two boxes that have an element in common, if any two do.
+
+    >>> first_overlap([Box((0,), (4,)), Box((4,), (4,)), Box((2,), (4,))])
+    (0, 2)
+    """
+    if len(boxes) < 2:
+        return None
+    # A sweep along the dim of the most starts: a box is compared with those that reach past it.
+    dim = max(range(len(boxes[0].start)), key=lambda d: len({b.start[d] for b in boxes}), default=None)
+    if dim is None:
+        return 0, 1
+    order = sorted((i for i, box in enumerate(boxes) if box.numel), key=lambda i: boxes[i].start[dim])
+    open_: list[int] = []
+    for i in order:
+        open_ = [j for j in open_ if boxes[j].start[dim] + boxes[j].size[dim] > boxes[i].start[dim]]
+        if (j := next((j for j in open_ if boxes[j].meet(boxes[i])), None)) is not None:
+            return min(i, j), max(i, j)
+        open_.append(i)
+    return None
+
+
+def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
+    """The parts of a shard made of these pieces of each dim; none of an empty one.
+
+    >>> [(p.box.start, p.origin) for p in parts_of([[(2, 4), (6, 8)], [(0, 3)]])]
+    [((2, 0), (0, 0)), ((6, 0), (2, 0))]
+    """
+    starts = [list(accumulate((b - a for a, b in p), initial=0)) for p in pieces]
+    found = []
+    for at in product(*(range(len(p)) for p in pieces)):
+        held = [pieces[d][k] for d, k in enumerate(at)]
+        box = Box(tuple(a for a, _ in held), tuple(b - a for a, b in held))
+        if box.numel:
+            found.append(Part(box, tuple(starts[d][k] for d, k in enumerate(at))))
+    return found
+
+
+@lru_cache(maxsize=4096)
+def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[Part, ...], ...]:
+    """The parts that each rank of a mesh holds, in the order of its ranks; on a simulated mesh the one process holds all."""
+    if mesh.kind != "process":
+        return (tuple(parts_of([[(0, n)] for n in shape])),)
+    return tuple(
+        tuple(parts_of([_joined(p, n) for p, n in zip(local_pieces(spec, shape, mesh.axes, at), shape, strict=True)]))
+        for at in mesh.coordinates()
+    )
+
+
+@lru_cache(maxsize=4096)
+def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[int, ...]]:
+    """Every box that ranks of the mesh hold, and the positions of those ranks."""
+    found: dict[Box, list[int]] = {}
+    for position, parts in enumerate(parts_on(mesh, spec, shape)):
+        for part in parts:
+            found.setdefault(part.box, []).append(position)
+    return {box: tuple(positions) for box, positions in found.items()}
+
+
+def _joined(pieces: Sequence[Piece], size: int) -> Sequence[Piece]:
+    """One piece where they make up the dim in order; joined further, boxes of ranks that share units would not be equal."""
+    ends = [0, *(b for _, b in pieces)]
+    return [(0, size)] if ends[-1] == size and all(a == end for (a, _), end in zip(pieces, ends, strict=False)) else pieces

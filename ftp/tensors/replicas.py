@@ -1,0 +1,133 @@
+"""Copies that ranks should share, compared: digests of tensors by a few small reductions; who differs is asked only if one does."""
+
+import json
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftp.distributed.agreement import Calls, calls
+from ftp.errors import ReplicaError, join_failures
+from ftp.sharding.dtensor_placements import specs_of_any
+from ftp.sharding.mesh import AnyMesh, Mesh, mesh_device, resolve
+from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
+from ftp.sharding.spec import PartitionSpec
+
+_CHUNK = 1 << 16  # elements, so that a chunk's integers stay in a core's cache
+_INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def check_replicas(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, step: int | None = None) -> None:
+    """Raises on every rank where ranks hold different copies of what they should share: replicated values that drifted apart.
+
+    A digest of every shard is compared along the axes that do not cut the tensor. It reads each shard once and sends 16 bytes a
+    tensor along each axis. All ranks of the mesh call it together; without processes there is nothing to compare.
+
+    Args:
+        tree: what this rank holds; leaves that are no tensors are passed over.
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
+        step: the number of the step, for the message.
+
+    Raises:
+        ReplicaError: naming each path, the ranks that differ from most of those which share it, and the step.
+
+    >>> import ftp
+    >>> check_replicas({"w": torch.ones(4)}, ftp.simulated_mesh((2,), ("dp",)), step=100)
+    """
+    m = resolve(mesh)
+    leaves = flatten(tree)[0]
+    leaf_specs = broadcast_specs(specs_of_any(PartitionSpec() if specs is None else specs, tree, m), tree, "tree")
+    if m.kind != "process" or m.size() == 1:
+        return
+    record = calls(m)
+    with record.running(f"check_replicas of {len(leaves)} leaves of specs {', '.join(map(str, leaf_specs))}"):
+        compare_copies(leaves, leaf_specs, leaf_names(tree, "tree"), m, record, "" if step is None else f" at step {step}")
+
+
+def compare_copies(
+    leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh, record: Calls, when: str = ""
+) -> None:
+    """`check_replicas` of leaves, inside of a call that all ranks have begun."""
+    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
+    if mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake" or not chosen:
+        return
+    assert mesh.torch is not None
+    # Tensors of the host may be among them, which NCCL does not take.
+    mine = torch.stack([digest(leaves[i]).to(mesh_device(mesh)) for i in chosen])
+    differs = torch.zeros(1, dtype=torch.int64, device=mine.device)
+    for axis in mesh.axis_names:
+        shared = [k for k, i in enumerate(chosen) if axis not in specs[i].axes]
+        if shared and mesh.axes[axis] > 1:
+            # Of one number and its complement the maxima are complements where all have the same.
+            both = torch.stack([mine[shared], ~mine[shared]])
+            dist.all_reduce(both, dist.ReduceOp.MAX, mesh.torch.get_group(axis))
+            differs |= (both[0] != ~both[1]).any()
+    for axis in mesh.axis_names:
+        dist.all_reduce(differs, dist.ReduceOp.MAX, mesh.torch.get_group(axis))
+    if not differs.item():
+        return
+    everyone = [json.loads(text) for text in record.exchange("digests", json.dumps(mine.tolist()))]
+    found = dict(zip(mesh.ranks, everyone, strict=True))
+    failures = []
+    for k, i in enumerate(chosen):
+        failures += _odd_ranks({rank: d[k] for rank, d in found.items()}, specs[i], names[i], mesh, when)
+    raise ReplicaError(join_failures([*failures, "Give the ranks that share a value one copy: ftp.device_put(tree, mesh, specs, src=0)."]))
+
+
+def digest(x: Tensor) -> Tensor:
+    """64 bits of a tensor's bytes in order, 0-d on its device; tensors that differ in one element never have the same.
+
+    >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
+    tensor(False)
+    """
+    x = x.detach()
+    x = (torch.view_as_real(x.resolve_conj()) if x.is_complex() else x).contiguous().reshape(-1)
+    integers = x.view(_INTEGERS[x.element_size()])
+    total = torch.zeros((), dtype=torch.int64, device=x.device)
+    for chunk, start in enumerate(range(0, integers.numel(), _CHUNK)):
+        part = integers[start : start + _CHUNK].long()
+        total += (part * _weights(str(x.device))[: part.numel()]).sum() * _odd(chunk)
+    return total
+
+
+@lru_cache(maxsize=8)
+def _weights(device: str) -> Tensor:
+    """Odd numbers without a pattern: what a change of one element adds to the sum cannot vanish modulo 2^64."""
+    return torch.tensor([_odd(i) for i in range(_CHUNK)], dtype=torch.int64, device=device)
+
+
+def _odd(i: int) -> int:
+    """The finalizer of SplitMix64, made odd, as a signed number. Source: Steele, Lea and Flood (2014)."""
+    z = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+    z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+    z = (z ^ z >> 31) | 1
+    return z - 2**64 if z >= 2**63 else z
+
+
+def _odd_ranks(digests: Mapping[int, int], spec: PartitionSpec, name: str, mesh: Mesh, when: str) -> list[str]:
+    """A sentence for every set of ranks that should share a tensor and do not."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
+        groups.setdefault(tuple(i for axis, i in at.items() if axis in spec.axes), []).append(rank)
+    failures = []
+    for ranks in groups.values():
+        held = [digests[rank] for rank in ranks]
+        most = max(held, key=lambda d: (held.count(d), -held.index(d)))
+        odd = [rank for rank, d in zip(ranks, held, strict=True) if d != most]
+        if odd:
+            like = [rank for rank in ranks if rank not in odd]
+            where = f", of spec {spec}," if spec else ""
+            failures.append(
+                f"{name}{where} is not the same{when} on ranks that share it: {_listed(odd)} differ{'s' * (len(odd) == 1)}"
+                f" from {_listed(like)}."
+            )
+    return failures
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    names = ", ".join(map(str, ranks[:8])) + (", ..." if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {names}"

@@ -1,0 +1,190 @@
+"""Moving boxes of tensors from the ranks that hold them to those that need them, in rounds of bounded size."""
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.tensors.boxes import Box, Part, Shape, parts_on
+
+ALIGNMENT = 16  # bytes; an element of any dtype may begin there
+DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time where no bound is given
+
+
+@dataclass(frozen=True)
+class Moving:
+    """A tensor that moves: its global shape and dtype, where it lies and where it shall lie."""
+
+    shape: Shape
+    dtype: torch.dtype
+    old: PartitionSpec
+    new: PartitionSpec
+
+    def nbytes(self, box: Box) -> int:
+        """What a box takes in a message."""
+        return -(-box.numel * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One box of one tensor on its way between two ranks of the world."""
+
+    tensor: int
+    box: Box
+    source: int
+    target: int
+
+
+def members(mesh: Mesh, world: Sequence[int]) -> tuple[int, ...]:
+    """The ranks of the world that hold what lies on a mesh; a simulated one lies in each of them."""
+    return mesh.ranks if mesh.kind == "process" else tuple(world)
+
+
+def position(mesh: Mesh, rank: int) -> int | None:
+    """Where in the tables of `parts_on` a rank of the world finds itself."""
+    if mesh.kind != "process":
+        return 0
+    return mesh.ranks.index(rank) if rank in mesh.ranks else None
+
+
+@lru_cache(maxsize=4096)
+def routes(
+    old: Mesh, new: Mesh, before: PartitionSpec, after: PartitionSpec, shape: Shape, world: tuple[int, ...]
+) -> tuple[tuple[Box, int, int], ...]:
+    """``(box, source, target)`` of all that the new ranks need: from the rank itself where it holds it, else from one that does.
+
+    Ranks that hold the same take turns, so that none of them sends to all.
+    """
+    holding: dict[Box, list[int]] = defaultdict(list)
+    for rank in members(old, world):
+        for part in parts_on(old, before, shape)[position(old, rank) or 0]:
+            holding[part.box].append(rank)
+    found = []
+    for turn, target in enumerate(members(new, world)):
+        for part in parts_on(new, after, shape)[position(new, target) or 0]:
+            for held, sources in holding.items():
+                if box := held.meet(part.box):
+                    found.append((box, target if target in sources else sources[turn % len(sources)], target))
+    return tuple(found)
+
+
+def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) -> list[list[Piece]]:
+    """The pieces, cut so that no rank sends and receives more than ``max_bytes`` in a round; alike on every rank.
+
+    >>> w = Moving((8,), torch.float32, PartitionSpec("tp"), PartitionSpec())
+    >>> [[p.box.start for p in r] for r in rounds([Piece(0, Box((0,), (8,)), 0, 1)], [w], 16)]
+    [[(0,)], [(4,)]]
+    """
+    # Small enough for several peers in one round.
+    limit = max(ALIGNMENT, max_bytes // 4 // ALIGNMENT * ALIGNMENT) if max_bytes >= 4 * ALIGNMENT else max_bytes // ALIGNMENT * ALIGNMENT
+    found: list[list[Piece]] = []
+    room: list[dict[int, int]] = []
+    first: dict[int, int] = defaultdict(int)  # of each rank the first round that may have room
+    for piece in pieces:
+        m = moving[piece.tensor]
+        for box in piece.box.split(max(1, limit // m.dtype.itemsize)):
+            nbytes, at = m.nbytes(box), max(first[piece.source], first[piece.target])
+            while at < len(room) and min(room[at].get(r, max_bytes) for r in (piece.source, piece.target)) < nbytes:
+                at += 1
+            if at == len(room):
+                found.append([])
+                room.append({})
+            found[at].append(Piece(piece.tensor, box, piece.source, piece.target))
+            for rank in (piece.source, piece.target):
+                room[at][rank] = room[at].get(rank, max_bytes) - nbytes
+                while first[rank] < len(room) and room[first[rank]].get(rank, max_bytes) < ALIGNMENT:
+                    first[rank] += 1
+    return found
+
+
+def move(
+    moving: Sequence[Moving],
+    shards: Sequence[Tensor | None],
+    old: Mesh,
+    new: Mesh,
+    world: tuple[int, ...],
+    rank: int,
+    device: torch.device,
+    max_bytes: int | None,
+    to: torch.device | None = None,
+) -> list[Tensor | None]:
+    """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of ``world`` call it, with equal ``moving``.
+
+    Args:
+        shards: this rank's on the old mesh.
+        world: the ranks of either mesh, ascending.
+        device: where messages are; ``to`` where the new shards are, if elsewhere.
+        max_bytes: the most that messages hold at a time, sent and received; at least 16.
+    """
+    here, there = position(old, rank), position(new, rank)
+    arrived: list[Tensor | None] = [None] * len(moving)
+    pieces = []
+    for i, m in enumerate(moving):
+        if there is not None:
+            coordinate = new.coordinates()[there] if new.kind == "process" else None
+            shape = m.shape if coordinate is None else local_shape(m.new, m.shape, new.axes, coordinate)
+            arrived[i] = torch.empty(shape, dtype=m.dtype, device=to or device)
+        for box, source, target in routes(old, new, m.old, m.new, m.shape, world):
+            if source != target:
+                pieces.append(Piece(i, box, source, target))
+            elif rank == target:
+                _view(arrived[i], parts_on(new, m.new, m.shape)[there or 0], box).copy_(
+                    _view(shards[i], parts_on(old, m.old, m.shape)[here or 0], box)
+                )
+    for turn in rounds(pieces, moving, DEFAULT_BYTES if max_bytes is None else max_bytes):
+        if mine := [p for p in turn if rank in (p.source, p.target)]:
+            _exchange(mine, moving, shards, arrived, old, new, rank, device)
+    return arrived
+
+
+def _exchange(
+    pieces: Sequence[Piece],
+    moving: Sequence[Moving],
+    shards: Sequence[Tensor | None],
+    arrived: Sequence[Tensor | None],
+    old: Mesh,
+    new: Mesh,
+    rank: int,
+    device: torch.device,
+) -> None:
+    """One round: a message for each pair of ranks. What it allocates is gone when it returns."""
+    sizes: dict[tuple[int, int], int] = defaultdict(int)
+    for p in pieces:
+        sizes[p.source, p.target] += moving[p.tensor].nbytes(p.box)
+    messages = {pair: torch.empty(size, dtype=torch.uint8, device=device) for pair, size in sizes.items()}
+    for p, slot in _slots(pieces, moving, messages):
+        if p.source == rank:
+            m = moving[p.tensor]
+            slot.copy_(_view(shards[p.tensor], parts_on(old, m.old, m.shape)[position(old, rank) or 0], p.box))
+    calls = [
+        dist.P2POp(dist.isend, message, target) if source == rank else dist.P2POp(dist.irecv, message, source)
+        for (source, target), message in messages.items()
+    ]
+    for work in dist.batch_isend_irecv(calls):
+        work.wait()
+    for p, slot in _slots(pieces, moving, messages):
+        if p.target == rank:
+            m = moving[p.tensor]
+            _view(arrived[p.tensor], parts_on(new, m.new, m.shape)[position(new, rank) or 0], p.box).copy_(slot)
+
+
+def _slots(pieces: Sequence[Piece], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+    """Where in the messages each piece is, shaped and typed as it is."""
+    begin: dict[tuple[int, int], int] = defaultdict(int)
+    for p in pieces:
+        m, pair = moving[p.tensor], (p.source, p.target)
+        raw = messages[pair][begin[pair] : begin[pair] + p.box.numel * m.dtype.itemsize]
+        begin[pair] += m.nbytes(p.box)
+        yield p, raw.view(m.dtype).view(p.box.size)
+
+
+def _view(shard: Tensor | None, parts: Sequence[Part], box: Box) -> Tensor:
+    """``box`` within this rank's shard."""
+    assert shard is not None
+    return next(shard[part.slices(box)] for part in parts if part.box.meet(box) == box)

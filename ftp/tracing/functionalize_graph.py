@@ -1,0 +1,284 @@
+"""From what was recorded to a functional graph: no writes, no attributes, captured tensors as inputs."""
+
+import functools
+import re
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx.node import map_arg
+
+from ftp.errors import TraceError, join_failures
+from ftp.tracing.explain_errors import LEAKED, at_line
+from ftp.tracing.recorder import Recorder, record
+
+aten = torch.ops.aten
+
+
+def writes(node: fx.Node) -> list[fx.Node]:
+    """The values that a node writes to."""
+    written: list[fx.Node] = []
+    for i, name in _written_arguments(node.target) if node.op == "call_function" else ():
+        map_arg(node.args[i] if i < len(node.args) else node.kwargs.get(name), written.append)  # type: ignore[arg-type]
+    return written
+
+
+@functools.cache
+def _written_arguments(target: Any) -> list[tuple[int, str]]:
+    if not isinstance(target, OpOverload):
+        return []
+    written = (argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments)
+    return [(i, a.name) for i, (a, is_written) in enumerate(zip(target._schema.arguments, written, strict=True)) if is_written]
+
+
+def storages(node: fx.Node) -> set[int]:
+    val = node.meta.get("val")
+    vals = val if isinstance(val, list | tuple) else [val]
+    return {v.untyped_storage()._cdata for v in vals if isinstance(v, Tensor)}
+
+
+def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
+    """The graph without in-place ops, of which torch's own formulas for gradients have some."""
+    if not any(writes(n) for n in gm.graph.nodes):
+        return gm
+    if not _rename_writes(gm.graph, recorder.mode):
+        gm = _replay_functional(gm, recorder)
+    left = [n for n in gm.graph.nodes if writes(n)]
+    if left:
+        raise TraceError(
+            join_failures(
+                f"{n.target} writes to its argument{at_line(n.meta['source'])} and has no form that returns a new tensor." for n in left
+            )
+        )
+    return gm
+
+
+def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
+    """In-place ops on values that have no views as ops that return the new value; False, and nothing changed, where that is not enough."""
+    sharing: dict[int, list[fx.Node]] = {}
+    for node in graph.nodes:
+        for storage in storages(node):
+            sharing.setdefault(storage, []).append(node)
+    new_targets: dict[fx.Node, OpOverload] = {}
+    dtypes: dict[tuple[OpOverload, str, str], torch.dtype] = {}
+    for node in graph.nodes:
+        if not (written := writes(node)):
+            continue
+        group = [n for s in storages(written[0]) for n in sharing[s]]
+        target = _returning(node.target)
+        plain = group[0].op == "call_function" and all(n is group[0] or (writes(n) and n.args[0] in group) for n in group)
+        if target is None or not plain or len(written) != 1 or node.args[0] is not written[0]:
+            return False
+        operands = {n: f"%{i}" for i, n in enumerate(node.all_input_nodes)}
+        metas = [(n.meta["val"].shape, n.meta["val"].dtype) for n in operands]
+        call = (target, str(map_arg((node.args, node.kwargs), operands.__getitem__)), str(metas))  # type: ignore[arg-type]
+        if call not in dtypes:
+            with mode:
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: n.meta["val"])  # type: ignore[misc]
+                dtypes[call] = target(*args, **kwargs).dtype
+        # The value written to keeps its dtype; a new one may be promoted.
+        if dtypes[call] != node.meta["val"].dtype:
+            return False
+        new_targets[node] = target
+    latest: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        if any(n in latest for n in node.all_input_nodes):
+            node.args = map_arg(node.args, lambda n: _newest(latest, n))
+            node.kwargs = map_arg(node.kwargs, lambda n: _newest(latest, n))
+        if node in new_targets:
+            node.target = new_targets[node]
+            latest[node.args[0]] = node  # type: ignore[index]
+    return True
+
+
+def _newest(latest: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
+    while node in latest:
+        node = latest[node]
+    return node
+
+
+@functools.cache
+def _returning(target: Any) -> OpOverload | None:
+    """``aten.add.Tensor`` of ``aten.add_.Tensor``, ``aten.pow.Tensor_Scalar`` of ``aten.pow_.Scalar``."""
+    namespace, name = target._schema.name.split("::")
+    if not name.endswith("_") or name.endswith("__"):
+        return None
+    packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
+    overloads = [] if packet is None else sorted(packet.overloads(), key=lambda o: o != target._overloadname)  # its namesake first
+    for found in (getattr(packet, o) for o in overloads):
+        if not found._schema.is_mutable and _takes(found) == _takes(target):
+            return found
+    return None
+
+
+def _takes(target: OpOverload) -> list[tuple[str, str]]:
+    return [(a.name, str(a.type)) for a in target._schema.arguments]
+
+
+def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+
+    class Replay(fx.Interpreter):
+        def run_node(self, n: fx.Node) -> Any:
+            recorder.replayed = n.meta
+            return super().run_node(n)
+
+    def flat(*values: Tensor) -> Any:
+        with recorder.recording():
+            return Replay(gm).run(*values)
+
+    with recorder.mode:
+        new = record(torch.func.functionalize(flat, remove="mutations"), [n.meta["val"] for n in placeholders])
+    for old, node in zip(placeholders, (n for n in new.graph.nodes if n.op == "placeholder"), strict=True):
+        node.meta |= {k: v for k, v in old.meta.items() if k == "ftp_constant"}
+    return new
+
+
+_ALIASES = {
+    aten._conj.default,
+    aten.alias.default,
+    aten.detach.default,
+    aten.lift.default,
+    aten.lift_fresh.default,
+    aten.lift_fresh_copy.default,
+    aten.positive.default,
+}
+
+
+_EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
+
+
+def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
+    """One name for each thing: no aliases, fills as constants, dims counted from the front, devices without an index, nothing unused.
+
+    Some kernels read the size of a negative dim from memory that is not the tensor's, and raise by chance where a shard is empty.
+    """
+    graph = gm.graph
+    for node in list(graph.nodes):
+        node.meta.setdefault("source", "")
+        if node.op != "call_function":
+            continue
+        target = node.target
+        if target in _ALIASES and not (target is aten._conj.default and node.meta["val"].is_complex()):
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+            continue
+        if target in (aten._unsafe_view.default, aten._reshape_alias.default):
+            node.target, node.args = aten.view.default, node.args[:2]
+        elif target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # a number beside what torch.vmap maps over
+            node.target, node.args = aten.full.default, ([], node.args[0])
+            node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
+        elif target is aten._efficientzerotensor.default:  # autograd's zero without memory, which a rank's program writes out
+            node.target = aten.zeros.default
+        elif target in (aten.fill.Scalar, aten.zero.default):
+            of = node.args[0]
+            if of.target in _EMPTY_LIKE and of.args[0].meta["val"].shape == node.meta["val"].shape:
+                of = of.args[0]
+            node.target, node.args = aten.full_like.default, (of, node.args[1] if len(node.args) > 1 else 0)
+            node.kwargs = {} if of.meta["val"].dtype == node.meta["val"].dtype else {"dtype": node.meta["val"].dtype}
+        elif target is aten.copy.default and _alike(node, node.args[1]):
+            node.replace_all_uses_with(node.args[1])
+            graph.erase_node(node)
+            continue
+        node.args, node.kwargs = from_the_front(node.target, node.args, node.kwargs, lambda n: n.meta["val"])
+        given = node.kwargs.get("device")
+        if given is not None and torch.device(given).type in (traced_on.type, device.type):
+            node.kwargs = {**node.kwargs, "device": device}
+    _drop_unused(graph)
+
+
+_DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "axis")
+_OF_ONE_MORE = ("aten::unsqueeze", "aten::unsqueeze_copy", "aten::stack", "aten::diag_embed")  # dims of the result, which has one more
+
+
+@functools.cache
+def _dim_arguments(target: Any) -> list[tuple[int, str]]:
+    if not isinstance(target, OpOverload) or target.namespace != "aten":
+        return []
+    return [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.name in _DIMS and "int" in str(a.type)]
+
+
+def from_the_front(target: Any, args: Any, kwargs: Any, val: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """A call's arguments with its dims as numbers that are not negative.
+
+    Args:
+        val: the tensor that an argument stands for.
+    """
+    for i, name in _dim_arguments(target):
+        given = args[i] if i < len(args) else kwargs.get(name)
+        dims = [given] if isinstance(given, int) else given
+        if dims is None or all(d >= 0 for d in dims):
+            continue
+        first = args[0] if args else next(iter(kwargs.values()))
+        ndim = max(val(x).ndim for x in (first if isinstance(first, list | tuple) else [first]))
+        at = next((k for k, a in enumerate(target._schema.arguments) if a.name == "input_sizes"), None)
+        if at is not None:  # of a gradient, dims of what it is a gradient of
+            ndim = len(args[at])
+        ndim = max(ndim + (target._schema.name in _OF_ONE_MORE), 1)
+        counted = [d + ndim if d < 0 else d for d in dims]
+        new = counted[0] if isinstance(given, int) else type(given)(counted)
+        args = (*args[:i], new, *args[i + 1 :]) if i < len(args) else args
+        kwargs = kwargs if i < len(args) else {**kwargs, name: new}
+    return args, kwargs
+
+
+def _alike(a: fx.Node, b: Any) -> bool:
+    x, y = a.meta["val"], b.meta["val"]
+    return (x.shape, x.dtype, x.device) == (y.shape, y.dtype, y.device)
+
+
+def _drop_unused(graph: fx.Graph) -> None:
+    for node in reversed(graph.nodes):
+        if node.op in ("call_function", "get_attr") and not node.users:
+            graph.erase_node(node)
+
+
+def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
+    """Tensors made from numbers inside the function: single numbers become ops, longer ones captured tensors."""
+    graph = gm.graph
+    for node in [n for n in graph.nodes if n.op == "get_attr"]:
+        made = getattr(gm, node.target)
+        if isinstance(made, FakeTensor):
+            raise TraceError(f"The function uses {LEAKED}")
+        with graph.inserting_before(node):
+            if made.numel() == 1:
+                new = graph.call_function(aten.full.default, (list(made.shape), made.item()), {"dtype": made.dtype, "device": made.device})
+            else:
+                new = graph.placeholder("captured")
+                new.meta["ftp_constant"] = len(recorder.constants)
+                recorder.constants.append(made)
+        new.meta |= {"val": recorder.fake(made.shape, made.dtype), "source": node.meta.get("source", "")}
+        node.replace_all_uses_with(new)
+        graph.erase_node(node)
+
+
+def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str]) -> tuple[Tensor, ...]:
+    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named, and no op has their names."""
+    graph = gm.graph
+    inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
+    constants = [(n, recorder.constants[n.meta["ftp_constant"]]) for n in graph.nodes if n.op == "placeholder" and "ftp_constant" in n.meta]
+    for node, _ in constants:
+        if not node.users:
+            graph.erase_node(node)
+    kept = [(node, tensor) for node, tensor in constants if node.users]
+    for node in reversed([*inputs, *(n for n, _ in kept)]):
+        first = next(iter(graph.nodes))
+        if node is not first:
+            first.prepend(node)
+    for node in graph.nodes:
+        if node.op != "placeholder" and node.name in names:
+            node.name = graph._graph_namespace.create_name(node.name, None)
+    for name, node in zip((*names, *(f"constant_{i}" for i in range(len(kept)))), (*inputs, *(n for n, _ in kept)), strict=True):
+        node._rename(re.sub(r"\W+", "_", name).strip("_") or "input")
+        node.target = node.name
+    output = next(reversed(graph.nodes))
+    returned = output.args[0]
+    output.args = (tuple(returned) if isinstance(returned, list | tuple) else (returned,),)
+    gm.graph = graph
+    return tuple(tensor for _, tensor in kept)

@@ -1,0 +1,394 @@
+"""What is traced, as it happens: every op is seen before it is recorded, with the user's line that called it."""
+
+import functools
+import logging
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import (
+    FakeTensor,
+    FakeTensorMode,
+)
+from torch.fx import traceback as fx_traceback
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+
+from ftp.axis import is_inside
+from ftp.errors import FtpError, TraceError
+from ftp.functional.remat import current_region
+from ftp.ops.static_shape import FIXED
+from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
+from ftp.source import describe_line, is_users
+from ftp.tracing.call_cache import Call, Recall
+from ftp.tracing.explain_errors import LEAKED, SURROUNDING, at_line, explain
+
+aten = torch.ops.aten
+
+
+def _where_rounded_alike(by: Callable[..., Any]) -> Callable[..., Any]:
+    """In half precision a fused product and sum rounds once, where its parts round twice: there it stays."""
+    return lambda x, *args, **kwargs: NotImplemented if x.dtype in HALF else by(x, *args, **kwargs)
+
+
+# Fewer primitives where no kernel is lost: a product and a sum, a sum and a division.
+ALWAYS = {
+    op: _where_rounded_alike(DECOMPOSITIONS[op]) if packet in (aten.addmm, aten.addmv, aten.baddbmm) else DECOMPOSITIONS[op]
+    for packet in (aten.addmm, aten.addmv, aten.baddbmm, aten.mean, aten.std, aten.std_mean, aten.var, aten.var_mean)
+    for op in (getattr(packet, overload) for overload in packet.overloads())
+    if op in DECOMPOSITIONS
+}
+
+
+# What an exported graph says of where a node is from.
+PROVENANCE = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack", "custom")
+
+
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
+
+
+# Operands that must be of one dtype, though kernels for shapes alone take any.
+_ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
+    aten._cdist_forward.default: (0, 1),
+    aten._prelu_kernel.default: (0, 1),
+    aten._softmax_backward_data.default: (0, 1),
+    aten._log_softmax_backward_data.default: (0, 1),
+    aten.addbmm.default: (0, 1, 2),
+    aten.addmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.binary_cross_entropy.default: (0, 1, 2),
+    aten.bmm.default: (0, 1),
+    aten.complex.default: (0, 1),
+    aten.convolution.default: (0, 1, 2),
+    aten.dot.default: (0, 1),
+    aten.grid_sampler_2d.default: (0, 1),
+    aten.grid_sampler_3d.default: (0, 1),
+    aten.heaviside.default: (0, 1),
+    aten.index_add.default: (0, 3),
+    aten.index_copy.default: (0, 3),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+    aten.mm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.native_group_norm.default: (0, 1, 2),
+    aten.native_layer_norm.default: (0, 2, 3),
+    aten.nll_loss_forward.default: (0, 2),
+    aten.polar.default: (0, 1),
+    aten.vdot.default: (0, 1),
+}
+
+
+# Gradients whose formulas look at values: for an error, should a second derivative be asked for where zeros meet, or one that is
+# none because the loss depends on the phase of singular vectors.
+_CHECKING = ("IndexReduceBackward0", "LinalgEigBackward0", "LinalgEighBackward0", "LinalgSvdBackward0", "ScatterReduceBackward0")
+
+
+def _is_checking() -> bool:
+    """Whether torch asks for a value in such a formula; ``True`` lets the gradient be, and refuses the second derivative."""
+    behind = torch._C._current_autograd_node()
+    return behind is not None and behind.name() in _CHECKING
+
+
+# These take parameters in float32 with an input in half precision.
+_NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
+
+
+_DEVICE = torch.ops.prim.device.default
+
+
+@dataclass(frozen=True)
+class _Facts:
+    """What there is to heed of an op, whatever it is called on."""
+
+    is_random: bool
+    of_one_dtype: bool
+    reads_value: bool
+    is_lift: bool
+    is_mutable: bool
+
+
+@functools.cache
+def _facts(func: OpOverload) -> _Facts:
+    return _Facts(
+        torch.Tag.nondeterministic_seeded in func.tags,
+        func in _ONE_DTYPE,
+        func in (aten._local_scalar_dense.default, aten.allclose.default),
+        func in _LIFTS,
+        func._schema.is_mutable,
+    )
+
+
+class Recorder(TorchDispatchMode):
+    """Sees every op before it is traced: refuses those that cannot be, lifts captured tensors to inputs, notes the user's line.
+
+    A node of the backward pass has the line of its forward op, which autograd's sequence numbers tell.
+    """
+
+    def __init__(self, device_type: str, told: Callable[[], str] | None = None):
+        super().__init__()
+        self._told = told
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self._recall = Recall(self.mode)
+        self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
+        self.device_types = {device_type, "meta"}
+        self.constants: list[Tensor] = []
+        self.line = ""
+        self.replayed: Mapping[str, Any] | None = None
+        self._phase = 0
+        self._known: dict[int, tuple[Tensor, FakeTensor]] = {}
+        self._lines: dict[int, str] = {}
+        self._graph: fx.Graph | None = None
+        self._last: fx.Node | None = None
+
+    def fake(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> FakeTensor:
+        with _disable_current_modes(), self.mode:
+            if strides is None:
+                return torch.empty(tuple(shape), dtype=dtype, device=self.device)  # type: ignore[return-value]
+            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=self.device)  # type: ignore[return-value]
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        proxy_mode = get_proxy_mode()
+        assert proxy_mode is not None
+        self._tracer: Any = proxy_mode.tracer
+        # That of make_fx takes out symbolic numbers only, of which there are none, and looks at each node twice.
+        self._tracer.graph.eliminate_dead_code = lambda *_: False
+        self._graph = self._tracer.graph
+        self._last = None
+        self._numbered = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+        self._boundary = sys._getframe(2)
+        with self:
+            yield
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while a program is traced; torch would say so around every call."""
+        return False
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
+        facts = _facts(func)
+        kwargs = dict(kwargs or {})
+        self.line = line = self._line()
+        if facts.is_random and not is_deterministic(func, args, kwargs):
+            raise TraceError(
+                f"{func} draws random numbers{at_line(line)} and other ones on each rank. Draw them from a key: functionalized models take"
+                " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval() before ftp.functionalize."
+            )
+        if facts.of_one_dtype:
+            _check_dtypes(func, args, line)
+        if facts.reads_value:
+            if func is aten._local_scalar_dense.default and type(args[0]) is not FakeTensor and args[0].device.type != "meta":
+                with _disable_current_modes():
+                    return func(*args)
+            if _is_checking():
+                return True
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type in self.device_types:
+            kwargs["device"] = self.device
+        phase, region = self._turn()
+        meta = {"source": line, "phase": phase, "region": region}
+        if fx_traceback.has_preserved_node_meta():  # which torch copies to what it records itself, and so not to what is remembered
+            meta |= {k: v for k, v in fx_traceback.get_current_meta().items() if k in PROVENANCE}
+        assert self._graph is not None
+        root = self._graph._root
+        call, out = self._again(func, args, kwargs)
+        if call is None and not facts.is_lift:  # there may be captured tensors among them
+            args, kwargs = self._lifted(args), self._lifted(kwargs)
+            call, out = self._again(func, args, kwargs)
+        if out is None:
+            if facts.is_mutable:
+                self._keep_vals(args)
+            before = root._prev
+            out = _called(func, args, kwargs)
+            if isinstance(out, Tensor) and out.layout is not torch.strided:
+                layout = str(out.layout).removeprefix("torch.")
+                raise TraceError(f"{func} makes a tensor of layout {layout}{at_line(line)} which no spec describes. Keep tensors strided.")
+            if call:
+                self._recall.learn(call, out, _since(before, root), self._tracer)
+        newest = root._prev
+        for node in _since(self._last, root):
+            node.meta.update(meta)
+        self._last = newest
+        return out
+
+    def _again(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call | None, Any]:
+        """The call, if it is one to remember, and its result, if it is remembered."""
+        with torch._C.DisableTorchFunction():  # what is asked of tensors here is no call of the program
+            call = self._recall.call(func, args, kwargs, self._tracer)
+            return call, self._recall.again(call, self._tracer) if call else None
+
+    def _keep_vals(self, args: Sequence[Any]) -> None:
+        """Ops in place may change shapes; what nodes say of their values is not to change with them."""
+        for tensor in args:
+            if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
+                node = self._tracer.tensor_tracker[tensor].proxy.node
+                if node.meta.get("val") is tensor:
+                    with _disable_current_modes(), self.mode:
+                        node.meta["val"] = tensor.detach()
+
+    def _lifted(self, tree: Any) -> Any:
+        if type(tree) is FakeTensor and tree.fake_mode is self.mode:
+            return tree
+        if isinstance(tree, Tensor):
+            return self.known(tree)
+        if isinstance(tree, list | tuple):
+            return [self._lifted(t) for t in tree] if type(tree) is list else tuple(map(self._lifted, tree))
+        if isinstance(tree, dict):
+            return {k: self._lifted(v) for k, v in tree.items()}
+        return tree
+
+    @property
+    def captured(self) -> tuple[Tensor, ...]:
+        """The tensors that the function found outside of its arguments."""
+        return tuple(tensor for tensor, _ in self._known.values())
+
+    def known(self, tensor: Tensor) -> Tensor:
+        """``tensor``, or if it is not this trace's but a captured one, the input that stands for it."""
+        tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
+            return tensor
+        if is_inside() and (isinstance(tensor, FakeTensor) or tensor.requires_grad):
+            raise TraceError(f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}")
+        if isinstance(tensor, FakeTensor):
+            raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
+        if id(tensor) not in self._known:
+            if tensor.layout is not torch.strided:
+                raise TraceError(
+                    f"The function captures a tensor of layout {tensor.layout}{at_line(self.line)} which no spec describes."
+                    " Capture x.to_dense()."
+                )
+            if is_traceable_wrapper_subclass(tensor):
+                raise TraceError(
+                    f"The function captures a {type(tensor).__name__}{at_line(self.line)} plain tensors only. Of a DTensor give the shard,"
+                    " ftp.from_dtensor(x), as an argument."
+                )
+            fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
+            proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
+            proxy.node.meta["ftp_constant"] = len(self.constants)
+            with _disable_current_modes():
+                self.constants.append(tensor.detach())
+            track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
+            self._known[id(tensor)] = (tensor, fake)
+        return self._known[id(tensor)][1]
+
+    def _turn(self) -> tuple[int, Any]:
+        """The pass that is going on, even numbers forward and odd ones backward, and the recomputation."""
+        if self.replayed is not None:
+            return self.replayed.get("phase", 0), self.replayed.get("region")
+        is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
+        self._phase += is_backward != bool(self._phase % 2)
+        return self._phase, current_region()
+
+    def _line(self) -> str:
+        if self.replayed is not None:
+            return self.replayed.get("source", "")
+        if self._told is not None:
+            return self._told()
+        behind = torch._C._current_autograd_node()
+        frame = sys._getframe(2)
+        while frame is not None and frame is not self._boundary:
+            code = frame.f_code
+            if is_users(code):
+                line = describe_line(code.co_filename, frame.f_lineno)
+                if behind is None:
+                    now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
+                    for number in range(self._numbered, now):
+                        self._lines[number] = line
+                    self._numbered = max(self._numbered, now)
+                return line
+            if behind is not None and code.co_name == "_engine_run_backward":
+                line = self._lines.get(behind._sequence_nr())  # type: ignore[attr-defined]
+                if line is not None:
+                    return line
+                behind = None
+            frame = frame.f_back
+        return ""
+
+
+def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
+    """The nodes of a graph after ``last``, or all."""
+    nodes = []
+    node = root._prev
+    while node is not last and node is not root:
+        nodes.append(node)
+        node = node._prev
+    return nodes[::-1]
+
+
+def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The op's result; batch norms by the kernel that all devices have, with a schema that tells when it writes to its statistics."""
+    if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
+        return aten._native_batch_norm_legit.default(*args)
+    if func is aten.cudnn_batch_norm.default:
+        reserve = args[0].new_empty((0,), dtype=torch.uint8)
+        return (*_called(aten.native_batch_norm.default, args, {}), reserve)
+    if func is aten.cudnn_batch_norm_backward.default:
+        x, dy, weight, mean, var, save_mean, save_rstd, eps, _ = args
+        return aten.native_batch_norm_backward.default(dy, x, weight, mean, var, save_mean, save_rstd, True, eps, [True] * 3)
+    return FIXED.get(func, func)(*args, **kwargs)
+
+
+def _has_guard(device_type: str) -> bool:
+    """Whether this build of torch knows the device; autograd aborts the process on one that it does not. Its CPU kernels stand in."""
+    if device_type in ("cpu", "meta"):
+        return True
+    module = getattr(torch, device_type, None)
+    return bool(getattr(module, "_is_compiled", lambda: False)() or getattr(module, "is_available", lambda: False)())
+
+
+def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Attention and recurrent kernels count as random ops; they are none without dropout."""
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
+            return True
+        if argument.name in ("train", "training") and value is False:
+            return True
+    return False
+
+
+def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
+    operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
+    if func in _NARROW_INPUT and operands[0].dtype in (torch.bfloat16, torch.float16) and operands[-1].dtype == torch.float32:
+        operands = operands[1:]
+    if len({x.dtype for x in operands}) > 1:
+        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
+        raise TraceError(
+            f"{func} gets operands of dtypes {dtypes}{at_line(line)} which torch refuses. Convert them to one with .to(dtype)."
+        )
+
+
+def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:
+    """The graph of a function on fake tensors, under their mode."""
+    try:
+        # Lazy: most graphs are read and never called, and generating their code takes time.
+        with _use_lazy_graph_module(True), _without_log():
+            return make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)(*inputs)
+    except FtpError:
+        raise
+    except Exception as error:
+        explained = explain(error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+@contextmanager
+def _without_log() -> Iterator[None]:
+    """torch logs a traceback of its own for every op whose arguments are wrong, beside the error that says so."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)

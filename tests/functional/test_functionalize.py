@@ -1,0 +1,539 @@
+"""A module as a pure function: same numbers as the module, and the module left as it was, byte for byte."""
+
+# Modules of these tests hold what pyright takes for something else.
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportIndexIssue=false
+# pyright: reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.func import functionalize as functionalize_aten
+from torch.func import grad_and_value, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ftp
+import ftp.functional.module_constraints
+from ftp.errors import InputError, SpecError, TraceError
+from ftp.functional.functionalize import functionalize
+from ftp.functional.module_constraints import Constraint
+from ftp.sharding.pytree import flatten, plan
+from ftp.sharding.spec import P
+
+
+class Mlp(nn.Module):
+    def __init__(self, width: int = 4):
+        super().__init__()
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width, bias=False)
+        self.register_buffer("scale", torch.full((width,), 0.5))
+
+    def forward(self, x, *, shift=0.0):
+        return self.down(F.relu(self.up(x))) * self.scale + shift
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(7, 4)
+        self.blocks = nn.ModuleList([Mlp(), Mlp()])
+        self.head = nn.Linear(4, 7, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x)
+
+
+class Cnn(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 3)
+        self.norm = nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(self.conv(x)).relu().mean((2, 3))
+
+
+def trace(fn, *args):
+    loss = lambda *a: fn(*a).square().sum()  # noqa: E731
+    joint = functionalize_aten(grad_and_value(loss), remove="mutations")
+    return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
+
+
+RUNS = {"eager": lambda fn, *args: fn(*args), "grad": lambda fn, *args: grad_and_value(lambda *a: fn(*a).sum())(*args), "trace": trace}
+
+
+def gradients(model, *args):
+    out = model(*args)
+    named = dict(model.named_parameters())
+    return out, dict(zip(named, torch.autograd.grad(out.square().sum(), list(named.values())), strict=True))
+
+
+def state_of(model):
+    """Everything of the model that could change, as bytes and identities."""
+    tensors = [(name, id(t), t._version, t.detach().numpy().tobytes()) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    attributes = [
+        (
+            id(m),
+            id(vars(m)),
+            [(k, id(v), list(v.items()) if isinstance(v, dict) and k != "_parameters" else None) for k, v in vars(m).items()],
+        )
+        for m in model.modules()
+    ]
+    return repr(tensors), repr(attributes), pickle.dumps(model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [(Mlp, torch.randn(3, 4)), (Tied, torch.tensor([[1, 2, 6]])), (lambda: Cnn().eval(), torch.randn(2, 2, 5, 5))],
+    ids=["mlp", "tied", "cnn"],
+)
+def test_values_and_gradients_are_the_models_and_it_traces(make, x):
+    model = make()
+    before = state_of(model)
+    fn, params = functionalize(model)
+    assert not any(p.requires_grad or type(p) is not torch.Tensor for p in params.values())
+    grads, loss = grad_and_value(lambda p: fn(p, x).square().sum())(params)
+    traced_grads, traced_loss = trace(fn, params, x)(params, x)
+    assert state_of(model) == before
+    out, expected = gradients(model, x)
+    assert torch.equal(fn(params, x), out)
+    torch.testing.assert_close(loss, out.square().sum())
+    torch.testing.assert_close(traced_loss, loss)
+    assert list(grads) == list(expected)
+    for name, grad in expected.items():
+        torch.testing.assert_close(grads[name], grad)
+        torch.testing.assert_close(traced_grads[name], grad)
+
+
+def test_params_share_memory_and_values_come_from_the_call():
+    model = Mlp()
+    fn, params = functionalize(model)
+    assert list(params) == ["up.weight", "up.bias", "down.weight"]
+    assert params["up.weight"].data_ptr() == model.up.weight.data_ptr()
+    assert not fn({path: torch.zeros_like(p) for path, p in params.items()}, torch.ones(4)).any()
+    torch.testing.assert_close(fn(params, torch.ones(4), shift=1.0), model(torch.ones(4)) + 1)
+
+
+def test_a_tied_weight_is_there_once_and_answers_to_each_path():
+    fn, params = functionalize(Tied())
+    assert "emb.weight" in params
+    assert "head.weight" not in params
+    for tree in (params, dict(params), {"model": params}):
+        specs = plan(tree, {"**.head.weight": P("tp")})
+        assert P("tp") in flatten(specs)[0]
+    with pytest.raises(SpecError) as error:
+        plan(params, {"emb.weight": P("tp"), "head.weight": P(None, "tp")})
+    assert str(error.value) == (
+        "patterns 'emb.weight' and 'head.weight' disagree for params['emb.weight'], a tied weight with paths 'emb.weight', 'head.weight':"
+        " P('tp') and P(None, 'tp'). Give both the same value, or narrow one."
+    )
+    with pytest.raises(InputError, match=r"params\['head.weight'\] is tied to 'emb.weight' and must be given under that path only\."):
+        fn({**params, "head.weight": params["emb.weight"]}, torch.tensor([1]))
+
+
+def test_frozen_parameters_are_constants():
+    model = Mlp()
+    model.up.requires_grad_(False)
+    fn, params = functionalize(model)
+    assert list(params) == ["down.weight"]
+    torch.testing.assert_close(fn(params, torch.ones(4)), model(torch.ones(4)))
+    assert not fn(params, torch.ones(4)).requires_grad
+
+
+def test_meta_stays_meta():
+    with torch.device("meta"):
+        model = Tied()
+    fn, params = functionalize(model)
+    assert {p.device.type for p in params.values()} == {"meta"}
+    assert fn(params, torch.zeros(2, 3, dtype=torch.int64, device="meta")).shape == (2, 3, 7)
+
+
+def test_what_happens_to_the_model_later_does_not_reach_fn():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)).eval()
+    fn, params = functionalize(model)
+    params = {path: p.clone() for path, p in params.items()}
+    expected = model(torch.ones(4)).detach()
+    model.train()
+    model[0] = nn.Identity()
+    model.register_forward_hook(lambda *_: torch.zeros(1))
+    model.to("meta")
+    assert torch.equal(fn(params, torch.ones(4)), expected)
+    assert model.training
+
+
+def test_train_mode_is_fixed_too():
+    model = nn.Dropout(0.5)
+    fn, params = functionalize(model)
+    model.eval()
+    assert (fn(params, torch.ones(64), rng=torch.zeros(2, dtype=torch.int64)) == 0).any()
+
+
+def test_hooks_of_the_model_run_and_stay():
+    model, seen = Mlp(), []
+    model.register_forward_pre_hook(lambda m, args: seen.append("pre") or (args[0] * 2,))
+    model.up.register_forward_hook(lambda m, args, out: seen.append("post") or out + 1)
+    before = state_of(model)
+    fn, params = functionalize(model)
+    out = fn(params, torch.ones(4))
+    assert seen == ["pre", "post"]
+    assert torch.equal(out, model(torch.ones(4)))
+    assert state_of(model) == before
+
+
+def test_hooks_of_parameters_see_the_gradient_as_on_one_device():
+    """Once, and all of it: clamping part by part would give something else."""
+    torch.manual_seed(0)
+    model, seen, x = Mlp().double(), [], torch.randn(5, 4).double()
+    model.up.weight.register_hook(lambda g: g.clamp(-0.1, 0.1))
+    model.up.weight.register_hook(lambda g: seen.append(g.shape))
+    model.down.weight.register_hook(lambda g: g * 5)
+    fn, params = functionalize(model)
+
+    def loss(p, x):
+        return fn(p, x).square().mean() + fn(p, 2 * x).square().mean() + p["up.weight"].sum()
+
+    total = model(x).square().mean() + model(2 * x).square().mean() + model.up.weight.sum()
+    expected = torch.autograd.grad(total, dict(model.named_parameters()).values())
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    specs = plan(params, {"up.*": P("tp"), "down.weight": P(None, "tp")})
+    for take in (torch.func.grad(loss), lambda p, x: ftp.shard(loss, mesh, specs)(p, x)[1]):
+        seen.clear()
+        for got, due in zip(take(params, x).values(), expected, strict=True):
+            torch.testing.assert_close(got, due)
+        assert seen == [(8, 4)]
+    own = {path: p.requires_grad_() for path, p in params.items()}
+    got = torch.autograd.grad(fn(own, x).square().mean(), list(own.values()))
+    due = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    for a, b in zip(got, due, strict=True):
+        torch.testing.assert_close(a, b)
+    assert not own["up.weight"]._backward_hooks
+
+
+def test_hooks_on_gradients_that_cannot_run_are_refused():
+    model, x = Mlp(), torch.ones(4)
+    model.down.register_full_backward_hook(lambda module, grads, out: None)
+    model.up.bias.register_post_accumulate_grad_hook(lambda p: None)
+    fn, params = functionalize(model)
+    assert torch.equal(fn(params, x), model(x))
+    with pytest.raises(TraceError) as error:
+        torch.func.grad(lambda p: fn(p, x).sum())(params)
+    instead = (
+        "which torch.func does not run. Remove the hook; x.register_hook in the function runs, and a step returns its gradients,"
+        " for the caller to change."
+    )
+    assert str(error.value) == (
+        f"Mlp: parameter 'up.bias' has a hook for its accumulated gradient (register_post_accumulate_grad_hook), {instead}\n"
+        f"Mlp: module 'down' (Linear) has a backward hook (register_full_backward_hook and its kin), {instead}"
+    )
+
+
+def test_references_from_closures_lists_and_attributes_see_the_parameters_of_the_call():
+    class Odd(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(3, 3, bias=False)
+            self.apply_inner = lambda x: self.inner(x)
+            self.method = self.inner.forward
+            self.weights = [self.inner.weight]
+
+        def forward(self, x):
+            return self.apply_inner(x) + self.method(x) + x @ self.weights[0].T
+
+    fn, params = functionalize(Odd())
+    grad, _ = grad_and_value(lambda p: fn(p, torch.ones(3)).sum())(params)
+    torch.testing.assert_close(grad["inner.weight"], torch.full((3, 3), 3.0))
+
+
+def test_recurrent_modules_see_the_parameters_of_the_call():
+    model = nn.LSTM(3, 4)
+    before = state_of(model)
+    fn, params = functionalize(model)
+    out, _ = fn({path: torch.zeros_like(p) for path, p in params.items()}, torch.ones(2, 3))
+    assert not out.any()
+    assert state_of(model) == before
+
+
+def test_what_the_module_stores_while_it_runs_does_not_stay():
+    class Storing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.log = []
+
+        def forward(self, x):
+            self.last = self.inner(x)
+            self.inner.register_forward_hook(lambda *_: None)
+            self.log.append(self.last)
+            self.eval()
+            return self.last
+
+    model = Storing()
+    before = state_of(model)
+    fn, params = functionalize(model)
+    trace(fn, params, torch.ones(2))
+    assert state_of(model) == before
+    assert model.log == []
+    assert not hasattr(model, "last")
+
+
+def test_the_model_is_restored_when_it_raises():
+    class Raising(Mlp):
+        def forward(self, x):
+            raise ValueError("no")
+
+    model = Raising()
+    before = state_of(model)
+    fn, params = functionalize(model, constraints={"up": P("tp")})
+    with pytest.raises(ValueError, match="no"):
+        fn(params, torch.ones(4))
+    assert state_of(model) == before
+
+
+def test_fn_nests_in_itself_and_in_transforms():
+    fn, params = functionalize(Mlp())
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(vmap(fn, (None, 0))(params, x), fn(params, x))
+    inner = {}
+    model = Mlp()
+    model.up.register_forward_hook(lambda m, a, out: out + (inner["fn"](inner["params"], torch.ones(4)).sum() if inner.pop("go", 0) else 0))
+    inner["fn"], inner["params"] = functionalize(model)
+    plain = inner["fn"](inner["params"], torch.ones(4))
+    inner["go"] = 1
+    nested = inner["fn"]({p: v.clone() for p, v in inner["params"].items()}, torch.ones(4))
+    assert not torch.equal(plain, nested)
+    assert torch.equal(plain, inner["fn"](inner["params"], torch.ones(4)))
+
+
+def test_buffers_come_back_updated():
+    model, x = Cnn(), torch.randn(4, 2, 5, 5)
+    model.conv.bias.requires_grad_(False)
+    before = state_of(model)
+    fn, params, buffers = functionalize(model, buffers=True)
+    assert list(params) == ["conv.weight", "norm.weight", "norm.bias"]
+    assert list(buffers) == ["conv.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    given = {path: b.clone() for path, b in buffers.items()}
+    out, new = fn(params, buffers, x)
+
+    def loss(p, b):
+        out, new = fn(p, b, x)
+        return out.sum(), new
+
+    joint = functionalize_aten(grad_and_value(loss, has_aux=True), remove="mutations")
+    graph = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers)
+    assert not [n for n in graph.graph.nodes if getattr(n.target, "_schema", None) and n.target._schema.is_mutable]
+    _, (_, traced) = graph(params, buffers)
+    assert state_of(model) == before
+    for path in buffers:
+        assert torch.equal(buffers[path], given[path])
+        torch.testing.assert_close(traced[path], new[path])
+    expected = copy.deepcopy(model)
+    torch.testing.assert_close(out, expected(x))
+    for path, buffer in expected.named_buffers():
+        torch.testing.assert_close(new[path], buffer)
+    _, newer = fn(params, new, x)
+    assert newer["norm.num_batches_tracked"] == 2
+
+
+class Counting(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        self.how = how
+        self.linear = nn.Linear(3, 3)
+        self.register_buffer("count", torch.zeros(3))
+
+    def forward(self, x):
+        if self.how == "add_":
+            self.count.add_(1)
+        elif self.how == "+=":
+            self.count += 1
+        elif self.how == "setitem":
+            self.count[0] = 1
+        elif self.how == "view":
+            self.count.view(3, 1)[0].fill_(2)
+        elif self.how == "out":
+            torch.add(self.count, 1, out=self.count)
+        elif self.how == "assign":
+            self.count = self.count + 1
+        elif self.how == "foreach":
+            torch._foreach_add_([self.count], 1)
+        return self.linear(x) + self.count
+
+
+@pytest.mark.parametrize("how", ["add_", "+=", "setitem", "view", "out", "assign", "foreach"])
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_a_changed_buffer_is_an_error_unless_it_is_returned(how, run):
+    model = Counting(how)
+    before = state_of(model)
+    fn, params = functionalize(model)
+    with pytest.raises(TraceError) as error:
+        run(fn, params, torch.ones(3))
+    does = "replaces" if how == "assign" else "modifies"
+    which = "buffer 'count'"
+    if how == "view" and run is not RUNS["eager"]:
+        does, which = "modifies a", "buffer (through a view)"
+    assert str(error.value) == (
+        f"Counting {does} {which} while it runs, but buffers are constants of fn."
+        " With fn, params, buffers = functionalize(model, buffers=True) it comes back updated; in eval mode most modules leave it alone."
+    )
+    assert state_of(model) == before
+    fn, params, buffers = functionalize(model, buffers=True)
+    run(lambda *a: fn(*a)[0], params, buffers, torch.ones(3))
+    _, new = fn(params, buffers, torch.ones(3))
+    assert new["count"].any()
+    assert not buffers["count"].any()
+
+
+@pytest.mark.parametrize("run", RUNS.values(), ids=RUNS)
+def test_batch_norm_in_train_mode_needs_buffers(run):
+    model = Cnn()
+    before = state_of(model)
+    fn, params = functionalize(model)
+    with pytest.raises(TraceError, match=r"buffer 'norm.num_batches_tracked' .* functionalize\(model, buffers=True\)"):
+        run(fn, params, torch.randn(2, 2, 5, 5))
+    model.norm.num_batches_tracked = None
+    before = state_of(model)
+    fn, params = functionalize(model)
+    with pytest.raises(TraceError, match=r"buffer 'norm.running_mean'"):
+        run(fn, params, torch.randn(2, 2, 5, 5))
+    assert state_of(model) == before
+
+
+def test_a_changed_parameter_or_attribute_is_an_error():
+    class Changing(nn.Module):
+        def __init__(self, what):
+            super().__init__()
+            self.linear = nn.Linear(2, 2)
+            self.cache = torch.zeros(2)
+            self.what = what
+
+        def forward(self, x):
+            with torch.no_grad():
+                (self.linear.bias if self.what == "parameter" else self.cache).zero_()
+            return self.linear(x)
+
+    fn, params = functionalize(Changing("parameter"))
+    with pytest.raises(TraceError, match=r"Changing modifies parameter 'linear.bias' in place while it runs; fn is pure"):
+        fn(params, torch.ones(2))
+    fn, params = functionalize(Changing("attribute"))
+    with pytest.raises(TraceError, match=r"modifies attribute 'cache' while it runs; fn is pure\. Make it a buffer"):
+        fn(params, torch.ones(2))
+
+
+@pytest.fixture
+def pins(monkeypatch):
+    """What was pinned to which spec, in order; pinning doubles the value, so that a result shows where it happened."""
+    seen = []
+
+    def constrain(x, spec, axes=None, grad=True):
+        seen.append((tuple(x.shape), spec))
+        return x * 2
+
+    monkeypatch.setattr(ftp.functional.module_constraints, "constrain", constrain)
+    return seen
+
+
+def test_a_constraint_pins_the_output_of_each_module_that_its_pattern_names(pins):
+    model = Tied()
+    before = state_of(model)
+    fn, params = functionalize(model, constraints={"blocks.*": P("dp", "tp", None), "": P("dp")})
+    fn(params, torch.tensor([[1, 2]]))
+    assert pins == [((1, 2, 4), P("dp", "tp")), ((1, 2, 4), P("dp", "tp")), ((1, 2, 7), P("dp"))]
+    assert state_of(model) == before
+
+
+def test_constraints_apply_to_inputs_keywords_and_tuples(pins):
+    class Pair(nn.Module):
+        def forward(self, x, n, *, mask=None, other=None):
+            return x + mask, n, x
+
+    model = Pair()
+    model.register_forward_pre_hook(lambda m, args: (args[0] + 1, args[1]))
+    model.register_forward_hook(lambda m, args, out: (out[0] + 100, *out[1:]))
+    constraint = Constraint(inputs=(P("dp"), None), kwargs={"mask": P("tp"), "other": None}, outputs=(P(), None, P("tp")))
+    fn, params = functionalize(model, constraints={"": constraint})
+    out = fn(params, torch.ones(1), "n", mask=torch.ones(1), other=3)
+    assert [spec for _, spec in pins] == [P("dp"), P("tp"), P(), P("tp")]
+    assert out == (torch.tensor([212.0]), "n", torch.tensor([8.0]))
+
+
+def test_the_constraint_op_is_in_the_graph():
+    fn, params = functionalize(Mlp(), constraints={"up": P("dp", "tp")})
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(fn(params, x), functionalize(Mlp())[0]({**params}, x))
+    grads, _ = grad_and_value(lambda p: fn(p, x).sum())(params)
+    assert grads.keys() == params.keys()
+
+
+def error_of(call, kind):
+    with pytest.raises(kind) as error:
+        call()
+    return str(error.value)
+
+
+def test_errors_of_constraints():
+    block = "module 'blocks.0' (Mlp), constrained by 'blocks.0'"
+    assert error_of(lambda: functionalize(Tied(), constraints={"block.*": P("dp")}), SpecError) == (
+        "pattern 'block.*' matches no path of the modules; the nearest are 'blocks.0', 'blocks.0.up', 'blocks'."
+    )
+    assert error_of(lambda: functionalize(Tied(), constraints={"blocks.*": P("dp"), "blocks.0": P("tp")}), SpecError) == (
+        "patterns 'blocks.*' and 'blocks.0' disagree for module 'blocks.0': P('dp') and P('tp'). Give both the same value, or narrow one."
+    )
+    assert error_of(lambda: functionalize(Tied(), constraints={"head": "dp"}), SpecError) == (  # pyright: ignore
+        "constraints['head'] is 'dp', a str; it must be a P (of the output) or an ftp.Constraint."
+    )
+    for constraint, kind, message in [
+        (Constraint(inputs=(P(), P())), InputError, f"{block}: the constraint has 2 inputs, but it is called with 1 arguments."),
+        (Constraint(kwargs={"shift": P()}), InputError, f"{block}: the constraint names 'shift', but it is called with no keywords."),
+        (Constraint(outputs=(P(), None)), InputError, f"{block}: the constraint has a tuple of outputs, but it returns a Tensor."),
+        (P(None, None, "tp"), SpecError, f"{block}: P(None, None, 'tp') has 3 entries, but its output has 2 dims, shape (1, 4)."),
+    ]:
+        fn, params = functionalize(Tied(), constraints={"blocks.0": constraint})
+        assert error_of(lambda: fn(params, torch.tensor([1])), kind) == message  # noqa: B023
+    fn, params = functionalize(Tied(), constraints={"blocks": P("dp")})
+    assert error_of(lambda: fn(params, torch.tensor([1])), InputError) == (
+        "module 'blocks' (ModuleList), constrained by 'blocks', was not called, so it pins nothing. Name the module around it."
+    )
+    assert error_of(lambda: Constraint(inputs=P("dp")), SpecError) == (  # pyright: ignore
+        "Constraint(inputs=P('dp')): it must be a tuple of P or None, as (P('dp'),)."
+    )
+
+
+def test_a_pair_of_outputs_needs_a_pair_of_specs():
+    fn, params = functionalize(nn.LSTM(2, 2), constraints={"": P("dp")})
+    assert error_of(lambda: fn(params, torch.ones(1, 2)), InputError) == (
+        "module '' (LSTM), constrained by '': its output is a tuple; P('dp') can pin a tensor only."
+        " Give ftp.Constraint(outputs=...) a spec or None for each."
+    )
+
+
+def test_errors_of_the_call():
+    fn, params = functionalize(Mlp())
+    x = torch.ones(4)
+    message = error_of(lambda: fn(params, x, shfit=1.0), InputError)
+    assert message.startswith("Mlp does not take the keyword 'shfit': ")
+    assert error_of(lambda: fn({"up.weight": params["up.weight"], "up.bais": x, "up.bias": 3}, x), InputError) == (
+        "params of Mlp lack 'down.weight'.\n"
+        "params['up.bais'] is no parameter of Mlp; the nearest are 'up.bias', 'up.weight', 'down.weight'.\n"
+        "params['up.bias'] is 3, an int; it must be a tensor."
+    )
+    assert error_of(lambda: fn(x), InputError) == "Mlp takes params as a dict {path: tensor}, as functionalize returned it, not a Tensor."
+    with pytest.raises(TypeError, match="missing 1 required positional argument"):
+        fn(params)
+
+
+def test_errors_of_the_model():
+    assert error_of(lambda: functionalize(lambda x: x), InputError).startswith("functionalize takes an nn.Module, not <function")  # pyright: ignore
+    assert error_of(lambda: functionalize(nn.Sequential(nn.LazyLinear(3))), InputError) == (
+        "0.weight, 0.bias have no shape yet (lazy modules). Call the model once before functionalize."
+    )
+    with pytest.warns(DeprecationWarning, match="torch.jit.script"):
+        scripted = torch.jit.script(nn.Linear(2, 2))
+    assert "ScriptModule" in error_of(lambda: functionalize(nn.Sequential(scripted)), InputError)
+    assert "torch.compile" in error_of(lambda: functionalize(torch.compile(nn.Linear(2, 2), backend="eager")), InputError)  # pyright: ignore

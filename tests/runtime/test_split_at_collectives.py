@@ -1,0 +1,178 @@
+"""Pieces of a rank's graph: run one by one they give what the graph gives, and repeated layers are equal pieces."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import ftp
+from ftp.ops.fused_optimizer import UPDATES
+from ftp.passes import drop_copies, merge_updates, schedule, with_values
+from ftp.passes.inline_small_ops import PRODUCT, UPDATE, small_products, small_updates
+from ftp.runtime.compile import _written, compiled
+from ftp.runtime.inductor_kernels import compiled_together
+from ftp.runtime.program import groups_of, join_parts, shard_of
+from ftp.runtime.simulate import simulate
+from ftp.runtime.split_at_collectives import Piece, split, with_pieces
+from ftp.sharding.pytree import flatten
+from tests.passes.test_passes import ADAMW, FUSED, PLANS, compare, lowered, mesh_of
+
+
+def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What a compiled piece does, by the ops themselves."""
+    gm = fx.GraphModule({}, piece.graph)
+
+    def run(inputs: list[Any]) -> tuple[Any, ...]:
+        results = gm(*inputs)
+        for value, (_, old) in zip(results[len(piece.outputs) :], piece.writes, strict=True):
+            inputs[piece.inputs.index(old)].copy_(value)
+        return results[: len(piece.outputs)]
+
+    return run
+
+
+def in_pieces(graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]) -> tuple[list[Piece], fx.Graph]:
+    graph = merge_updates(small_updates(with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs).graph), donated)
+    placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    numbers = {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)}
+    return split(graph, numbers, _written(graph, [placeholders[i] for i in donated])), graph
+
+
+@pytest.mark.parametrize("plan", ["tp", "zero×tp"])
+@pytest.mark.parametrize("opt", [ADAMW, FUSED], ids=["formulas", "fused"])
+def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):
+    assert plan in PLANS
+    made, leaves, expected = lowered(plan, opt=opt)
+    program, axes = made._program, made._program.mesh.axes
+    locals_, inputs = [], []
+    for coordinate in mesh_of(program):
+        local = program.local(coordinate)
+        shards = [shard_of(x, spec, axes, coordinate).clone() for x, spec in zip(leaves, program.in_specs, strict=True)]
+        inputs.append([*shards, *program.constants, *local.offsets_at(coordinate)])
+        pieces, graph = in_pieces(local.gm.graph, inputs[-1], program.donated)
+        locals_.append(replace(local, gm=fx.GraphModule({}, with_pieces(graph, pieces, [interpreted(piece) for piece in pieces]))))
+    before = [shards[program.donated[0]].data_ptr() for shards in inputs]
+    outputs = simulate(locals_, inputs, groups_of(program.mesh))
+    whole = [
+        join_parts([rank[i] for rank in outputs], spec, shape, axes, program.mesh.coordinates())
+        for i, (spec, shape) in enumerate(zip(program.out_specs, program.out_shapes, strict=True))
+    ]
+    compare([whole[leaf] for leaf in program.out_leaves], expected)
+    assert [rank[0].data_ptr() for rank in outputs] == before, "a donated weight is updated where it lies"
+
+
+def test_repeated_layers_are_equal_pieces():
+    counts = []
+    for layers in (2, 5):
+        made, leaves, _ = lowered("tp", layers, FUSED)
+        program = made._program
+        shards = [shard_of(x, spec, {"tp": 2}, {"tp": 0}) for x, spec in zip(leaves, program.in_specs, strict=True)]
+        inputs = [*shards, *program.constants, *program.local().offsets_at({"tp": 0})]
+        pieces, _ = in_pieces(program.local().gm.graph, inputs, program.donated)
+        counts.append((len(pieces), len({piece.key() for piece in pieces})))
+    assert counts[1][0] > counts[0][0]
+    assert counts[1][1] == counts[0][1], "more layers, no more to compile"
+
+
+def test_an_input_that_a_later_piece_reads_is_not_written():
+    reduce, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    for reads_later in (True, False):
+        graph = fx.Graph()
+        w, g = graph.placeholder("w"), graph.placeholder("g")
+        view = graph.call_function(torch.ops.aten.t.default, (w,))
+        new = graph.call_function(torch.ops.aten.sub.Tensor, (w, g))
+        total = graph.call_function(wait, (graph.call_function(reduce, (g, "sum", "a group")),))
+        later = graph.call_function(torch.ops.aten.mul.Tensor, (total, view if reads_later else g))
+        graph.output((new, later))
+        for node, value in zip(graph.nodes, [torch.ones(2, 2)] * 8, strict=False):
+            node.meta["val"] = value.t() if node is view else value
+        first, second = split(graph, {}, {new: w})
+        assert bool(first.writes) is not reads_later
+        assert (w in second.inputs) is reads_later and view not in second.inputs
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's, as it is imported
+@pytest.mark.slow
+def test_kernels_of_several_graphs_are_one_library():
+    from torch._inductor.codecache import CppPythonBindingsCodeCache
+
+    from ftp.runtime.compile import _compiled
+
+    values = [torch.randn(8, 8) for _ in range(2)]
+    made = []
+    with pytest.MonkeyPatch.context() as patch:
+        loaded: list[str] = []
+        load = CppPythonBindingsCodeCache.load_async.__func__  # type: ignore[attr-defined]
+        patch.setattr(
+            CppPythonBindingsCodeCache,
+            "load_async",
+            classmethod(lambda cls, code, *a, **k: loaded.append(code) or load(cls, code, *a, **k)),
+        )
+        with compiled_together():
+            for op in (torch.ops.aten.exp.default, torch.ops.aten.sin.default):
+                graph = fx.Graph()
+                x, y = graph.placeholder("x"), graph.placeholder("y")
+                graph.output((graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(op, (x,)), y)),))
+                for node in (x, y):
+                    node.meta["val"] = values[0]
+                added = next(iter(x.users)).users
+                piece = Piece(list(graph.nodes)[2:4], graph, [x, y], list(added))
+                made.append(_compiled(piece))
+    assert len(loaded) == 1
+    for run, op in zip(made, (torch.exp, torch.sin), strict=True):
+        torch.testing.assert_close(run(list(values))[0], op(values[0]) + values[1])
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # inductor's, as it is imported
+def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pytest.MonkeyPatch):
+    """As they are on a GPU; on a CPU they stand alone."""
+    monkeypatch.setattr("ftp.runtime.split_at_collectives.is_drawn_by_itself", lambda node: False)
+    x, key = torch.randn(6, 8), ftp.random.key(3)
+
+    def f(x: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        return ftp.random.dropout(ftp.random.fold_in(key, 5), x, 0.25) * 2
+
+    due = f(x, key)
+    monkeypatch.setattr("ftp.ops.philox._read_natively", None)
+    program = ftp.spmd(f, ftp.simulated_mesh((2,), ("dp",)), (ftp.P("dp"), ftp.P()), ftp.P("dp")).lower(x, key)._program
+    local = program.local({"dp": 1})
+    given = [x[3:], key, *program.constants, *local.offsets_at({"dp": 1})]
+    run = compiled(local.gm.graph, given, (), lambda products: ())
+    torch.testing.assert_close(run(given)[0], due[3:], rtol=0, atol=0)
+
+
+# Small products and updates.
+
+
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "maximize": True}, {"betas": (0.5, 0.9), "eps": 1e-3}], ids=str)
+@pytest.mark.parametrize("name", ["Adam", "AdamW"])
+def test_small_updates_are_what_the_kernel_does(name: str, options: dict[str, Any]):
+    opt = ftp.optim.from_torch(getattr(torch.optim, name), **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **options})
+    params = {"small": torch.randn(UPDATE, dtype=torch.float64), "large": torch.randn(UPDATE + 1, dtype=torch.float64)}
+    made = ftp.spmd(opt.update, ftp.simulated_mesh((1,), ("tp",)))
+    expected: Any = params, opt.init(params)
+    given = optree.tree_map(torch.clone, expected, namespace="ftp")
+    for _ in range(3):
+        grads = {name: torch.randn_like(p) for name, p in params.items()}
+        leaves = flatten((grads, given[1], given[0]))[0]
+        graph = small_updates(with_values(made.lower(grads, given[1], given[0]).graph, leaves).graph)
+        assert sum(node.target in UPDATES for node in graph.nodes) == 1, "the large one is left"
+        found = fx.GraphModule({}, graph)(*leaves)
+        new_params, state = opt.update(grads, expected[1], expected[0])
+        expected = new_params, state
+        compare(found, flatten(expected)[0])
+        given = optree.tree_unflatten(optree.tree_structure(expected, namespace="ftp"), found)
+
+
+@pytest.mark.parametrize("more", [0, 1])
+def test_small_products_are_loops(more: int):
+    a, b, bias = torch.randn(8, 16).double(), torch.randn(PRODUCT // 128 + more, 16).double().t(), torch.randn(1).double()
+    traced = make_fx(lambda a, b, bias: (a @ b, torch.addmm(bias, a, b)), decomposition_table=small_products())(a, b, bias)
+    compare(traced(a, b, bias), [a @ b, torch.addmm(bias, a, b)])
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {node.target for node in traced.graph.nodes}
+    assert len(products) == 2 * more

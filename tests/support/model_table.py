@@ -1,0 +1,122 @@
+"""The table of models: which equal one device, on which meshes; run here, kept as JSON, written to docs/models.md and the README.
+
+python tests/support/model_table.py            runs what the results lack
+python tests/support/model_table.py NAME ...   runs the models whose name has one of these in it, again
+"""
+
+import json
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from real_models import MODULES, MORE, TRANSFORMERS, Case, transformer
+
+import ftp
+
+RESULTS = Path(__file__).parent.parent / "results" / "models.json"
+DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
+EQUAL = "equal"
+WITHOUT_SDPA = ("Gemma 2", "Bloom")  # transformers has no such form of these
+MESHES = ("tp2", "tp3", "tp4", "dp2×tp2")
+Row = tuple[str, str, str]  # model, attention ("" for modules), mesh
+
+
+def forms() -> list[tuple[str, str]]:
+    """Models of transformers with their attention."""
+    both = [(name, attention) for name in TRANSFORMERS | MORE for attention in ("eager", "sdpa")]
+    return [(name, attention) for name, attention in both if attention == "eager" or name not in WITHOUT_SDPA]
+
+
+def rows() -> dict[Row, Callable[[], Case]]:
+    """Every row with what makes its case."""
+    found: dict[Row, Callable[[], Case]] = {}
+    for mesh in MESHES:
+        for name, attention in forms():
+            found[name, attention, mesh] = lambda name=name, attention=attention: transformer(name, attention)
+        for name, made in MODULES.items():
+            found[name, "", mesh] = made
+    return found
+
+
+def outcome(make: Callable[[], Case], mesh: str) -> str:
+    """``equal``, or the first line of what was raised."""
+    from tests.plans.test_real_models import check
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            case = make()
+            check(case, mesh)
+        except AssertionError as error:
+            return f"wrong: {error}"
+        except (ftp.FtpError, RuntimeError, ValueError) as error:
+            return f"refused: {type(error).__name__}: {str(error).splitlines()[0]}"
+    return EQUAL
+
+
+def read() -> dict[Row, str]:
+    kept = json.loads(RESULTS.read_text())["rows"] if RESULTS.exists() else []
+    return {(model, attention, mesh): found for model, attention, mesh, found in kept}
+
+
+def write(results: dict[Row, str]) -> None:
+    """The results, in the order of the table; rows of models that are no more are left out."""
+    import transformers  # pyright: ignore[reportMissingImports]
+
+    versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
+    kept = [[*row, results[row]] for row in rows() if row in results]
+    RESULTS.write_text(json.dumps({"versions": versions, "rows": kept}, indent=0, ensure_ascii=False) + "\n")
+    DOCS.parent.mkdir(exist_ok=True)
+    DOCS.write_text(document())
+
+
+def document() -> str:
+    """docs/models.md from the results."""
+    kept = json.loads(RESULTS.read_text())
+    results = read()
+    versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
+    head = (
+        "# Models\n\nLoss and every gradient on a simulated mesh against plain torch on one device, in float64, to 1e-10 of each gradient;"
+        " random weights, two layers, a vocabulary of 37 cut on `tp` with embedding and head, heads that three ranks cannot share.\n"
+        f"Written by `tests/support/model_table.py` with {versions}.\n"
+    )
+    parts = [
+        ("transformers", forms()),
+        ("torch.nn", [(name, "") for name in MODULES]),
+    ]
+    return head + "".join(f"\n## {title}\n\n{_table(models, results)}" for title, models in parts)
+
+
+def _table(models: list[tuple[str, str]], results: dict[Row, str]) -> str:
+    with_attention = any(attention for _, attention in models)
+    heads = ["model", *(["attention"] if with_attention else []), *MESHES]
+    lines = [heads, ["---"] * len(heads)]
+    for name, attention in models:
+        cells = [results.get((name, attention, mesh), "not run") for mesh in MESHES]
+        lines.append([name, *([attention] if with_attention else []), *(cell.split(":")[0] for cell in cells)])
+    why = {f"{name}: {found}" for (name, attention, _), found in results.items() if (name, attention) in models and found != EQUAL}
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(f"\n{line}\n" for line in sorted(why))
+
+
+def missing(wanted: list[str]) -> Iterator[tuple[Row, Callable[[], Case]]]:
+    results = read()
+    for row, make in rows().items():
+        if any(part in row[0] for part in wanted) if wanted else row not in results:
+            yield row, make
+
+
+def main(wanted: list[str]) -> None:
+    results = read()
+    torch.set_num_threads(1)
+    for row, make in missing(wanted):
+        started = time.perf_counter()
+        results[row] = outcome(make, row[2])
+        print(" | ".join(row), results[row], f"{time.perf_counter() - started:.1f} s", flush=True)
+        write(results)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,121 @@
+"""A tensor that a function captured, and that is another object at a later call, is told of; nothing else is."""
+
+import functools
+import warnings
+
+import pytest
+import torch
+from torch import nn
+
+import ftp
+from ftp import P
+from ftp.errors import StaleCaptureWarning
+from ftp.tracing.captured import places_of
+
+MESH = ftp.simulated_mesh((2,), ("tp",))
+SCALE = torch.ones(3)
+
+
+class Holder:
+    def __init__(self):
+        self.tensor = torch.ones(3)
+        self.others = [torch.ones(3), {"deep": torch.ones(3)}]
+
+    def loss(self, w, x):
+        return (x @ w * self.tensor * self.others[0] * self.others[1]["deep"]).sum()
+
+
+def scaled(x):
+    return x * SCALE
+
+
+def arguments():
+    return torch.randn(4, 3, dtype=torch.float64), torch.randn(2, 4, dtype=torch.float64)
+
+
+def test_another_tensor_in_a_variable():
+    mask = torch.ones(3)
+
+    def loss(w, x):
+        return (scaled(x @ w) * mask).sum()
+
+    step, (w, x) = ftp.shard(loss, MESH, P("tp")), arguments()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        before, _ = step(w, x)
+        mask.copy_(torch.ones(3))
+        step(w, x)
+        step(w, x[:1])
+    mask = torch.zeros(3)
+    line = loss.__code__.co_firstlineno
+    with pytest.warns(StaleCaptureWarning) as caught:
+        after, _ = step(w, x)
+    assert torch.equal(before, after)
+    (warning,) = caught
+    assert warning.filename == __file__
+    assert str(warning.message) == (
+        f"'mask', which loss (test_captured.py:{line}) reads, is another object now, a tensor of shape (3,). The step goes on with"
+        " the tensor that it captured when it was traced, of shape (3,). Give what changes as an argument of the step, or make the step"
+        " anew."
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(w, x)
+        step(w, torch.randn(3, 4, dtype=torch.float64))  # traced anew, with the new one
+    with pytest.warns(StaleCaptureWarning):
+        step(w, x[:1])
+
+
+def test_a_train_loop_whose_calls_are_known_at_a_glance():
+    mask = torch.ones(4, dtype=torch.float64)
+    step = ftp.spmd(lambda w: (w * mask, w.sum()), MESH, (P("tp"),), (P("tp"), P()))
+    w = torch.randn(4, dtype=torch.float64)
+    for _ in range(4):
+        w, _ = step(w)
+    assert step._last is not None and step._last[1].is_likely
+    mask = mask * 2
+    with pytest.warns(StaleCaptureWarning, match="'mask', which <lambda> "):
+        step(w)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("'self.tensor', which loss ", lambda held: setattr(held, "tensor", torch.zeros(3))),
+        ("'self.others[0]', which loss ", lambda held: held.others.__setitem__(0, None)),
+        ("\"self.others[1]['deep']\", which loss ", lambda held: held.others[1].update(deep=torch.zeros(2))),
+    ],
+)
+def test_another_tensor_in_an_attribute_or_a_container(name, change):
+    held, (w, x) = Holder(), arguments()
+    step = ftp.shard(held.loss, MESH, P("tp"))
+    step(w, x)
+    change(held)
+    with pytest.warns(StaleCaptureWarning) as caught:
+        step(w, x)
+    assert len(caught) == 1 and str(caught[0].message).startswith(name)
+
+
+def test_a_global_of_a_helper(monkeypatch):
+    step, (w, x) = ftp.shard(lambda w, x: scaled(x @ w).sum(), MESH, P("tp")), arguments()
+    step(w, x)
+    monkeypatch.setitem(globals(), "SCALE", torch.zeros(3))
+    with pytest.warns(StaleCaptureWarning, match="'SCALE', which scaled "):
+        step(w, x)
+
+
+def test_where_tensors_are_found():
+    tensors = [torch.ones(2) for _ in range(6)]
+    module, holder = nn.Linear(2, 2), Holder()
+    holder.tensor, kept = tensors[0], {"k": [tensors[1]]}
+    of_partial = functools.partial(lambda x, y: x * y, y=tensors[2])
+
+    class Callable:
+        def __call__(self, x):
+            return holder.tensor * kept["k"][0] * of_partial(x) * module(x)
+
+    found = places_of(Callable(), [*tensors, module.weight])
+    assert {id(place.tensor) for place in found} == {id(t) for t in (*tensors[:3], module.weight)}
+    assert [place.name.split(",")[0] for place in found if place.tensor is module.weight] == ["'module.weight'"]
+    kept.clear()
+    assert all(place.now() is place.tensor for place in found)  # what is gone is not another object
