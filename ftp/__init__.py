@@ -1,42 +1,90 @@
-"""ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch."""
+"""ftp: functional tensor parallel. Pure single-device functions and PartitionSpecs to explicit SPMD programs for PyTorch.
 
-from ftp import axis, errors, optim, plans, random, testing
-from ftp.api.certify import certify
-from ftp.api.init_params import init_params
-from ftp.api.reshard import reshard
-from ftp.api.shard import lower, shard, spmd
-from ftp.api.step import Step
-from ftp.certification.certificate import Certificate
-from ftp.checkpoint.huggingface import load_safetensors, save_safetensors
-from ftp.checkpoint.load import load
-from ftp.checkpoint.manifest import checkpoints
-from ftp.checkpoint.save import Saving, save
-from ftp.errors import FtpError
-from ftp.exported import shard_exported
-from ftp.functional.functionalize import functionalize
-from ftp.functional.module_constraints import Constraint
-from ftp.functional.remat import remat
-from ftp.functional.scan import scan
-from ftp.ops.constrain import constrain
-from ftp.partitioning.collectives import Collective
-from ftp.per_rank.local import local
-from ftp.planning.cost import Hardware, Link
-from ftp.plans import from_hf, from_megatron, from_parallelize_plan
-from ftp.report.lowered import Lowered
-from ftp.report.visualize import visualize
-from ftp.rules.registry import along_dim, einsum, pointwise, reduction, rule
-from ftp.runtime.calibrate import calibrate
-from ftp.searching.result import Found
-from ftp.searching.search import search
-from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
-from ftp.sharding.process_group import destroy_process_group, init_process_group
-from ftp.sharding.pytree import plan
-from ftp.sharding.spec import P, PartitionSpec, units
-from ftp.tensors.device_put import device_get, device_put, local_slice, specs_of
-from ftp.tensors.dtensor import from_dtensor, to_dtensor
-from ftp.tensors.replicas import check_replicas
-from ftp.testing.divergence import Divergence, first_divergence
-from ftp.version import __version__
+Public names are loaded at their first use, so that ``import ftp`` costs next to nothing over ``import torch``.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ftp import axis, errors, optim, plans, random, testing
+    from ftp.api.certify import certify
+    from ftp.api.init_params import init_params
+    from ftp.api.reshard import reshard
+    from ftp.api.shard import lower, shard, spmd
+    from ftp.api.step import Step
+    from ftp.certification.certificate import Certificate
+    from ftp.checkpoint.huggingface import load_safetensors, save_safetensors
+    from ftp.checkpoint.load import load
+    from ftp.checkpoint.manifest import checkpoints
+    from ftp.checkpoint.save import Saving, save
+    from ftp.errors import FtpError
+    from ftp.exported import shard_exported
+    from ftp.functional.functionalize import functionalize
+    from ftp.functional.module_constraints import Constraint
+    from ftp.functional.remat import remat
+    from ftp.functional.scan import scan
+    from ftp.ops.constrain import constrain
+    from ftp.partitioning.collectives import Collective
+    from ftp.per_rank.local import local
+    from ftp.planning.cost import Hardware, Link
+    from ftp.plans import from_hf, from_megatron, from_parallelize_plan
+    from ftp.report.lowered import Lowered
+    from ftp.report.visualize import visualize
+    from ftp.rules.registry import along_dim, einsum, pointwise, reduction, rule
+    from ftp.runtime.calibrate import calibrate
+    from ftp.searching.result import Found
+    from ftp.searching.search import search
+    from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
+    from ftp.sharding.process_group import destroy_process_group, init_process_group
+    from ftp.sharding.pytree import plan
+    from ftp.sharding.spec import P, PartitionSpec, units
+    from ftp.tensors.device_put import device_get, device_put, local_slice, specs_of
+    from ftp.tensors.dtensor import from_dtensor, to_dtensor
+    from ftp.tensors.replicas import check_replicas
+    from ftp.testing.divergence import Divergence, first_divergence
+    from ftp.version import __version__
+
+_MODULES = ("axis", "errors", "optim", "plans", "random", "testing")
+_HOMES = {
+    "ftp.api.certify": "certify",
+    "ftp.api.init_params": "init_params",
+    "ftp.api.reshard": "reshard",
+    "ftp.api.shard": "lower shard spmd",
+    "ftp.api.step": "Step",
+    "ftp.certification.certificate": "Certificate",
+    "ftp.checkpoint.huggingface": "load_safetensors save_safetensors",
+    "ftp.checkpoint.load": "load",
+    "ftp.checkpoint.manifest": "checkpoints",
+    "ftp.checkpoint.save": "Saving save",
+    "ftp.errors": "FtpError",
+    "ftp.exported": "shard_exported",
+    "ftp.functional.functionalize": "functionalize",
+    "ftp.functional.module_constraints": "Constraint",
+    "ftp.functional.remat": "remat",
+    "ftp.functional.scan": "scan",
+    "ftp.ops.constrain": "constrain",
+    "ftp.partitioning.collectives": "Collective",
+    "ftp.per_rank.local": "local",
+    "ftp.planning.cost": "Hardware Link",
+    "ftp.plans": "from_hf from_megatron from_parallelize_plan",
+    "ftp.report.lowered": "Lowered",
+    "ftp.report.visualize": "visualize",
+    "ftp.rules.registry": "along_dim einsum pointwise reduction rule",
+    "ftp.runtime.calibrate": "calibrate",
+    "ftp.searching.result": "Found",
+    "ftp.searching.search": "search",
+    "ftp.sharding.mesh": "AbstractMesh make_mesh simulated_mesh use_mesh",
+    "ftp.sharding.process_group": "destroy_process_group init_process_group",
+    "ftp.sharding.pytree": "plan",
+    "ftp.sharding.spec": "P PartitionSpec units",
+    "ftp.tensors.device_put": "device_get device_put local_slice specs_of",
+    "ftp.tensors.dtensor": "from_dtensor to_dtensor",
+    "ftp.tensors.replicas": "check_replicas",
+    "ftp.testing.divergence": "Divergence first_divergence",
+    "ftp.version": "__version__",
+}
+_HOME_OF = {name: module for module, names in _HOMES.items() for name in names.split()}
 
 __all__ = [
     "AbstractMesh",
@@ -104,3 +152,16 @@ __all__ = [
     "use_mesh",
     "visualize",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"ftp.{name}")
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'ftp' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

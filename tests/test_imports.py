@@ -1,169 +1,105 @@
-"""A file of the package imports only files above it in this order; rules import the registry and what it stands on."""
+"""What each package may import, and that ``import ftp`` is light."""
 
 import ast
 import subprocess
 import sys
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "ftp"
-ORDER = [
-    "errors",
-    "version",
-    "collection",
-    "native",
-    "philox",
-    "source",
-    "launcher",
-    "mesh",
-    "spec",
-    "slots",
-    "tree",
-    "constrain",
-    "random",
-    "draws",
-    "recompute",
-    "stacked",
-    "scan",
-    "recall",
-    "axis",
-    "pins",
-    "placements",
-    "gradient_hooks",
-    "functional",
-    "fused",
-    "fixed_shapes",
-    "notation",
-    "layout",
-    "registry",
-    "localize",
-    "holding",
-    "rows",
-    "writes",
-    "matching",
-    "movements",
-    "certificate",
-    "issued",
-    "checker",
-    "rules",
-    "prover",
-    "child",
-    "trials",
-    "decompositions",
-    "discovery",
-    "unfinished",
-    "store",
-    "neighbours",
-    "agreement",
-    "replicas",
-    "indices",
-    "placement",
-    "expected",
-    "arguments",
-    "unchecked",
-    "dtensor",
-    "boxes",
-    "shards",
-    "transfer",
-    "relocation",
-    "tensor_files",
-    "manifest",
-    "folder_lock",
-    "checkpoint",
-    "restore",
-    "refusals",
-    "recorder",
-    "functionalized",
-    "safetensors_folder",
-    "trace",
-    "captured",
-    "varying",
-    "rank_program",
-    "rank_gradient",
-    "local",
-    "cost",
-    "graph",
-    "repeats",
-    "reach",
-    "bounds",
-    "eliminate",
-    "network",
-    "planner",
-    "ingest",
-    "collectives",
-    "inline",
-    "partition",
-    "pipelined",
-    "simulate",
-    "passes",
-    "shared_memory",
-    "kernels",
-    "pieces",
-    "compile",
-    "cuda_graph",
-    "program",
-    "calibration",
-    "report",
-    "executed",
-    "lowered",
-    "pictures",
-    "numbering",
-    "attest",
-    "step",
-    "divergence",
-    "api",
-    "opened",
-    "depth",
-    "found",
-    "searching",
-    "search",
-    "init",
-    "plans",
-    "schedules",
-    "optim",
-    "exported",
-    "testing",
-    "reporting",
-    "__init__",
-    "__main__",
-]
-FOR_RULES = {"errors", "fixed_shapes", "fused", "philox", "notation", "registry", "localize", "stacked", "rules"}
+import pytest
+
+import ftp
+
+PACKAGE = Path(__file__).parents[1] / "ftp"
+GROUND = "errors paused_gc source version"  # may be imported by all
+ALLOWED = {
+    "sharding": "",
+    "axis": "",
+    "distributed": "sharding",
+    "ops": "sharding",
+    "random": "ops sharding",
+    "rules": "ops",
+    "tensors": "distributed sharding",
+    "checkpoint": "sharding tensors",
+    "functional": "ops random sharding",
+    "optim": "ops sharding tensors",
+    "plans": "functional ops sharding",
+    "tracing": "axis functional ops rules sharding",
+    "per_rank": "axis rules sharding tracing",
+    "certification": "ops per_rank rules tracing",
+    "planning": "functional ops per_rank rules sharding tracing",
+    "partitioning": "axis per_rank planning rules sharding",
+    "passes": "ops partitioning planning rules sharding",
+    "runtime": "distributed ops partitioning passes planning rules sharding tensors",
+    "report": "ops partitioning passes planning rules runtime sharding tensors",
+    "exported": "functional ops partitioning planning plans random runtime sharding tensors tracing",
+    "api": "certification distributed ops per_rank planning random report rules runtime sharding tensors tracing",
+    "searching": "api functional ops planning report rules runtime sharding tensors tracing",
+    "testing": "api certification partitioning rules runtime sharding",
+    "cli": "api functional planning plans report sharding",
+    "__main__": "certification cli rules",
+}
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(PACKAGE).parts[0].removesuffix(".py")
 
 
 def imported(path: Path) -> set[str]:
-    """The modules of the package that a file imports at its top level or below."""
+    """The packages, and files beside them, that a file imports, in its functions too."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.split(".")[0] == "ftp":
             parts = node.module.split(".")
-            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names if (PACKAGE / f"{alias.name}.py").exists()}
+            found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
             found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ftp.")}
     return found
 
 
-def test_every_file_has_its_place():
-    files = {p.stem for p in PACKAGE.glob("*.py")} | {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-    assert files == set(ORDER)
+def test_every_package_has_its_row():
+    ground = {*GROUND.split(), "__init__"}
+    listed = {package_of(p) for p in PACKAGE.rglob("*.py")} - ground
+    assert listed == set(ALLOWED)
 
 
-def test_imports_point_up():
-    wrong = []
-    for path in PACKAGE.glob("*.py"):
-        allowed = set(ORDER[: ORDER.index(path.stem)])
-        wrong += [f"{path.stem} imports {name}" for name in sorted(imported(path) - allowed)]
-    for path in (PACKAGE / "rules").glob("*.py"):
-        wrong += [f"rules/{path.stem} imports {name}" for name in sorted(imported(path) - FOR_RULES)]
-    for package in ("plans", "report", "exported"):
-        for path in (PACKAGE / package).glob("*.py"):
-            allowed = set(ORDER[: ORDER.index(package) + 1])
-            wrong += [f"{package}/{path.stem} imports {name}" for name in sorted(imported(path) - allowed)]
+@pytest.mark.parametrize("package", [*ALLOWED, *GROUND.split()])
+def test_a_package_imports_what_its_row_says(package):
+    allowed = {*GROUND.split(), *ALLOWED.get(package, "").split(), package}
+    files = [p for p in PACKAGE.rglob("*.py") if package_of(p) == package]
+    wrong = [f"{p.relative_to(PACKAGE)} imports {name}" for p in files for name in sorted(imported(p) - allowed)]
     assert not wrong, "\n".join(wrong)
 
 
-def test_import_is_light():
-    heavy = ["matplotlib", "rich", "tensorboard", "transformers", "safetensors", "scipy", "hypothesis", "torch._inductor", "torch._dynamo"]
-    program = (
-        f"import torch, sys; before = set(sys.modules); import ftp; print([m for m in {heavy} if m in sys.modules and m not in before])"
-    )
+def test_rows_point_down():
+    """Each row imports rows above it, so that there is no circle between packages."""
+    above: set[str] = set()
+    for package, allowed in ALLOWED.items():
+        assert set(allowed.split()) <= above, package
+        above.add(package)
+
+
+def test_rows_name_what_is_imported():
+    """A right that nobody uses is taken from the table."""
+    for package, allowed in ALLOWED.items():
+        used = set().union(*(imported(p) for p in PACKAGE.rglob("*.py") if package_of(p) == package))
+        assert set(allowed.split()) <= used, f"{package}: {set(allowed.split()) - used}"
+
+
+def test_import_loads_nothing_but_torch_and_itself():
+    program = "import torch, sys; before = set(sys.modules); import ftp; print(sorted(set(sys.modules) - before))"
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
-    assert found.stdout.strip() == "[]"
+    assert found.stdout.strip() == "['ftp']"
+
+
+def test_public_names_are_where_a_type_checker_looks_for_them():
+    tree = ast.parse((PACKAGE / "__init__.py").read_text())
+    guarded = next(node for node in tree.body if isinstance(node, ast.If))
+    typed = {alias.name: node.module for node in ast.walk(guarded) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    lazy = {**ftp._HOME_OF, **dict.fromkeys(ftp._MODULES, "ftp")}
+    assert typed == lazy
+    assert set(typed) == set(ftp.__all__) <= set(dir(ftp))
+
+
+def test_a_name_that_is_not_public_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="module 'ftp' has no attribute 'shrad'"):
+        _ = ftp.shrad

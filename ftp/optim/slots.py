@@ -6,8 +6,10 @@ from typing import Any
 import optree
 from torch.utils import _pytree as pytree
 
+from ftp.sharding.pytree import PartlyCovered
 
-class Slots(dict):
+
+class Slots(PartlyCovered):
     """``{slot: tensor}`` of one parameter; a spec given for all of it is the parameter's.
 
     It holds for the slots that are shaped as the parameter is (``like``); counters and factored moments are replicated.

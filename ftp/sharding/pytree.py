@@ -12,7 +12,6 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.errors import SpecError, join_failures
-from ftp.optim.slots import Slots
 from ftp.sharding.spec import P, check_spec
 
 NAMESPACE = "ftp"
@@ -324,12 +323,21 @@ def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
     return found
 
 
-_DICTS = (dict, OrderedDict, defaultdict, Specs, Slots)
+class PartlyCovered(dict):
+    """A dict of leaves of which a spec given for all of it is meant for some, and the others are replicated."""
+
+    def covered(self, spec: Any, whole: Any) -> list[Any]:
+        """Per leaf, in optree's order, ``spec`` or ``whole``."""
+        raise NotImplementedError
+
+
+def _is_dict(kind: type) -> bool:
+    return kind in (dict, OrderedDict, defaultdict, Specs) or issubclass(kind, PartlyCovered)
 
 
 def _covering(spec: P, tree: Any) -> list[P]:
-    nodes = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, Slots), none_is_leaf=False, namespace=NAMESPACE)
-    return [s for node in nodes for s in (node.covered(spec, P()) if isinstance(node, Slots) else [spec])]
+    nodes = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, PartlyCovered), none_is_leaf=False, namespace=NAMESPACE)
+    return [s for node in nodes for s in (node.covered(spec, P()) if isinstance(node, PartlyCovered) else [spec])]
 
 
 def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list[str]) -> None:
@@ -348,7 +356,7 @@ def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list
             f"the specs go deeper than the tree: {where} is {what}, its spec is {kind_of(specs)}.{_as_spec(specs) or ' Give a P.'}"
         )
         return
-    if type(specs) is not type(tree) and not (type(specs) in _DICTS and type(tree) in _DICTS):
+    if type(specs) is not type(tree) and not (_is_dict(type(specs)) and _is_dict(type(tree))):
         failures.append(
             f"{where} is {kind_of(tree)}, its specs are {kind_of(specs)}; give {kind_of(tree)} of specs, or one P for all of it."
         )
@@ -401,7 +409,7 @@ def kind_of(value: object) -> str:
     >>> kind_of(3), kind_of({})
     ('an int', 'a dict')
     """
-    kind = "dict" if type(value) in (Specs, Slots) else type(value).__name__
+    kind = "dict" if isinstance(value, Specs | PartlyCovered) else type(value).__name__
     return f"an {kind}" if kind[0] in "aeiouAEIOU" else f"a {kind}"
 
 
