@@ -21,11 +21,10 @@ from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.ops.constrain import Pin
 from ftp.paused_gc import collection_paused
-from ftp.planning.from_fx import constraints, decompose, found_by_trial, from_fx, prune
-from ftp.planning.graph import BATCH, PARAMETER, Graph, Node, Value
-from ftp.planning.graph_passes import live, mark_dependencies, merge_common
-from ftp.planning.plan import Specs
-from ftp.planning.planner import Watch, make_plan
+from ftp.planning.from_fx import found_by_trial
+from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.planner import Watch
+from ftp.planning.prepare import plan_prepared, prepare
 from ftp.report.lowered import Lowered, check_strictly
 from ftp.rules.op_kinds import VIEWS
 from ftp.runtime.program import Program
@@ -384,37 +383,24 @@ class Step:
     ) -> _Planned:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
         traced = traced or self._traced(call, shapes)
-        tensor_names = [name for name, leaf in zip(call.names, leaves, strict=True) if isinstance(leaf, torch.Tensor)]
-        graph = from_fx(traced.gm, tensor_names, strict=self._options.strict)
         tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
-        arguments = graph.inputs[: len(tensor_leaves)]
-        out_specs = self._checked_out_specs(traced, graph, specs, call.args)
-        trees = _returned_trees(call.treedef, shapes, specs, traced, [v.meta.shape for v in graph.outputs], out_specs)
-        state = self._state | trees.keys()
+        out_specs = self._checked_out_specs(traced, specs, call.args)
+        trees = _returned_trees(call.treedef, shapes, specs, traced, out_specs)
         given = {position: [spec for spec, at in zip(specs, call.positions, strict=True) if at == position] for position in trees}
         out_specs = _as_given(out_specs, trees, given, traced)
-        batch = []
-        for node, i in zip(arguments, tensor_leaves, strict=True):
-            node.depends = PARAMETER if call.positions[i] in state else BATCH
-            if call.positions[i] not in state:
-                batch.append(node)
-        in_specs = {node: specs[i] for node, i in zip(arguments, tensor_leaves, strict=True)}
-        graph = merge_common(prune(live(graph)))
-        mark_dependencies(graph)
-        constrained = constraints(graph)
-        _check_constraints(constrained, self.mesh)
-        _check_local_meshes(graph, self.mesh)
-        data_axes = self._options.data_axes
-        if data_axes is None:
-            data_axes = tuple(dict.fromkeys(axis for node in batch for axis in in_specs[node].axes))
-        plan = make_plan(
-            graph,
+        state, strict = self._state | trees.keys(), self._options.strict
+        is_state = [call.positions[i] in state for i in tensor_leaves]
+        prepared = prepare(traced.gm, [call.names[i] for i in tensor_leaves], is_state, strict=strict)
+        _check_constraints(prepared.constraints, self.mesh)
+        _check_local_meshes(prepared.graph, self.mesh)
+        plan = plan_prepared(
+            prepared,
             self.mesh.axes,
-            Specs(in_specs, constrained, out_specs),
-            batch_inputs=batch,
-            data_axes=data_axes,
+            [specs[i] for i in tensor_leaves],
+            out_specs,
+            data_axes=self._options.data_axes,
             reshard_after_forward=self._options.reshard_after_forward,
-            decompose=lambda g, nodes: decompose(g, nodes, strict=self._options.strict),
+            strict=strict,
             watch=watch,
         )
         program = Program(
@@ -442,25 +428,25 @@ class Step:
         if self._options.certify:
             certified(program)
         placements = tuple(placement(self.mesh, spec, shape) for spec, shape in zip(program.out_specs, program.out_shapes, strict=True))
-        donated = {node.name for node, i in zip(arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate}
+        donated = {
+            node.name for node, i in zip(prepared.arguments, tensor_leaves, strict=True) if call.positions[i] in self._options.donate
+        }
         facts = {position: Donated(self._argument_name(position)) for position in self._options.donate}
         marks = tuple((i, facts[call.positions[i]]) for i in tensor_leaves if call.positions[i] in facts)
         return _Planned(
             program, call.key, tuple(shapes), placements, _renewed(plan.graph, donated), marks, places_of(self._fn, traced.captured)
         )
 
-    def _checked_out_specs(
-        self, traced: Traced, graph: Graph, specs: Sequence[PartitionSpec], args: tuple[Any, ...]
-    ) -> list[PartitionSpec | None]:
+    def _checked_out_specs(self, traced: Traced, specs: Sequence[PartitionSpec], args: tuple[Any, ...]) -> list[PartitionSpec | None]:
         """A spec per output of the graph, or None where propagation is to choose."""
         result = traced.out_tree.unflatten(traced.out_leaves)
-        found: list[PartitionSpec | None] = [None] * len(graph.outputs)
+        found: list[PartitionSpec | None] = [None] * len(traced.out_shapes)
         failures = []
         leaf_specs = self._out_specs(result, specs, args)
         for leaf, static, spec, name in zip(traced.out_leaves, traced.is_static, leaf_specs, leaf_names(result, "the result"), strict=True):
             if not static:
                 found[leaf] = spec
-                failures += check_spec(spec, graph.outputs[leaf].meta.shape, self.mesh.axes, name) if spec else []
+                failures += check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name) if spec else []
             elif spec:
                 failures.append(f"{name} has spec {spec}, but is {leaf!r}, {kind_of(leaf)}; only a tensor can be cut. Give P().")
         if failures:
@@ -516,7 +502,6 @@ def _returned_trees(
     shapes: Sequence[Shape | None],
     specs: Sequence[PartitionSpec],
     traced: Traced,
-    out_shapes: Sequence[Shape],
     out_specs: Sequence[PartitionSpec | None],
 ) -> dict[int, list[list[int]]]:
     """Arguments that come back in the result, with the same tree and shapes, and specs where given: an optimizer's state, say.
@@ -525,7 +510,7 @@ def _returned_trees(
         Per position of such an argument, for each tree of the result that is like it, the indices of the tree's leaves in the result.
     """
     returned = [
-        (None, None) if static else (out_shapes[leaf], out_specs[leaf])
+        (None, None) if static else (traced.out_shapes[leaf], out_specs[leaf])
         for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
     ]
     subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(range(len(returned))))]

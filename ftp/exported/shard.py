@@ -18,11 +18,8 @@ from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, st
 from ftp.exported.styles import Pin
 from ftp.ops.constrain import constrain
 from ftp.partitioning.partition import Partitioner
-from ftp.planning.from_fx import constraints, decompose, from_fx
-from ftp.planning.graph import BATCH, PARAMETER
-from ftp.planning.graph_passes import live, mark_dependencies, merge_common
-from ftp.planning.plan import Plan, Specs
-from ftp.planning.planner import make_plan
+from ftp.planning.plan import Plan
+from ftp.planning.prepare import plan_prepared, prepare
 from ftp.random.torch_functions import Draws
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
 from ftp.sharding.pytree import flatten
@@ -294,22 +291,7 @@ def _planned(
         traced = trace(
             fn, leaves, flatten(tuple(leaves))[1], mesh.device_type, names=names, line=lambda: replays[0].line if replays else ""
         )
-    graph = from_fx(traced.gm, names, strict=strict)
-    batch, arguments = [], {}
-    for node, entry in zip(graph.inputs, tensors, strict=False):
-        is_state = entry.spec.kind is not InputKind.USER_INPUT
-        node.depends = PARAMETER if is_state else BATCH
-        arguments[node] = entry.cut
-        if not is_state:
-            batch.append(node)
-    graph = merge_common(live(graph))
-    mark_dependencies(graph)
-    plan = make_plan(
-        graph,
-        mesh.axes,
-        Specs(arguments, constraints(graph), [out_specs[i] for i in returned]),
-        batch_inputs=batch,
-        data_axes=tuple(dict.fromkeys(axis for node in batch for axis in arguments[node].axes)),
-        decompose=lambda g, nodes: decompose(g, nodes, strict=strict),
-    )
-    return traced, plan
+    is_state = [entry.spec.kind is not InputKind.USER_INPUT for entry in tensors]
+    prepared = prepare(traced.gm, names, is_state, strict=strict)
+    cuts, results = [entry.cut for entry in tensors], [out_specs[i] for i in returned]
+    return traced, plan_prepared(prepared, mesh.axes, cuts, results, strict=strict)

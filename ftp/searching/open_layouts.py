@@ -17,12 +17,12 @@ from ftp.paused_gc import collection_paused
 from ftp.planning.axis_order import spec_layout
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.cost_network import solve
-from ftp.planning.from_fx import CONSTRAIN, constraints, decompose, from_fx, prune
-from ftp.planning.graph import BATCH, PARAMETER, Graph, Node, Value
-from ftp.planning.graph_passes import live, mark_dependencies, merge_common
+from ftp.planning.from_fx import CONSTRAIN, constraints, decompose
+from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.insert_moves import apply
 from ftp.planning.layers.repeats import Folded, Ties, fold
 from ftp.planning.planner import planned_latency
+from ftp.planning.prepare import prepare
 from ftp.planning.problem import AxisPlan, NotAlike, Open, Problem
 from ftp.planning.reachable_cuts import Reach, factor_of, layout_of, reach
 from ftp.rules.op_kinds import VIEWS, is_product
@@ -158,14 +158,10 @@ def opened(traced: Traced, params: Any, batch: Any, batch_specs: Sequence[Partit
     names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
     paths = leaf_paths(params)
     tensors = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    graph = from_fx(traced.gm, [names[i] for i in tensors])
-    inputs = dict(zip(tensors, graph.inputs, strict=False))
-    for i, node in inputs.items():
-        node.depends = PARAMETER if i < len(paths) else BATCH
+    prepared = prepare(traced.gm, [names[i] for i in tensors], [i < len(paths) for i in tensors])
+    graph, inputs = prepared.graph, dict(zip(tensors, prepared.arguments, strict=True))
     of_params = [inputs[i] for i in range(len(paths))]
     mirrors = dict(zip(traced.out_leaves[1:], of_params, strict=True))
-    graph = merge_common(prune(live(graph)))
-    mark_dependencies(graph)
     specs = {inputs[i]: spec for i, spec in zip(range(len(paths), len(leaves)), batch_specs, strict=True) if i in inputs}
     patterns = {node: pattern_of(path) for node, path in zip(of_params, paths, strict=True)}
     net = Opened(graph, of_params, patterns, specs, mirrors, None)

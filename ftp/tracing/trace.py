@@ -60,6 +60,11 @@ class Traced:
     is_static: tuple[bool, ...]
     captured: tuple[Tensor, ...]
 
+    @property
+    def out_shapes(self) -> list[tuple[int, ...]]:
+        """Of each output its global shape."""
+        return [tuple(node.meta["val"].shape) for node in self.gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+
 
 @collection_paused()
 def trace(

@@ -1,0 +1,85 @@
+"""From a traced program to its plan: the one way that steps, exported programs and the search take."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ftp.ops.constrain import Pin
+from ftp.planning.from_fx import constraints, decompose, from_fx, prune
+from ftp.planning.graph import BATCH, PARAMETER, Graph, Node
+from ftp.planning.graph_passes import live, mark_dependencies, merge_common
+from ftp.planning.plan import Plan, Specs
+from ftp.planning.planner import Watch, make_plan
+from ftp.sharding.spec import PartitionSpec
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A traced program as the planner takes it.
+
+    Attributes:
+        graph: rules on all ops, dead code gone, common subexpressions merged, dependencies marked.
+        arguments: the input nodes of the arguments' tensors; inputs after them are closure constants.
+        constraints: what each constraint node fixes.
+    """
+
+    graph: Graph
+    arguments: tuple[Node, ...]
+    constraints: dict[Node, Pin]
+
+    @property
+    def batch(self) -> list[Node]:
+        """The arguments that are no state."""
+        return [node for node in self.arguments if node.depends & BATCH]
+
+
+def prepare(gm: fx.GraphModule, names: Sequence[str], is_state: Sequence[bool], *, strict: bool = False) -> Prepared:
+    """A traced program ready to be planned.
+
+    Args:
+        names: what the arguments' tensors are called, in the order of the placeholders.
+        is_state: per argument tensor whether it is state (parameters, an optimizer's) rather than of a batch.
+        strict: an op without a rule is an error, rather than replicated with a warning.
+    """
+    graph = from_fx(gm, names, strict=strict)
+    arguments = graph.inputs[: len(names)]
+    for node, state in zip(arguments, is_state, strict=True):
+        node.depends = PARAMETER if state else BATCH
+    graph = merge_common(prune(live(graph)))
+    mark_dependencies(graph)
+    return Prepared(graph, tuple(arguments), constraints(graph))
+
+
+def plan_prepared(
+    prepared: Prepared,
+    axes: dict[str, int],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec | None],
+    *,
+    data_axes: Sequence[str] | None = None,
+    reshard_after_forward: bool = True,
+    strict: bool = False,
+    watch: Watch | None = None,
+) -> Plan:
+    """The cheapest plan.
+
+    Args:
+        axes: the mesh's axes and their sizes.
+        in_specs: per argument tensor.
+        out_specs: per output of the graph; None leaves it to the planner.
+        data_axes: the axes on which parameters move rather than activations; default those that cut a batch argument.
+    """
+    specs = dict(zip(prepared.arguments, in_specs, strict=True))
+    if data_axes is None:
+        data_axes = tuple(dict.fromkeys(axis for node in prepared.batch for axis in specs[node].axes))
+    return make_plan(
+        prepared.graph,
+        axes,
+        Specs(specs, prepared.constraints, list(out_specs)),
+        batch_inputs=prepared.batch,
+        data_axes=data_axes,
+        reshard_after_forward=reshard_after_forward,
+        decompose=lambda graph, nodes: decompose(graph, nodes, strict=strict),
+        watch=watch,
+    )
