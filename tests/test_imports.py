@@ -91,6 +91,35 @@ def test_import_loads_nothing_but_torch_and_itself():
     assert found.stdout.strip() == "['ftp']"
 
 
+EACH_ALONE = """
+import os, sys, torch
+from importlib import import_module
+failed = []
+for module in sys.argv[1:]:
+    child = os.fork()
+    if not child:
+        try:
+            import_module(module)
+        except BaseException:
+            import traceback
+            traceback.print_exc()
+            os._exit(1)
+        os._exit(0)
+    if os.waitpid(child, 0)[1]:
+        failed.append(module)
+print(failed)
+"""
+
+
+@pytest.mark.slow
+def test_each_home_of_a_public_name_can_be_imported_first():
+    """None relies on another one having defined an op or registered a rule."""
+    homes = [*ftp._HOMES, *(f"ftp.{name}" for name in ftp._MODULES)]
+    command = [sys.executable, "-c", EACH_ALONE, *homes]
+    found = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    assert found.stdout.strip() == "[]", found.stderr
+
+
 def test_public_names_are_where_a_type_checker_looks_for_them():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))

@@ -5,13 +5,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import fx
 
 import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certification.certificate import Certificate, Claim, Operation, Ports, Ranks, Ref, Spec
 from ftp.certification.checker import check
 from ftp.certification.value_numbering import check_traced
+from ftp.per_rank.program import LOCAL
 from ftp.per_rank.program import Program as RankProgram
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
@@ -77,7 +77,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         program: RankProgram = node.target
         ports = Ports(tuple(_cuts(p.spec) for p in program.operands), tuple((_cuts(p.spec), p.pending) for p in program.results))
         args = (tuple(map(_ref, node.operands)), program.key)
-        return Operation(node.name, torch.ops.ftp.local.default, args, {}, node.results, source=node.source, ports=ports)
+        return Operation(node.name, LOCAL, args, {}, node.results, source=node.source, ports=ports)
     claims = tuple(Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts)
     partial: dict[str, list[int]] = {}
     for slot, value in enumerate(node.operands):

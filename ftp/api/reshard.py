@@ -12,7 +12,7 @@ import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.shard import spmd
 from ftp.api.step import Step
 from ftp.distributed.agreement import calls
-from ftp.per_rank.program import program_of
+from ftp.per_rank.program import LOCAL, program_of
 from ftp.sharding.dtensor_placements import check_plain
 from ftp.sharding.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
@@ -130,7 +130,7 @@ def _simulated(key: str, device_type: str) -> Callable[[Sequence[torch.Tensor]],
     mesh = SimulatedMesh(tuple(axes.values()), tuple(axes), device_type)
     metas = [torch.empty(p.global_shape(axes), dtype=p.dtype, device="meta") for p in program.operands]
     step = spmd(
-        lambda *xs: torch.ops.ftp.local.default(list(xs), key),
+        lambda *xs: LOCAL(list(xs), key),
         mesh,
         tuple(p.spec for p in program.operands),
         [p.spec for p in program.results],

@@ -9,13 +9,12 @@ from torch.fx.node import map_arg
 
 from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, join_failures
-from ftp.per_rank.program import needed, program_of
+from ftp.ops.constrain import CONSTRAIN
+from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.tracing.trace import decompose
 
 aten = torch.ops.aten
-CONSTRAIN = torch.ops.ftp.constrain.default
-LOCAL = torch.ops.ftp.local.default
 
 
 def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:

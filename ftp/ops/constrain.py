@@ -131,6 +131,7 @@ def _entry(node: ast.expr) -> Any:
 
 
 torch.library.define("ftp::constrain", "(Tensor x, str entries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+CONSTRAIN = torch.ops.ftp.constrain.default
 
 
 @torch.library.impl("ftp::constrain", "CompositeExplicitAutograd")
@@ -145,7 +146,7 @@ def _batched(info: Any, in_dims: tuple[int | None, None], x: Tensor, entries: st
     spec = list(pin.spec)
     if dim is not None and dim < len(spec):
         spec.insert(dim, None)
-    return torch.ops.ftp.constrain.default(x, pin_to_str(Pin(P(*spec), pin.axes))), dim
+    return CONSTRAIN(x, pin_to_str(Pin(P(*spec), pin.axes))), dim
 
 
 torch.library.register_vmap("ftp::constrain", _batched)
@@ -158,7 +159,7 @@ class _Constrain(torch.autograd.Function):
 
     @staticmethod
     def forward(x: Tensor, entries: str, grad: bool) -> Tensor:  # type: ignore[override]
-        return torch.ops.ftp.constrain.default(x, entries)
+        return CONSTRAIN(x, entries)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, str, bool], output: Tensor) -> None:

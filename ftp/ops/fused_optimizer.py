@@ -98,3 +98,5 @@ _define("adam", 6, 4, True)
 _define("adamw", 6, 4, True)
 _define("sgd", 3, 2, False)
 _define("adagrad", 4, None, True)
+
+ADAM, ADAMW = torch.ops.ftp.fused_adam.default, torch.ops.ftp.fused_adamw.default

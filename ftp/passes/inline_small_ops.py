@@ -10,6 +10,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 
+from ftp.ops.fused_optimizer import ADAM, ADAMW
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
@@ -96,8 +97,8 @@ def _adam_with_decay(*tensors: Tensor, **options: Any) -> list[Tensor]:
 
 
 _FORMULAS: dict[Any, Callable[..., list[Tensor]]] = {
-    torch.ops.ftp.fused_adamw.default: _adamw,
-    torch.ops.ftp.fused_adam.default: _adam_with_decay,
+    ADAMW: _adamw,
+    ADAM: _adam_with_decay,
 }
 
 

@@ -35,7 +35,7 @@ def by_onednn(graph: fx.Graph, chosen: Collection[Product]) -> fx.Graph:
     new, env = copied(graph)
     for node in graph.nodes:
         if _product(node) in chosen:
-            env[node].target = torch.ops.ftp.mm_by_onednn.default
+            env[node].target = BY_ONEDNN
     return new
 
 
@@ -95,12 +95,10 @@ def _mm_by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 
 torch.library.define("ftp::mm_by_onednn", "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+BY_ONEDNN = torch.ops.ftp.mm_by_onednn.default
 torch.library.impl("ftp::mm_by_onednn", "CPU", _mm_by_onednn)
 
 
 @torch.library.register_fake("ftp::mm_by_onednn")
 def _(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return a.new_empty(a.shape[0], b.shape[1])
-
-
-BY_ONEDNN = torch.ops.ftp.mm_by_onednn.default

@@ -144,6 +144,7 @@ def copied(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
 # The op that carries a program through a surrounding trace.
 
 torch.library.define("ftp::local", "(Tensor[] xs, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+LOCAL = torch.ops.ftp.local.default
 
 
 @torch.library.register_fake("ftp::local")

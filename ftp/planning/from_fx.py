@@ -10,9 +10,9 @@ import torch
 from torch import fx
 
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
-from ftp.ops.constrain import Pin, pin_from_str
+from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
-from ftp.per_rank.program import program_of
+from ftp.per_rank.program import LOCAL, program_of
 from ftp.planning.graph import Graph, Node, Value, identity_rule, whole_rule
 from ftp.planning.graph_passes import live, merge_common
 from ftp.rules.bind import bind, lookup
@@ -23,8 +23,6 @@ from ftp.rules.rule import BoundRule, Call, Meta, replaced
 from ftp.tracing.trace import decompose as trace_decomposition
 
 aten = torch.ops.aten
-CONSTRAIN = torch.ops.ftp.constrain.default
-LOCAL = torch.ops.ftp.local.default
 
 
 def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = False) -> Graph:

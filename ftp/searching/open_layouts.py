@@ -12,12 +12,12 @@ from typing import Any
 from torch import Tensor, fx
 
 from ftp.functional.module_constraints import outputs_through
-from ftp.ops.constrain import Pin, constrain, pin_from_str, pin_to_str
+from ftp.ops.constrain import CONSTRAIN, Pin, constrain, pin_from_str, pin_to_str
 from ftp.paused_gc import collection_paused
 from ftp.planning.axis_order import spec_layout
 from ftp.planning.cost import Hardware, collective_seconds, op_seconds
 from ftp.planning.cost_network import solve
-from ftp.planning.from_fx import CONSTRAIN, constraints, decompose
+from ftp.planning.from_fx import constraints, decompose
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.insert_moves import apply
 from ftp.planning.layers.repeats import Folded, Ties, fold
