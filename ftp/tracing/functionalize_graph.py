@@ -151,6 +151,10 @@ _ALIASES = {
 }
 
 
+_FILLED_LIKE: dict[Any, Callable[[fx.Node], Any]] = {
+    aten.ones_like.default: lambda node: 1,
+    aten.full_like.default: lambda node: node.args[1],
+}
 _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 
 
@@ -187,6 +191,11 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
             graph.erase_node(node)
             continue
         node.args, node.kwargs = from_the_front(node.target, node.args, node.kwargs, lambda n: n.meta["val"])
+        if node.target in _FILLED_LIKE and not node.meta["val"].ndim:
+            # A seed of a backward pass: it reads no content of the loss, which so need not be reduced for it.
+            value, made = _FILLED_LIKE[node.target](node), node.meta["val"]
+            node.target, node.args = aten.full.default, ([], value)
+            node.kwargs = {"dtype": made.dtype, "device": made.device}
         given = node.kwargs.get("device")
         if given is not None and torch.device(given).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
