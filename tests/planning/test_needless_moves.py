@@ -36,3 +36,22 @@ def test_a_loss_that_is_not_returned_is_not_reduced():
     step = ftp.spmd(grad, ftp.simulated_mesh((2,), ("tp",)), (cut, P()), cut)
     assert ops(step.lower(w, x)) == []
     torch.testing.assert_close(step(w, x), grad(w, x), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_equal_layers_of_a_sequential_are_planned_as_one(nested):
+    def layer():
+        return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh()).double()
+
+    layers = torch.nn.Sequential(*(layer() for _ in range(12)))
+    model = torch.nn.ModuleDict({"body": layers}) if nested else layers
+    fn, params = ftp.functionalize(layers)
+    assert len(params) == len(dict(model.named_parameters()))
+    mesh, x = ftp.simulated_mesh((2,), ("tp",)), torch.randn(2, 8, dtype=torch.float64)
+    step = ftp.shard(
+        lambda p, x: fn(p, x).square().mean(), mesh, ftp.plan(params, {"*.0.weight": P("tp")})
+    )
+    assert step.lower(params, x).plan.alike >= 8
+    loss, grads = step(params, x)
+    torch.testing.assert_close(loss, layers(x).square().mean(), rtol=1e-12, atol=1e-12)
+    assert set(grads) == set(params)
