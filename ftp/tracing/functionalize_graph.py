@@ -17,6 +17,7 @@ from torch.fx.node import map_arg
 from ftp.errors import TraceError, join_failures
 from ftp.tracing.explain_errors import LEAKED, at_line
 from ftp.tracing.recorder import Recorder, record
+from ftp.tracing.restride import without_strides
 
 aten = torch.ops.aten
 
@@ -164,6 +165,7 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
     Some kernels read the size of a negative dim from memory that is not the tensor's, and raise by chance where a shard is empty.
     """
     graph = gm.graph
+    without_strides(graph)
     for node in list(graph.nodes):
         node.meta.setdefault("source", "")
         if node.op != "call_function":
