@@ -62,10 +62,7 @@ def figures(checkout: Path) -> dict[str, str]:
     files = {str(p.relative_to(package)): p.read_text().splitlines() for p in package.rglob("*.py")}
     largest = max(files, key=lambda name: len(files[name]))
     command = [sys.executable, "-c", OF_RUNNING]
-    runs = [
-        json.loads(subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout)
-        for _ in range(REPEATS)
-    ]
+    runs = [json.loads(subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout) for _ in range(REPEATS)]
     run = runs[0]
     return {
         "entries at the root": str(sum(p.name != "__pycache__" for p in package.iterdir())),
