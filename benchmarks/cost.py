@@ -1,12 +1,16 @@
-"""Seconds of a step as a report estimates them on this machine's calibrated rates, beside seconds measured.
+"""Seconds of a step as a report estimates them on this machine's calibrated rates, beside seconds
+measured.
 
-    python benchmarks/cost.py [--json] [--workloads W1 W2 ...] [--ranks 1 2] [--modes eager compiled memory] [--turns 5]
+    python benchmarks/cost.py [--json] [--workloads W1 W2 ...] [--ranks 1 2] [--modes eager compiled
+    memory] [--turns 5]
 
-Whole train steps, with torch's fused AdamW, each called as a user calls it: W1 to W3 of `speed.py`, cut as Megatron does, and programs that
-the estimate was not made with. One rank, or two gloo processes; ``memory`` sends collectives through shared memory. Calibration and steps
-take turns, as a machine changes; medians are over the turns, of medians. One rank is measured in seconds of its processor, which others
-that run beside it do not change much; two in seconds of the clock, so they want a quiet machine. ``--json`` puts the rows in place of
-those of the same names in benchmarks/results/cost.json.
+Whole train steps, with torch's fused AdamW, each called as a user calls it: W1 to W3 of `speed.py`,
+cut as Megatron does, and programs that the estimate was not made with. One rank, or two gloo
+processes; ``memory`` sends collectives through shared memory. Calibration and steps take turns, as
+a machine changes; medians are over the turns, of medians. One rank is measured in seconds of its
+processor, which others that run beside it do not change much; two in seconds of the clock, so they
+want a quiet machine. ``--json`` puts the rows in place of those of the same names in
+benchmarks/results/cost.json.
 """
 
 import argparse
@@ -33,7 +37,9 @@ SECONDS = 1.0  # of steps in a turn
 TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp")}
 LLAMA = models.LlamaConfig(vocab=2048, dim=384, layers=3, heads=6, hidden=1024)
 CNN = models.CNNConfig(channels=32, blocks=3, size=32)
-Made = tuple[Callable[..., Any], dict[str, Any], dict[str, P], P, Any]  # loss of (params, batch), parameters, patterns, batch's spec, batch
+Made = tuple[
+    Callable[..., Any], dict[str, Any], dict[str, P], P, Any
+]  # loss of (params, batch), parameters, patterns, batch's spec, batch
 
 
 def workload(name: str) -> Made:
@@ -45,12 +51,24 @@ def workload(name: str) -> Made:
 
 def zero() -> Made:
     fn, params = ftp.functionalize(models.build(LLAMA))
-    return models.lm_loss(fn), params, models.specs(models.cuts(LLAMA), zero="tp"), P("tp"), models.lm_batch(LLAMA, 4, 128)
+    return (
+        models.lm_loss(fn),
+        params,
+        models.specs(models.cuts(LLAMA), zero="tp"),
+        P("tp"),
+        models.lm_batch(LLAMA, 4, 128),
+    )
 
 
 def sequence_parallel() -> Made:
     fn, params = ftp.functionalize(models.build(LLAMA), constraints=models.sequence_parallel())
-    return models.lm_loss(fn), params, models.specs(models.cuts(LLAMA), tp="tp"), P(), models.lm_batch(LLAMA, 4, 128)
+    return (
+        models.lm_loss(fn),
+        params,
+        models.specs(models.cuts(LLAMA), tp="tp"),
+        P(),
+        models.lm_batch(LLAMA, 4, 128),
+    )
 
 
 def convolutions() -> Made:
@@ -98,7 +116,16 @@ def measure(name: str, mode: str, turns: int) -> dict[str, Any]:
     of_state = optimizer.specs(params, specs)
     of_data = tuple(of_batch for _ in data)
     given, made = (specs, of_state, of_data), (specs, of_state, P())
-    step = ftp.spmd(train_step, mesh, given, made, donate=(0, 1), pack=True, compile=mode == "compiled", data_axes=of_batch.axes)
+    step = ftp.spmd(
+        train_step,
+        mesh,
+        given,
+        made,
+        donate=(0, 1),
+        pack=True,
+        compile=mode == "compiled",
+        data_axes=of_batch.axes,
+    )
     state = ftp.device_put(optimizer.init(params), mesh, of_state)
     params, data = ftp.device_put(params, mesh, specs), ftp.device_put(data, mesh, of_data)
     lowered = step.lower(params, state, data)
@@ -116,8 +143,20 @@ def measure(name: str, mode: str, turns: int) -> dict[str, Any]:
         parts = {"computing": cost.computing, "waiting": cost.waiting}
         measured.append(_seconds(run, world))
     p, m = statistics.median(predicted), statistics.median(measured)
-    row = {"workload": name, "ranks": world, "mode": mode, "predicted": p, "measured": m, "ratio": p / m}
-    return {**row, "of predicted": [min(predicted), max(predicted)], "of measured": [min(measured), max(measured)], **parts}
+    row = {
+        "workload": name,
+        "ranks": world,
+        "mode": mode,
+        "predicted": p,
+        "measured": m,
+        "ratio": p / m,
+    }
+    return {
+        **row,
+        "of predicted": [min(predicted), max(predicted)],
+        "of measured": [min(measured), max(measured)],
+        **parts,
+    }
 
 
 def _seconds(run: Callable[[], None], world: int) -> float:
@@ -138,20 +177,35 @@ def _seconds(run: Callable[[], None], world: int) -> float:
 
 def case(name: str, ranks: int, mode: str, turns: int) -> dict[str, Any]:
     paths = os.pathsep.join([str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")])
-    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": paths, "FTP_SHM": str(int(mode == "memory"))}
+    env = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": paths,
+        "FTP_SHM": str(int(mode == "memory")),
+    }
     launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", __file__]
     asked = ["--case", name, "--modes", mode, "--turns", str(turns)]
-    done = subprocess.run([sys.executable, *launch, *asked], env=env, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, *launch, *asked], env=env, capture_output=True, text=True, timeout=300
+    )
     rows = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    return json.loads(rows[0]) if rows else {"workload": name, "ranks": ranks, "mode": mode, "failed": done.stderr.strip()[-300:]}
+    return (
+        json.loads(rows[0])
+        if rows
+        else {"workload": name, "ranks": ranks, "mode": mode, "failed": done.stderr.strip()[-300:]}
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--workloads", nargs="+", choices=MADE, default=list(MADE))
     parser.add_argument("--ranks", nargs="+", type=int, default=[1, 2])
-    parser.add_argument("--modes", nargs="+", choices=["eager", "compiled", "memory"], default=["eager"])
+    parser.add_argument(
+        "--modes", nargs="+", choices=["eager", "compiled", "memory"], default=["eager"]
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--case", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -169,7 +223,20 @@ def main() -> None:
             for mode in options.modes:
                 rows.append(case(name, ranks, mode, options.turns))
                 print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
-    show(rows, ["workload", "ranks", "mode", "predicted", "measured", "ratio", "computing", "waiting", "failed"])
+    show(
+        rows,
+        [
+            "workload",
+            "ranks",
+            "mode",
+            "predicted",
+            "measured",
+            "ratio",
+            "computing",
+            "waiting",
+            "failed",
+        ],
+    )
     if options.json:
         _merge(rows)
 
@@ -181,7 +248,11 @@ def _merge(rows: list[dict[str, Any]]) -> None:
     def key(row: dict[str, Any]) -> tuple[Any, ...]:
         return list(MADE).index(row["workload"]), row.get("mode", ""), row["ranks"]
 
-    merged = {key(row): row for row in [*known, *(row for row in rows if "failed" not in row)] if row.get("mode")}
+    merged = {
+        key(row): row
+        for row in [*known, *(row for row in rows if "failed" not in row)]
+        if row.get("mode")
+    }
     save("cost", {"rows": [merged[k] for k in sorted(merged)]})
 
 

@@ -1,4 +1,5 @@
-"""Eager draws from a key beside torch's own: dropout forward and with its gradient, uniform, normal; on one thread.
+"""Eager draws from a key beside torch's own: dropout forward and with its gradient, uniform,
+normal; on one thread.
 
 python benchmarks/draws.py [--save]
 """
@@ -20,7 +21,9 @@ SHAPES = [(8, 512, 1024), (1024, 1024), (64, 1024), (64, 64)]
 KEY = random.key(0)
 
 
-def seconds(first: Callable[[], Any], second: Callable[[], Any], rounds: int) -> tuple[float, float]:
+def seconds(
+    first: Callable[[], Any], second: Callable[[], Any], rounds: int
+) -> tuple[float, float]:
     """Medians of two functions timed in turn, so that what else the machine does weighs on both."""
     times: tuple[list[float], list[float]] = ([], [])
     for i in range(rounds + 1):
@@ -43,7 +46,10 @@ def cases(shape: tuple[int, ...]) -> dict[str, tuple[Callable[[], Any], Callable
     strides = philox.contiguous_strides(shape)
     return {
         "dropout": (lambda: random.dropout(KEY, x, 0.1), lambda: F.dropout(x, 0.1)),
-        "dropout and gradient": (gradient(lambda x: random.dropout(KEY, x, 0.1), x), gradient(lambda x: F.dropout(x, 0.1), x)),
+        "dropout and gradient": (
+            gradient(lambda x: random.dropout(KEY, x, 0.1), x),
+            gradient(lambda x: F.dropout(x, 0.1), x),
+        ),
         "uniform": (lambda: random.uniform(KEY, shape), lambda: torch.rand(shape)),
         "normal": (lambda: random.normal(KEY, shape), lambda: torch.randn(shape)),
         "a quarter's words": (
@@ -60,7 +66,14 @@ def rows(rounds: int) -> list[dict[str, Any]]:
             mine, other = seconds(ours, theirs, rounds)
             beside = "all words" if "quarter" in name else "torch"
             out.append(
-                {"case": name, "shape": str(shape), "ms": mine * 1e3, "beside": beside, "its ms": other * 1e3, "ratio": mine / other}
+                {
+                    "case": name,
+                    "shape": str(shape),
+                    "ms": mine * 1e3,
+                    "beside": beside,
+                    "its ms": other * 1e3,
+                    "ratio": mine / other,
+                }
             )
     return out
 

@@ -2,21 +2,27 @@
 
     python benchmarks/fold_gap.py [--json] [--graphs 60] [--limit 60]
 
-Both are priced by one model of two axes. An op takes its seconds on one device, divided by the ranks of each axis that cuts it (times
-``REPLICATED_PRODUCT`` for each axis on which a product is left whole that could be cut). A move on one axis takes
-``collective_seconds`` of the bytes that the other axis leaves at that point: a value that the other axis cuts is cheaper to move. The
+Both are priced by one model of two axes. An op takes its seconds on one device, divided by the
+ranks of each axis that cuts it (times ``REPLICATED_PRODUCT`` for each axis on which a product is
+left whole that could be cut). A move on one axis takes ``collective_seconds`` of the bytes that the
+other axis leaves at that point: a value that the other axis cuts is cheaper to move. The
 nanoseconds that break ties are left out.
 
-- *fold*: ``make_plan`` for both orders of the axes; the program that comes out is priced by the model.
-- *joint*: an integer program. Per op a binary for each pair of strategies (one an axis, as ``network.strategies`` lists them). Per value
-  a graph of states (pairs of layouts) whose edges are moves on one axis; every use draws a unit of flow from the state that the op gives
-  to a state that the user's strategy takes, and an edge is paid once however many uses flow through it. Flow and payment are continuous:
-  "exact" says that payments came out whole, otherwise the number is a lower bound. Rules of conduct are those of ``network.py``.
+- *fold*: ``make_plan`` for both orders of the axes; the program that comes out is priced by the
+  model.
+- *joint*: an integer program. Per op a binary for each pair of strategies (one an axis, as
+  ``network.strategies`` lists them). Per value a graph of states (pairs of layouts) whose edges are
+  moves on one axis; every use draws a unit of flow from the state that the op gives to a state that
+  the user's strategy takes, and an edge is paid once however many uses flow through it. Flow and
+  payment are continuous: "exact" says that payments came out whole, otherwise the number is a lower
+  bound. Rules of conduct are those of ``network.py``.
 
-What is compared: programs in which no op has one factor within reach of both axes, so that nested cuts of one dim, whose meaning depends
-on the order of the axes, do not occur. Random graphs are built so: dims have names, and an axis cuts names of its own.
+What is compared: programs in which no op has one factor within reach of both axes, so that nested
+cuts of one dim, whose meaning depends on the order of the axes, do not occur. Random graphs are
+built so: dims have names, and an axis cuts names of its own.
 
-A fold may break rule D where the joint program cannot: see "breaks D" in README.md. Such graphs are counted apart.
+A fold may break rule D where the joint program cannot: see "breaks D" in README.md. Such graphs are
+counted apart.
 """
 
 import argparse
@@ -45,8 +51,12 @@ from ftp.planning.strategies import GATHERED
 from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.layout import PARTIAL, Layout, R, nominal
 
-JOINED = Layout("P", op="joined")  # no pending sum by itself: zero-padded, or contributed by one rank, to join one
-HARDWARE = Hardware(link=Link(latency=1e-7))  # so low that it is the same for both axes (see planner._latency)
+JOINED = Layout(
+    "P", op="joined"
+)  # no pending sum by itself: zero-padded, or contributed by one rank, to join one
+HARDWARE = Hardware(
+    link=Link(latency=1e-7)
+)  # so low that it is the same for both axes (see planner._latency)
 
 
 class Stop(Exception):
@@ -54,7 +64,9 @@ class Stop(Exception):
 
 
 def captured(step, args):
-    """The graph, specs and other arguments that ``step`` gives to the planner, before anything is planned."""
+    """The graph, specs and other arguments that ``step`` gives to the planner, before anything
+    is planned.
+    """
 
     def stop(graph, axes, specs, **options):
         raise Stop(graph, axes, specs, options)
@@ -86,14 +98,18 @@ class Joint:
         graph, axes, specs, options = captured(step, args)
         self.names, self.n = tuple(axes), tuple(axes.values())
         batch, data = list(options["batch_inputs"]), options["data_axes"]
-        graph = planner._decompose_on_demand(graph, self.names, axes, specs, batch, data, options["decompose"])
+        graph = planner._decompose_on_demand(
+            graph, self.names, axes, specs, batch, data, options["decompose"]
+        )
         self.graph = graph
         self.nets = []
         for name in self.names:
             problem = planner._problem(graph, name, (), axes, specs, batch, name in data, HARDWARE)
             self.nets.append(network._Network(problem, math.inf))
         self.link = self.nets[0].problem.hardware.link
-        self.could_be_cut = [{n.name for n in graph.nodes if any(s.cut for s in net.options[n])} for net in self.nets]
+        self.could_be_cut = [
+            {n.name for n in graph.nodes if any(s.cut for s in net.options[n])} for net in self.nets
+        ]
         self.costs: list[float] = []
         self.integral: list[int] = []
         self.rows: list[tuple[dict[int, float], float, float]] = []
@@ -104,17 +120,32 @@ class Joint:
         return any({cut[0] for cut in a[n]} & {cut[0] for cut in b.get(n, ())} for n in a)
 
     def op_price(self, node, is_cut, is_pending) -> float:
-        """Seconds of an op of the original graph that is cut, or passes a pending sum on, on each axis."""
-        seconds = op_seconds(node.target, node.rule, {f: nominal(s) for f, s in node.rule.sizes.items()}, node.results, HARDWARE)
+        """Seconds of an op of the original graph that is cut, or passes a pending sum on, on
+        each axis.
+        """
+        seconds = op_seconds(
+            node.target,
+            node.rule,
+            {f: nominal(s) for f, s in node.rule.sizes.items()},
+            node.results,
+            HARDWARE,
+        )
         for i in (0, 1):
             if is_cut[i]:
                 seconds /= self.n[i]
-            elif not is_pending[i] and node.name in self.could_be_cut[i] and is_product(node.target) and node.depends:
+            elif (
+                not is_pending[i]
+                and node.name in self.could_be_cut[i]
+                and is_product(node.target)
+                and node.depends
+            ):
                 seconds *= REPLICATED_PRODUCT
         return seconds
 
     def fold(self, plan) -> tuple[float, int]:
-        """Seconds of a folded plan in this model, and how many of its ops break rule D across a move of another axis."""
+        """Seconds of a folded plan in this model, and how many of its ops break rule D across a
+        move of another axis.
+        """
         seconds, breaks = 0.0, 0
         for node in plan.graph.nodes:
             if node.kind == "op":
@@ -122,9 +153,13 @@ class Joint:
                 pending = {axis for found in node.pending.values() for axis, _ in found}
                 is_pending = [name in pending for name in self.names]
                 seconds += self.op_price(node, is_cut, is_pending)
-                for name, c, p, could in zip(self.names, is_cut, is_pending, self.could_be_cut, strict=True):
+                for name, c, p, could in zip(
+                    self.names, is_cut, is_pending, self.could_be_cut, strict=True
+                ):
                     if not c and not p and node.name in could and node.target not in VIEWS:
-                        breaks += any(_is_gathered_before_a_move(v.node, name) for v in node.operands)
+                        breaks += any(
+                            _is_gathered_before_a_move(v.node, name) for v in node.operands
+                        )
             elif node.kind == "move":
                 move = node.target
                 nbytes = math.prod(map(nominal, move.shape)) * node.results[0].dtype.itemsize
@@ -135,7 +170,9 @@ class Joint:
 
     def move_price(self, op: str, nbytes: float, n: int) -> float:
         if op == "pad":
-            return PAD_LATENCIES * self.link.latency + collective_seconds("all_gather", nbytes, n, self.link)
+            return PAD_LATENCIES * self.link.latency + collective_seconds(
+                "all_gather", nbytes, n, self.link
+            )
         return collective_seconds(op, nbytes, n, self.link)
 
     def solve(self, limit: float) -> tuple[float, bool]:
@@ -148,14 +185,20 @@ class Joint:
                 for t in nets[1].options[node]:
                     cost = 0.0
                     if node.kind == "op":
-                        cost = self.op_price(node, (s.cut, t.cut), (s.pending is not None, t.pending is not None))
+                        cost = self.op_price(
+                            node, (s.cut, t.cut), (s.pending is not None, t.pending is not None)
+                        )
                     mine[s, t] = self.variable(cost, 1)
             self.x[node] = mine
             self.row(dict.fromkeys(mine.values(), 1.0), 1.0, 1.0)
         for node in graph.nodes:
             for index in range(len(node.results)):
                 self.value(Value(node, index))
-        data = [(i, v, c) for i, (coefficients, _, _) in enumerate(self.rows) for v, c in coefficients.items()]
+        data = [
+            (i, v, c)
+            for i, (coefficients, _, _) in enumerate(self.rows)
+            for v, c in coefficients.items()
+        ]
         at, columns, values = zip(*data, strict=True)
         matrix = csr_array((values, (at, columns)), shape=(len(self.rows), len(self.costs)))
         # HiGHS has absolute tolerances: the median of what costs is brought to about one.
@@ -164,7 +207,9 @@ class Joint:
             np.array(self.costs) / scale,
             integrality=self.integral,
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]),
+            constraints=LinearConstraint(
+                matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
+            ),
             options={"time_limit": limit, "mip_rel_gap": 1e-6},
         )
         if result.x is None or not result.success:
@@ -183,7 +228,13 @@ class Joint:
     def value(self, value: Value) -> None:
         """Moves of a value, and a unit of flow for each of its uses."""
         uses = self.nets[0].users.get(value, [])
-        outputs = list(zip(self.nets[0].required.get(value, ()), self.nets[1].required.get(value, ()), strict=True))
+        outputs = list(
+            zip(
+                self.nets[0].required.get(value, ()),
+                self.nets[1].required.get(value, ()),
+                strict=True,
+            )
+        )
         if not uses and not outputs:
             return
         homes: dict[tuple[Layout, Layout], list[int]] = {}
@@ -191,19 +242,48 @@ class Joint:
             homes.setdefault((s.results[value.index], t.results[value.index]), []).append(x)
         layouts = [self.layouts(i, value) for i in (0, 1)]
         states = [(a, b) for a in layouts[0] for b in layouts[1]]
-        edges = [(p, q, self.variable(cost)) for p in states for q, cost in self.moves(value, p, layouts) if math.isfinite(cost)]
+        edges = [
+            (p, q, self.variable(cost))
+            for p in states
+            for q, cost in self.moves(value, p, layouts)
+            if math.isfinite(cost)
+        ]
         paid = {y: {y: 1.0} for _, _, y in edges}
         for user, slot in uses:
-            sinks = [({x: 1.0}, (s, t), (s.operands[slot], t.operands[slot])) for (s, t), x in self.x[user].items()]
-            self.flow(homes, states, edges, paid, [(amount, self.accepted(user, pair, need, layouts)) for amount, pair, need in sinks])
+            sinks = [
+                ({x: 1.0}, (s, t), (s.operands[slot], t.operands[slot]))
+                for (s, t), x in self.x[user].items()
+            ]
+            self.flow(
+                homes,
+                states,
+                edges,
+                paid,
+                [
+                    (amount, self.accepted(user, pair, need, layouts))
+                    for amount, pair, need in sinks
+                ],
+            )
         for need in outputs:
-            self.flow(homes, states, edges, paid, [({}, [_accepts_output(layouts[i], need[i]) for i in (0, 1)])])
+            self.flow(
+                homes,
+                states,
+                edges,
+                paid,
+                [({}, [_accepts_output(layouts[i], need[i]) for i in (0, 1)])],
+            )
 
     def layouts(self, i: int, value: Value) -> list[Layout]:
         net = self.nets[i]
         homes = {s.results[value.index] for s in net.options[value.node]}
-        needs = {s.operands[slot] for user, slot in net.users.get(value, ()) for s in net.options[user]}
-        found = homes | {need for need in needs if need.kind == "S"} | {need for need in net.required.get(value, ()) if need is not None}
+        needs = {
+            s.operands[slot] for user, slot in net.users.get(value, ()) for s in net.options[user]
+        }
+        found = (
+            homes
+            | {need for need in needs if need.kind == "S"}
+            | {need for need in net.required.get(value, ()) if need is not None}
+        )
         assert not any(home.kind == "P" and home != PARTIAL for home in homes), "a pending maximum"
         found.add(R)
         if any(layout.kind == "S" for layout in found):
@@ -224,7 +304,9 @@ class Joint:
                 if cost is not None:
                     yield ((there, other) if i == 0 else (other, there)), cost
 
-    def step_price(self, i: int, value: Value, here: Layout, there: Layout, nbytes: float) -> float | None:
+    def step_price(
+        self, i: int, value: Value, here: Layout, there: Layout, nbytes: float
+    ) -> float | None:
         if here in (there, JOINED) or there == PARTIAL:
             return None
         if there == JOINED:
@@ -244,7 +326,9 @@ class Joint:
         ]  # fmt: skip
 
     def flow(self, homes, states, edges, paid, sinks) -> None:
-        """A unit from where the value is to where it is wanted; ``sinks``: (amount, accepted layouts), an empty amount being one."""
+        """A unit from where the value is to where it is wanted; ``sinks``: (amount, accepted
+        layouts), an empty amount being one.
+        """
         balance: dict[tuple[Layout, Layout], dict[int, float]] = {state: {} for state in states}
         for home, xs in homes.items():
             for x in xs:
@@ -269,7 +353,9 @@ class Joint:
 
 
 def _is_gathered_before_a_move(node, axis: str) -> bool:
-    """Whether a gather over ``axis`` and then a move of another axis lie before this node's result, with nothing but views between."""
+    """Whether a gather over ``axis`` and then a move of another axis lie before this node's
+    result, with nothing but views between.
+    """
     moved = False
     while node.kind == "move" or (node.kind == "op" and node.target in VIEWS):
         if node.kind == "move":
@@ -286,8 +372,15 @@ def _serves(have: Layout, need: Layout, strategy, could_be_cut, user) -> bool:
     if need.kind == "S":
         return have == need
     if need.kind == "P":
-        return have == PARTIAL or (have == JOINED and strategy.pending is not None and len(strategy.pending) > 1)
-    idle = user.kind == "op" and strategy.cut is None and strategy.pending is None and user.name in could_be_cut
+        return have == PARTIAL or (
+            have == JOINED and strategy.pending is not None and len(strategy.pending) > 1
+        )
+    idle = (
+        user.kind == "op"
+        and strategy.cut is None
+        and strategy.pending is None
+        and user.name in could_be_cut
+    )
     return have == R or (have == GATHERED and not idle)  # rule D
 
 
@@ -299,12 +392,20 @@ def _accepts_output(layouts, need: Layout | None) -> list[Layout]:
 
 SIZES = (8, 16, 32)  # ops of the random graphs
 NAMES = {"i": 512, "j": 1024, "k": 2048, "l": 256, "m": 1024, "n": 512}
-APPLY = {"mm": torch.mm, "add": torch.add, "mul": torch.mul, "tanh": lambda a, _: torch.tanh(a), "t": lambda a, _: a.t()}
+APPLY = {
+    "mm": torch.mm,
+    "add": torch.add,
+    "mul": torch.mul,
+    "tanh": lambda a, _: torch.tanh(a),
+    "t": lambda a, _: a.t(),
+}
 OWN = {"a": "ijk", "b": "lmn"}  # the names that an axis may cut
 
 
 def random_program(seed: int, ops: int):
-    """A graph of products, sums and pointwise ops over matrices with named dims; returns make_step(axes) and its arguments."""
+    """A graph of products, sums and pointwise ops over matrices with named dims; returns
+    make_step(axes) and its arguments.
+    """
     draw = random.Random(seed)
     inputs = []
     for _ in range(4):
@@ -341,7 +442,12 @@ def random_program(seed: int, ops: int):
 
     def spec(name: str) -> ftp.P:
         """Each axis cuts, mostly, a dim that it owns."""
-        return ftp.P(*[next((a for a, own in OWN.items() if d in own and draw.random() < 0.7), None) for d in _one_each(name)])
+        return ftp.P(
+            *[
+                next((a for a, own in OWN.items() if d in own and draw.random() < 0.7), None)
+                for d in _one_each(name)
+            ]
+        )
 
     def _one_each(name: str):
         owners = [next(a for a, own in OWN.items() if d in own) for d in name]
@@ -349,7 +455,10 @@ def random_program(seed: int, ops: int):
         return [d if keep is None or keep == at else " " for at, d in enumerate(name)]
 
     in_specs, out_specs = [spec(name) for name in inputs], tuple(spec(dims[v]) for v in outputs)
-    args = (torch.empty(1, device="meta"), [torch.empty(NAMES[d[0]], NAMES[d[1]], device="meta") for d in inputs])
+    args = (
+        torch.empty(1, device="meta"),
+        [torch.empty(NAMES[d[0]], NAMES[d[1]], device="meta") for d in inputs],
+    )
     return lambda mesh: ftp.spmd(fn, mesh, (ftp.P(), in_specs), out_specs, data_axes=()), args
 
 
@@ -361,20 +470,32 @@ def mlp(case: dict):
     fn, params = ftp.functionalize(models.build(cfg, device="meta"))
     cuts = {k: (n, None if k.startswith("head") else d) for k, (n, d) in models.MLP_CUTS.items()}
     specs = ftp.plan(params, models.specs(cuts, tp="b"))
-    batch = torch.empty(2048, 1024, device="meta"), torch.empty(2048, dtype=torch.int64, device="meta")
-    return lambda mesh: ftp.shard(models.class_loss(fn), mesh, specs, batch_specs=ftp.P("a"), reshard_after_forward=False), (params, batch)
+    batch = (
+        torch.empty(2048, 1024, device="meta"),
+        torch.empty(2048, dtype=torch.int64, device="meta"),
+    )
+    return lambda mesh: ftp.shard(
+        models.class_loss(fn), mesh, specs, batch_specs=ftp.P("a"), reshard_after_forward=False
+    ), (params, batch)
 
 
 def decoder(case: dict):
-    """Forward and backward of one block, the vocabulary whole; sequences cut on a (with ``zero`` parameters too), heads and hidden on b."""
+    """Forward and backward of one block, the vocabulary whole; sequences cut on a (with ``zero``
+    parameters too), heads and hidden on b.
+    """
     import models
 
     cfg = models.LlamaConfig(vocab=1000, dim=1024, layers=1, heads=16, hidden=4096)
     fn, params = ftp.functionalize(models.build(cfg, device="meta"))
-    cuts = {k: (n, None if k in ("emb.weight", "head.weight") else d) for k, (n, d) in models.LLAMA_CUTS.items()}
+    cuts = {
+        k: (n, None if k in ("emb.weight", "head.weight") else d)
+        for k, (n, d) in models.LLAMA_CUTS.items()
+    }
     specs = ftp.plan(params, models.specs(cuts, tp="b", zero="a" if case.get("zero") else None))
     batch = tuple(torch.empty(8, 1024, dtype=torch.int64, device="meta") for _ in range(2))
-    return lambda mesh: ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=ftp.P("a"), reshard_after_forward=False), (params, batch)
+    return lambda mesh: ftp.shard(
+        models.lm_loss(fn), mesh, specs, batch_specs=ftp.P("a"), reshard_after_forward=False
+    ), (params, batch)
 
 
 def measure(case: dict) -> dict:
@@ -386,14 +507,19 @@ def measure(case: dict) -> dict:
     sizes = {"a": case.get("a", 2), "b": case.get("b", 4)}
 
     def step_of(names):
-        return make_step(ftp.AbstractMesh(tuple(sizes[name] for name in names), tuple(names), device_type="cuda"))
+        return make_step(
+            ftp.AbstractMesh(tuple(sizes[name] for name in names), tuple(names), device_type="cuda")
+        )
 
     joint = Joint(step_of("ab"), args)
     if joint.is_nested():
         return {"skipped": "one factor is within reach of both axes"}
     row: dict = {"ops": sum(node.kind == "op" for node in joint.graph.nodes)}
     for order in ("ab", "ba"):
-        plan = _with_planner(partial(planner.make_plan, hardware=HARDWARE), lambda order=order: step_of(order).lower(*args).plan)
+        plan = _with_planner(
+            partial(planner.make_plan, hardware=HARDWARE),
+            lambda order=order: step_of(order).lower(*args).plan,
+        )
         if not all(plan.kept_rules.values()):
             return {**row, "skipped": "no plan keeps the rules of conduct"}
         assert all(s.optimal for s in plan.solutions.values()) and "".join(plan.axes) == order
@@ -430,21 +556,38 @@ COLUMNS += ("skipped", "failed")
 
 
 def summary(rows: list[dict]) -> dict:
-    """Gaps over the graphs compared; folds that break rule D, which the joint program keeps, do not count."""
+    """Gaps over the graphs compared; folds that break rule D, which the joint program keeps, do
+    not count.
+    """
     rows = [row for row in rows if "gap best" in row]
     kept = [row for row in rows if not row["breaks D ab"] and not row["breaks D ba"]]
-    found: dict = {"graphs": len(rows), "joint exact": sum(row["exact"] for row in rows), "a fold breaks D": len(rows) - len(kept)}
-    found["a fold is below the joint program"] = sum(min(row["gap ab"], row["gap ba"]) < -1e-6 for row in kept)
+    found: dict = {
+        "graphs": len(rows),
+        "joint exact": sum(row["exact"] for row in rows),
+        "a fold breaks D": len(rows) - len(kept),
+    }
+    found["a fold is below the joint program"] = sum(
+        min(row["gap ab"], row["gap ba"]) < -1e-6 for row in kept
+    )
     for key in ("gap ab", "gap ba", "gap best"):
         gaps = sorted(row[key] for row in kept)
         p90 = gaps[int(0.9 * (len(gaps) - 1))]
-        found[key] = {"none": sum(g < 1e-6 for g in gaps), "mean": statistics.mean(gaps), "p90": p90, "largest": gaps[-1]}
+        found[key] = {
+            "none": sum(g < 1e-6 for g in gaps),
+            "mean": statistics.mean(gaps),
+            "p90": p90,
+            "largest": gaps[-1],
+        }
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/fold_gap.json")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="write benchmarks/results/fold_gap.json"
+    )
     parser.add_argument("--graphs", type=int, default=60, help="random graphs of each size")
     parser.add_argument("--limit", type=float, default=60, help="seconds for one integer program")
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -464,13 +607,21 @@ def main() -> None:
         "decoder, zero x tp": {"kind": "decoder", "zero": True},
     }
     for name, case in models.items():
-        rows.append({"case": name, **run_case(__file__, {**case, "limit": args.limit}, 3 * args.limit)})
+        rows.append(
+            {"case": name, **run_case(__file__, {**case, "limit": args.limit}, 3 * args.limit)}
+        )
     print(file=sys.stderr)
     show(rows, COLUMNS)
-    summaries = {f"random {ops} ops": summary([r for r in rows if r["case"].startswith(f"random {ops} ")]) for ops in SIZES}
+    summaries = {
+        f"random {ops} ops": summary([r for r in rows if r["case"].startswith(f"random {ops} ")])
+        for ops in SIZES
+    }
     print(json.dumps(summaries, indent=1))
     if args.json:
-        save("fold_gap", {"mesh": {"a": 2, "b": 4}, "limit": args.limit, "summary": summaries, "rows": rows})
+        save(
+            "fold_gap",
+            {"mesh": {"a": 2, "b": 4}, "limit": args.limit, "summary": summaries, "rows": rows},
+        )
 
 
 if __name__ == "__main__":

@@ -1,15 +1,19 @@
-"""A train step on this machine's GPUs: beside plain torch on one, with and without a CUDA graph, on ranks that share one, and over NCCL.
+"""A train step on this machine's GPUs: beside plain torch on one, with and without a CUDA graph, on
+ranks that share one, and over NCCL.
 
-python benchmarks/gpu.py [--json]                            # a decoder of a billion parameters in bfloat16
-python benchmarks/gpu.py --peers "torch compiled" "ftp compiled"    # what is left out for want of time, as each command has 580 s
-python benchmarks/gpu.py --model tiny --device cpu --peers "torch" "ftp"
+python benchmarks/gpu.py [--json]                            # a decoder of a billion parameters in
+bfloat16 python benchmarks/gpu.py --peers "torch compiled" "ftp compiled"    # what is left out for
+want of time, as each command has 580 s python benchmarks/gpu.py --model tiny --device cpu --peers
+"torch" "ftp"
 
-Times are of blocks of steps between two waits for the GPU. Peaks are of those steps alone; what recordings keep counts as reserved. The
-first losses of all peers must agree. It exits with 1 where a peer failed.
+Times are of blocks of steps between two waits for the GPU. Peaks are of those steps alone; what
+recordings keep counts as reserved. The first losses of all peers must agree. It exits with 1 where
+a peer failed.
 
-MFU counts the multiplications of products and attention as the program has them, over the device's dense peak rate (`ftp.Hardware`).
-Gaps are the share of a step in which no kernel runs, from torch's profiler; issuing is what a call takes before it returns. What the report
-says ("report ms", "report GiB") is of the eager step, on the machine as `ftp.calibrate` finds it.
+MFU counts the multiplications of products and attention as the program has them, over the device's
+dense peak rate (`ftp.Hardware`). Gaps are the share of a step in which no kernel runs, from torch's
+profiler; issuing is what a call takes before it returns. What the report says ("report ms", "report
+GiB") is of the eager step, on the machine as `ftp.calibrate` finds it.
 """
 
 import argparse
@@ -33,7 +37,11 @@ import ftp
 from ftp import P
 
 MODELS: dict[str, tuple[dict[str, int], int, int]] = {
-    "1b": ({"vocab": 32768, "dim": 2048, "layers": 20, "heads": 16, "hidden": 5632}, 4, 2048),  # config, batch, tokens of a sequence
+    "1b": (
+        {"vocab": 32768, "dim": 2048, "layers": 20, "heads": 16, "hidden": 5632},
+        4,
+        2048,
+    ),  # config, batch, tokens of a sequence
     "tiny": ({"vocab": 64, "dim": 32, "layers": 1, "heads": 2, "hidden": 48}, 2, 16),
 }
 # Of one process; the first compiled one of plain torch is what the others are compared with.
@@ -55,17 +63,33 @@ RANKED: dict[str, dict[str, Any]] = {
     "ftp compiled async graph": {"compile": True, "async_tp": True, "cuda_graph": True},
 }
 COLUMNS = [
-    *("peer", "ranks", "backend", "ms", "report ms", "over torch compiled", "MFU", "gaps", "issuing ms", "first s"),
+    *(
+        "peer",
+        "ranks",
+        "backend",
+        "ms",
+        "report ms",
+        "over torch compiled",
+        "MFU",
+        "gaps",
+        "issuing ms",
+        "first s",
+    ),
     *("peak GiB", "report GiB", "reserved GiB", "loss", "failed"),
 ]
 LR = 1e-4
 BLOCK = 5  # steps between two waits for the GPU
-AGREE = {"cuda": 0.01, "cpu": 1e-4}  # how far first losses may be apart, as a share of them: in bfloat16, in float32
+AGREE = {
+    "cuda": 0.01,
+    "cpu": 1e-4,
+}  # how far first losses may be apart, as a share of them: in bfloat16, in float32
 LONGEST = 300.0  # seconds for a case
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """One peer's step: medians over blocks of steps, after those in which it is compiled and recorded."""
+    """One peer's step: medians over blocks of steps, after those in which it is compiled and
+    recorded.
+    """
     device, (config, batch, seq) = case["device"], MODELS[case["model"]]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     began = time.perf_counter()
@@ -101,7 +125,11 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
         "reserved GiB": torch.cuda.max_memory_reserved() / 2**30 if device == "cuda" else None,
         "loss": losses[0],
     }
-    found["gaps"] = _gaps(run, is_recorded="graph" in case["peer"] or "reduce" in case["peer"]) if device == "cuda" else None
+    found["gaps"] = (
+        _gaps(run, is_recorded="graph" in case["peer"] or "reduce" in case["peer"])
+        if device == "cuda"
+        else None
+    )
     return {**found, **(report() if case["peer"] == "ftp" and case["ranks"] == 1 else {})}
 
 
@@ -117,17 +145,23 @@ def _model(config: dict[str, int], dtype: torch.dtype, device: str) -> Any:
     return models.build(models.LlamaConfig(**config), dtype=dtype, device=device)
 
 
-Peer = tuple[Callable[[], Any], float, Callable[[], dict[str, float]]]  # a step, its multiplications, what a report says of it
+Peer = tuple[
+    Callable[[], Any], float, Callable[[], dict[str, float]]
+]  # a step, its multiplications, what a report says of it
 
 
-def _of_torch(case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, data: Sequence[Any]) -> Peer:
+def _of_torch(
+    case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, data: Sequence[Any]
+) -> Peer:
     model = _model(config, dtype, case["device"])
     options = PEERS[case["peer"]]
 
     def loss_of(tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
-    forward = torch.compile(loss_of, mode=options.get("mode")) if options.get("compile") else loss_of
+    forward = (
+        torch.compile(loss_of, mode=options.get("mode")) if options.get("compile") else loss_of
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
     placed = [tuple(x.to(case["device"]) for x in pair) for pair in data]
     turn = iter(range(1 << 60))
@@ -157,21 +191,35 @@ def _train_step(fn: Any, opt: Any) -> Callable[..., Any]:
     return step
 
 
-def _of_ftp(case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, data: Sequence[Any]) -> Peer:
+def _of_ftp(
+    case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, data: Sequence[Any]
+) -> Peer:
     import models  # type: ignore[import-not-found]
 
     options = {**(RANKED if case["ranks"] > 1 else PEERS)[case["peer"]]}
     mesh = ftp.make_mesh((case["ranks"],), ("tp",), device_type=case["device"])
     cfg: Any = models.LlamaConfig(**config)
-    constraints = models.sequence_parallel() if case.get("sequence") or options.get("async_tp") else None
+    constraints = (
+        models.sequence_parallel() if case.get("sequence") or options.get("async_tp") else None
+    )
     fn, full = ftp.functionalize(_model(config, dtype, case["device"]), constraints=constraints)
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=LR, fused=True)
     specs = ftp.plan(full, models.specs(models.cuts(cfg), tp="tp"))
     of_state = opt.specs(full, specs)
-    params, state = ftp.device_put(full, mesh, specs), ftp.device_put(opt.init(full), mesh, of_state)
+    params, state = (
+        ftp.device_put(full, mesh, specs),
+        ftp.device_put(opt.init(full), mesh, of_state),
+    )
     del full
     placed = [ftp.device_put(pair, mesh, P()) for pair in data]
-    step = ftp.spmd(_train_step(fn, opt), mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), **options)
+    step = ftp.spmd(
+        _train_step(fn, opt),
+        mesh,
+        (specs, of_state, P()),
+        (specs, of_state, P()),
+        donate=(0, 1),
+        **options,
+    )
     turn, held = iter(range(1 << 60)), [params, state]
 
     def run() -> torch.Tensor:
@@ -187,7 +235,9 @@ def _of_ftp(case: dict[str, Any], config: dict[str, int], dtype: torch.dtype, da
     return run, _flops(config, dtype, data, case["ranks"]), report
 
 
-def _flops(config: dict[str, int], dtype: torch.dtype, data: Sequence[Any], ranks: int = 1) -> float:
+def _flops(
+    config: dict[str, int], dtype: torch.dtype, data: Sequence[Any], ranks: int = 1
+) -> float:
     """Of a rank's step."""
     import models  # type: ignore[import-not-found]
 
@@ -204,12 +254,21 @@ def _rate(device: str, dtype: torch.dtype) -> float | None:
     if device != "cuda":
         return None
     name = torch.cuda.get_device_name().lower()
-    known = next((make for key, make in (("h100", "h100"), ("h200", "h200"), ("b200", "b200")) if key in name), None)
+    known = next(
+        (
+            make
+            for key, make in (("h100", "h100"), ("h200", "h200"), ("b200", "b200"))
+            if key in name
+        ),
+        None,
+    )
     return getattr(ftp.Hardware, known)().flops_of(dtype) if known else None
 
 
 def _gaps(run: Callable[[], Any], is_recorded: bool, steps: int = 3) -> float | None:
-    """The share of the time from the first kernel's start to the last one's end in which none runs; None where that was not seen."""
+    """The share of the time from the first kernel's start to the last one's end in which none
+    runs; None where that was not seen.
+    """
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
@@ -217,7 +276,9 @@ def _gaps(run: Callable[[], Any], is_recorded: bool, steps: int = 3) -> float | 
             run()
         torch.cuda.synchronize()
     events = profiler.events() or []
-    share = idle_share([(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"])
+    share = idle_share(
+        [(e.time_range.start, e.time_range.end) for e in events if e.device_type.name == "CUDA"]
+    )
     # A trace may leave out a graph's kernels and hold the copies around it.
     return None if is_recorded and share is not None and share > 0.5 else share
 
@@ -264,7 +325,11 @@ def disagreement(row: dict[str, Any], earlier: Sequence[dict[str, Any]], device:
     'its first loss is 10.5, that of torch 10'
     """
     first = next((r for r in earlier if r["model"] == row["model"] and "loss" in r), None)
-    if first is None or "loss" not in row or abs(row["loss"] - first["loss"]) <= AGREE[device] * abs(first["loss"]):
+    if (
+        first is None
+        or "loss" not in row
+        or abs(row["loss"] - first["loss"]) <= AGREE[device] * abs(first["loss"])
+    ):
         return ""
     return f"its first loss is {row['loss']:g}, that of {first['peer']} {first['loss']:g}"
 
@@ -285,39 +350,67 @@ def on_ranks(case: dict[str, Any]) -> dict[str, Any]:
 
 def launched(case: dict[str, Any], limit: float) -> dict[str, Any]:
     """What the first of the case's ranks prints."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={case['ranks']}", __file__]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={case['ranks']}",
+        __file__,
+    ]
     try:
         done = subprocess.run(
-            [*command, "--case", json.dumps(case)], env=record.environment(), capture_output=True, text=True, timeout=limit
+            [*command, "--case", json.dumps(case)],
+            env=record.environment(),
+            capture_output=True,
+            text=True,
+            timeout=limit,
         )
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {limit:g} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        errors = [line for line in done.stderr.splitlines() if "Error: " in line] or done.stderr.strip().splitlines()
+        errors = [
+            line for line in done.stderr.splitlines() if "Error: " in line
+        ] or done.stderr.strip().splitlines()
         return {"failed": errors[0][:200] if errors else f"exit {done.returncode}"}
     return json.loads(lines[0])
 
 
 def cases(args: argparse.Namespace) -> list[dict[str, Any]]:
     common = {"model": args.model, "device": args.device, "steps": args.steps}
-    found = [{"peer": peer, "ranks": 1, "backend": "", **common} for peer in PEERS if args.device == "cuda" or "graph" not in peer]
+    found = [
+        {"peer": peer, "ranks": 1, "backend": "", **common}
+        for peer in PEERS
+        if args.device == "cuda" or "graph" not in peer
+    ]
     plain = [peer for peer in RANKED if "graph" not in peer and "async" not in peer]
     # Two ranks on one device: whether it works, rather than how fast; gloo copies through the host.
-    found += [{"peer": peer, "ranks": 2, "backend": "gloo", **common, "model": "tiny"} for peer in plain]
+    found += [
+        {"peer": peer, "ranks": 2, "backend": "gloo", **common, "model": "tiny"} for peer in plain
+    ]
     for ranks in (n for n in (2, 4, 8) if args.device == "cuda" and n <= torch.cuda.device_count()):
-        found += [{"peer": peer, "ranks": ranks, "backend": "nccl", "sequence": True, **common} for peer in RANKED]
+        found += [
+            {"peer": peer, "ranks": ranks, "backend": "nccl", "sequence": True, **common}
+            for peer in RANKED
+        ]
     return [case for case in found if not args.peers or case["peer"] in args.peers]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/gpu.json")
     parser.add_argument("--model", choices=list(MODELS), default="1b")
-    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument(
+        "--device", choices=["cuda", "cpu"], default="cuda" if torch.cuda.is_available() else "cpu"
+    )
     parser.add_argument("--peers", nargs="*", choices=sorted({*PEERS, *RANKED}), default=[])
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--bars", action="store_true", help="exit with 1 where a row misses what it is held to")
+    parser.add_argument(
+        "--bars", action="store_true", help="exit with 1 where a row misses what it is held to"
+    )
     parser.add_argument("--limit", type=float, default=580.0, help="seconds for all")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -334,7 +427,11 @@ def main() -> None:
         if limit < 1:
             found = {"failed": "no time was left for it: give it as --peers"}
         else:
-            found = launched(case, limit) if case["ranks"] > 1 else record.run_case(__file__, case, limit)
+            found = (
+                launched(case, limit)
+                if case["ranks"] > 1
+                else record.run_case(__file__, case, limit)
+            )
         row = {**{k: case[k] for k in ("peer", "ranks", "backend", "model")}, **found}
         if why := disagreement(row, rows, args.device):
             row["failed"] = why
@@ -347,7 +444,9 @@ def main() -> None:
     record.show(shown, [c for c in COLUMNS if any(row.get(c, "") != "" for row in shown)])
     if args.json:
         record.save("gpu", {"model": args.model, "device": args.device, "rows": rows})
-    misses = [f"{row['peer']} misses: {bar}" for row in rows if row["ranks"] == 1 for bar in missed(row)]
+    misses = [
+        f"{row['peer']} misses: {bar}" for row in rows if row["ranks"] == 1 for bar in missed(row)
+    ]
     print(*misses, sep="\n", end="\n" if misses else "")
     if any(row.get("failed") for row in rows) or (args.bars and misses):
         sys.exit(1)

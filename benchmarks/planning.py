@@ -1,10 +1,12 @@
-"""Seconds to plan a Llama-style decoder beside the seconds to trace it: depths, meshes of one to three axes, meshes of 2 to 4096 ranks.
+"""Seconds to plan a Llama-style decoder beside the seconds to trace it: depths, meshes of one to
+three axes, meshes of 2 to 4096 ranks.
 
     python benchmarks/planning.py [--json] [--repeats 3] [--layers 2 8 32]
 
-Every measurement is a fresh process on one thread, warmed up on a small model; repeats are interleaved and medians taken. Seconds are
-those of the processor (``time.process_time``), which a busy machine disturbs less than the clock. "after" is everything but tracing:
-ingest, plan, partition.
+Every measurement is a fresh process on one thread, warmed up on a small model; repeats are
+interleaved and medians taken. Seconds are those of the processor (``time.process_time``), which a
+busy machine disturbs less than the clock. "after" is everything but tracing: ingest, plan,
+partition.
 """
 
 import argparse
@@ -17,7 +19,13 @@ import time
 from picture import draw
 from record import run_case, save, show
 
-LLAMA = {"vocab": 128256, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}  # 8B; global batch of 4 sequences of 2048 a data rank
+LLAMA = {
+    "vocab": 128256,
+    "dim": 4096,
+    "heads": 32,
+    "kv_heads": 8,
+    "hidden": 14336,
+}  # 8B; global batch of 4 sequences of 2048 a data rank
 MESHES = {
     "tp": {"tp": 4},
     "fsdp x tp": {"dp": 2, "tp": 4},
@@ -38,10 +46,19 @@ def measure(case: dict) -> dict:
         cfg = models.LlamaConfig(layers=layers, **shapes)
         fn, params = ftp.functionalize(models.build(cfg, dtype=torch.bfloat16, device="meta"))
         axes = case["axes"]
-        specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp" if "tp" in axes else None, zero="dp" if "dp" in axes else None))
+        specs = ftp.plan(
+            params,
+            models.specs(
+                models.cuts(cfg),
+                tp="tp" if "tp" in axes else None,
+                zero="dp" if "dp" in axes else None,
+            ),
+        )
         rows = tuple(a for a in ("rep", "dp") if a in axes)
         ranks = axes.get("rep", 1) * axes.get("dp", 1)
-        batch = tuple(torch.empty(4 * ranks, 2048, dtype=torch.int64, device="meta") for _ in range(2))
+        batch = tuple(
+            torch.empty(4 * ranks, 2048, dtype=torch.int64, device="meta") for _ in range(2)
+        )
         mesh = ftp.AbstractMesh(tuple(axes.values()), tuple(axes), device_type="cuda")
         batch_specs = ftp.P(rows) if rows else ftp.P()
         step = ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=batch_specs)
@@ -52,7 +69,11 @@ def measure(case: dict) -> dict:
         at = time.process_time()
         len(lowered.collectives)
         end = time.process_time()
-        clock |= {"partition": end - at, "total": end - start[0], "wall": time.perf_counter() - start[1]}
+        clock |= {
+            "partition": end - at,
+            "total": end - start[0],
+            "wall": time.perf_counter() - start[1],
+        }
         return lowered
 
     lower(1, {}, {})
@@ -92,7 +113,10 @@ def medians(cases: list[dict], repeats: int) -> list[dict]:
 
 
 def _row(case: dict, runs: list[dict]) -> dict:
-    head = {"layers": case["layers"], "mesh": " x ".join(f"{a} {n}" for a, n in case["axes"].items())}
+    head = {
+        "layers": case["layers"],
+        "mesh": " x ".join(f"{a} {n}" for a, n in case["axes"].items()),
+    }
     failed = [run["failed"] for run in runs if "failed" in run]
     if failed:
         return {**head, "failed": failed[0]}
@@ -101,7 +125,10 @@ def _row(case: dict, runs: list[dict]) -> dict:
         for key in ("trace", "from_fx", "make_plan", "partition", "total", "wall", "peak_mib")
     }
     after = median["total"] - median["trace"]
-    exact = {key: runs[0][key] for key in ("nodes", "collectives", "largest_table", "optimal", "kept_rules")}
+    exact = {
+        key: runs[0][key]
+        for key in ("nodes", "collectives", "largest_table", "optimal", "kept_rules")
+    }
     ratios = [run["total"] / run["trace"] - 1 for run in runs]
     return {
         **head,
@@ -113,13 +140,27 @@ def _row(case: dict, runs: list[dict]) -> dict:
     }
 
 
-COLUMNS = ("layers", "mesh", "trace", "from_fx", "make_plan", "partition", "after", "after/trace", "spread")
+COLUMNS = (
+    "layers",
+    "mesh",
+    "trace",
+    "from_fx",
+    "make_plan",
+    "partition",
+    "after",
+    "after/trace",
+    "spread",
+)
 COLUMNS += ("nodes", "collectives", "largest_table", "optimal", "kept_rules", "peak_mib", "failed")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/planning.json and its picture")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="write benchmarks/results/planning.json and its picture"
+    )
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--layers", type=int, nargs="+", default=[2, 8, 32])
     parser.add_argument("--case", help=argparse.SUPPRESS)
@@ -127,7 +168,9 @@ def main() -> None:
     if args.case:
         print(json.dumps(measure(json.loads(args.case))))
         return
-    depths = [{"layers": layers, "axes": axes} for axes in MESHES.values() for layers in args.layers]
+    depths = [
+        {"layers": layers, "axes": axes} for axes in MESHES.values() for layers in args.layers
+    ]
     sizes = [{"layers": 2, "axes": axes} for axes in SIZES]
     rows = medians(depths + sizes, args.repeats)
     tables = {"depths": rows[: len(depths)], "sizes": rows[len(depths) :]}

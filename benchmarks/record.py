@@ -1,4 +1,6 @@
-"""What the benchmarks share: cases in processes of their own, tables, and results with the machine that they were measured on."""
+"""What the benchmarks share: cases in processes of their own, tables, and results with the
+machine that they were measured on.
+"""
 
 import json
 import os
@@ -15,14 +17,17 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, Any]:
-    """What ``script --case`` prints for the case, from a fresh process on one thread; ``{"failed": why}`` if late or on an error.
+    """What ``script --case`` prints for the case, from a fresh process on one thread; ``{"failed":
+    why}`` if late or on an error.
 
     Args:
         limit: seconds.
     """
     command = [sys.executable, script, "--case", json.dumps(case)]
     try:
-        done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=limit)
+        done = subprocess.run(
+            command, env=environment(), capture_output=True, text=True, timeout=limit
+        )
     except subprocess.TimeoutExpired:
         return {"failed": f"not done after {limit:g} s"}
     if done.returncode:
@@ -54,7 +59,12 @@ def _cell(value: Any) -> str:
 
 def save(name: str, tables: Mapping[str, Any]) -> None:
     """Write ``results/<name>.json``: the tables, the date, the revision and the machine."""
-    head = {"date": time.strftime("%Y-%m-%d"), "revision": _revision(), "machine": _machine(), "torch": version("torch")}
+    head = {
+        "date": time.strftime("%Y-%m-%d"),
+        "revision": _revision(),
+        "machine": _machine(),
+        "torch": version("torch"),
+    }
     path = ROOT / "benchmarks" / "results" / f"{name}.json"
     path.parent.mkdir(exist_ok=True)
     path.write_text(json.dumps({**head, **tables}, indent=1) + "\n")
@@ -62,7 +72,9 @@ def save(name: str, tables: Mapping[str, Any]) -> None:
 
 
 def _revision() -> str:
-    found = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
+    )
     return found.stdout.strip() or "unknown"
 
 
@@ -70,7 +82,9 @@ def _machine() -> dict[str, Any]:
     cpu = platform.processor() or platform.machine()
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
+        cpu = next(
+            (line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu
+        )
     except OSError:
         pass
     load = round(os.getloadavg()[0], 1) if hasattr(os, "getloadavg") else None

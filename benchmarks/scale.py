@@ -1,8 +1,10 @@
-"""A train step of Llama-3.1-405B shapes with AdamW, lowered for 1024 ranks, and its report: seconds and memory by depth.
+"""A train step of Llama-3.1-405B shapes with AdamW, lowered for 1024 ranks, and its report: seconds
+and memory by depth.
 
     python benchmarks/scale.py [--json] [--layers 8 32 126]
 
-Every measurement is a fresh process on one thread. Seconds are those of the processor; "wall" is the clock's.
+Every measurement is a fresh process on one thread. Seconds are those of the processor; "wall" is
+the clock's.
 """
 
 import argparse
@@ -49,14 +51,21 @@ def measure(case: dict) -> dict:
     start, wall = time.process_time(), time.perf_counter()
     lowered = step.lower(*args)
     clock["lower"] = time.process_time() - start
-    for name, read in (("partition", lambda: lowered.collectives), ("memory", lambda: lowered.memory)):
+    for name, read in (
+        ("partition", lambda: lowered.collectives),
+        ("memory", lambda: lowered.memory),
+    ):
         clock[name] = _seconds(read)
     clock["cost"], clock["print"] = _seconds(lowered.cost), _seconds(lambda: str(lowered))
     clock["total"], clock["wall"] = time.process_time() - start, time.perf_counter() - wall
     clock = {key: round(value, 3) for key, value in clock.items()}
     per_layer = round((clock["trace"] + clock["make_plan"]) / case["layers"], 3)
     peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
-    counts = {"nodes": len(lowered.plan.graph.nodes), "collectives": len(lowered.collectives), "alike": lowered.plan.alike}
+    counts = {
+        "nodes": len(lowered.plan.graph.nodes),
+        "collectives": len(lowered.collectives),
+        "alike": lowered.plan.alike,
+    }
     return {**clock, "a layer": per_layer, "peak GiB": peak, **counts}
 
 
@@ -76,15 +85,31 @@ def _timed(fn, name, clock):
     return timed
 
 
-COLUMNS = ("layers", "trace", "make_plan", "lower", "partition", "memory", "cost", "print", "total", "wall", "a layer", "peak GiB")
+COLUMNS = (
+    "layers",
+    "trace",
+    "make_plan",
+    "lower",
+    "partition",
+    "memory",
+    "cost",
+    "print",
+    "total",
+    "wall",
+    "a layer",
+    "peak GiB",
+)
 COLUMNS += ("nodes", "collectives", "alike", "failed")
 
-# Before calls were recorded from memory and layers planned once, on the same machine: processor seconds.
+# Before calls were recorded from memory and layers planned once, on the same machine: processor
+# seconds.
 BEFORE = [{"layers": 8, "trace": 2.5, "make_plan": 2.06, "lower": 4.71, "total": 5.24}]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/scale.json")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 126])
     parser.add_argument("--case", help=argparse.SUPPRESS)

@@ -1,11 +1,15 @@
-"""Seconds of a train step, sharded by ftp and by its peers: two gloo ranks on this machine, one thread each, float32, AdamW included.
+"""Seconds of a train step, sharded by ftp and by its peers: two gloo ranks on this machine, one
+thread each, float32, AdamW included.
 
-    python benchmarks/speed.py [--json] [--workloads W1 W2 W3] [--rounds 7] [--peers ...] [--eager] [--jax-python PYTHON]
+    python benchmarks/speed.py [--json] [--workloads W1 W2 W3] [--rounds 7] [--peers ...] [--eager]
+    [--jax-python PYTHON]
 
-Every peer runs in processes of its own that stay while the peers take turns, a few steps each; medians and quartiles are over all
-steps, ratios over the turns, each against the anchor's in the same round. With ``--at-once`` fewer peers share the machine's memory, the
-anchor in each set. A peer's first losses are compared with those of one device in float64. A peer that cannot run, or whose first steps
-take longer than ``--limit`` seconds, is listed with the reason. On a quiet machine of two cores the whole takes about twenty minutes.
+Every peer runs in processes of its own that stay while the peers take turns, a few steps each;
+medians and quartiles are over all steps, ratios over the turns, each against the anchor's in the
+same round. With ``--at-once`` fewer peers share the machine's memory, the anchor in each set. A
+peer's first losses are compared with those of one device in float64. A peer that cannot run, or
+whose first steps take longer than ``--limit`` seconds, is listed with the reason. On a quiet
+machine of two cores the whole takes about twenty minutes.
 """
 
 import argparse
@@ -41,16 +45,32 @@ class Team:
     def __init__(self, peer: str, workload: str, folder: str, jax_python: str):
         self.name = peer
         ranks = 1 if peer in worker.ALONE else RANKS
-        python, script = (jax_python, jax_worker.__file__) if peer in worker.JAX else (sys.executable, worker.__file__)
+        python, script = (
+            (jax_python, jax_worker.__file__)
+            if peer in worker.JAX
+            else (sys.executable, worker.__file__)
+        )
         paths = [str(ROOT), str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
         stem = f"{folder}/{peer.replace(' ', '_')}"
-        env |= {"TORCHINDUCTOR_CACHE_DIR": f"{stem}.cache", "FTP_CACHE": f"{stem}.ftp"}  # nothing is found compiled or measured
-        spec: dict[str, Any] = {"peer": peer, "workload": workload, "ranks": ranks, "meet": f"{stem}.meet"}
+        env |= {
+            "TORCHINDUCTOR_CACHE_DIR": f"{stem}.cache",
+            "FTP_CACHE": f"{stem}.ftp",
+        }  # nothing is found compiled or measured
+        spec: dict[str, Any] = {
+            "peer": peer,
+            "workload": workload,
+            "ranks": ranks,
+            "meet": f"{stem}.meet",
+        }
         if peer in worker.JAX:
             work = workloads.WORKLOADS[workload]
             np.savez(f"{stem}.npz", **workloads.as_arrays(work))
-            sizes = None if work.cfg is None else {"heads": work.cfg.heads, "dim": work.cfg.dim, "layers": work.cfg.layers}
+            sizes = (
+                None
+                if work.cfg is None
+                else {"heads": work.cfg.heads, "dim": work.cfg.dim, "layers": work.cfg.layers}
+            )
             spec |= {"data": f"{stem}.npz", "sizes": sizes, "port": free_port()}
         self.log = open(f"{stem}.log", "w+")  # noqa: SIM115
         self.processes = [
@@ -84,7 +104,9 @@ class Team:
         except (RuntimeError, OSError):
             self.log.seek(0)
             said = " ".join(self.log.read().strip().splitlines()[-3:])[-400:]
-            raise RuntimeError(f"no answer within {limit:g} s" if late.finished.is_set() else said) from None
+            raise RuntimeError(
+                f"no answer within {limit:g} s" if late.finished.is_set() else said
+            ) from None
         finally:
             late.cancel()
         return answers
@@ -106,7 +128,15 @@ def free_port() -> int:
         return s.getsockname()[1]
 
 
-def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: str, limit: float, jax_python: str) -> list[dict[str, Any]]:
+def measure(
+    workload: str,
+    peers: list[str],
+    rounds: int,
+    steps: int,
+    anchor: str,
+    limit: float,
+    jax_python: str,
+) -> list[dict[str, Any]]:
     """A row per peer; the peers take turns, ``steps`` steps each time."""
     work = workloads.WORKLOADS[workload]
     expected = workloads.reference(work, FIRST)
@@ -122,18 +152,28 @@ def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: st
                     teams[peer] = Team(peer, workload, folder, jax_python)
                     answer = teams[peer].ask(limit, first=FIRST)[0]
                     teams[peer].ask(limit, run=max(2, steps // 4))
-                    print(f"{workload} {peer}: ready after {time.perf_counter() - began:.0f} s", file=sys.stderr, flush=True)
+                    print(
+                        f"{workload} {peer}: ready after {time.perf_counter() - began:.0f} s",
+                        file=sys.stderr,
+                        flush=True,
+                    )
                 except (RuntimeError, OSError) as e:
                     rows[peer]["failed"] = str(e)
                     print(f"{workload} {peer}: {e}", file=sys.stderr, flush=True)
                     if peer in teams:
                         teams.pop(peer).close()
                     continue
-                off = max(abs(a - b) / abs(b) for a, b in zip(answer["losses"], expected, strict=True))
-                rows[peer] |= {key: answer[key] for key in ("first", "collectives", "kinds", "bytes")}
+                off = max(
+                    abs(a - b) / abs(b) for a, b in zip(answer["losses"], expected, strict=True)
+                )
+                rows[peer] |= {
+                    key: answer[key] for key in ("first", "collectives", "kinds", "bytes")
+                }
                 rows[peer] |= {"losses agree": off < TOLERANCE[workload], "loss off by": off}
             for at in range(rounds):
-                turn = list(teams)[at % max(1, len(teams)) :] + list(teams)[: at % max(1, len(teams))]
+                turn = (
+                    list(teams)[at % max(1, len(teams)) :] + list(teams)[: at % max(1, len(teams))]
+                )
                 for peer in turn:
                     answers = teams[peer].ask(limit, run=steps)
                     seconds[peer].append(answers[0]["seconds"])
@@ -146,35 +186,89 @@ def measure(workload: str, peers: list[str], rounds: int, steps: int, anchor: st
     for peer in teams:
         every = [s for turn in seconds[peer] for s in turn]
         low, middle, high = statistics.quantiles(every, n=4)
-        rows[peer] |= {"ms": 1e3 * middle, "quartiles": [round(1e3 * low, 3), round(1e3 * high, 3)], "least": 1e3 * min(every)}
+        rows[peer] |= {
+            "ms": 1e3 * middle,
+            "quartiles": [round(1e3 * low, 3), round(1e3 * high, 3)],
+            "least": 1e3 * min(every),
+        }
         rows[peer] |= {"cpu ms": 1e3 * statistics.median(cpu[peer])}
         if anchor in teams:
-            medians = [(statistics.median(a), statistics.median(b)) for a, b in zip(seconds[peer], seconds[anchor], strict=True)]
+            medians = [
+                (statistics.median(a), statistics.median(b))
+                for a, b in zip(seconds[peer], seconds[anchor], strict=True)
+            ]
             rows[peer]["ratio"] = statistics.median(mine / theirs for mine, theirs in medians)
-            rows[peer]["least ratio"] = rows[peer]["least"] / (1e3 * min(s for turn in seconds[anchor] for s in turn))
+            rows[peer]["least ratio"] = rows[peer]["least"] / (
+                1e3 * min(s for turn in seconds[anchor] for s in turn)
+            )
     return list(rows.values())
 
 
-COLUMNS = ("peer", "ratio", "ms", "quartiles", "least", "least ratio", "cpu ms", "first", "peak_mib", "collectives", "bytes")
+COLUMNS = (
+    "peer",
+    "ratio",
+    "ms",
+    "quartiles",
+    "least",
+    "least ratio",
+    "cpu ms",
+    "first",
+    "peak_mib",
+    "collectives",
+    "bytes",
+)
 COLUMNS += ("losses agree", "failed")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     every = [*worker.PEERS, *worker.JAX]
-    parser.add_argument("--json", action="store_true", help="write benchmarks/results/speed.json and the pictures of docs/speed.md")
-    parser.add_argument("--workloads", nargs="+", choices=workloads.WORKLOADS, default=list(workloads.WORKLOADS))
+    parser.add_argument(
+        "--json",
+        action="store_true",
+        help="write benchmarks/results/speed.json and the pictures of docs/speed.md",
+    )
+    parser.add_argument(
+        "--workloads", nargs="+", choices=workloads.WORKLOADS, default=list(workloads.WORKLOADS)
+    )
     parser.add_argument("--peers", nargs="+", choices=every, default=every)
-    parser.add_argument("--eager", action="store_true", help="only peers that compile nothing, relative to Megatron")
-    parser.add_argument("--anchor", choices=every, default="P4", help="the peer that ratios refer to")
+    parser.add_argument(
+        "--eager", action="store_true", help="only peers that compile nothing, relative to Megatron"
+    )
+    parser.add_argument(
+        "--anchor", choices=every, default="P4", help="the peer that ratios refer to"
+    )
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--seconds", type=float, default=1.0, help="about how long a turn takes on a quiet machine of two cores")
-    parser.add_argument("--at-once", type=int, default=6, help="peers whose processes live at a time, beside the anchor")
-    parser.add_argument("--limit", type=float, default=300.0, help="seconds that a peer may take for one answer")
-    parser.add_argument("--jax-python", default=sys.executable, help="a Python that has jax; by default this one")
+    parser.add_argument(
+        "--seconds",
+        type=float,
+        default=1.0,
+        help="about how long a turn takes on a quiet machine of two cores",
+    )
+    parser.add_argument(
+        "--at-once",
+        type=int,
+        default=6,
+        help="peers whose processes live at a time, beside the anchor",
+    )
+    parser.add_argument(
+        "--limit", type=float, default=300.0, help="seconds that a peer may take for one answer"
+    )
+    parser.add_argument(
+        "--jax-python", default=sys.executable, help="a Python that has jax; by default this one"
+    )
     args = parser.parse_args()
     if args.eager:
-        args.peers, args.anchor = [peer for peer in args.peers if "compiled" not in peer and peer not in ("P4", *worker.JAX)], "Megatron"
+        args.peers, args.anchor = (
+            [
+                peer
+                for peer in args.peers
+                if "compiled" not in peer and peer not in ("P4", *worker.JAX)
+            ],
+            "Megatron",
+        )
     tables = {}
     for name in args.workloads:
         per_turn = max(2, int(args.seconds / {"W1": 0.001, "W2": 0.12, "W3": 0.6}[name]))
@@ -183,10 +277,14 @@ def main() -> None:
         rows: list[dict[str, Any]] = []
         for chosen in sets:
             with_anchor = [args.anchor, *chosen] if args.anchor in args.peers else chosen
-            found = measure(name, with_anchor, args.rounds, per_turn, args.anchor, args.limit, args.jax_python)
+            found = measure(
+                name, with_anchor, args.rounds, per_turn, args.anchor, args.limit, args.jax_python
+            )
             rows += [row for row in found if row["peer"] != args.anchor or not rows]
         tables[name] = rows
-        print(f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}")
+        print(
+            f"\n{name}: the least number of collectives is {workloads.WORKLOADS[name].collectives}"
+        )
         show(rows, COLUMNS)
         if args.json:
             save("speed", {"ranks": RANKS, "rounds": args.rounds, "anchor": args.anchor, **tables})

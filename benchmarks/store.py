@@ -28,7 +28,9 @@ def _client(port: int) -> TCPStore:
 
 
 def _serve(pipe: Any) -> None:
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+    store = TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
     pipe.send(store.port)
     pipe.recv()
 
@@ -57,7 +59,9 @@ def questions(port: int, clients: int) -> dict[str, Any]:
 
 
 def rings(port: int, waiting: int) -> dict[str, Any]:
-    """Threads that wait at keys of their own, which are set by one question together with those of all other ranks."""
+    """Threads that wait at keys of their own, which are set by one question together with those
+    of all other ranks.
+    """
     late: list[float] = []
 
     def wait(rank: int, store: TCPStore) -> None:
@@ -75,7 +79,12 @@ def rings(port: int, waiting: int) -> dict[str, Any]:
     set_after = time.monotonic() - begun
     for thread in threads:
         thread.join()
-    return {"waiting": waiting, "keys": WORLD, "set, ms": round(set_after * 1e3, 1), "last awake, ms": round((max(late) - begun) * 1e3, 1)}
+    return {
+        "waiting": waiting,
+        "keys": WORLD,
+        "set, ms": round(set_after * 1e3, 1),
+        "last awake, ms": round((max(late) - begun) * 1e3, 1),
+    }
 
 
 def main() -> None:

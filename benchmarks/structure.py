@@ -1,4 +1,6 @@
-"""Figures of the tree: ``python benchmarks/structure.py [CHECKOUT ...]`` prints a column for each checkout."""
+"""Figures of the tree: ``python benchmarks/structure.py [CHECKOUT ...]`` prints a column for
+each checkout.
+"""
 
 import argparse
 import ast
@@ -32,7 +34,10 @@ print(json.dumps({
 
 
 def modules(package: Path) -> dict[str, Path]:
-    found = {".".join(("ftp", *p.relative_to(package).with_suffix("").parts)): p for p in package.rglob("*.py")}
+    found = {
+        ".".join(("ftp", *p.relative_to(package).with_suffix("").parts)): p
+        for p in package.rglob("*.py")
+    }
     return {name.removesuffix(".__init__"): path for name, path in found.items()}
 
 
@@ -62,7 +67,12 @@ def figures(checkout: Path) -> dict[str, str]:
     files = {str(p.relative_to(package)): p.read_text().splitlines() for p in package.rglob("*.py")}
     largest = max(files, key=lambda name: len(files[name]))
     command = [sys.executable, "-c", OF_RUNNING]
-    runs = [json.loads(subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout) for _ in range(REPEATS)]
+    runs = [
+        json.loads(
+            subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout
+        )
+        for _ in range(REPEATS)
+    ]
     run = runs[0]
     return {
         "entries at the root": str(sum(p.name != "__pycache__" for p in package.iterdir())),
@@ -71,7 +81,9 @@ def figures(checkout: Path) -> dict[str, str]:
         "lines": str(sum(map(len, files.values()))),
         f"files above {LONG} lines": str(sum(len(lines) > LONG for lines in files.values())),
         "largest file": f"{largest}, {len(files[largest])} lines",
-        f"lines above {WIDE} columns": str(sum(len(x) > WIDE for lines in files.values() for x in lines)),
+        f"lines above {WIDE} columns": str(
+            sum(len(x) > WIDE for lines in files.values() for x in lines)
+        ),
         "import, ms over torch": f"{1000 * statistics.median(r['seconds'] for r in runs):.0f}",
         "ops whose rule is one line": f"{run['one line']} of {run['rules']}",
         "public names with a docstring": f"{run['documented']} of {run['public names']}",
@@ -81,10 +93,15 @@ def figures(checkout: Path) -> dict[str, str]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("checkouts", nargs="*", type=Path, default=[Path(__file__).resolve().parents[1]])
+    parser.add_argument(
+        "checkouts", nargs="*", type=Path, default=[Path(__file__).resolve().parents[1]]
+    )
     given = parser.parse_args().checkouts
     columns = [figures(checkout.resolve()) for checkout in given]
-    print(f"| | {' | '.join(checkout.name or '.' for checkout in given)} |\n|{'---|' * (len(given) + 1)}")
+    print(
+        f"| | {' | '.join(checkout.name or '.' for checkout in given)}"
+        f" |\n|{'---|' * (len(given) + 1)}"
+    )
     for row in columns[0]:
         print(f"| {row} | {' | '.join(column[row] for column in columns)} |")
 

@@ -1,4 +1,5 @@
-"""The largest table that elimination forms for every model of the tests, under every way they are cut.
+"""The largest table that elimination forms for every model of the tests, under every way they are
+cut.
 
 python benchmarks/tables.py [--json]
 """
@@ -7,7 +8,10 @@ import argparse
 import sys
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1]), str(Path(__file__).resolve().parents[1] / "tests/support")]
+sys.path[:0] = [
+    str(Path(__file__).resolve().parents[1]),
+    str(Path(__file__).resolve().parents[1] / "tests/support"),
+]
 
 import models  # noqa: E402
 import record  # noqa: E402
@@ -42,11 +46,21 @@ def measure(name: str, case: str) -> dict | None:
     if not is_decoder and ("cp" in case or "sp" in case):
         return None
     cut = dict(cut)
-    constraints = models.sequence_parallel(dp="dp" if "dp" in axes else None) if cut.pop("sp", False) else None
+    constraints = (
+        models.sequence_parallel(dp="dp" if "dp" in axes else None)
+        if cut.pop("sp", False)
+        else None
+    )
     fn, params = ftp.functionalize(models.build(cfg, device="meta"), constraints=constraints)
     batch = models.lm_batch(cfg) if is_decoder else models.class_batch(cfg)
     specs = ftp.plan(params, models.specs(models.cuts(cfg), **cut)) if cut else P()
-    plan = ftp.shard(models.loss(cfg, fn), ftp.AbstractMesh(shape, axes), specs, batch_specs=batch_specs).lower(params, batch).plan
+    plan = (
+        ftp.shard(
+            models.loss(cfg, fn), ftp.AbstractMesh(shape, axes), specs, batch_specs=batch_specs
+        )
+        .lower(params, batch)
+        .plan
+    )
     return {
         "model": name,
         "cut": case,
@@ -63,7 +77,10 @@ def main() -> None:
     rows = [row for name in CONFIGS for case in CASES if (row := measure(name, case))]
     for row in rows:
         proof = "optimal" if row["optimal"] else "not proven"
-        print(f"{row['model']:18} {row['cut']:16} {row['largest table']!s:28} {proof}{'' if row['keeps the rules'] else ', breaks a rule'}")
+        print(
+            f"{row['model']:18} {row['cut']:16} {row['largest table']!s:28}"
+            f" {proof}{'' if row['keeps the rules'] else ', breaks a rule'}"
+        )
     if arguments.json:
         record.save("tables", {"rows": rows})
 

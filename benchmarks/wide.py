@@ -1,9 +1,11 @@
-"""Programs whose graphs are not narrow: recurrences, an encoder-decoder under context parallelism, random graphs with long-range operands.
+"""Programs whose graphs are not narrow: recurrences, an encoder-decoder under context parallelism,
+random graphs with long-range operands.
 
     python benchmarks/wide.py [--json] [--only gru] [--limit 120]
 
-Each case is a fresh process on one thread; one row a mesh axis. "seconds" is the time that ``network.solve`` takes on the axis, "lower"
-the time of the whole ``step.lower``, tracing included. "gap" is (cost - bound) / cost, zero where the plan is optimal.
+Each case is a fresh process on one thread; one row a mesh axis. "seconds" is the time that
+``network.solve`` takes on the axis, "lower" the time of the whole ``step.lower``, tracing included.
+"gap" is (cost - bound) / cost, zero where the plan is optimal.
 """
 
 import argparse
@@ -32,7 +34,11 @@ CASES = {
         for layers in (2, 6)
         for name, weights in {"cp": False, "cp and weights": True}.items()
     },
-    **{f"random {ops} ops, seed {seed}": {"kind": "random", "ops": ops, "seed": seed} for ops in (200, 500) for seed in (0, 1)},
+    **{
+        f"random {ops} ops, seed {seed}": {"kind": "random", "ops": ops, "seed": seed}
+        for ops in (200, 500)
+        for seed in (0, 1)
+    },
 }
 
 
@@ -55,12 +61,19 @@ def gru(case: dict):
     axes = {"dp": 2, "tp": 4} if "batch" in case else {"tp": 4}
     batch_specs = ftp.P(*[None] * case["batch"], "dp") if "batch" in case else ftp.P()
     mesh = ftp.AbstractMesh(tuple(axes.values()), tuple(axes), device_type="cuda")
-    step = ftp.shard(loss, mesh, {"w": ftp.P(*case.get("w", [])), "u": ftp.P(*case["u"])}, batch_specs=batch_specs)
+    step = ftp.shard(
+        loss,
+        mesh,
+        {"w": ftp.P(*case.get("w", [])), "u": ftp.P(*case["u"])},
+        batch_specs=batch_specs,
+    )
     return step, (params, torch.empty(steps, 64, width, device="meta"))
 
 
 def t5(case: dict):
-    """An encoder-decoder with relative biases, cross attention and one embedding at three places; tokens cut on their sequence dim."""
+    """An encoder-decoder with relative biases, cross attention and one embedding at three
+    places; tokens cut on their sequence dim.
+    """
     import torch
     from models import RMSNorm
     from torch import nn
@@ -90,7 +103,10 @@ def t5(case: dict):
             self.q, self.k, self.v, self.o = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
         def forward(self, x, memory, bias=None):
-            q, k, v = (w(t).unflatten(-1, (heads, -1)).transpose(1, 2) for w, t in ((self.q, x), (self.k, memory), (self.v, memory)))
+            q, k, v = (
+                w(t).unflatten(-1, (heads, -1)).transpose(1, 2)
+                for w, t in ((self.q, x), (self.k, memory), (self.v, memory))
+            )
             scores = q @ k.transpose(-1, -2)
             out = torch.softmax(scores if bias is None else scores + bias, dim=-1) @ v
             return self.o(out.transpose(1, 2).flatten(2))
@@ -100,7 +116,10 @@ def t5(case: dict):
             super().__init__()
             self.norms = nn.ModuleList(RMSNorm(dim) for _ in range(3))
             self.attn, self.cross = Attention(), Attention() if crosses else None
-            self.up, self.down = nn.Linear(dim, hidden, bias=False), nn.Linear(hidden, dim, bias=False)
+            self.up, self.down = (
+                nn.Linear(dim, hidden, bias=False),
+                nn.Linear(hidden, dim, bias=False),
+            )
 
         def forward(self, x, bias, memory=None):
             y = self.norms[0](x)
@@ -136,12 +155,22 @@ def t5(case: dict):
         return F.cross_entropy(fn(params, source, target).flatten(0, 1), labels.flatten())
 
     specs = {name: ftp.P("cp") if case["weights"] else ftp.P() for name in params}
-    step = ftp.shard(loss, ftp.AbstractMesh((4,), ("cp",), device_type="cuda"), specs, batch_specs=ftp.P(None, "cp"))
-    return step, (params, tuple(torch.empty(8, seq, dtype=torch.int64, device="meta") for _ in range(3)))
+    step = ftp.shard(
+        loss,
+        ftp.AbstractMesh((4,), ("cp",), device_type="cuda"),
+        specs,
+        batch_specs=ftp.P(None, "cp"),
+    )
+    return step, (
+        params,
+        tuple(torch.empty(8, seq, dtype=torch.int64, device="meta") for _ in range(3)),
+    )
 
 
 def random_graph(case: dict):
-    """Ops on square matrices whose operands are any values so far, all values without a use being summed into the result."""
+    """Ops on square matrices whose operands are any values so far, all values without a use
+    being summed into the result.
+    """
     import torch
 
     import ftp
@@ -168,11 +197,15 @@ def random_graph(case: dict):
                     values.append(a.t())
             unused -= {i, j} if kind in ("mm", "add", "mul") else {i}
             unused.add(len(values) - 1)
-        return [values[i] for i in sorted(unused)[-3:]], sum(values[i].sum() for i in sorted(unused))
+        return [values[i] for i in sorted(unused)[-3:]], sum(
+            values[i].sum() for i in sorted(unused)
+        )
 
     inputs = [torch.empty(size, size, device="meta") for _ in range(4)]
     specs = [ftp.P("a"), ftp.P(None, "a"), ftp.P("a"), ftp.P()]
-    step = ftp.spmd(fn, ftp.AbstractMesh((4,), ("a",), device_type="cuda"), (ftp.P(), specs), data_axes=())
+    step = ftp.spmd(
+        fn, ftp.AbstractMesh((4,), ("a",), device_type="cuda"), (ftp.P(), specs), data_axes=()
+    )
     return step, (torch.empty(1, device="meta"), inputs)
 
 
@@ -210,11 +243,26 @@ def measure(case: dict) -> dict:
     return {"lower": round(total, 2), "nodes": len(lowered.plan.graph.nodes), "axes": rows}
 
 
-COLUMNS = ("case", "axis", "seconds", "lower", "nodes", "cost", "bound", "gap", "optimal", "largest_table", "kept_rules", "failed")
+COLUMNS = (
+    "case",
+    "axis",
+    "seconds",
+    "lower",
+    "nodes",
+    "cost",
+    "bound",
+    "gap",
+    "optimal",
+    "largest_table",
+    "kept_rules",
+    "failed",
+)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/wide.json")
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--limit", type=float, default=120, help="seconds a case may take")

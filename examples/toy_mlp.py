@@ -1,4 +1,5 @@
-"""The two-layer toy of PyTorch's tensor-parallel tutorial, cut column-wise then row-wise, against one device.
+"""The two-layer toy of PyTorch's tensor-parallel tutorial, cut column-wise then row-wise, against
+one device.
 
     python examples/toy_mlp.py                                 # a simulated 1 x 2 mesh in this process
     torchrun --nproc-per-node=2 examples/toy_mlp.py            # the same file on two processes
@@ -35,7 +36,9 @@ class ToyModel(nn.Module):
 
 
 def train(step, params, batch, steps, lr):
-    """AdamW moves each element by itself, so the plain optimizer serves shards and whole tensors alike."""
+    """AdamW moves each element by itself, so the plain optimizer serves shards and whole tensors
+    alike.
+    """
     optimizer = torch.optim.AdamW(params.values(), lr=lr)
     losses = []
     for _ in range(steps):
@@ -48,11 +51,18 @@ def train(step, params, batch, steps, lr):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--lr", type=float, default=0.05)
     parser.add_argument("--seed", type=int, default=45)
-    parser.add_argument("--tp", type=int, default=int(os.environ.get("WORLD_SIZE", 2)), help="ranks (under torchrun: all of them)")
+    parser.add_argument(
+        "--tp",
+        type=int,
+        default=int(os.environ.get("WORLD_SIZE", 2)),
+        help="ranks (under torchrun: all of them)",
+    )
     args = parser.parse_args(argv)
 
     torch.manual_seed(args.seed)
@@ -67,7 +77,9 @@ def main(argv=None):
         grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
         return loss, grads
 
-    expected = train(single_device, {name: p.clone() for name, p in params.items()}, batch, args.steps, args.lr)
+    expected = train(
+        single_device, {name: p.clone() for name, p in params.items()}, batch, args.steps, args.lr
+    )
 
     mesh = ftp.make_mesh((1, args.tp), ("dp", "tp"), device_type="cpu")
     specs = ftp.plan(params, SPECS)

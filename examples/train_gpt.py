@@ -1,15 +1,17 @@
 """Trains a byte-level GPT on the source of Python's own standard library, on a dp x tp mesh.
 
-    python examples/train_gpt.py                                              # a simulated 2 x 2 mesh in this process
-    torchrun --nproc-per-node=4 examples/train_gpt.py                         # the same file on four processes, the same losses
-    torchrun --nproc-per-node=4 --max-restarts=3 examples/train_gpt.py        # goes on from the last checkpoint when a process dies
+    python examples/train_gpt.py                                              # a simulated 2 x 2
+    mesh in this process torchrun --nproc-per-node=4 examples/train_gpt.py                         #
+    the same file on four processes, the same losses torchrun --nproc-per-node=4 --max-restarts=3
+    examples/train_gpt.py        # goes on from the last checkpoint when a process dies
 
-A loop to copy. The model is ordinary torch and knows nothing of the mesh; SPECS says where its weights live; the whole train step
-is one pure function of the state, the batch and nothing else. What a step does depends on the seed and its number alone, so a run that is
-stopped, killed or moved to another number of processes goes on as if nothing had happened: run the same command again.
+A loop to copy. The model is ordinary torch and knows nothing of the mesh; SPECS says where its
+weights live; the whole train step is one pure function of the state, the batch and nothing else.
+What a step does depends on the seed and its number alone, so a run that is stopped, killed or moved
+to another number of processes goes on as if nothing had happened: run the same command again.
 
-Every tenth or so file of the library is held out for validation. Writes metrics.jsonl, checkpoints, loss.png and sample.txt to
-runs/train_gpt, and to TensorBoard where that is installed.
+Every tenth or so file of the library is held out for validation. Writes metrics.jsonl, checkpoints,
+loss.png and sample.txt to runs/train_gpt, and to TensorBoard where that is installed.
 """
 
 import argparse
@@ -41,7 +43,9 @@ SPECS = {
     "layers.*.mlp.down.weight": P(None, "tp"),
     "head.weight": P("tp", None),
 }  # what no pattern names is replicated: positions, norms, the bias after the all-reduce
-CACHE_SPEC = P(None, "tp", "dp")  # when sampling: keys and values of (batch, heads, context, head_dim), cut by heads and by sequence
+CACHE_SPEC = P(
+    None, "tp", "dp"
+)  # when sampling: keys and values of (batch, heads, context, head_dim), cut by heads and by sequence
 
 
 class Attention(nn.Module):
@@ -51,11 +55,16 @@ class Attention(nn.Module):
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(dim, dim, bias=False) for _ in range(4))
 
     def forward(self, x, cache=None, positions=None):
-        q, k, v = (w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for w in (self.wq, self.wk, self.wv)
+        )
         if cache is None or positions is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         else:  # what came before is in the cache, what comes now goes there; a byte sees no position after its own
-            k, v = (old.index_copy(2, positions, new) for old, new in zip(cache, (k, v), strict=True))
+            k, v = (
+                old.index_copy(2, positions, new) for old, new in zip(cache, (k, v), strict=True)
+            )
             seen = torch.arange(k.shape[2], device=x.device) <= positions[:, None]
             y = F.scaled_dot_product_attention(q, k, v, attn_mask=seen)
         return self.wo(y.transpose(1, 2).flatten(2)), (k, v)
@@ -84,7 +93,9 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """bytes (batch, seq) -> logits (batch, seq, 256); with a cache, bytes at ``positions`` -> (logits, cache)."""
+    """bytes (batch, seq) -> logits (batch, seq, 256); with a cache, bytes at ``positions`` ->
+    (logits, cache).
+    """
 
     def __init__(self, dim, layers, heads, context, dropout):
         super().__init__()
@@ -99,7 +110,9 @@ class GPT(nn.Module):
                 nn.init.zeros_(param)
 
     def forward(self, tokens, cache=None, positions=None):
-        x = self.emb(tokens) + self.pos(torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions)
+        x = self.emb(tokens) + self.pos(
+            torch.arange(tokens.shape[1], device=tokens.device) if positions is None else positions
+        )
         kept = []
         for i, layer in enumerate(self.layers):
             x, layer_cache = layer(x, None if cache is None else cache[i], positions)
@@ -109,7 +122,9 @@ class GPT(nn.Module):
 
 
 def read_corpus(max_bytes):
-    """(train, held out) as one byte tensor each; which file goes where depends on its name alone, so every rank agrees."""
+    """(train, held out) as one byte tensor each; which file goes where depends on its name
+    alone, so every rank agrees.
+    """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     names = sorted(p.relative_to(root).as_posix() for p in root.rglob("*.py"))
@@ -122,11 +137,16 @@ def read_corpus(max_bytes):
             sizes[split] += len(splits[split][-1])
     if not all(splits.values()):
         raise SystemExit(f"found too few .py files under {root} to train on")
-    return tuple(torch.frombuffer(bytearray(b"".join(splits[s])), dtype=torch.uint8) for s in ("train", "val"))
+    return tuple(
+        torch.frombuffer(bytearray(b"".join(splits[s])), dtype=torch.uint8)
+        for s in ("train", "val")
+    )
 
 
 def batch_at(data, key, *, batch, context):
-    """(inputs, targets) of (batch, context), drawn with ``key``: one for each step, the same on any number of processes."""
+    """(inputs, targets) of (batch, context), drawn with ``key``: one for each step, the same on
+    any number of processes.
+    """
     starts = ftp.random.randint(key, 0, len(data) - context - 1, (batch, 1))
     rows = data[starts + torch.arange(context + 1)].long()
     return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
@@ -140,36 +160,60 @@ def make_train_step(fn, opt, schedule, max_norm):
         return F.cross_entropy(fn(params, tokens, rng=key).flatten(0, 1), targets.flatten())
 
     def train_step(state, batch, stops):
-        key = ftp.random.fold_in(state["key"], state["step"])  # dropout is a function of the step, and of nothing that came before
+        key = ftp.random.fold_in(
+            state["key"], state["step"]
+        )  # dropout is a function of the step, and of nothing that came before
         grads, loss = torch.func.grad_and_value(loss_fn)(state["params"], batch, key)
         nonfinite = ftp.optim.count_nonfinite((loss, grads))
         grads, norm = ftp.optim.clip_by_global_norm(grads, max_norm)
         updated = opt.update(grads, state["opt"], state["params"])
-        params, opt_state = ftp.optim.select(nonfinite == 0, updated, (state["params"], state["opt"]))
-        # A signal reaches processes at different times. Here they agree on it: if one of them has it, all of them stop after this step.
-        metrics = {"loss": loss, "norm": norm, "lr": schedule(state["step"]), "nonfinite": nonfinite, "stop": stops.amax()}
-        return {"params": params, "opt": opt_state, "step": state["step"] + 1, "key": state["key"]}, metrics
+        params, opt_state = ftp.optim.select(
+            nonfinite == 0, updated, (state["params"], state["opt"])
+        )
+        # A signal reaches processes at different times. Here they agree on it: if one of them has
+        # it, all of them stop after this step.
+        metrics = {
+            "loss": loss,
+            "norm": norm,
+            "lr": schedule(state["step"]),
+            "nonfinite": nonfinite,
+            "stop": stops.amax(),
+        }
+        return {
+            "params": params,
+            "opt": opt_state,
+            "step": state["step"] + 1,
+            "key": state["key"],
+        }, metrics
 
     return train_step
 
 
 def make_generate_step(fn, temperature):
-    """One pure function: ``(params, cache, tokens, first, used, key) -> (cache, token)``, the byte after the first ``used`` tokens.
+    """One pure function: ``(params, cache, tokens, first, used, key) -> (cache, token)``, the byte
+    after the first ``used`` tokens.
 
-    The tokens are those of the positions from ``first`` on. It is traced for two shapes, however long the text: a window of (1, context),
-    padded, and one byte of (1, 1).
+    The tokens are those of the positions from ``first`` on. It is traced for two shapes, however
+    long the text: a window of (1, context), padded, and one byte of (1, 1).
     """
 
     def generate_step(params, cache, tokens, first, used, key):
-        logits, cache = fn(params, tokens, cache, first + torch.arange(tokens.shape[1], device=tokens.device))
-        # Attention is causal: padding after the last byte has no say, and what it leaves in the cache is replaced before it is seen.
-        return cache, ftp.random.categorical(key, logits.index_select(1, used - 1)[:, 0] / temperature)
+        logits, cache = fn(
+            params, tokens, cache, first + torch.arange(tokens.shape[1], device=tokens.device)
+        )
+        # Attention is causal: padding after the last byte has no say, and what it leaves in the
+        # cache is replaced before it is seen.
+        return cache, ftp.random.categorical(
+            key, logits.index_select(1, used - 1)[:, 0] / temperature
+        )
 
     return generate_step
 
 
 def sample(step, params, cache, prompt, *, count, context, seed, device):
-    """``count`` bytes after ``prompt``: a window goes through the model at first, and where the cache is full; else the last byte alone."""
+    """``count`` bytes after ``prompt``: a window goes through the model at first, and where the
+    cache is full; else the last byte alone.
+    """
     key = ftp.random.key(seed, device=device)
     text, start = list(prompt), None  # the cache holds the text from start on
     for i in range(count):
@@ -187,7 +231,9 @@ def sample(step, params, cache, prompt, *, count, context, seed, device):
 
 
 class Metrics:
-    """The numbers of a run: a JSON line for each step in metrics.jsonl, and TensorBoard where it is installed; the first rank writes."""
+    """The numbers of a run: a JSON line for each step in metrics.jsonl, and TensorBoard where it
+    is installed; the first rank writes.
+    """
 
     def __init__(self, folder, first_step, is_writer):
         self.file = self.board = None
@@ -196,7 +242,11 @@ class Metrics:
             return
         folder.mkdir(parents=True, exist_ok=True)
         # What was written after the checkpoint that the run goes on from will be written again.
-        kept = [line for line in self.lines() if json.loads(line)["step"] <= first_step] if first_step else []
+        kept = (
+            [line for line in self.lines() if json.loads(line)["step"] <= first_step]
+            if first_step
+            else []
+        )
         self.path.write_text("".join(kept))
         self.file = self.path.open("a", buffering=1)
         try:
@@ -207,7 +257,15 @@ class Metrics:
 
     def lines(self):
         """Complete ones: a killed run may leave half a line."""
-        return [line for line in self.path.read_text().splitlines(keepends=True) if line.endswith("\n")] if self.path.exists() else []
+        return (
+            [
+                line
+                for line in self.path.read_text().splitlines(keepends=True)
+                if line.endswith("\n")
+            ]
+            if self.path.exists()
+            else []
+        )
 
     def records(self):
         return [json.loads(line) for line in self.lines()]
@@ -227,16 +285,30 @@ class Metrics:
 
 @contextmanager
 def progress_bar(total, done, is_shown):
-    """``(say, update)``: lines on the screen above a bar of the steps done; without rich just lines."""
+    """``(say, update)``: lines on the screen above a bar of the steps done; without rich just
+    lines.
+    """
     try:
         from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+        from rich.progress import (
+            BarColumn,
+            MofNCompleteColumn,
+            Progress,
+            TextColumn,
+            TimeRemainingColumn,
+        )
     except ImportError:
         yield (print if is_shown else lambda text: None), lambda **fields: None
         return
-    columns = [BarColumn(), MofNCompleteColumn(), TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s")]
+    columns = [
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s"),
+    ]
     console = Console(quiet=not is_shown, highlight=False)
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not is_shown) as progress:
+    with Progress(
+        *columns, TimeRemainingColumn(), console=console, disable=not is_shown
+    ) as progress:
         task = progress.add_task("", total=total, completed=done, loss=math.nan, rate=0.0)
         yield (
             lambda text: console.print(text, markup=False, soft_wrap=True),
@@ -253,11 +325,20 @@ def plot(records, title, path):
     losses = [r["loss"] for r in records if "loss" in r]
     val = [(r["step"], r["val_loss"]) for r in records if "val_loss" in r]
     width = max(1, len(losses) // 40)
-    smooth = [sum(losses[max(0, i - width + 1) : i + 1]) / len(losses[max(0, i - width + 1) : i + 1]) for i in range(len(losses))]
+    smooth = [
+        sum(losses[max(0, i - width + 1) : i + 1]) / len(losses[max(0, i - width + 1) : i + 1])
+        for i in range(len(losses))
+    ]
     figure, axes = plt.subplots(figsize=(7.5, 4.5), layout="constrained")
     axes.plot(losses, color="tab:blue", alpha=0.25, linewidth=0.8)
     axes.plot(smooth, color="tab:blue", linewidth=1.6, label=f"train (mean of {width})")
-    axes.plot(*zip(*val, strict=True), color="tab:orange", marker="o", markersize=4, label="held-out files")
+    axes.plot(
+        *zip(*val, strict=True),
+        color="tab:orange",
+        marker="o",
+        markersize=4,
+        label="held-out files",
+    )
     axes.set(xlabel="step", ylabel="cross entropy, nats per byte", title=title)
     axes.grid(alpha=0.3)
     axes.legend(frameon=False)
@@ -267,16 +348,26 @@ def plot(records, title, path):
 
 def parse_args(argv):
     world = int(os.environ.get("WORLD_SIZE", 4))
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--context", type=int, default=128)
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--heads", type=int, default=4)
-    parser.add_argument("--dropout", type=float, default=0.0, help="the default run sees little text twice and needs none")
     parser.add_argument(
-        "--lr", type=float, default=3e-3, help="peak, after a warm-up of a twentieth of the steps; then a cosine to a tenth"
+        "--dropout",
+        type=float,
+        default=0.0,
+        help="the default run sees little text twice and needs none",
+    )
+    parser.add_argument(
+        "--lr",
+        type=float,
+        default=3e-3,
+        help="peak, after a warm-up of a twentieth of the steps; then a cosine to a tenth",
     )
     parser.add_argument("--max-norm", type=float, default=1.0, help="gradients are clipped to it")
     parser.add_argument("--seed", type=int, default=0)
@@ -284,15 +375,31 @@ def parse_args(argv):
     parser.add_argument("--eval-batches", type=int, default=4)
     parser.add_argument("--save-every", type=int, default=100)
     parser.add_argument("--keep", type=int, default=2, help="checkpoints to keep")
-    parser.add_argument("--fresh", action="store_true", help="start anew where there are checkpoints to go on from")
+    parser.add_argument(
+        "--fresh", action="store_true", help="start anew where there are checkpoints to go on from"
+    )
     parser.add_argument("--sample-bytes", type=int, default=400)
     parser.add_argument("--temperature", type=float, default=0.8, help="of the sample")
     parser.add_argument("--corpus-bytes", type=int, default=8_000_000, help="training text at most")
     parser.add_argument("--tp", type=int, default=2 if world % 2 == 0 else 1)
-    parser.add_argument("--dp", type=int, default=None, help="by default what tp leaves of the processes, or of four simulated ranks")
-    parser.add_argument("--device", default=None, help="cpu or cuda; by default what ftp.make_mesh takes")
-    parser.add_argument("--threads", type=int, default=1, help="of torch; more gain little on shards this small, and wait for busy cores")
-    parser.add_argument("--out", type=Path, default=Path(__file__).resolve().parents[1] / "runs" / "train_gpt")
+    parser.add_argument(
+        "--dp",
+        type=int,
+        default=None,
+        help="by default what tp leaves of the processes, or of four simulated ranks",
+    )
+    parser.add_argument(
+        "--device", default=None, help="cpu or cuda; by default what ftp.make_mesh takes"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="of torch; more gain little on shards this small, and wait for busy cores",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Path(__file__).resolve().parents[1] / "runs" / "train_gpt"
+    )
     args = parser.parse_args(argv)
     args.dp = args.dp or max(1, world // args.tp)
     return args
@@ -318,7 +425,10 @@ def run(args, stop_signals):
     mesh = ftp.make_mesh((args.dp, args.tp), ("dp", "tp"), device_type=args.device)
     ranks = args.dp * args.tp
     simulated = not torch.distributed.is_initialized()
-    name = f"dp {args.dp} x tp {args.tp}, {'simulated in one process' if simulated else f'{ranks} processes'}"
+    name = (
+        f"dp {args.dp} x tp {args.tp},"
+        f" {'simulated in one process' if simulated else f'{ranks} processes'}"
+    )
 
     # The model, and functions of it: a train step and the forward pass.
     torch.manual_seed(args.seed)
@@ -337,10 +447,18 @@ def run(args, stop_signals):
     )
     schedule = ftp.optim.schedules.sequence([rise, fall], [warmup])
     vectors = {name: {"weight_decay": 0.0} for name, p in params.items() if p.ndim < 2}
-    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=vectors)
+    opt = ftp.optim.from_torch(
+        torch.optim.AdamW, lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=vectors
+    )
 
-    # The state is one tree, and a checkpoint is that tree: whatever the next step depends on is in it.
-    state = {"params": params, "opt": opt.init(params), "step": torch.tensor(0), "key": ftp.random.key(args.seed)}
+    # The state is one tree, and a checkpoint is that tree: whatever the next step depends on is in
+    # it.
+    state = {
+        "params": params,
+        "opt": opt.init(params),
+        "step": torch.tensor(0),
+        "key": ftp.random.key(args.seed),
+    }
     specs = ftp.plan(params, SPECS)
     specs = {"params": specs, "opt": specs, "step": P(), "key": P()}
     checkpoints = args.out / "checkpoints"
@@ -354,13 +472,23 @@ def run(args, stop_signals):
 
     train_step = make_train_step(fn, opt, schedule, args.max_norm)
     each_rank = P(("dp", "tp"))
-    # Every rank gives a signal of its own, which cuts an argument over tp as well: only dp is an axis of the data.
-    train_step = ftp.spmd(train_step, mesh, (specs, P("dp"), each_rank), (specs, P()), donate=(0,), data_axes=("dp",))
+    # Every rank gives a signal of its own, which cuts an argument over tp as well: only dp is an
+    # axis of the data.
+    train_step = ftp.spmd(
+        train_step, mesh, (specs, P("dp"), each_rank), (specs, P()), donate=(0,), data_axes=("dp",)
+    )
     eval_step = ftp.spmd(eval_loss, mesh, (specs["params"], P("dp")), P())
     generate_step = make_generate_step(eval_fn, args.temperature)
-    generate_step = ftp.spmd(generate_step, mesh, (specs["params"], CACHE_SPEC, *[P()] * 4), (CACHE_SPEC, P()), donate=(1,))
+    generate_step = ftp.spmd(
+        generate_step,
+        mesh,
+        (specs["params"], CACHE_SPEC, *[P()] * 4),
+        (CACHE_SPEC, P()),
+        donate=(1,),
+    )
 
-    # The data. Step n draws its batch with the n-th key; ftp.local_slice would tell a real loader which rows this rank needs.
+    # The data. Step n draws its batch with the n-th key; ftp.local_slice would tell a real loader
+    # which rows this rank needs.
     train_data, val_data = read_corpus(args.corpus_bytes)
     train_key, val_key = ftp.random.split(ftp.random.key(args.seed + 1))
 
@@ -375,10 +503,19 @@ def run(args, stop_signals):
 
     # The loop.
     seconds, timed, rate = 0.0, 0, 0.0
-    with closing(Metrics(args.out, first_step, is_first)) as metrics, progress_bar(args.steps, first_step, is_first) as (say, update):
+    with (
+        closing(Metrics(args.out, first_step, is_first)) as metrics,
+        progress_bar(args.steps, first_step, is_first) as (say, update),
+    ):
         count = sum(p.numel() for p in params.values())
-        say(f"{name}\n{count:,} parameters; {len(train_data):,} bytes to train on, {len(val_data):,} held out")
-        say(f"{args.steps} steps of {args.batch} x {args.context} bytes" + (f", from step {first_step} on" if first_step else ""))
+        say(
+            f"{name}\n{count:,} parameters; {len(train_data):,} bytes to train on,"
+            f" {len(val_data):,} held out"
+        )
+        say(
+            f"{args.steps} steps of {args.batch} x {args.context} bytes"
+            + (f", from step {first_step} on" if first_step else "")
+        )
         if first_step == 0:
             val = evaluate(state["params"])
             metrics.write(0, val_loss=val)
@@ -386,7 +523,12 @@ def run(args, stop_signals):
         for step in range(first_step, args.steps):
             begin = time.perf_counter()
             rows = batch(train_data, train_key, step)
-            stops = torch.full((ranks if simulated else 1,), len(stop_signals), dtype=torch.float32, device=mesh.device_type)
+            stops = torch.full(
+                (ranks if simulated else 1,),
+                len(stop_signals),
+                dtype=torch.float32,
+                device=mesh.device_type,
+            )
             state, report = train_step(state, rows, stops)
             report = {key: value.item() for key, value in report.items()}
             if step > first_step:  # the first one traces and plans
@@ -397,29 +539,56 @@ def run(args, stop_signals):
             metrics.write(done, **report)
             update(loss=report["loss"], rate=rate)
             if report["nonfinite"]:
-                say(f"step {done:4d}   {report['nonfinite']} elements of the loss and its gradients are not finite; the update is skipped")
+                say(
+                    f"step {done:4d}   {report['nonfinite']} elements of the loss and its"
+                    " gradients are not finite; the update is skipped"
+                )
             if done % args.eval_every == 0 or done == args.steps:
                 val = evaluate(state["params"])
                 metrics.write(done, val_loss=val)
-                say(f"step {done:4d}   val {val:.4f}   train {report['loss']:.4f}   {rate:,.0f} tokens/s")
+                say(
+                    f"step {done:4d}   val {val:.4f}   train {report['loss']:.4f}   {rate:,.0f}"
+                    " tokens/s"
+                )
             if done % args.save_every == 0 or done == args.steps or is_stopped:
-                ftp.check_replicas(state, mesh, specs, step=done)  # what has drifted apart is not worth keeping
+                ftp.check_replicas(
+                    state, mesh, specs, step=done
+                )  # what has drifted apart is not worth keeping
                 ftp.save(checkpoints, state, mesh, specs, step=done, keep=args.keep)
             if is_stopped:
-                say(f"stopped after step {done}, as a signal asked; the same command goes on from there")
+                say(
+                    f"stopped after step {done}, as a signal asked; the same command goes on from"
+                    " there"
+                )
                 break
 
     if int(state["step"]) == args.steps:
         shape = (1, args.heads, args.context, args.dim // args.heads)
-        cache = ftp.device_put([(torch.zeros(shape), torch.zeros(shape)) for _ in range(args.layers)], mesh, CACHE_SPEC)
-        options = {"count": args.sample_bytes, "context": args.context, "seed": args.seed, "device": mesh.device_type}
-        text = sample(generate_step, state["params"], cache, b"def ", **options).decode("utf-8", errors="replace")
+        cache = ftp.device_put(
+            [(torch.zeros(shape), torch.zeros(shape)) for _ in range(args.layers)], mesh, CACHE_SPEC
+        )
+        options = {
+            "count": args.sample_bytes,
+            "context": args.context,
+            "seed": args.seed,
+            "device": mesh.device_type,
+        }
+        text = sample(generate_step, state["params"], cache, b"def ", **options).decode(
+            "utf-8", errors="replace"
+        )
         if is_first:
             (args.out / "sample.txt").write_text(text, encoding="utf-8")
-            plot(metrics.records(), f"byte-level GPT on Python's standard library\n{name}", args.out / "loss.png")
+            plot(
+                metrics.records(),
+                f"byte-level GPT on Python's standard library\n{name}",
+                args.out / "loss.png",
+            )
             rule = "-" * 40
             print(f"{rule} a sample\n{text}\n{rule}")
-            print(f"{time.perf_counter() - started:.0f} s in all; metrics.jsonl, loss.png, sample.txt and checkpoints are in {args.out}")
+            print(
+                f"{time.perf_counter() - started:.0f} s in all; metrics.jsonl, loss.png,"
+                f" sample.txt and checkpoints are in {args.out}"
+            )
     ftp.destroy_process_group()
 
 

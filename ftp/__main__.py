@@ -1,4 +1,6 @@
-"""``python -m ftp``: the table of ops (``ops``), a program before it runs (``report``), and the check of a certificate (``certify``)."""
+"""``python -m ftp``: the table of ops (``ops``), a program before it runs (``report``), and the
+check of a certificate (``certify``).
+"""
 
 import argparse
 import itertools
@@ -33,9 +35,10 @@ class Row:
     """An op, the factors of a small call of it, and where its sharding comes from.
 
     Attributes:
-        source: rule, decomposition, both, discovered (found by trial on this machine), or replicated.
-        proven: whether the rule was proven, or the decomposition compared with the op, by the tests of this version of torch; what is
-            discovered is proven before it is used.
+        source: rule, decomposition, both, discovered (found by trial on this machine), or
+            replicated.
+        proven: whether the rule was proven, or the decomposition compared with the op, by the tests
+            of this version of torch; what is discovered is proven before it is used.
     """
 
     op: str
@@ -45,7 +48,8 @@ class Row:
 
 
 def rows(pattern: str = "") -> list[Row]:
-    """Every op with a rule or a decomposition, what was found by trial, and the core ops that are computed whole on every rank.
+    """Every op with a rule or a decomposition, what was found by trial, and the core ops that are
+    computed whole on every rank.
 
     >>> for row in rows("aten.mm.default"):
     ...     print(row.rule, "|", row.source)
@@ -60,12 +64,16 @@ def rows(pattern: str = "") -> list[Row]:
         for op in (set(RULES) | set(DECOMPOSITIONS) | core)
         if str(op) not in found
     ]
-    table += [Row(op, f"{finding.rule}, found by trial", "discovered", True) for op, finding in found.items()]
+    table += [
+        Row(op, f"{finding.rule}, found by trial", "discovered", True)
+        for op, finding in found.items()
+    ]
     return sorted((row for row in table if pattern in row.op), key=lambda row: row.op)
 
 
 def proven_ops() -> frozenset[str]:
-    """The ops that the tests proved for this version of torch; none where they ran with another one.
+    """The ops that the tests proved for this version of torch; none where they ran with another
+    one.
 
     >>> "aten.mm.default" in proven_ops()
     True
@@ -76,7 +84,8 @@ def proven_ops() -> frozenset[str]:
 
 
 def rule_text(op: OpOverload) -> str:
-    """The notation of an op's rule; where that depends on the call, of a small one with dims of 2, 3, 5 and 7.
+    """The notation of an op's rule; where that depends on the call, of a small one with dims of 2,
+    3, 5 and 7.
 
     >>> rule_text(torch.ops.aten.transpose.int)
     'i j k -> j i k, such as for (2, 3, 5)'
@@ -92,12 +101,17 @@ def rule_text(op: OpOverload) -> str:
         except (FtpError, ArithmeticError, LookupError, TypeError, ValueError, AttributeError):
             continue
         if found is not None:
-            return f"{_lettered(str(found))}, such as for {', '.join(str(m.shape) for m in call.operands) or 'no operands'}"
+            return (
+                f"{_lettered(str(found))}, such as for"
+                f" {', '.join(str(m.shape) for m in call.operands) or 'no operands'}"
+            )
     return "depends on the call"
 
 
 def _source(op: OpOverload) -> str:
-    known = [name for name, table in (("rule", RULES), ("decomposition", DECOMPOSITIONS)) if op in table]
+    known = [
+        name for name, table in (("rule", RULES), ("decomposition", DECOMPOSITIONS)) if op in table
+    ]
     return ", ".join(known) or "replicated"
 
 
@@ -121,7 +135,9 @@ def _small_calls(op: OpOverload) -> Iterator[Call]:
     kinds = [str(a.type) for a in required]
     for ndim in (3, 2, 1, 4):
         shape = SIZES[:ndim]
-        choices = [_guesses(kind, shape, first=kind not in kinds[:i]) for i, kind in enumerate(kinds)]
+        choices = [
+            _guesses(kind, shape, first=kind not in kinds[:i]) for i, kind in enumerate(kinds)
+        ]
         for values in itertools.islice(itertools.product(*choices), 64):
             given = {a.name: v for a, v in zip(required, values, strict=True)}
             args = tuple(given[a.name] for a in required if not a.kwarg_only)
@@ -132,7 +148,12 @@ def _small_calls(op: OpOverload) -> Iterator[Call]:
                 continue
             results = tuple(made) if isinstance(made, list | tuple) else (made,)
             if all(isinstance(r, torch.Tensor) for r in results):
-                yield Call(op, _metas(args), dict(zip(kwargs, _metas(tuple(kwargs.values())), strict=True)), _metas(results))
+                yield Call(
+                    op,
+                    _metas(args),
+                    dict(zip(kwargs, _metas(tuple(kwargs.values())), strict=True)),
+                    _metas(results),
+                )
 
 
 def _guesses(kind: str, shape: tuple[int, ...], first: bool) -> Sequence[object]:
@@ -140,7 +161,11 @@ def _guesses(kind: str, shape: tuple[int, ...], first: bool) -> Sequence[object]
     match kind:
         case "Tensor":
             floats = torch.empty(shape, device="meta")
-            return [floats, torch.empty(shape, dtype=torch.int64, device="meta"), floats.to(torch.bool)]
+            return [
+                floats,
+                torch.empty(shape, dtype=torch.int64, device="meta"),
+                floats.to(torch.bool),
+            ]
         case "Optional[Tensor]":
             return [None]
         case "List[Tensor]":
@@ -173,30 +198,60 @@ def _print(table: Sequence[Row]) -> None:
     except ImportError:
         widths = [max(len(getattr(row, field)) for row in table) for field in ("op", "source")]
         for row in table:
-            print(f"{row.op:{widths[0]}}  {row.source:{widths[1]}}  {'proven' if row.proven else '      '}  {row.rule}")
+            print(
+                f"{row.op:{widths[0]}}  {row.source:{widths[1]}} "
+                f" {'proven' if row.proven else '      '}  {row.rule}"
+            )
         return
     shown = Table("op", "rule", "source", "proven", box=None, header_style="bold")
     for row in table:
-        shown.add_row(*(text.replace("[", "\\[") for text in (row.op, row.rule, row.source, "yes" if row.proven else "no")))
+        shown.add_row(
+            *(
+                text.replace("[", "\\[")
+                for text in (row.op, row.rule, row.source, "yes" if row.proven else "no")
+            )
+        )
     console = Console()
     console.print(shown) if console.is_terminal else Console(width=200).print(shown)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m ftp", description="What ftp knows of PyTorch's ops.")
+    parser = argparse.ArgumentParser(
+        prog="python -m ftp", description="What ftp knows of PyTorch's ops."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
-    ops = commands.add_parser("ops", help="the table of ops: sharding rule, where it comes from, and whether it is proven")
+    ops = commands.add_parser(
+        "ops", help="the table of ops: sharding rule, where it comes from, and whether it is proven"
+    )
     ops.add_argument("pattern", nargs="?", default="", help="only ops whose name has this in it")
     ops.add_argument("--json", action="store_true", help="as JSON, for other programs")
-    proof = commands.add_parser("certify", help="check a certificate that ftp.certify(lowered).save(FILE) wrote")
+    proof = commands.add_parser(
+        "certify", help="check a certificate that ftp.certify(lowered).save(FILE) wrote"
+    )
     proof.add_argument("file", help="path of the certificate")
-    program = commands.add_parser("report", help="a program before it runs: collectives, memory, cost and what is odd, on any mesh")
+    program = commands.add_parser(
+        "report",
+        help="a program before it runs: collectives, memory, cost and what is odd, on any mesh",
+    )
     program.add_argument("target", nargs="?", metavar="FILE:FUNCTION", help=CONTRACT)
-    program.add_argument("--hf", metavar="CONFIG.json", help="a causal language model of transformers instead, as its config describes it")
+    program.add_argument(
+        "--hf",
+        metavar="CONFIG.json",
+        help="a causal language model of transformers instead, as its config describes it",
+    )
     program.add_argument("--mesh", required=True, help="axes and sizes, as dp=64,tp=8")
-    program.add_argument("--device", default="cpu", choices=["cpu", "cuda"], help="the type of device whose kernels will run")
-    program.add_argument("--hardware", default="default", choices=sorted(HARDWARE), help="rates for the cost")
-    program.add_argument("--batch", type=int, default=8, help="with --hf: sequences in the whole batch")
+    program.add_argument(
+        "--device",
+        default="cpu",
+        choices=["cpu", "cuda"],
+        help="the type of device whose kernels will run",
+    )
+    program.add_argument(
+        "--hardware", default="default", choices=sorted(HARDWARE), help="rates for the cost"
+    )
+    program.add_argument(
+        "--batch", type=int, default=8, help="with --hf: sequences in the whole batch"
+    )
     program.add_argument("--seq", type=int, default=2048, help="with --hf: tokens in a sequence")
     program.add_argument("--html", metavar="OUT.html", help="write one self-contained page")
     program.add_argument("--json", action="store_true", help="as JSON, for other programs")
@@ -215,7 +270,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     _print(table)
     counts = Counter(row.source for row in table).most_common()
-    print(f"{', '.join(f'{n} {source}' for source, n in counts)}; {sum(row.proven for row in table)} of {len(table)} proven")
+    print(
+        f"{', '.join(f'{n} {source}' for source, n in counts)}; {sum(row.proven for row in table)}"
+        f" of {len(table)} proven"
+    )
     return 0
 
 
@@ -228,7 +286,13 @@ def _report(options: argparse.Namespace) -> int:
             lowered = of_config(options.hf, mesh, batch=options.batch, seq=options.seq)
         else:
             lowered = of_file(options.target, mesh)
-        report(lowered, hardware=options.hardware, html=options.html, as_json=options.json, program=options.program)
+        report(
+            lowered,
+            hardware=options.hardware,
+            html=options.html,
+            as_json=options.json,
+            program=options.program,
+        )
     except BrokenPipeError:
         raise
     except (FtpError, OSError) as e:
@@ -245,7 +309,10 @@ def _certify(file: str) -> int:
         return 1
     collectives = sum(n.target in COLLECTIVES for n in certificate.ranks.graphs[0].nodes)
     mesh = ", ".join(f"{name} {size}" for name, size in certificate.axes.items())
-    print(f"certified: {len(certificate.operations)} values, {collectives} collectives, {len(certificate.ranks.at)} ranks on ({mesh})")
+    print(
+        f"certified: {len(certificate.operations)} values, {collectives} collectives,"
+        f" {len(certificate.ranks.at)} ranks on ({mesh})"
+    )
     for assumption in certificate.assumptions:
         print(f"assumes: {assumption}")
     return 0

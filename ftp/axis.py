@@ -1,7 +1,8 @@
 """Collectives by mesh axis name, for the per-rank code that ``ftp.local`` takes.
 
-Each is one op on a rank's own tensor until the program is partitioned. Its gradient is its exact transpose: a gradient taken inside
-per-rank code is that of the sum over all ranks of what they differentiate, with respect to this rank's own copy.
+Each is one op on a rank's own tensor until the program is partitioned. Its gradient is its exact
+transpose: a gradient taken inside per-rank code is that of the sum over all ranks of what they
+differentiate, with respect to this rank's own copy.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,11 +31,14 @@ def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") 
     tensor(6)
 
     Raises:
-        MeshError: outside of ``ftp.local``, or an axis that its mesh does not have. So do the others.
+        MeshError: outside of ``ftp.local``, or an axis that its mesh does not have. So do the
+            others.
     """
     for name, _ in reversed(_named("all_reduce", axis)):
         if op not in ("sum", "max", "min"):
-            raise InputError(f"{at_line()}all_reduce has op={op!r}; it reduces by 'sum', 'max' or 'min'.")
+            raise InputError(
+                f"{at_line()}all_reduce has op={op!r}; it reduces by 'sum', 'max' or 'min'."
+            )
         x = _reduced(_tensor("all_reduce", x), op, name)
     return x
 
@@ -45,12 +49,16 @@ def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     Several axes count from major to minor.
     """
     for name, n in reversed(_named("all_gather", axis)):
-        x = _Linear.apply(_tensor("all_gather", x), OPS.all_gather.default, (name, n, _dim("all_gather", x, dim)))  # type: ignore[assignment]
+        x = _Linear.apply(
+            _tensor("all_gather", x), OPS.all_gather.default, (name, n, _dim("all_gather", x, dim))
+        )  # type: ignore[assignment]
     return x
 
 
 def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
-    """This rank's part along ``dim`` of the sum of the ranks' ``x`` along ``axis``; the ranks must divide the dim."""
+    """This rank's part along ``dim`` of the sum of the ranks' ``x`` along ``axis``; the ranks
+    must divide the dim.
+    """
     for name, n in _named("reduce_scatter", axis):
         d = _dim("reduce_scatter", _tensor("reduce_scatter", x), dim)
         _require_divides("reduce_scatter", x, d, name, n)
@@ -59,12 +67,16 @@ def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-    """Part i of ``x`` along ``split_dim`` goes to rank i of ``axis``; what comes from the ranks is joined along ``concat_dim``.
+    """Part i of ``x`` along ``split_dim`` goes to rank i of ``axis``; what comes from the ranks is
+    joined along ``concat_dim``.
 
     The ranks must divide ``split_dim``. The two dims may be the same one.
     """
     ((name, n),) = _named("all_to_all", (axis,))
-    split, concat = _dim("all_to_all", _tensor("all_to_all", x), split_dim), _dim("all_to_all", x, concat_dim)
+    split, concat = (
+        _dim("all_to_all", _tensor("all_to_all", x), split_dim),
+        _dim("all_to_all", x, concat_dim),
+    )
     _require_divides("all_to_all", x, split, name, n)
     if split != concat:
         return _Linear.apply(x, OPS.all_to_all.default, (name, n, split, concat))  # type: ignore[return-value]
@@ -74,7 +86,8 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """What the pairs ``(from, to)`` of ranks along ``axis`` send each other; zeros on a rank that nobody sends to.
+    """What the pairs ``(from, to)`` of ranks along ``axis`` send each other; zeros on a rank that
+    nobody sends to.
 
     >>> import ftp
     >>> shift = ftp.local(lambda x: ppermute(x, "tp", [(0, 1), (1, 2), (2, 0)]), ftp.simulated_mesh(3, "tp"), ftp.P("tp"), ftp.P("tp"))
@@ -87,15 +100,22 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
     pairs = [tuple(map(int, pair)) for pair in perm]
     sources, targets = [p[0] for p in pairs], [p[-1] for p in pairs]
     if any(len(p) != 2 or not all(0 <= i < n for i in p) for p in pairs):
-        raise InputError(f"{at_line()}ppermute has perm={list(perm)!r}; it takes pairs (from, to) of ranks 0 to {n - 1} of axis {name!r}.")
+        raise InputError(
+            f"{at_line()}ppermute has perm={list(perm)!r}; it takes pairs (from, to) of ranks 0 to"
+            f" {n - 1} of axis {name!r}."
+        )
     if len(set(sources)) < len(pairs) or len(set(targets)) < len(pairs):
-        raise InputError(f"{at_line()}ppermute has perm={pairs!r}; each rank sends at most once and receives at most once.")
+        raise InputError(
+            f"{at_line()}ppermute has perm={pairs!r}; each rank sends at most once and receives at"
+            " most once."
+        )
     flat = tuple(i for pair in sorted(pairs) for i in pair)
     return _Linear.apply(_tensor("ppermute", x), OPS.ppermute.default, (name, n, flat))  # type: ignore[return-value]
 
 
 def axis_index(axis: Axes) -> Tensor:
-    """This rank's position along ``axis``, a 0-d int64 tensor; several axes count from major to minor.
+    """This rank's position along ``axis``, a 0-d int64 tensor; several axes count from major to
+    minor.
 
     It has no value while tracing: to pick with it, ``x.index_select(0, i[None])``.
     """
@@ -145,7 +165,8 @@ def _current(what: str) -> Inside:
     inside = _inside.get()
     if inside is None:
         raise MeshError(
-            f"{at_line()}ftp.axis.{what} is for one rank's code: it works in a function given to ftp.local only. Elsewhere a tensor is the"
+            f"{at_line()}ftp.axis.{what} is for one rank's code: it works in a function given to"
+            " ftp.local only. Elsewhere a tensor is the"
             " whole one, and collectives follow from specs."
         )
     return inside
@@ -156,10 +177,16 @@ def _named(what: str, axis: Axes) -> list[tuple[str, int]]:
     axes = _current(what).axes
     for name in names:
         if not isinstance(name, str):
-            raise InputError(f"{at_line()}ftp.axis.{what} takes the name of a mesh axis, or a tuple of names, not {axis!r}.")
+            raise InputError(
+                f"{at_line()}ftp.axis.{what} takes the name of a mesh axis, or a tuple of names,"
+                f" not {axis!r}."
+            )
         if name not in axes:
             known = ", ".join(f"{a!r} (size {n})" for a, n in axes.items())
-            raise MeshError(f"{at_line()}ftp.axis.{what} names axis {name!r}, but the mesh of ftp.local has {known}.")
+            raise MeshError(
+                f"{at_line()}ftp.axis.{what} names axis {name!r}, but the mesh of ftp.local has"
+                f" {known}."
+            )
     if len(set(names)) < len(names):
         raise InputError(f"{at_line()}ftp.axis.{what} names an axis twice: {names}.")
     return [(name, axes[name]) for name in names]
@@ -167,20 +194,27 @@ def _named(what: str, axis: Axes) -> list[tuple[str, int]]:
 
 def _tensor(what: str, x: Any) -> Tensor:
     if not isinstance(x, Tensor):
-        raise InputError(f"{at_line()}ftp.axis.{what} takes a tensor, not {x!r}. Map it over the leaves of a tree.")
+        raise InputError(
+            f"{at_line()}ftp.axis.{what} takes a tensor, not {x!r}. Map it over the leaves of a"
+            " tree."
+        )
     return x
 
 
 def _dim(what: str, x: Tensor, dim: int) -> int:
     if not -x.ndim <= dim < x.ndim:
-        raise InputError(f"{at_line()}ftp.axis.{what} has dim {dim}, but its tensor has {x.ndim} dims, shape {tuple(x.shape)}.")
+        raise InputError(
+            f"{at_line()}ftp.axis.{what} has dim {dim}, but its tensor has {x.ndim} dims, shape"
+            f" {tuple(x.shape)}."
+        )
     return dim % x.ndim
 
 
 def _require_divides(what: str, x: Tensor, dim: int, axis: str, n: int) -> None:
     if x.shape[dim] % n:
         raise InputError(
-            f"{at_line()}ftp.axis.{what} cuts dim {dim} of a tensor of shape {tuple(x.shape)} in {n}, the size of axis {axis!r}, which does"
+            f"{at_line()}ftp.axis.{what} cuts dim {dim} of a tensor of shape {tuple(x.shape)} in"
+            f" {n}, the size of axis {axis!r}, which does"
             " not divide it. Pad the dim."
         )
 
@@ -188,13 +222,17 @@ def _require_divides(what: str, x: Tensor, dim: int, axis: str, n: int) -> None:
 # The ops. Only shapes ever pass through them: the partitioner replaces them by collectives.
 
 
-def _define(schema: str, kernel: Callable[..., Tensor], vmap: Callable[..., tuple[Any, ...]]) -> None:
+def _define(
+    schema: str, kernel: Callable[..., Tensor], vmap: Callable[..., tuple[Any, ...]]
+) -> None:
     name = f"ftp::{schema.split('(')[0]}"
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "CompositeExplicitAutograd")(kernel)
     target = getattr(torch.ops.ftp, schema.split("(")[0]).default
 
-    def batched(info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any) -> tuple[Tensor, int | None]:
+    def batched(
+        info: Any, in_dims: tuple[Any, ...], x: Tensor, *args: Any
+    ) -> tuple[Tensor, int | None]:
         at = in_dims[0]
         return target(x, *(args if at is None else vmap(at, *args))), at
 
@@ -209,9 +247,21 @@ def _behind(at: int, dim: int) -> int:
     return dim + (dim >= at)
 
 
-_define("all_reduce(Tensor x, str op, str axis) -> Tensor", lambda x, op, axis: x.new_empty(x.shape), lambda at, *args: args)
-_define("contribute(Tensor x, str axis) -> Tensor", lambda x, axis: x.new_empty(x.shape), lambda at, *args: args)
-_define("ppermute(Tensor x, str axis, int n, int[] perm) -> Tensor", lambda x, axis, n, perm: x.new_empty(x.shape), lambda at, *args: args)
+_define(
+    "all_reduce(Tensor x, str op, str axis) -> Tensor",
+    lambda x, op, axis: x.new_empty(x.shape),
+    lambda at, *args: args,
+)
+_define(
+    "contribute(Tensor x, str axis) -> Tensor",
+    lambda x, axis: x.new_empty(x.shape),
+    lambda at, *args: args,
+)
+_define(
+    "ppermute(Tensor x, str axis, int n, int[] perm) -> Tensor",
+    lambda x, axis, n, perm: x.new_empty(x.shape),
+    lambda at, *args: args,
+)
 _define(
     "all_gather(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, n)),
@@ -229,21 +279,34 @@ _define(
 )
 _define(
     "all_to_all(Tensor x, str axis, int n, int split, int concat) -> Tensor",
-    lambda x, axis, n, split, concat: x.new_empty([s // n if d == split else s * n if d == concat else s for d, s in enumerate(x.shape)]),
+    lambda x, axis, n, split, concat: x.new_empty(
+        [s // n if d == split else s * n if d == concat else s for d, s in enumerate(x.shape)]
+    ),
     lambda at, axis, n, split, concat: (axis, n, _behind(at, split), _behind(at, concat)),
 )
 OPS = torch.ops.ftp
 
 
 def axis_of(target: Any, args: Sequence[Any]) -> str | None:
-    """The axis of a call of one of the ops above (``args`` without the tensor); None for another op."""
+    """The axis of a call of one of the ops above (``args`` without the tensor); None for another
+    op.
+    """
     if target is OPS.all_reduce.default:
         return args[1]
     return args[0] if target in _ALL else None
 
 
 _ALL = {
-    op.default for op in (OPS.all_reduce, OPS.contribute, OPS.ppermute, OPS.all_gather, OPS.reduce_scatter, OPS.own_part, OPS.all_to_all)
+    op.default
+    for op in (
+        OPS.all_reduce,
+        OPS.contribute,
+        OPS.ppermute,
+        OPS.all_gather,
+        OPS.reduce_scatter,
+        OPS.own_part,
+        OPS.all_to_all,
+    )
 }
 
 

@@ -1,4 +1,6 @@
-"""The report of ``python -m ftp report``: a program of a file's function, or of a transformers config, on a mesh that need not exist."""
+"""The report of ``python -m ftp report``: a program of a file's function, or of a transformers
+config, on a mesh that need not exist.
+"""
 
 import importlib.util
 import json
@@ -30,7 +32,8 @@ HARDWARE: Mapping[str, Callable[[], Hardware]] = {
     "cpu": Hardware.cpu,
 }
 CONTRACT = (
-    "The function takes the mesh and returns a Lowered, or a tuple (loss_fn, params, specs, batch[, batch_specs]), batch a tuple of the"
+    "The function takes the mesh and returns a Lowered, or a tuple (loss_fn, params, specs,"
+    " batch[, batch_specs]), batch a tuple of the"
     " arguments of loss_fn after params."
 )
 
@@ -44,7 +47,10 @@ def parse_mesh(text: str, device_type: str = "cpu") -> AbstractMesh:
     for part in text.split(","):
         name, _, size = part.strip().partition("=")
         if not name.isidentifier() or not size.isdigit() or int(size) < 1 or name in axes:
-            raise ReportError(f"--mesh {text!r}: {part.strip()!r} is no axis. Give distinct name=size pairs, as in --mesh dp=64,tp=8.")
+            raise ReportError(
+                f"--mesh {text!r}: {part.strip()!r} is no axis. Give distinct name=size pairs, as"
+                " in --mesh dp=64,tp=8."
+            )
         axes[name] = int(size)
     return AbstractMesh(tuple(axes.values()), tuple(axes), device_type=device_type)
 
@@ -68,16 +74,22 @@ def of_file(target: str, mesh: AbstractMesh) -> Lowered:
     return shard(loss_fn, mesh, specs, batch_specs=rest[0] if rest else P()).lower(params, *batch)
 
 
-def of_config(path: str, mesh: AbstractMesh, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16) -> Lowered:
-    """The train step (loss and gradients) of a causal language model of transformers, from its config.json; nothing is allocated.
+def of_config(
+    path: str, mesh: AbstractMesh, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16
+) -> Lowered:
+    """The train step (loss and gradients) of a causal language model of transformers, from its
+    config.json; nothing is allocated.
 
-    The axes are told by name: ``tp`` cuts the weights as the model's own plan says, ``dp`` and ``fsdp`` the batch, and ``fsdp`` the
-    parameters too, along a dim that ``tp`` leaves free.
+    The axes are told by name: ``tp`` cuts the weights as the model's own plan says, ``dp`` and
+    ``fsdp`` the batch, and ``fsdp`` the parameters too, along a dim that ``tp`` leaves free.
     """
     try:
         from transformers import AutoConfig, AutoModelForCausalLM  # pyright: ignore[reportMissingImports]
     except ImportError as e:
-        raise ReportError("--hf needs transformers, which is not installed. Install it: pip install 'transformers>=5'.") from e
+        raise ReportError(
+            "--hf needs transformers, which is not installed. Install it: pip install"
+            " 'transformers>=5'."
+        ) from e
     unknown = set(mesh.axes) - {"dp", "fsdp", "tp"}
     if unknown:
         raise ReportError(f"--hf knows the axes dp, fsdp and tp, not {', '.join(sorted(unknown))}.")
@@ -87,9 +99,16 @@ def of_config(path: str, mesh: AbstractMesh, *, batch: int, seq: int, dtype: tor
         raise ReportError(f"{path} cannot be read as a config of transformers: {e}") from e
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
-    specs, constraints = from_hf(model) if "tp" in mesh.axes else ({name: P() for name, _ in model.named_parameters()}, {})
+    specs, constraints = (
+        from_hf(model)
+        if "tp" in mesh.axes
+        else ({name: P() for name, _ in model.named_parameters()}, {})
+    )
     fn, params = functionalize(model, constraints=constraints)
-    cut = {path: _with_fsdp(specs.get(path, P()), leaf.shape, mesh.axes) for path, leaf in params.items()}
+    cut = {
+        path: _with_fsdp(specs.get(path, P()), leaf.shape, mesh.axes)
+        for path, leaf in params.items()
+    }
 
     def loss_fn(params: Any, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = fn(params, tokens, use_cache=False).logits
@@ -97,7 +116,9 @@ def of_config(path: str, mesh: AbstractMesh, *, batch: int, seq: int, dtype: tor
 
     data = tuple(axis for axis in ("dp", "fsdp") if axis in mesh.axes)
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return shard(loss_fn, mesh, cut, batch_specs=P(data) if data else P()).lower(params, tokens, tokens)
+    return shard(loss_fn, mesh, cut, batch_specs=P(data) if data else P()).lower(
+        params, tokens, tokens
+    )
 
 
 def _with_fsdp(spec: P, shape: torch.Size, axes: Mapping[str, int]) -> P:
@@ -125,13 +146,20 @@ def as_dict(lowered: Lowered, hardware: Hardware) -> dict[str, Any]:
     }
 
 
-def report(lowered: Lowered, *, hardware: str, html: str | None, as_json: bool, program: bool) -> None:
+def report(
+    lowered: Lowered, *, hardware: str, html: str | None, as_json: bool, program: bool
+) -> None:
     """Print a report, and write the page if one is asked for."""
     rates = HARDWARE[hardware]()
     if as_json:
         print(json.dumps(as_dict(lowered, rates), indent=1))
     else:
-        print(lowered if program else f"program on {lowered._program.mesh}: {len(lowered.plan.graph.nodes)} ops; --program shows them")
+        print(
+            lowered
+            if program
+            else f"program on {lowered._program.mesh}: {len(lowered.plan.graph.nodes)} ops;"
+            " --program shows them"
+        )
         _show(lowered.collectives)
         print(lowered.memory.report())
         print(lowered.cost(rates).report())
@@ -157,7 +185,9 @@ def _show(table: Any) -> None:
 def _module(file: str) -> ModuleType:
     path = Path(file)
     if not path.is_file():
-        raise ReportError(f"There is no file {file!r}. Give FILE:FUNCTION, such as train.py:report.")
+        raise ReportError(
+            f"There is no file {file!r}. Give FILE:FUNCTION, such as train.py:report."
+        )
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ReportError(f"{file} is no Python file.")

@@ -40,7 +40,9 @@ class PlanningError(FtpError):
 
 
 class CertificateError(FtpError):
-    """A program whose collectives do not make every output right, or a certificate that cannot be read."""
+    """A program whose collectives do not make every output right, or a certificate that cannot
+    be read.
+    """
 
 
 class MismatchError(FtpError):
@@ -52,7 +54,9 @@ class CheckpointError(FtpError):
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint, or a file of one, that is not what was written: truncated, altered, or parts of it gone."""
+    """A checkpoint, or a file of one, that is not what was written: truncated, altered, or parts
+    of it gone.
+    """
 
 
 class ReportError(FtpError, AssertionError):

@@ -1,4 +1,6 @@
-"""Where in the user's code something happens: the innermost line that is neither torch's nor ours."""
+"""Where in the user's code something happens: the innermost line that is neither torch's nor
+ours.
+"""
 
 import functools
 import linecache
@@ -11,13 +13,19 @@ from types import CodeType, FrameType, TracebackType
 import optree
 import torch
 
-_OURS = tuple(os.path.dirname(os.path.abspath(m.__file__)) + os.sep for m in (torch, optree, sys.modules["ftp"]) if m.__file__)
+_OURS = tuple(
+    os.path.dirname(os.path.abspath(m.__file__)) + os.sep
+    for m in (torch, optree, sys.modules["ftp"])
+    if m.__file__
+)
 _STDLIB = sysconfig.get_paths()["stdlib"] + os.sep
 _SITE = sysconfig.get_paths()["purelib"] + os.sep
 
 
 def user_line() -> str:
-    """``"file.py:12  code text"`` of the innermost user's frame on the stack; "" if there is none."""
+    """``"file.py:12  code text"`` of the innermost user's frame on the stack; "" if there is
+    none.
+    """
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if _is_users_frame(frame):
@@ -27,7 +35,9 @@ def user_line() -> str:
 
 
 def at_line() -> str:
-    """How an error begins that speaks of the innermost user's line: the line and a new one; "" if there is none."""
+    """How an error begins that speaks of the innermost user's line: the line and a new one; ""
+    if there is none.
+    """
     line = user_line()
     return f"{line}\n  " if line else ""
 
@@ -44,12 +54,16 @@ def raised_line(error: BaseException) -> str:
 
 
 def told_line(stack_trace: str) -> str:
-    """The innermost user's line of a stack trace that was kept as text; its innermost line at all if none is the user's.
+    """The innermost user's line of a stack trace that was kept as text; its innermost line at all
+    if none is the user's.
 
     >>> told_line('File "model.py", line 3, in forward\\n    x = x + 1')
     'model.py:3'
     """
-    found = [(file, int(number)) for file, number in re.findall(r'File "([^"]+)", line (\d+)', stack_trace)]
+    found = [
+        (file, int(number))
+        for file, number in re.findall(r'File "([^"]+)", line (\d+)', stack_trace)
+    ]
     users = [at for at in found if _is_users_file(at[0])] or found
     return describe_line(*users[-1]) if users else ""
 
@@ -65,14 +79,18 @@ def is_users(code: CodeType) -> bool:
 
 
 def _is_users_file(name: str) -> bool:
-    if name.startswith(_OURS) or (name.startswith("<") and not name.startswith(("<doctest", "<ipython", "<stdin", "<string"))):
+    if name.startswith(_OURS) or (
+        name.startswith("<") and not name.startswith(("<doctest", "<ipython", "<stdin", "<string"))
+    ):
         return False
     return name.startswith(_SITE) or not name.startswith(_STDLIB)
 
 
 @functools.lru_cache(maxsize=65536)
 def describe_line(file: str, number: int) -> str:
-    """A line of a file as messages show it; the path relative to where Python finds it, so that it is the same on every machine."""
+    """A line of a file as messages show it; the path relative to where Python finds it, so that
+    it is the same on every machine.
+    """
     text = linecache.getline(file, number).strip()
     roots = [os.path.abspath(p) + os.sep for p in (*sys.path, os.getcwd())]
     root = max((r for r in roots if os.path.abspath(file).startswith(r)), key=len, default="")

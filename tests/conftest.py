@@ -1,4 +1,6 @@
-"""What all tests share: what is found about ops by trial is kept apart from the user's own cache."""
+"""What all tests share: what is found about ops by trial is kept apart from the user's own
+cache.
+"""
 
 import os
 import tempfile

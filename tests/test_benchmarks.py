@@ -1,4 +1,6 @@
-"""The benchmark of GPUs runs, on a CPU with a tiny model; what it says of plain torch and of ftp agrees."""
+"""The benchmark of GPUs runs, on a CPU with a tiny model; what it says of plain torch and of ftp
+agrees.
+"""
 
 import importlib.util
 import os
@@ -19,7 +21,9 @@ CASE = {"model": "tiny", "device": "cpu", "steps": 2, "ranks": 1, "backend": ""}
 def script(name: str) -> Any:
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        spec = importlib.util.spec_from_file_location(f"benchmarks_{name}", BENCHMARKS / f"{name}.py")
+        spec = importlib.util.spec_from_file_location(
+            f"benchmarks_{name}", BENCHMARKS / f"{name}.py"
+        )
         assert spec is not None and spec.loader is not None
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
@@ -32,11 +36,16 @@ def test_the_benchmark_of_gpus_runs_on_a_cpu():
     gpu = script("gpu")
     plain, ours = (gpu.measure({**CASE, "peer": peer}) for peer in ("torch", "ftp"))
     assert ours["loss"] == pytest.approx(plain["loss"], rel=1e-5)
-    assert all(found["ms"] > 0 and found["MFU"] is None and found["gaps"] is None for found in (plain, ours))
+    assert all(
+        found["ms"] > 0 and found["MFU"] is None and found["gaps"] is None
+        for found in (plain, ours)
+    )
     assert ours["report ms"] > 0 and ours["report GiB"] > 0 and "report ms" not in plain
     config, _, seq = gpu.MODELS["tiny"]
     data = gpu._batches(config["vocab"], 2, seq)
-    assert gpu._flops(config, gpu.torch.float32, data) == pytest.approx(2 * gpu._flops(config, gpu.torch.float32, data, 2), rel=0.01)
+    assert gpu._flops(config, gpu.torch.float32, data) == pytest.approx(
+        2 * gpu._flops(config, gpu.torch.float32, data, 2), rel=0.01
+    )
     ranks = launch(_on_ranks, 2, ours["loss"], timeout=180)
     assert all(rank.exit == 0 and rank.value for rank in ranks), [rank.error for rank in ranks]
 
@@ -66,7 +75,9 @@ def test_torch_compiles_its_loss_too(monkeypatch: pytest.MonkeyPatch):
 def test_steps_are_timed_in_blocks(monkeypatch: pytest.MonkeyPatch):
     gpu = script("gpu")
     ran: list[str] = []
-    monkeypatch.setattr(gpu, "_of_torch", lambda *given: (lambda: ran.append("step") or 1.0, 0.0, dict))
+    monkeypatch.setattr(
+        gpu, "_of_torch", lambda *given: (lambda: ran.append("step") or 1.0, 0.0, dict)
+    )
     monkeypatch.setattr(gpu, "_wait", lambda device: ran.append("wait"))
     gpu.measure({**CASE, "peer": "torch", "steps": 2 * gpu.BLOCK})
     assert ran[-2 * (gpu.BLOCK + 1) :] == [*["step"] * gpu.BLOCK, "wait"] * 2
@@ -75,7 +86,11 @@ def test_steps_are_timed_in_blocks(monkeypatch: pytest.MonkeyPatch):
 def test_a_trace_without_a_graphs_kernels_says_nothing_of_gaps(monkeypatch: pytest.MonkeyPatch):
     gpu = script("gpu")
     copies = [
-        SimpleNamespace(time_range=SimpleNamespace(start=i, end=i + 0.01), device_type=SimpleNamespace(name="CUDA")) for i in range(3)
+        SimpleNamespace(
+            time_range=SimpleNamespace(start=i, end=i + 0.01),
+            device_type=SimpleNamespace(name="CUDA"),
+        )
+        for i in range(3)
     ]
 
     @contextmanager
@@ -88,10 +103,14 @@ def test_a_trace_without_a_graphs_kernels_says_nothing_of_gaps(monkeypatch: pyte
     assert gpu._gaps(lambda: None, is_recorded=False) > 0.9
 
 
-def test_peers_that_disagree_or_find_no_time_are_failures(monkeypatch: pytest.MonkeyPatch, capsys: Any):
+def test_peers_that_disagree_or_find_no_time_are_failures(
+    monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
     gpu = script("gpu")
     losses = iter([4.0, 4.1])
-    monkeypatch.setattr(gpu.record, "run_case", lambda script, case, limit: {"loss": next(losses), "ms": 1.0})
+    monkeypatch.setattr(
+        gpu.record, "run_case", lambda script, case, limit: {"loss": next(losses), "ms": 1.0}
+    )
     monkeypatch.setattr(gpu, "launched", lambda case, limit: {"loss": 4.0})
     command = ["gpu.py", "--model", "tiny", "--device", "cpu", "--peers", "torch", "ftp"]
     monkeypatch.setattr(sys, "argv", command)
@@ -121,5 +140,7 @@ def test_the_first_hour_on_a_gpu_runs_dry():
         timeout=900,
     )
     said = done.stdout
-    assert done.returncode == 0 and said.endswith("all steps are through, dry\n"), said + done.stderr
+    assert done.returncode == 0 and said.endswith("all steps are through, dry\n"), (
+        said + done.stderr
+    )
     assert said.count(". ok, ") == 11

@@ -20,5 +20,9 @@ def test_the_page():
 def test_the_tree_on_the_page_names_every_package():
     root = PAGE.parents[1] / "ftp"
     text = PAGE.read_text()
-    missing = [p.name for p in root.iterdir() if (p / "__init__.py").exists() and f"ftp/{p.name}/" not in text]
+    missing = [
+        p.name
+        for p in root.iterdir()
+        if (p / "__init__.py").exists() and f"ftp/{p.name}/" not in text
+    ]
     assert not missing

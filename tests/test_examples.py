@@ -18,24 +18,55 @@ import ftp
 from ftp import P
 
 ROOT = Path(__file__).resolve().parents[1]
-TINY = ["--dim", "16", "--layers", "1", "--heads", "2", "--context", "16", "--batch", "4", "--corpus-bytes", "200000"]
+TINY = [
+    "--dim",
+    "16",
+    "--layers",
+    "1",
+    "--heads",
+    "2",
+    "--context",
+    "16",
+    "--batch",
+    "4",
+    "--corpus-bytes",
+    "200000",
+]
 TINY += ["--eval-every", "2", "--eval-batches", "1", "--sample-bytes", "3"]
 
 
 def python(*arguments: str, cwd: Path) -> str:
-    environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}}
+    environment = {
+        k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE", "LOCAL_RANK"}
+    }
     environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, env=environment, capture_output=True, text=True, timeout=240)
+    done = subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
     return done.stdout
 
 
 def torchrun(processes: int, *arguments: str, cwd: Path) -> str:
-    return python("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}", *arguments, cwd=cwd)
+    return python(
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={processes}",
+        *arguments,
+        cwd=cwd,
+    )
 
 
 def tour() -> str:
-    found = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S)
+    found = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S
+    )
     assert found, "the README has no python block"
     return found[0]
 
@@ -50,9 +81,16 @@ def test_the_tour_runs_as_it_stands_and_learns(tmp_path):
 
 def test_the_train_step_of_the_readme(tmp_path):
     (block,) = [
-        b for b in re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S) if "def train_step" in b
+        b
+        for b in re.findall(
+            r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.M | re.S
+        )
+        if "def train_step" in b
     ]
-    plain = "whole = ftp.functionalize(model)[1]; *_, here = train_step(whole, opt.init(whole), batch, ftp.random.key(0))"
+    plain = (
+        "whole = ftp.functionalize(model)[1]; *_, here = train_step(whole, opt.init(whole),"
+        " batch, ftp.random.key(0))"
+    )
     script = "\n".join([tour(), block, plain, "print(metrics['loss'].item(), here['loss'].item())"])
     (tmp_path / "train.py").write_text(script)
     sharded, one_device = map(float, python("train.py", cwd=tmp_path).splitlines()[-1].split())
@@ -61,7 +99,11 @@ def test_the_train_step_of_the_readme(tmp_path):
 
 def test_the_printed_program_is_what_the_readme_shows(tmp_path):
     text = (ROOT / "README.md").read_text()
-    found = re.search(r"^```python\n([^`]*?step\.lower[^`]*?)^```\n\nprints\n\n```text\n(.*?)^```", text, flags=re.M | re.S)
+    found = re.search(
+        r"^```python\n([^`]*?step\.lower[^`]*?)^```\n\nprints\n\n```text\n(.*?)^```",
+        text,
+        flags=re.M | re.S,
+    )
     assert found is not None
     code, shown = found.groups()
     (tmp_path / "mlp.py").write_text(code)
@@ -73,12 +115,19 @@ def test_the_tour_is_about_thirty_lines():
 
 
 def test_the_readme_lists_every_public_name():
-    names = set(re.findall(r"`(\w+)`", (ROOT / "README.md").read_text().split("## Names")[1].split("## Limits")[0]))
+    names = set(
+        re.findall(
+            r"`(\w+)`", (ROOT / "README.md").read_text().split("## Names")[1].split("## Limits")[0]
+        )
+    )
     assert {n for n in ftp.__all__ if n not in names} <= {"__version__", "errors"}
 
 
 def toy_losses(output: str) -> list[list[float]]:
-    return [[float(x) for x in m] for m in re.findall(r"^ *\d+ +([\d.]+) +([\d.]+)$", output, flags=re.M)]
+    return [
+        [float(x) for x in m]
+        for m in re.findall(r"^ *\d+ +([\d.]+) +([\d.]+)$", output, flags=re.M)
+    ]
 
 
 def test_toy_mlp_equals_one_device(tmp_path):
@@ -90,7 +139,21 @@ def test_toy_mlp_equals_one_device(tmp_path):
 
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_toy_mlp_on_other_meshes(tmp_path, ranks):
-    assert len(toy_losses(python(str(ROOT / "examples/toy_mlp.py"), "--tp", str(ranks), "--steps", "3", cwd=tmp_path))) == 3
+    assert (
+        len(
+            toy_losses(
+                python(
+                    str(ROOT / "examples/toy_mlp.py"),
+                    "--tp",
+                    str(ranks),
+                    "--steps",
+                    "3",
+                    cwd=tmp_path,
+                )
+            )
+        )
+        == 3
+    )
 
 
 @pytest.mark.dist
@@ -128,7 +191,12 @@ def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example):
     shutil.rmtree(ftp.checkpoints(tmp_path / "moved/checkpoints")[-1].folder)
     example.main([*call, "--out", str(tmp_path / "moved"), "--dp", "1", "--tp", "3"])
     for name in ("loss", "val_loss", "norm", "lr"):
-        torch.testing.assert_close(of(numbers(tmp_path / "moved"), name), of(numbers(tmp_path / "four"), name), rtol=1e-4, atol=0)
+        torch.testing.assert_close(
+            of(numbers(tmp_path / "moved"), name),
+            of(numbers(tmp_path / "four"), name),
+            rtol=1e-4,
+            atol=0,
+        )
     example.main([*call, "--out", str(tmp_path / "one"), "--dp", "1", "--tp", "1"])
     four, one = numbers(tmp_path / "four"), numbers(tmp_path / "one")
     assert [r["step"] for r in four if "val_loss" in r] == [0, 2, 4] and len(of(four, "loss")) == 4
@@ -141,7 +209,9 @@ def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example):
 
 
 def test_train_gpt_goes_on_where_it_was_stopped(tmp_path, example, monkeypatch, capsys):
-    """A signal in the third step, a disk that is full in the fifth: the same command goes on, and the losses are those of one run."""
+    """A signal in the third step, a disk that is full in the fifth: the same command goes on,
+    and the losses are those of one run.
+    """
     call = [*TINY, "--steps", "6", "--save-every", "2", "--dropout", "0.1"]
     example.main([*call, "--out", str(tmp_path / "whole")])
     call += ["--out", str(tmp_path / "parts")]
@@ -173,11 +243,15 @@ def test_train_gpt_goes_on_where_it_was_stopped(tmp_path, example, monkeypatch, 
 
     example.main(call)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
-    assert (tmp_path / "parts/sample.txt").read_bytes() == (tmp_path / "whole/sample.txt").read_bytes()
+    assert (tmp_path / "parts/sample.txt").read_bytes() == (
+        tmp_path / "whole/sample.txt"
+    ).read_bytes()
 
 
 def test_train_gpt_samples_as_one_device_does(example):
-    """Past the end of its context, by two programs; the reference is torch's, with the whole window for every byte."""
+    """Past the end of its context, by two programs; the reference is torch's, with the whole
+    window for every byte.
+    """
     torch.manual_seed(0)
     context, count, prompt = 8, 20, b"def "
     model = example.GPT(12, 2, 3, context, 0.0).double().eval()
@@ -190,11 +264,19 @@ def test_train_gpt_samples_as_one_device_does(example):
         return step(*args)
 
     specs = ftp.plan(params, example.SPECS)
-    step_on_mesh = ftp.spmd(traced, mesh, (specs, example.CACHE_SPEC, *[P()] * 4), (example.CACHE_SPEC, P()), donate=(1,))
+    step_on_mesh = ftp.spmd(
+        traced,
+        mesh,
+        (specs, example.CACHE_SPEC, *[P()] * 4),
+        (example.CACHE_SPEC, P()),
+        donate=(1,),
+    )
     cache = [(torch.zeros(1, 3, context, 4, dtype=torch.float64),) * 2 for _ in range(2)]
     cache = ftp.device_put(cache, mesh, example.CACHE_SPEC)
     options = {"count": count, "context": context, "seed": 1, "device": "cpu"}
-    text = example.sample(step_on_mesh, ftp.device_put(params, mesh, specs), cache, prompt, **options)
+    text = example.sample(
+        step_on_mesh, ftp.device_put(params, mesh, specs), cache, prompt, **options
+    )
     assert len(traces) == 2
 
     expected, start, key = list(prompt), 0, ftp.random.key(1)
@@ -237,11 +319,21 @@ train_gpt.main(sys.argv[1:])
 @pytest.mark.dist
 @pytest.mark.parametrize("kind", ["SIGKILL", "SIGTERM"])
 def test_train_gpt_restarts_by_itself(tmp_path, kind):
-    """A rank killed in the fourth step, or given a signal that all stop for; the losses are those of a run where nothing happens."""
+    """A rank killed in the fourth step, or given a signal that all stop for; the losses are
+    those of a run where nothing happens.
+    """
     call = [*TINY, "--steps", "6", "--save-every", "2", "--dropout", "0.1"]
     torchrun(2, str(EXAMPLE), *call, "--out", str(tmp_path / "whole"), cwd=tmp_path)
     (tmp_path / "killed.py").write_text(KILLED.format(folder=str(EXAMPLE.parent), signal=kind))
-    torchrun(2, "--max-restarts=1", str(tmp_path / "killed.py"), *call, "--out", str(tmp_path / "parts"), cwd=tmp_path)
+    torchrun(
+        2,
+        "--max-restarts=1",
+        str(tmp_path / "killed.py"),
+        *call,
+        "--out",
+        str(tmp_path / "parts"),
+        cwd=tmp_path,
+    )
     if kind == "SIGTERM":
         assert [c.step for c in ftp.checkpoints(tmp_path / "parts/checkpoints")] == [2, 4]
         assert len(of(numbers(tmp_path / "parts"), "loss")) == 4

@@ -31,8 +31,10 @@ ALLOWED = {
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes planning rules sharding tensors",
     "report": "ops partitioning passes planning rules runtime sharding tensors",
-    "exported": "functional ops partitioning planning plans random runtime sharding tensors tracing",
-    "api": "certification distributed ops per_rank planning random report rules runtime sharding tensors tracing",
+    "exported": "functional ops partitioning planning plans random runtime sharding tensors"
+    " tracing",
+    "api": "certification distributed ops per_rank planning random report rules runtime sharding"
+    " tensors tracing",
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
     "cli": "api functional planning plans report sharding",
@@ -52,7 +54,9 @@ def imported(path: Path) -> set[str]:
             parts = node.module.split(".")
             found |= {parts[1]} if len(parts) > 1 else {alias.name for alias in node.names}
         elif isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ftp.")}
+            found |= {
+                alias.name.split(".")[1] for alias in node.names if alias.name.startswith("ftp.")
+            }
     return found
 
 
@@ -66,7 +70,11 @@ def test_every_package_has_its_row():
 def test_a_package_imports_what_its_row_says(package):
     allowed = {*GROUND.split(), *ALLOWED.get(package, "").split(), package}
     files = [p for p in PACKAGE.rglob("*.py") if package_of(p) == package]
-    wrong = [f"{p.relative_to(PACKAGE)} imports {name}" for p in files for name in sorted(imported(p) - allowed)]
+    wrong = [
+        f"{p.relative_to(PACKAGE)} imports {name}"
+        for p in files
+        for name in sorted(imported(p) - allowed)
+    ]
     assert not wrong, "\n".join(wrong)
 
 
@@ -81,13 +89,24 @@ def test_rows_point_down():
 def test_rows_name_what_is_imported():
     """A right that nobody uses is taken from the table."""
     for package, allowed in ALLOWED.items():
-        used = set().union(*(imported(p) for p in PACKAGE.rglob("*.py") if package_of(p) == package))
+        used = set().union(
+            *(imported(p) for p in PACKAGE.rglob("*.py") if package_of(p) == package)
+        )
         assert set(allowed.split()) <= used, f"{package}: {set(allowed.split()) - used}"
 
 
 def test_import_loads_nothing_but_torch_and_itself():
-    program = "import torch, sys; before = set(sys.modules); import ftp; print(sorted(set(sys.modules) - before))"
-    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    program = (
+        "import torch, sys; before = set(sys.modules); import ftp;"
+        " print(sorted(set(sys.modules) - before))"
+    )
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+    )
     assert found.stdout.strip() == "['ftp']"
 
 
@@ -123,7 +142,12 @@ def test_each_home_of_a_public_name_can_be_imported_first():
 def test_public_names_are_where_a_type_checker_looks_for_them():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))
-    typed = {alias.name: node.module for node in ast.walk(guarded) if isinstance(node, ast.ImportFrom) for alias in node.names}
+    typed = {
+        alias.name: node.module
+        for node in ast.walk(guarded)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
     lazy = {**ftp._HOME_OF, **dict.fromkeys(ftp._MODULES, "ftp")}
     assert typed == lazy
     assert set(typed) == set(ftp.__all__) <= set(dir(ftp))

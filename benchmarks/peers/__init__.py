@@ -1,1 +1,3 @@
-"""What the speed benchmark compares: one file a peer, each with a function that builds its train step."""
+"""What the speed benchmark compares: one file a peer, each with a function that builds its train
+step.
+"""

@@ -1,11 +1,19 @@
-"""DTensor: parallelize_module with the plan of PyTorch's tutorial (the MLP) or torchtitan's (the decoders), and loss_parallel."""
+"""DTensor: parallelize_module with the plan of PyTorch's tutorial (the MLP) or torchtitan's (the
+decoders), and loss_parallel.
+"""
 
 import contextlib
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, loss_parallel, parallelize_module
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    loss_parallel,
+    parallelize_module,
+)
 
 from peers.workloads import RATE, Step, Workload, loss_of, module
 
@@ -14,7 +22,9 @@ ROOT = {
     "emb": RowwiseParallel(input_layouts=Replicate()),
     "head": ColwiseParallel(output_layouts=Shard(-1), use_local_output=False),
 }
-WHOLE = PrepareModuleInput(input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),))  # so that q, k and v share a gradient
+WHOLE = PrepareModuleInput(
+    input_layouts=(Replicate(),), desired_input_layouts=(Replicate(),)
+)  # so that q, k and v share a gradient
 BLOCK = {
     "attn": WHOLE,
     "mlp": WHOLE,
@@ -34,14 +44,21 @@ def build(work: Workload, *, compiled: bool) -> Step:
             parallelize_module(layer, mesh, BLOCK)
     cut = [p for p in model.parameters() if isinstance(p, DTensor)]
     whole = [p for p in model.parameters() if not isinstance(p, DTensor)]
-    optimizer = torch.optim.AdamW([{"params": group} for group in (cut, whole) if group], lr=RATE, fused=True)
+    optimizer = torch.optim.AdamW(
+        [{"params": group} for group in (cut, whole) if group], lr=RATE, fused=True
+    )
     forward = torch.compile(model) if compiled else model
     parallel_loss = loss_parallel if work.cfg is not None else contextlib.nullcontext
 
     def step(batch):
         x, y = batch
         with parallel_loss():
-            loss = loss_fn(forward(x), y if work.cfg is None else distribute_tensor(y, mesh, [Replicate()], src_data_rank=None))
+            loss = loss_fn(
+                forward(x),
+                y
+                if work.cfg is None
+                else distribute_tensor(y, mesh, [Replicate()], src_data_rank=None),
+            )
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

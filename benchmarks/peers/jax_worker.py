@@ -1,7 +1,8 @@
-"""JAX: the same train step under jit with NamedShardings of Megatron's plan; two devices of one process, or two processes over gloo.
+"""JAX: the same train step under jit with NamedShardings of Megatron's plan; two devices of one
+process, or two processes over gloo.
 
-It needs jax and numpy alone, so that it may run in an environment of its own (``speed.py --jax-python``). Weights, batches and sizes
-come in a file; it answers as `peers.worker` does.
+It needs jax and numpy alone, so that it may run in an environment of its own (``speed.py
+--jax-python``). Weights, batches and sizes come in a file; it answers as `peers.worker` does.
 """
 
 # pyright: reportMissingImports=false
@@ -22,14 +23,18 @@ def serve(spec: dict[str, Any]) -> None:
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     devices = 1 if spec["ranks"] > 1 else 2
-    os.environ["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
+    os.environ["XLA_FLAGS"] = (
+        f"--xla_force_host_platform_device_count={devices} --xla_cpu_multi_thread_eigen=false"
+    )
     os.environ["JAX_PLATFORMS"] = "cpu"
     import jax
     import numpy as np
 
     if spec["ranks"] > 1:
         jax.config.update("jax_cpu_collectives_implementation", "gloo")
-        jax.distributed.initialize(f"127.0.0.1:{spec['port']}", num_processes=spec["ranks"], process_id=spec["rank"])
+        jax.distributed.initialize(
+            f"127.0.0.1:{spec['port']}", num_processes=spec["ranks"], process_id=spec["rank"]
+        )
     step = None
     for line in sys.stdin:
         asked = json.loads(line)
@@ -67,13 +72,20 @@ class _Train:
         specs = {name[2:]: _spec(name[2:], P) for name in data.files if name.startswith("p.")}
 
         def placed(x: Any, spec: Any) -> Any:
-            return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda part: x[part])
+            return jax.make_array_from_callback(
+                x.shape, NamedSharding(mesh, spec), lambda part: x[part]
+            )
 
         self.params = {name: placed(data[f"p.{name}"], spec) for name, spec in specs.items()}
-        self.moments = [{name: placed(np.zeros_like(data[f"p.{name}"]), spec) for name, spec in specs.items()} for _ in range(2)]
+        self.moments = [
+            {name: placed(np.zeros_like(data[f"p.{name}"]), spec) for name, spec in specs.items()}
+            for _ in range(2)
+        ]
         self.count_ = placed(np.zeros((), np.float32), P())
         batches = sum(name.startswith("x") for name in data.files)
-        self.batches = [tuple(placed(_narrow(data[f"{kind}{i}"]), P()) for kind in "xy") for i in range(batches)]
+        self.batches = [
+            tuple(placed(_narrow(data[f"{kind}{i}"]), P()) for kind in "xy") for i in range(batches)
+        ]
 
         def loss_fn(params: Any, x: Any, y: Any) -> Any:
             return _mlp(params, x, y) if sizes is None else _decoder(params, x, y, sizes)
@@ -84,12 +96,17 @@ class _Train:
             first, second = 1 - BETA1**count, jnp.sqrt(1 - BETA2**count)
             m = {k: BETA1 * m[k] + (1 - BETA1) * g for k, g in grads.items()}
             v = {k: BETA2 * v[k] + (1 - BETA2) * g * g for k, g in grads.items()}
-            params = {k: w * (1 - RATE * DECAY) - RATE / first * m[k] / (jnp.sqrt(v[k]) / second + EPS) for k, w in params.items()}
+            params = {
+                k: w * (1 - RATE * DECAY) - RATE / first * m[k] / (jnp.sqrt(v[k]) / second + EPS)
+                for k, w in params.items()
+            }
             return params, m, v, count, loss
 
         layout = {name: NamedSharding(mesh, spec) for name, spec in specs.items()}
         whole = NamedSharding(mesh, P())
-        jitted = jax.jit(train, donate_argnums=(0, 1, 2, 3), out_shardings=(layout, layout, layout, whole, whole))
+        jitted = jax.jit(
+            train, donate_argnums=(0, 1, 2, 3), out_shardings=(layout, layout, layout, whole, whole)
+        )
         self.run = jitted.lower(self.params, *self.moments, self.count_, *self.batches[0]).compile()
 
     def __call__(self, i: int) -> float:
@@ -103,7 +120,8 @@ class _Train:
         kinds: dict[str, int] = {}
         nbytes = 0
         for shapes, kind in re.findall(
-            r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", self.run.as_text()
+            r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",
+            self.run.as_text(),
         ):
             kinds[kind] = kinds.get(kind, 0) + 1
             for dtype, dims in re.findall(r"(\w+)\[([\d,]*)\]", shapes):
@@ -141,7 +159,9 @@ def _decoder(p: Any, tokens: Any, targets: Any, sizes: dict[str, int]) -> Any:
     def norm(x: Any, w: Any) -> Any:
         return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-5) * w
 
-    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * 10000.0 ** -(jnp.arange(0, width, 2, dtype=jnp.float32) / width)
+    angles = jnp.arange(seq, dtype=jnp.float32)[:, None] * 10000.0 ** -(
+        jnp.arange(0, width, 2, dtype=jnp.float32) / width
+    )
     cos, sin = jnp.cos(angles), jnp.sin(angles)
 
     def rotary(x: Any) -> Any:
@@ -161,9 +181,15 @@ def _decoder(p: Any, tokens: Any, targets: Any, sizes: dict[str, int]) -> Any:
         mixed = jax.nn.softmax(jnp.where(mask, scores, -jnp.inf), -1) @ v
         x = x + mixed.transpose(0, 2, 1, 3).reshape(batch, seq, -1) @ p[at + "attn.wo.weight"].T
         h = norm(x, p[at + "norm2.weight"])
-        x = x + (jax.nn.silu(h @ p[at + "mlp.w1.weight"].T) * (h @ p[at + "mlp.w3.weight"].T)) @ p[at + "mlp.w2.weight"].T
+        x = (
+            x
+            + (jax.nn.silu(h @ p[at + "mlp.w1.weight"].T) * (h @ p[at + "mlp.w3.weight"].T))
+            @ p[at + "mlp.w2.weight"].T
+        )
     logits = norm(x, p["norm.weight"]) @ p["head.weight"].T
-    picked = jax.nn.one_hot(targets, logits.shape[-1], dtype=logits.dtype)  # a gather would bring the vocabulary together
+    picked = jax.nn.one_hot(
+        targets, logits.shape[-1], dtype=logits.dtype
+    )  # a gather would bring the vocabulary together
     return jnp.mean(jax.nn.logsumexp(logits, -1) - jnp.sum(picked * logits, -1))
 
 

@@ -1,6 +1,8 @@
-"""Tensor parallelism as Megatron-LM writes it, by hand: every layer knows its part, and every collective is a line of code.
+"""Tensor parallelism as Megatron-LM writes it, by hand: every layer knows its part, and every
+collective is a line of code.
 
-The cross-entropy packs the sum of exponentials and the target's logit into one all-reduce, so that a step has the fewest collectives.
+The cross-entropy packs the sum of exponentials and the target's logit into one all-reduce, so that
+a step has the fewest collectives.
 """
 
 import models  # type: ignore[import-not-found]
@@ -54,7 +56,9 @@ class Leave(torch.autograd.Function):
 
 
 class CrossEntropy(torch.autograd.Function):
-    """Mean over tokens of the cross-entropy of logits (tokens, this rank's part of the vocabulary)."""
+    """Mean over tokens of the cross-entropy of logits (tokens, this rank's part of the
+    vocabulary).
+    """
 
     @staticmethod
     def forward(ctx, logits, targets, start):
@@ -65,7 +69,9 @@ class CrossEntropy(torch.autograd.Function):
         is_here = (local >= 0) & (local < logits.shape[-1])
         local = local.clamp(0, logits.shape[-1] - 1)
         of_target = shifted.gather(-1, local[:, None]).squeeze(-1) * is_here
-        total, of_target = Reduce.run(torch.stack((exponentials.sum(-1), of_target)), "sum").unbind()
+        total, of_target = Reduce.run(
+            torch.stack((exponentials.sum(-1), of_target)), "sum"
+        ).unbind()
         ctx.save_for_backward(exponentials / total[:, None], local, is_here)
         return (total.log() - of_target).mean()
 
@@ -73,17 +79,27 @@ class CrossEntropy(torch.autograd.Function):
     def backward(ctx, grad):
         probabilities, local, is_here = ctx.saved_tensors
         here = -is_here.to(probabilities.dtype)[:, None]
-        return probabilities.scatter_add(-1, local[:, None], here) * (grad / probabilities.shape[0]), None, None
+        return (
+            probabilities.scatter_add(-1, local[:, None], here) * (grad / probabilities.shape[0]),
+            None,
+            None,
+        )
 
 
 class Linear(nn.Module):
-    """``cut`` 0 holds rows of the weight and leaves its result cut; 1 holds columns and sums the ranks' results."""
+    """``cut`` 0 holds rows of the weight and leaves its result cut; 1 holds columns and sums the
+    ranks' results.
+    """
 
     def __init__(self, full: nn.Linear, cut: int):
         super().__init__()
         self.cut = cut
         self.weight = nn.Parameter(part(full.weight, cut))
-        self.bias = None if full.bias is None else nn.Parameter(part(full.bias, 0) if cut == 0 else full.bias.detach().clone())
+        self.bias = (
+            None
+            if full.bias is None
+            else nn.Parameter(part(full.bias, 0) if cut == 0 else full.bias.detach().clone())
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         if self.cut == 0:
@@ -101,11 +117,17 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         local = tokens - self.start
         is_away = (local < 0) | (local >= self.weight.shape[0])
-        return Leave.apply(F.embedding(local.masked_fill(is_away, 0), self.weight).masked_fill(is_away[..., None], 0.0))
+        return Leave.apply(
+            F.embedding(local.masked_fill(is_away, 0), self.weight).masked_fill(
+                is_away[..., None], 0.0
+            )
+        )
 
 
 class Block(nn.Module):
-    """One Enter for q, k and v together and one for both halves of the MLP, so that each needs one all-reduce."""
+    """One Enter for q, k and v together and one for both halves of the MLP, so that each needs
+    one all-reduce.
+    """
 
     def __init__(self, full: models.LlamaBlock):
         super().__init__()
@@ -113,7 +135,11 @@ class Block(nn.Module):
         for name in ("wq", "wk", "wv"):
             setattr(self.attn, name, Linear(getattr(self.attn, name), 0))
         self.attn.wo = Linear(self.attn.wo, 1)  # type: ignore[assignment]
-        self.mlp.w1, self.mlp.w3, self.mlp.w2 = Linear(self.mlp.w1, 0), Linear(self.mlp.w3, 0), Linear(self.mlp.w2, 1)  # type: ignore[assignment]
+        self.mlp.w1, self.mlp.w3, self.mlp.w2 = (
+            Linear(self.mlp.w1, 0),
+            Linear(self.mlp.w3, 0),
+            Linear(self.mlp.w2, 1),
+        )  # type: ignore[assignment]
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attn(Enter.apply(self.norm1(x)))

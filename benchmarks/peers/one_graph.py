@@ -1,6 +1,8 @@
-"""Megatron by hand, the whole step with AdamW traced to one graph and compiled by inductor: "P4", which the others are measured by.
+"""Megatron by hand, the whole step with AdamW traced to one graph and compiled by inductor: "P4",
+which the others are measured by.
 
-Inductor's code is called directly, without the guards of torch.compile and without AOTAutograd's wrapper; weights are written in place.
+Inductor's code is called directly, without the guards of torch.compile and without AOTAutograd's
+wrapper; weights are written in place.
 """
 
 import torch
@@ -36,7 +38,9 @@ def build(work: Workload) -> Step:
         new_weights, new_moments = [], []
         for w, g, m, v in zip(weights, grads, moments[::2], moments[1::2], strict=True):
             m, v = m.lerp(g, 1 - BETAS[0]), v * BETAS[1] + g * g * (1 - BETAS[1])
-            new_weights.append(w * (1 - RATE * DECAY) - RATE / first * m / (v.sqrt() / second + EPS))
+            new_weights.append(
+                w * (1 - RATE * DECAY) - RATE / first * m / (v.sqrt() / second + EPS)
+            )
             new_moments += [m, v]
         return (*new_weights, *new_moments, count, loss.detach())
 
@@ -45,7 +49,12 @@ def build(work: Workload) -> Step:
     traced = make_fx(train_step, tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
     with torch.no_grad():
         pure = functionalize(traced, remove="mutations_and_views")
-        gm = make_fx(pure, decomposition_table=select_decomp_table(), tracing_mode="fake", _allow_non_fake_inputs=True)(*given)
+        gm = make_fx(
+            pure,
+            decomposition_table=select_decomp_table(),
+            tracing_mode="fake",
+            _allow_non_fake_inputs=True,
+        )(*given)
     run = compile_in_place(gm, len(flat))
 
     def step(batch):
@@ -55,7 +64,9 @@ def build(work: Workload) -> Step:
 
 
 def compile_in_place(gm: torch.fx.GraphModule, written: int):
-    """Inductor's code for a graph whose first outputs are new values of its first inputs, written there; it returns the rest."""
+    """Inductor's code for a graph whose first outputs are new values of its first inputs,
+    written there; it returns the rest.
+    """
     inputs = [node for node in gm.graph.nodes if node.op == "placeholder"]
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]

@@ -18,7 +18,9 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
     model = module(work)
     fn, params = ftp.functionalize(model)
     loss_fn = loss_of(work)
-    specs = ftp.plan(params, TOY if work.cfg is None else models.specs(models.cuts(work.cfg), tp="tp"))
+    specs = ftp.plan(
+        params, TOY if work.cfg is None else models.specs(models.cuts(work.cfg), tp="tp")
+    )
     optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
 
     def train_step(params, state, batch):
@@ -28,7 +30,15 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
         return params, state, loss
 
     of_state = optimizer.specs(params, specs)
-    run = ftp.spmd(train_step, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), compile=compiled, pack=True)
+    run = ftp.spmd(
+        train_step,
+        mesh,
+        (specs, of_state, P()),
+        (specs, of_state, P()),
+        donate=(0, 1),
+        compile=compiled,
+        pack=True,
+    )
     params = ftp.device_put(params, mesh, specs)
     model.to("meta")  # the whole weights are not needed any more
     state = optimizer.init(params)

@@ -67,7 +67,12 @@ class _Peer:
         self.work, self.workloads = workloads.WORKLOADS[spec["workload"]], workloads
         self.file, self.options = PEERS[spec["peer"]]
         if spec["peer"] not in ALONE:
-            dist.init_process_group("gloo", init_method=f"file://{spec['meet']}", rank=spec["rank"], world_size=spec["ranks"])
+            dist.init_process_group(
+                "gloo",
+                init_method=f"file://{spec['meet']}",
+                rank=spec["rank"],
+                world_size=spec["ranks"],
+            )
         self.batches = [workloads.batch(self.work, i) for i in range(workloads.BATCHES)]
         self.module = importlib.import_module(f"peers.{self.file}")
 
@@ -84,7 +89,9 @@ class _Peer:
         float(loss)
 
     def count(self, step: Any) -> dict[str, Any]:
-        """Collectives of one step, and the bytes that a rank puts into them, as torch's profiler sees them begin."""
+        """Collectives of one step, and the bytes that a rank puts into them, as torch's profiler
+        sees them begin.
+        """
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CPU], record_shapes=True) as seen:
@@ -100,7 +107,9 @@ class _Peer:
 
 
 def _peak_mib() -> float | None:
-    """The most memory that the process has held; getrusage also counts what its parent held when it was forked."""
+    """The most memory that the process has held; getrusage also counts what its parent held when
+    it was forked.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:

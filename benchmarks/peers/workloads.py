@@ -1,6 +1,8 @@
-"""The three train steps that are timed: a toy MLP and two Llama-style decoders, with their data; no torch.distributed in here.
+"""The three train steps that are timed: a toy MLP and two Llama-style decoders, with their data; no
+torch.distributed in here.
 
-Every peer starts from the weights of `module` and sees the batches of `batch`, so that losses can be compared.
+Every peer starts from the weights of `module` and sees the batches of `batch`, so that losses can
+be compared.
 """
 
 from collections.abc import Callable
@@ -18,7 +20,9 @@ BATCHES = 4  # distinct ones, in turn
 
 @dataclass(frozen=True)
 class Workload:
-    """``rows`` is (batch,) of the MLP and (batch, seq) of a decoder; ``collectives`` is what one step takes at the least."""
+    """``rows`` is (batch,) of the MLP and (batch, seq) of a decoder; ``collectives`` is what one
+    step takes at the least.
+    """
 
     name: str
     cfg: models.LlamaConfig | None
@@ -28,8 +32,15 @@ class Workload:
 
 WORKLOADS = {
     "W1": Workload("W1", None, (20,), 1),
-    "W2": Workload("W2", models.LlamaConfig(vocab=4096, dim=256, layers=4, heads=8, hidden=704), (4, 128), 20),
-    "W3": Workload("W3", models.LlamaConfig(vocab=16384, dim=768, layers=6, heads=12, hidden=2048), (2, 256), 28),
+    "W2": Workload(
+        "W2", models.LlamaConfig(vocab=4096, dim=256, layers=4, heads=8, hidden=704), (4, 128), 20
+    ),
+    "W3": Workload(
+        "W3",
+        models.LlamaConfig(vocab=16384, dim=768, layers=6, heads=12, hidden=2048),
+        (2, 256),
+        28,
+    ),
 }
 
 
@@ -56,7 +67,9 @@ def batch(work: Workload, index: int) -> tuple[Tensor, Tensor]:
     if work.cfg is not None:
         return models.lm_batch(work.cfg, *work.rows, seed=index)
     generator = torch.Generator().manual_seed(index)
-    return torch.randn(*work.rows, 10, generator=generator), torch.randn(*work.rows, 5, generator=generator)
+    return torch.randn(*work.rows, 10, generator=generator), torch.randn(
+        *work.rows, 5, generator=generator
+    )
 
 
 def loss_of(work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
@@ -67,8 +80,12 @@ def loss_of(work: Workload) -> Callable[[Tensor, Tensor], Tensor]:
 
 
 def as_arrays(work: Workload) -> dict[str, Any]:
-    """Weights (``p.<name>``) and batches (``x0``, ``y0``, ...) as numpy arrays, for peers without torch."""
-    found: dict[str, Any] = {f"p.{name}": p.detach().numpy() for name, p in module(work).named_parameters()}
+    """Weights (``p.<name>``) and batches (``x0``, ``y0``, ...) as numpy arrays, for peers
+    without torch.
+    """
+    found: dict[str, Any] = {
+        f"p.{name}": p.detach().numpy() for name, p in module(work).named_parameters()
+    }
     for i in range(BATCHES):
         found |= {f"{kind}{i}": t.numpy() for kind, t in zip("xy", batch(work, i), strict=True)}
     return found

@@ -1,4 +1,6 @@
-"""The arguments of a call, flat and named: what keys a program, what is wrong with them, and their global shapes, agreed by all ranks."""
+"""The arguments of a call, flat and named: what keys a program, what is wrong with them, and
+their global shapes, agreed by all ranks.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -25,8 +27,9 @@ class Arguments:
     """Positional arguments of a step, flat.
 
     Attributes:
-        key: equal for calls that the same program serves and whose tensors are as fit for it: tree, static leaves, and of each tensor
-            its shape, dtype, and what is remembered of it or else its dispatch keys (device, layout, wrappers).
+        key: equal for calls that the same program serves and whose tensors are as fit for it: tree,
+            static leaves, and of each tensor its shape, dtype, and what is remembered of it or else
+            its dispatch keys (device, layout, wrappers).
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
@@ -37,22 +40,42 @@ class Arguments:
 
     @cached_property
     def names(self) -> list[str]:
-        roots = [self.roots[i] if i < len(self.roots) else f"args[{i}]" for i in range(len(self.args))]
-        return [name for arg, root in zip(self.args, roots, strict=True) for name in leaf_names(arg, root)]
+        roots = [
+            self.roots[i] if i < len(self.roots) else f"args[{i}]" for i in range(len(self.args))
+        ]
+        return [
+            name
+            for arg, root in zip(self.args, roots, strict=True)
+            for name in leaf_names(arg, root)
+        ]
 
     @cached_property
     def positions(self) -> list[int]:
         """Per leaf the position of its argument."""
-        return [i for i, child in enumerate(self.treedef.children()) for _ in range(child.num_leaves)]
+        return [
+            i for i, child in enumerate(self.treedef.children()) for _ in range(child.num_leaves)
+        ]
 
-    def is_like(self, key: tuple[Any, ...], shapes: Sequence[Shape | None], specs: Sequence[PartitionSpec], mesh: Mesh) -> bool:
-        """Whether the program that was made for arguments of ``key`` and global ``shapes`` serves these, as far as this rank can tell."""
+    def is_like(
+        self,
+        key: tuple[Any, ...],
+        shapes: Sequence[Shape | None],
+        specs: Sequence[PartitionSpec],
+        mesh: Mesh,
+    ) -> bool:
+        """Whether the program that was made for arguments of ``key`` and global ``shapes``
+        serves these, as far as this rank can tell.
+        """
         treedef, *described = key
         if self.treedef != treedef:
             return False
         return all(
-            _is_alike(leaf, shape, dtype, None if known is None else placement(mesh, spec, known), mesh)
-            for leaf, (shape, dtype, *_), known, spec in zip(self.leaves, described, shapes, specs, strict=True)
+            _is_alike(
+                leaf, shape, dtype, None if known is None else placement(mesh, spec, known), mesh
+            )
+            for leaf, (shape, dtype, *_), known, spec in zip(
+                self.leaves, described, shapes, specs, strict=True
+            )
         )
 
 
@@ -61,7 +84,11 @@ def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Me
         return _describe(leaf) == (shape, dtype)
     if leaf.shape != shape or leaf.dtype != dtype or known_of(leaf) not in (None, due):
         return False
-    return leaf.layout is torch.strided and leaf.device.type == mesh.device_type and not (_is_traced(leaf) or is_dtensor(leaf))
+    return (
+        leaf.layout is torch.strided
+        and leaf.device.type == mesh.device_type
+        and not (_is_traced(leaf) or is_dtensor(leaf))
+    )
 
 
 _dispatch_keys = torch._C._dispatch_keys
@@ -69,9 +96,14 @@ _dispatch_keys = torch._C._dispatch_keys
 
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
-        # What is remembered of a tensor says where it is; to ask for the keys of every one would take longer than all the rest.
+        # What is remembered of a tensor says where it is; to ask for the keys of every one would
+        # take longer than all the rest.
         known = known_of(leaf)
-        return leaf.shape, leaf.dtype, known if known is not None else _dispatch_keys(leaf).raw_repr()
+        return (
+            leaf.shape,
+            leaf.dtype,
+            known if known is not None else _dispatch_keys(leaf).raw_repr(),
+        )
     # 0.0 equals -0.0, and 1 equals True.
     return type(leaf), repr(leaf) if isinstance(leaf, float | complex) else leaf
 
@@ -86,11 +118,16 @@ def check_static(call: Arguments) -> None:
     failures = []
     for leaf, name in zip(call.leaves, call.names, strict=True):
         if isinstance(leaf, np.ndarray):
-            failures.append(f"{name} is a numpy array of shape {leaf.shape}. Give a tensor: torch.from_numpy(array).")
+            failures.append(
+                f"{name} is a numpy array of shape {leaf.shape}. Give a tensor:"
+                " torch.from_numpy(array)."
+            )
         elif not _is_hashable(leaf):
             failures.append(
-                f"{name} is {kind_of(leaf)}: neither a tensor, nor a container that optree knows, nor a hashable static value."
-                " Register the class with optree.register_pytree_node(..., namespace='ftp'), or pass its tensors in a dict."
+                f"{name} is {kind_of(leaf)}: neither a tensor, nor a container that optree knows,"
+                " nor a hashable static value."
+                " Register the class with optree.register_pytree_node(..., namespace='ftp'), or"
+                " pass its tensors in a dict."
             )
     if failures:
         raise InputError(join_failures(failures))
@@ -103,7 +140,11 @@ def nones(call: Arguments) -> list[str]:
         root = call.roots[i] if i < len(call.roots) else f"args[{i}]"
         accessors = optree.tree_accessors(arg, none_is_leaf=True, namespace="ftp")
         leaves = optree.tree_leaves(arg, none_is_leaf=True, namespace="ftp")
-        found += [accessor.codify(root) for accessor, leaf in zip(accessors, leaves, strict=True) if leaf is None]
+        found += [
+            accessor.codify(root)
+            for accessor, leaf in zip(accessors, leaves, strict=True)
+            if leaf is None
+        ]
     return found
 
 
@@ -116,18 +157,29 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
             continue
         if _is_traced(leaf):
             failures.append(
-                f"{name} belongs to a trace or a transform of torch.func, past or going on, and has no values. A step takes plain tensors;"
+                f"{name} belongs to a trace or a transform of torch.func, past or going on, and"
+                " has no values. A step takes plain tensors;"
                 " inside another function call the function itself, not its step."
             )
         elif leaf.device.type == "meta":
-            failures.append(f"{name} is on the meta device and has no values. step.lower takes it; to run the step, load real ones.")
+            failures.append(
+                f"{name} is on the meta device and has no values. step.lower takes it; to run the"
+                " step, load real ones."
+            )
         elif leaf.device.type != mesh.device_type:
             failures.append(
                 f"{name} is on {leaf.device}, the mesh on {mesh.device_type}."
                 f" Move it with .to({mesh.device_type!r}), or place it with ftp.device_put."
             )
-        elif mesh.kind == "process" and leaf.device.type != "cpu" and leaf.device != (here := mesh_device(mesh)):
-            failures.append(f"{name} is on {leaf.device}, but this process computes on {here}. Place it with ftp.device_put.")
+        elif (
+            mesh.kind == "process"
+            and leaf.device.type != "cpu"
+            and leaf.device != (here := mesh_device(mesh))
+        ):
+            failures.append(
+                f"{name} is on {leaf.device}, but this process computes on {here}. Place it with"
+                " ftp.device_put."
+            )
     if failures:
         raise InputError(join_failures(failures))
 
@@ -142,13 +194,18 @@ def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> N
         signature.bind(*args)
     except TypeError as e:
         name = getattr(fn, "__name__", kind_of(fn))
-        raise InputError(f"{name}{signature} does not take the {len(args)} arguments of {step}: {e}.") from None
+        raise InputError(
+            f"{name}{signature} does not take the {len(args)} arguments of {step}: {e}."
+        ) from None
 
 
 def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
     """Raises for a donated tensor that is a second leaf as well."""
     if beyond := [position for position in donate if not 0 <= position < len(call.args)]:
-        raise DonationError(f"donate names argument {beyond[0]}, but the step is called with {len(call.args)} arguments, 0 the first.")
+        raise DonationError(
+            f"donate names argument {beyond[0]}, but the step is called with {len(call.args)}"
+            " arguments, 0 the first."
+        )
     tensors = [id(leaf) for leaf in call.leaves if isinstance(leaf, torch.Tensor)]
     if len(set(tensors)) == len(tensors):
         return
@@ -158,14 +215,17 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
         if i != j and (call.positions[i] in donate or call.positions[j] in donate):
             a, b = call.names[j], call.names[i]
             raise DonationError(
-                f"{a} and {b} are one tensor, and it is donated, so that its memory would be reused twice. Clone one of them."
+                f"{a} and {b} are one tensor, and it is donated, so that its memory would be"
+                " reused twice. Clone one of them."
             )
 
 
 def takes_by_name(fn: Callable[..., Any]) -> list[str]:
     """The keyword-only arguments of a function."""
     try:
-        return [p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY]
+        return [
+            p.name for p in inspect.signature(fn).parameters.values() if p.kind is p.KEYWORD_ONLY
+        ]
     except (TypeError, ValueError):
         return []
 

@@ -23,10 +23,12 @@ from ftp.sharding.spec import PartitionSpec
 
 
 def certify(lowered: Lowered) -> Certificate:
-    """The proof that a program's collectives make every output of every rank right; ``save`` keeps it.
+    """The proof that a program's collectives make every output of every rank right; ``save`` keeps
+    it.
 
     Raises:
-        CertificateError: with each value that is wrong, on which rank, and why. That is a fault of ftp: please report it.
+        CertificateError: with each value that is wrong, on which rank, and why. That is a fault of
+            ftp: please report it.
 
     >>> import torch, ftp
     >>> x, w = torch.empty(2, 8), torch.empty(8, 3)
@@ -45,7 +47,9 @@ def certified(program: Program) -> Certificate:
 
 
 def certificate_of(program: Program) -> Certificate:
-    """What there is to check of a program, unchecked: of one with ``async_tp``, the program before products are one with collectives."""
+    """What there is to check of a program, unchecked: of one with ``async_tp``, the program
+    before products are one with collectives.
+    """
     if program.async_tp:
         program = replace(program, async_tp=False)
     plan, mesh = program.plan, program.mesh
@@ -57,14 +61,28 @@ def certificate_of(program: Program) -> Certificate:
         if local.gm not in numbers:
             numbers[local.gm] = len(graphs)
             graphs.append(executed(program, local, coordinate).graph)
-        at[tuple(coordinate[a] for a in mesh.axes)] = (numbers[local.gm], tuple(local.offsets_at(coordinate)))
-    products = [axes for count in range(1, len(mesh.axes) + 1) for axes in itertools.combinations(mesh.axes, count)]
+        at[tuple(coordinate[a] for a in mesh.axes)] = (
+            numbers[local.gm],
+            tuple(local.offsets_at(coordinate)),
+        )
+    products = [
+        axes
+        for count in range(1, len(mesh.axes) + 1)
+        for axes in itertools.combinations(mesh.axes, count)
+    ]
     in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
     return Certificate(
         dict(mesh.axes),
         {mesh.group_name(*axes): axes for axes in products},
-        tuple(_operation(node, in_specs) for node in plan.graph.nodes if node.kind in ("input", "op", "local")),
-        tuple((_ref(v), _cuts(spec)) for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)),
+        tuple(
+            _operation(node, in_specs)
+            for node in plan.graph.nodes
+            if node.kind in ("input", "op", "local")
+        ),
+        tuple(
+            (_ref(v), _cuts(spec))
+            for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)
+        ),
         Ranks(tuple(graphs), at),
         program.donated,
     )
@@ -72,13 +90,20 @@ def certificate_of(program: Program) -> Certificate:
 
 def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
     if node.kind == "input":
-        return Operation(node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec())))
+        return Operation(
+            node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec()))
+        )
     if node.kind == "local":
         program: RankProgram = node.target
-        ports = Ports(tuple(_cuts(p.spec) for p in program.operands), tuple((_cuts(p.spec), p.pending) for p in program.results))
+        ports = Ports(
+            tuple(_cuts(p.spec) for p in program.operands),
+            tuple((_cuts(p.spec), p.pending) for p in program.results),
+        )
         args = (tuple(map(_ref, node.operands)), program.key)
         return Operation(node.name, LOCAL, args, {}, node.results, source=node.source, ports=ports)
-    claims = tuple(Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts)
+    claims = tuple(
+        Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts
+    )
     partial: dict[str, list[int]] = {}
     for slot, value in enumerate(node.operands):
         for axis, op in _pending(value):
@@ -120,7 +145,11 @@ def _ref(value: Value) -> Ref:
 
 
 def _size(size: Size) -> Any:
-    return size if isinstance(size, int) else [size.const, [[_size(c.size), c.axis, c.n] for c in size.chunks]]
+    return (
+        size
+        if isinstance(size, int)
+        else [size.const, [[_size(c.size), c.axis, c.n] for c in size.chunks]]
+    )
 
 
 def _cuts(spec: PartitionSpec) -> Spec:

@@ -1,7 +1,8 @@
 """The call that a step expects after the last one, so that one like it is known at a glance.
 
-A train loop gives a step what the last call returned, and a batch of the same shape. To find the program of such a call by its key takes
-longer than a small program runs. Here one pass of C++ looks at all tensors' metadata, and tensors of the last call are known by identity.
+A train loop gives a step what the last call returned, and a batch of the same shape. To find the
+program of such a call by its key takes longer than a small program runs. Here one pass of C++ looks
+at all tensors' metadata, and tensors of the last call are known by identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,7 +23,8 @@ class Expected:
         treedef, leaves: of the last call's arguments, which a program served.
         facts: per leaf what was known of it.
         before: what the call before that returned, if it was of the same program.
-        outputs: what is known of the outputs that a call returns; ``before`` is of use as long as that is all there is to say.
+        outputs: what is known of the outputs that a call returns; ``before`` is of use as long as
+            that is all there is to say.
         donated: leaves whose memory the program reuses.
     """
 
@@ -35,11 +37,21 @@ class Expected:
         outputs: Sequence[Fact],
         donated: dict[int, Fact],
     ):
-        came_from = [None if before is None or not isinstance(leaf, torch.Tensor) else before.find(leaf) for leaf in leaves]
-        came_from = [at if at is not None and fact is outputs[at] else None for at, fact in zip(came_from, facts, strict=True)]
+        came_from = [
+            None if before is None or not isinstance(leaf, torch.Tensor) else before.find(leaf)
+            for leaf in leaves
+        ]
+        came_from = [
+            at if at is not None and fact is outputs[at] else None
+            for at, fact in zip(came_from, facts, strict=True)
+        ]
         returned = [i for i, at in enumerate(came_from) if at is not None]
         self.outputs = outputs
-        self.is_likely = set(donated) <= set(returned) and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and len(leaves) > 0
+        self.is_likely = (
+            set(donated) <= set(returned)
+            and all(isinstance(leaf, torch.Tensor) for leaf in leaves)
+            and len(leaves) > 0
+        )
         self._treedef, self._donates = treedef, bool(donated)
         self._returned = _getter(returned)
         self._refs = _getter([at for at in came_from if at is not None])
@@ -51,10 +63,13 @@ class Expected:
         if self.is_likely:
             sizes, strides = [list(x.shape) for x in leaves], [list(x.stride()) for x in leaves]
             guards: Any = TensorGuards  # its declared types are of another form than it takes
-            self._are_alike = guards(*leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            self._are_alike = guards(
+                *leaves, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
+            ).check
 
     def leaves(self, args: tuple[Any, ...], last: Returned) -> list[torch.Tensor] | None:
-        """The leaves of a call that is like the one before, given ``last``, what that one returned; None if it is not.
+        """The leaves of a call that is like the one before, given ``last``, what that one returned;
+        None if it is not.
 
         Dicts of any class with the same keys are alike.
         """
@@ -64,7 +79,9 @@ class Expected:
             leaves: list[Any] = self._treedef.flatten_up_to(args)  # type: ignore[arg-type]
         except ValueError:
             return None
-        if not self._are_alike(*leaves) or not all(map(is_, self._returned(leaves), map(call, self._refs(last.refs)))):
+        if not self._are_alike(*leaves) or not all(
+            map(is_, self._returned(leaves), map(call, self._refs(last.refs)))
+        ):
             return None
         if [known_of(leaves[i]) for i in self._others] != self._facts:
             return None

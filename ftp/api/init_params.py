@@ -1,4 +1,6 @@
-"""``init_params``: a model's own initialization as a pure function of a key, of which every rank computes its shards."""
+"""``init_params``: a model's own initialization as a pure function of a key, of which every rank
+computes its shards.
+"""
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -32,24 +34,29 @@ def init_params(
     buffers: bool = False,
     buffer_specs: Any = PartitionSpec(),
 ) -> Any:
-    """A model's parameters, drawn from ``key`` by its modules' own ``reset_parameters``, each rank making its shards and no more.
+    """A model's parameters, drawn from ``key`` by its modules' own ``reset_parameters``, each rank
+    making its shards and no more.
 
-    The numbers do not depend on mesh and specs. ``model`` is best made under ``torch.device("meta")``; it is left as it is. What is drawn
-    for a module is that of its path (docs/random.md); a tied tensor is that of its first path. Modules are reset after those within them.
+    The numbers do not depend on mesh and specs. ``model`` is best made under
+    ``torch.device("meta")``; it is left as it is. What is drawn for a module is that of its path
+    (docs/random.md); a tied tensor is that of its first path. Modules are reset after those within
+    them.
 
     Args:
         key: an ``ftp.random`` key, the same on all ranks.
         specs: spec tree of the parameters, as ``ftp.plan`` makes it, or a prefix of one.
-        init: ``{pattern: fn(key, shape, dtype)}`` over paths of parameters and buffers, in place of what ``reset_parameters`` does: for
-            modules that have none, or for other distributions.
-        buffers: return ``(params, buffers)``, as ``functionalize(model, buffers=True)`` has them: buffers and frozen parameters too.
+        init: ``{pattern: fn(key, shape, dtype)}`` over paths of parameters and buffers, in place of
+            what ``reset_parameters`` does: for modules that have none, or for other distributions.
+        buffers: return ``(params, buffers)``, as ``functionalize(model, buffers=True)`` has them:
+            buffers and frozen parameters too.
         buffer_specs: spec tree of those.
 
     Returns:
         ``{path: tensor}`` of the parameters that require a gradient, placed as ``specs`` says.
 
     Raises:
-        InputError: parameters that nothing says how to draw, all of them; patterns that match nothing.
+        InputError: parameters that nothing says how to draw, all of them; patterns that match
+            nothing.
 
     >>> import ftp
     >>> with torch.device("meta"):
@@ -58,7 +65,9 @@ def init_params(
     >>> params["weight"].shape, bool((params["weight"].abs() <= 0.5).all())
     (torch.Size([6, 4]), True)
     """
-    return initializer(model, key, mesh, specs, init=init, buffers=buffers, buffer_specs=buffer_specs)(key)
+    return initializer(
+        model, key, mesh, specs, init=init, buffers=buffers, buffer_specs=buffer_specs
+    )(key)
 
 
 def initializer(
@@ -77,12 +86,21 @@ def initializer(
     check_key(key, "init_params")
     tensors = dict((*model.named_parameters(), *model.named_buffers()))
     if lazy := [path for path, t in tensors.items() if is_lazy(t)]:
-        raise InputError(f"{', '.join(lazy)} have no shape yet (lazy modules). Give in_features and the like where the model is made.")
-    trained = [path for path, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad]
+        raise InputError(
+            f"{', '.join(lazy)} have no shape yet (lazy modules). Give in_features and the like"
+            " where the model is made."
+        )
+    trained = [
+        path for path, t in tensors.items() if isinstance(t, nn.Parameter) and t.requires_grad
+    ]
     others = [path for path in tensors if path not in set(trained)] if buffers else []
     given = _overrides(tensors, init or {})
     # A buffer with values of its own keeps them; one on meta has none.
-    known = {path: t.detach() for path, t in tensors.items() if not isinstance(t, nn.Parameter) and t.device.type != "meta"}
+    known = {
+        path: t.detach()
+        for path, t in tensors.items()
+        if not isinstance(t, nn.Parameter) and t.device.type != "meta"
+    }
     written = _written(model, tensors)
     _check_covered(model, tensors, written | given.keys() | known.keys(), [*trained, *others])
     kept = {path: t for path, t in known.items() if path not in written and path not in given}
@@ -93,18 +111,34 @@ def initializer(
         return (params, {path: found[path] for path in others}) if buffers else params
 
     like = {path: tensors[path] for path in trained}
-    out_specs: Any = dict(zip(sorted(like), broadcast_specs(PartitionSpec() if specs is None else specs, like, "params"), strict=True))
+    out_specs: Any = dict(
+        zip(
+            sorted(like),
+            broadcast_specs(PartitionSpec() if specs is None else specs, like, "params"),
+            strict=True,
+        )
+    )
     if buffers:
         rest = {path: tensors[path] for path in others}
-        out_specs = (out_specs, dict(zip(sorted(rest), broadcast_specs(buffer_specs, rest, "buffers"), strict=True)))
+        out_specs = (
+            out_specs,
+            dict(zip(sorted(rest), broadcast_specs(buffer_specs, rest, "buffers"), strict=True)),
+        )
     return spmd(drawn, resolve(mesh), PartitionSpec(), out_specs)
 
 
-def _overrides(tensors: Mapping[str, Tensor], init: Mapping[str, Initializer]) -> dict[str, Initializer]:
+def _overrides(
+    tensors: Mapping[str, Tensor], init: Mapping[str, Initializer]
+) -> dict[str, Initializer]:
     failures: list[str] = []
 
     def check(pattern: str, value: Any) -> str | None:
-        return None if callable(value) else f"init[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a function (key, shape, dtype)."
+        return (
+            None
+            if callable(value)
+            else f"init[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a function (key,"
+            " shape, dtype)."
+        )
 
     answers = [(tuple(path.split(".")),) for path in tensors]
     found = match_patterns(init, answers, list(tensors), "the parameters", failures, check)
@@ -113,7 +147,9 @@ def _overrides(tensors: Mapping[str, Tensor], init: Mapping[str, Initializer]) -
     return {path: match[1] for path, match in zip(tensors, found, strict=True) if match}
 
 
-def _drawn(model: nn.Module, tensors: Mapping[str, Tensor], given: Mapping[str, Initializer], key: Tensor) -> dict[str, Tensor]:
+def _drawn(
+    model: nn.Module, tensors: Mapping[str, Tensor], given: Mapping[str, Initializer], key: Tensor
+) -> dict[str, Tensor]:
     """Every tensor of the model, by path."""
     name = type(model).__name__
     with Draws(key, name) as draws, torch.no_grad():
@@ -129,15 +165,25 @@ def _drawn(model: nn.Module, tensors: Mapping[str, Tensor], given: Mapping[str, 
             with draws.at(path):
                 made = initializer(draws.next_key(f"init of {path!r}"), shape, dtype)
             if not isinstance(made, Tensor) or (tuple(made.shape), made.dtype) != (shape, dtype):
-                what = f"{made.dtype} of shape {tuple(made.shape)}" if isinstance(made, Tensor) else repr(made)
-                raise InputError(f"init of {path!r} returns {what}; the parameter is {dtype} of shape {shape}.")
+                what = (
+                    f"{made.dtype} of shape {tuple(made.shape)}"
+                    if isinstance(made, Tensor)
+                    else repr(made)
+                )
+                raise InputError(
+                    f"init of {path!r} returns {what}; the parameter is {dtype} of shape {shape}."
+                )
             fresh[path] = made
     return fresh
 
 
 @contextmanager
-def _fresh(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device) -> Iterator[dict[str, Tensor]]:
-    """While it lasts the model's modules hold new tensors, by path; the dict has what they hold at the end, the model what it had."""
+def _fresh(
+    model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """While it lasts the model's modules hold new tensors, by path; the dict has what they hold
+    at the end, the model what it had.
+    """
     paths = {id(t): path for path, t in tensors.items()}
     fresh: dict[str, Tensor] = {}
     saved = [(module, module.__dict__) for _, module in model.named_modules()]
@@ -148,7 +194,9 @@ def _fresh(model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device
                 own[kind] = dict(own[kind])
                 for name, tensor in own[kind].items():
                     if tensor is not None:
-                        own[kind][name] = made = torch.empty(tensor.shape, dtype=tensor.dtype, device=device)
+                        own[kind][name] = made = torch.empty(
+                            tensor.shape, dtype=tensor.dtype, device=device
+                        )
                         path = f"{prefix}.{name}" if prefix else name
                         # Under its other paths a tied tensor is one that nobody reads.
                         if paths[id(tensor)] == path:
@@ -172,7 +220,9 @@ def _written(model: nn.Module, tensors: Mapping[str, Tensor]) -> set[str]:
     return {path for path, t in fresh.items() if t.untyped_storage()._cdata in writes.storages}
 
 
-def _check_covered(model: nn.Module, tensors: Mapping[str, Tensor], covered: set[str], wanted: list[str]) -> None:
+def _check_covered(
+    model: nn.Module, tensors: Mapping[str, Tensor], covered: set[str], wanted: list[str]
+) -> None:
     """Refuse tensors of which nothing says how they are made."""
     modules = dict(model.named_modules())
     failures = []
@@ -186,8 +236,10 @@ def _check_covered(model: nn.Module, tensors: Mapping[str, Tensor], covered: set
         why = f"{has} of {where} does not write it" if has else f"{where} has no reset_parameters"
         what = "parameter" if isinstance(tensors[path], nn.Parameter) else "buffer"
         failures.append(
-            f"{what} {path!r} has no initialization: {why}. Write one that fills self.{name} in place, or give"
-            f" init={{{path!r}: lambda key, shape, dtype: ...}}, such as 0.02 * ftp.random.normal(key, shape, dtype)."
+            f"{what} {path!r} has no initialization: {why}. Write one that fills self.{name} in"
+            " place, or give"
+            f" init={{{path!r}: lambda key, shape, dtype: ...}}, such as 0.02 *"
+            " ftp.random.normal(key, shape, dtype)."
         )
     if failures:
         raise InputError(join_failures(failures))
@@ -203,6 +255,10 @@ class _Writes(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func._schema.is_mutable:
             for argument, value in zip(func._schema.arguments, args, strict=False):
-                if argument.alias_info is not None and argument.alias_info.is_write and isinstance(value, Tensor):
+                if (
+                    argument.alias_info is not None
+                    and argument.alias_info.is_write
+                    and isinstance(value, Tensor)
+                ):
                     self.storages.add(value.untyped_storage()._cdata)
         return func(*args, **(kwargs or {}))

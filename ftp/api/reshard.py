@@ -22,22 +22,34 @@ from ftp.tensors.placement import check_alive, check_placed, placement, placemen
 from ftp.tensors.reshard_across_meshes import relocate
 
 
-def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any, *, new_mesh: AnyMesh | None = None, max_bytes: int | None = None) -> Any:
+def reshard(
+    tree: Any,
+    mesh: AnyMesh | None,
+    old: Any,
+    new: Any,
+    *,
+    new_mesh: AnyMesh | None = None,
+    max_bytes: int | None = None,
+) -> Any:
     """Placed tensors from specs ``old`` to specs ``new``; leaves that are no tensors pass through.
 
-    On one mesh they move by the cheapest collectives, a tensor at a time. To another mesh, or where memory is bounded, each rank sends
-    what others lack from rank to rank; all ranks of either mesh call it.
+    On one mesh they move by the cheapest collectives, a tensor at a time. To another mesh, or where
+    memory is bounded, each rank sends what others lack from rank to rank; all ranks of either mesh
+    call it.
 
     Args:
-        tree: on a rank outside ``mesh``, meta tensors of the global shapes, or anything with a shape and a dtype.
+        tree: on a rank outside ``mesh``, meta tensors of the global shapes, or anything with a
+            shape and a dtype.
         old, new: spec trees, prefixes of one, or one ``P`` for all.
-        new_mesh: where the tensors shall lie, if elsewhere: a DeviceMesh of more, fewer or other ranks of the same world, or a simulated
-            mesh, which every process that calls holds whole. A rank outside it gets meta tensors of the global shapes.
-        max_bytes: the most that a rank holds at any time beside the tensors it gives and those it gets; at least 16.
+        new_mesh: where the tensors shall lie, if elsewhere: a DeviceMesh of more, fewer or other
+            ranks of the same world, or a simulated mesh, which every process that calls holds
+            whole. A rank outside it gets meta tensors of the global shapes.
+        max_bytes: the most that a rank holds at any time beside the tensors it gives and those it
+            gets; at least 16.
 
     Raises:
-        PlacementError, SpecError: tensors that do not lie as ``old`` says, specs that do not fit. MismatchError: ranks that do not move
-            the same; all before anything is sent.
+        PlacementError, SpecError: tensors that do not lie as ``old`` says, specs that do not fit.
+            MismatchError: ranks that do not move the same; all before anything is sent.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -54,7 +66,10 @@ def reshard(tree: Any, mesh: AnyMesh | None, old: Any, new: Any, *, new_mesh: An
     try:
         names = leaf_names(tree, "tree")
         check_plain(leaves, names)
-        old_specs, new_specs = broadcast_specs(old, tree, "tree"), broadcast_specs(new, tree, "tree")
+        old_specs, new_specs = (
+            broadcast_specs(old, tree, "tree"),
+            broadcast_specs(new, tree, "tree"),
+        )
         full = as_global(leaves, old_specs, m)
         check_specs(old_specs, full, names, m.axes)
         check_specs(new_specs, full, names, m.axes)
@@ -89,17 +104,31 @@ def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpe
 
 
 # What every backend can send.
-_MOVED = {torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool}
+_MOVED = {
+    torch.float64,
+    torch.float32,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+}
 
 
-def _moved_as_bytes(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:
+def _moved_as_bytes(
+    leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec
+) -> torch.Tensor:
     raw = leaf.detach().contiguous().unsqueeze(-1).view(torch.uint8)
     if (known := placement_of(leaf)) is not None:
         remember(raw, placement(mesh, old, (*known.shape, leaf.dtype.itemsize)))
     raw = _moved(raw, mesh, old, new)
     arrived = placement_of(raw)
     assert arrived is not None
-    return remember(raw.contiguous().view(leaf.dtype).squeeze(-1), placement(mesh, new, arrived.shape[:-1]))
+    return remember(
+        raw.contiguous().view(leaf.dtype).squeeze(-1), placement(mesh, new, arrived.shape[:-1])
+    )
 
 
 def _shortest(spec: PartitionSpec) -> PartitionSpec:
@@ -117,18 +146,24 @@ def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
 
 @torch.library.impl("ftp::local", "CompositeExplicitAutograd")
 def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Per-rank code on whole tensors outside of a step: the program of a step that has nothing else."""
+    """Per-rank code on whole tensors outside of a step: the program of a step that has nothing
+    else.
+    """
     run = _simulated(program, xs[0].device.type)
     with torch.no_grad():
         return [x.clone() for x in run([x.detach() for x in xs])]
 
 
 @lru_cache(maxsize=1024)
-def _simulated(key: str, device_type: str) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
+def _simulated(
+    key: str, device_type: str
+) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
     program = program_of(key)
     axes = program.axes
     mesh = SimulatedMesh(tuple(axes.values()), tuple(axes), device_type)
-    metas = [torch.empty(p.global_shape(axes), dtype=p.dtype, device="meta") for p in program.operands]
+    metas = [
+        torch.empty(p.global_shape(axes), dtype=p.dtype, device="meta") for p in program.operands
+    ]
     step = spmd(
         lambda *xs: LOCAL(list(xs), key),
         mesh,

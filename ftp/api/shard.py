@@ -37,43 +37,57 @@ def shard(
     async_tp: bool = False,
     programs: int = PROGRAMS,
 ) -> Step:
-    """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of ``mesh`` runs it.
+    """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
+    ``mesh`` runs it.
 
     Args:
-        loss_fn: pure function ``(params, *batch)`` to a scalar, with ``has_aux`` to ``(scalar, aux)``.
+        loss_fn: pure function ``(params, *batch)`` to a scalar, with ``has_aux`` to ``(scalar,
+            aux)``.
         mesh: a torch DeviceMesh, or an ftp mesh; default that of the surrounding ``ftp.use_mesh``.
-        specs: spec tree of the parameters, or a prefix of one; gradients come back sharded as it says.
-        batch_specs: prefix tree of the tuple of batch arguments; one ``P`` covers all. With one batch argument it may be that
-            argument's own tree.
-        data_axes: the axes on which parameters move rather than activations; default those that cut a batch argument.
-        has_aux: the loss function returns ``(loss, aux)``, and the step ``((loss, aux), grads)``, aux replicated.
-        reshard_after_forward: drop a parameter's gathered copy after the forward pass and gather it again for the backward pass.
-        donate: positions of arguments whose memory the step may reuse; they must not be used afterwards.
+        specs: spec tree of the parameters, or a prefix of one; gradients come back sharded as it
+            says.
+        batch_specs: prefix tree of the tuple of batch arguments; one ``P`` covers all. With one
+            batch argument it may be that argument's own tree.
+        data_axes: the axes on which parameters move rather than activations; default those that cut
+            a batch argument.
+        has_aux: the loss function returns ``(loss, aux)``, and the step ``((loss, aux), grads)``,
+            aux replicated.
+        reshard_after_forward: drop a parameter's gathered copy after the forward pass and gather it
+            again for the backward pass.
+        donate: positions of arguments whose memory the step may reuse; they must not be used
+            afterwards.
         compile: compile each rank's graph with inductor (the simulator runs it as it is).
-        strict: what ``lowered.lint`` warns of is an error: large parameters on every rank, uneven shards that waste much, activations
-            gathered whole, ops whose inputs disagree on their layout with no constraint to decide. So is an op without a sharding rule,
-            else replicated with a warning.
+        strict: what ``lowered.lint`` warns of is an error: large parameters on every rank, uneven
+            shards that waste much, activations gathered whole, ops whose inputs disagree on their
+            layout with no constraint to decide. So is an op without a sharding rule, else
+            replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         pack: issue small collectives that are ready together as one.
-        check_inputs: at each call compare what ranks hold of every input that they should share, as ``ftp.check_replicas`` does, and that
-            inputs which index a dim (ids, classes) are in its range.
-        prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the largest that it gathers. So much more
-            memory is used at most than with 0, where each is gathered when it is needed.
-        chunks: under sequence parallelism, in how many chunks (of the batch, which they must divide) to move activations that a product
-            beside the move reads or gives; one chunk travels while another is computed.
-        cuda_graph: record the step, its collectives included, as one CUDA graph at its third call, and replay it from then on (see
-            docs/gpus.md; the simulator runs the step as it is).
-        async_tp: under sequence parallelism, gathers of activations with the products that read them, and products with their
-            reduce-scatter, as torch's ops on symmetric memory: one part travels over NVLink while another is computed. What is
-            certified is the program before that.
-        programs: how many programs the step keeps, one for each combination of shapes, dtypes and static values
-            that it was called with; of more, those used last. A dropped one is planned again when it is needed.
+        check_inputs: at each call compare what ranks hold of every input that they should share, as
+            ``ftp.check_replicas`` does, and that inputs which index a dim (ids, classes) are in its
+            range.
+        prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the
+            largest that it gathers. So much more memory is used at most than with 0, where each is
+            gathered when it is needed.
+        chunks: under sequence parallelism, in how many chunks (of the batch, which they must
+            divide) to move activations that a product beside the move reads or gives; one chunk
+            travels while another is computed.
+        cuda_graph: record the step, its collectives included, as one CUDA graph at its third call,
+            and replay it from then on (see docs/gpus.md; the simulator runs the step as it is).
+        async_tp: under sequence parallelism, gathers of activations with the products that read
+            them, and products with their reduce-scatter, as torch's ops on symmetric memory: one
+            part travels over NVLink while another is computed. What is certified is the program
+            before that.
+        programs: how many programs the step keeps, one for each combination of shapes, dtypes and
+            static values that it was called with; of more, those used last. A dropped one is
+            planned again when it is needed.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
 
     Raises:
-        FtpError: for what is wrong with the mesh or the function alone; the rest when the step is first called, on every rank.
+        FtpError: for what is wrong with the mesh or the function alone; the rest when the step is
+            first called, on every rank.
 
     >>> import ftp
     >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.simulated_mesh((2,), ("tp",)), {"w": ftp.P(None, "tp")})
@@ -89,7 +103,9 @@ def shard(
         given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
         return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs")
 
-    def out_specs(result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]) -> list[PartitionSpec]:
+    def out_specs(
+        result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
+    ) -> list[PartitionSpec]:
         replicated = [PartitionSpec()] * len(flatten(result[0])[0])
         return replicated + list(given[: len(flatten(args[0])[0])])
 
@@ -139,14 +155,18 @@ def spmd(
     async_tp: bool = False,
     programs: int = PROGRAMS,
 ) -> Step:
-    """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state included.
+    """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
+    included.
 
     Args:
-        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. With one argument it may be that argument's own tree.
-        out_specs: prefix tree of the result; None leaves the choice to propagation, but for trees of the result that are like an
-            argument (parameters, an optimizer's state): they come back as it went in.
-        data_axes: default the axes that cut an argument that is no state. State: the first argument, donated ones, and trees that come
-            back in the result with the same shapes and specs.
+        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. With one argument it
+            may be that argument's own tree.
+        out_specs: prefix tree of the result; None leaves the choice to propagation, but for trees
+            of the result that are like an argument (parameters, an optimizer's state): they come
+            back as it went in.
+        data_axes: default the axes that cut an argument that is no state. State: the first
+            argument, donated ones, and trees that come back in the result with the same shapes and
+            specs.
 
     The other arguments are those of ``shard``.
 
@@ -159,10 +179,18 @@ def spmd(
     names = argument_names(fn)
 
     def input_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        return argument_specs(PartitionSpec() if in_specs is None else in_specs, args, names, "in_specs")
+        return argument_specs(
+            PartitionSpec() if in_specs is None else in_specs, args, names, "in_specs"
+        )
 
-    def output_specs(result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]) -> Sequence[PartitionSpec | None]:
-        return [None] * len(flatten(result)[0]) if out_specs is None else broadcast_specs(out_specs, result, "the result")
+    def output_specs(
+        result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
+    ) -> Sequence[PartitionSpec | None]:
+        return (
+            [None] * len(flatten(result)[0])
+            if out_specs is None
+            else broadcast_specs(out_specs, result, "the result")
+        )
 
     m = resolve(mesh)
     return Step(
@@ -190,8 +218,11 @@ def spmd(
     )
 
 
-def lower(fn: Callable[..., Any], mesh: AnyMesh | None, in_specs: Any, *args: Any, out_specs: Any = None) -> Lowered:
-    """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it runs.
+def lower(
+    fn: Callable[..., Any], mesh: AnyMesh | None, in_specs: Any, *args: Any, out_specs: Any = None
+) -> Lowered:
+    """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it
+    runs.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((4,), ("tp",))
@@ -208,7 +239,8 @@ def _check_callable(fn: Any, name: str, form: str) -> None:
         raise InputError(f"{name} is {fn!r}, {kind_of(fn)}; give a pure function {form}.")
     if isinstance(fn, torch.nn.Module):
         raise InputError(
-            f"{name} is a module, {type(fn).__name__}; give a pure function {form}. fn, params = ftp.functionalize(module) makes one."
+            f"{name} is a module, {type(fn).__name__}; give a pure function {form}. fn, params ="
+            " ftp.functionalize(module) makes one."
         )
 
 
@@ -217,13 +249,21 @@ def _checked_axes(data_axes: Sequence[str] | None, mesh: Mesh) -> tuple[str, ...
         return None
     unknown = [axis for axis in data_axes if axis not in mesh.axes]
     if unknown:
-        raise SpecError(f"data_axes names {', '.join(map(repr, unknown))}, but the mesh has axes {', '.join(map(repr, mesh.axes))}.")
+        raise SpecError(
+            f"data_axes names {', '.join(map(repr, unknown))}, but the mesh has axes"
+            f" {', '.join(map(repr, mesh.axes))}."
+        )
     return tuple(data_axes)
 
 
 def _checked_prefetch(prefetch: Any) -> int | None:
-    if prefetch is not None and (isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0):
-        raise InputError(f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of the largest parameter.")
+    if prefetch is not None and (
+        isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0
+    ):
+        raise InputError(
+            f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of"
+            " the largest parameter."
+        )
     return prefetch
 
 
@@ -247,7 +287,8 @@ def _checked_cuda_graph(cuda_graph: bool, mesh: Mesh, check_inputs: bool) -> boo
         )
     if cuda_graph and check_inputs:
         raise InputError(
-            "cuda_graph=True and check_inputs=True: the check reads digests on the host at every call, for which the GPU waits."
+            "cuda_graph=True and check_inputs=True: the check reads digests on the host at every"
+            " call, for which the GPU waits."
             " Leave one out, and call ftp.check_replicas now and then."
         )
     return cuda_graph
@@ -256,9 +297,12 @@ def _checked_cuda_graph(cuda_graph: bool, mesh: Mesh, check_inputs: bool) -> boo
 def _checked_async_tp(async_tp: bool, mesh: Mesh, chunks: int) -> bool:
     if async_tp and mesh.kind == "process" and mesh.device_type != "cuda":
         raise MeshError(
-            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies. Leave it out; chunks=n hides the same"
+            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies."
+            " Leave it out; chunks=n hides the same"
             " moves behind products with ordinary collectives."
         )
     if async_tp and chunks > 1:
-        raise InputError(f"async_tp=True and chunks={chunks} both take the moves beside products. Leave one out.")
+        raise InputError(
+            f"async_tp=True and chunks={chunks} both take the moves beside products. Leave one out."
+        )
     return async_tp

@@ -1,4 +1,6 @@
-"""A certificate: a program, the ranks' programs and what is claimed of every value; as a file, JSON that can be checked again anywhere."""
+"""A certificate: a program, the ranks' programs and what is claimed of every value; as a file,
+JSON that can be checked again anywhere.
+"""
 
 import hashlib
 import json
@@ -17,10 +19,12 @@ from ftp.errors import CertificateError
 from ftp.rules.rule import Meta, tensors
 
 Coordinate = tuple[int, ...]
-Spec = tuple[tuple[tuple[str, int, Any], ...], ...]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
+Spec = tuple[
+    tuple[tuple[str, int, Any], ...], ...
+]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
 VERSION = 3
-# Of a rank's node: the operation that it is the form of, those of an update's rows, the user's line, and of per-rank code which operand it
-# takes, and the results that it gives.
+# Of a rank's node: the operation that it is the form of, those of an update's rows, the user's
+# line, and of per-rank code which operand it takes, and the results that it gives.
 NOTES = ("origin", "origins", "source", "takes", "gives")
 
 
@@ -38,7 +42,9 @@ class Ref:
 
 @dataclass(frozen=True)
 class Claim:
-    """That a factor, seen as ``[outer, extent, inner]``, is cut over an axis; a size is an int, or ``[const, [[size, axis, n], ...]]``."""
+    """That a factor, seen as ``[outer, extent, inner]``, is cut over an axis; a size is an int,
+    or ``[const, [[size, axis, n], ...]]``.
+    """
 
     axis: str
     factor: str
@@ -69,7 +75,8 @@ class Operation:
         partial: ``{axis: operands}`` that are pending sums together.
         spec: of an input.
         ports: of per-rank code.
-        found: the rule of an op for which none is stated, as trials found it; its groups of operands are ``linear``.
+        found: the rule of an op for which none is stated, as trials found it; its groups of
+            operands are ``linear``.
     """
 
     name: str
@@ -103,7 +110,8 @@ class Ranks:
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """A program with its proof: both graphs, the specs, and what is cut of every value. ``check`` needs nothing else.
+    """A program with its proof: both graphs, the specs, and what is cut of every value. ``check``
+    needs nothing else.
 
     Attributes:
         axes: ``{name: size}`` of the mesh.
@@ -123,11 +131,15 @@ class Certificate:
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
         taken = "".join(f"\n  assumed: {assumption}" for assumption in self.assumptions)
-        return f"certificate of {len(self.operations)} values and ops on ({mesh}), {math.prod(self.axes.values())} ranks{taken}"
+        return (
+            f"certificate of {len(self.operations)} values and ops on ({mesh}),"
+            f" {math.prod(self.axes.values())} ranks{taken}"
+        )
 
     @property
     def assumptions(self) -> list[str]:
-        """What is taken for granted: that per-rank code gives what its specs say, and rules that trials found.
+        """What is taken for granted: that per-rank code gives what its specs say, and rules that
+        trials found.
 
         >>> import torch, ftp
         >>> double = ftp.local(lambda x: 2 * x, ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), ftp.P("tp"))
@@ -139,14 +151,21 @@ class Certificate:
         for o in self.operations:
             where = f"at {o.source or 'an unknown line'}"
             if o.ports is not None:
-                found[f"{o.name} {where} returns {', '.join(_written(*result) for result in o.ports.results)}"] = None
+                found[
+                    f"{o.name} {where} returns"
+                    f" {', '.join(_written(*result) for result in o.ports.results)}"
+                ] = None
             if o.found:
                 linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
-                found[f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"] = None
+                found[
+                    f"{o.target} {where} is {o.found}{linear}, as trials on small tensors found"
+                ] = None
         return list(found)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks it again."""
+        """Write the certificate as JSON with its SHA-256; ``python -m ftp certify FILE`` checks
+        it again.
+        """
         text = json.dumps(_encode_certificate(self), separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
         document = f'{{"ftp certificate":{VERSION},"torch":"{torch.__version__}","sha256":"{digest}","program":{text}}}'
@@ -164,10 +183,19 @@ def load_certificate(path: str | os.PathLike[str]) -> Certificate:
         version = document["ftp certificate"]
         body = document["program"]
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError) as e:
-        raise CertificateError(f"{path} is no certificate: {type(e).__name__}: {e}. ftp.certify(lowered).save(path) makes one.") from e
+        raise CertificateError(
+            f"{path} is no certificate: {type(e).__name__}: {e}. ftp.certify(lowered).save(path)"
+            " makes one."
+        ) from e
     if version != VERSION:
-        raise CertificateError(f"{path} is a certificate of version {version}; this is version {VERSION}. Make it again.")
-    if hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest() != document["sha256"]:
+        raise CertificateError(
+            f"{path} is a certificate of version {version}; this is version {VERSION}. Make it"
+            " again."
+        )
+    if (
+        hashlib.sha256(json.dumps(body, separators=(",", ":")).encode()).hexdigest()
+        != document["sha256"]
+    ):
         raise CertificateError(f"{path} was altered: its SHA-256 is not the one that it states.")
     return _decode_certificate(body)
 
@@ -213,7 +241,10 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
             o["source"],
             None
             if o["ports"] is None
-            else Ports(tuple(map(_spec, o["ports"][0])), tuple((_spec(spec), tuple(axes)) for spec, axes in o["ports"][1])),
+            else Ports(
+                tuple(map(_spec, o["ports"][0])),
+                tuple((_spec(spec), tuple(axes)) for spec, axes in o["ports"][1]),
+            ),
             o["found"][0],
             tuple(map(tuple, o["found"][1])),
         )
@@ -228,17 +259,32 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
 
 def _written(spec: Spec, pending: Sequence[str]) -> str:
     dims = [[repr(axis) for axis, _, _ in dim] for dim in spec]
-    entries = ["None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in dims]
-    return f"P({', '.join(entries)})" + (f", a sum over {', '.join(pending)} to come" if pending else "")
+    entries = [
+        "None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in dims
+    ]
+    return f"P({', '.join(entries)})" + (
+        f", a sum over {', '.join(pending)} to come" if pending else ""
+    )
 
 
 def _spec(spec: Any) -> Spec:
-    return tuple(tuple((axis, unit, pack if isinstance(pack, int) else tuple(pack)) for axis, unit, pack in dim) for dim in spec)
+    return tuple(
+        tuple(
+            (axis, unit, pack if isinstance(pack, int) else tuple(pack)) for axis, unit, pack in dim
+        )
+        for dim in spec
+    )
 
 
 def _encode_node(node: fx.Node) -> dict[str, Any]:
     target = node.target if node.op in ("placeholder", "output") else _encode(node.target)
-    made = {"name": node.name, "op": node.op, "target": target, "args": _encode(node.args), "kwargs": _encode(dict(node.kwargs))}
+    made = {
+        "name": node.name,
+        "op": node.op,
+        "target": target,
+        "args": _encode(node.args),
+        "kwargs": _encode(dict(node.kwargs)),
+    }
     return made | {key: node.meta[key] for key in NOTES if key in node.meta}
 
 
@@ -247,7 +293,9 @@ def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
     env: dict[str, fx.Node] = {}
     for n in nodes:
         target = n["target"] if n["op"] in ("placeholder", "output") else _decode(n["target"])
-        made = graph.create_node(n["op"], target, _decode(n["args"], env), _decode(n["kwargs"], env), n["name"])
+        made = graph.create_node(
+            n["op"], target, _decode(n["args"], env), _decode(n["kwargs"], env), n["name"]
+        )
         made.meta.update({key: n[key] for key in NOTES if key in n})
         env[n["name"]] = made
     return graph
@@ -283,7 +331,9 @@ def _encode(value: Any) -> Any:
         return {"torch": str(value).removeprefix("torch.")}
     if value is operator.getitem:
         return {"target": "getitem"}
-    raise CertificateError(f"An argument of type {type(value).__name__} has no form in a certificate: {value!r}.")
+    raise CertificateError(
+        f"An argument of type {type(value).__name__} has no form in a certificate: {value!r}."
+    )
 
 
 def _decode(value: Any, env: Mapping[str, fx.Node] | None = None) -> Any:
@@ -322,4 +372,6 @@ def _op(name: str) -> Any:
     try:
         return getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     except AttributeError:
-        raise CertificateError(f"The op {name} is not known here: import the library that registers it.") from None
+        raise CertificateError(
+            f"The op {name} is not known here: import the library that registers it."
+        ) from None

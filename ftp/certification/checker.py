@@ -1,9 +1,11 @@
 """An independent check that a program's collectives make every output right.
 
-It reads the single-device program, the ranks' programs and the specs, with the layout that is claimed for each op, and shares no code with
-what planned and partitioned them. What each rank's tensors hold follows from the specs of the inputs; an op is right where its operands
-hold what its sharding rule (which ``ftp.testing.check_rule`` proves) asks for, and where its local form is the rule's; what stands between
-two ops is followed element by element, through the collectives of all ranks.
+It reads the single-device program, the ranks' programs and the specs, with the layout that is
+claimed for each op, and shares no code with what planned and partitioned them. What each rank's
+tensors hold follows from the specs of the inputs; an op is right where its operands hold what its
+sharding rule (which ``ftp.testing.check_rule`` proves) asks for, and where its local form is the
+rule's; what stands between two ops is followed element by element, through the collectives of all
+ranks.
 """
 
 import itertools
@@ -22,7 +24,19 @@ from torch.fx.node import map_arg
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ports, Ref, Spec
 from ftp.certification.collective_semantics import COLLECTIVES, Cell, Issued
 from ftp.certification.data_movement import FILLS, MOVEMENTS, constant, filled, sliced
-from ftp.certification.element_map import Along, Held, Index, Part, Pending, Unsound, added, holding, is_same, number, slice_dim
+from ftp.certification.element_map import (
+    Along,
+    Held,
+    Index,
+    Part,
+    Pending,
+    Unsound,
+    added,
+    holding,
+    is_same,
+    number,
+    slice_dim,
+)
 from ftp.certification.op_matching import COPIES, Matcher
 from ftp.certification.packed_values import Row
 from ftp.certification.purify import without_writes
@@ -34,7 +48,10 @@ from ftp.rules.rule import BoundRule, Call, Meta, Rule, replaced
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
-ROWWISE = (aten.mm.default, aten.reshape.default)  # of rows one below the other they give rows one below the other
+ROWWISE = (
+    aten.mm.default,
+    aten.reshape.default,
+)  # of rows one below the other they give rows one below the other
 FEW = 64  # ranks, each of which is checked alone if something is wrong, to say where
 
 
@@ -91,9 +108,15 @@ class Checker:
     def failures(self) -> Iterator[str]:
         if len(self.operations) < len(self.certificate.operations):
             names = [o.name for o in self.certificate.operations]
-            yield f"several values are called {', '.join(sorted({n for n in names if names.count(n) > 1}))}: a name is to stand for one"
+            yield (
+                "several values are called"
+                f" {', '.join(sorted({n for n in names if names.count(n) > 1}))}: a name is to"
+                " stand for one"
+            )
             return
-        issued = [[n for n in g.nodes if n.target in COLLECTIVES] for g in self.certificate.ranks.graphs]
+        issued = [
+            [n for n in g.nodes if n.target in COLLECTIVES] for g in self.certificate.ranks.graphs
+        ]
         yield from self.mismatched_collectives(issued)
         for at, graph in enumerate(self.certificate.ranks.graphs):
             try:
@@ -107,13 +130,17 @@ class Checker:
                 self.rank(cell)
             except _Failure as e:
                 if len(list(cell.coordinates())) > 1 and len(self.certificate.ranks.at) <= FEW:
-                    yield from Checker(self.certificate, is_each_alone=True).failures()  # to name the rank
+                    yield from Checker(
+                        self.certificate, is_each_alone=True
+                    ).failures()  # to name the rank
                     return
                 yield f"{e}{self.among(cell)}"
 
     def pure_graphs(self) -> list[fx.Graph]:
         """The ranks' programs without writes to memory."""
-        self.graphs = self.graphs or [without_writes(g, self.certificate.donated) for g in self.certificate.ranks.graphs]
+        self.graphs = self.graphs or [
+            without_writes(g, self.certificate.donated) for g in self.certificate.ranks.graphs
+        ]
         return self.graphs
 
     def first(self, graph: int) -> Coordinate:
@@ -121,19 +148,30 @@ class Checker:
 
     @cached_property
     def cells(self) -> list[Cell]:
-        """All ranks, those together that have one program and parts of one shape; along an axis whatever the others' coordinates."""
+        """All ranks, those together that have one program and parts of one shape; along an axis
+        whatever the others' coordinates.
+        """
         counts = [along.n for along in self.axes.values()]
         kinds: dict[Any, int] = {}
         kind = np.empty(counts, dtype=np.int64)
         for coordinate in itertools.product(*map(range, counts)):
-            kind[coordinate] = kinds.setdefault((self.certificate.ranks.at[coordinate][0], *self.lengths(coordinate)), len(kinds))
+            kind[coordinate] = kinds.setdefault(
+                (self.certificate.ranks.at[coordinate][0], *self.lengths(coordinate)), len(kinds)
+            )
         classes: list[list[tuple[int, ...]]] = []
         for dim, n in enumerate(counts):
             alike: dict[bytes, list[int]] = {}
             for i in range(n):
                 alike.setdefault(kind.take(i, dim).tobytes(), []).append(i)
-            classes.append([(i,) for i in range(n)] if self.is_each_alone else [tuple(found) for found in alike.values()])
-        return [Cell(self.certificate.ranks.at[tuple(at[0] for at in together)][0], together) for together in itertools.product(*classes)]
+            classes.append(
+                [(i,) for i in range(n)]
+                if self.is_each_alone
+                else [tuple(found) for found in alike.values()]
+            )
+        return [
+            Cell(self.certificate.ranks.at[tuple(at[0] for at in together)][0], together)
+            for together in itertools.product(*classes)
+        ]
 
     @cached_property
     def sizes(self) -> list[tuple[Any, str]]:
@@ -154,32 +192,57 @@ class Checker:
         return list(found.values())
 
     def lengths(self, coordinate: Coordinate) -> list[int]:
-        return [self.chunk_at(self.size_at(size, coordinate), axis, coordinate)[1] for size, axis in self.sizes]
+        return [
+            self.chunk_at(self.size_at(size, coordinate), axis, coordinate)[1]
+            for size, axis in self.sizes
+        ]
 
     def where(self, coordinate: Coordinate) -> str:
-        return " on the rank at (" + ", ".join(f"{a} {i}" for a, i in zip(self.axes, coordinate, strict=True)) + ")"
+        return (
+            " on the rank at ("
+            + ", ".join(f"{a} {i}" for a, i in zip(self.axes, coordinate, strict=True))
+            + ")"
+        )
 
     def among(self, cell: Cell) -> str:
         if all(len(at) == 1 for at in cell.at):
             return self.where(next(cell.coordinates()))
         ranges = [", ".join(map(str, at[:3])) + (", ..." if len(at) > 3 else "") for at in cell.at]
-        return " on one of the ranks at (" + ", ".join(f"{a} {r}" for a, r in zip(self.axes, ranges, strict=True)) + ")"
+        return (
+            " on one of the ranks at ("
+            + ", ".join(f"{a} {r}" for a, r in zip(self.axes, ranges, strict=True))
+            + ")"
+        )
 
     def mismatched_collectives(self, issued: Sequence[Sequence[fx.Node]]) -> Iterator[str]:
-        """Ranks that issue other collectives than the first: they would wait for each other for ever."""
+        """Ranks that issue other collectives than the first: they would wait for each other for
+        ever.
+        """
         first = [self.call(n) for n in issued[0]]
         for graph, nodes in enumerate(issued[1:], 1):
             calls = [self.call(n) for n in nodes]
             if calls != first:
-                at = next((i for i, (a, b) in enumerate(zip(first, calls, strict=False)) if a != b), min(len(first), len(calls)))
-                mine, theirs = (calls[at : at + 1] or ["none"])[0], (first[at : at + 1] or ["none"])[0]
-                yield f"collective {at + 1} is {mine}{self.where(self.first(graph))}, and {theirs} on the first"
+                at = next(
+                    (i for i, (a, b) in enumerate(zip(first, calls, strict=False)) if a != b),
+                    min(len(first), len(calls)),
+                )
+                mine, theirs = (
+                    (calls[at : at + 1] or ["none"])[0],
+                    (first[at : at + 1] or ["none"])[0],
+                )
+                yield (
+                    f"collective {at + 1} is {mine}{self.where(self.first(graph))}, and {theirs}"
+                    " on the first"
+                )
 
     def call(self, node: fx.Node) -> str:
         """What ranks must agree on; sizes only with those that a rank talks to."""
         group: Any = node.args[-1]
         options = ", ".join(str(a) for a in node.args[1:-1] if not isinstance(a, list | tuple))
-        return f"{node.target.__name__}({options}) over {self.certificate.groups.get(group, group)!r}"  # type: ignore[union-attr]
+        return (
+            f"{node.target.__name__}({options}) over"
+            f" {self.certificate.groups.get(group, group)!r}"  # type: ignore[union-attr]
+        )
 
     def rank(self, cell: Cell) -> None:
         for name in self.local_ops[cell.graph]:
@@ -188,7 +251,9 @@ class Checker:
             for at in range(len(forms)):
                 for slot in forms[at].operands:
                     due = self.due(op, cell, slot, forms[at].rows)
-                    pending = frozenset((axis, "sum") for axis, slots in op.partial.items() if slot in slots)
+                    pending = frozenset(
+                        (axis, "sum") for axis, slots in op.partial.items() if slot in slots
+                    )
                     self.require(
                         cell,
                         lambda c, name=name, at=at, slot=slot: self.operand(c, name, at, slot),
@@ -199,9 +264,13 @@ class Checker:
         for at, (ref, spec) in enumerate(self.certificate.outputs):
             shape = self.operations[ref.name].results[ref.index].shape
             due = holding(self.key(ref), self.cut_by_spec(shape, spec, cell))
-            self.require(cell, lambda c, at=at: self.returned(c)[at], due, frozenset(), f"output {at}")
+            self.require(
+                cell, lambda c, at=at: self.returned(c)[at], due, frozenset(), f"output {at}"
+            )
 
-    def due(self, op: Operation, cell: Cell, slot: int, rows: tuple[int, int] | None = None) -> Held:
+    def due(
+        self, op: Operation, cell: Cell, slot: int, rows: tuple[int, int] | None = None
+    ) -> Held:
         """What a rank's form of an op must find in an operand."""
         ref = op.operands[slot]
         if op.ports is not None:
@@ -209,7 +278,9 @@ class Checker:
             return holding(self.key(ref), self.cut_by_spec(shape, op.ports.operands[slot], cell))
         rule = self.rule(op)
         index, _ = self.factors(op, rule, cell)
-        due = holding(self.key(ref), [_of_dim(dim, index, rule.sizes) for dim in rule.operands[slot]])
+        due = holding(
+            self.key(ref), [_of_dim(dim, index, rule.sizes) for dim in rule.operands[slot]]
+        )
         return due if rows is None or slot else slice_dim(due, 0, *rows)
 
     def operand(self, cell: Cell, name: str, at: int, slot: int) -> fx.Node:
@@ -246,7 +317,10 @@ class Checker:
 
     @cached_property
     def placeholders(self) -> list[dict[fx.Node, int]]:
-        return [{n: i for i, n in enumerate(g.nodes) if n.op == "placeholder"} for g in self.pure_graphs()]
+        return [
+            {n: i for i, n in enumerate(g.nodes) if n.op == "placeholder"}
+            for g in self.pure_graphs()
+        ]
 
     @cached_property
     def names(self) -> dict[str, str]:
@@ -266,13 +340,19 @@ class Checker:
         return self.key_in(self.names, ref)
 
     def offsets(self, cell: Cell) -> dict[fx.Node, Index]:
-        """The inputs that are numbers, and what they are on each rank of a cell: an array with a dim for each axis."""
+        """The inputs that are numbers, and what they are on each rank of a cell: an array with a
+        dim for each axis.
+        """
         if cell not in self._offsets:
-            of_ranks = np.array([self.certificate.ranks.at[c][1] for c in cell.coordinates()], dtype=np.int64)
+            of_ranks = np.array(
+                [self.certificate.ranks.at[c][1] for c in cell.coordinates()], dtype=np.int64
+            )
             of_ranks = of_ranks.reshape(*map(len, cell.at), -1)
             nodes = list(self.placeholders[cell.graph])[len(self.inputs) :]
             if of_ranks.shape[-1] != len(nodes):
-                raise _Failure(f"{of_ranks.shape[-1]} offsets are given to a program that takes {len(nodes)}")
+                raise _Failure(
+                    f"{of_ranks.shape[-1]} offsets are given to a program that takes {len(nodes)}"
+                )
             self._offsets[cell] = {node: _shrunk(of_ranks[..., i]) for i, node in enumerate(nodes)}
         return self._offsets[cell]
 
@@ -283,7 +363,9 @@ class Checker:
     # One op of one rank.
 
     def bind(self, cell: Cell, name: str) -> list[Form]:
-        """A rank's forms of an op: one, or several for rows of it. That its nodes are the rule's local form is checked here."""
+        """A rank's forms of an op: one, or several for rows of it. That its nodes are the rule's
+        local form is checked here.
+        """
         if (cell, name) in self.bound:
             return self.bound[cell, name]
         op, nodes = self.operations[name], self.local_ops[cell.graph].get(name, [])
@@ -297,11 +379,16 @@ class Checker:
         inside = set(nodes)
         bound: dict[fx.Node, fx.Node] = {}
         taken: set[int] = set()
-        blocks = [node for node in nodes if node.target is results[0].target] if len(results) == 1 and results[0].target in ROWWISE else []
+        blocks = (
+            [node for node in nodes if node.target is results[0].target]
+            if len(results) == 1 and results[0].target in ROWWISE
+            else []
+        )
         for node in nodes if len(blocks) < 2 else ():
             if all(u in inside for u in node.users) or node.target in COPIES:
                 continue
-            # Results of one form, such as zeros where a rank's part is empty, are what they say they are.
+            # Results of one form, such as zeros where a rank's part is empty, are what they say
+            # they are.
             noted = [at for at in node.meta.get("gives", ()) if at in range(len(results))]
             left = [*noted, *(at for at in range(len(results)) if at not in taken), *sorted(taken)]
             for at in left:
@@ -312,39 +399,69 @@ class Checker:
                     self.made[cell, node] = self.result(op, rule, index, at)
                     break
             else:
-                raise _Failure(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
+                raise _Failure(
+                    f"{node.name} = {node.target}{node.args} is not the local form of {op}"
+                )
         forms = [Form({slot: bound[p] for p, slot in places.items() if p in bound})]
         if len(blocks) > 1:
-            self.in_rows.add((cell, name))  # what its nodes read may be slices that are counted as its own
+            self.in_rows.add(
+                (cell, name)
+            )  # what its nodes read may be slices that are counted as its own
             forms = [self.rows(cell, node, op, self.result(op, rule, index, 0)) for node in blocks]
         if written := [node for node in nodes if node.meta.get("in_place")]:
             self.check_written(op, nodes, forms, written, cell)
         self.bound[cell, name] = forms
         return forms
 
-    def check_written(self, op: Operation, nodes: Sequence[fx.Node], forms: Sequence[Form], written: Sequence[fx.Node], cell: Cell) -> None:
-        """What is written to an operand's memory must be of its shape and dtype: what does not fit would be converted."""
-        values: dict[fx.Node, Any] = {node: int(at.flat[0]) for node, at in self.offsets(cell).items()}
+    def check_written(
+        self,
+        op: Operation,
+        nodes: Sequence[fx.Node],
+        forms: Sequence[Form],
+        written: Sequence[fx.Node],
+        cell: Cell,
+    ) -> None:
+        """What is written to an operand's memory must be of its shape and dtype: what does not
+        fit would be converted.
+        """
+        values: dict[fx.Node, Any] = {
+            node: int(at.flat[0]) for node, at in self.offsets(cell).items()
+        }
         for form in forms:
             for slot, node in form.operands.items():
-                dtype = self.operations[op.operands[slot].name].results[op.operands[slot].index].dtype
-                values[node] = torch.empty(self.due(op, cell, slot, form.rows).shape, dtype=dtype, device="meta")
+                dtype = (
+                    self.operations[op.operands[slot].name].results[op.operands[slot].index].dtype
+                )
+                values[node] = torch.empty(
+                    self.due(op, cell, slot, form.rows).shape, dtype=dtype, device="meta"
+                )
         for node in nodes:
             if node not in values:
                 args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[misc]
-                values[node] = node.target(*args, **{k: "meta" if k == "device" else v for k, v in kwargs.items()})  # type: ignore[operator]
+                values[node] = node.target(
+                    *args, **{k: "meta" if k == "device" else v for k, v in kwargs.items()}
+                )  # type: ignore[operator]
             if node in written:
                 before = values[node.args[0]]  # type: ignore[index]
                 if (values[node].shape, values[node].dtype) != (before.shape, before.dtype):
-                    raise _Failure(f"{node.name} of {op} is {_typed(values[node])}, and is written to a tensor that is {_typed(before)}")
+                    raise _Failure(
+                        f"{node.name} of {op} is {_typed(values[node])}, and is written to a"
+                        f" tensor that is {_typed(before)}"
+                    )
 
     def own_code(self, cell: Cell, op: Operation, ports: Ports, nodes: Sequence[fx.Node]) -> Form:
-        """Per-rank code: it takes its operands' parts and nothing else, and gives what its user says."""
+        """Per-rank code: it takes its operands' parts and nothing else, and gives what its user
+        says.
+        """
         inside, offsets = set(nodes), self.offsets(cell)
         taking: dict[int, fx.Node] = {}
         for node in nodes:
-            if node.target in COLLECTIVES and any(u.target is not c10d.wait_tensor.default for u in node.users):
-                raise _Failure(f"{node.name} of {op} is read before it has arrived (no wait_tensor)")
+            if node.target in COLLECTIVES and any(
+                u.target is not c10d.wait_tensor.default for u in node.users
+            ):
+                raise _Failure(
+                    f"{node.name} of {op} is read before it has arrived (no wait_tensor)"
+                )
             if "takes" in node.meta and node.target is aten.contiguous.default:
                 taking[node.meta["takes"]] = node.args[0]  # type: ignore[assignment]
             elif other := [x for x in node.all_input_nodes if x not in inside and x not in offsets]:
@@ -352,7 +469,9 @@ class Checker:
             for at in node.meta.get("gives", ())[:1]:
                 spec, pending = ports.results[at]
                 index = self.cut_by_spec(op.results[at].shape, spec, cell)
-                self.made[cell, node] = holding(self.key(Ref(op.name, at)), index, frozenset((axis, "sum") for axis in pending))
+                self.made[cell, node] = holding(
+                    self.key(Ref(op.name, at)), index, frozenset((axis, "sum") for axis in pending)
+                )
         return Form(taking)
 
     def rows(self, cell: Cell, node: fx.Node, op: Operation, result: Held) -> Form:
@@ -361,12 +480,25 @@ class Checker:
         given: Any = node.args[0]
         held = self.held(cell, given)
         count = due.shape[0] if due.shape else 0
-        if isinstance(held, Row) or not held.shape or not count or not result.shape or not held.shape[0] or count % held.shape[0]:
+        if (
+            isinstance(held, Row)
+            or not held.shape
+            or not count
+            or not result.shape
+            or not held.shape[0]
+            or count % held.shape[0]
+        ):
             raise _Failure(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
         size = held.shape[0]
-        first = next((a for a in range(0, count, size) if is_same(held, slice_dim(due, 0, a, a + size))), None)
+        first = next(
+            (a for a in range(0, count, size) if is_same(held, slice_dim(due, 0, a, a + size))),
+            None,
+        )
         if first is None:
-            raise _Failure(f"operand 0 of {op}, {given.name}, holds other elements than any rows of what is due")
+            raise _Failure(
+                f"operand 0 of {op}, {given.name}, holds other elements than any rows of what is"
+                " due"
+            )
         rows, times = (first, first + size), result.shape[0]
         operands = {0: given}
         if node.target is aten.mm.default:
@@ -384,8 +516,11 @@ class Checker:
             self.rules[op.name] = _rule_of(op, self.operations)
         return self.rules[op.name]
 
-    def factors(self, op: Operation, rule: BoundRule, cell: Cell) -> tuple[dict[str, Index], dict[str, list[Cut]]]:
-        """Per factor the positions that each rank holds, as claimed, and the claims in numbers; the claims are checked against the rule.
+    def factors(
+        self, op: Operation, rule: BoundRule, cell: Cell
+    ) -> tuple[dict[str, Index], dict[str, list[Cut]]]:
+        """Per factor the positions that each rank holds, as claimed, and the claims in numbers; the
+        claims are checked against the rule.
 
         Where a cut begins is an array over the ranks, if it differs."""
         index = {f: self.whole(size) for f, size in rule.sizes.items()}
@@ -395,20 +530,32 @@ class Checker:
             if claim.axis in cut_axes:
                 raise _Failure(f"{op} is claimed to be cut twice over {claim.axis}")
             if claim.factor in rule.whole or claim.factor not in rule.sizes:
-                raise _Failure(f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps whole")
+                raise _Failure(
+                    f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps"
+                    " whole"
+                )
             cut_axes[claim.axis] = claim.factor
-            outer, extent, inner = (self.size(s, cell) for s in (claim.outer, claim.extent, claim.inner))
+            outer, extent, inner = (
+                self.size(s, cell) for s in (claim.outer, claim.extent, claim.inner)
+            )
             held = index[claim.factor]
             if outer * extent * inner != held.shape[-1]:
-                raise _Failure(f"{op} is claimed to be cut in {outer} x {extent} x {inner} of {held.shape[-1]}")
+                raise _Failure(
+                    f"{op} is claimed to be cut in {outer} x {extent} x {inner} of {held.shape[-1]}"
+                )
             start, length = self.chunk(extent, claim.axis, cell)
             index[claim.factor] = self.part(held, outer, extent, inner, start, length)
             cuts.setdefault(claim.factor, []).append(Cut(outer, extent, inner, start, length))  # type: ignore[arg-type]
         for axis, slots in op.partial.items():
             if axis in cut_axes:
-                raise _Failure(f"{op} is cut over {axis}, and its operands {slots} are pending over it")
+                raise _Failure(
+                    f"{op} is cut over {axis}, and its operands {slots} are pending over it"
+                )
             if tuple(sorted(slots)) not in {tuple(sorted(g)) for g in rule.linear}:
-                raise _Failure(f"{op} is not linear in its operands {slots} together, which are pending over {axis}")
+                raise _Failure(
+                    f"{op} is not linear in its operands {slots} together, which are pending over"
+                    f" {axis}"
+                )
         return index, cuts
 
     def whole(self, size: int) -> Index:
@@ -420,7 +567,9 @@ class Checker:
     def _wholes(self) -> dict[int, Index]:
         return {}
 
-    def part(self, held: Index, outer: int, extent: int, inner: int, start: Index, length: int) -> Index:
+    def part(
+        self, held: Index, outer: int, extent: int, inner: int, start: Index, length: int
+    ) -> Index:
         """The ranks' parts of what they hold; computed once for equal questions."""
         key = (id(held), outer, extent, inner, start.tobytes(), start.shape, length)
         if key not in self._parts:
@@ -444,10 +593,22 @@ class Checker:
         for claim in op.claims:
             if claim.factor not in held and (reduction := rule.pending[at].get(claim.factor)):
                 pending.add((claim.axis, reduction))
-        return holding(self.key(Ref(op.name, at)), [_of_dim(dim, index, rule.sizes) for dim in dims], frozenset(pending))
+        return holding(
+            self.key(Ref(op.name, at)),
+            [_of_dim(dim, index, rule.sizes) for dim in dims],
+            frozenset(pending),
+        )
 
-    def local_form(self, op: Operation, rule: BoundRule, index: Mapping[str, Index], cuts: Mapping[str, list[Cut]]):
-        """The rule's local form as a graph of its own: its results, which of its inputs is which operand, and where cuts begin."""
+    def local_form(
+        self,
+        op: Operation,
+        rule: BoundRule,
+        index: Mapping[str, Index],
+        cuts: Mapping[str, list[Cut]],
+    ):
+        """The rule's local form as a graph of its own: its results, which of its inputs is which
+        operand, and where cuts begin.
+        """
         graph = RankGraph()
         places: dict[fx.Node, int] = {}
         starts: dict[fx.Node, Index] = {}
@@ -469,7 +630,9 @@ class Checker:
         if isinstance(made, tuple):
             results = list(made)
         elif len(op.results) > 1 or _returns_tuple(op.target):
-            results = [graph.call_function(operator.getitem, (made, i)) for i in range(len(op.results))]
+            results = [
+                graph.call_function(operator.getitem, (made, i)) for i in range(len(op.results))
+            ]
         else:
             results = [made]
         return results, places, starts
@@ -485,14 +648,18 @@ class Checker:
     # What a tensor holds.
 
     def require(self, cell: Cell, at: Reader, due: Held, pending: Pending, what: str) -> None:
-        """Checks that the tensor read ``at`` a rank holds what is due, alone or summed with the ranks along the axes pending."""
+        """Checks that the tensor read ``at`` a rank holds what is due, alone or summed with the
+        ranks along the axes pending.
+        """
         node = at(cell)
         what = f"{what}, {node.name},"
         try:
             held = self.one(cell, node)
             missing = sorted(pending - held.pending)
             if extra := held.pending - pending:
-                raise Unsound(f"is a reduction still pending over {', '.join(sorted(a for a, _ in extra))}")
+                raise Unsound(
+                    f"is a reduction still pending over {', '.join(sorted(a for a, _ in extra))}"
+                )
             if missing:
                 held = self.summed(cell, at, [axis for axis, _ in missing])
         except (Unsound, KeyError) as e:
@@ -500,7 +667,10 @@ class Checker:
         if due.is_empty and held.shape == due.shape:
             return
         if held.value != due.value:
-            raise _Failure(f"{what} is {held.value.rsplit('.', 1)[0]!r}; due is {due.value.rsplit('.', 1)[0]!r}")
+            raise _Failure(
+                f"{what} is {held.value.rsplit('.', 1)[0]!r}; due is"
+                f" {due.value.rsplit('.', 1)[0]!r}"
+            )
         if held.shape != due.shape:
             raise _Failure(f"{what} is of shape {held.shape}; due is {due.shape}")
         if not is_same(held, due):
@@ -513,11 +683,17 @@ class Checker:
         return held
 
     def summed(self, cell: Cell, at: Reader, axes: Sequence[str]) -> Held:
-        """What the ranks along ``axes`` hold together: one of them alone or each a part, zeros elsewhere."""
+        """What the ranks along ``axes`` hold together: one of them alone or each a part, zeros
+        elsewhere.
+        """
         if not axes:
             return self.one(cell, at(cell))
         along = self.axes[axes[0]]
-        return added([Part(c.at[along.dim], self.summed(c, at, axes[1:])) for c in self.along(cell, along)], along, "sum")
+        return added(
+            [Part(c.at[along.dim], self.summed(c, at, axes[1:])) for c in self.along(cell, along)],
+            along,
+            "sum",
+        )
 
     def along(self, cell: Cell, along: Along) -> list[Cell]:
         """The cells that differ from one in their coordinates on one axis only."""
@@ -582,7 +758,9 @@ class Checker:
             if sum(sizes) != x.shape[dim]:
                 raise Unsound(f"{x.shape[dim]} are split into {sum(sizes)}")
             ends = np.cumsum(sizes).tolist()
-            self._split[cell, node] = [sliced(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
+            self._split[cell, node] = [
+                sliced(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)
+            ]
         return self._split[cell, node]
 
     @cached_property
@@ -592,19 +770,29 @@ class Checker:
     def received(self, cell: Cell, node: fx.Node) -> Held | Row:
         axes = self.certificate.groups.get(node.args[-1])  # type: ignore[arg-type]
         if axes is None:
-            raise Unsound(f"its collective runs over {node.args[-1]!r}, which is no axis of the mesh")
+            raise Unsound(
+                f"its collective runs over {node.args[-1]!r}, which is no axis of the mesh"
+            )
         at = self.position[node]
 
         def issued(there: Cell) -> fx.Node:
             found = self.collectives[there.graph]
-            if at >= len(found) or self.call(found[at]) != self.call(node) or found[at].args[1:-1] != node.args[1:-1]:
-                raise Unsound(f"collective {at + 1}{self.where(next(there.coordinates()))} is another one")
+            if (
+                at >= len(found)
+                or self.call(found[at]) != self.call(node)
+                or found[at].args[1:-1] != node.args[1:-1]
+            ):
+                raise Unsound(
+                    f"collective {at + 1}{self.where(next(there.coordinates()))} is another one"
+                )
             return found[at]
 
         def sent(there: Cell) -> Held | Row:
             return self.held(there, issued(there).args[0])  # type: ignore[arg-type]
 
-        return COLLECTIVES[node.target](Issued(cell, sent, self.along, [self.axes[a] for a in axes]), *node.args[1:-1])
+        return COLLECTIVES[node.target](
+            Issued(cell, sent, self.along, [self.axes[a] for a in axes]), *node.args[1:-1]
+        )
 
     # Where parts begin.
 
@@ -636,7 +824,10 @@ class Checker:
                 sizes = [len(index) // packs] * packs if isinstance(packs, int) else packs
                 ends = np.cumsum(sizes).tolist()
                 index = np.concatenate(
-                    [self.units(index[end - s : end], axis, unit, coordinate) for s, end in zip(sizes, ends, strict=True)]
+                    [
+                        self.units(index[end - s : end], axis, unit, coordinate)
+                        for s, end in zip(sizes, ends, strict=True)
+                    ]
                 )
             rows.append(index)
         if len({len(r) for r in rows}) > 1:
@@ -644,7 +835,9 @@ class Checker:
         return np.stack(rows).reshape(*map(len, ranges), -1)
 
     def units(self, index: Index, axis: str, unit: int, coordinate: Coordinate) -> Index:
-        """A rank's share of whole units; neighbours share one where the ranks are a multiple of the units."""
+        """A rank's share of whole units; neighbours share one where the ranks are a multiple of
+        the units.
+        """
         count, n = -(-len(index) // unit), self.axes[axis].n
         if unit > 1 and 0 < count < n and n % count == 0:
             start, length = coordinate[self.axes[axis].dim] // (n // count), 1
@@ -653,7 +846,9 @@ class Checker:
         return index[start * unit : (start + length) * unit]
 
     def chunk_at(self, size: int, axis: str, coordinate: Coordinate) -> tuple[int, int]:
-        """Start and length of a rank's chunk, as ``torch.chunk`` cuts: of one length, the last ones shorter or empty."""
+        """Start and length of a rank's chunk, as ``torch.chunk`` cuts: of one length, the last
+        ones shorter or empty.
+        """
         length = math.ceil(size / self.axes[axis].n)
         start = min(coordinate[self.axes[axis].dim] * length, size)
         return start, min(length, size - start)
@@ -665,7 +860,9 @@ class Checker:
             along = self.axes[axis]
             found = [self.chunk_at(size, axis, (0,) * along.dim + (i,)) for i in cell.at[along.dim]]
             if len({length for _, length in found}) > 1:
-                raise _Failure(f"ranks with one program hold chunks of different sizes of {size} over {axis}")
+                raise _Failure(
+                    f"ranks with one program hold chunks of different sizes of {size} over {axis}"
+                )
             shape = [len(found) if dim == along.dim else 1 for dim in range(len(self.axes))]
             self._chunks[key] = np.array([start for start, _ in found]).reshape(shape), found[0][1]
         return self._chunks[key]
@@ -678,13 +875,18 @@ class Checker:
         if isinstance(size, int):
             return size
         const, chunks = size
-        return const * math.prod(self.chunk(self.size(whole, cell), axis, cell)[1] for whole, axis, _ in chunks)
+        return const * math.prod(
+            self.chunk(self.size(whole, cell), axis, cell)[1] for whole, axis, _ in chunks
+        )
 
     def size_at(self, size: Any, coordinate: Coordinate) -> int:
         if isinstance(size, int):
             return size
         const, chunks = size
-        return const * math.prod(self.chunk_at(self.size_at(whole, coordinate), axis, coordinate)[1] for whole, axis, _ in chunks)
+        return const * math.prod(
+            self.chunk_at(self.size_at(whole, coordinate), axis, coordinate)[1]
+            for whole, axis, _ in chunks
+        )
 
 
 def _typed(x: torch.Tensor) -> str:
@@ -716,17 +918,40 @@ def _rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
     def meta(ref: Ref) -> Meta:
         return operations[ref.name].results[ref.index]
 
-    call = Call(op.target, replaced(tuple(op.args), Ref, meta), replaced(dict(op.kwargs), Ref, meta), op.results)
+    call = Call(
+        op.target,
+        replaced(tuple(op.args), Ref, meta),
+        replaced(dict(op.kwargs), Ref, meta),
+        op.results,
+    )
     found = lookup(call)
     if found is not None:
         return found
     if op.found:
-        return bind(Rule(parse(op.found), op.linear), [m.shape for m in call.operands], [m.shape for m in op.results], str(op.target))
+        return bind(
+            Rule(parse(op.found), op.linear),
+            [m.shape for m in call.operands],
+            [m.shape for m in op.results],
+            str(op.target),
+        )
     names = iter(range(10**6))
     dims = [tuple((f"whole{next(names)}",) for _ in m.shape) for m in (*call.operands, *op.results)]
-    sizes = {f: int(s) for ds, m in zip(dims, (*call.operands, *op.results), strict=True) for (f,), s in zip(ds, m.shape, strict=True)}
+    sizes = {
+        f: int(s)
+        for ds, m in zip(dims, (*call.operands, *op.results), strict=True)
+        for (f,), s in zip(ds, m.shape, strict=True)
+    }
     n = len(call.operands)
-    return BoundRule(tuple(dims[:n]), tuple(dims[n:]), frozenset(sizes), ({},) * len(op.results), (), sizes, None, False)
+    return BoundRule(
+        tuple(dims[:n]),
+        tuple(dims[n:]),
+        frozenset(sizes),
+        ({},) * len(op.results),
+        (),
+        sizes,
+        None,
+        False,
+    )
 
 
 def _returns_tuple(target: Any) -> bool:

@@ -9,7 +9,17 @@ from typing import Any
 import torch
 
 from ftp.certification.certificate import Coordinate
-from ftp.certification.element_map import Along, Held, Part, Unsound, added, concatenated, dealt, exchanged, reshape
+from ftp.certification.element_map import (
+    Along,
+    Held,
+    Part,
+    Unsound,
+    added,
+    concatenated,
+    dealt,
+    exchanged,
+    reshape,
+)
 from ftp.certification.packed_values import Row
 
 c10d = torch.ops._c10d_functional
@@ -17,7 +27,9 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """Ranks that are checked together: all whose coordinates on each axis are among ``at``. They run one program, on parts of one shape."""
+    """Ranks that are checked together: all whose coordinates on each axis are among ``at``. They
+    run one program, on parts of one shape.
+    """
 
     graph: int
     at: tuple[tuple[int, ...], ...]
@@ -52,26 +64,43 @@ class Issued:
             if isinstance(held, Row):
                 raise Unsound(f"{len(held.parts)} values in a row are moved with one")
             return held
-        if not isinstance(held, Row) or not isinstance(mine, Row) or (held.dim, held.shape) != (mine.dim, mine.shape):
+        if (
+            not isinstance(held, Row)
+            or not isinstance(mine, Row)
+            or (held.dim, held.shape) != (mine.dim, mine.shape)
+        ):
             raise Unsound("ranks bring different rows of values")
         if [p.shape for p in held.parts] != [p.shape for p in mine.parts]:
             raise Unsound("ranks bring different rows of values")
         return held.parts[part]
 
-    def over(self, cell: Cell, axes: Sequence[Along], step: Callable[[Sequence[Part], Along], Held], leaf: Callable[[Cell], Held]) -> Held:
+    def over(
+        self,
+        cell: Cell,
+        axes: Sequence[Along],
+        step: Callable[[Sequence[Part], Along], Held],
+        leaf: Callable[[Cell], Held],
+    ) -> Held:
         """A step over one axis after the other, the first of ``axes`` last."""
         if not axes:
             return leaf(cell)
         along = axes[0]
         peers = self.along(cell, along)
-        return step([Part(c.at[along.dim], self.over(c, axes[1:], step, leaf)) for c in peers], along)
+        return step(
+            [Part(c.at[along.dim], self.over(c, axes[1:], step, leaf)) for c in peers], along
+        )
 
     def row(self) -> Row | None:
         mine = self.sent(self.cell)
         return mine if isinstance(mine, Row) else None
 
     def reduced(self, op: str, part: int | None) -> Held:
-        return self.over(self.cell, self.axes, lambda parts, along: added(parts, along, op), lambda cell: self.brought(cell, part))
+        return self.over(
+            self.cell,
+            self.axes,
+            lambda parts, along: added(parts, along, op),
+            lambda cell: self.brought(cell, part),
+        )
 
     def gathered(self, part: int | None) -> Held:
         return self.over(self.cell, self.axes, concatenated, lambda cell: self.brought(cell, part))
@@ -87,29 +116,49 @@ class Issued:
 
 def _all_reduce(issued: Issued, op: str) -> Held | Row:
     found = issued.row()
-    return issued.reduced(op, None) if found is None else found.reduced(lambda i: issued.reduced(op, i))
+    return (
+        issued.reduced(op, None)
+        if found is None
+        else found.reduced(lambda i: issued.reduced(op, i))
+    )
 
 
 def _all_gather(issued: Issued, n: int) -> Held | Row:
     if n != issued.n:
-        raise Unsound(f"{n} parts are gathered over {' × '.join(a.name for a in issued.axes)} of size {issued.n}")
+        raise Unsound(
+            f"{n} parts are gathered over {' × '.join(a.name for a in issued.axes)} of size"
+            f" {issued.n}"
+        )
     found = issued.row()
     return issued.gathered(None) if found is None else found.gathered(n, issued.gathered)
 
 
 def _reduce_scatter(issued: Issued, op: str, n: int) -> Held | Row:
     if n != issued.n:
-        raise Unsound(f"{n} parts are scattered over {' × '.join(a.name for a in issued.axes)} of size {issued.n}")
+        raise Unsound(
+            f"{n} parts are scattered over {' × '.join(a.name for a in issued.axes)} of size"
+            f" {issued.n}"
+        )
     found = issued.row()
-    return issued.scattered(op, None) if found is None else found.scattered(n, lambda i: issued.scattered(op, i))
+    return (
+        issued.scattered(op, None)
+        if found is None
+        else found.scattered(n, lambda i: issued.scattered(op, i))
+    )
 
 
 def _all_to_all(issued: Issued, received: Sequence[int], sent: Sequence[int]) -> Held:
     if issued.row() is not None or len(issued.axes) != 1:
         raise Unsound("several values, or those of several axes, are dealt out")
     (along,) = issued.axes
-    parts = [Part(c.at[along.dim], issued.brought(c, None)) for c in issued.along(issued.cell, along)]
-    if len({*received, *sent}) > 1 or len(sent) != along.n or any(p.held.shape[:1] != (along.n * sent[0],) for p in parts):
+    parts = [
+        Part(c.at[along.dim], issued.brought(c, None)) for c in issued.along(issued.cell, along)
+    ]
+    if (
+        len({*received, *sent}) > 1
+        or len(sent) != along.n
+        or any(p.held.shape[:1] != (along.n * sent[0],) for p in parts)
+    ):
         raise Unsound("ranks deal out unequal parts")
     return exchanged(parts, along, issued.cell.at[along.dim])
 

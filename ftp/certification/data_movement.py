@@ -6,7 +6,15 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.certification.element_map import Held, Unsound, pad_dim, permute, reshape, slice_dim, zeros_like
+from ftp.certification.element_map import (
+    Held,
+    Unsound,
+    pad_dim,
+    permute,
+    reshape,
+    slice_dim,
+    zeros_like,
+)
 from ftp.certification.packed_values import Row, row
 
 aten = torch.ops.aten
@@ -32,16 +40,25 @@ def constant(target: Any, args: Sequence[Any], dtype: torch.dtype) -> str:
 def filled(node: fx.Node) -> Held:
     """A number that a fill gives."""
     dtype = node.kwargs.get("dtype")
-    if node.target is not aten.new_full.default or node.args[1] or not isinstance(dtype, torch.dtype):
+    if (
+        node.target is not aten.new_full.default
+        or node.args[1]
+        or not isinstance(dtype, torch.dtype)
+    ):
         raise Unsound(f"{node.target} belongs to no op of the program, and moves nothing")
     return Held(constant(node.target, node.args, dtype), (), (), ())
 
 
-def sliced(x: Held | Row, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1) -> Held | Row:
+def sliced(
+    x: Held | Row, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
+) -> Held | Row:
     if step != 1:
         raise Unsound(f"it is sliced in steps of {step}")
     size = x.shape[dim]
-    first, last = (v + size if isinstance(v, int) and v < 0 else v for v in (0 if start is None else start, size if stop is None else stop))
+    first, last = (
+        v + size if isinstance(v, int) and v < 0 else v
+        for v in (0 if start is None else start, size if stop is None else stop)
+    )
     if isinstance(x, Row):
         return x.sliced(dim % len(x.shape), first, last)
     return slice_dim(x, dim % len(x.shape), first, last)

@@ -1,9 +1,12 @@
-"""What a tensor holds of a value, element by element, on all ranks that run one program, and what moving it does to that.
+"""What a tensor holds of a value, element by element, on all ranks that run one program, and what
+moving it does to that.
 
-A tensor is seen as *atoms*: its dims, taken apart where a reshape took them apart. For each dim of the value there is an array with the
-position along that dim that each element has, or -1 where the element is a zero that stands for nothing. The array has a dim for each
-mesh axis, which says how the positions differ from rank to rank, and then one for each atom; it is as long as it needs to be, or one. So a
-move is followed exactly, for every rank at once, whatever steps it is made of; nothing is known here of layouts.
+A tensor is seen as *atoms*: its dims, taken apart where a reshape took them apart. For each dim of
+the value there is an array with the position along that dim that each element has, or -1 where the
+element is a zero that stands for nothing. The array has a dim for each mesh axis, which says how
+the positions differ from rank to rank, and then one for each atom; it is as long as it needs to be,
+or one. So a move is followed exactly, for every rank at once, whatever steps it is made of; nothing
+is known here of layouts.
 """
 
 import math
@@ -77,13 +80,17 @@ class Along:
 
 
 def holding(value: str, index: Sequence[Index], pending: Pending = frozenset()) -> Held:
-    """A tensor with ``index[d]`` of each dim of ``value``; the last dim of each array is along the tensor's.
+    """A tensor with ``index[d]`` of each dim of ``value``; the last dim of each array is along the
+    tensor's.
 
     >>> holding("x", [np.arange(2), np.arange(3, 6)]).shape
     (2, 3)
     """
     n = len(index)
-    shaped = tuple(a.reshape([*a.shape[:-1], *(a.shape[-1] if i == d else 1 for i in range(n))]) for d, a in enumerate(index))
+    shaped = tuple(
+        a.reshape([*a.shape[:-1], *(a.shape[-1] if i == d else 1 for i in range(n))])
+        for d, a in enumerate(index)
+    )
     return Held(value, tuple(a.shape[-1] for a in index), (1,) * n, shaped, pending)
 
 
@@ -191,7 +198,10 @@ def number(at: Where) -> int | None:
 
 def slice_dim(x: Held, dim: int, start: Where, stop: Where) -> Held:
     size = x.shape[dim]
-    first, length = number(_clipped(start, size)), number(np.maximum(_clipped(stop, size) - _clipped(start, size), 0))
+    first, length = (
+        number(_clipped(start, size)),
+        number(np.maximum(_clipped(stop, size) - _clipped(start, size), 0)),
+    )
     if length is None:
         raise Unsound("ranks with one program slice parts of different sizes")
     if (first, length) == (0, size):
@@ -203,7 +213,10 @@ def slice_dim(x: Held, dim: int, start: Where, stop: Where) -> Held:
         index = tuple(i[taken] if i.shape[lead + at] != 1 else i for i in x.index)
     else:
         places = _along(_clipped(start, size), length, lead, at, len(x.atoms))
-        index = tuple(np.take_along_axis(i, places, lead + at) if i.shape[lead + at] != 1 else i for i in x.index)
+        index = tuple(
+            np.take_along_axis(i, places, lead + at) if i.shape[lead + at] != 1 else i
+            for i in x.index
+        )
     return replace(x, atoms=(*x.atoms[:at], length, *x.atoms[at + 1 :]), index=index)
 
 
@@ -236,7 +249,9 @@ def pad_dim(x: Held, dim: int, before: Where, after: Where) -> Held:
     for d in along:
         full = _widened(index[d], x.lead + at, size)
         if first is not None:
-            margin = [(first, more - first) if a == x.lead + at else (0, 0) for a in range(full.ndim)]
+            margin = [
+                (first, more - first) if a == x.lead + at else (0, 0) for a in range(full.ndim)
+            ]
             index[d] = np.pad(full, margin, constant_values=-1)
         else:
             places = _along(-np.asarray(before), more + size, x.lead, at, len(atoms))
@@ -246,7 +261,11 @@ def pad_dim(x: Held, dim: int, before: Where, after: Where) -> Held:
 
 
 def _widened(index: Index, dim: int, size: int) -> Index:
-    return index if index.shape[dim] == size else np.broadcast_to(index, (*index.shape[:dim], size, *index.shape[dim + 1 :]))
+    return (
+        index
+        if index.shape[dim] == size
+        else np.broadcast_to(index, (*index.shape[:dim], size, *index.shape[dim + 1 :]))
+    )
 
 
 def _shape(atoms: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
@@ -262,11 +281,17 @@ def joined(parts: Sequence[Held], dim: int) -> Held:
         raise Unsound("parts of different values are joined")
     parts = [dims_as_atoms(p) for p in parts]
     first, sizes = parts[0], [p.atoms[dim] for p in parts]
-    return replace(first, atoms=(*first.atoms[:dim], sum(sizes), *first.atoms[dim + 1 :]), index=_in_a_row(parts, first.lead + dim, sizes))
+    return replace(
+        first,
+        atoms=(*first.atoms[:dim], sum(sizes), *first.atoms[dim + 1 :]),
+        index=_in_a_row(parts, first.lead + dim, sizes),
+    )
 
 
 def _in_a_row(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tuple[Index, ...]:
-    """Per dim of the value the parts' arrays one behind the other along ``dim``; one for all where they are the same."""
+    """Per dim of the value the parts' arrays one behind the other along ``dim``; one for all
+    where they are the same.
+    """
     index = []
     for arrays in zip(*(p.index for p in parts), strict=True):
         if all(a.shape[dim] == 1 and _equal(a, arrays[0]) for a in arrays):
@@ -274,7 +299,12 @@ def _in_a_row(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tuple[In
             continue
         wide = [_widened(a, dim, size) for a, size in zip(arrays, sizes, strict=True)]
         most = [max(a.shape[k] for a in wide) for k in range(wide[0].ndim)]
-        index.append(np.concatenate([np.broadcast_to(a, (*most[:dim], a.shape[dim], *most[dim + 1 :])) for a in wide], axis=dim))
+        index.append(
+            np.concatenate(
+                [np.broadcast_to(a, (*most[:dim], a.shape[dim], *most[dim + 1 :])) for a in wide],
+                axis=dim,
+            )
+        )
     return tuple(index)
 
 
@@ -327,10 +357,14 @@ def concatenated(parts: Sequence[Part], along: Along) -> Held:
 
 
 def added(parts: Sequence[Part], along: Along, op: str) -> Held:
-    """What a reduction over an axis of these tensors holds: pending sums are done, and parts among zeros are put together."""
+    """What a reduction over an axis of these tensors holds: pending sums are done, and parts
+    among zeros are put together.
+    """
     first, axis = parts[0].held, along.name
     if any(p.held.shape != first.shape or p.held.value != first.value for p in parts):
-        raise Unsound(f"ranks bring tensors of shapes {[p.held.shape for p in parts]} to one reduction")
+        raise Unsound(
+            f"ranks bring tensors of shapes {[p.held.shape for p in parts]} to one reduction"
+        )
     if first.is_empty:
         return replace(first, pending=first.pending - {(axis, op)})
     if (axis, op) in first.pending:
@@ -338,7 +372,10 @@ def added(parts: Sequence[Part], along: Along, op: str) -> Held:
             raise Unsound("ranks bring different parts to one reduction")
         return replace(_first(first, along.dim), pending=first.pending - {(axis, op)})
     if any(a == axis for p in parts for a, _ in p.held.pending):
-        raise Unsound(f"the reduction that is pending over {axis} is {dict(first.pending).get(axis, 'another')}, not {op}")
+        raise Unsound(
+            f"the reduction that is pending over {axis} is"
+            f" {dict(first.pending).get(axis, 'another')}, not {op}"
+        )
     if op in ("max", "min"):
         if any(p.held.is_zero for p in parts) or not _is_common(parts, along):
             raise Unsound(f"a {op} is taken over {axis} of different parts")
@@ -364,13 +401,17 @@ def added(parts: Sequence[Part], along: Along, op: str) -> Held:
 
 
 def dealt(x: Held, along: Along, at: Sequence[int]) -> Held:
-    """Of ``x``, the same on all ranks along an axis, the part that each of those at ``at`` gets of ``n`` along dim 0."""
+    """Of ``x``, the same on all ranks along an axis, the part that each of those at ``at`` gets
+    of ``n`` along dim 0.
+    """
     x = _in_parts(x, along.n)
     if x.is_zero or x.is_empty:
         return zeros_like(x, x.shape[1:])
     dim = along.dim
     index = tuple(_swapped(i, dim, x.lead, at) for i in x.index)
-    return replace(x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.squeeze(x.lead) for i in index))
+    return replace(
+        x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.squeeze(x.lead) for i in index)
+    )
 
 
 def exchanged(parts: Sequence[Part], along: Along, at: Sequence[int]) -> Held:
@@ -398,7 +439,9 @@ def _in_parts(x: Held, n: int) -> Held:
 
 
 def _swapped(index: Index, dim: int, atom: int, at: Sequence[int]) -> Index:
-    """The index with the first atom in the place of a mesh axis, of which the ranks at ``at`` are taken."""
+    """The index with the first atom in the place of a mesh axis, of which the ranks at ``at``
+    are taken.
+    """
     index = index.swapaxes(dim, atom)
     return index if index.shape[dim] == 1 else index.take(list(at), dim)
 
@@ -425,13 +468,20 @@ def _inserted(x: Held, at: int, dim: int) -> Held:
 
 
 def _without(x: Held, at: int) -> Held:
-    return replace(x, atoms=(*x.atoms[:at], *x.atoms[at + 1 :]), index=tuple(i.squeeze(x.lead + at) for i in x.index))
+    return replace(
+        x,
+        atoms=(*x.atoms[:at], *x.atoms[at + 1 :]),
+        index=tuple(i.squeeze(x.lead + at) for i in x.index),
+    )
 
 
 def _split(x: Held, at: int, major: int) -> Held:
     minor = x.atoms[at] // major
     k = x.lead + at
-    index = tuple(i.reshape(*i.shape[:k], *((1, 1) if i.shape[k] == 1 else (major, minor)), *i.shape[k + 1 :]) for i in x.index)
+    index = tuple(
+        i.reshape(*i.shape[:k], *((1, 1) if i.shape[k] == 1 else (major, minor)), *i.shape[k + 1 :])
+        for i in x.index
+    )
     return replace(x, atoms=(*x.atoms[:at], major, minor, *x.atoms[at + 1 :]), index=index)
 
 

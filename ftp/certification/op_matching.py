@@ -11,7 +11,11 @@ from torch import fx
 from ftp.certification.element_map import Index, number
 
 aten = torch.ops.aten
-COPIES = (aten.alias.default, aten.clone.default, aten.detach.default)  # ops whose value is their operand
+COPIES = (
+    aten.alias.default,
+    aten.clone.default,
+    aten.detach.default,
+)  # ops whose value is their operand
 
 
 @dataclass(frozen=True)
@@ -26,8 +30,12 @@ class Matcher:
     offsets: Mapping[fx.Node, Index]
     starts: Mapping[fx.Node, Index]
 
-    def is_same(self, expected: Any, actual: Any, bound: dict[fx.Node, fx.Node], seen: dict[Any, bool]) -> bool:
-        """Whether a node computes what the expected one does; operands that it reads are noted in ``bound``."""
+    def is_same(
+        self, expected: Any, actual: Any, bound: dict[fx.Node, fx.Node], seen: dict[Any, bool]
+    ) -> bool:
+        """Whether a node computes what the expected one does; operands that it reads are noted
+        in ``bound``.
+        """
         if isinstance(expected, fx.Node):
             if expected in self.starts:
                 return self.is_start(self.starts[expected], actual)
@@ -49,12 +57,18 @@ class Matcher:
                 )
             return seen[key]
         if isinstance(actual, fx.Node):
-            return actual in self.offsets and isinstance(expected, int) and number(self.offsets[actual]) == expected
+            return (
+                actual in self.offsets
+                and isinstance(expected, int)
+                and number(self.offsets[actual]) == expected
+            )
         if isinstance(expected, list | tuple):
             return (
                 isinstance(actual, list | tuple)
                 and len(expected) == len(actual)
-                and all(self.is_same(e, a, bound, seen) for e, a in zip(expected, actual, strict=True))
+                and all(
+                    self.is_same(e, a, bound, seen) for e, a in zip(expected, actual, strict=True)
+                )
             )
         if isinstance(expected, dict):
             return (

@@ -1,10 +1,21 @@
-"""Several values in one tensor, one behind the other, as a collective that does the work of several moves them."""
+"""Several values in one tensor, one behind the other, as a collective that does the work of
+several moves them.
+"""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ftp.certification.element_map import Held, Unsound, Where, joined, number, reshape, resolved, slice_dim
+from ftp.certification.element_map import (
+    Held,
+    Unsound,
+    Where,
+    joined,
+    number,
+    reshape,
+    resolved,
+    slice_dim,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -19,11 +30,18 @@ class Row:
     def natural(self) -> tuple[int, ...]:
         """The shape before it was flattened."""
         first = self.parts[0].shape
-        return (*first[: self.dim], sum(p.shape[self.dim] for p in self.parts), *first[self.dim + 1 :])
+        return (
+            *first[: self.dim],
+            sum(p.shape[self.dim] for p in self.parts),
+            *first[self.dim + 1 :],
+        )
 
     def require_natural(self) -> None:
         if self.shape != self.natural:
-            raise Unsound(f"several values in a row of shape {self.natural} are taken apart as one of shape {self.shape}")
+            raise Unsound(
+                f"several values in a row of shape {self.natural} are taken apart as one of shape"
+                f" {self.shape}"
+            )
 
     def reshaped(self, shape: Sequence[int]) -> "Row":
         return replace(self, shape=tuple(resolved(shape, math.prod(self.shape))))
@@ -64,7 +82,13 @@ class Row:
 
 def row(parts: Sequence[Held], dim: int) -> "Held | Row":
     """Parts along a dim: a part of one value if they are of one, otherwise a row."""
-    if all(p.value == parts[0].value and p.pending == parts[0].pending and not p.is_zero for p in parts) or len(parts) == 1:
+    if (
+        all(
+            p.value == parts[0].value and p.pending == parts[0].pending and not p.is_zero
+            for p in parts
+        )
+        or len(parts) == 1
+    ):
         return joined(parts, dim)
     shapes = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in parts]
     if any(not p.groups for p in parts) or any(s != shapes[0] for s in shapes):

@@ -1,7 +1,9 @@
-"""A graph that writes to memory, as the pure one that computes the same: each read gives what the memory holds then.
+"""A graph that writes to memory, as the pure one that computes the same: each read gives what the
+memory holds then.
 
-Nothing is taken from the passes that made the writes. Which results share memory is read from the ops' schemas; what cannot be told is
-refused, as is a write to what a collective still sends, and one to an input that the caller has not given up.
+Nothing is taken from the passes that made the writes. Which results share memory is read from the
+ops' schemas; what cannot be told is refused, as is a write to what a collective still sends, and
+one to an input that the caller has not given up.
 """
 
 import operator
@@ -21,7 +23,14 @@ aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
 WAIT = c10d.wait_tensor.default
 COPIES = (aten.alias.default, aten.detach.default)  # the same elements in the same memory
-_NUMBERS = (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod, operator.neg)  # as of the offsets of random draws
+_NUMBERS = (
+    operator.add,
+    operator.sub,
+    operator.mul,
+    operator.floordiv,
+    operator.mod,
+    operator.neg,
+)  # as of the offsets of random draws
 _BY_KERNEL = {update.kernel: (op, update) for op, update in UPDATES.items()}
 
 
@@ -32,7 +41,8 @@ def without_writes(graph: fx.Graph, donated: Collection[int]) -> fx.Graph:
         donated: positions of the inputs whose memory may be written to.
 
     Raises:
-        Unsound: a read of memory that was overwritten in part, and a write that others could notice.
+        Unsound: a read of memory that was overwritten in part, and a write that others could
+            notice.
     """
     return _Purified(graph, donated).run()
 
@@ -97,9 +107,13 @@ class _Purified:
         if memory.owner.op == "placeholder" and memory.owner not in self.free:
             raise Unsound(f"{by.name} writes to {memory.owner.name}, an input that is not donated")
         if part is not self.part[memory.owner]:  # it may be expanded, or lie apart after all
-            raise Unsound(f"{by.name} writes to {node.name}, which is a part or a view of {memory.owner.name}")
+            raise Unsound(
+                f"{by.name} writes to {node.name}, which is a part or a view of {memory.owner.name}"
+            )
         if memory.senders:
-            raise Unsound(f"{by.name} writes to {node.name}, which {memory.senders[0].name} still sends")
+            raise Unsound(
+                f"{by.name} writes to {node.name}, which {memory.senders[0].name} still sends"
+            )
         self.read(node)
         memory.writes.append((self.born[by], by))
         self.content[part] = value
@@ -114,16 +128,25 @@ class _Purified:
         else:
             self.env[node] = self.new.node_copy(node, self.read)
         bases = _bases(node)
-        if node.target is operator.getitem and not bases:  # of what an op gives in one tuple, each in memory of its own
+        if (
+            node.target is operator.getitem and not bases
+        ):  # of what an op gives in one tuple, each in memory of its own
             bases = [self.items.setdefault((node.args[0], node.args[1]), node)]  # type: ignore[index]
             bases = [] if bases[0] is node else bases
         if len({id(self.memory[b]) for b in bases}) > 1:
             raise Unsound(f"{node.name} = {node.target} may lie in the memory of several operands")
         if bases:
-            self.lies_in(node, bases[0], node.target in (*COPIES, WAIT) or (node.target is operator.getitem and not _bases(node)))
+            self.lies_in(
+                node,
+                bases[0],
+                node.target in (*COPIES, WAIT)
+                or (node.target is operator.getitem and not _bases(node)),
+            )
         else:
             self.memory[node], self.part[node] = _Memory(node), node
-        if _is_collective(node) and node.target is not c10d.all_reduce.default:  # which works on a copy
+        if (
+            _is_collective(node) and node.target is not c10d.all_reduce.default
+        ):  # which works on a copy
             self.memory[node.args[0]].senders.append(node)  # type: ignore[index]
         elif node.target is WAIT and _is_collective(node.args[0]):
             senders = self.memory[node.args[0].args[0]].senders  # type: ignore[union-attr,index]
@@ -138,7 +161,10 @@ class _Purified:
         made = self.new.call_function(pure, *map_arg((node.args, dict(node.kwargs)), self.read))  # type: ignore[arg-type]
         made.meta = {**node.meta, "in_place": True}
         first: Any = node.args[0]
-        if any(self.memory[x] is self.memory[first] and self.part[x] is not self.part[first] for x in node.all_input_nodes):
+        if any(
+            self.memory[x] is self.memory[first] and self.part[x] is not self.part[first]
+            for x in node.all_input_nodes
+        ):
             raise Unsound(f"{node.name} writes to memory of which it reads another part")
         self.write(first, made, node)
         self.env[node] = made
@@ -157,7 +183,9 @@ class _Purified:
     def update(self, node: fx.Node) -> None:
         """An optimizer's kernel for lists, as the update of each parameter."""
         op, kind = _BY_KERNEL[node.target]
-        rows: list[list[Any]] = [list(row) for row in zip(*(column for column in node.args if column), strict=True)]  # type: ignore[arg-type]
+        rows: list[list[Any]] = [
+            list(row) for row in zip(*(column for column in node.args if column), strict=True)
+        ]  # type: ignore[arg-type]
         wrote = [self.memory[x] for row in rows for i, x in enumerate(row) if i != 1]
         sent = [self.memory[row[1]] for row in rows]
         if len({*map(id, wrote)}) < len(wrote) or {*map(id, wrote)} & {*map(id, sent)}:
@@ -187,7 +215,11 @@ def _is_mutable(node: fx.Node) -> bool:
 
 def _is_collective(node: Any) -> bool:
     target: Any = node.target
-    return isinstance(target, torch._ops.OpOverload) and target.namespace == "_c10d_functional" and target is not WAIT
+    return (
+        isinstance(target, torch._ops.OpOverload)
+        and target.namespace == "_c10d_functional"
+        and target is not WAIT
+    )
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
@@ -217,8 +249,14 @@ def _pure_form(target: Any) -> Any:
     name = target._schema.name.split("::")[1]
     writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
     packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)
-    if writes != [True] + [False] * (len(writes) - 1) or packet is None or target._overloadname not in packet.overloads():
+    if (
+        writes != [True] + [False] * (len(writes) - 1)
+        or packet is None
+        or target._overloadname not in packet.overloads()
+    ):
         return None
     found = getattr(packet, target._overloadname)
-    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [(a.name, str(a.type)) for a in target._schema.arguments]
+    same = [(a.name, str(a.type)) for a in found._schema.arguments] == [
+        (a.name, str(a.type)) for a in target._schema.arguments
+    ]
     return found if same and torch.Tag.pointwise in found.tags else None

@@ -1,4 +1,6 @@
-"""Whether two single-device programs compute the same, by value numbering: equal ops on equal operands are one class."""
+"""Whether two single-device programs compute the same, by value numbering: equal ops on equal
+operands are one class.
+"""
 
 import operator
 from typing import Any
@@ -18,7 +20,8 @@ aten = torch.ops.aten
 
 
 def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
-    """Checks that the certificate's program is the traced one, up to merged common subexpressions and decompositions.
+    """Checks that the certificate's program is the traced one, up to merged common subexpressions
+    and decompositions.
 
     Raises:
         CertificateError: naming the outputs that are computed otherwise.
@@ -26,7 +29,11 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
     numbers = _Numbers()
     for op in certificate.operations:
         for index in range(len(op.results)):
-            key = ("input", op.name) if op.target is None else numbers.key(op.target, op.args, op.kwargs, index)
+            key = (
+                ("input", op.name)
+                if op.target is None
+                else numbers.key(op.target, op.args, op.kwargs, index)
+            )
             numbers.of[Ref(op.name, index)] = numbers.classes.setdefault(key, len(numbers.classes))
     inputs = iter([o for o in certificate.operations if o.target is None])
     for node in gm.graph.nodes:
@@ -43,7 +50,9 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
 
 
 class _Numbers:
-    """Value numbering: equal ops on equal operands are one class, and an op is what it decomposes to."""
+    """Value numbering: equal ops on equal operands are one class, and an op is what it
+    decomposes to.
+    """
 
     def __init__(self):
         self.classes: dict[Any, Any] = {}
@@ -52,7 +61,12 @@ class _Numbers:
         self._live: dict[fx.Graph, set[fx.Node]] = {}
 
     def key(self, target: Any, args: Any, kwargs: Any, index: int) -> Any:
-        return (target, repr(self.numbered(tuple(args))), repr(sorted(self.numbered(dict(kwargs)).items())), index)
+        return (
+            target,
+            repr(self.numbered(tuple(args))),
+            repr(sorted(self.numbered(dict(kwargs)).items())),
+            index,
+        )
 
     def numbered(self, tree: Any) -> Any:
         if isinstance(tree, fx.Node | Ref):
@@ -100,13 +114,22 @@ class _Numbers:
         every = range(len(node.meta["val"]))
         kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
         if self.key(LOCAL, node.args, {}, 0) not in self.classes:
-            kept = sorted({n.args[1] for n in node.users if n.target is operator.getitem and n in self.live(node.graph)})  # type: ignore[type-var]
+            kept = sorted(
+                {
+                    n.args[1]
+                    for n in node.users
+                    if n.target is operator.getitem and n in self.live(node.graph)
+                }
+            )  # type: ignore[type-var]
             if not kept:
                 return [None for _ in every]
             program, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
             key = program.key
         args = ([operands[i] for i in taken], key)  # type: ignore[index]
-        return [self.classes.get(self.key(LOCAL, args, {}, kept.index(i))) if i in kept else None for i in every]
+        return [
+            self.classes.get(self.key(LOCAL, args, {}, kept.index(i))) if i in kept else None
+            for i in every
+        ]
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
         """The nodes that a result needs."""
@@ -115,8 +138,13 @@ class _Numbers:
         return self._live[graph]
 
     def sum_of_scatter(self, node: Any) -> Any:
-        """The key of a sum over the dim along which values were scattered onto zeros: the values' own sum."""
-        if node.target is not aten.sum.dim_IntList or (scatter := self.scattered.get(self.of[node.args[0]])) is None:
+        """The key of a sum over the dim along which values were scattered onto zeros: the
+        values' own sum.
+        """
+        if (
+            node.target is not aten.sum.dim_IntList
+            or (scatter := self.scattered.get(self.of[node.args[0]])) is None
+        ):
             return None
         ndim, dims, dim = len(scatter.meta["val"].shape), node.args[1], scatter.args[1]
         if len(dims) != 1 or dims[0] % ndim != dim % ndim or not is_zeros(scatter.args[0]):

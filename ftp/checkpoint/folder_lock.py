@@ -1,8 +1,11 @@
-"""The lock of a folder that one job at a time saves to: its owner's name and heartbeat, and how the place of a dead owner is taken.
+"""The lock of a folder that one job at a time saves to: its owner's name and heartbeat, and how the
+place of a dead owner is taken.
 
-Locks are numbered files; the highest number owns the folder. Whoever takes over creates the next number, which the file system lets only
-one do, and no lock is removed by another before a higher one is there. The owner sets the time of its file anew every second. It looks
-whether the folder is still its own before it completes a checkpoint, so that one who was stopped for long and wakes changes nothing.
+Locks are numbered files; the highest number owns the folder. Whoever takes over creates the next
+number, which the file system lets only one do, and no lock is removed by another before a higher
+one is there. The owner sets the time of its file anew every second. It looks whether the folder is
+still its own before it completes a checkpoint, so that one who was stopped for long and wakes
+changes nothing.
 """
 
 import atexit
@@ -29,7 +32,12 @@ LOCK = ".lock-"
 BEAT = 1.0  # seconds between two heartbeats
 _LEAST = 10  # heartbeats that have to be missing, at the least, before an owner counts as dead
 _NAME = re.compile(re.escape(LOCK) + r"(\d{8,})")
-_SCHEDULERS = {"SLURM_JOB_ID": "Slurm job", "PBS_JOBID": "PBS job", "LSB_JOBID": "LSF job", "TORCHELASTIC_RUN_ID": "torchrun job"}
+_SCHEDULERS = {
+    "SLURM_JOB_ID": "Slurm job",
+    "PBS_JOBID": "PBS job",
+    "LSB_JOBID": "LSF job",
+    "TORCHELASTIC_RUN_ID": "torchrun job",
+}
 
 
 @dataclass(frozen=True)
@@ -37,7 +45,8 @@ class Owner:
     """A process that saves, and its job.
 
     Attributes:
-        machine: what pids are unique on, a boot of a host and a namespace of processes; started: tells a pid from a later one.
+        machine: what pids are unique on, a boot of a host and a namespace of processes; started:
+            tells a pid from a later one.
         job: as a person calls it. token: equal in all ranks and attempts of a job, and in no other.
     """
 
@@ -75,12 +84,13 @@ def hold(folder: Path, patience: float, *, wait: bool) -> bool:
     """Makes this process the owner of a folder, until it ends or calls `release`.
 
     Args:
-        patience: seconds without a heartbeat after which an owner counts as dead, at least ten heartbeats. One that is known to have ended,
-            or was of this job, need not be waited for.
+        patience: seconds without a heartbeat after which an owner counts as dead, at least ten
+            heartbeats. One that is known to have ended, or was of this job, need not be waited for.
         wait: watch the owner until it is known whether it lives; otherwise return at once.
 
     Returns:
-        Whether this process is the owner. False, only without ``wait``: there is another, and it may be dead.
+        Whether this process is the owner. False, only without ``wait``: there is another, and it
+        may be dead.
 
     Raises:
         CheckpointError: the owner lives. OSError: what the file system says.
@@ -94,7 +104,10 @@ def hold(folder: Path, patience: float, *, wait: bool) -> bool:
         known, dead_for = 0.0, 0.0
         while True:
             top = _top(folder)
-            if top is None or (top.owner is not None and (top.owner.token == me.token or top.owner.is_gone(me.machine))):
+            if top is None or (
+                top.owner is not None
+                and (top.owner.token == me.token or top.owner.is_gone(me.machine))
+            ):
                 is_free = True
             elif not wait:
                 return False
@@ -102,8 +115,10 @@ def hold(folder: Path, patience: float, *, wait: bool) -> bool:
                 seen, known, dead_for, is_free = top, time.monotonic(), _age(top), False
             elif top.beat != seen.beat:
                 raise CheckpointError(
-                    f"{folder} belongs to another job, which is alive: {top.owner or 'a process that does not give its name'}."
-                    " Save to another folder, or end that job; its lock goes when it ends or calls ftp.destroy_process_group()."
+                    f"{folder} belongs to another job, which is alive:"
+                    f" {top.owner or 'a process that does not give its name'}."
+                    " Save to another folder, or end that job; its lock goes when it ends or calls"
+                    " ftp.destroy_process_group()."
                 )
             else:
                 is_free = dead_for + time.monotonic() - known > longest_quiet(patience)
@@ -131,9 +146,12 @@ def check_held(folder: Path) -> None:
         return
     top = _top(folder)
     if top is None:
-        raise CheckpointError(f"{folder} or its lock, {LOCK}*, was removed meanwhile. Nothing was saved.")
+        raise CheckpointError(
+            f"{folder} or its lock, {LOCK}*, was removed meanwhile. Nothing was saved."
+        )
     raise CheckpointError(
-        f"{folder} was taken over by {top.owner or 'another process'}, as this one gave no sign of life for too long. Nothing was saved."
+        f"{folder} was taken over by {top.owner or 'another process'}, as this one gave no sign of"
+        " life for too long. Nothing was saved."
         " End this job, or save to another folder."
     )
 
@@ -158,11 +176,14 @@ def _take(folder: Path, seen: Lock | None, me: Owner) -> Lock | None:
     try:
         with os.fdopen(file, "w", encoding="utf-8") as f:
             f.write(json.dumps(asdict(me)))
-        # What is lower than the lock that was judged is older than it. If that is gone, another has had its place, and left it since.
+        # What is lower than the lock that was judged is older than it. If that is gone, another has
+        # had its place, and left it since.
         others = [n for n in _numbers(folder) if n != number]
         judged = None if seen is None else _read(seen.path, seen.number)
         is_first = all(n < number for n in others)
-        if is_first and (not others if seen is None else judged is not None and judged.owner == seen.owner):
+        if is_first and (
+            not others if seen is None else judged is not None and judged.owner == seen.owner
+        ):
             for n in others:
                 with contextlib.suppress(OSError):
                     (folder / f"{LOCK}{n:08d}").unlink()
@@ -191,7 +212,9 @@ def _top(folder: Path) -> Lock | None:
 
 
 def _read(path: Path, number: int) -> Lock | None:
-    """A lock, None if it is gone; opened anew, which makes network file systems ask for its time."""
+    """A lock, None if it is gone; opened anew, which makes network file systems ask for its
+    time.
+    """
     try:
         with path.open(encoding="utf-8") as file:
             beat, text = os.fstat(file.fileno()).st_mtime_ns, file.read()
@@ -205,7 +228,9 @@ def _read(path: Path, number: int) -> Lock | None:
 
 
 def _age(lock: Lock) -> float:
-    """Seconds since the last heartbeat, by the clock of the file system, as clocks of hosts differ."""
+    """Seconds since the last heartbeat, by the clock of the file system, as clocks of hosts
+    differ.
+    """
     probe = lock.path.with_name(f"{SAVING}now-{uuid.uuid4().hex[:8]}")
     try:
         probe.mkdir()
@@ -232,7 +257,9 @@ class _Heart:
         while True:
             time.sleep(BEAT)
             for lock in list(_held.values()):
-                with contextlib.suppress(OSError):  # gone with its folder, or taken over: the next save finds out
+                with contextlib.suppress(
+                    OSError
+                ):  # gone with its folder, or taken over: the next save finds out
                     os.utime(lock.path)
 
     @classmethod
@@ -244,11 +271,25 @@ class _Heart:
 
 
 def _this_process() -> Owner:
-    job = next((f"{name} {value}" for key, name in _SCHEDULERS.items() if (value := os.environ.get(key)) not in (None, "", "none")), None)
+    job = next(
+        (
+            f"{name} {value}"
+            for key, name in _SCHEDULERS.items()
+            if (value := os.environ.get(key)) not in (None, "", "none")
+        ),
+        None,
+    )
     program = os.path.basename(sys.argv[0]) if sys.argv else ""
-    machine = "/".join([_line("/proc/sys/kernel/random/boot_id") or socket.gethostname(), _link("/proc/self/ns/pid")])
+    machine = "/".join(
+        [
+            _line("/proc/sys/kernel/random/boot_id") or socket.gethostname(),
+            _link("/proc/self/ns/pid"),
+        ]
+    )
     named = ", ".join(filter(None, [job, program])) or "no job known"
-    return Owner(socket.gethostname(), machine, os.getpid(), _started(os.getpid()), named, _job_token())
+    return Owner(
+        socket.gethostname(), machine, os.getpid(), _started(os.getpid()), named, _job_token()
+    )
 
 
 def _job_token() -> str:
@@ -265,7 +306,9 @@ def _job_token() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began; empty where there is none, or only what is left of it until its parent asks."""
+    """When a process began; empty where there is none, or only what is left of it until its
+    parent asks.
+    """
     stat = _line(f"/proc/{pid}/stat")
     if stat:
         state, *rest = stat[stat.rindex(")") + 2 :].split()

@@ -1,4 +1,6 @@
-"""Models as Hugging Face keeps them: whole tensors in safetensors files, read and written by shards."""
+"""Models as Hugging Face keeps them: whole tensors in safetensors files, read and written by
+shards.
+"""
 
 import json
 import os
@@ -13,7 +15,17 @@ from torch import Tensor
 
 from ftp.checkpoint.load import Source, loadable, restore
 from ftp.checkpoint.manifest import Chunk, SavedTensor, is_plain_name
-from ftp.checkpoint.safetensors_io import BYTES, OFFSETS, STORED, file_hash, is_shape, read_header, sync, write_file, write_text
+from ftp.checkpoint.safetensors_io import (
+    BYTES,
+    OFFSETS,
+    STORED,
+    file_hash,
+    is_shape,
+    read_header,
+    sync,
+    write_file,
+    write_text,
+)
 from ftp.checkpoint.save import check_leaves, leads
 from ftp.errors import CheckpointError, InputError, join_failures
 from ftp.sharding.mesh import AnyMesh, Mesh
@@ -42,19 +54,22 @@ def load_safetensors(
     verify: bool = True,
     timeout: float | None = None,
 ) -> Any:
-    """Tensors of safetensors files, by path, placed on a mesh; all ranks call it, and each reads its slices alone.
+    """Tensors of safetensors files, by path, placed on a mesh; all ranks call it, and each reads
+    its slices alone.
 
     Args:
-        path: a file, or a folder: with an index (``*.safetensors.index.json``), or the files alone. The parts that
-            ``torch.distributed.checkpoint`` writes in this format are put together.
-        like: the tree to load, as for ``ftp.load``; its paths, joined by dots, are the names in the files.
-        rename: ``{path: name}`` or a function of a path, for names that differ; a path that the dict does not hold is its own name.
-        verify: where the folder has a list of hashes, ``SHA256SUMS`` as ``sha256sum`` writes it, compare those of the files read, each on
-            one rank. Sizes are always checked.
+        path: a file, or a folder: with an index (``*.safetensors.index.json``), or the files alone.
+            The parts that ``torch.distributed.checkpoint`` writes in this format are put together.
+        like: the tree to load, as for ``ftp.load``; its paths, joined by dots, are the names in the
+            files.
+        rename: ``{path: name}`` or a function of a path, for names that differ; a path that the
+            dict does not hold is its own name.
+        verify: where the folder has a list of hashes, ``SHA256SUMS`` as ``sha256sum`` writes it,
+            compare those of the files read, each on one rank. Sizes are always checked.
 
     Raises:
-        CheckpointError: a file that is truncated, altered or missing, a tensor that is missing, or of another shape or dtype, naming
-            them; on every rank.
+        CheckpointError: a file that is truncated, altered or missing, a tensor that is missing, or
+            of another shape or dtype, naming them; on every rank.
 
     >>> import tempfile, torch, ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -63,7 +78,15 @@ def load_safetensors(
     ...     ftp.load_safetensors(folder, {"w": torch.empty(4, device="meta")}, mesh, ftp.P("tp"))
     {'w': tensor([1., 1., 1., 1.])}
     """
-    return restore(lambda: read_folder(Path(path)), like, loadable(mesh), specs, _renamer(rename), verify, timeout)
+    return restore(
+        lambda: read_folder(Path(path)),
+        like,
+        loadable(mesh),
+        specs,
+        _renamer(rename),
+        verify,
+        timeout,
+    )
 
 
 def save_safetensors(
@@ -76,18 +99,20 @@ def save_safetensors(
     max_file_bytes: int = 5 * 10**9,
     timeout: float | None = None,
 ) -> None:
-    """Writes a tree of tensors as Hugging Face's libraries read it: whole tensors by path, in files of at most ``max_file_bytes``.
+    """Writes a tree of tensors as Hugging Face's libraries read it: whole tensors by path, in files
+    of at most ``max_file_bytes``.
 
-    All ranks call it. They write a file each, and go on where files are more; a rank holds no more than one file beside its shards.
-    The folder may exist, but hold no safetensors files. An index is written where there are several files, and a list of hashes,
-    ``SHA256SUMS``, always.
+    All ranks call it. They write a file each, and go on where files are more; a rank holds no more
+    than one file beside its shards. The folder may exist, but hold no safetensors files. An index
+    is written where there are several files, and a list of hashes, ``SHA256SUMS``, always.
 
     Args:
         rename: ``{path: name}`` or a function of a path, as for ``load_safetensors``.
         max_file_bytes: a tensor that is larger has a file of its own.
 
     Raises:
-        CheckpointError: what the file system says, on every rank. FtpError: leaves that are no tensors, specs that do not fit.
+        CheckpointError: what the file system says, on every rank. FtpError: leaves that are no
+            tensors, specs that do not fit.
 
     >>> import tempfile, torch, ftp
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -110,9 +135,12 @@ def save_safetensors(
     try:
         everyone = share(m, "save_safetensors", told, timeout, CheckpointError)
         assert shards is not None
-        if odd := next((r for r, t in zip(m.ranks, everyone, strict=False) if t[2:] != everyone[0][2:]), None):
+        if odd := next(
+            (r for r, t in zip(m.ranks, everyone, strict=False) if t[2:] != everyone[0][2:]), None
+        ):
             raise CheckpointError(
-                f"Rank {odd} gives other names or another max_file_bytes than rank {m.ranks[0]}. Give all ranks the same."
+                f"Rank {odd} gives other names or another max_file_bytes than rank {m.ranks[0]}."
+                " Give all ranks the same."
             )
         shards = agreed(shards, m, "save_safetensors", [t[0] for t in everyone], timeout)
         _write(shards, names, m, Path(everyone[0][1]), target, max_file_bytes, timeout)
@@ -127,7 +155,13 @@ def read_folder(path: Path) -> Source:
         raise CheckpointError(f"{path} does not exist.")
     folder = path.parent if path.is_file() else path
     index = _read_index(folder) if path.is_dir() else {}
-    files = sorted(set(index.values())) if index else [path.name] if path.is_file() else sorted(f.name for f in path.glob("*.safetensors"))
+    files = (
+        sorted(set(index.values()))
+        if index
+        else [path.name]
+        if path.is_file()
+        else sorted(f.name for f in path.glob("*.safetensors"))
+    )
     if not files:
         raise CheckpointError(f"{path} holds no safetensors files.")
     found: dict[str, tuple[str, Shape, list[Chunk]]] = {}
@@ -138,23 +172,36 @@ def read_folder(path: Path) -> Source:
             if index and index.get(name) != file:
                 continue
             if name in found and name not in offsets:
-                raise CheckpointError(f"{name!r} is in {found[name][2][0].file} and in {file} of {folder}. Give the one file to read.")
+                raise CheckpointError(
+                    f"{name!r} is in {found[name][2][0].file} and in {file} of {folder}. Give the"
+                    " one file to read."
+                )
             start = offsets.get(name, (0,) * len(stored.shape))
             if len(start) != len(stored.shape):
                 raise CheckpointError(
-                    f"{folder / file} states offsets {list(start)} for {name!r}, a tensor of shape {stored.shape}:"
+                    f"{folder / file} states offsets {list(start)} for {name!r}, a tensor of shape"
+                    f" {stored.shape}:"
                     " one is needed for each dim."
                 )
             box = Box(start, stored.shape)
-            _, shape, chunks = found.setdefault(name, (_DTYPES.get(stored.dtype, stored.dtype), stored.shape, []))
+            _, shape, chunks = found.setdefault(
+                name, (_DTYPES.get(stored.dtype, stored.dtype), stored.shape, [])
+            )
             chunks.append(Chunk(file, box, ""))
-            shape = tuple(max(n, a + size) for n, a, size in zip(shape, start, stored.shape, strict=True))
+            shape = tuple(
+                max(n, a + size) for n, a, size in zip(shape, start, stored.shape, strict=True)
+            )
             found[name] = (found[name][0], shape, chunks)
     if lacking := [
-        f"{folder / file} holds no {name!r}, which the index says it does." for name, file in index.items() if name not in found
+        f"{folder / file} holds no {name!r}, which the index says it does."
+        for name, file in index.items()
+        if name not in found
     ]:
         raise CheckpointError(join_failures(lacking))
-    tensors = {name: SavedTensor(dtype, shape, "", tuple(chunks)) for name, (dtype, shape, chunks) in found.items()}
+    tensors = {
+        name: SavedTensor(dtype, shape, "", tuple(chunks))
+        for name, (dtype, shape, chunks) in found.items()
+    }
     return Source(folder, tensors, hashes=_read_sums(folder))
 
 
@@ -162,7 +209,10 @@ def _read_index(folder: Path) -> dict[str, str]:
     """Which file holds which tensor; empty without an index."""
     found = sorted(folder.glob("*.safetensors.index.json"))
     if len(found) > 1:
-        raise CheckpointError(f"{folder} has several indexes, {', '.join(f.name for f in found)}. Keep the one to read.")
+        raise CheckpointError(
+            f"{folder} has several indexes, {', '.join(f.name for f in found)}. Keep the one to"
+            " read."
+        )
     if not found:
         return {}
     try:
@@ -170,21 +220,32 @@ def _read_index(folder: Path) -> dict[str, str]:
         if not all(map(is_plain_name, files.values())):
             raise ValueError("names of files")
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{found[0]} is no index of safetensors files: it is truncated, altered, or of another format.") from e
+        raise CheckpointError(
+            f"{found[0]} is no index of safetensors files: it is truncated, altered, or of another"
+            " format."
+        ) from e
     return files
 
 
 def _offsets(metadata: Mapping[str, str], path: Path) -> dict[str, Shape]:
-    """Where in the whole tensors those of a file begin, as torch.distributed.checkpoint notes it."""
+    """Where in the whole tensors those of a file begin, as torch.distributed.checkpoint notes
+    it.
+    """
     if OFFSETS not in metadata:
         return {}
     try:
-        offsets = {name: tuple(info["saved_offsets"]) for name, info in json.loads(metadata[OFFSETS]).items()}
+        offsets = {
+            name: tuple(info["saved_offsets"])
+            for name, info in json.loads(metadata[OFFSETS]).items()
+        }
         if not all(map(is_shape, offsets.values())):
             raise ValueError("offsets")
         return offsets
     except (ValueError, KeyError, TypeError, AttributeError) as e:
-        raise CheckpointError(f"{path} has offsets of shards that cannot be read: it is altered, or of another format.") from e
+        raise CheckpointError(
+            f"{path} has offsets of shards that cannot be read: it is altered, or of another"
+            " format."
+        ) from e
 
 
 def _read_sums(folder: Path) -> dict[str, str]:
@@ -196,7 +257,10 @@ def _read_sums(folder: Path) -> dict[str, str]:
         raise CheckpointError(f"{folder / SUMS} cannot be read: {e}.") from e
     pairs = [line.split(maxsplit=1) for line in lines if line.strip()]
     if not all(len(pair) == 2 and len(pair[0]) == 64 for pair in pairs):
-        raise CheckpointError(f"{folder / SUMS} is no list of hashes as sha256sum writes it. Mend it, or give verify=False.")
+        raise CheckpointError(
+            f"{folder / SUMS} is no list of hashes as sha256sum writes it. Mend it, or give"
+            " verify=False."
+        )
     return {name.removeprefix("*"): sha256 for sha256, name in pairs}
 
 
@@ -234,7 +298,9 @@ def _new_draft(target: Path) -> Path:
     try:
         target.mkdir(parents=True, exist_ok=True)
         if there := sorted(f.name for f in target.glob("*.safetensors*")):
-            raise CheckpointError(f"{target} holds {there[0]} already. Give another folder, or remove what is there.")
+            raise CheckpointError(
+                f"{target} holds {there[0]} already. Give another folder, or remove what is there."
+            )
         draft = target / f".saving-{uuid.uuid4().hex[:8]}"
         draft.mkdir()
     except OSError as e:
@@ -242,9 +308,22 @@ def _new_draft(target: Path) -> Path:
     return draft
 
 
-def _write(shards: Shards, names: Sequence[str], mesh: Mesh, draft: Path, target: Path, limit: int, timeout: float | None) -> None:
+def _write(
+    shards: Shards,
+    names: Sequence[str],
+    mesh: Mesh,
+    draft: Path,
+    target: Path,
+    limit: int,
+    timeout: float | None,
+) -> None:
     groups = _groups(shards, limit)
-    files = ["model.safetensors" if len(groups) == 1 else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" for i in range(len(groups))]
+    files = [
+        "model.safetensors"
+        if len(groups) == 1
+        else f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors"
+        for i in range(len(groups))
+    ]
     ranks = mesh.ranks if mesh.kind == "process" else (0,)
     me = mesh.rank if mesh.kind == "process" else 0
     hashes: dict[str, str] = {}
@@ -253,7 +332,14 @@ def _write(shards: Shards, names: Sequence[str], mesh: Mesh, draft: Path, target
         for i, rank in zip(range(begin, len(groups)), ranks, strict=False):
             gathered = _gathered(shards, groups[i], mesh, rank)
             if rank == me:
-                mine = files[i], {names[j]: x for j, x in zip(groups[i], gathered, strict=True) if x is not None}
+                mine = (
+                    files[i],
+                    {
+                        names[j]: x
+                        for j, x in zip(groups[i], gathered, strict=True)
+                        if x is not None
+                    },
+                )
         told: Any = None
         try:
             if mine is not None:
@@ -262,7 +348,9 @@ def _write(shards: Shards, names: Sequence[str], mesh: Mesh, draft: Path, target
                 told = [file, file_hash(draft / file, 0, (draft / file).stat().st_size)]
         except Exception as e:
             told = e
-        hashes |= dict(t for t in share(mesh, "save_safetensors/written", told, timeout, CheckpointError) if t)
+        hashes |= dict(
+            t for t in share(mesh, "save_safetensors/written", told, timeout, CheckpointError) if t
+        )
     try:
         told = _finish(shards, names, groups, files, hashes, draft, target) if leads(mesh) else None
     except Exception as e:
@@ -290,11 +378,26 @@ def _nbytes(shards: Shards, i: int) -> int:
 
 def _gathered(shards: Shards, group: Sequence[int], mesh: Mesh, rank: int) -> list[Tensor | None]:
     """Whole tensors on the CPU of one rank."""
-    one = Mesh((1,), ("file",), mesh.device_type, mesh.kind, (rank,) if mesh.ranks else (), mesh.rank, mesh.world)
-    moving = [Moving(tuple(shards.shapes[i] or ()), shards.leaves[i].dtype, shards.specs[i], PartitionSpec()) for i in group]
+    one = Mesh(
+        (1,),
+        ("file",),
+        mesh.device_type,
+        mesh.kind,
+        (rank,) if mesh.ranks else (),
+        mesh.rank,
+        mesh.world,
+    )
+    moving = [
+        Moving(
+            tuple(shards.shapes[i] or ()), shards.leaves[i].dtype, shards.specs[i], PartitionSpec()
+        )
+        for i in group
+    ]
     given = [shards.leaves[i].detach() for i in group]
     world = tuple(sorted(mesh.ranks)) or (0,)
-    return move(moving, given, mesh, one, world, mesh.rank, mesh_device(mesh), _MOVED, torch.device("cpu"))
+    return move(
+        moving, given, mesh, one, world, mesh.rank, mesh_device(mesh), _MOVED, torch.device("cpu")
+    )
 
 
 def _finish(
@@ -312,7 +415,10 @@ def _finish(
     if len(files) > 1:
         total = sum(_nbytes(shards, i) for group in groups for i in group)
         weights = {names[i]: file for group, file in zip(groups, files, strict=True) for i in group}
-        write_text(draft / INDEX, json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2) + "\n")
+        write_text(
+            draft / INDEX,
+            json.dumps({"metadata": {"total_size": total}, "weight_map": weights}, indent=2) + "\n",
+        )
         last.append(INDEX)
     try:
         for name in (*files, *last):

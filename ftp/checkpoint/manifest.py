@@ -30,7 +30,9 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor: its global shape, the spec it was saved with, and the chunks that make it up; dtype as torch names it."""
+    """A tensor: its global shape, the spec it was saved with, and the chunks that make it up;
+    dtype as torch names it.
+    """
 
     dtype: str
     shape: Shape
@@ -43,18 +45,30 @@ class SavedTensor:
             return f"the shape of {name!r}, {self.shape}, is not one of a tensor."
         for c in self.chunks:
             start, size = c.box.start, c.box.size
-            is_box = len(start) == len(size) == len(self.shape) and is_shape(start) and is_shape(size)
-            if not is_box or any(a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True)):
-                return f"{c.file} holds {list(size)} elements of {name!r} from {list(start)} on, which are not within shape {self.shape}."
+            is_box = (
+                len(start) == len(size) == len(self.shape) and is_shape(start) and is_shape(size)
+            )
+            if not is_box or any(
+                a + n > whole for a, n, whole in zip(start, size, self.shape, strict=True)
+            ):
+                return (
+                    f"{c.file} holds {list(size)} elements of {name!r} from {list(start)} on,"
+                    f" which are not within shape {self.shape}."
+                )
         if (at := first_overlap([c.box for c in self.chunks])) is not None:
             a, b = (self.chunks[i] for i in at)
             return (
-                f"{name!r} is there twice: {a.file} holds {list(a.box.size)} elements from {list(a.box.start)} on, and {b.file}"
-                f" {list(b.box.size)} from {list(b.box.start)} on, so these are files of two saves. Remove those of the older one."
+                f"{name!r} is there twice: {a.file} holds {list(a.box.size)} elements from"
+                f" {list(a.box.start)} on, and {b.file}"
+                f" {list(b.box.size)} from {list(b.box.start)} on, so these are files of two"
+                " saves. Remove those of the older one."
             )
         there, due = sum(c.box.numel for c in self.chunks), whole(self.shape).numel
         if there < due:
-            return f"only a part of {name!r} is there: {there:,} of {due:,} elements. A file is missing, or a save was cut short."
+            return (
+                f"only a part of {name!r} is there: {there:,} of {due:,} elements. A file is"
+                " missing, or a save was cut short."
+            )
         return None
 
 
@@ -68,7 +82,9 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the values of its tensors, which are in safetensors files beside it."""
+    """Everything about a checkpoint but the values of its tensors, which are in safetensors
+    files beside it.
+    """
 
     step: int | None
     mesh: str
@@ -92,30 +108,49 @@ class Manifest:
             content = json.loads(text)
             body = content["checkpoint"]
             if hashlib.sha256(_canonical(body).encode()).hexdigest() != content["sha256"]:
-                raise DamagedError(f"{where} was altered: its contents do not have the hash that it states.")
+                raise DamagedError(
+                    f"{where} was altered: its contents do not have the hash that it states."
+                )
             if body["format"] != _FORMAT:
-                raise CheckpointError(f"{where} is of format {body['format']!r}; this version reads {_FORMAT!r}.")
+                raise CheckpointError(
+                    f"{where} is of format {body['format']!r}; this version reads {_FORMAT!r}."
+                )
             tensors = {
                 path: SavedTensor(
                     t["dtype"],
                     tuple(t["shape"]),
                     t["spec"],
-                    tuple(Chunk(c["file"], Box(tuple(c["box"]["start"]), tuple(c["box"]["size"])), c["sha256"]) for c in t["chunks"]),
+                    tuple(
+                        Chunk(
+                            c["file"],
+                            Box(tuple(c["box"]["start"]), tuple(c["box"]["size"])),
+                            c["sha256"],
+                        )
+                        for c in t["chunks"]
+                    ),
                 )
                 for path, t in body["tensors"].items()
             }
             files = {name: SavedFile(**f) for name, f in body["files"].items()}
             for file in (*files, *(c.file for t in tensors.values() for c in t.chunks)):
                 if not is_plain_name(file):
-                    raise DamagedError(f"{where} names the file {file!r}, which is not one of its folder. Do not trust it.")
+                    raise DamagedError(
+                        f"{where} names the file {file!r}, which is not one of its folder. Do not"
+                        " trust it."
+                    )
             return Manifest(body["step"], body["mesh"], tensors, body["values"], files)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-            raise DamagedError(f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another format.") from e
+            raise DamagedError(
+                f"{where} is no manifest of a checkpoint: it is truncated, altered, or of another"
+                " format."
+            ) from e
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was completed: its folder, its number in the order of saving, and the step it was given, if any."""
+    """A checkpoint that was completed: its folder, its number in the order of saving, and the
+    step it was given, if any.
+    """
 
     folder: Path
     number: int
@@ -123,12 +158,16 @@ class Checkpoint:
 
     @cached_property
     def damage(self) -> str | None:
-        """What is wrong with it, None if nothing is: by its manifest and by the names, sizes and headers of its files, not by values."""
+        """What is wrong with it, None if nothing is: by its manifest and by the names, sizes and
+        headers of its files, not by values.
+        """
         try:
             manifest = read_manifest(self.folder)
             for name, due in manifest.files.items():
                 check_header(read_header(self.folder / name), due, self.folder / name)
-            return next(filter(None, (t.problem(path) for path, t in manifest.tensors.items())), None)
+            return next(
+                filter(None, (t.problem(path) for path, t in manifest.tensors.items())), None
+            )
         except CheckpointError as e:
             return str(e)
 
@@ -136,7 +175,9 @@ class Checkpoint:
 def check_header(header: Header, due: SavedFile, path: Path) -> None:
     """Raises where a file's header is not the one that the manifest states."""
     if (header.size, header.sha256) != (due.header, due.sha256):
-        raise DamagedError(f"{path} was altered: its header does not have the sha256 that the manifest states.")
+        raise DamagedError(
+            f"{path} was altered: its header does not have the sha256 that the manifest states."
+        )
 
 
 def is_plain_name(name: Any) -> bool:
@@ -159,7 +200,8 @@ def folder_name(number: int, step: int | None) -> str:
 def checkpoints(path: str | Path) -> list[Checkpoint]:
     """The complete checkpoints in a folder, oldest first; empty where there is none, or no folder.
 
-    What has become of one since, by a bad disk or a hand, is its ``damage``, which is looked for when it is asked for.
+    What has become of one since, by a bad disk or a hand, is its ``damage``, which is looked for
+    when it is asked for.
 
     >>> [c.step for c in checkpoints("/nowhere") if c.damage is None]
     []
@@ -174,12 +216,15 @@ def checkpoints(path: str | Path) -> list[Checkpoint]:
     for entry in entries:
         named = _NAME.fullmatch(entry.name)
         if named and (entry / MANIFEST).is_file():
-            found.append(Checkpoint(entry, int(named[1]), None if named[2] is None else int(named[2])))
+            found.append(
+                Checkpoint(entry, int(named[1]), None if named[2] is None else int(named[2]))
+            )
     return sorted(found, key=lambda c: c.number)
 
 
 def find(path: str | Path, step: int | None = None) -> Checkpoint:
-    """The newest complete checkpoint in a folder, or of those with ``step``; ``path`` may be the folder of one itself.
+    """The newest complete checkpoint in a folder, or of those with ``step``; ``path`` may be the
+    folder of one itself.
 
     Raises:
         CheckpointError: where there is none.
@@ -195,7 +240,10 @@ def find(path: str | Path, step: int | None = None) -> Checkpoint:
     wanted = [c for c in complete if step is None or c.step == step]
     if not wanted:
         steps = sorted({c.step for c in complete if c.step is not None})
-        raise CheckpointError(f"{path} holds no checkpoint of step {step}; it has {f'steps {steps}' if steps else 'none with a step'}.")
+        raise CheckpointError(
+            f"{path} holds no checkpoint of step {step}; it has"
+            f" {f'steps {steps}' if steps else 'none with a step'}."
+        )
     return wanted[-1]
 
 

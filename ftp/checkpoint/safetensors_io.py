@@ -1,4 +1,6 @@
-"""safetensors files: written to the disk for good, checked by their hashes, and read slice by slice."""
+"""safetensors files: written to the disk for good, checked by their hashes, and read slice by
+slice.
+"""
 
 import hashlib
 import json
@@ -46,7 +48,9 @@ BYTES = {torch.complex128}
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor within a file: dtype as safetensors names it, shape, and the bytes (begin, end) after the header."""
+    """A tensor within a file: dtype as safetensors names it, shape, and the bytes (begin, end)
+    after the header.
+    """
 
     dtype: str
     shape: Shape
@@ -56,7 +60,9 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself; ``size`` is that of the header, ``sha256`` its hash."""
+    """What a safetensors file says of itself; ``size`` is that of the header, ``sha256`` its
+    hash.
+    """
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
@@ -76,22 +82,32 @@ def read_header(path: Path) -> Header:
             length = int.from_bytes(file.read(8), "little")
             if length > MAX_HEADER:
                 raise DamagedError(
-                    f"{path} says that its header has {length:,} bytes; safetensors files have at most {MAX_HEADER:,}."
+                    f"{path} says that its header has {length:,} bytes; safetensors files have at"
+                    f" most {MAX_HEADER:,}."
                     " It is altered, or of another format."
                 )
             raw = file.read(length) if length < size else b""
         content = json.loads(raw)
         metadata = content.pop("__metadata__", None) or {}
-        tensors = {name: Stored(t["dtype"], tuple(t["shape"]), *map(int, t["data_offsets"])) for name, t in content.items()}
+        tensors = {
+            name: Stored(t["dtype"], tuple(t["shape"]), *map(int, t["data_offsets"]))
+            for name, t in content.items()
+        }
         if not all(is_shape(t.shape) for t in tensors.values()):
             raise ValueError("shapes")
     except OSError as e:
         raise DamagedError(f"{path} cannot be read: {e.strerror or e}.") from e
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
-        raise DamagedError(f"{path} has no valid safetensors header: it is truncated, altered, or of another format.") from e
+        raise DamagedError(
+            f"{path} has no valid safetensors header: it is truncated, altered, or of another"
+            " format."
+        ) from e
     due = 8 + length + max((t.end for t in tensors.values()), default=0)
     if size != due:
-        raise DamagedError(f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or altered.")
+        raise DamagedError(
+            f"{path} holds {size:,} bytes where its header says {due:,}: it is truncated or"
+            " altered."
+        )
     return Header(tensors, metadata, 8 + length, hashlib.sha256(raw).hexdigest())
 
 
@@ -114,7 +130,9 @@ def file_hash(path: Path, begin: int, end: int) -> str:
     return found.hexdigest()
 
 
-def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> dict[str, str]:
+def write_file(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
+) -> dict[str, str]:
     """Writes contiguous CPU tensors and waits until the disk has them; the SHA-256 of each.
 
     Raises:
@@ -125,7 +143,8 @@ def write_file(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str,
 
     try:
         save_file(dict(tensors), path, metadata=dict(metadata or {}))
-        # The library makes the file readable by its owner alone; the folder has what the user allows.
+        # The library makes the file readable by its owner alone; the folder has what the user
+        # allows.
         os.chmod(path, path.parent.stat().st_mode & 0o666)
         sync(path)
     except (SafetensorError, OSError) as e:
@@ -176,7 +195,8 @@ class TensorFile:
             raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
         if (held := (stored.get_dtype(), list(stored.get_shape()))) != due:
             raise DamagedError(
-                f"{self.path} holds {name!r} as {held[0]} of shape {held[1]}, but {due[0]} of shape {due[1]} should be there:"
+                f"{self.path} holds {name!r} as {held[0]} of shape {held[1]}, but {due[0]} of"
+                f" shape {due[1]} should be there:"
                 " it was altered."
             )
 
@@ -185,7 +205,9 @@ class TensorFile:
         from safetensors import SafetensorError
 
         try:
-            return self._file.get_slice(name)[tuple(slices)] if slices else self._file.get_tensor(name)
+            return (
+                self._file.get_slice(name)[tuple(slices)] if slices else self._file.get_tensor(name)
+            )
         except (SafetensorError, OSError) as e:
             raise DamagedError(f"{self.path} cannot be read: {name!r}: {e}") from e
 

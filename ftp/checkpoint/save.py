@@ -1,6 +1,8 @@
-"""``save``: a tree of shards to a folder of safetensors files, each rank writing its part, while training goes on if wished.
+"""``save``: a tree of shards to a folder of safetensors files, each rank writing its part, while
+training goes on if wished.
 
-A checkpoint appears under its name at once, when every rank's files and the manifest are on the disk.
+A checkpoint appears under its name at once, when every rank's files and the manifest are on the
+disk.
 """
 
 import atexit
@@ -21,8 +23,26 @@ import torch
 from torch import Tensor
 
 from ftp.checkpoint.folder_lock import check_held, hold, longest_quiet, release
-from ftp.checkpoint.manifest import MANIFEST, REMOVING, SAVING, Chunk, Manifest, SavedFile, SavedTensor, checkpoints, folder_name
-from ftp.checkpoint.safetensors_io import BYTES, OFFSETS, STORED, read_header, sync, write_file, write_text
+from ftp.checkpoint.manifest import (
+    MANIFEST,
+    REMOVING,
+    SAVING,
+    Chunk,
+    Manifest,
+    SavedFile,
+    SavedTensor,
+    checkpoints,
+    folder_name,
+)
+from ftp.checkpoint.safetensors_io import (
+    BYTES,
+    OFFSETS,
+    STORED,
+    read_header,
+    sync,
+    write_file,
+    write_text,
+)
 from ftp.distributed.agreement import check
 from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, join_failures
 from ftp.sharding.mesh import AnyMesh, Mesh, require_coordinate, resolve
@@ -43,7 +63,8 @@ class Saving:
         """Waits for the end of it: the folder of the checkpoint, complete and on the disk.
 
         Raises:
-            CheckpointError: the save failed, on any rank; nothing was changed. TimeoutError: not done after ``timeout`` seconds.
+            CheckpointError: the save failed, on any rank; nothing was changed. TimeoutError: not
+                done after ``timeout`` seconds.
         """
         self._future.exception(timeout)  # a timeout is no failure of the save
         self._is_told = True
@@ -69,25 +90,29 @@ def save(
     wait: bool = True,
     timeout: float | None = None,
 ) -> Saving:
-    """Saves a tree as one more checkpoint in the folder ``path``; all ranks of the mesh call it, and each writes its part.
+    """Saves a tree as one more checkpoint in the folder ``path``; all ranks of the mesh call it,
+    and each writes its part.
 
-    What several ranks hold is written once. A failure on any rank is raised on all, and leaves earlier checkpoints as they are; so does a
-    process that is killed at any moment.
+    What several ranks hold is written once. A failure on any rank is raised on all, and leaves
+    earlier checkpoints as they are; so does a process that is killed at any moment.
 
     Args:
         path: a folder that all ranks see, made if need be. Each save is a folder of its own in it.
-        tree: placed tensors, or local shards, in any containers; ints, floats, bools and strings are kept as JSON.
+        tree: placed tensors, or local shards, in any containers; ints, floats, bools and strings
+            are kept as JSON.
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
         step: a number to find it by, as the training step.
         keep: how many of the newest checkpoints stay; default all.
-        wait: return when the checkpoint is complete. Otherwise when the tensors are copied: the disk is written by a thread, and the result
-            tells when it is done, ``.result()``; a failure that nobody asked for is raised by the next save or load, by
-            `destroy_process_group`, or said at the end of the program, which then ends with status 1.
+        wait: return when the checkpoint is complete. Otherwise when the tensors are copied: the
+            disk is written by a thread, and the result tells when it is done, ``.result()``; a
+            failure that nobody asked for is raised by the next save or load, by
+            `destroy_process_group`, or said at the end of the program, which then ends with status
+            1.
         timeout: seconds that a rank waits for the others' parts; default that of the process group.
 
     Raises:
-        CheckpointError: what the file system says, with path and rank. FtpError: specs or leaves that do not fit. MismatchError: ranks
-            that hold different trees, or one that never came.
+        CheckpointError: what the file system says, with path and rank. FtpError: specs or leaves
+            that do not fit. MismatchError: ranks that hold different trees, or one that never came.
 
     >>> import tempfile, ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -99,7 +124,8 @@ def save(
     m = resolve(mesh)
     if m.kind == "abstract":
         raise MeshError(
-            f"The mesh {m} is abstract: nothing lies on it that could be saved. Give a mesh of processes, or ftp.simulated_mesh."
+            f"The mesh {m} is abstract: nothing lies on it that could be saved. Give a mesh of"
+            " processes, or ftp.simulated_mesh."
         )
     draft: Path | None = None
     try:
@@ -109,7 +135,13 @@ def save(
         check_leaves(shards)
         root, limit = Path(path).absolute(), patience(m, timeout)
         draft = _new_draft(root, step, limit, wait=m.kind != "process") if leads(m) else None
-        given: Any = {"digest": digest(shards), "draft": draft and str(draft), "step": step, "keep": keep, "earlier": earlier}
+        given: Any = {
+            "digest": digest(shards),
+            "draft": draft and str(draft),
+            "step": step,
+            "keep": keep,
+            "earlier": earlier,
+        }
         given["made_by"] = shards.made_by(m)
     except Exception as e:
         given = e
@@ -120,7 +152,8 @@ def save(
         for rank, other in zip(m.ranks, everyone, strict=False):
             if (other["step"], other["keep"]) != (step, keep):
                 raise CheckpointError(
-                    f"Rank {m.rank} saves with step={step}, keep={keep}, but rank {rank} with step={other['step']}, keep={other['keep']}."
+                    f"Rank {m.rank} saves with step={step}, keep={keep}, but rank {rank} with"
+                    f" step={other['step']}, keep={other['keep']}."
                 )
         shards = agreed(shards, m, "save", [g["digest"] for g in everyone], timeout)
         if (folder := everyone[0]["draft"]) is None:
@@ -156,28 +189,38 @@ _last: dict[Path, int] = {}
 
 @cache
 def _thread() -> ThreadPoolExecutor:
-    """One save after another, in the order in which they were asked for; the interpreter waits for them before it ends."""
+    """One save after another, in the order in which they were asked for; the interpreter waits
+    for them before it ends.
+    """
     return ThreadPoolExecutor(1, "ftp-save")
 
 
 def earlier_failure() -> str | None:
-    """How a save failed of which nobody has asked the result, as far as it is known; it is told by `raise_earlier`, on all ranks."""
+    """How a save failed of which nobody has asked the result, as far as it is known; it is told
+    by `raise_earlier`, on all ranks.
+    """
     _unseen[:] = [saving for saving in _unseen if saving._untold() is not None or not saving.done()]
     return next((str(e) for saving in _unseen if (e := saving._untold()) is not None), None)
 
 
 def raise_earlier(told: Sequence[str | None]) -> None:
-    """Raises where any rank knows of such a failure, given what each knows; on each of them it counts as told."""
+    """Raises where any rank knows of such a failure, given what each knows; on each of them it
+    counts as told.
+    """
     if (known := next(filter(None, told), None)) is not None:
         failures = _settled()
-        raise CheckpointError(f"{_FAILED}: {failures[0] if failures else known}") from (failures[0] if failures else None)
+        raise CheckpointError(f"{_FAILED}: {failures[0] if failures else known}") from (
+            failures[0] if failures else None
+        )
 
 
 _FAILED = "An earlier save, of which nobody has asked the result, failed"
 
 
 def _settled() -> list[BaseException]:
-    """Waits for the saves that go on; the failures of which nobody has been told, who are told hereby."""
+    """Waits for the saves that go on; the failures of which nobody has been told, who are told
+    hereby.
+    """
     waited = [(saving, saving._future.exception()) for saving in _unseen]
     failures = [e for saving, e in waited if e is not None and not saving._is_told]
     for saving in _unseen:
@@ -187,7 +230,9 @@ def _settled() -> list[BaseException]:
 
 
 def _end() -> None:
-    """Before the process group ends: saves that go on are finished, folders are free, and failures are said."""
+    """Before the process group ends: saves that go on are finished, folders are free, and
+    failures are said.
+    """
     failures = _settled()
     release()
     if failures:
@@ -218,21 +263,32 @@ os.register_at_fork(after_in_child=_forget)
 
 
 def _check_one_step(everyone: Sequence[Sequence[int | None]], mesh: Mesh) -> None:
-    """Raises where ranks hold results of different calls, as after an interrupt, which reaches each of them somewhere else."""
-    # What the tensors tell is surer than the number of calls: an interrupt may come between a call and the assignment of its result.
-    held = [made for made, _ in everyone] if any(made is not None for made, _ in everyone) else [finished for _, finished in everyone]
+    """Raises where ranks hold results of different calls, as after an interrupt, which reaches
+    each of them somewhere else.
+    """
+    # What the tensors tell is surer than the number of calls: an interrupt may come between a call
+    # and the assignment of its result.
+    held = (
+        [made for made, _ in everyone]
+        if any(made is not None for made, _ in everyone)
+        else [finished for _, finished in everyone]
+    )
     if (odd := next((i for i, call in enumerate(held) if call != held[0]), None)) is not None:
         a, b = (f"call {held[i]}" if held[i] else "no call" for i in (0, odd))
         raise MismatchError(
-            f"Rank {mesh.ranks[0]} holds the state after {a} on the mesh {mesh}, but rank {mesh.ranks[odd]} after {b}: the checkpoint"
+            f"Rank {mesh.ranks[0]} holds the state after {a} on the mesh {mesh}, but rank"
+            f" {mesh.ranks[odd]} after {b}: the checkpoint"
             " would be a mix of two steps, so none is made.\n"
-            "  Go on from the last checkpoint. To save when a signal comes, give the signal to the step as an input (docs/faults.md)."
+            "  Go on from the last checkpoint. To save when a signal comes, give the signal to the"
+            " step as an input (docs/faults.md)."
         )
 
 
 def _check_options(step: Any, keep: Any) -> None:
     for name, value, least in (("step", step, 0), ("keep", keep, 1)):
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        if value is not None and (
+            not isinstance(value, int) or isinstance(value, bool) or value < least
+        ):
             raise CheckpointError(f"{name}={value!r}: give an int of at least {least}, or None.")
 
 
@@ -242,28 +298,42 @@ def check_leaves(shards: Shards) -> None:
     first: dict[str, str] = {}
     for x, name, path in zip(shards.leaves, shards.names, shards.paths, strict=True):
         if path in first:
-            failures.append(f"{first[path]} and {name} have one path, {path!r}. Rename one: dots inside a key separate elements.")
+            failures.append(
+                f"{first[path]} and {name} have one path, {path!r}. Rename one: dots inside a key"
+                " separate elements."
+            )
         first.setdefault(path, name)
         if path == "__metadata__":
-            failures.append(f"{name} has the path '__metadata__', which safetensors files use themselves. Rename it.")
+            failures.append(
+                f"{name} has the path '__metadata__', which safetensors files use themselves."
+                " Rename it."
+            )
         if not isinstance(x, Tensor):
             if not isinstance(x, bool | int | float | str):
-                failures.append(f"{name} is {kind_of(x)}: a checkpoint holds tensors, ints, floats, bools and strings. Give one of these.")
+                failures.append(
+                    f"{name} is {kind_of(x)}: a checkpoint holds tensors, ints, floats, bools and"
+                    " strings. Give one of these."
+                )
         elif x.device.type == "meta":
             failures.append(f"{name} is on the meta device and has no values to save.")
         elif x.dtype not in STORED and x.dtype not in BYTES:
-            failures.append(f"{name} is of dtype {x.dtype}, which safetensors files cannot hold. Convert it.")
+            failures.append(
+                f"{name} is of dtype {x.dtype}, which safetensors files cannot hold. Convert it."
+            )
     if failures:
         raise InputError(join_failures(failures))
 
 
 def leads(mesh: Mesh) -> bool:
     """Whether this rank does what is done once."""
-    return mesh.kind != "process" or (require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0])
+    return mesh.kind != "process" or (
+        require_coordinate(mesh) is not None and mesh.rank == mesh.ranks[0]
+    )
 
 
 def _new_draft(root: Path, step: int | None, limit: float, *, wait: bool) -> Path | None:
-    """A fresh folder to write in, on the file system where it will stay; what killed runs have left is removed.
+    """A fresh folder to write in, on the file system where it will stay; what killed runs have left
+    is removed.
 
     None, only without ``wait``: the folder is another job's, which may be dead.
     """
@@ -284,7 +354,9 @@ def _new_draft(root: Path, step: int | None, limit: float, *, wait: bool) -> Pat
 
 
 def _discard(folder: Path) -> None:
-    """Removes a folder. It loses its name first: whoever writes in it cannot complete it, and what is left of it is no checkpoint."""
+    """Removes a folder. It loses its name first: whoever writes in it cannot complete it, and
+    what is left of it is no checkpoint.
+    """
     _drafts.pop(folder, None)
     grave = folder
     if not folder.name.startswith(REMOVING):
@@ -299,21 +371,48 @@ def _discard(folder: Path) -> None:
 class _Job:
     """What is left of a save when its tensors are at hand."""
 
-    def __init__(self, mesh: Mesh, shards: Shards, draft: Path, step: int | None, keep: int | None, timeout: float | None):
-        self.mesh, self.shards, self.draft, self.step, self.keep, self.timeout = mesh, shards, draft, step, keep, timeout
+    def __init__(
+        self,
+        mesh: Mesh,
+        shards: Shards,
+        draft: Path,
+        step: int | None,
+        keep: int | None,
+        timeout: float | None,
+    ):
+        self.mesh, self.shards, self.draft, self.step, self.keep, self.timeout = (
+            mesh,
+            shards,
+            draft,
+            step,
+            keep,
+            timeout,
+        )
         self.me = mesh.ranks.index(mesh.rank) if mesh.kind == "process" else 0
 
     def gathered(self, *, copy: bool) -> "list[dict[str, tuple[Box, Tensor]]]":
-        """The boxes that this rank writes, by path, on the CPU; of one tensor at most one for each of its files."""
+        """The boxes that this rank writes, by path, on the CPU; of one tensor at most one for
+        each of its files.
+        """
         files: list[dict[str, tuple[Box, Tensor]]] = []
         seen: set[tuple[int, int]] = set()
         for i, (x, path, spec, shape) in enumerate(
-            zip(self.shards.leaves, self.shards.paths, self.shards.specs, self.shards.shapes, strict=True)
+            zip(
+                self.shards.leaves,
+                self.shards.paths,
+                self.shards.specs,
+                self.shards.shapes,
+                strict=True,
+            )
         ):
             if shape is None:
                 continue
             who = holders(self.mesh, spec, shape)
-            mine = [p for p in parts_on(self.mesh, spec, shape)[self.me] if who[p.box][i % len(who[p.box])] == self.me]
+            mine = [
+                p
+                for p in parts_on(self.mesh, spec, shape)[self.me]
+                if who[p.box][i % len(who[p.box])] == self.me
+            ]
             for nth, part in enumerate(mine):
                 if nth == len(files):
                     files.append({})
@@ -321,8 +420,12 @@ class _Job:
         return files
 
     def run(self, content: Any) -> Path:
-        """Writes this rank's files; the leading rank makes a checkpoint of them when all have done so."""
-        target = self.draft.with_name(folder_name(int(self.draft.name[len(SAVING) :].split("-")[0]), self.step))
+        """Writes this rank's files; the leading rank makes a checkpoint of them when all have
+        done so.
+        """
+        target = self.draft.with_name(
+            folder_name(int(self.draft.name[len(SAVING) :].split("-")[0]), self.step)
+        )
         is_leading = leads(self.mesh)
         try:
             try:
@@ -331,7 +434,9 @@ class _Job:
                 outcome: Any = self._write(content)
             except Exception as e:
                 outcome = e
-            told = share(self.mesh, f"{self.draft.name}/written", outcome, self.timeout, CheckpointError)
+            told = share(
+                self.mesh, f"{self.draft.name}/written", outcome, self.timeout, CheckpointError
+            )
             try:
                 outcome = self._commit(told, target) if is_leading else None
             except Exception as e:
@@ -345,17 +450,27 @@ class _Job:
     def _write(self, files: "list[dict[str, tuple[Box, Tensor]]]") -> str:
         """This rank's files and the list of them; the hash of that."""
         if not self.draft.is_dir():
-            raise CheckpointError(f"Rank {self.mesh.rank} does not see {self.draft}. Save to a folder that all ranks share.")
+            raise CheckpointError(
+                f"Rank {self.mesh.rank} does not see {self.draft}. Save to a folder that all ranks"
+                " share."
+            )
         table: dict[str, Any] = {"files": {}, "chunks": []}
         for nth, boxes in enumerate(files):
             name = f"rank-{self.me:05d}{f'-{nth}' if nth else ''}.safetensors"
-            offsets = {path: {"saved_offsets": [*box.start, *(0,) * (t.ndim - len(box.start))]} for path, (box, t) in boxes.items()}
+            offsets = {
+                path: {"saved_offsets": [*box.start, *(0,) * (t.ndim - len(box.start))]}
+                for path, (box, t) in boxes.items()
+            }
             hashes = write_file(
-                self.draft / name, {path: t for path, (_, t) in boxes.items()}, {"format": "pt", OFFSETS: json.dumps(offsets)}
+                self.draft / name,
+                {path: t for path, (_, t) in boxes.items()},
+                {"format": "pt", OFFSETS: json.dumps(offsets)},
             )
             header = read_header(self.draft / name)
             table["files"][name] = [header.size, header.sha256]
-            table["chunks"] += [[path, name, box.start, box.size, hashes[path]] for path, (box, _) in boxes.items()]
+            table["chunks"] += [
+                [path, name, box.start, box.size, hashes[path]] for path, (box, _) in boxes.items()
+            ]
         text = json.dumps(table)
         write_text(self.draft / f"rank-{self.me:05d}.json", text)
         return hashlib.sha256(text.encode()).hexdigest()
@@ -369,17 +484,25 @@ class _Job:
                 part = self.draft / f"rank-{i:05d}.json"
                 text = part.read_text(encoding="utf-8")
                 if hashlib.sha256(text.encode()).hexdigest() != expected:
-                    raise CheckpointError(f"{part} is not what rank {i} of the mesh wrote. Save to a file system that all ranks share.")
+                    raise CheckpointError(
+                        f"{part} is not what rank {i} of the mesh wrote. Save to a file system"
+                        " that all ranks share."
+                    )
                 table = json.loads(text)
                 files.update({name: SavedFile(*f) for name, f in table["files"].items()})
                 for path, file, start, size, sha256 in table["chunks"]:
-                    chunks.setdefault(path, []).append(Chunk(file, Box(tuple(start), tuple(size)), sha256))
+                    chunks.setdefault(path, []).append(
+                        Chunk(file, Box(tuple(start), tuple(size)), sha256)
+                    )
                 part.unlink()
             write_text(self.draft / MANIFEST, self._manifest(files, chunks).to_json())
             sync(self.draft)
             check_held(target.parent)
             if target.exists():
-                raise CheckpointError(f"{target} was made by someone else meanwhile. Let only one run save to a folder.")
+                raise CheckpointError(
+                    f"{target} was made by someone else meanwhile. Let only one run save to a"
+                    " folder."
+                )
             os.rename(self.draft, target)
             sync(target.parent)
         except OSError as e:
@@ -397,7 +520,10 @@ class _Job:
                 continue
             held = tuple(sorted(chunks.get(path, []), key=lambda c: c.box))
             if {c.box for c in held} != set(holders(self.mesh, spec, shape)):
-                raise CheckpointError(f"{path!r} is not written in whole: {len(held)} parts of {len(holders(self.mesh, spec, shape))}.")
+                raise CheckpointError(
+                    f"{path!r} is not written in whole: {len(held)} parts of"
+                    f" {len(holders(self.mesh, spec, shape))}."
+                )
             tensors[path] = SavedTensor(str(x.dtype).removeprefix("torch."), shape, str(spec), held)
         return Manifest(self.step, str(self.mesh), tensors, values, files)
 

@@ -1,10 +1,12 @@
-"""Agreement of ranks on the program they are about to run, through the store and before any collective.
+"""Agreement of ranks on the program they are about to run, through the store and before any
+collective.
 
-A mesh's ranks number their calls, and within them their agreements, alike, so that keys made of these numbers meet.
-A rank joins an agreement when it changes its program; while it goes on with the program of its last call it says nothing.
-So a rank that has reached call ``c`` in silence, while another opens an agreement at ``c``, disagrees. A thread of its
-own answers for it, as it may be waiting in a collective by then. The same thread answers when a collective of a peer has
-failed, and the peer asks who is still there. It sleeps until a peer sets a key of this rank's, its bell.
+A mesh's ranks number their calls, and within them their agreements, alike, so that keys made of
+these numbers meet. A rank joins an agreement when it changes its program; while it goes on with the
+program of its last call it says nothing. So a rank that has reached call ``c`` in silence, while
+another opens an agreement at ``c``, disagrees. A thread of its own answers for it, as it may be
+waiting in a collective by then. The same thread answers when a collective of a peer has failed, and
+the peer asks who is still there. It sleeps until a peer sets a key of this rank's, its bell.
 """
 
 import atexit
@@ -30,14 +32,33 @@ from ftp.distributed.neighbours import Neighbours, host
 from ftp.distributed.roll_call import RollCall
 from ftp.distributed.store import Line, NoAnswer, Store, calls_back, cloned, holder, wait
 from ftp.distributed.unfinished import Unfinished
-from ftp.distributed.waiting import LINGER, QUESTIONS, RESTART, indented, named_ranks, shortened, wait_until
+from ftp.distributed.waiting import (
+    LINGER,
+    QUESTIONS,
+    RESTART,
+    indented,
+    named_ranks,
+    shortened,
+    wait_until,
+)
 from ftp.errors import CollectiveError, FtpError, InputError, MismatchError, ReplicaError
 from ftp.sharding.mesh import Mesh, process_groups, require_alive, require_coordinate, set_timeout
-from ftp.sharding.process_group import NCCL_LONGER, Timeouts, own_timeouts, restart_count, talks_nccl, timeouts
+from ftp.sharding.process_group import (
+    NCCL_LONGER,
+    Timeouts,
+    own_timeouts,
+    restart_count,
+    talks_nccl,
+    timeouts,
+)
 
 _WATCH = 0.5  # seconds between two looks of the watching thread, while an agreement that this rank has not joined is open
-_USUAL = 0.25  # seconds that an agreement may take before the threads of all ranks are woken to look
-_ROLL_CALL = 2.5  # seconds for all ranks to say that they are there, in worlds that ask little of the store
+_USUAL = (
+    0.25  # seconds that an agreement may take before the threads of all ranks are woken to look
+)
+_ROLL_CALL = (
+    2.5  # seconds for all ranks to say that they are there, in worlds that ask little of the store
+)
 _PER_RANK = 10  # questions that a rank asks to answer a ring, or to agree
 _SILENT = "does not answer: killed, stopped, or cut off"
 
@@ -45,11 +66,13 @@ _SILENT = "does not answer: killed, stopped, or cut off"
 class Calls:
     """The calls made on one mesh, by one rank; `calls` hands it out.
 
-    Ranks number their calls alike only if they make the same calls on the mesh, in the same order: that is the rule
-    that `running` enforces, at the price of a few comparisons for a program that is the last call's.
+    Ranks number their calls alike only if they make the same calls on the mesh, in the same order:
+    that is the rule that `running` enforces, at the price of a few comparisons for a program that
+    is the last call's.
 
     Attributes:
-        call: the number of the last call that returned, 0 before the first. Ranks of equal numbers hold results of one call.
+        call: the number of the last call that returned, 0 before the first. Ranks of equal numbers
+            hold results of one call.
         failure: why the mesh takes no more calls, if so.
     """
 
@@ -105,20 +128,25 @@ class Calls:
         has_issued: Callable[[BaseException], bool] = lambda error: True,
         timeout: float | None = None,
     ) -> "_Running":
-        """Around the collectives of the next call: agrees on its program if need be, and says of one that fails what is behind it.
+        """Around the collectives of the next call: agrees on its program if need be, and says of
+        one that fails what is behind it.
 
-        An exception in the call is raised as it is. If it came before the call's first collective, the call counts as not made, and the
-        next one is agreed on. If it came later, peers may be in any collective of the call: the mesh takes no more calls, on all ranks.
+        An exception in the call is raised as it is. If it came before the call's first collective,
+        the call counts as not made, and the next one is agreed on. If it came later, peers may be
+        in any collective of the call: the mesh takes no more calls, on all ranks.
 
         Args:
-            program: a fingerprint, equal on all ranks. One that was not agreed on in this call and is not the last call's, as when a train
-                and an evaluation step take turns, is agreed on.
+            program: a fingerprint, equal on all ranks. One that was not agreed on in this call and
+                is not the last call's, as when a train and an evaluation step take turns, is agreed
+                on.
             describe: what is known of the collective that raised the exception, "" if nothing.
-            has_issued: whether this rank may have come to the call's first collective when it raised the exception.
+            has_issued: whether this rank may have come to the call's first collective when it
+                raised the exception.
             timeout: seconds to wait for the others to agree.
 
         Raises:
-            MismatchError, CollectiveError: from an exception that another rank caused; a call from two threads at once.
+            MismatchError, CollectiveError: from an exception that another rank caused; a call from
+                two threads at once.
         """
         return _Running(self, program, describe, has_issued, timeout)
 
@@ -135,9 +163,12 @@ class Calls:
             self.fail(KeyboardInterrupt(), True)
         else:
             why = (
-                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh while thread {names.get(first, 'another')!r}"
-                f" was in call {self.next()}, so that ranks may have paired the collectives of different calls.\n"
-                "  Make all calls on a mesh from one thread, or one after another in the same order on every rank."
+                f"Thread {names[thread]!r} of rank {self.mesh.rank} called on the mesh while"
+                f" thread {names.get(first, 'another')!r}"
+                f" was in call {self.next()}, so that ranks may have paired the collectives of"
+                " different calls.\n"
+                "  Make all calls on a mesh from one thread, or one after another in the same"
+                " order on every rank."
             )
             self.failure, self._is_overlapped = MismatchError(why), True
             self._give_up(why, MismatchError)
@@ -150,11 +181,15 @@ class Calls:
         said = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), 300)
         if has_issued:
             self._give_up(
-                f"Rank {self.mesh.rank} left call {self.next()} on the mesh {self.mesh} in its midst, with {said}. Later calls would pair"
+                f"Rank {self.mesh.rank} left call {self.next()} on the mesh {self.mesh} in its"
+                f" midst, with {said}. Later calls would pair"
                 f" their collectives with those of this one, so the mesh takes no more.{RESTART}"
             )
         else:
-            self.program, self._skipped = None, f"failed in call {self.next()} before its first collective, with {said}"
+            self.program, self._skipped = (
+                None,
+                f"failed in call {self.next()} before its first collective, with {said}",
+            )
 
     def _give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
         """Takes no more calls, and tells the other ranks."""
@@ -166,7 +201,9 @@ class Calls:
             self._ring(store)
             roll.linger(self.mesh.size())
 
-    def agree(self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None) -> None:
+    def agree(
+        self, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
+    ) -> None:
         """See the function `agree`."""
         timeout = self._timeouts.start if timeout is None else timeout
         if self._alone:
@@ -187,18 +224,27 @@ class Calls:
             if isinstance(payload, Exception):
                 raise payload
 
-    def _agree(self, store: Store, call: int, payload: dict[str, str] | Exception, timeout: float) -> None:
-        # Before anything is published: from here on the watching thread knows that this rank speaks for itself.
+    def _agree(
+        self, store: Store, call: int, payload: dict[str, str] | Exception, timeout: float
+    ) -> None:
+        # Before anything is published: from here on the watching thread knows that this rank speaks
+        # for itself.
         number, self._joined = self._joined, self._joined + 1
         board = Board(store, self._prefix(), number, self.mesh)
         is_first = board.open(call, self._skipped)
         if isinstance(payload, Exception):
             error = shortened(f"{type(payload).__name__}: {payload}", 2000)
-            board.settle(f"Rank {self.mesh.rank} failed to plan call {call}, so no rank runs it. Its error:\n  {indented(error)}")
+            board.settle(
+                f"Rank {self.mesh.rank} failed to plan call {call}, so no rank runs it. Its"
+                f" error:\n  {indented(error)}"
+            )
             self._ring(store)
             board.linger()
             return
-        if board.enter({"call number": str(call), "calling thread": _thread_name(), **payload}) == self.mesh.size():
+        if (
+            board.enter({"call number": str(call), "calling thread": _thread_name(), **payload})
+            == self.mesh.size()
+        ):
             board.settle(board.compare() or AGREED)
 
         def is_over() -> bool:
@@ -236,15 +282,23 @@ class Calls:
             name = f"{self._prefix()}/exchange/{key}/{turn}"
             keys = {rank: f"{name}/{rank}" for rank in self.mesh.ranks}
             store.set(keys[self.mesh.rank], value)
-            # The last to come puts what all have said into one key: every rank asks for that, and not for as many as there are ranks.
+            # The last to come puts what all have said into one key: every rank asks for that, and
+            # not for as many as there are ranks.
             if store.add(f"{name}/count", 1) == self.mesh.size():
                 store.set(f"{name}/all", packed(store.multi_get(list(keys.values()))))
-            if not wait_until(timeout, lambda: store.check(f"{name}/all") or bool(self._missing), self.mesh.size()):
+            if not wait_until(
+                timeout, lambda: store.check(f"{name}/all") or bool(self._missing), self.mesh.size()
+            ):
                 absent = [rank for rank, k in keys.items() if not store.check(k)]
                 said = self._said_of(absent)
-                raise MismatchError(f"{named_ranks(absent)} never came to exchange {key!r}, in {timeout:g} s.{said}{ABSENT}")
+                raise MismatchError(
+                    f"{named_ranks(absent)} never came to exchange {key!r}, in {timeout:g}"
+                    f" s.{said}{ABSENT}"
+                )
             if self._missing and not store.check(f"{name}/all"):
-                raise CollectiveError(f"Rank {self.mesh.rank} waited in exchange {key!r}: {self._missing}")
+                raise CollectiveError(
+                    f"Rank {self.mesh.rank} waited in exchange {key!r}: {self._missing}"
+                )
             everyone = unpacked(store.get(f"{name}/all"))
             store.delete([keys[self.mesh.rank]])
             if store.add(f"{name}/read", 1) == self.mesh.size():
@@ -253,21 +307,32 @@ class Calls:
             return everyone
 
     def explain(self, error: BaseException, where: str = "") -> FtpError | None:
-        """What is behind a collective's failure, for the caller to raise from ``error``: a disagreement, or a rank that is missing.
+        """What is behind a collective's failure, for the caller to raise from ``error``: a
+        disagreement, or a rank that is missing.
 
-        Peers that have seen a disagreement, or have ended, close their connections, which this rank sees as a lost one. It asks all
-        ranks whether they are there; the first to know publishes it, and those that still wait are interrupted.
+        Peers that have seen a disagreement, or have ended, close their connections, which this rank
+        sees as a lost one. It asks all ranks whether they are there; the first to know publishes
+        it, and those that still wait are interrupted.
 
         Args:
             where: the collective and its source line, if known.
         """
-        if self._alone or not isinstance(error, RuntimeError) or (self.failure is None and not _is_of_collective(error)):
+        if (
+            self._alone
+            or not isinstance(error, RuntimeError)
+            or (self.failure is None and not _is_of_collective(error))
+        ):
             return None
         if self.failure is None:
-            self.failure = self._find_out(self._waited() if "timed out" in str(error).lower() else "")
+            self.failure = self._find_out(
+                self._waited() if "timed out" in str(error).lower() else ""
+            )
         if isinstance(self.failure, MismatchError):
             return MismatchError(str(self.failure))
-        return CollectiveError(f"Call {self.next()} on the mesh {self.mesh} failed in {where or 'a collective'}: {self.failure}")
+        return CollectiveError(
+            f"Call {self.next()} on the mesh {self.mesh} failed in {where or 'a collective'}:"
+            f" {self.failure}"
+        )
 
     def _waited(self) -> str:
         start, step = self._options()
@@ -294,7 +359,14 @@ class Calls:
                     self._sign(roll)
                     if is_first := roll.call():
                         self._ring(store)
-                    self._learn(roll, roll.verdict(self.next(), waited, self._roll_call - 0.2 if is_first else self._roll_call + 1.0))
+                    self._learn(
+                        roll,
+                        roll.verdict(
+                            self.next(),
+                            waited,
+                            self._roll_call - 0.2 if is_first else self._roll_call + 1.0,
+                        ),
+                    )
                     if is_first:
                         self._ring(store)
                     roll.linger()
@@ -311,15 +383,21 @@ class Calls:
         except RuntimeError as e:
             if isinstance(e, NoAnswer):
                 raise CollectiveError(f"{e}: it is stopped, or cut off.{RESTART}") from e
-            raise CollectiveError(f"{holder()} has ended, and with it the store that ranks talk through.{RESTART}") from e
+            raise CollectiveError(
+                f"{holder()} has ended, and with it the store that ranks talk through.{RESTART}"
+            ) from e
 
     def _end_late(self, waited: float) -> None:
-        """Finds out who is missing where the GPU does not end a call, and has it give up waiting."""
+        """Finds out who is missing where the GPU does not end a call, and has it give up
+        waiting.
+        """
         if self.failure is None:
             why = str(self._find_out(""))
             self.failure = CollectiveError(
-                f"The GPU of rank {self.mesh.rank} has not come to the end of call {self.call + (self._thread is not None)} on"
-                f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results: {why}"
+                f"The GPU of rank {self.mesh.rank} has not come to the end of call"
+                f" {self.call + (self._thread is not None)} on"
+                f" the mesh {self.mesh} in {waited:.0f} s, and what it gives now are no results:"
+                f" {why}"
             )
             # The program may be blocked, and end so.
             print(f"ftp: {self.failure}", file=sys.stderr, flush=True)
@@ -337,18 +415,26 @@ class Calls:
                 # Ranks on one host find each other here; a store that is a file has no lists.
                 if self._host is not None:
                     with contextlib.suppress(RuntimeError):
-                        Store(self._line, seconds).append(f"{self._prefix()}/host/{self._host}", f"{self.mesh.rank} {os.getpid()},")
+                        Store(self._line, seconds).append(
+                            f"{self._prefix()}/host/{self._host}",
+                            f"{self.mesh.rank} {os.getpid()},",
+                        )
                 self._watch = _Watch(self, c10d._get_default_group())
             return Store(self._line, seconds)
 
     def _meet(self, store: Store) -> None:
-        """Watches the processes of this host; all ranks have connected by the end of the first agreement or exchange."""
+        """Watches the processes of this host; all ranks have connected by the end of the first
+        agreement or exchange.
+        """
         if self._has_met or self._host is None or self._watch is None:
             return
         self._has_met = True
         key = f"{self._prefix()}/host/{self._host}"
         if store.check(key):
-            pids = {int(rank): int(pid) for rank, pid in (entry.split() for entry in store.get(key).split(",") if entry)}
+            pids = {
+                int(rank): int(pid)
+                for rank, pid in (entry.split() for entry in store.get(key).split(",") if entry)
+            }
             pids.pop(self.mesh.rank)
             self._watch.neighbours = Neighbours(pids, self._notice) if pids else None
 
@@ -356,7 +442,10 @@ class Calls:
         """A process of this host has ended: if it has not said so itself, all ranks are told."""
         if self._watch is None or not self._watch.is_current() or self.failure is not None:
             return
-        why = f"Rank {rank} has been killed, or has ended without a word: its process, {pid} on {socket.gethostname()}, is gone.{RESTART}"
+        why = (
+            f"Rank {rank} has been killed, or has ended without a word: its process, {pid} on"
+            f" {socket.gethostname()}, is gone.{RESTART}"
+        )
         try:
             store = self._connect(1.0)
             roll = self._roll(store)
@@ -370,7 +459,9 @@ class Calls:
 
     def _prefix(self) -> str:
         mesh = self.mesh
-        name = zlib.crc32(repr((mesh.shape, mesh.axis_names, mesh.device_type, mesh.ranks)).encode())
+        name = zlib.crc32(
+            repr((mesh.shape, mesh.axis_names, mesh.device_type, mesh.ranks)).encode()
+        )
         return f"ftp/agreement/{restart_count()}/{mesh.world}/{name:08x}"
 
     def bell(self, rank: int) -> str:
@@ -402,7 +493,10 @@ class Calls:
             return f"is in call {self.next()}"
         if self._unfinished:  # the GPU is, which the call did not wait for
             return f"is in call {self.call}"
-        return f"has not come to it: its last call is number {self.call}{self._skipped and f'; it {self._skipped}'}"
+        return (
+            "has not come to it: its last call is number"
+            f" {self.call}{self._skipped and f'; it {self._skipped}'}"
+        )
 
     def _said_of(self, absent: Sequence[int]) -> str:
         """What the watching threads of ranks that did not come say of them, in seconds."""
@@ -417,19 +511,29 @@ class Calls:
 
             self._ring(store, absent)
             wait_until(self._roll_call - 0.5, lambda: all(map(answered, absent)), self.mesh.size())
-            said = {rank: store.get(key) if answered(rank) else _SILENT for rank, key in keys.items()}
+            said = {
+                rank: store.get(key) if answered(rank) else _SILENT for rank, key in keys.items()
+            }
         return "".join(f"\n  Rank {rank} {text}." for rank, text in list(said.items())[:8])
 
     def _look(self, store: Store) -> bool:
-        """Answers an agreement that peers have opened and this rank has not joined; whether it may have to look again."""
+        """Answers an agreement that peers have opened and this rank has not joined; whether it
+        may have to look again.
+        """
         with self._looking:
             return self.failure is None and self._answer(store)
 
     def _attend(self, store: Store) -> None:
-        """Answers peers who ask who is there, and stops waiting for a rank that is known to be missing."""
+        """Answers peers who ask who is there, and stops waiting for a rank that is known to be
+        missing.
+        """
         asked = f"{self._prefix()}/asked/{self.mesh.rank}"
         if store.check(f"{asked}/answers"):
-            store.set(asked, self._where() + (f", of program {shortened(self.program, 80)}" if self.program else ""))
+            store.set(
+                asked,
+                self._where()
+                + (f", of program {shortened(self.program, 80)}" if self.program else ""),
+            )
             store.add(f"{asked}/answers", 1)
         roll = self._roll(store)
         if roll.is_settled():
@@ -466,15 +570,18 @@ class Calls:
         if not board.is_open():
             return False
         opened_by, opened_at, why = board.opened()
-        # In this order: a rank joins before it begins, so a call seen here that was agreed on is seen as joined too.
+        # In this order: a rank joins before it begins, so a call seen here that was agreed on is
+        # seen as joined too.
         begun, program = self.call + (self._thread is not None), self.program
         if self._joined != number:
             return False
         if begun < opened_at:
             return True
         board.break_off(
-            f"Rank {opened_by} {why}, but rank {self.mesh.rank} goes on with the program of its last call"
-            f" ({shortened(program or 'none', 80)}) at call {begun}. Their process groups are closed.\n"
+            f"Rank {opened_by} {why}, but rank {self.mesh.rank} goes on with the program of its"
+            " last call"
+            f" ({shortened(program or 'none', 80)}) at call {begun}. Their process groups are"
+            " closed.\n"
             "  Make the same calls with the same global shapes, in the same order, on every rank."
         )
         self._ring(store)
@@ -497,7 +604,13 @@ class _Running:
         has_issued: Callable[[BaseException], bool],
         timeout: float | None,
     ):
-        self.calls, self.program, self.describe, self.has_issued, self.timeout = calls, program, describe, has_issued, timeout
+        self.calls, self.program, self.describe, self.has_issued, self.timeout = (
+            calls,
+            program,
+            describe,
+            has_issued,
+            timeout,
+        )
         self.is_first = calls._given is not None and program not in calls._finished
 
     def __enter__(self) -> None:
@@ -518,11 +631,21 @@ class _Running:
             set_timeout(calls.mesh, calls._timeouts.start)
         calls._thread = thread
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         calls = self.calls
-        if error is not None and not isinstance(error, ReplicaError | InputError):  # which all ranks raise
+        if error is not None and not isinstance(
+            error, ReplicaError | InputError
+        ):  # which all ranks raise
             try:
-                if isinstance(error, RuntimeError) and (explained := calls.explain(error, self.describe(error))) is not None:
+                if (
+                    isinstance(error, RuntimeError)
+                    and (explained := calls.explain(error, self.describe(error))) is not None
+                ):
                     raise explained from error
                 if not calls._alone:
                     calls.fail(error, self.has_issued(error))
@@ -549,18 +672,23 @@ class _Running:
 
 
 class _Watch:
-    """The thread that sleeps until peers ring, because they wait in an agreement or ask who is there, and then looks."""
+    """The thread that sleeps until peers ring, because they wait in an agreement or ask who is
+    there, and then looks.
+    """
 
     def __init__(self, calls: Calls, group: dist.ProcessGroup):
         self.neighbours: Neighbours | None = None
         self._calls = calls
-        self._group = weakref.ref(group, lambda _: self._wake() if not self._stop.is_set() else None)
+        self._group = weakref.ref(
+            group, lambda _: self._wake() if not self._stop.is_set() else None
+        )
         self._pid = os.getpid()
         self._stop = threading.Event()
         self._store: Any = c10d._get_default_store()
         self._thread = threading.Thread(target=self._run, name="ftp-agreement", daemon=True)
         self._thread.start()
-        # A daemon thread inside the store's C++ code while the interpreter goes down would abort the process.
+        # A daemon thread inside the store's C++ code while the interpreter goes down would abort
+        # the process.
         atexit.register(self.stop)
 
     def stop(self) -> None:
@@ -604,7 +732,9 @@ class _Watch:
                     if looks_always or not may_change:
                         break
                     self._stop.wait(max(_WATCH, calls.mesh.size() / QUESTIONS))
-        except RuntimeError:  # the rank that held the store has left: there is nobody to answer any more
+        except (
+            RuntimeError
+        ):  # the rank that held the store has left: there is nobody to answer any more
             return
 
 
@@ -628,26 +758,33 @@ def calls(mesh: Mesh) -> Calls:
     return record
 
 
-def agree(mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: float | None = None) -> None:
-    """Returns if all ranks of the mesh give equal payloads for call number ``call``; raises on every rank if not.
+def agree(
+    mesh: Mesh, call: int, payload: dict[str, str] | Exception, timeout: float | None = None
+) -> None:
+    """Returns if all ranks of the mesh give equal payloads for call number ``call``; raises on
+    every rank if not.
 
-    Every rank calls it before it first runs a program, and `Calls.begin` whenever the program changes. It is over
-    within milliseconds of the last arrival. Without processes, and on a mesh of one rank, there is nobody to ask.
+    Every rank calls it before it first runs a program, and `Calls.begin` whenever the program
+    changes. It is over within milliseconds of the last arrival. Without processes, and on a mesh of
+    one rank, there is nobody to ask.
 
     Args:
-        payload: values by facet ("library version", "input shapes", "program"); compared in order, as strings. The
-            exception instead, where this rank failed to plan; it is raised again.
+        payload: values by facet ("library version", "input shapes", "program"); compared in order,
+            as strings. The exception instead, where this rank failed to plan; it is raised again.
         timeout: seconds to wait for the last rank; default that of `init_process_group`.
 
     Raises:
-        MismatchError: naming the rank and the first facet that differ from the lowest rank's, with both values; or
-            the rank that failed to plan, that goes on with an old program, or that never arrived.
+        MismatchError: naming the rank and the first facet that differ from the lowest rank's, with
+            both values; or the rank that failed to plan, that goes on with an old program, or that
+            never arrived.
     """
     calls(mesh).agree(call, payload, timeout)
 
 
 def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> list[str]:
-    """Every rank's ``value``, in the order of the mesh's ranks, through the store; all ranks call it with one ``key``."""
+    """Every rank's ``value``, in the order of the mesh's ranks, through the store; all ranks
+    call it with one ``key``.
+    """
     return calls(mesh).exchange(key, value, timeout)
 
 
@@ -658,8 +795,13 @@ def check(mesh: Mesh) -> None:
 
 def _is_of_collective(error: RuntimeError) -> bool:
     """Whether a collective raised it, rather than an op on local tensors."""
-    # Gloo names itself by the path of its source in all messages but that of a connection which a time-out has closed.
-    return isinstance(error, dist.DistError) or "gloo" in str(error).lower() or "pair closure" in str(error)
+    # Gloo names itself by the path of its source in all messages but that of a connection which a
+    # time-out has closed.
+    return (
+        isinstance(error, dist.DistError)
+        or "gloo" in str(error).lower()
+        or "pair closure" in str(error)
+    )
 
 
 def _interrupt(mesh: Mesh) -> None:
@@ -674,14 +816,17 @@ def _interrupt(mesh: Mesh) -> None:
                 # It waits for graphs that hold its collectives, which keeps no other from ending.
                 threading.Thread(target=backend.abort, name="ftp-abort", daemon=True).start()
             elif group.size() > 1:
-                # Gloo has no abort, but a receive that runs out of time closes the connections of its group.
+                # Gloo has no abort, but a receive that runs out of time closes the connections of
+                # its group.
                 source, tag = (group.rank() + 1) % group.size(), 2**20 + group.rank()
                 with contextlib.suppress(RuntimeError):
                     group.recv([torch.empty(1)], source, tag).wait(timedelta(milliseconds=1))
 
 
 def _thread_name() -> str:
-    """What this thread is called on all ranks alike: numbers are those of threads that came before, and of no interest in a pool."""
+    """What this thread is called on all ranks alike: numbers are those of threads that came
+    before, and of no interest in a pool.
+    """
     thread = threading.current_thread()
     if thread is threading.main_thread() or re.search(r"_\d+$", thread.name):
         return re.sub(r"\d+", "", thread.name)

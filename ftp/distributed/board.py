@@ -15,7 +15,9 @@ AGREED = "agreed"
 
 @dataclass(frozen=True)
 class Board:
-    """The keys of one agreement. Whoever comes last compares; whoever knows of a failure says so at once."""
+    """The keys of one agreement. Whoever comes last compares; whoever knows of a failure says so
+    at once.
+    """
 
     store: Store
     prefix: str
@@ -27,7 +29,15 @@ class Board:
 
     def open(self, call: int, skipped: str) -> bool:
         """Whether this rank is the first to do so."""
-        mine = json.dumps([self.mesh.rank, call, f"{skipped}, and makes it anew" if skipped else f"changes its program at call {call}"])
+        mine = json.dumps(
+            [
+                self.mesh.rank,
+                call,
+                f"{skipped}, and makes it anew"
+                if skipped
+                else f"changes its program at call {call}",
+            ]
+        )
         return self.store.propose(self.key("open"), mine) == mine
 
     def is_open(self) -> bool:
@@ -39,7 +49,9 @@ class Board:
 
     def enter(self, payload: dict[str, str]) -> int:
         """Publishes this rank's side; the number of ranks that have by now."""
-        self.store.set(self.key(self.mesh.rank), zlib.compress(json.dumps(payload).encode(), 1).hex())
+        self.store.set(
+            self.key(self.mesh.rank), zlib.compress(json.dumps(payload).encode(), 1).hex()
+        )
         return self.store.add(self.key("count"), 1)
 
     def compare(self) -> str | None:
@@ -53,14 +65,18 @@ class Board:
             for facet in dict.fromkeys((*lowest, *payload)):
                 a, b = (p.get(facet, "(absent)") for p in (lowest, payload))
                 if a != b:
-                    return _describe_difference(facet, (ranks[0], a), (rank, b), lowest.get("call number", "?"))
+                    return _describe_difference(
+                        facet, (ranks[0], a), (rank, b), lowest.get("call number", "?")
+                    )
         return None
 
     def settle(self, verdict: str) -> None:
         self.store.propose(self.key("verdict"), verdict)
 
     def break_off(self, verdict: str) -> None:
-        """Settles that a rank has gone on; its groups are closed, so the mesh is of no use from here on."""
+        """Settles that a rank has gone on; its groups are closed, so the mesh is of no use from
+        here on.
+        """
         self.settle(verdict)
         self.store.propose(f"{self.prefix}/broken", self.verdict())
 
@@ -77,10 +93,16 @@ class Board:
         return self.store.get(self.key("verdict"))
 
     def linger(self) -> None:
-        """Stays until all ranks know of the failure: this one may hold the store, and its end closes their connections."""
+        """Stays until all ranks know of the failure: this one may hold the store, and its end
+        closes their connections.
+        """
         with contextlib.suppress(RuntimeError):  # whoever holds it has seen all, and has left
             self.see()
-            wait_until(LINGER, lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size(), self.mesh.size())
+            wait_until(
+                LINGER,
+                lambda: self.store.add(self.key("seen"), 0) >= self.mesh.size(),
+                self.mesh.size(),
+            )
 
     def see(self) -> int:
         """The number of ranks that know how it ended, this one included."""
@@ -91,7 +113,9 @@ class Board:
 
     def report_absent(self, absent: list[int], said: str, call: int, timeout: float) -> str:
         who = named_ranks(absent) if absent else "The rank that compares"
-        waiting = f"rank {self.mesh.rank} waited {timeout:g} s to agree on the program of call {call}"
+        waiting = (
+            f"rank {self.mesh.rank} waited {timeout:g} s to agree on the program of call {call}"
+        )
         return f"{who} never arrived: {waiting}.{said}{ABSENT}"
 
     def clean(self) -> None:
@@ -99,13 +123,24 @@ class Board:
         self.store.delete([self.key(self.mesh.rank)])
 
     def forget(self, since: int) -> None:
-        """Drops the keys of this agreement and of failed ones before it, once all ranks know that they agree."""
+        """Drops the keys of this agreement and of failed ones before it, once all ranks know
+        that they agree.
+        """
         if self.see() == self.mesh.size():
             names = ("open", "count", "verdict", "seen")
-            self.store.delete([f"{self.prefix}/{number}/{name}" for number in range(since, self.number + 1) for name in names])
+            self.store.delete(
+                [
+                    f"{self.prefix}/{number}/{name}"
+                    for number in range(since, self.number + 1)
+                    for name in names
+                ]
+            )
 
 
-ABSENT = "\n  See what it does: it may have failed before this call, run other code, or still be starting (then allow a longer timeout)."
+ABSENT = (
+    "\n  See what it does: it may have failed before this call, run other code, or still be"
+    " starting (then allow a longer timeout)."
+)
 
 
 def packed(values: list[str]) -> str:
@@ -124,11 +159,16 @@ def unpacked(text: str) -> list[str]:
     return [distinct[i] for i in indices]
 
 
-def _describe_difference(facet: str, lowest: tuple[int, str], other: tuple[int, str], call: str) -> str:
+def _describe_difference(
+    facet: str, lowest: tuple[int, str], other: tuple[int, str], call: str
+) -> str:
     (first, a), (rank, b) = lowest, other
-    start = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+    start = next(
+        (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
+    )
     shown = [f"\n  rank {r}: {shortened(text, 160, start)}" for r, text in ((first, a), (rank, b))]
     return (
-        f"Ranks disagree on the {facet} of call {call}: rank {rank} differs from rank {first}, so no rank runs it.{''.join(shown)}\n"
+        f"Ranks disagree on the {facet} of call {call}: rank {rank} differs from rank {first}, so"
+        f" no rank runs it.{''.join(shown)}\n"
         "  Give every rank the same program, specs and global shapes."
     )

@@ -1,4 +1,6 @@
-"""Processes on this host, watched by the kernel: it tells of one that ends at once, whoever else holds the ended one's sockets."""
+"""Processes on this host, watched by the kernel: it tells of one that ends at once, whoever else
+holds the ended one's sockets.
+"""
 
 import os
 import select
@@ -9,7 +11,9 @@ from collections.abc import Callable, Mapping
 
 
 def host() -> str | None:
-    """Equal for processes that know each other by their numbers; None where the kernel does not watch processes."""
+    """Equal for processes that know each other by their numbers; None where the kernel does not
+    watch processes.
+    """
     try:
         os.close(os.pidfd_open(os.getpid()))
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -20,11 +24,15 @@ def host() -> str | None:
 
 
 class Neighbours:
-    """A thread that calls ``gone(rank, pid)`` when one of these processes has ended; it sleeps until then."""
+    """A thread that calls ``gone(rank, pid)`` when one of these processes has ended; it sleeps
+    until then.
+    """
 
     def __init__(self, pids: Mapping[int, int], gone: Callable[[int, int], None]):
         self._read, self._write = os.pipe()
-        self._thread = threading.Thread(target=self._run, args=(dict(pids), gone), name="ftp-neighbours", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run, args=(dict(pids), gone), name="ftp-neighbours", daemon=True
+        )
         self._thread.start()
 
     def stop(self) -> None:

@@ -11,7 +11,9 @@ from ftp.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class RollCall:
-    """Who is still there, asked once by whoever sees a collective fail; each rank's first answer stands, and so does the first verdict."""
+    """Who is still there, asked once by whoever sees a collective fail; each rank's first answer
+    stands, and so does the first verdict.
+    """
 
     store: Store
     prefix: str
@@ -54,23 +56,56 @@ class RollCall:
         """Stays until as many know, or all that are there: this rank may hold the store."""
         with contextlib.suppress(RuntimeError):
             wait_until(
-                LINGER, lambda: self.store.add(self.key("seen"), 0) >= (ranks or self.store.add(self.key("count"), 0)), self.mesh.size()
+                LINGER,
+                lambda: (
+                    self.store.add(self.key("seen"), 0)
+                    >= (ranks or self.store.add(self.key("count"), 0))
+                ),
+                self.mesh.size(),
             )
 
     def verdict(self, call: int, waited: str, patience: float) -> tuple[str, bool]:
-        """What all have said, or those who did in time, as the first saw it who knew; ``waited`` says for how long this rank waited."""
-        wait_until(patience, lambda: self.is_settled() or self.store.add(self.key("count"), 0) >= self.mesh.size(), self.mesh.size())
+        """What all have said, or those who did in time, as the first saw it who knew; ``waited``
+        says for how long this rank waited.
+        """
+        wait_until(
+            patience,
+            lambda: self.is_settled() or self.store.add(self.key("count"), 0) >= self.mesh.size(),
+            self.mesh.size(),
+        )
         if self.is_settled():
             return self.learn()
-        said = {rank: self.store.get(self.key(rank)) for rank in sorted(self.mesh.ranks) if self.has_signed(rank)}
+        said = {
+            rank: self.store.get(self.key(rank))
+            for rank in sorted(self.mesh.ranks)
+            if self.has_signed(rank)
+        }
         why, is_missing = self._describe(call, said, waited)
         return self.settle(why, is_missing=is_missing)
 
     def _describe(self, call: int, said: dict[int, str], waited: str) -> tuple[str, bool]:
         silent = [rank for rank in sorted(self.mesh.ranks) if rank not in said]
-        found = [f"{named_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not answer: killed, stopped, or cut off"] if silent else []
-        found += [f"{named_ranks([rank])} {text}" for rank, text in said.items() if not text.startswith("is in call")]
-        found = found or [f"{named_ranks([rank])} {text}" for rank, text in said.items() if text != f"is in call {call}"]
+        found = (
+            [
+                f"{named_ranks(silent)} {'do' if len(silent) > 1 else 'does'} not answer: killed,"
+                " stopped, or cut off"
+            ]
+            if silent
+            else []
+        )
+        found += [
+            f"{named_ranks([rank])} {text}"
+            for rank, text in said.items()
+            if not text.startswith("is in call")
+        ]
+        found = found or [
+            f"{named_ranks([rank])} {text}"
+            for rank, text in said.items()
+            if text != f"is in call {call}"
+        ]
         is_missing = bool(silent) or any(text.startswith("has ended") for text in said.values())
-        why = ". ".join(found) or "all ranks are in it, so a connection between them failed or was too slow"
+        why = (
+            ". ".join(found)
+            or "all ranks are in it, so a connection between them failed or was too slow"
+        )
         return f"{why}{waited}.{RESTART}", is_missing

@@ -1,6 +1,7 @@
 """The store that ranks talk through, with a deadline for every question.
 
-torch waits for ever for an answer of a process that is stopped. So questions are asked by a thread of their own.
+torch waits for ever for an answer of a process that is stopped. So questions are asked by a thread
+of their own.
 """
 
 import contextlib
@@ -30,9 +31,14 @@ class Line:
 
     def __init__(self, timeout: float):
         store: Any = c10d._get_default_store()
-        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]] = queue.SimpleQueue()
-        # A daemon, for it may wait for ever; while it has nothing to ask it is in Python, where the end of the interpreter finds it.
-        threading.Thread(target=_serve, args=(store, timeout, self._questions), name="ftp-store", daemon=True).start()
+        self._questions: queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]] = (
+            queue.SimpleQueue()
+        )
+        # A daemon, for it may wait for ever; while it has nothing to ask it is in Python, where the
+        # end of the interpreter finds it.
+        threading.Thread(
+            target=_serve, args=(store, timeout, self._questions), name="ftp-store", daemon=True
+        ).start()
 
     def ask(self, question: Callable[[c10d.Store], Any], seconds: float) -> Any:
         answer: Future[Any] = Future()
@@ -41,10 +47,17 @@ class Line:
             return answer.result(seconds)
         except TimeoutError:
             answer.cancel()
-            raise NoAnswer(f"{holder()}, which holds the store that ranks talk through, did not answer for {seconds:.3g} s") from None
+            raise NoAnswer(
+                f"{holder()}, which holds the store that ranks talk through, did not answer for"
+                f" {seconds:.3g} s"
+            ) from None
 
 
-def _serve(store: c10d.Store, timeout: float, questions: "queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]]") -> None:
+def _serve(
+    store: c10d.Store,
+    timeout: float,
+    questions: "queue.SimpleQueue[tuple[Future[Any], Callable[[c10d.Store], Any]]]",
+) -> None:
     own = None
     while True:
         answer, question = questions.get()
@@ -61,7 +74,8 @@ def _serve(store: c10d.Store, timeout: float, questions: "queue.SimpleQueue[tupl
 def cloned(store: Any, timeout: float) -> c10d.Store:
     """A connection of its own, as a question waits its turn on a shared one."""
     usual = store.timeout
-    # Where the rank that holds the store has ended, a new connection is tried again until the store's timeout, half an hour.
+    # Where the rank that holds the store has ended, a new connection is tried again until the
+    # store's timeout, half an hour.
     store.set_timeout(timedelta(seconds=timeout))
     try:
         own = store.clone()
@@ -72,7 +86,9 @@ def cloned(store: Any, timeout: float) -> c10d.Store:
 
 
 class Store:
-    """Questions over a line that have to be answered within ``seconds`` from now, all of them together."""
+    """Questions over a line that have to be answered within ``seconds`` from now, all of them
+    together.
+    """
 
     def __init__(self, line: Line, seconds: float):
         self._line, self._until = line, time.monotonic() + seconds
@@ -112,7 +128,9 @@ class Store:
 
 
 def wait(store: c10d.Store, key: str, stop: threading.Event) -> bool:
-    """Waits, without asking, for somebody to set ``key``; False if only time has passed. Raises where the store is gone."""
+    """Waits, without asking, for somebody to set ``key``; False if only time has passed. Raises
+    where the store is gone.
+    """
     if not calls_back(store):
         stop.wait(_LOOK)
         return True

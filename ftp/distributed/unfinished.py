@@ -22,7 +22,8 @@ class Unfinished:
     """Marks behind the calls of a mesh, and a thread that looks whether the GPU comes to them.
 
     Args:
-        late: called once, by that thread, with the seconds for which the GPU has not come to a mark.
+        late: called once, by that thread, with the seconds for which the GPU has not come to a
+            mark.
         mark: puts one behind what the GPU has been given by now, and gives what says whether the
             GPU has come to it.
     """

@@ -6,11 +6,16 @@ from collections.abc import Callable
 QUESTIONS = 10_000  # a second that all ranks together ask the store while they wait; it takes more (docs/faults.md)
 LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
 
-RESTART = "\n  Restart from the last checkpoint: torchrun --max-restarts=N does, where the program resumes by itself."
+RESTART = (
+    "\n  Restart from the last checkpoint: torchrun --max-restarts=N does, where the program"
+    " resumes by itself."
+)
 
 
 def wait_until(timeout: float, ready: Callable[[], bool], ranks: int) -> bool:
-    """Whether it became ready in time; asks the more rarely the longer it waits and the more do; can be interrupted from the keyboard."""
+    """Whether it became ready in time; asks the more rarely the longer it waits and the more do;
+    can be interrupted from the keyboard.
+    """
     start = time.monotonic()
     while not ready():
         waited = time.monotonic() - start

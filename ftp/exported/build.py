@@ -1,4 +1,6 @@
-"""A rank's graph as an exported program: the original's signature, its state cut, and where every op comes from."""
+"""A rank's graph as an exported program: the original's signature, its state cut, and where
+every op comes from.
+"""
 
 import copy
 import warnings
@@ -85,7 +87,10 @@ class Build:
         for path, value in self.constants.items():
             if isinstance(value, torch.Tensor):
                 self.constants[path] = self._cut(value, cut.get(path, P()), copies)
-        state = {path: self._cut(value, state_specs[path], copies) for path, value in self.original.state_dict.items()}
+        state = {
+            path: self._cut(value, state_specs[path], copies)
+            for path, value in self.original.state_dict.items()
+        }
         self._values(signature, state)
         module = fx.GraphModule({}, self.graph)
         module.meta.update(self.original.graph_module.meta)
@@ -112,7 +117,9 @@ class Build:
         return len(self.entries) > len(self.functional.graph_signature.input_specs)
 
     def _signature(self) -> "ExportGraphSignature":
-        """Fills the graph, and says what its inputs and outputs are: the original's, in its order and by its names."""
+        """Fills the graph, and says what its inputs and outputs are: the original's, in its
+        order and by its names.
+        """
         from torch.export.graph_signature import (
             ExportGraphSignature,
             InputKind,
@@ -126,7 +133,13 @@ class Build:
         tensors = [e.spec.arg.name for e in self.entries if e.is_tensor]
         inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
         constants = [f"c_ftp_constant_{i}" for i in range(len(self.traced.constants))]
-        held: dict[fx.Node, Any] = dict(zip(inputs[len(tensors) + len(constants) :], self.local.offsets_at(self.coordinate), strict=True))
+        held: dict[fx.Node, Any] = dict(
+            zip(
+                inputs[len(tensors) + len(constants) :],
+                self.local.offsets_at(self.coordinate),
+                strict=True,
+            )
+        )
         by_name = dict(zip((*tensors, *constants), inputs, strict=False))
         specs = [*original.input_specs, *([self.entries[-1].spec] if self._takes_key else [])]
         first = next((i for i, s in enumerate(specs) if s.kind is InputKind.USER_INPUT), len(specs))
@@ -138,27 +151,47 @@ class Build:
         vals = {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
         placed = {}
         for spec in specs:
-            node = placed[spec.arg.name] = self._named(self.graph.placeholder(spec.arg.name), spec.arg.name)
+            node = placed[spec.arg.name] = self._named(
+                self.graph.placeholder(spec.arg.name), spec.arg.name
+            )
             node.target = node.name
             if spec.arg.name in vals:
-                node.meta = {k: v for k, v in vals[spec.arg.name].meta.items() if k not in ("tensor_meta", "from_node")}
+                node.meta = {
+                    k: v
+                    for k, v in vals[spec.arg.name].meta.items()
+                    if k not in ("tensor_meta", "from_node")
+                }
             elif spec.target is None:
                 node.meta = {"val": self.entries[-1].value}
             if spec.arg.name in by_name:
                 held[by_name[spec.arg.name]] = node
-        free = {s.arg.name for s in original.output_specs if isinstance(s.arg, TensorArgument)} - set(placed)
+        free = {
+            s.arg.name for s in original.output_specs if isinstance(s.arg, TensorArgument)
+        } - set(placed)
         self.graph._graph_namespace._used_names.update(free)
         self._body(held)
         # What is written back goes first in a functional graph; a training graph writes by itself.
         functional = self.functional.graph_signature.output_specs
         returned = iter(held[n] for n in self.local.gm.graph.output_node().args[0])  # type: ignore[union-attr]
-        values: list[Any] = [next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value for s in functional]  # type: ignore[union-attr]
+        values: list[Any] = [
+            next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value for s in functional
+        ]  # type: ignore[union-attr]
         if is_training(self.original):
             for spec, value in zip(functional, values, strict=True):
                 if spec.kind is not OutputKind.USER_OUTPUT:
-                    into = next(s.arg.name for s in specs if spec.target in (s.target, s.arg.name if s.target is None else None))
-                    self.graph.call_function(aten.copy_.default, (placed[into], value)).meta.update(_kept(value.meta))
-            values = [v for s, v in zip(functional, values, strict=True) if s.kind is OutputKind.USER_OUTPUT]
+                    into = next(
+                        s.arg.name
+                        for s in specs
+                        if spec.target in (s.target, s.arg.name if s.target is None else None)
+                    )
+                    self.graph.call_function(aten.copy_.default, (placed[into], value)).meta.update(
+                        _kept(value.meta)
+                    )
+            values = [
+                v
+                for s, v in zip(functional, values, strict=True)
+                if s.kind is OutputKind.USER_OUTPUT
+            ]
         outputs, named = [], set()
         for spec, value in zip(original.output_specs, values, strict=True):
             if not isinstance(spec.arg, TensorArgument):
@@ -178,12 +211,16 @@ class Build:
         return node
 
     def _body(self, held: dict[fx.Node, Any]) -> None:
-        """Copies the local program's ops; each knows the module and the line of what it computes or moves."""
+        """Copies the local program's ops; each knows the module and the line of what it computes
+        or moves.
+        """
         traced = {n.name: n.meta for n in self.traced.gm.graph.nodes if n.op == "call_function"}
         root = self._root_stack()
         causes = {node.name: self._cause(node, traced) for node in self.plan.graph.nodes}
         last: dict[str, Any] = root
-        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {"meta"}  # a program without weights stays one
+        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {
+            "meta"
+        }  # a program without weights stays one
         for node in self.local.gm.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -201,7 +238,9 @@ class Build:
         return {"nn_module_stack": {"": ("", "torch.nn.modules.module.Module")}}
 
     def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-        """What the exported graph knows of the op that an op comes from; of a moved value's origin, or its first reader's."""
+        """What the exported graph knows of the op that an op comes from; of a moved value's
+        origin, or its first reader's.
+        """
         while node.kind in ("move", "constrain"):
             node = node.operands[0].node
         if node.kind == "input":
@@ -230,7 +269,9 @@ class Build:
             pieces = local_pieces(spec, value.shape, self.mesh.axes, self.coordinate)
             part = take(value.detach(), pieces) if spec else value.detach()
             part = part.clone(memory_format=torch.contiguous_format) if spec else part.clone()
-            copies[key] = nn.Parameter(part, value.requires_grad) if isinstance(value, nn.Parameter) else part
+            copies[key] = (
+                nn.Parameter(part, value.requires_grad) if isinstance(value, nn.Parameter) else part
+            )
         return copies[key]
 
     def _values(self, signature: "ExportGraphSignature", state: Mapping[str, torch.Tensor]) -> None:
@@ -247,11 +288,19 @@ class Build:
                         node.meta["val"] = _fake(held[target], held[target].device)
                     elif isinstance(node.meta["val"], torch.Tensor):
                         val = node.meta["val"]
-                        shape = local_shape(cuts[node.name], val.shape, self.mesh.axes, self.coordinate)
+                        shape = local_shape(
+                            cuts[node.name], val.shape, self.mesh.axes, self.coordinate
+                        )
                         is_whole = shape == tuple(val.shape)
-                        node.meta["val"] = _fake(val, val.device) if is_whole else torch.empty(shape, dtype=val.dtype, device=val.device)
+                        node.meta["val"] = (
+                            _fake(val, val.device)
+                            if is_whole
+                            else torch.empty(shape, dtype=val.dtype, device=val.device)
+                        )
                 elif node.op == "call_function":
-                    args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])  # type: ignore[misc]
+                    args, kwargs = fx.node.map_arg(
+                        (node.args, node.kwargs), lambda n: n.meta["val"]
+                    )  # type: ignore[misc]
                     node.meta["val"] = node.target(*args, **kwargs)
 
     def _example_inputs(self) -> Any:
@@ -266,7 +315,9 @@ class Build:
         users = [e for e in self.entries if e.spec.kind is InputKind.USER_INPUT]
         if len(leaves) != len(users):
             return None
-        return tree.unflatten([self._cut(x, e.cut, {}) if e.cut else x for x, e in zip(leaves, users, strict=True)])
+        return tree.unflatten(
+            [self._cut(x, e.cut, {}) if e.cut else x for x, e in zip(leaves, users, strict=True)]
+        )
 
 
 def _fake(value: torch.Tensor, device: torch.device) -> torch.Tensor:

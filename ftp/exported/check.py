@@ -24,21 +24,35 @@ def check_program(program: Any, draws: bool) -> None:
 
     if not isinstance(program, ExportedProgram):
         raise InputError(
-            f"shard_exported takes an ExportedProgram, not {type(program).__name__}. torch.export.export(model, args) makes one."
+            f"shard_exported takes an ExportedProgram, not {type(program).__name__}."
+            " torch.export.export(model, args) makes one."
         )
     failures = []
     signature = program.graph_signature
     for spec in signature.input_specs:
         if spec.kind in (InputKind.CUSTOM_OBJ, InputKind.TOKEN):
-            failures.append(f"input {spec.arg.name} is a {spec.kind.name.lower().replace('_', ' ')}, which cannot be cut or traced.")
-        elif spec.kind is InputKind.PARAMETER or (spec.kind is InputKind.BUFFER and spec.persistent):
+            failures.append(
+                f"input {spec.arg.name} is a {spec.kind.name.lower().replace('_', ' ')}, which"
+                " cannot be cut or traced."
+            )
+        elif spec.kind is InputKind.PARAMETER or (
+            spec.kind is InputKind.BUFFER and spec.persistent
+        ):
             if spec.target not in program.state_dict:
                 failures.append(f"{spec.target!r} is missing from the program's state dict.")
         elif spec.kind is not InputKind.USER_INPUT and spec.target not in program.constants:
             failures.append(f"{spec.target!r} is missing from the program's constants.")
     for spec in signature.output_specs:
-        if spec.kind in (OutputKind.LOSS_OUTPUT, OutputKind.GRADIENT_TO_PARAMETER, OutputKind.GRADIENT_TO_USER_INPUT, OutputKind.TOKEN):
-            failures.append(f"output {spec.arg.name} is a {spec.kind.name.lower().replace('_', ' ')}; only forward passes are taken.")
+        if spec.kind in (
+            OutputKind.LOSS_OUTPUT,
+            OutputKind.GRADIENT_TO_PARAMETER,
+            OutputKind.GRADIENT_TO_USER_INPUT,
+            OutputKind.TOKEN,
+        ):
+            failures.append(
+                f"output {spec.arg.name} is a {spec.kind.name.lower().replace('_', ' ')}; only"
+                " forward passes are taken."
+            )
     for graph in _graphs(program.graph_module):
         for node in graph.nodes:
             failures += _unfit(node, draws)
@@ -58,30 +72,52 @@ _INLINED = ("wrap_with_set_grad_enabled", "wrap_with_autocast")
 def _unfit(node: fx.Node, draws: bool) -> list[str]:
     line = told_line(node.meta.get("stack_trace") or "")
     module = [path for path, _ in (node.meta.get("nn_module_stack") or {}).values()][-1:]
-    at = (f" at {line}" if line else "") + (f" (module {module[0]!r})" if module and module[0] else "")
+    at = (f" at {line}" if line else "") + (
+        f" (module {module[0]!r})" if module and module[0] else ""
+    )
     if isinstance(node.target, HigherOrderOperator) and node.target.name() not in _INLINED:
-        return [f"{node.target.name()}{at} is a higher-order op, which has no sharding rule. Export the program without it."]
-    if node.op == "call_function" and _is_symbolic(node) and not any(map(_is_symbolic, node.all_input_nodes)):
-        if any(isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool) for v in pytree.tree_leaves(node.meta["val"])):
-            return [f"{node.target}{at} reads a tensor's value; a program has shapes and no values. Keep the number as a tensor."]
+        return [
+            f"{node.target.name()}{at} is a higher-order op, which has no sharding rule. Export"
+            " the program without it."
+        ]
+    if (
+        node.op == "call_function"
+        and _is_symbolic(node)
+        and not any(map(_is_symbolic, node.all_input_nodes))
+    ):
+        if any(
+            isinstance(v, torch.SymInt | torch.SymFloat | torch.SymBool)
+            for v in pytree.tree_leaves(node.meta["val"])
+        ):
+            return [
+                f"{node.target}{at} reads a tensor's value; a program has shapes and no values."
+                " Keep the number as a tensor."
+            ]
         return [
             f"{node.target}{at} gives a shape that depends on values; a program has fixed shapes."
-            " Use torch.where(mask, x, 0) or weights rather than x[mask], a fixed size rather than nonzero or unique."
+            " Use torch.where(mask, x, 0) or weights rather than x[mask], a fixed size rather than"
+            " nonzero or unique."
         ]
     if node.op == "placeholder":
         val = node.meta.get("val")
-        dims = [str(d) for d, s in enumerate(val.shape) if isinstance(s, torch.SymInt)] if isinstance(val, torch.Tensor) else []
+        dims = (
+            [str(d) for d, s in enumerate(val.shape) if isinstance(s, torch.SymInt)]
+            if isinstance(val, torch.Tensor)
+            else []
+        )
         if not dims:
             return []
         used = next((told_line(u.meta.get("stack_trace") or "") for u in node.users), "")
         return [
-            f"input {node.name} has dynamic dims ({', '.join(dims)}){f', first used at {used}' if used else ''}; a plan needs sizes."
+            f"input {node.name} has dynamic dims"
+            f" ({', '.join(dims)}){f', first used at {used}' if used else ''}; a plan needs sizes."
             " Export without dynamic_shapes, once for each size."
         ]
     if is_random(node):
         if not draws:
             return [
-                f"{node.target} draws random numbers{at}, and other ones on each rank. Give rng=True for a key as one more input, which"
+                f"{node.target} draws random numbers{at}, and other ones on each rank. Give"
+                " rng=True for a key as one more input, which"
                 " they are drawn from; if it is dropout that should be off, export model.eval()."
             ]
         if (why := undrawn(node)) is not None:
@@ -92,5 +128,8 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
 def _is_symbolic(node: fx.Node) -> bool:
     """Whether a value is a number, or has a size, that is known only when the program runs."""
     vals = pytree.tree_leaves(node.meta.get("val"))
-    numbers = [*(v for v in vals if not isinstance(v, torch.Tensor)), *(s for v in vals if isinstance(v, torch.Tensor) for s in v.shape)]
+    numbers = [
+        *(v for v in vals if not isinstance(v, torch.Tensor)),
+        *(s for v in vals if isinstance(v, torch.Tensor) for s in v.shape),
+    ]
     return any(isinstance(n, torch.SymInt | torch.SymFloat | torch.SymBool) for n in numbers)

@@ -1,4 +1,6 @@
-"""The modules of an exported program: their calls, what each call reads and gives, and which layer reads a weight."""
+"""The modules of an exported program: their calls, what each call reads and gives, and which
+layer reads a weight.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +19,9 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The tensors that a call was made with and that it gave, by position and by keyword; None for what is no tensor of the graph."""
+    """The tensors that a call was made with and that it gave, by position and by keyword; None
+    for what is no tensor of the graph.
+    """
 
     args: tuple[fx.Node | None, ...]
     kwargs: dict[str, fx.Node | None]
@@ -42,11 +46,15 @@ class Call:
 
 
 def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, str]:
-    """The path of every module that runs or holds state, and its class' name where the graph tells it."""
+    """The path of every module that runs or holds state, and its class' name where the graph
+    tells it.
+    """
     found: dict[str, str] = {}
     for node in program.graph.nodes:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
-            found[path.split("@")[0]] = kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+            found[path.split("@")[0]] = (
+                kind if isinstance(kind, str) else f"{kind.__module__}.{kind.__qualname__}"
+            )
     for path in paths:
         while "." in path:
             path = path.rpartition(".")[0]
@@ -54,12 +62,15 @@ def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, st
     return found
 
 
-def calls_of(program: "ExportedProgram", signatures: "Sequence[tuple[str, ModuleCallSignature]]") -> dict[str, list[Call]]:
+def calls_of(
+    program: "ExportedProgram", signatures: "Sequence[tuple[str, ModuleCallSignature]]"
+) -> dict[str, list[Call]]:
     """Per module its calls, in order.
 
     Args:
         program: a functional program.
-        signatures: of calls, by path with ``@1`` behind that of a second call, as the program it was made from has them.
+        signatures: of calls, by path with ``@1`` behind that of a second call, as the program it
+            was made from has them.
     """
     inputs = set(program.graph_signature.user_inputs)
     named = {node.name: node for node in program.graph.nodes}
@@ -76,10 +87,21 @@ def calls_of(program: "ExportedProgram", signatures: "Sequence[tuple[str, Module
         signed = kept.get(path, [])
         for at, own in enumerate(by_key.values()):
             within = frozenset(own)
-            read = [n for node in own for n in node.all_input_nodes if n not in within and (n.op != "placeholder" or n.name in inputs)]
+            read = [
+                n
+                for node in own
+                for n in node.all_input_nodes
+                if n not in within and (n.op != "placeholder" or n.name in inputs)
+            ]
             reads = tuple(n for n in dict.fromkeys(read) if _is_tensor(n))
-            gives = tuple(n for n in own if _is_tensor(n) and any(user not in within for user in n.users))
-            signature = _signature(signed[at], named, {*reads}, {*gives}) if len(signed) == len(by_key) else None
+            gives = tuple(
+                n for n in own if _is_tensor(n) and any(user not in within for user in n.users)
+            )
+            signature = (
+                _signature(signed[at], named, {*reads}, {*gives})
+                if len(signed) == len(by_key)
+                else None
+            )
             found.setdefault(path, []).append(Call(path, within, reads, gives, signature))
     return found
 
@@ -88,15 +110,25 @@ def _is_tensor(node: fx.Node) -> bool:
     return isinstance(node.meta.get("val"), torch.Tensor)
 
 
-def _signature(kept: "ModuleCallSignature", named: dict[str, fx.Node], reads: set[fx.Node], gives: set[fx.Node]) -> Signature:
+def _signature(
+    kept: "ModuleCallSignature", named: dict[str, fx.Node], reads: set[fx.Node], gives: set[fx.Node]
+) -> Signature:
     def found(arguments: Sequence[Any], among: set[fx.Node]) -> list[Any]:
-        # A leaf that pytree does not take apart, and that is None where the graph does not tell the value.
-        return [node if (node := named.get(getattr(a, "name", ""))) in among else None for a in arguments]
+        # A leaf that pytree does not take apart, and that is None where the graph does not tell the
+        # value.
+        return [
+            node if (node := named.get(getattr(a, "name", ""))) in among else None
+            for a in arguments
+        ]
 
     args, kwargs = pytree.tree_unflatten(found(kept.inputs, reads), kept.in_spec)
     results = pytree.tree_unflatten(found(kept.outputs, gives), kept.out_spec)
     results = results if isinstance(results, tuple | list) else (results,)
-    return Signature(tuple(map(_leaf, args)), {k: _leaf(v) for k, v in kwargs.items()}, tuple(map(_leaf, results)))
+    return Signature(
+        tuple(map(_leaf, args)),
+        {k: _leaf(v) for k, v in kwargs.items()},
+        tuple(map(_leaf, results)),
+    )
 
 
 def _leaf(value: Any) -> fx.Node | None:
@@ -105,11 +137,24 @@ def _leaf(value: Any) -> fx.Node | None:
 
 def memory_of(tensor: torch.Tensor) -> Any:
     """Equal for tensors that are one: the same elements of the same memory."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype
+    return (
+        tensor.untyped_storage()._cdata,
+        tensor.storage_offset(),
+        tensor.shape,
+        tensor.stride(),
+        tensor.dtype,
+    )
 
 
-_LINEAR = {aten.linear.default: 1, aten.addmm.default: 2, aten.mm.default: 1, aten.matmul.default: 1, aten.bmm.default: 1}
-# A linear layer's weight is broadcast along the batch where the layer decomposes into a batched product.
+_LINEAR = {
+    aten.linear.default: 1,
+    aten.addmm.default: 2,
+    aten.mm.default: 1,
+    aten.matmul.default: 1,
+    aten.bmm.default: 1,
+}
+# A linear layer's weight is broadcast along the batch where the layer decomposes into a batched
+# product.
 _VIEWS = {
     aten._to_copy.default,
     aten.detach.default,
@@ -131,9 +176,12 @@ def reader_of(program: "ExportedProgram", module: str, weight: str) -> str | Non
     names = {
         name
         for name, path in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items()
-        if isinstance(held.get(path), torch.Tensor) and memory_of(held[path]) == memory_of(held[weight])  # type: ignore[arg-type]
+        if isinstance(held.get(path), torch.Tensor)
+        and memory_of(held[path]) == memory_of(held[weight])  # type: ignore[arg-type]
     }
-    readers = [found for node in program.graph.nodes if node.name in names for found in _readers(node)]
+    readers = [
+        found for node in program.graph.nodes if node.name in names for found in _readers(node)
+    ]
     kinds = {kind for kind, at in readers if at == module} or {kind for kind, _ in readers}
     return kinds.pop() if len(kinds) == 1 else None
 

@@ -1,4 +1,6 @@
-"""Random ops of an exported program, drawn from a key as ``ftp.functionalize`` draws those of the module it was exported from."""
+"""Random ops of an exported program, drawn from a key as ``ftp.functionalize`` draws those of
+the module it was exported from.
+"""
 
 from collections.abc import Callable
 from functools import partial
@@ -14,7 +16,8 @@ from ftp.random.torch_functions import DRAWN, Draws
 from ftp.tracing.recorder import is_deterministic
 
 aten = torch.ops.aten
-# torch's functions with the arguments of the op of the same name; in-place ones are ops of their own without the mutation.
+# torch's functions with the arguments of the op of the same name; in-place ones are ops of their
+# own without the mutation.
 _SAME: dict[Any, Any] = {
     aten.alpha_dropout: torch.alpha_dropout, aten.bernoulli: torch.bernoulli, aten.dropout: torch.dropout,
     aten.feature_alpha_dropout: torch.feature_alpha_dropout, aten.feature_dropout: torch.feature_dropout, aten.gru: torch.gru,
@@ -27,7 +30,16 @@ _FILLED = {
     aten.cauchy: Tensor.cauchy_, aten.exponential: Tensor.exponential_, aten.geometric: Tensor.geometric_,
     aten.log_normal: Tensor.log_normal_, aten.normal_functional: Tensor.normal_, aten.random: Tensor.random_, aten.uniform: Tensor.uniform_,
 }  # fmt: skip
-_IN_PLACE = {aten.bernoulli_, aten.cauchy_, aten.exponential_, aten.geometric_, aten.log_normal_, aten.normal_, aten.random_, aten.uniform_}
+_IN_PLACE = {
+    aten.bernoulli_,
+    aten.cauchy_,
+    aten.exponential_,
+    aten.geometric_,
+    aten.log_normal_,
+    aten.normal_,
+    aten.random_,
+    aten.uniform_,
+}
 
 
 def is_random(node: fx.Node) -> bool:

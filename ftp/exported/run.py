@@ -21,7 +21,9 @@ if TYPE_CHECKING:
 
 
 def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedProgram":
-    """A program made for this rank without processes, or loaded from a file, on the process groups of ``mesh``."""
+    """A program made for this rank without processes, or loaded from a file, on the process
+    groups of ``mesh``.
+    """
     m = resolve(mesh)
     require_coordinate(m)
     module = copy.deepcopy(program.graph_module)
@@ -37,30 +39,45 @@ def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedPr
         return program._update(module, copy.deepcopy(program.graph_signature))
 
 
-def simulate(programs: Sequence["ExportedProgram"], mesh: AnyMesh | None, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """Runs the programs of all ranks, in the mesh's order, in this process; what they mutate is written to their state.
+def simulate(
+    programs: Sequence["ExportedProgram"],
+    mesh: AnyMesh | None,
+    arguments: Sequence[tuple[Any, ...]],
+) -> list[Any]:
+    """Runs the programs of all ranks, in the mesh's order, in this process; what they mutate is
+    written to their state.
 
     Args:
-        arguments: per rank its positional arguments; keyword arguments as a dict at the end, where the program has some.
+        arguments: per rank its positional arguments; keyword arguments as a dict at the end, where
+            the program has some.
 
     Returns:
         Per rank its result.
     """
     m = resolve(mesh)
     if len(programs) != m.size() or len(arguments) != m.size():
-        raise MeshError(f"The mesh {m} has {m.size()} ranks, but {len(programs)} programs and {len(arguments)} arguments are given.")
+        raise MeshError(
+            f"The mesh {m} has {m.size()} ranks, but {len(programs)} programs and {len(arguments)}"
+            " arguments are given."
+        )
     locals_, inputs = [], []
     for program, given in zip(programs, arguments, strict=True):
         for node in _collectives(program.graph):
             name = str(node.args[-1])
             if not name.startswith("sim:"):
-                raise MeshError("The programs are of a mesh of processes. Make them for ftp.simulated_mesh(...) to run all in one.")
+                raise MeshError(
+                    "The programs are of a mesh of processes. Make them for"
+                    " ftp.simulated_mesh(...) to run all in one."
+                )
             node.meta["axis"] = name.removeprefix("sim:")
         locals_.append(LocalProgram(program.graph_module, (), ()))
         inputs.append(_flat_inputs(program, given))
     with torch.no_grad():
         results = run_in_lockstep(locals_, inputs, groups_of(m))
-    return [_delivered(program, given, flat) for program, given, flat in zip(programs, inputs, results, strict=True)]
+    return [
+        _delivered(program, given, flat)
+        for program, given, flat in zip(programs, inputs, results, strict=True)
+    ]
 
 
 def _collectives(graph: fx.Graph) -> list[fx.Node]:
@@ -77,7 +94,10 @@ def _flat_inputs(program: "ExportedProgram", given: tuple[Any, ...]) -> list[Any
         raise InputError(f"The program takes {signature.in_spec}, but is given {tree}.")
     users = iter(leaves)
     held = {**program.state_dict, **program.constants}
-    return [held[s.target] if s.target is not None else next(users) for s in program.graph_signature.input_specs]
+    return [
+        held[s.target] if s.target is not None else next(users)
+        for s in program.graph_signature.input_specs
+    ]
 
 
 def _delivered(program: "ExportedProgram", inputs: Sequence[Any], flat: Sequence[Any]) -> Any:
@@ -85,8 +105,12 @@ def _delivered(program: "ExportedProgram", inputs: Sequence[Any], flat: Sequence
 
     signature = program.module_call_graph[0].signature
     assert signature is not None
-    by_name = {s.arg.name: x for s, x in zip(program.graph_signature.input_specs, inputs, strict=True)}
-    targets = {s.target: s.arg.name for s in program.graph_signature.input_specs if s.target is not None}
+    by_name = {
+        s.arg.name: x for s, x in zip(program.graph_signature.input_specs, inputs, strict=True)
+    }
+    targets = {
+        s.target: s.arg.name for s in program.graph_signature.input_specs if s.target is not None
+    }
     results = []
     for spec, value in zip(program.graph_signature.output_specs, flat, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:

@@ -46,28 +46,36 @@ def shard_exported(
     rng: bool = False,
     strict: bool = False,
 ) -> "ExportedProgram":
-    """One rank's program of an exported forward pass: same signature, local state, collectives in its graph.
+    """One rank's program of an exported forward pass: same signature, local state, collectives in
+    its graph.
 
-    What is not cut by a spec is on every rank. The input program is left as it is; the tensors of the new one are copies.
+    What is not cut by a spec is on every rank. The input program is left as it is; the tensors of
+    the new one are copies.
 
     Args:
         exported_program: what ``torch.export.export`` gave, decomposed or not, of fixed shapes.
-        mesh: any mesh; None for the one in use. Programs for a mesh without processes, and for other ranks, name their groups ``sim:``
-            and the axis; ``bind`` gives them a process' own groups, ``simulate`` runs all of them in one process.
-        styles_or_specs: ``{pattern: P}`` over paths of the state dict, non-persistent buffers and constants, as in ``ftp.plan``;
-            ``{pattern: style}`` over module paths with torch's ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``, classes or
-            instances, or ``PrepareModuleInput``, ``-Output`` or ``-InputOutput``. ``{}`` replicates everything.
-        rank: whose program; default this process', on a mesh without processes the first. Row-major on the mesh, or a rank of the
-            world on a mesh of processes.
-        in_specs: one ``P``, a tuple for the positional arguments, or ``{argument: specs}``; the program then takes local shards.
+        mesh: any mesh; None for the one in use. Programs for a mesh without processes, and for
+            other ranks, name their groups ``sim:`` and the axis; ``bind`` gives them a process' own
+            groups, ``simulate`` runs all of them in one process.
+        styles_or_specs: ``{pattern: P}`` over paths of the state dict, non-persistent buffers and
+            constants, as in ``ftp.plan``; ``{pattern: style}`` over module paths with torch's
+            ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``, classes or instances,
+            or ``PrepareModuleInput``, ``-Output`` or ``-InputOutput``. ``{}`` replicates
+            everything.
+        rank: whose program; default this process', on a mesh without processes the first. Row-major
+            on the mesh, or a rank of the world on a mesh of processes.
+        in_specs: one ``P``, a tuple for the positional arguments, or ``{argument: specs}``; the
+            program then takes local shards.
         out_specs: prefix tree of the result; None leaves the choice to propagation.
-        rng: random ops draw from a key, ``ftp.random.key(seed)``, which the program takes as one more keyword argument, ``rng=``: the same
-            numbers on any mesh as ``ftp.functionalize(model)`` draws from it. Otherwise they are errors.
+        rng: random ops draw from a key, ``ftp.random.key(seed)``, which the program takes as one
+            more keyword argument, ``rng=``: the same numbers on any mesh as
+            ``ftp.functionalize(model)`` draws from it. Otherwise they are errors.
         axis: the mesh axis that styles cut over; default the only one, or "tp".
         strict: an op without a sharding rule is an error, rather than replicated with a warning.
 
     Raises:
-        SpecError: specs, patterns and styles that do not fit. InputError: a program that is not supported, with the line.
+        SpecError: specs, patterns and styles that do not fit. InputError: a program that is not
+            supported, with the line.
 
     >>> import ftp
     >>> program = torch.export.export(torch.nn.Linear(6, 4), (torch.ones(2, 6),))
@@ -82,7 +90,9 @@ def shard_exported(
     check_program(exported_program, rng)
     functional = _functional(exported_program)
     state = _state(functional)
-    specs, pins = state_specs(functional, state, m, styles_or_specs, axis, _signatures(exported_program))
+    specs, pins = state_specs(
+        functional, state, m, styles_or_specs, axis, _signatures(exported_program)
+    )
     entries = _entries(functional, state, specs, m, in_specs)
     if rng:
         entries.append(_key_entry(entries, m))
@@ -95,7 +105,9 @@ def shard_exported(
 
 
 def _functional(program: "ExportedProgram") -> "ExportedProgram":
-    """The program without changes in place; signatures of calls, which torch does not carry over, are left behind."""
+    """The program without changes in place; signatures of calls, which torch does not carry
+    over, are left behind.
+    """
     if not is_training(program):
         return program
     bare = copy.copy(program)
@@ -107,7 +119,11 @@ def _functional(program: "ExportedProgram") -> "ExportedProgram":
 
 
 def _signatures(program: "ExportedProgram") -> "list[tuple[str, ModuleCallSignature]]":
-    return [(entry.fqn, entry.signature) for entry in program.module_call_graph if entry.fqn and entry.signature is not None]
+    return [
+        (entry.fqn, entry.signature)
+        for entry in program.module_call_graph
+        if entry.fqn and entry.signature is not None
+    ]
 
 
 def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
@@ -115,7 +131,10 @@ def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
     from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
     if any(e.spec.arg.name == KEY for e in entries):
-        raise InputError(f"The program has an argument {KEY!r} of its own, so rng=True cannot add one of this name. Export it by another.")
+        raise InputError(
+            f"The program has an argument {KEY!r} of its own, so rng=True cannot add one of this"
+            " name. Export it by another."
+        )
     spec = InputSpec(InputKind.USER_INPUT, TensorArgument(KEY), None)
     device = next((e.value.device for e in entries if e.is_tensor), torch.device(mesh.device_type))
     with FakeTensorMode():
@@ -125,7 +144,11 @@ def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
 def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
     """A rank's position on the mesh, and whether it is this process'."""
     if rank is None:
-        return (require_coordinate(mesh), True) if mesh.kind == "process" else (dict.fromkeys(mesh.axes, 0), False)
+        return (
+            (require_coordinate(mesh), True)
+            if mesh.kind == "process"
+            else (dict.fromkeys(mesh.axes, 0), False)
+        )
     ranks = list(mesh.ranks) if mesh.kind == "process" else list(range(mesh.size()))
     rank = check_rank(rank, ranks, "rank", f"the mesh {mesh}")
     return mesh.coordinates()[ranks.index(rank)], mesh.kind == "process" and rank == mesh.rank
@@ -135,13 +158,22 @@ def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
 
 
 def _state(program: "ExportedProgram") -> dict[str, torch.Tensor]:
-    """Every tensor that the graph takes beside the user's inputs, and those that it does not take, by path."""
-    held = {**program.state_dict, **{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)}}
+    """Every tensor that the graph takes beside the user's inputs, and those that it does not
+    take, by path.
+    """
+    held = {
+        **program.state_dict,
+        **{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)},
+    }
     return {path: value for path, value in held.items() if isinstance(value, torch.Tensor)}
 
 
 def _entries(
-    program: "ExportedProgram", state: Mapping[str, torch.Tensor], specs: Mapping[str, P], mesh: Mesh, in_specs: Any
+    program: "ExportedProgram",
+    state: Mapping[str, torch.Tensor],
+    specs: Mapping[str, P],
+    mesh: Mesh,
+    in_specs: Any,
 ) -> list[Entry]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
@@ -160,27 +192,42 @@ def _entries(
             found.append(Entry(spec, name, node.meta["val"], cut))
             continue
         if cut and not isinstance(in_specs, P):
-            failures.append(f"{name} has spec {cut}, but is {getattr(spec.arg, 'value', None)!r}; only a tensor can be cut. Give P().")
+            failures.append(
+                f"{name} has spec {cut}, but is {getattr(spec.arg, 'value', None)!r}; only a"
+                " tensor can be cut. Give P()."
+            )
         found.append(Entry(spec, name, getattr(spec.arg, "value", None), P()))
     devices = {e.value.device.type for e in found if e.is_tensor} - {mesh.device_type, "meta"}
     if devices:
         failures.append(
-            f"The program is on {', '.join(sorted(devices))}, the mesh on {mesh.device_type}. Make the mesh with device_type="
-            f"{min(devices)!r}, or move the program: torch.export.passes.move_to_device_pass(program, {mesh.device_type!r})."
+            f"The program is on {', '.join(sorted(devices))}, the mesh on {mesh.device_type}. Make"
+            " the mesh with device_type="
+            f"{min(devices)!r}, or move the program:"
+            f" torch.export.passes.move_to_device_pass(program, {mesh.device_type!r})."
         )
     if failures:
         raise SpecError(join_failures(failures))
     return found
 
 
-def _out_specs(program: "ExportedProgram", specs: Mapping[str, P], entries: Sequence[Entry], mesh: Mesh, given: Any) -> list[P | None]:
-    """A spec per output of the functional graph: what is written back lies as what it is written to."""
+def _out_specs(
+    program: "ExportedProgram",
+    specs: Mapping[str, P],
+    entries: Sequence[Entry],
+    mesh: Mesh,
+    given: Any,
+) -> list[P | None]:
+    """A spec per output of the functional graph: what is written back lies as what it is written
+    to.
+    """
     from torch.export.graph_signature import OutputKind, TensorArgument
 
     leaves = iter(result_specs(program, given))
     names = iter(names_of_leaves(program, True))
     inputs = {e.spec.arg.name: e.cut for e in entries}
-    vals = [n.meta["val"] if isinstance(n, fx.Node) else n for n in program.graph.output_node().args[0]]  # type: ignore[union-attr]
+    vals = [
+        n.meta["val"] if isinstance(n, fx.Node) else n for n in program.graph.output_node().args[0]
+    ]  # type: ignore[union-attr]
     found: list[P | None] = []
     failures = []
     for spec, val in zip(program.graph_signature.output_specs, vals, strict=True):
@@ -193,7 +240,9 @@ def _out_specs(program: "ExportedProgram", specs: Mapping[str, P], entries: Sequ
             if isinstance(spec.arg, TensorArgument):
                 failures += check_spec(cut, tuple(val.shape), mesh.axes, name) if cut else []
             elif cut and not isinstance(given, P):
-                failures.append(f"{name} has spec {cut}, but is {val!r}; only a tensor can be cut. Give P().")
+                failures.append(
+                    f"{name} has spec {cut}, but is {val!r}; only a tensor can be cut. Give P()."
+                )
             found.append(cut)
     if failures:
         raise SpecError(join_failures(failures))
@@ -214,7 +263,9 @@ CHECKS = {
 
 
 class _Replay(fx.Interpreter):
-    """Runs the exported graph, telling the line and the module of each op, with the values at module boundaries pinned."""
+    """Runs the exported graph, telling the line and the module of each op, with the values at
+    module boundaries pinned.
+    """
 
     def __init__(self, module: fx.GraphModule, pins: Sequence[Pin]):
         super().__init__(module)
@@ -268,13 +319,22 @@ def _pinned(value: torch.Tensor, pin: Pin) -> torch.Tensor:
 
 
 def _planned(
-    program: "ExportedProgram", entries: Sequence[Entry], out_specs: Sequence[P | None], pins: Sequence[Pin], mesh: Mesh, strict: bool
+    program: "ExportedProgram",
+    entries: Sequence[Entry],
+    out_specs: Sequence[P | None],
+    pins: Sequence[Pin],
+    mesh: Mesh,
+    strict: bool,
 ) -> tuple[Traced, Plan]:
     from torch.export.graph_signature import InputKind, TensorArgument
 
     replays: dict[int, _Replay] = {}
     tensors = [e for e in entries if e.is_tensor]
-    returned = [i for i, spec in enumerate(program.graph_signature.output_specs) if isinstance(spec.arg, TensorArgument)]
+    returned = [
+        i
+        for i, spec in enumerate(program.graph_signature.output_specs)
+        if isinstance(spec.arg, TensorArgument)
+    ]
 
     def fn(*values: torch.Tensor) -> list[Any]:
         given = iter(values)
@@ -285,11 +345,18 @@ def _planned(
         out = replay.run(*everything)
         return [out[i] for i in returned]
 
-    leaves = [torch.empty(tuple(e.value.shape), dtype=e.value.dtype, device="meta") for e in tensors]
+    leaves = [
+        torch.empty(tuple(e.value.shape), dtype=e.value.dtype, device="meta") for e in tensors
+    ]
     names = [e.spec.arg.name for e in tensors]
     with fx_traceback.preserve_node_meta():
         traced = trace(
-            fn, leaves, flatten(tuple(leaves))[1], mesh.device_type, names=names, line=lambda: replays[0].line if replays else ""
+            fn,
+            leaves,
+            flatten(tuple(leaves))[1],
+            mesh.device_type,
+            names=names,
+            line=lambda: replays[0].line if replays else "",
         )
     is_state = [entry.spec.kind is not InputKind.USER_INPUT for entry in tensors]
     prepared = prepare(traced.gm, names, is_state, strict=strict)

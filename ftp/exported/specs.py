@@ -1,4 +1,6 @@
-"""What cuts an exported program: path patterns or styles to a spec for each tensor of its state, its inputs and its outputs."""
+"""What cuts an exported program: path patterns or styles to a spec for each tensor of its state,
+its inputs and its outputs.
+"""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -39,7 +41,10 @@ def state_specs(
     if not isinstance(given, Mapping):
         hint = f" For one spec everywhere give {{'**': {given}}}." if isinstance(given, P) else ""
         hint = " {} replicates everything." if given is None else hint
-        raise SpecError(f"styles_or_specs is {given!r}, {kind_of(given)}; give {{path pattern: P or style}}.{hint}")
+        raise SpecError(
+            f"styles_or_specs is {given!r}, {kind_of(given)}; give {{path pattern: P or"
+            f" style}}.{hint}"
+        )
     failures: list[str] = []
     patterns = {k: v for k, v in given.items() if isinstance(v, P)}
     styles = {k: v for k, v in given.items() if not isinstance(v, P)}
@@ -47,13 +52,22 @@ def state_specs(
     tied = tied_paths(state)
     answers = [tuple(tuple(name.split(".")) for name in tied[path]) for path in paths]
     found = match_patterns(patterns, answers, paths, "the program's state", failures)
-    by_path = {path: (repr(match[0]), match[1]) for path, match in zip(paths, found, strict=True) if match is not None}
+    by_path = {
+        path: (repr(match[0]), match[1])
+        for path, match in zip(paths, found, strict=True)
+        if match is not None
+    }
     pins: list[Pin] = []
     if styles:
         reader = StyleReader(program, state, _style_axis(mesh, axis), failures, signatures)
         modules = reader.modules
         read = match_patterns(
-            styles, [(tuple(m.split(".")) if m else (),) for m in modules], list(modules), "the program's modules", failures, check_style
+            styles,
+            [(tuple(m.split(".")) if m else (),) for m in modules],
+            list(modules),
+            "the program's modules",
+            failures,
+            check_style,
         )
         for module, match in zip(modules, read, strict=True):
             if match is None:
@@ -62,7 +76,8 @@ def state_specs(
             for path, spec in ((name, spec) for own, spec in specs.items() for name in tied[own]):
                 if path in by_path and by_path[path][1] != spec:
                     failures.append(
-                        f"{by_path[path][0]} and the style at {match[0]!r} disagree for {path}: {by_path[path][1]} and {spec}. Keep one."
+                        f"{by_path[path][0]} and the style at {match[0]!r} disagree for {path}:"
+                        f" {by_path[path][1]} and {spec}. Keep one."
                     )
                 by_path[path] = (repr(match[0]), spec)
         pins = reader.pins
@@ -78,38 +93,56 @@ def _style_axis(mesh: Mesh, axis: str | None) -> str:
         return "tp" if "tp" in mesh.axes else mesh.axis_names[0]
     if axis is None or axis not in mesh.axes:
         given = "styles cut over one axis" if axis is None else f"axis={axis!r} is no axis"
-        raise SpecError(f"The mesh is {mesh}: {given}. Name one of {', '.join(map(repr, mesh.axes))} as axis=.")
+        raise SpecError(
+            f"The mesh is {mesh}: {given}. Name one of {', '.join(map(repr, mesh.axes))} as axis=."
+        )
     return axis
 
 
 def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Per path every path of the same tensor, its own first; a graph reads a tied weight under one of them."""
+    """Per path every path of the same tensor, its own first; a graph reads a tied weight under
+    one of them.
+    """
     by_memory: dict[Any, list[str]] = {}
     for path, value in state.items():
         by_memory.setdefault(memory_of(value), []).append(path)
-    return {path: [path, *(p for p in by_memory[memory_of(value)] if p != path)] for path, value in state.items()}
+    return {
+        path: [path, *(p for p in by_memory[memory_of(value)] if p != path)]
+        for path, value in state.items()
+    }
 
 
 def argument_specs(program: "ExportedProgram", mesh: Mesh, given: Any) -> list[P]:
-    """A spec per flat user input, from one ``P``, a tuple for the positional arguments, or a dict {argument: specs}."""
+    """A spec per flat user input, from one ``P``, a tuple for the positional arguments, or a
+    dict {argument: specs}.
+    """
     signature = program.module_call_graph[0].signature
     assert signature is not None
     args, kwargs = _numbered(signature.in_spec)
-    names = [*(signature.forward_arg_names or [f"args[{i}]" for i in range(len(args))])][: len(args)]
+    names = [*(signature.forward_arg_names or [f"args[{i}]" for i in range(len(args))])][
+        : len(args)
+    ]
     arguments = {**dict(zip(names, args, strict=True)), **kwargs}
     specs = [P()] * signature.in_spec.num_leaves
     if isinstance(given, tuple):
         if len(given) != len(args):
             raise SpecError(
-                f"in_specs has {len(given)} entries for {len(args)} positional arguments ({', '.join(names)}). Give one for each."
+                f"in_specs has {len(given)} entries for {len(args)} positional arguments"
+                f" ({', '.join(names)}). Give one for each."
             )
         given = dict(zip(names, given, strict=True))
     elif isinstance(given, P):
         given = dict.fromkeys(arguments, given)
     elif not isinstance(given, Mapping):
-        raise SpecError(f"in_specs is {given!r}, {kind_of(given)}; give a P, a tuple of specs, or a dict {{argument: specs}}.")
+        raise SpecError(
+            f"in_specs is {given!r}, {kind_of(given)}; give a P, a tuple of specs, or a dict"
+            f" {{argument: specs}}."
+        )
     if unknown := [name for name in given if name not in arguments]:
-        raise SpecError(f"in_specs names {', '.join(map(repr, unknown))}; the program's arguments are {', '.join(map(repr, arguments))}.")
+        raise SpecError(
+            f"in_specs names {', '.join(map(repr, unknown))}; the program's arguments are"
+            f" {', '.join(map(repr, arguments))}."
+        )
     for name, spec in given.items():
         _spread(spec, arguments[name], name, specs)
     return specs
@@ -137,7 +170,9 @@ def names_of_leaves(program: "ExportedProgram", results: bool) -> list[str]:
     arguments = [("the result", tree)]
     if not results:
         known = signature.forward_arg_names or []
-        arguments = [(known[i] if i < len(known) else f"args[{i}]", arg) for i, arg in enumerate(tree[0])] + list(tree[1].items())
+        arguments = [
+            (known[i] if i < len(known) else f"args[{i}]", arg) for i, arg in enumerate(tree[0])
+        ] + list(tree[1].items())
     for root, arg in arguments:
         for index, name in zip(flatten(arg)[0], leaf_names(arg, root), strict=True):
             if isinstance(index, torch.Tensor):

@@ -1,4 +1,6 @@
-"""PyTorch's styles on the modules of an exported program: specs of its state, and where the values at a module's boundary live."""
+"""PyTorch's styles on the modules of an exported program: specs of its state, and where the
+values at a module's boundary live.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """Where a value that a call of a module reads, or one that it gives, lives over ``axis``: specs that hold one after the other."""
+    """Where a value that a call of a module reads, or one that it gives, lives over ``axis``:
+    specs that hold one after the other.
+    """
 
     call: Call
     node: fx.Node
@@ -33,7 +37,12 @@ class Pin:
 
 
 LAYERS = ("ColwiseParallel", "RowwiseParallel")
-AROUND = ("SequenceParallel", "PrepareModuleInput", "PrepareModuleOutput", "PrepareModuleInputOutput")
+AROUND = (
+    "SequenceParallel",
+    "PrepareModuleInput",
+    "PrepareModuleOutput",
+    "PrepareModuleInputOutput",
+)
 
 
 def check_style(pattern: str, style: Any) -> str | None:
@@ -44,13 +53,19 @@ def check_style(pattern: str, style: Any) -> str | None:
     known = {getattr(torch_styles, name): name for name in LAYERS + AROUND}
     if kind not in known:
         base = next((known[b] for b in kind.__mro__ if b in known), None)
-        why = f" It is a subclass of {base}, and what it changes of that is unknown." if base else ""
+        why = (
+            f" It is a subclass of {base}, and what it changes of that is unknown." if base else ""
+        )
         return (
-            f"{pattern!r} has {style!r}, {kind_of(style)}; an exported program takes a P for a path of its state, or for a module's path"
+            f"{pattern!r} has {style!r}, {kind_of(style)}; an exported program takes a P for a"
+            " path of its state, or for a module's path"
             f" one of torch's {', '.join(known.values())}.{why}"
         )
     if style is kind and known[kind].startswith("Prepare"):
-        return f"{pattern!r} has the class {known[kind]}, which says nothing without its layouts. Give an instance."
+        return (
+            f"{pattern!r} has the class {known[kind]}, which says nothing without its layouts."
+            " Give an instance."
+        )
     return None
 
 
@@ -87,7 +102,11 @@ class StyleReader:
         if constraint := part.constraints.get(""):
             self._pin_all(module, constraint, label)
         prefix = f"{module}." if module else ""
-        return {path: P() for path in self.state if path.startswith(prefix)} if kind.__name__ == "SequenceParallel" else {}
+        return (
+            {path: P() for path in self.state if path.startswith(prefix)}
+            if kind.__name__ == "SequenceParallel"
+            else {}
+        )
 
     def _layer(self, module: str, style: Any, kind: type, label: str) -> dict[str, P]:
         """A linear layer or an embedding."""
@@ -97,30 +116,42 @@ class StyleReader:
         if weight not in self.state:
             held = [path for path in self.state if path.startswith(f"{module}." if module else "")]
             self.failures.append(
-                f"{label}: {weight!r} is missing from the program's state, which holds {', '.join(map(repr, held)) or 'nothing'} there."
+                f"{label}: {weight!r} is missing from the program's state, which holds"
+                f" {', '.join(map(repr, held)) or 'nothing'} there."
             )
             return {}
         reader = reader_of(self.program, module, weight)
         if reader is None:
-            self.failures.append(f"{label}: {weight!r} is read by no linear layer or embedding. Give its spec: {{{weight!r}: P(...)}}.")
+            self.failures.append(
+                f"{label}: {weight!r} is read by no linear layer or embedding. Give its spec:"
+                f" {{{weight!r}: P(...)}}."
+            )
             return {}
         is_columns = kind is ColwiseParallel
         if reader == "linear":
-            specs = {weight: P(self.axis, None) if is_columns else P(None, self.axis), bias: P(self.axis) if is_columns else P()}
+            specs = {
+                weight: P(self.axis, None) if is_columns else P(None, self.axis),
+                bias: P(self.axis) if is_columns else P(),
+            }
         else:
             specs = {weight: P(None, self.axis) if is_columns else P(self.axis, None)}
         if style is not kind:
             fresh = kind()
             if not is_columns and reader == "embedding":
-                fresh = RowwiseParallel(input_layouts=style.input_layouts[0])  # torch's own default cuts nothing that a lookup has
+                fresh = RowwiseParallel(
+                    input_layouts=style.input_layouts[0]
+                )  # torch's own default cuts nothing that a lookup has
             inputs, outputs = (
                 None
-                if getattr(style, name) == getattr(fresh, name) or (name == "output_layouts" and not is_columns and _is_pending(style))
+                if getattr(style, name) == getattr(fresh, name)
+                or (name == "output_layouts" and not is_columns and _is_pending(style))
                 else self._layout(getattr(style, name), label, name)
                 for name in ("input_layouts", "output_layouts")
             )
             if inputs is not None or outputs is not None:
-                self._pin_all(module, Constraint(inputs=(inputs, ...), outputs=outputs, axes=self.axis), label)
+                self._pin_all(
+                    module, Constraint(inputs=(inputs, ...), outputs=outputs, axes=self.axis), label
+                )
         return {path: spec for path, spec in specs.items() if path in self.state}
 
     def _layout(self, layouts: Sequence[Any], label: str, name: str) -> P | None:
@@ -128,7 +159,10 @@ class StyleReader:
 
         layout = layouts[0] if len(layouts) == 1 else layouts
         if type(layout) not in (Replicate, Shard):
-            self.failures.append(f"{label} has {name} {layout}; only Shard(dim) and Replicate() say where a value lies.")
+            self.failures.append(
+                f"{label} has {name} {layout}; only Shard(dim) and Replicate() say where a value"
+                " lies."
+            )
             return None
         return shard_spec(layout.dim, self.axis) if isinstance(layout, Shard) else P()
 
@@ -139,15 +173,30 @@ class StyleReader:
             args = signature.args if signature else None
             self._pin_each(call, constraint.inputs or (), args, call.reads, "input", label)
             if isinstance(constraint.outputs, Mapping):
-                self.failures.append(f"{label} speaks of outputs by name, and the graph only tells their order. Give a tuple of layouts.")
+                self.failures.append(
+                    f"{label} speaks of outputs by name, and the graph only tells their order."
+                    " Give a tuple of layouts."
+                )
                 return
-            given = constraint.outputs if isinstance(constraint.outputs, tuple) else (constraint.outputs,)
-            self._pin_each(call, given, signature.results if signature else None, call.gives, "output", label)
+            given = (
+                constraint.outputs
+                if isinstance(constraint.outputs, tuple)
+                else (constraint.outputs,)
+            )
+            self._pin_each(
+                call, given, signature.results if signature else None, call.gives, "output", label
+            )
             for name, entry in (constraint.kwargs or {}).items():
                 if signature is None:
-                    self.failures.append(f"{label} speaks of the keyword {name!r}, which the graph does not tell. {_keep(module)}")
+                    self.failures.append(
+                        f"{label} speaks of the keyword {name!r}, which the graph does not tell."
+                        f" {_keep(module)}"
+                    )
                 elif name not in signature.kwargs:
-                    self.failures.append(f"{label} names the keyword {name!r}; the call has {_listed(signature.kwargs)}.")
+                    self.failures.append(
+                        f"{label} names the keyword {name!r}; the call has"
+                        f" {_listed(signature.kwargs)}."
+                    )
                 else:
                     self._pin(call, signature.kwargs[name], entry, f"keyword {name!r}", label)
 
@@ -165,42 +214,57 @@ class StyleReader:
         if all(entry is None for entry in stated):
             return
         if signed is None:
-            # Without a signature one value alone has a name: the first, where it is the only one that the graph shows.
+            # Without a signature one value alone has a name: the first, where it is the only one
+            # that the graph shows.
             if any(entry is not None for entry in stated[1:]) or len(seen) != 1:
                 shown = ", ".join(n.name for n in seen) or "none"
                 verb = "reads" if side == "input" else "gives"
                 self.failures.append(
-                    f"{label} speaks of {side}s by position, and the graph only tells that the module {verb} {shown}. {_keep(call.module)}"
+                    f"{label} speaks of {side}s by position, and the graph only tells that the"
+                    f" module {verb} {shown}. {_keep(call.module)}"
                 )
                 return
             signed, is_open = seen, True
         if len(signed) < len(stated) or (len(signed) > len(stated) and not is_open):
-            self.failures.append(f"{label} has {len(stated)} {side}s, but the module has {len(signed)}.")
+            self.failures.append(
+                f"{label} has {len(stated)} {side}s, but the module has {len(signed)}."
+            )
             return
         for at, (node, entry) in enumerate(zip(signed, stated, strict=False)):
             self._pin(call, node, entry, f"{side} {at}", label)
 
     def _pin(self, call: Call, node: fx.Node | None, entry: Pins, what: str, label: str) -> None:
-        specs = tuple(s for s in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(s, P))
+        specs = tuple(
+            s for s in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(s, P)
+        )
         if not specs:
             return
         if node is None:
-            self.failures.append(f"{label} speaks of {what}, which is no tensor that the module's ops read or give.")
+            self.failures.append(
+                f"{label} speaks of {what}, which is no tensor that the module's ops read or give."
+            )
             return
         ndim = node.meta["val"].ndim
         if over := [spec for spec in specs if entries_over(spec, ndim)]:
-            self.failures.append(f"{label} says {over[0]} of {what}, but the value has {ndim} dims.")
+            self.failures.append(
+                f"{label} says {over[0]} of {what}, but the value has {ndim} dims."
+            )
             return
         self.pins.append(Pin(call, node, what.startswith(("input", "keyword")), specs, self.axis))
 
 
 def _is_pending(style: Any) -> bool:
-    """Whether a row-wise layer's output is left a pending sum, which the planner reduces where that costs least."""
+    """Whether a row-wise layer's output is left a pending sum, which the planner reduces where
+    that costs least.
+    """
     return all(layout.is_partial() for layout in style.output_layouts)
 
 
 def _keep(module: str) -> str:
-    return f"Export with preserve_module_call_signature=({module!r},), or leave this out: it only says where values go."
+    return (
+        f"Export with preserve_module_call_signature=({module!r},), or leave this out: it only"
+        " says where values go."
+    )
 
 
 def _listed(names: Mapping[str, Any]) -> str:

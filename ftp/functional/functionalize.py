@@ -18,7 +18,15 @@ from torch.overrides import TorchFunctionMode
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.functional import remat as recompute
 from ftp.functional.gradient_hooks import GradientHooks, gradient_hooks
-from ftp.functional.module_constraints import Constraint, Pin, change_outputs, named_modules, pin_inputs, pin_outputs, pins_of
+from ftp.functional.module_constraints import (
+    Constraint,
+    Pin,
+    change_outputs,
+    named_modules,
+    pin_inputs,
+    pin_outputs,
+    pins_of,
+)
 from ftp.functional.remat import Policy, policy_problem
 from ftp.random.distributions import check_key
 from ftp.random.torch_functions import Draws
@@ -34,26 +42,32 @@ def functionalize(
     remat: Mapping[str, Policy] | None = None,
     buffers: bool = False,
 ) -> Any:
-    """The model as ``(fn, params)``: a pure ``fn(params, *args, rng=None, **kwargs)`` and the parameters that require a gradient.
+    """The model as ``(fn, params)``: a pure ``fn(params, *args, rng=None, **kwargs)`` and the
+    parameters that require a gradient.
 
-    ``params`` is ``{path: tensor}``, detached tensors that share the model's memory. A tied weight is there once, under its first path.
-    Buffers and frozen parameters are constants of ``fn``. The model is left as it is and ``fn`` does not see what is done to it later: its
-    submodules, hooks, train or eval are those of this call. Hooks of parameters (``Tensor.register_hook``) run
-    as on one device; backward hooks of modules are refused where a gradient is taken. ``fn`` keeps the model
-    alive; ``model.to("meta")`` frees its weights.
-    What the model draws at random, dropout above all, comes from ``rng``, an ``ftp.random`` key, and from nothing else.
+    ``params`` is ``{path: tensor}``, detached tensors that share the model's memory. A tied weight
+    is there once, under its first path. Buffers and frozen parameters are constants of ``fn``. The
+    model is left as it is and ``fn`` does not see what is done to it later: its submodules, hooks,
+    train or eval are those of this call. Hooks of parameters (``Tensor.register_hook``) run as on
+    one device; backward hooks of modules are refused where a gradient is taken. ``fn`` keeps the
+    model alive; ``model.to("meta")`` frees its weights. What the model draws at random, dropout
+    above all, comes from ``rng``, an ``ftp.random`` key, and from nothing else.
 
     Args:
         model: any module; on the meta device it stays there.
-        constraints: ``{pattern: P or Constraint}`` over module paths, as in ``plan``; "" is the model itself. A ``P`` pins the output.
-        remat: ``{pattern: policy}`` over module paths: what these modules compute is computed again for the backward pass, as ``ftp.remat``
-            says. What such a module leaves on itself, other than buffers, is not seen outside of it.
-        buffers: return ``(fn, params, buffers)`` with ``fn(params, buffers, *args) -> (out, new_buffers)``: buffers and frozen parameters
-            by path, the buffers updated where the model updates them.
+        constraints: ``{pattern: P or Constraint}`` over module paths, as in ``plan``; "" is the
+            model itself. A ``P`` pins the output.
+        remat: ``{pattern: policy}`` over module paths: what these modules compute is computed again
+            for the backward pass, as ``ftp.remat`` says. What such a module leaves on itself, other
+            than buffers, is not seen outside of it.
+        buffers: return ``(fn, params, buffers)`` with ``fn(params, buffers, *args) -> (out,
+            new_buffers)``: buffers and frozen parameters by path, the buffers updated where the
+            model updates them.
 
     Raises:
         SpecError: a constraint or policy that names no module, or two that disagree for one.
-        InputError: what is no module, or one that cannot be called with other parameters; an unknown policy.
+        InputError: what is no module, or one that cannot be called with other parameters; an
+            unknown policy.
 
     >>> fn, params = functionalize(torch.nn.Linear(2, 1, bias=False))
     >>> params.keys()
@@ -63,7 +77,10 @@ def functionalize(
     """
     _check_model(model)
     tied: dict[int, list[str]] = {}
-    for path, tensor in (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)):
+    for path, tensor in (
+        *model.named_parameters(remove_duplicate=False),
+        *model.named_buffers(remove_duplicate=False),
+    ):
         tied.setdefault(id(tensor), []).append(path)
     params: dict[str, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -85,10 +102,19 @@ def functionalize(
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
         hooks=gradient_hooks(model),
     )
-    program = replace(program, blocks=_blocks(program, remat or {}, frozenset(state) - frozen if buffers else frozenset()))
-    fn = partial(_call_with_buffers, program, tuple(params), tuple(state), frozen) if buffers else partial(_call, program, tuple(params))
+    program = replace(
+        program,
+        blocks=_blocks(program, remat or {}, frozenset(state) - frozen if buffers else frozenset()),
+    )
+    fn = (
+        partial(_call_with_buffers, program, tuple(params), tuple(state), frozen)
+        if buffers
+        else partial(_call, program, tuple(params))
+    )
 
-    def pure(params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any) -> Any:
+    def pure(
+        params: Mapping[str, Tensor], *args: Any, rng: Tensor | None = None, **kwargs: Any
+    ) -> Any:
         if rng is not None:
             check_key(rng, f"{program.name}(..., rng=)")
         with Draws(rng, program.name) as draws:
@@ -147,28 +173,43 @@ class _Block:
 
     @property
     def where(self) -> str:
-        return f"module {self.path!r} ({type(self.module).__name__}), recomputed by {self.pattern!r}"
+        return (
+            f"module {self.path!r} ({type(self.module).__name__}), recomputed by {self.pattern!r}"
+        )
 
 
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
-        raise InputError(f"functionalize takes an nn.Module, not {model!r}, {kind_of(model)}. A pure function needs none of it.")
+        raise InputError(
+            f"functionalize takes an nn.Module, not {model!r}, {kind_of(model)}. A pure function"
+            " needs none of it."
+        )
     for path, module in model.named_modules():
         if isinstance(module, torch.jit.ScriptModule):
-            raise InputError(f"module {path!r} is a ScriptModule, whose parameters cannot be replaced. Give the module before torch.jit.")
+            raise InputError(
+                f"module {path!r} is a ScriptModule, whose parameters cannot be replaced. Give the"
+                " module before torch.jit."
+            )
         if "_orig_mod" in module._modules:
             raise InputError(
-                f"module {path!r} holds one made by torch.compile. Give the module before that, and compile=True to ftp.shard."
+                f"module {path!r} holds one made by torch.compile. Give the module before that,"
+                " and compile=True to ftp.shard."
             )
     if cut := [f"parameter {path!r}" for path, p in model.named_parameters() if is_dtensor(p)]:
         raise InputError(
-            f"{', '.join(cut[:4])}{f' and {len(cut) - 4} more' if len(cut) > 4 else ''} of {type(model).__name__} are DTensors, as"
-            " parallelize_module, fully_shard and distribute_module make them, with hooks of theirs on modules. Give the model before"
-            " that, its plan to ftp.from_parallelize_plan, and to the step its shards, ftp.from_dtensor(dict(model.named_parameters()))."
+            f"{', '.join(cut[:4])}{f' and {len(cut) - 4} more' if len(cut) > 4 else ''} of"
+            f" {type(model).__name__} are DTensors, as"
+            " parallelize_module, fully_shard and distribute_module make them, with hooks of"
+            " theirs on modules. Give the model before"
+            " that, its plan to ftp.from_parallelize_plan, and to the step its shards,"
+            " ftp.from_dtensor(dict(model.named_parameters()))."
         )
     lazy = [path for path, p in (*model.named_parameters(), *model.named_buffers()) if is_lazy(p)]
     if lazy:
-        raise InputError(f"{', '.join(lazy)} have no shape yet (lazy modules). Call the model once before functionalize.")
+        raise InputError(
+            f"{', '.join(lazy)} have no shape yet (lazy modules). Call the model once before"
+            " functionalize."
+        )
 
 
 def _describe(path: str, frozen: frozenset[str]) -> str:
@@ -179,7 +220,9 @@ _CONTAINERS = (dict, OrderedDict, list, tuple, set)
 
 
 def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
-    """``new`` of an attribute or of what a plain container in it holds, as ``_parameters`` does; a container is copied."""
+    """``new`` of an attribute or of what a plain container in it holds, as ``_parameters`` does;
+    a container is copied.
+    """
     kind = type(value)
     if kind is dict or kind is OrderedDict:
         return kind((key, new(item)) for key, item in value.items())
@@ -189,22 +232,36 @@ def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
 def _items(value: Any) -> Sequence[Any]:
     """What ``_replace`` looks at."""
     kind = type(value)
-    return tuple(value.values()) if kind is dict or kind is OrderedDict else tuple(value) if kind in _CONTAINERS else (value,)
+    return (
+        tuple(value.values())
+        if kind is dict or kind is OrderedDict
+        else tuple(value)
+        if kind in _CONTAINERS
+        else (value,)
+    )
 
 
 def _snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> _Module:
-    attributes = {name: _replace(value, lambda v: stand_ins.get(id(v), v)) for name, value in module.__dict__.items()}
+    attributes = {
+        name: _replace(value, lambda v: stand_ins.get(id(v), v))
+        for name, value in module.__dict__.items()
+    }
     attributes["_compiled_call_impl"] = None
     return _Module(path, module, attributes)
 
 
 @contextmanager
 def _installed(program: _Program, values: Mapping[str, Tensor]) -> Iterator[None]:
-    """While it lasts each module has attributes of its own, copied from the snapshot: nothing that happens reaches the user's."""
+    """While it lasts each module has attributes of its own, copied from the snapshot: nothing
+    that happens reaches the user's.
+    """
     saved = [(m.module, m.module.__dict__) for m in program.modules]
     try:
         for m in program.modules:
-            fresh = {name: _replace(value, lambda v: values[v.path] if type(v) is _Slot else v) for name, value in m.attributes.items()}
+            fresh = {
+                name: _replace(value, lambda v: values[v.path] if type(v) is _Slot else v)
+                for name, value in m.attributes.items()
+            }
             object.__setattr__(m.module, "__dict__", fresh)
         yield
     finally:
@@ -212,15 +269,32 @@ def _installed(program: _Program, values: Mapping[str, Tensor]) -> Iterator[None
             object.__setattr__(module, "__dict__", attributes)
 
 
-def _call(program: _Program, params: tuple[str, ...], draws: Draws, values: Mapping[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+def _call(
+    program: _Program,
+    params: tuple[str, ...],
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     _check_paths(program, "params", values, params)
     values = program.hooks.registered(program.name, values, (args, kwargs))
     with _installed(program, values):
-        out = _run(program, draws, values, _parameter_names(values) | program.constants, frozenset(), args, kwargs)
+        out = _run(
+            program,
+            draws,
+            values,
+            _parameter_names(values) | program.constants,
+            frozenset(),
+            args,
+            kwargs,
+        )
         for m in program.modules:
             for name, constant in m.attributes["_buffers"].items():
                 if m.module._buffers.get(name) is not constant:
-                    raise TraceError(_impure(program, f"buffer {_join(m.path, name)!r}", "replaces"))
+                    raise TraceError(
+                        _impure(program, f"buffer {_join(m.path, name)!r}", "replaces")
+                    )
     return out
 
 
@@ -241,32 +315,64 @@ def _call_with_buffers(
     # The module may write to a clone; a large frozen weight must not cost a copy.
     clones = {path: buffers[path].clone() for path in state if path not in frozen}
     new = {path: clones.get(path, buffers[path]) for path in state}
-    constants = _parameter_names(values) | {id(buffers[path]): _describe(path, frozen) for path in frozen}
+    constants = _parameter_names(values) | {
+        id(buffers[path]): _describe(path, frozen) for path in frozen
+    }
     with _installed(program, {**values, **new}):
-        out = _run(program, draws, {**values, **new}, constants, frozenset(map(id, clones.values())), args, kwargs)
+        out = _run(
+            program,
+            draws,
+            {**values, **new},
+            constants,
+            frozenset(map(id, clones.values())),
+            args,
+            kwargs,
+        )
         for m in program.modules:
             for name in m.attributes["_buffers"]:
                 if (path := _join(m.path, name)) in clones:
                     value = m.module._buffers.get(name)
                     if not isinstance(value, Tensor):
-                        raise TraceError(f"{program.name} makes buffer {path!r} {value!r}; it must stay a tensor to come back updated.")
+                        raise TraceError(
+                            f"{program.name} makes buffer {path!r} {value!r}; it must stay a"
+                            " tensor to come back updated."
+                        )
                     new[path] = value
     return out, new
 
 
-def _check_paths(program: _Program, where: str, given: Mapping[str, Tensor], expected: Sequence[str]) -> None:
+def _check_paths(
+    program: _Program, where: str, given: Mapping[str, Tensor], expected: Sequence[str]
+) -> None:
     if not isinstance(given, Mapping):
-        raise InputError(f"{program.name} takes {where} as a dict {{path: tensor}}, as functionalize returned it, not {kind_of(given)}.")
+        raise InputError(
+            f"{program.name} takes {where} as a dict {{path: tensor}}, as functionalize returned"
+            f" it, not {kind_of(given)}."
+        )
     known = frozenset(expected)
-    failures = [f"{where} of {program.name} lack {path!r}." for path in expected if path not in given]
+    failures = [
+        f"{where} of {program.name} lack {path!r}." for path in expected if path not in given
+    ]
     for path, value in given.items():
         if path in program.other_names:
-            failures.append(f"{where}[{path!r}] is tied to {program.other_names[path]!r} and must be given under that path only.")
+            failures.append(
+                f"{where}[{path!r}] is tied to {program.other_names[path]!r} and must be given"
+                " under that path only."
+            )
         elif path not in known:
-            close = f"; the nearest are {', '.join(map(repr, nearest(path, expected)))}" if expected else ""
-            failures.append(f"{where}[{path!r}] is no {'parameter' if where == 'params' else 'buffer'} of {program.name}{close}.")
+            close = (
+                f"; the nearest are {', '.join(map(repr, nearest(path, expected)))}"
+                if expected
+                else ""
+            )
+            failures.append(
+                f"{where}[{path!r}] is no {'parameter' if where == 'params' else 'buffer'} of"
+                f" {program.name}{close}."
+            )
         elif not isinstance(value, Tensor):
-            failures.append(f"{where}[{path!r}] is {value!r}, {kind_of(value)}; it must be a tensor.")
+            failures.append(
+                f"{where}[{path!r}] is {value!r}, {kind_of(value)}; it must be a tensor."
+            )
     if failures:
         raise InputError(join_failures(failures))
 
@@ -314,7 +420,9 @@ def _run_part(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """``call``, a module of the program or its forward, while what the program adds to its modules is in place."""
+    """``call``, a module of the program or its forward, while what the program adds to its
+    modules is in place.
+    """
     # Hooks turn fused kernels of eval mode off.
     if draws.key is not None or any(m.module.training for m in program.modules):
         for m in program.modules:
@@ -326,7 +434,11 @@ def _run_part(
     for block in program.blocks:
         if not any(block in outer.program.blocks for outer in program.blocks):
             block.module.forward = partial(_recomputed, block, draws, values, ran)
-    held = {id(tensor): (tensor, name) for tensor, name in _held_tensors(program, names) if id(tensor) not in mutable}
+    held = {
+        id(tensor): (tensor, name)
+        for tensor, name in _held_tensors(program, names)
+        if id(tensor) not in mutable
+    }
     versions = {key: _version(tensor) for key, (tensor, _) in held.items()}
     try:
         with _Guard(program, {key: name for key, (_, name) in held.items()}):
@@ -334,15 +446,19 @@ def _run_part(
     except TypeError as error:
         unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
         if unexpected and unexpected[1] in kwargs:
-            raise InputError(f"{program.name} does not take the keyword {unexpected[1]!r}: {error}.") from error
+            raise InputError(
+                f"{program.name} does not take the keyword {unexpected[1]!r}: {error}."
+            ) from error
         raise
     except RuntimeError as error:
         if "would mutate a captured Tensor" in str(error):
             raise TraceError(_impure(program, "buffer (through a view)", "modifies a")) from error
         if share := _share(str(error)):
             raise TraceError(
-                f"{program.name}: {error}\n  The tensor has {share} times the elements that its new shape holds, as where a model was"
-                f" edited for {share} ranks to view to its local head count. Model code sees global shapes here: give it the global count."
+                f"{program.name}: {error}\n  The tensor has {share} times the elements that its"
+                " new shape holds, as where a model was"
+                f" edited for {share} ranks to view to its local head count. Model code sees"
+                " global shapes here: give it the global count."
             ) from error
         raise
     for key, (tensor, name) in held.items():
@@ -351,18 +467,42 @@ def _run_part(
     return out
 
 
-def _recomputed(block: "_Block", draws: Draws, values: Mapping[str, Tensor], ran: set[str], *args: Any, **kwargs: Any) -> Any:
-    """The module's forward, with what it reads as arguments: it runs again when all that is here is over."""
+def _recomputed(
+    block: "_Block",
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    ran: set[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The module's forward, with what it reads as arguments: it runs again when all that is here
+    is over.
+    """
     ran.add(block.path)
     counts, first = dict(draws.counts), []
 
-    def forward(key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Tensor]]:
+    def forward(
+        key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor]]:
         part = block.program
         clones = {path: given[path].clone() for path in block.mutable}
         own = {**given, **clones}
-        with Draws(key, part.name, path=block.path, counts=dict(counts)) as again, _installed(part, own):
+        with (
+            Draws(key, part.name, path=block.path, counts=dict(counts)) as again,
+            _installed(part, own),
+        ):
             mutable = frozenset(map(id, clones.values()))
-            out = _run_part(part, block.module.forward, again, own, _parameter_names(given) | part.constants, mutable, ran, args, kwargs)
+            out = _run_part(
+                part,
+                block.module.forward,
+                again,
+                own,
+                _parameter_names(given) | part.constants,
+                mutable,
+                ran,
+                args,
+                kwargs,
+            )
             new = {**clones, **_buffers_of(part)}
         if not first:
             draws.counts.update(again.counts)
@@ -376,8 +516,13 @@ def _recomputed(block: "_Block", draws: Draws, values: Mapping[str, Tensor], ran
         for name, slot in m.attributes["_buffers"].items():
             if type(slot) is _Slot and slot.path in new:
                 value = new[slot.path]
-                # Statistics of norms have no gradient in torch, which refuses one that a block's result might have.
-                m.module._buffers[name] = value.detach() if isinstance(m.module, nn.modules.batchnorm._NormBase) else value
+                # Statistics of norms have no gradient in torch, which refuses one that a block's
+                # result might have.
+                m.module._buffers[name] = (
+                    value.detach()
+                    if isinstance(m.module, nn.modules.batchnorm._NormBase)
+                    else value
+                )
     return out
 
 
@@ -400,17 +545,27 @@ def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
 
 
 def _share(error: str) -> int | None:
-    """How many times too large the tensor of a failed view or reshape is, where it is a whole number."""
+    """How many times too large the tensor of a failed view or reshape is, where it is a whole
+    number.
+    """
     found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", error)
-    times, rest = divmod(int(found[2]), math.prod(map(int, found[1].split(",")))) if found and "0" not in found[1].split(", ") else (0, 0)
+    times, rest = (
+        divmod(int(found[2]), math.prod(map(int, found[1].split(","))))
+        if found and "0" not in found[1].split(", ")
+        else (0, 0)
+    )
     return times if times > 1 and not rest else None
 
 
 def _held_tensors(program: _Program, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:
-    """The tensors that the modules hold, each with what to call it; one that is a plain attribute is a constant too."""
+    """The tensors that the modules hold, each with what to call it; one that is a plain
+    attribute is a constant too.
+    """
     for m in program.modules:
         for attribute, value in m.module.__dict__.items():
-            for key, tensor in value.items() if type(value) in (dict, OrderedDict) else [(attribute, value)]:
+            for key, tensor in (
+                value.items() if type(value) in (dict, OrderedDict) else [(attribute, value)]
+            ):
                 if isinstance(tensor, Tensor):
                     yield tensor, names.get(id(tensor), f"attribute {_join(m.path, str(key))!r}")
 
@@ -422,19 +577,29 @@ def _version(tensor: Tensor) -> int:
 def _impure(program: _Program, name: str, does: str) -> str:
     if name.startswith("buffer"):
         todo = (
-            "With fn, params, buffers = functionalize(model, buffers=True) it comes back updated; in eval mode most modules leave it alone."
+            "With fn, params, buffers = functionalize(model, buffers=True) it comes back"
+            " updated; in eval mode most modules leave it alone."
         )
-        return f"{program.name} {does} {name} while it runs, but buffers are constants of fn. {todo}"
+        return (
+            f"{program.name} {does} {name} while it runs, but buffers are constants of fn. {todo}"
+        )
     if name.startswith("attribute"):
-        return f"{program.name} {does} {name} while it runs; fn is pure. Make it a buffer and use functionalize(model, buffers=True)."
-    return f"{program.name} {does} {name} in place while it runs; fn is pure and leaves its inputs as they are."
+        return (
+            f"{program.name} {does} {name} while it runs; fn is pure. Make it a buffer and use"
+            " functionalize(model, buffers=True)."
+        )
+    return (
+        f"{program.name} {does} {name} in place while it runs; fn is pure and leaves its inputs"
+        " as they are."
+    )
 
 
 class _Guard(TorchFunctionMode):
     """Refuses ops that would write to the tensors in ``names`` {id: what it is}, before they run.
 
-    Versions are compared afterwards too, but batch_norm does not count its updates of running statistics, and under torch.func's
-    transforms a write to a captured tensor is an error that does not name it.
+    Versions are compared afterwards too, but batch_norm does not count its updates of running
+    statistics, and under torch.func's transforms a write to a captured tensor is an error that does
+    not name it.
     """
 
     def __init__(self, program: _Program, names: dict[int, str]):
@@ -451,25 +616,41 @@ class _Guard(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-_INPLACE_DUNDERS = re.compile(r"__(i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift|matmul)|setitem|set)__")
+_INPLACE_DUNDERS = re.compile(
+    r"__(i(add|sub|mul|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift|matmul)|setitem|set)__"
+)
 
 
 def _written(func: Callable, args: tuple, kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that a torch function is about to write to, as far as its name and arguments tell."""
+    """The tensors that a torch function is about to write to, as far as its name and arguments
+    tell.
+    """
     name = getattr(func, "__name__", "")
     out = kwargs.get("out")
     targets = list(out) if isinstance(out, tuple | list) else [out]
-    if (name.endswith("_") and not name.endswith("__")) or _INPLACE_DUNDERS.fullmatch(name) or kwargs.get("inplace") is True:
+    if (
+        (name.endswith("_") and not name.endswith("__"))
+        or _INPLACE_DUNDERS.fullmatch(name)
+        or kwargs.get("inplace") is True
+    ):
         first = args[0] if args else kwargs.get("input")
         targets += first if isinstance(first, tuple | list) else [first]
-    elif name in ("batch_norm", "instance_norm") and (args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))):
+    elif name in ("batch_norm", "instance_norm") and (
+        args[5] if len(args) > 5 else kwargs.get("training", kwargs.get("use_input_stats"))
+    ):
         at = 1 if func in (F.batch_norm, F.instance_norm) else 3
         targets += [*args[at : at + 2], kwargs.get("running_mean"), kwargs.get("running_var")]
     return [t for t in targets if isinstance(t, Tensor)]
 
 
-def _blocks(program: _Program, policies: Mapping[str, Policy], mutable: frozenset[str]) -> tuple[_Block, ...]:
-    found = named_modules(program.model, policies, lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"))
+def _blocks(
+    program: _Program, policies: Mapping[str, Policy], mutable: frozenset[str]
+) -> tuple[_Block, ...]:
+    found = named_modules(
+        program.model,
+        policies,
+        lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"),
+    )
     blocks: list[_Block] = []
     for module, path, pattern, policy in reversed(found):  # what is inside of others first
         inside = frozenset(module.modules())
@@ -480,7 +661,9 @@ def _blocks(program: _Program, policies: Mapping[str, Policy], mutable: frozense
             program,
             model=module,
             modules=modules,
-            pins=tuple(pin for pin in program.pins if pin.module in inside and pin.module is not module),
+            pins=tuple(
+                pin for pin in program.pins if pin.module in inside and pin.module is not module
+            ),
             blocks=tuple(b for b in blocks if b.module in inside),
         )
         blocks.append(_Block(pattern, path, module, policy, part, slots, mutable & set(slots)))

@@ -1,4 +1,6 @@
-"""Hooks that a model has on gradients: those of its parameters run, those that torch.func cannot run are refused by name."""
+"""Hooks that a model has on gradients: those of its parameters run, those that torch.func cannot
+run are refused by name.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from ftp.errors import TraceError, join_failures
 from ftp.sharding.pytree import flatten
 
-_INSTEAD = "Remove the hook; x.register_hook in the function runs, and a step returns its gradients, for the caller to change."
+_INSTEAD = (
+    "Remove the hook; x.register_hook in the function runs, and a step returns its"
+    " gradients, for the caller to change."
+)
 
 
 @dataclass(frozen=True)
@@ -25,18 +30,25 @@ class GradientHooks:
     of_parameters: Mapping[str, tuple[Callable[[Tensor], Any], ...]]
     refused: Sequence[str]
 
-    def registered(self, name: str, values: Mapping[str, Tensor], inputs: Any) -> Mapping[str, Tensor]:
+    def registered(
+        self, name: str, values: Mapping[str, Tensor], inputs: Any
+    ) -> Mapping[str, Tensor]:
         """``values`` {path: tensor} with the hooks of their parameters.
 
-        Under torch.func the hooks are the given tensor's own, which lives as long as the transform: however
-        often the model is called, they see its whole gradient once. Else they are those of an alias, as the
-        tensor is its caller's.
+        Under torch.func the hooks are the given tensor's own, which lives as long as the transform:
+        however often the model is called, they see its whole gradient once. Else they are those of
+        an alias, as the tensor is its caller's.
 
         Raises:
             TraceError: a hook that cannot run, where there is a gradient for it.
         """
         if self.refused and any(map(_is_differentiated, (*values.values(), *flatten(inputs)[0]))):
-            raise TraceError(join_failures(f"{name}: {hook}, which torch.func does not run. {_INSTEAD}" for hook in self.refused))
+            raise TraceError(
+                join_failures(
+                    f"{name}: {hook}, which torch.func does not run. {_INSTEAD}"
+                    for hook in self.refused
+                )
+            )
         if not self.of_parameters:
             return values
         new = dict(values)
@@ -45,7 +57,9 @@ class GradientHooks:
             known = tuple((value._backward_hooks or {}).values())
             if not value.requires_grad or all(hook in known for hook in hooks):
                 continue
-            new[path] = value = value if is_functorch_wrapped_tensor(value) else value.view_as(value)
+            new[path] = value = (
+                value if is_functorch_wrapped_tensor(value) else value.view_as(value)
+            )
             for hook in hooks:
                 value.register_hook(hook)
         return new
@@ -55,16 +69,25 @@ def gradient_hooks(model: nn.Module) -> GradientHooks:
     """Those of the parameters that require a gradient, and of all modules."""
     trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
     refused = [
-        f"parameter {path!r} has a hook for its accumulated gradient (register_post_accumulate_grad_hook)"
+        f"parameter {path!r} has a hook for its accumulated gradient"
+        " (register_post_accumulate_grad_hook)"
         for path, p in trained.items()
         if p._post_accumulate_grad_hooks
     ]
     refused += [
-        f"module {path!r} ({type(module).__name__}) has a backward hook (register_full_backward_hook and its kin)"
+        f"module {path!r} ({type(module).__name__}) has a backward hook"
+        " (register_full_backward_hook and its kin)"
         for path, module in model.named_modules()
         if module._backward_hooks or module._backward_pre_hooks
     ]
-    return GradientHooks({path: tuple(p._backward_hooks.values()) for path, p in trained.items() if p._backward_hooks}, refused)
+    return GradientHooks(
+        {
+            path: tuple(p._backward_hooks.values())
+            for path, p in trained.items()
+            if p._backward_hooks
+        },
+        refused,
+    )
 
 
 def _is_differentiated(leaf: Any) -> bool:

@@ -1,4 +1,6 @@
-"""Constraints on modules: where inputs and outputs of a model's modules live, pinned by hooks as the model runs."""
+"""Constraints on modules: where inputs and outputs of a model's modules live, pinned by hooks as
+the model runs.
+"""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -17,24 +19,29 @@ from ftp.sharding.pytree import kind_of, match_patterns
 from ftp.sharding.spec import P
 
 Pins = P | tuple[P | Gradient, ...] | None
-"""Where one tensor lives: a spec; several that hold one after the other, as it arrives and as it goes on; None leaves it alone."""
+"""Where one tensor lives: a spec; several that hold one after the other, as it arrives and as it
+goes on; None leaves it alone.
+"""
 
 
 @dataclass(frozen=True)
 class Constraint:
     """Where a module's inputs and outputs live; ``None`` leaves one alone.
 
-    A tensor's entry may be a tuple of specs, which hold one after the other: ``(P("tp"), P())`` arrives cut and goes on whole.
-    ``Gradient(spec)`` among them speaks of the gradient alone.
+    A tensor's entry may be a tuple of specs, which hold one after the other: ``(P("tp"), P())``
+    arrives cut and goes on whole. ``Gradient(spec)`` among them speaks of the gradient alone.
 
     Args:
-        inputs: an entry for each positional argument of the module's forward; a trailing ``...`` leaves the rest alone.
+        inputs: an entry for each positional argument of the module's forward; a trailing ``...``
+            leaves the rest alone.
         kwargs: an entry for each keyword argument named.
-        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it returns; of a dict that it returns,
-            an entry for each value in order, or ``{key: entry}`` for those named.
+        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it
+            returns; of a dict that it returns, an entry for each value in order, or ``{key:
+            entry}`` for those named.
         axes: the mesh axes that the specs speak of, as in ``ftp.constrain``; by default all.
-        grad: whether gradients are laid out so too, or left to the planner. "dtensor" is what DTensor does: an output's gradient is laid
-            out as the output, an input's as it arrived where it goes on in another layout, and any other is left.
+        grad: whether gradients are laid out so too, or left to the planner. "dtensor" is what
+            DTensor does: an output's gradient is laid out as the output, an input's as it arrived
+            where it goes on in another layout, and any other is left.
 
     Raises:
         SpecError: entries that are no such things.
@@ -53,21 +60,40 @@ class Constraint:
 
     def __post_init__(self):
         if self.axes is not None:
-            object.__setattr__(self, "axes", (self.axes,) if isinstance(self.axes, str) else tuple(self.axes))
+            object.__setattr__(
+                self, "axes", (self.axes,) if isinstance(self.axes, str) else tuple(self.axes)
+            )
         by_name = self.outputs if isinstance(self.outputs, Mapping) else {}
-        for field, value in (("inputs", self.inputs), ("outputs", None if by_name else self.outputs)):
+        for field, value in (
+            ("inputs", self.inputs),
+            ("outputs", None if by_name else self.outputs),
+        ):
             entries = value if isinstance(value, tuple) else (value,)
             if field == "inputs" and not (value is None or isinstance(value, tuple)):
                 hint = f", as ({value},)" if isinstance(value, P) else ""
-                raise SpecError(f"Constraint(inputs={value!r}): it must be a tuple of P or None{hint}.")
+                raise SpecError(
+                    f"Constraint(inputs={value!r}): it must be a tuple of P or None{hint}."
+                )
             for i, entry in enumerate(entries):
-                if not _is_entry(entry) and not (entry is ... and isinstance(value, tuple) and i == len(value) - 1):
-                    what = "a P or a tuple of P or None" if field == "outputs" else "a tuple of P or None"
-                    raise SpecError(f"Constraint({field}={value!r}): it must be {what}; {entry!r} is {kind_of(entry)}.")
+                if not _is_entry(entry) and not (
+                    entry is ... and isinstance(value, tuple) and i == len(value) - 1
+                ):
+                    what = (
+                        "a P or a tuple of P or None"
+                        if field == "outputs"
+                        else "a tuple of P or None"
+                    )
+                    raise SpecError(
+                        f"Constraint({field}={value!r}): it must be {what}; {entry!r} is"
+                        f" {kind_of(entry)}."
+                    )
         for field, named in (("kwargs", self.kwargs or {}), ("outputs", by_name)):
             for name, entry in named.items():
                 if not _is_entry(entry):
-                    raise SpecError(f"Constraint({field}={{{name!r}: {entry!r}}}): the spec must be a P or None.")
+                    raise SpecError(
+                        f"Constraint({field}={{{name!r}: {entry!r}}}): the spec must be a P or"
+                        " None."
+                    )
         if self.grad not in (True, False, "dtensor"):
             raise SpecError(f"Constraint(grad={self.grad!r}): it must be True, False or 'dtensor'.")
         for spec in self.specs():
@@ -86,14 +112,20 @@ class Constraint:
             outputs = self.outputs if isinstance(self.outputs, tuple) else (self.outputs,)
         entries = (*(self.inputs or ()), *(self.kwargs or {}).values(), *outputs)
         chains = [_chain(entry) for entry in entries if entry is not ...]
-        return tuple(spec.spec if isinstance(spec, Gradient) else spec for chain in chains for spec in chain)
+        return tuple(
+            spec.spec if isinstance(spec, Gradient) else spec for chain in chains for spec in chain
+        )
 
 
 def _is_entry(entry: object) -> bool:
     return (
         entry is None
         or isinstance(entry, P)
-        or (isinstance(entry, tuple) and bool(entry) and all(isinstance(s, P | Gradient) for s in entry))
+        or (
+            isinstance(entry, tuple)
+            and bool(entry)
+            and all(isinstance(s, P | Gradient) for s in entry)
+        )
     )
 
 
@@ -106,7 +138,9 @@ _change: ContextVar[Callable[[str, Tensor], Tensor] | None] = ContextVar("change
 
 @contextmanager
 def outputs_through(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, a tensor that a numbered module of a functionalized model returns, ``layers.3``, goes through ``change(path, tensor)``."""
+    """Inside, a tensor that a numbered module of a functionalized model returns, ``layers.3``,
+    goes through ``change(path, tensor)``.
+    """
     token = _change.set(change)
     try:
         yield
@@ -123,7 +157,9 @@ def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:
             module.register_forward_hook(partial(_changed, change, path))
 
 
-def _changed(change: Callable[[str, Tensor], Tensor], path: str, module: nn.Module, args: tuple, out: Any) -> Any:
+def _changed(
+    change: Callable[[str, Tensor], Tensor], path: str, module: nn.Module, args: tuple, out: Any
+) -> Any:
     return change(path, out) if isinstance(out, Tensor) else out
 
 
@@ -139,7 +175,9 @@ class Pin:
 
     @property
     def where(self) -> str:
-        return f"module {self.path!r} ({type(self.module).__name__}), constrained by {self.pattern!r}"
+        return (
+            f"module {self.path!r} ({type(self.module).__name__}), constrained by {self.pattern!r}"
+        )
 
 
 def pins_of(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tuple[Pin, ...]:
@@ -156,32 +194,59 @@ def named_modules(
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)
-    answers = [tuple(tuple(path.split(".")) if path else () for path in of_module) for of_module in paths.values()]
+    answers = [
+        tuple(tuple(path.split(".")) if path else () for path in of_module)
+        for of_module in paths.values()
+    ]
     names = [f"module {of_module[0]!r}" for of_module in paths.values()]
     failures: list[str] = []
     found = match_patterns(patterns, answers, names, "the modules", failures, check)
     if failures:
         raise SpecError(join_failures(failures))
-    return [(module, of_module[0], *match) for (module, of_module), match in zip(paths.items(), found, strict=True) if match]
+    return [
+        (module, of_module[0], *match)
+        for (module, of_module), match in zip(paths.items(), found, strict=True)
+        if match
+    ]
 
 
 def _check_constraint(pattern: str, value: object) -> str | None:
     if isinstance(value, P | Constraint):
         return None
-    return f"constraints[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a P (of the output) or an ftp.Constraint."
+    return (
+        f"constraints[{pattern!r}] is {value!r}, {kind_of(value)}; it must be a P (of the"
+        " output) or an ftp.Constraint."
+    )
 
 
-def pin_inputs(pin: Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+def pin_inputs(
+    pin: Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]
+) -> tuple[tuple, dict[str, Any]]:
     ran.add(pin.path)
     given, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
     keywords = f" and the keywords {', '.join(map(repr, kwargs))}" if kwargs else ""
-    entries = None if given is None else _fitted(given, len(args), pin, "inputs", f"it is called with {len(args)} arguments{keywords}")
+    entries = (
+        None
+        if given is None
+        else _fitted(
+            given, len(args), pin, "inputs", f"it is called with {len(args)} arguments{keywords}"
+        )
+    )
     if missing := [name for name in by_name if name not in kwargs]:
         called = f"the keywords {', '.join(map(repr, kwargs))}" if kwargs else "no keywords"
-        raise InputError(f"{pin.where}: the constraint names {', '.join(map(repr, missing))}, but it is called with {called}.")
+        raise InputError(
+            f"{pin.where}: the constraint names {', '.join(map(repr, missing))}, but it is called"
+            f" with {called}."
+        )
     if entries is not None:
-        args = tuple(_pinned(value, entry, pin, f"input {i}") for i, (value, entry) in enumerate(zip(args, entries, strict=True)))
-    return args, kwargs | {name: _pinned(kwargs[name], entry, pin, f"keyword {name!r}") for name, entry in by_name.items()}
+        args = tuple(
+            _pinned(value, entry, pin, f"input {i}")
+            for i, (value, entry) in enumerate(zip(args, entries, strict=True))
+        )
+    return args, kwargs | {
+        name: _pinned(kwargs[name], entry, pin, f"keyword {name!r}")
+        for name, entry in by_name.items()
+    }
 
 
 def pin_outputs(pin: Pin, module: nn.Module, args: tuple, out: Any) -> Any:
@@ -189,27 +254,47 @@ def pin_outputs(pin: Pin, module: nn.Module, args: tuple, out: Any) -> Any:
     if isinstance(out, Mapping) and (isinstance(given, Mapping | tuple) or len(out) == 1):
         return _pinned_by_key(out, (given,) if isinstance(given, P) else given, pin)
     if isinstance(given, Mapping):
-        raise InputError(f"{pin.where}: the constraint names outputs, {_listed(given)}, but it returns {kind_of(out)}.")
+        raise InputError(
+            f"{pin.where}: the constraint names outputs, {_listed(given)}, but it returns"
+            f" {kind_of(out)}."
+        )
     if not isinstance(given, tuple):
         return _pinned(out, given, pin, "its output")
     if isinstance(out, Tensor) and len(given) == 1:
         (entry,) = _fitted(given, 1, pin, "outputs", "")
         return _pinned(out, entry, pin, "its output")
     if not isinstance(out, tuple | list):
-        raise InputError(f"{pin.where}: the constraint has a tuple of outputs, but it returns {kind_of(out)}.")
+        raise InputError(
+            f"{pin.where}: the constraint has a tuple of outputs, but it returns {kind_of(out)}."
+        )
     entries = _fitted(given, len(out), pin, "outputs", f"it returns {len(out)}")
-    new = [_pinned(value, entry, pin, f"output {i}") for i, (value, entry) in enumerate(zip(out, entries, strict=True))]
+    new = [
+        _pinned(value, entry, pin, f"output {i}")
+        for i, (value, entry) in enumerate(zip(out, entries, strict=True))
+    ]
     return type(out)(*new) if hasattr(out, "_fields") else type(out)(new)
 
 
-def _pinned_by_key(out: Mapping[str, Any], given: Mapping[str, Pins] | tuple | None, pin: Pin) -> Any:
+def _pinned_by_key(
+    out: Mapping[str, Any], given: Mapping[str, Pins] | tuple | None, pin: Pin
+) -> Any:
     """A copy of a dict of outputs, of transformers' kinds too."""
     if given is None:
         return out
     if isinstance(given, tuple):
-        given = dict(zip(out, _fitted(given, len(out), pin, "outputs", f"it returns {kind_of(out)} of {len(out)}"), strict=True))
+        given = dict(
+            zip(
+                out,
+                _fitted(
+                    given, len(out), pin, "outputs", f"it returns {kind_of(out)} of {len(out)}"
+                ),
+                strict=True,
+            )
+        )
     if strange := [key for key in given if key not in out]:
-        raise InputError(f"{pin.where}: the constraint names output {strange[0]!r}; it returns {_listed(out)}.")
+        raise InputError(
+            f"{pin.where}: the constraint names output {strange[0]!r}; it returns {_listed(out)}."
+        )
     new: Any = copy.copy(out)
     for key, entry in given.items():
         new[key] = _pinned(out[key], entry, pin, f"output {key!r}")
@@ -234,14 +319,28 @@ def _pinned(value: Any, entry: Pins, pin: Pin, what: str) -> Any:
     for at, given in enumerate(chain):
         spec = given.spec if isinstance(given, Gradient) else given
         if not isinstance(value, Tensor):
-            several = " Give ftp.Constraint(outputs=...) a spec or None for each." if isinstance(value, tuple | list | dict) else ""
-            raise InputError(f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}")
+            several = (
+                " Give ftp.Constraint(outputs=...) a spec or None for each."
+                if isinstance(value, tuple | list | dict)
+                else ""
+            )
+            raise InputError(
+                f"{pin.where}: {what} is {kind_of(value)}; {spec} can pin a tensor only.{several}"
+            )
         if entries_over(spec, value.ndim):
-            raise SpecError(f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims, shape {tuple(value.shape)}.")
+            raise SpecError(
+                f"{pin.where}: {spec} has {len(spec)} entries, but {what} has {value.ndim} dims,"
+                f" shape {tuple(value.shape)}."
+            )
         if isinstance(given, Gradient):
             value = constrain_gradient(value, spec, axes=pin.constraint.axes)
             continue
         grad = pin.constraint.grad
         is_output = "output" in what
-        value = constrain(value, spec, axes=pin.constraint.axes, grad=is_output or at < len(chain) - 1 if grad == "dtensor" else grad)
+        value = constrain(
+            value,
+            spec,
+            axes=pin.constraint.axes,
+            grad=is_output or at < len(chain) - 1 if grad == "dtensor" else grad,
+        )
     return value

@@ -1,4 +1,6 @@
-"""``remat``: a block whose intermediate values are computed again for the backward pass instead of being kept."""
+"""``remat``: a block whose intermediate values are computed again for the backward pass instead
+of being kept.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -8,7 +10,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_gradtrackingtensor, maybe_get_level, peek_interpreter_stack, unwrap_if_dead
+from torch._C._functorch import (
+    is_gradtrackingtensor,
+    maybe_get_level,
+    peek_interpreter_stack,
+    unwrap_if_dead,
+)
 from torch.overrides import TorchFunctionMode
 
 from ftp.errors import InputError
@@ -21,13 +28,19 @@ POLICIES = ("nothing", "products", "collectives")
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One recomputation of a block: its ops stay apart from the ops that they repeat, but for those that ``policy`` keeps."""
+    """One recomputation of a block: its ops stay apart from the ops that they repeat, but for
+    those that ``policy`` keeps.
+    """
 
     policy: Policy
 
     def keeps(self, target: Any, is_product: bool) -> bool:
         """Whether the result of the op ``target`` is kept from the forward pass."""
-        return self.policy(target) if callable(self.policy) else self.policy == "products" and is_product
+        return (
+            self.policy(target)
+            if callable(self.policy)
+            else self.policy == "products" and is_product
+        )
 
     @property
     def keeps_collectives(self) -> bool:
@@ -35,18 +48,22 @@ class Region:
 
 
 def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., Any]:
-    """``fn``, with the values inside it computed again when the backward pass needs them: less memory, more arithmetic.
+    """``fn``, with the values inside it computed again when the backward pass needs them: less
+    memory, more arithmetic.
 
-    Works under torch.func's transforms. What ``fn`` computes must follow from its arguments alone: pass parameters and random keys.
+    Works under torch.func's transforms. What ``fn`` computes must follow from its arguments alone:
+    pass parameters and random keys.
 
     Args:
         fn: pure function of trees of tensors.
-        policy: what a sharded program keeps from the forward pass nevertheless: ``"nothing"``; the results of ``"products"`` (matrix
-            products, convolutions, attention); those of ``"collectives"``, so that none is repeated; or of the ops for which a
-            function of the aten op returns True. Outside one all is computed again.
+        policy: what a sharded program keeps from the forward pass nevertheless: ``"nothing"``; the
+            results of ``"products"`` (matrix products, convolutions, attention); those of
+            ``"collectives"``, so that none is repeated; or of the ops for which a function of the
+            aten op returns True. Outside one all is computed again.
 
     Raises:
-        InputError: an unknown policy; a captured tensor that needs a gradient, which it would not get.
+        InputError: an unknown policy; a captured tensor that needs a gradient, which it would not
+            get.
 
     >>> block = remat(lambda w, x: torch.relu(x @ w))
     >>> torch.func.grad(lambda w: block(w, torch.ones(1, 2)).sum())(torch.ones(2, 1))
@@ -74,7 +91,9 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             out[:] = flatten(fn(*again, **kw))
             own = set(map(id, tensors))
             # A result that is an argument would lose its place in autograd's graph.
-            return tuple(x.view_as(x) if id(x) in own else x for x in out[0] if isinstance(x, Tensor))
+            return tuple(
+                x.view_as(x) if id(x) in own else x for x in out[0] if isinstance(x, Tensor)
+            )
 
         name = getattr(fn, "__name__", type(fn).__name__)
         results = iter(_Remat.apply(_Block(run, policy, name), *(leaves[i] for i in at)))  # type: ignore[arg-type]
@@ -88,7 +107,10 @@ def policy_problem(policy: Any, where: str) -> str | None:
     """What is wrong with a policy given as ``where``."""
     if callable(policy) or policy in POLICIES:
         return None
-    return f"{where} is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}, or a function of an aten op."
+    return (
+        f"{where} is {policy!r}; it must be one of {', '.join(map(repr, POLICIES))}, or a"
+        " function of an aten op."
+    )
 
 
 _regions: list[Region] = []
@@ -134,10 +156,16 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
         tensors, block = _alive(ctx.saved_tensors), ctx.block
-        at = [i for i, x in enumerate(tensors) if _is_differentiable(x) and ctx.needs_input_grad[i + 1]]
+        at = [
+            i
+            for i, x in enumerate(tensors)
+            if _is_differentiable(x) and ctx.needs_input_grad[i + 1]
+        ]
         with _recomputing(block.policy):
             pull: Any = torch.func.vjp(_of_some(block, tensors, at), *(tensors[i] for i in at))[1]
-        found = pull(tuple(grad for grad, has in zip(_alive(grads), ctx.has_gradient, strict=True) if has))
+        found = pull(
+            tuple(grad for grad, has in zip(_alive(grads), ctx.has_gradient, strict=True) if has)
+        )
         result: list[Any] = [None] * (1 + len(tensors))
         for i, grad in zip(at, found, strict=True):
             result[i + 1] = grad
@@ -146,7 +174,11 @@ class _Remat(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *tangents: Tensor | None) -> Any:  # type: ignore[override]
         tensors, block = _alive(ctx.saved_tensors), ctx.block
-        at = [i for i, tangent in enumerate(tangents) if tangent is not None and _is_differentiable(tensors[i])]
+        at = [
+            i
+            for i, tangent in enumerate(tangents)
+            if tangent is not None and _is_differentiable(tensors[i])
+        ]
         given = tuple(tensors[i] for i in at), tuple(tangents[i] for i in at)
         with _recomputing(block.policy):
             found = iter(torch.func.jvp(_of_some(block, tensors, at), *given)[1])  # type: ignore[arg-type]
@@ -154,7 +186,9 @@ class _Remat(torch.autograd.Function):
 
 
 def _alive(tensors: Sequence[Any]) -> list[Any]:
-    """Without the wrappers of transforms that are over: a block in a block is differentiated after the outer one has been run again."""
+    """Without the wrappers of transforms that are over: a block in a block is differentiated
+    after the outer one has been run again.
+    """
     return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in tensors]
 
 
@@ -162,8 +196,12 @@ def _is_differentiable(x: Tensor) -> bool:
     return x.dtype.is_floating_point or x.dtype.is_complex
 
 
-def _of_some(block: _Block, tensors: Sequence[Tensor], at: Sequence[int]) -> Callable[..., tuple[Tensor, ...]]:
-    """The block as a function of some of its arguments to those results that can have a gradient."""
+def _of_some(
+    block: _Block, tensors: Sequence[Tensor], at: Sequence[int]
+) -> Callable[..., tuple[Tensor, ...]]:
+    """The block as a function of some of its arguments to those results that can have a
+    gradient.
+    """
 
     def some(*given: Tensor) -> tuple[Tensor, ...]:
         filled = list(tensors)
@@ -175,7 +213,9 @@ def _of_some(block: _Block, tensors: Sequence[Tensor], at: Sequence[int]) -> Cal
 
 
 class _NoCaptures(TorchFunctionMode):
-    """Refuses tensors that a gradient is asked for and that came by another way than the arguments."""
+    """Refuses tensors that a gradient is asked for and that came by another way than the
+    arguments.
+    """
 
     def __init__(self, name: str, own: Sequence[Tensor]):
         super().__init__()
@@ -188,10 +228,17 @@ class _NoCaptures(TorchFunctionMode):
         if (0 if top is None else top.level()) == self.level:
             for x in _tensors((args, tuple((kwargs or {}).values()))):
                 outer = is_gradtrackingtensor(x) and maybe_get_level(x) > self.level
-                if outer or (not self.level and x.requires_grad and id(x) not in self.own and not torch.is_grad_enabled()):
+                if outer or (
+                    not self.level
+                    and x.requires_grad
+                    and id(x) not in self.own
+                    and not torch.is_grad_enabled()
+                ):
                     raise InputError(
-                        f"remat({self.name}) uses a tensor of shape {tuple(x.shape)} at {user_line() or 'an unknown line'} that it was not"
-                        " given, and a gradient is asked for, which would not flow. Pass it as an argument: block(params, x)."
+                        f"remat({self.name}) uses a tensor of shape {tuple(x.shape)} at"
+                        f" {user_line() or 'an unknown line'} that it was not"
+                        " given, and a gradient is asked for, which would not flow. Pass it as an"
+                        " argument: block(params, x)."
                     )
         return func(*args, **(kwargs or {}))
 

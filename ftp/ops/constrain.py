@@ -1,4 +1,6 @@
-"""``constrain``: pins an activation's sharding, as one differentiable op that every transform and the tracer keep."""
+"""``constrain``: pins an activation's sharding, as one differentiable op that every transform
+and the tracer keep.
+"""
 
 import ast
 from collections.abc import Sequence
@@ -37,16 +39,21 @@ class Gradient:
     spec: P
 
 
-def constrain(x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, grad: bool = True) -> Tensor:
-    """``x``, laid out as ``spec`` says where this runs inside ``ftp.shard`` or ``ftp.spmd``; so is its gradient.
+def constrain(
+    x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, grad: bool = True
+) -> Tensor:
+    """``x``, laid out as ``spec`` says where this runs inside ``ftp.shard`` or ``ftp.spmd``; so is
+    its gradient.
 
-    Outside it is a copy of ``x``. Under ``torch.vmap`` the spec is that of one example; the mapped dim is not cut.
+    Outside it is a copy of ``x``. Under ``torch.vmap`` the spec is that of one example; the mapped
+    dim is not cut.
 
     Args:
-        spec: an entry per dim; missing trailing entries, and ``None``, mean that the dim is whole. A leading ``...`` stands for the dims
-            before the last ones.
-        axes: the mesh axes that the spec speaks of. On any other the planner chooses, as if the constraint were not there: with
-            ``axes="tp"``, ``P()`` means whole over tp, and a batch stays cut over dp. By default the spec speaks of every axis.
+        spec: an entry per dim; missing trailing entries, and ``None``, mean that the dim is whole.
+            A leading ``...`` stands for the dims before the last ones.
+        axes: the mesh axes that the spec speaks of. On any other the planner chooses, as if the
+            constraint were not there: with ``axes="tp"``, ``P()`` means whole over tp, and a batch
+            stays cut over dp. By default the spec speaks of every axis.
         grad: whether the gradient is laid out so too, or left to the planner.
 
     >>> constrain(torch.ones(2, 3), P("dp", None)).sum()
@@ -55,21 +62,31 @@ def constrain(x: Tensor, spec: P, *, axes: str | Sequence[str] | None = None, gr
     tensor(6.)
 
     Raises:
-        SpecError: a spec with more entries than ``x`` has dims, or that names an axis beside ``axes``. Axes are checked against the mesh
-            when the program is planned.
+        SpecError: a spec with more entries than ``x`` has dims, or that names an axis beside
+            ``axes``. Axes are checked against the mesh when the program is planned.
 
     Source: JAX, ``jax.lax.with_sharding_constraint``.
     """
     if not isinstance(x, Tensor):
-        raise SpecError(f"{at_line()}constrain pins a tensor, not {x!r}, a {type(x).__name__}. Map it over the leaves of a tree.")
+        raise SpecError(
+            f"{at_line()}constrain pins a tensor, not {x!r}, a {type(x).__name__}. Map it over the"
+            " leaves of a tree."
+        )
     if not isinstance(spec, P):
-        raise SpecError(f"{at_line()}constrain takes a spec such as P('dp', None), not {spec!r}, a {type(spec).__name__}.")
+        raise SpecError(
+            f"{at_line()}constrain takes a spec such as P('dp', None), not {spec!r}, a"
+            f" {type(spec).__name__}."
+        )
     if entries_over(spec, x.dim()):
         raise SpecError(
-            f"{at_line()}{spec} has {len(spec)} entries, but the tensor that it pins has {x.dim()} dims, shape {tuple(x.shape)}."
+            f"{at_line()}{spec} has {len(spec)} entries, but the tensor that it pins has {x.dim()}"
+            f" dims, shape {tuple(x.shape)}."
             f" Give at most {x.dim()}."
         )
-    pin = Pin(spec.at_rank(x.dim()), (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes))
+    pin = Pin(
+        spec.at_rank(x.dim()),
+        (axes,) if isinstance(axes, str) else None if axes is None else tuple(axes),
+    )
     if problem := misnamed(spec, pin.axes):
         raise SpecError(f"{at_line()}{problem}")
     return _Constrain.apply(x, pin_to_str(pin), grad)  # type: ignore[return-value]
@@ -83,11 +100,15 @@ def constrain_gradient(x: Tensor, spec: P, *, axes: Sequence[str] | None = None)
     >>> x.grad
     tensor([1., 1.])
     """
-    return _ConstrainGradient.apply(x, pin_to_str(Pin(spec.at_rank(x.dim()), None if axes is None else tuple(axes))))  # type: ignore[return-value]
+    return _ConstrainGradient.apply(
+        x, pin_to_str(Pin(spec.at_rank(x.dim()), None if axes is None else tuple(axes)))
+    )  # type: ignore[return-value]
 
 
 def entries_over(spec: P, ndim: int) -> bool:
-    """Whether ``spec`` has more entries than a tensor of ``ndim`` dims; a leading ``...`` may stand for no dim."""
+    """Whether ``spec`` has more entries than a tensor of ``ndim`` dims; a leading ``...`` may
+    stand for no dim.
+    """
     return len(spec.at_rank(ndim)) > ndim
 
 
@@ -98,7 +119,12 @@ def misnamed(spec: P, axes: tuple[str, ...] | None) -> str | None:
     if not axes or not all(isinstance(axis, str) for axis in axes):
         return f"axes={axes!r}: it takes the name of a mesh axis, or several, as axes='tp'."
     beside = [axis for axis in dict.fromkeys(spec.axes) if axis not in axes]
-    return f"{spec} names {', '.join(map(repr, beside))}, but axes={axes!r} says that it speaks of no such axis." if beside else None
+    return (
+        f"{spec} names {', '.join(map(repr, beside))}, but axes={axes!r} says that it speaks of no"
+        " such axis."
+        if beside
+        else None
+    )
 
 
 def pin_to_str(pin: Pin) -> str:
@@ -126,11 +152,16 @@ def _entry(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple):
         return tuple(map(_entry, node.elts))
     if isinstance(node, ast.Call):
-        return Units(*map(ast.literal_eval, node.args), **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg})
+        return Units(
+            *map(ast.literal_eval, node.args),
+            **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg},
+        )
     return ast.literal_eval(node)
 
 
-torch.library.define("ftp::constrain", "(Tensor x, str entries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "ftp::constrain", "(Tensor x, str entries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 CONSTRAIN = torch.ops.ftp.constrain.default
 
 
@@ -140,7 +171,9 @@ def _copy(x: Tensor, entries: str) -> Tensor:
     return x.clone()
 
 
-def _batched(info: Any, in_dims: tuple[int | None, None], x: Tensor, entries: str) -> tuple[Tensor, int | None]:
+def _batched(
+    info: Any, in_dims: tuple[int | None, None], x: Tensor, entries: str
+) -> tuple[Tensor, int | None]:
     dim = in_dims[0]
     pin = pin_from_str(entries)
     spec = list(pin.spec)
@@ -153,7 +186,9 @@ torch.library.register_vmap("ftp::constrain", _batched)
 
 
 class _Constrain(torch.autograd.Function):
-    """Carries the op through autograd and torch.func: a gradient registered for the op itself does not pass their transforms."""
+    """Carries the op through autograd and torch.func: a gradient registered for the op itself
+    does not pass their transforms.
+    """
 
     generate_vmap_rule = True
 
@@ -198,5 +233,6 @@ def _run_forward(interpreter: Any, function: type[torch.autograd.Function], *ope
     return function.forward(*operands)
 
 
-# torch leaves functionalization of autograd.Functions open. Outside all differentiation one is its forward, whose ops are functionalized.
+# torch leaves functionalization of autograd.Functions open. Outside all differentiation one is its
+# forward, whose ops are functionalized.
 custom_function_call.functorch_table[TransformType.Functionalize] = _run_forward

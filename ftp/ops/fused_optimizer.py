@@ -1,7 +1,8 @@
 """torch's fused updates of optimizers as ops of a program: one parameter each, and pure.
 
-``ftp.fused_adamw([param, grad, exp_avg, exp_avg_sq, step], lr=...)`` gives the new ``[param, exp_avg, exp_avg_sq, step]``, by torch's own
-kernel for lists of tensors. As a program runs, updates that stand together are one call of that kernel, in place (`passes.updates`).
+``ftp.fused_adamw([param, grad, exp_avg, exp_avg_sq, step], lr=...)`` gives the new ``[param,
+exp_avg, exp_avg_sq, step]``, by torch's own kernel for lists of tensors. As a program runs, updates
+that stand together are one call of that kernel, in place (`passes.updates`).
 """
 
 from collections.abc import Callable, Sequence
@@ -68,13 +69,21 @@ def _define(name: str, columns: int, optional: int | None, counts: bool) -> None
     kernels = getattr(aten, f"_fused_{name}_")
     for overload in ("default", "tensor_lr"):
         kernel = getattr(kernels, overload)
-        options = [a for a in kernel._schema.arguments if a.kwarg_only and a.name not in ("grad_scale", "found_inf")]
+        options = [
+            a
+            for a in kernel._schema.arguments
+            if a.kwarg_only and a.name not in ("grad_scale", "found_inf")
+        ]
         taken = ", ".join(f"{a.type} {a.name}" for a in options)
         op = f"ftp::fused_{name}" + ("" if overload == "default" else f".{overload}")
-        torch.library.define(op, f"(Tensor[] tensors, *, {taken}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+        torch.library.define(
+            op, f"(Tensor[] tensors, *, {taken}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+        )
         update = Update(kernel, columns, optional, counts)
         torch.library.impl(op, "CompositeExplicitAutograd", _pure(update))
-        torch.library.register_fake(op, lambda tensors, **options: [torch.empty_like(t) for t in written(tensors)])
+        torch.library.register_fake(
+            op, lambda tensors, **options: [torch.empty_like(t) for t in written(tensors)]
+        )
         made = getattr(getattr(torch.ops.ftp, f"fused_{name}"), overload)
         UPDATES[made] = update
         _BY_KERNEL.setdefault(f"_fused_{name}_", {})[overload] = made
@@ -82,7 +91,10 @@ def _define(name: str, columns: int, optional: int | None, counts: bool) -> None
 
 def _pure(update: Update) -> Callable[..., list[Tensor]]:
     def run(tensors: list[Tensor], **options: Any) -> list[Tensor]:
-        param, grad, *moments = (t if i == 1 else t.clone(memory_format=torch.contiguous_format) for i, t in enumerate(tensors))
+        param, grad, *moments = (
+            t if i == 1 else t.clone(memory_format=torch.contiguous_format)
+            for i, t in enumerate(tensors)
+        )
         update.run([[param, grad.contiguous(), *moments]], options)
         return [param, *moments]
 

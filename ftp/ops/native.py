@@ -1,7 +1,9 @@
-"""C sources of the package, compiled where they are first needed; and the cache that keeps them and what else ftp has found out.
+"""C sources of the package, compiled where they are first needed; and the cache that keeps them and
+what else ftp has found out.
 
-What the cache holds is run and believed, so it must be this user's own: folders and files that another
-user owns or can write to are passed over. Without a compiler callers do without compiled code.
+What the cache holds is run and believed, so it must be this user's own: folders and files that
+another user owns or can write to are passed over. Without a compiler callers do without compiled
+code.
 """
 
 import ctypes
@@ -26,11 +28,14 @@ def cache_folder(part: str = "") -> Path:
     Where that is not the user's own, it is in a private folder of the system's temporary one.
     """
     given, usual = os.environ.get("FTP_CACHE"), os.environ.get("XDG_CACHE_HOME")
-    return _own_folder(Path(given) if given else Path(usual or os.path.expanduser("~/.cache"), "ftp"), part)
+    return _own_folder(
+        Path(given) if given else Path(usual or os.path.expanduser("~/.cache"), "ftp"), part
+    )
 
 
 def open_own(path: Path) -> int:
-    """A descriptor of a file of the cache, which is checked: what the path names later does not matter.
+    """A descriptor of a file of the cache, which is checked: what the path names later does not
+    matter.
 
     Raises:
         OSError: where there is none, or another user owns it or can write to it.
@@ -53,7 +58,8 @@ def read_own(path: Path) -> bytes:
 def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     """The library of a C source with these functions; None where it cannot be built or loaded.
 
-    Its file is known by the hashes of its source and of its own content: a damaged one is built again.
+    Its file is known by the hashes of its source and of its own content: a damaged one is built
+    again.
     """
     stem = f"{source.stem}-{_digest(source.read_bytes() + ' '.join(_FLAGS).encode())}"
     folder = cache_folder("compiled")
@@ -63,14 +69,19 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
     if compiler is None:
         return None
-    for place in (folder, None):  # a folder that cannot be written, or not executed from, costs a build
+    for place in (
+        folder,
+        None,
+    ):  # a folder that cannot be written, or not executed from, costs a build
         try:
             with tempfile.TemporaryDirectory(dir=place) as scratch:
                 draft = Path(scratch) / "draft.so"
                 command = [compiler, *_FLAGS, "-o", str(draft), str(source)]
                 subprocess.run(command, capture_output=True, check=True, timeout=_PATIENCE)
                 draft.chmod(0o600)
-                built = (folder if place else Path(scratch)) / f"{stem}-{_digest(draft.read_bytes())}.so"
+                built = (
+                    folder if place else Path(scratch)
+                ) / f"{stem}-{_digest(draft.read_bytes())}.so"
                 os.replace(draft, built)
                 if (library := _load(built, symbols)) is not None:
                     return library
@@ -82,14 +93,17 @@ def compiled(source: Path, *symbols: str) -> ctypes.CDLL | None:
 
 
 def _load(path: Path, symbols: tuple[str, ...]) -> ctypes.CDLL | None:
-    """The library at a path that ends in the hash of its content; None where it is not that, or lacks a function."""
+    """The library at a path that ends in the hash of its content; None where it is not that, or
+    lacks a function.
+    """
     try:
         handle = open_own(path)
     except OSError:
         return None
     with open(handle, "rb", closefd=False) as file:
         is_whole = path.stem.rpartition("-")[2] == _digest(file.read())
-    # Loaded through the descriptor that was checked. It stays open, as the loader knows libraries by name.
+    # Loaded through the descriptor that was checked. It stays open, as the loader knows libraries
+    # by name.
     own = f"/proc/self/fd/{handle}"
     with suppress(OSError):
         if is_whole:

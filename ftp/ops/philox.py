@@ -1,10 +1,14 @@
-"""Philox4x32-10: 32-bit words as a function of a key and a position, and the two ops that the rest of ``ftp.random`` is made of.
+"""Philox4x32-10: 32-bit words as a function of a key and a position, and the two ops that the rest
+of ``ftp.random`` is made of.
 
-The stream of a key (k, t), two int64, is the words w_0, w_1, ...: w_n is lane n % 4 of Philox4x32-10 with key k and counter (n // 4, t),
-low words first. ``random_bits`` reads any strided part of it, so that a shard of a random tensor costs what the shard's size says. On a CPU
-the words come from philox.c where it can be compiled, else, as on other devices, from integer operations on tensors.
+The stream of a key (k, t), two int64, is the words w_0, w_1, ...: w_n is lane n % 4 of
+Philox4x32-10 with key k and counter (n // 4, t), low words first. ``random_bits`` reads any strided
+part of it, so that a shard of a random tensor costs what the shard's size says. On a CPU the words
+come from philox.c where it can be compiled, else, as on other devices, from integer operations on
+tensors.
 
-Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011), and its library Random123.
+Source: Salmon, Moraes, Dror and Shaw, "Parallel random numbers: as easy as 1, 2, 3" (2011), and its
+library Random123.
 """
 
 import ctypes
@@ -31,7 +35,9 @@ KEYS = 1 << 62
 Word = Any  # an int or an int64 tensor holding one in its lower half
 
 
-def block(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tuple[Word, Word, Word, Word]:
+def block(
+    counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
+) -> tuple[Word, Word, Word, Word]:
     """The four words of one counter, or of a tensor of them.
 
     >>> [hex(w) for w in block((0, 0, 0, 0), (0, 0))]
@@ -46,21 +52,27 @@ def block(counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]) -> tup
 
 
 def _product(word: Word, factor: int) -> tuple[Word, Word]:
-    """High and low word, by halves: signed overflow is undefined where a compiler makes C++ of this."""
+    """High and low word, by halves: signed overflow is undefined where a compiler makes C++ of
+    this.
+    """
     low = (word & 0xFFFF) * factor
     high = (word >> 16) * factor + (low >> 16)
     return high >> 16, (high & 0xFFFF) << 16 | low & 0xFFFF
 
 
 def bits_by_index(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """``random_bits`` an element at a time: four times the work, but one loop where a compiler fuses it."""
+    """``random_bits`` an element at a time: four times the work, but one loop where a compiler
+    fuses it.
+    """
     at = torch.zeros((), dtype=torch.int64, device=key.device) + offset
     for d, (n, step) in enumerate(zip(size, stride, strict=True)):
         # The mask changes no number; without it inductor's Triton code multiplies in int32.
         along = (torch.arange(n, device=key.device) & (KEYS - 1)) * step
         at = at + along.view(-1, *(1,) * (len(size) - 1 - d))
     k, t = (half.reshape((*key.shape[:-1], *(1,) * at.ndim)) for half in key.unbind(-1))
-    w0, w1, w2, w3 = block((at >> 2 & MASK, at >> 34, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK))
+    w0, w1, w2, w3 = block(
+        (at >> 2 & MASK, at >> 34, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK)
+    )
     lane = at & 3
     word = torch.where(lane < 2, torch.where(lane == 0, w0, w1), torch.where(lane == 2, w2, w3))
     return (word - (word >> 31 << 32)).to(torch.int32)
@@ -69,14 +81,22 @@ def bits_by_index(key: Tensor, size: Sequence[int], stride: Sequence[int], offse
 def keys_by_counter(key: Tensor, counter: Tensor) -> Tensor:
     """``random_keys`` as tensor operations."""
     k, t = key.unbind(-1)
-    w0, w1, w2, w3 = block((counter & MASK, counter >> 32 & MASK, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK))
+    w0, w1, w2, w3 = block(
+        (counter & MASK, counter >> 32 & MASK, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK)
+    )
     return torch.stack(torch.broadcast_tensors(w0 | w1 << 32, w2 | w3 << 32), -1)
 
 
 torch.library.define(
-    "ftp::random_bits", "(Tensor key, SymInt[] size, SymInt[] stride, SymInt offset) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "ftp::random_bits",
+    "(Tensor key, SymInt[] size, SymInt[] stride, SymInt offset) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
-torch.library.define("ftp::random_keys", "(Tensor key, Tensor counter) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "ftp::random_keys",
+    "(Tensor key, Tensor counter) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 random_bits = torch.ops.ftp.random_bits.default
 random_keys = torch.ops.ftp.random_keys.default
 AS_TENSOR_OPS = {random_bits: bits_by_index, random_keys: keys_by_counter}
@@ -104,14 +124,19 @@ def _bits(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) 
     bases = torch.full((1,), offset, dtype=torch.int64, device=key.device)
     for n, step in rows:
         bases = (bases.unsqueeze(1) + torch.arange(n, device=key.device) * step).flatten()
-    # A run's first and last block have words too many. Runs that begin at different lanes are read from their own on.
+    # A run's first and last block have words too many. Runs that begin at different lanes are read
+    # from their own on.
     same = all(step % 4 == 0 for _, step in rows)
     first = offset & 3 if same else 3
     blocks = (first + run + 3) // 4
     counters = ((bases >> 2).unsqueeze(1) + torch.arange(blocks, device=key.device)).flatten()
     words = _blocks(keys, counters).view(len(keys), len(bases), 4 * blocks)
     if same:
-        return words[..., first : first + run].reshape(shape).clone(memory_format=torch.contiguous_format)
+        return (
+            words[..., first : first + run]
+            .reshape(shape)
+            .clone(memory_format=torch.contiguous_format)
+        )
     at = ((bases & 3).unsqueeze(1) + torch.arange(run, device=key.device)).expand(len(keys), -1, -1)
     return words.gather(2, at).view(shape)
 
@@ -121,13 +146,27 @@ def _native() -> ctypes.CDLL | None:
     library = compiled(Path(__file__).with_name("philox.c"), "ftp_random_bits", "ftp_random_block")
     if library is not None:
         number, pointer = ctypes.c_int64, ctypes.c_void_p
-        library.ftp_random_bits.argtypes = [*[number] * 3, ctypes.c_int, pointer, pointer, number, pointer]
+        library.ftp_random_bits.argtypes = [
+            *[number] * 3,
+            ctypes.c_int,
+            pointer,
+            pointer,
+            number,
+            pointer,
+        ]
         library.ftp_random_block.argtypes = [*[number] * 3, pointer]
         library.ftp_random_bits.restype = library.ftp_random_block.restype = None
     return library
 
 
-def _read_natively(native: ctypes.CDLL, keys: Tensor, shape: Sequence[int], rows: list[tuple[int, int]], run: int, offset: int) -> Tensor:
+def _read_natively(
+    native: ctypes.CDLL,
+    keys: Tensor,
+    shape: Sequence[int],
+    rows: list[tuple[int, int]],
+    run: int,
+    offset: int,
+) -> Tensor:
     out = torch.empty(shape, dtype=torch.int32)
     numbers = ctypes.c_int64 * len(rows)
     sizes, strides = numbers(*(n for n, _ in rows)), numbers(*(step for _, step in rows))
@@ -170,7 +209,9 @@ def _blocks(keys: Tensor, counters: Tensor) -> Tensor:
 
 
 def _write(out: Tensor, counter: Tensor, k: Any, t: Any) -> None:
-    """Philox in place on int64 lanes; what is only ever xored keeps garbage in its upper half until the end."""
+    """Philox in place on int64 lanes; what is only ever xored keeps garbage in its upper half
+    until the end.
+    """
     shape = out.shape[:-1]
     c0 = (counter & MASK).expand(shape).clone()
     c1 = (counter >> 32).expand(shape).clone()
@@ -178,11 +219,17 @@ def _write(out: Tensor, counter: Tensor, k: Any, t: Any) -> None:
     c3 = torch.zeros_like(c0).add_(t >> 32 & MASK)
     high = torch.empty_like(c0)
     for i in range(ROUNDS):
-        k0, k1 = ((half + i * w) & MASK for half, w in zip((k & MASK, k >> 32 & MASK), WEYL, strict=True))
+        k0, k1 = (
+            (half + i * w) & MASK for half, w in zip((k & MASK, k >> 32 & MASK), WEYL, strict=True)
+        )
         c0.mul_(MULTIPLIERS[0])
         c2.mul_(MULTIPLIERS[1])
-        c1.bitwise_xor_(torch.bitwise_right_shift(c2, 32, out=high)).bitwise_xor_(k0).bitwise_and_(MASK)
-        c3.bitwise_xor_(torch.bitwise_right_shift(c0, 32, out=high)).bitwise_xor_(k1).bitwise_and_(MASK)
+        c1.bitwise_xor_(torch.bitwise_right_shift(c2, 32, out=high)).bitwise_xor_(k0).bitwise_and_(
+            MASK
+        )
+        c3.bitwise_xor_(torch.bitwise_right_shift(c0, 32, out=high)).bitwise_xor_(k1).bitwise_and_(
+            MASK
+        )
         c0, c1, c2, c3 = c1, c2, c3, c0
     # A pair of words is one int64, lower word first in memory.
     torch.bitwise_or(c0, c1.bitwise_left_shift_(32), out=out[..., 0])
@@ -191,7 +238,12 @@ def _write(out: Tensor, counter: Tensor, k: Any, t: Any) -> None:
 
 @torch.library.impl("ftp::random_keys", "CompositeExplicitAutograd")
 def _keys(key: Tensor, counter: Tensor) -> Tensor:
-    if key.ndim == 1 and counter.ndim == 0 and key.device.type == "cpu" and counter.device.type == "cpu":
+    if (
+        key.ndim == 1
+        and counter.ndim == 0
+        and key.device.type == "cpu"
+        and counter.device.type == "cpu"
+    ):
         k, t = key.tolist()
         n = int(counter)
         if (native := _native()) is not None:
@@ -207,11 +259,15 @@ def _signed(word: int) -> int:
     return word - (word >> 63 << 64)
 
 
-def _bits_batched(info: Any, in_dims: Any, key: Tensor, size: Any, stride: Any, offset: int) -> tuple[Tensor, int]:
+def _bits_batched(
+    info: Any, in_dims: Any, key: Tensor, size: Any, stride: Any, offset: int
+) -> tuple[Tensor, int]:
     return random_bits(key.movedim(in_dims[0], 0), size, stride, offset), 0
 
 
-def _keys_batched(info: Any, in_dims: tuple[int | None, int | None], key: Tensor, counter: Tensor) -> tuple[Tensor, int]:
+def _keys_batched(
+    info: Any, in_dims: tuple[int | None, int | None], key: Tensor, counter: Tensor
+) -> tuple[Tensor, int]:
     key_dim, dim = in_dims
     ndim = max(key.ndim - 1 - (key_dim is not None), counter.ndim - (dim is not None))
     if key_dim is not None:
@@ -219,7 +275,9 @@ def _keys_batched(info: Any, in_dims: tuple[int | None, int | None], key: Tensor
         key = key.reshape(len(key), *(1,) * (ndim + 2 - key.ndim), *key.shape[1:])
     if dim is not None:
         counter = counter.movedim(dim, 0)
-        counter = counter.reshape(len(counter), *(1,) * (ndim + 1 - counter.ndim), *counter.shape[1:])
+        counter = counter.reshape(
+            len(counter), *(1,) * (ndim + 1 - counter.ndim), *counter.shape[1:]
+        )
     return random_keys(key, counter), 0
 
 

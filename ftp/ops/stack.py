@@ -1,6 +1,8 @@
-"""Tensors of layers stacked along dim 0, apart and together again: two ops that the tracer and every transform keep.
+"""Tensors of layers stacked along dim 0, apart and together again: two ops that the tracer and
+every transform keep.
 
-A slice of a stack is gathered or reduced by itself, never the stack as a whole, so that a program holds what one layer needs.
+A slice of a stack is gathered or reduced by itself, never the stack as a whole, so that a program
+holds what one layer needs.
 """
 
 from typing import Any
@@ -71,5 +73,8 @@ class Stack(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[int | None, ...], *xs: Tensor) -> Any:  # type: ignore[override]
-        batched = [x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0) for x, dim in zip(xs, in_dims, strict=True)]
+        batched = [
+            x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            for x, dim in zip(xs, in_dims, strict=True)
+        ]
         return Stack.apply(*batched), 1

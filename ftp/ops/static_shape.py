@@ -1,4 +1,5 @@
-"""Ops of torch whose results' shapes depend on values, in forms whose shapes do not; a trace has no values.
+"""Ops of torch whose results' shapes depend on values, in forms whose shapes do not; a trace has no
+values.
 
 `FIXED` maps an op to the form that is recorded for it.
 """
@@ -11,14 +12,19 @@ from torch import Tensor
 
 aten = torch.ops.aten
 
-torch.library.define("ftp::lstsq", "(Tensor a, Tensor b, float? rcond, str driver) -> (Tensor, Tensor, Tensor, Tensor)")
+torch.library.define(
+    "ftp::lstsq",
+    "(Tensor a, Tensor b, float? rcond, str driver) -> (Tensor, Tensor, Tensor, Tensor)",
+)
 torch.library.define(
     "ftp::ctc_loss",
-    "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank, bool zero_infinity) -> (Tensor, Tensor)",
+    "(Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, int blank,"
+    " bool zero_infinity) -> (Tensor, Tensor)",
 )
 torch.library.define(
     "ftp::ctc_loss_backward",
-    "(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths, Tensor loss, Tensor log_alpha, int blank,"
+    "(Tensor grad, Tensor log_probs, Tensor targets, Tensor input_lengths, Tensor target_lengths,"
+    " Tensor loss, Tensor log_alpha, int blank,"
     " bool zero_infinity) -> Tensor",
 )
 lstsq = torch.ops.ftp.lstsq.default
@@ -50,8 +56,12 @@ def _are_vectors(a: Tensor, b: Tensor) -> bool:
     return b.ndim == 1 or (b.ndim == a.ndim - 1 and b.shape == a.shape[:-1])
 
 
-def _fixed_lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None) -> Any:
-    """Residuals are given for matrices of full rank alone: where the driver finds the rank, whether they are depends on values."""
+def _fixed_lstsq(
+    a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
+) -> Any:
+    """Residuals are given for matrices of full rank alone: where the driver finds the rank,
+    whether they are depends on values.
+    """
     driver = driver or ("gelsy" if a.device.type in ("cpu", "meta") else "gels")
     more_rows = a.shape[-2] > a.shape[-1]
     if more_rows and (driver in ("gelsd", "gelss") or (driver == "gels" and _are_vectors(a, b))):
@@ -61,19 +71,33 @@ def _fixed_lstsq(a: Tensor, b: Tensor, rcond: float | None = None, *, driver: st
 
 @torch.library.impl("ftp::ctc_loss", "CompositeExplicitAutograd")
 def _ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
-    loss, log_alpha = aten._ctc_loss.Tensor(log_probs, targets, input_lengths, target_lengths, blank, zero_infinity)
+    loss, log_alpha = aten._ctc_loss.Tensor(
+        log_probs, targets, input_lengths, target_lengths, blank, zero_infinity
+    )
     times, places = (torch.arange(n, device=log_alpha.device) for n in log_alpha.shape[1:])
     inputs, labels = (x.to(log_alpha.device).unsqueeze(1) for x in (input_lengths, target_lengths))
     known = (times < inputs).unsqueeze(2) & (places < 2 * labels + 1).unsqueeze(1)
-    log_alpha = torch.where(known, log_alpha, 0)  # the kernel leaves the rest of its table undefined
+    log_alpha = torch.where(
+        known, log_alpha, 0
+    )  # the kernel leaves the rest of its table undefined
     return loss, torch.nn.functional.pad(log_alpha, (0, _width(targets) - log_alpha.shape[-1]))
 
 
 @torch.library.register_fake("ftp::ctc_loss")
 def _fake_ctc_loss(
-    log_probs: Tensor, targets: Tensor, input_lengths: Tensor, target_lengths: Tensor, blank: int, zero_infinity: bool
+    log_probs: Tensor,
+    targets: Tensor,
+    input_lengths: Tensor,
+    target_lengths: Tensor,
+    blank: int,
+    zero_infinity: bool,
 ) -> tuple[Tensor, Tensor]:
     time, batch, _ = log_probs.shape
     return log_probs.new_empty((batch,)), log_probs.new_empty((batch, time, _width(targets)))
@@ -94,7 +118,9 @@ def _ctc_loss_backward(
     longest = int(target_lengths.max()) if target_lengths.numel() else 0
     log_alpha = log_alpha[..., : 2 * longest + 1].contiguous()
     lengths = input_lengths, target_lengths
-    return aten._ctc_loss_backward.Tensor(grad, log_probs, targets, *lengths, loss, log_alpha, blank, zero_infinity)
+    return aten._ctc_loss_backward.Tensor(
+        grad, log_probs, targets, *lengths, loss, log_alpha, blank, zero_infinity
+    )
 
 
 @torch.library.register_fake("ftp::ctc_loss_backward")
@@ -103,14 +129,18 @@ def _fake_ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tens
 
 
 def _width(targets: Tensor) -> int:
-    """Of the table: a blank before, between and behind the labels of the longest target that there could be."""
+    """Of the table: a blank before, between and behind the labels of the longest target that
+    there could be.
+    """
     return 2 * targets.shape[-1] + 1
 
 
 FIXED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten.linalg_lstsq.default: _fixed_lstsq,
-    aten._ctc_loss.Tensor: lambda p, t, i, n, blank=0, zero_infinity=False: ctc_loss(p, t, i, n, blank, zero_infinity),
-    aten._ctc_loss_backward.Tensor: lambda g, p, t, i, n, loss, alpha, blank, zero_infinity=False: ctc_loss_backward(
-        g, p, t, i, n, loss, alpha, blank, zero_infinity
+    aten._ctc_loss.Tensor: lambda p, t, i, n, blank=0, zero_infinity=False: ctc_loss(
+        p, t, i, n, blank, zero_infinity
+    ),
+    aten._ctc_loss_backward.Tensor: lambda g, p, t, i, n, loss, alpha, blank, zero_infinity=False: (
+        ctc_loss_backward(g, p, t, i, n, loss, alpha, blank, zero_infinity)
     ),
 }

@@ -1,7 +1,8 @@
 """Products fused with the collective beside them: while one part is computed another travels.
 
-``gather_products`` is a gather and the products that read it, ``product_scatter`` a product and its reduce-scatter. On GPUs they are
-torch's ops on symmetric memory, which copy from GPU to GPU over NVLink; elsewhere, for tests, torch's own plain forms of these.
+``gather_products`` is a gather and the products that read it, ``product_scatter`` a product and its
+reduce-scatter. On GPUs they are torch's ops on symmetric memory, which copy from GPU to GPU over
+NVLink; elsewhere, for tests, torch's own plain forms of these.
 """
 
 import math
@@ -13,7 +14,8 @@ from torch import Tensor
 
 from ftp.sharding.process_group import gpu_uuid
 
-# Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its products with some matrices.
+# Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its products with some
+# matrices.
 torch.library.define(
     "ftp::gather_products",
     "(Tensor shard, Tensor[] weights, int dim, bool keeps, int n, str group) -> Tensor[]",
@@ -21,14 +23,18 @@ torch.library.define(
 )
 # Of the sum over ``n`` ranks of a product this rank's part of dim ``dim``.
 torch.library.define(
-    "ftp::product_scatter", "(Tensor left, Tensor right, int dim, int n, str group) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+    "ftp::product_scatter",
+    "(Tensor left, Tensor right, int dim, int n, str group) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
 )
 gather_products = torch.ops.ftp.gather_products.default
 product_scatter = torch.ops.ftp.product_scatter.default
 
 
 @torch.library.register_fake("ftp::gather_products")
-def _gathered_shapes(shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str) -> list[Tensor]:
+def _gathered_shapes(
+    shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str
+) -> list[Tensor]:
     size = [*shard.shape]
     size[dim] *= n
     products = [shard.new_empty([*size[:-1], w.shape[1]]) for w in weights]
@@ -43,18 +49,26 @@ def _scattered_shape(left: Tensor, right: Tensor, dim: int, n: int, group: str) 
 
 
 @torch.library.impl("ftp::gather_products", "CUDA")
-def _gather_products(shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str) -> list[Tensor]:
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul.default(shard, weights, dim, group, return_A=keeps)
+def _gather_products(
+    shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str
+) -> list[Tensor]:
+    whole, products = torch.ops.symm_mem.fused_all_gather_matmul.default(
+        shard, weights, dim, group, return_A=keeps
+    )
     return [t.contiguous() for t in ((whole, *products) if keeps else products)]
 
 
 @torch.library.impl("ftp::product_scatter", "CUDA")
 def _product_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
-    return torch.ops.symm_mem.fused_matmul_reduce_scatter.default(left, right, "sum", dim, group).contiguous()
+    return torch.ops.symm_mem.fused_matmul_reduce_scatter.default(
+        left, right, "sum", dim, group
+    ).contiguous()
 
 
 @torch.library.impl("ftp::gather_products", "CPU")
-def _plain_gather_products(shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: Any) -> list[Tensor]:
+def _plain_gather_products(
+    shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: Any
+) -> list[Tensor]:
     from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback
 
     whole, products = _fused_all_gather_matmul_fallback(shard, weights, dim, group, return_A=keeps)
@@ -85,7 +99,10 @@ def lack(devices: list[tuple[str, str]], mine: int) -> str:
     if not torch.cuda.is_available() or not dist.is_nccl_available():
         return "it takes GPUs, and a build of torch with NCCL"
     if len({host for host, _ in devices}) > 1:
-        return f"the group is on hosts {', '.join(sorted({host for host, _ in devices}))}, and works within one"
+        return (
+            f"the group is on hosts {', '.join(sorted({host for host, _ in devices}))}, and"
+            " works within one"
+        )
     seen = {gpu_uuid(i): i for i in range(torch.cuda.device_count())}
     host, here = devices[mine]
     for i, (_, device) in enumerate(devices):

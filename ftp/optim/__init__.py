@@ -1,4 +1,5 @@
-"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping, averages, accumulation.
+"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping,
+averages, accumulation.
 
 See ``docs/training.md``.
 """

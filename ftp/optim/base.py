@@ -9,7 +9,14 @@ from torch import Tensor
 
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.optim.slots import Slots
-from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, leaf_paths, match_patterns
+from ftp.sharding.pytree import (
+    broadcast_specs,
+    flatten,
+    kind_of,
+    leaf_names,
+    leaf_paths,
+    match_patterns,
+)
 from ftp.sharding.spec import P
 
 
@@ -18,8 +25,8 @@ class Optimizer:
     """A pair of pure functions.
 
     Attributes:
-        init: ``params -> state``, a tree as ``params`` is with the ``Slots`` ``{slot: tensor}`` of each parameter as its leaves; of placed
-            shards, this rank's part of it.
+        init: ``params -> state``, a tree as ``params`` is with the ``Slots`` ``{slot: tensor}`` of
+            each parameter as its leaves; of placed shards, this rank's part of it.
         update: ``(grads, state, params) -> (params, state)``.
     """
 
@@ -27,15 +34,18 @@ class Optimizer:
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def specs(self, params: Any, specs: Any, patterns: Mapping[str, P] | None = None) -> Any:
-        """The spec tree of the state: a slot shaped as its parameter takes the parameter's spec, others are replicated.
+        """The spec tree of the state: a slot shaped as its parameter takes the parameter's spec,
+        others are replicated.
 
         Args:
             params: the parameters, or meta tensors of their shapes.
             specs: their spec tree, or a prefix of one.
-            patterns: ``{pattern: P}`` over paths of the state such as ``"**.exp_avg*"``, for slots with a spec of their own.
+            patterns: ``{pattern: P}`` over paths of the state such as ``"**.exp_avg*"``, for slots
+                with a spec of their own.
 
         Raises:
-            SpecError: specs that do not fit ``params``, a pattern that matches no slot, patterns that disagree.
+            SpecError: specs that do not fit ``params``, a pattern that matches no slot, patterns
+                that disagree.
 
         >>> import ftp
         >>> opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.1, momentum=0.9)
@@ -44,22 +54,35 @@ class Optimizer:
         """
         leaves, treedef = flatten(params)
         given = broadcast_specs(specs, params, "params")
-        meta = treedef.unflatten([torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves])
+        meta = treedef.unflatten(
+            [torch.empty_like(x, device="meta") if isinstance(x, Tensor) else x for x in leaves]
+        )
         slots: Any = treedef.flatten_up_to(self.init(meta))
         found = treedef.unflatten(
-            [Slots(dict(zip(sorted(s), s.covered(spec, P()), strict=True)), s.like) for s, spec in zip(slots, given, strict=True)]
+            [
+                Slots(dict(zip(sorted(s), s.covered(spec, P()), strict=True)), s.like)
+                for s, spec in zip(slots, given, strict=True)
+            ]
         )
         failures: list[str] = []
         names, paths = leaf_names(found, "state"), leaf_paths(found)
-        own = match_patterns(patterns or {}, [(path,) for path in paths], names, "state", failures, check_spec_given)
+        own = match_patterns(
+            patterns or {}, [(path,) for path in paths], names, "state", failures, check_spec_given
+        )
         if failures:
             raise SpecError(join_failures(failures))
         flat, state_tree = flatten(found)
-        return state_tree.unflatten([match[1] if match else spec for match, spec in zip(own, flat, strict=True)])
+        return state_tree.unflatten(
+            [match[1] if match else spec for match, spec in zip(own, flat, strict=True)]
+        )
 
 
 def check_spec_given(pattern: str, spec: object) -> str | None:
-    return None if isinstance(spec, P) else f"patterns[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
+    return (
+        None
+        if isinstance(spec, P)
+        else f"patterns[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
+    )
 
 
 def check_tensors(leaves: Sequence[Any], names: Sequence[str]) -> None:
@@ -76,8 +99,13 @@ def check_gradients(grads: Sequence[Any], params: Sequence[Any], names: Sequence
     failures = []
     for grad, param, name in zip(grads, params, names, strict=True):
         if not isinstance(grad, Tensor):
-            failures.append(f"{name} is {grad!r}, {kind_of(grad)}; it must be a gradient, a tensor of shape {tuple(param.shape)}.")
+            failures.append(
+                f"{name} is {grad!r}, {kind_of(grad)}; it must be a gradient, a tensor of shape"
+                f" {tuple(param.shape)}."
+            )
         elif grad.shape != param.shape:
-            failures.append(f"{name} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}.")
+            failures.append(
+                f"{name} has shape {tuple(grad.shape)}, its parameter {tuple(param.shape)}."
+            )
     if failures:
         raise InputError(join_failures(failures))

@@ -1,6 +1,8 @@
-"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping, averages, accumulation.
+"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping,
+averages, accumulation.
 
-A torch.optim class is driven on clones of the parameters with the state set beforehand, so that its formulas are torch's own.
+A torch.optim class is driven on clones of the parameters with the state set beforehand, so that its
+formulas are torch's own.
 """
 
 from collections.abc import Mapping
@@ -14,10 +16,12 @@ from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
 
 
 def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
-    """Another optimizer for the parameters of each pattern; ``None`` leaves them as they are, without state.
+    """Another optimizer for the parameters of each pattern; ``None`` leaves them as they are,
+    without state.
 
     Raises:
-        InputError: a parameter that no pattern names, a pattern that matches nothing, patterns that disagree.
+        InputError: a parameter that no pattern names, a pattern that matches nothing, patterns that
+            disagree.
 
     >>> import ftp
     >>> sgd = ftp.optim.from_torch(torch.optim.SGD, lr=0.5)
@@ -27,20 +31,33 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
     {'head.w': tensor([0.5000]), 'body.w': tensor([1.])}
     """
 
-    def parts(params: Any) -> tuple[list[Any], Any, list[tuple[Optimizer | None, list[int], list[str]]]]:
+    def parts(
+        params: Any,
+    ) -> tuple[list[Any], Any, list[tuple[Optimizer | None, list[int], list[str]]]]:
         leaves, treedef = flatten(params)
         matched = matched_patterns(patterns, params)
-        missing = [name for name, match in zip(leaf_names(params, "params"), matched, strict=True) if match is None]
+        missing = [
+            name
+            for name, match in zip(leaf_names(params, "params"), matched, strict=True)
+            if match is None
+        ]
         if missing:
             raise InputError(
-                join_failures(f"{name} has no optimizer: no pattern names it. Give None to leave it as it is." for name in missing)
+                join_failures(
+                    f"{name} has no optimizer: no pattern names it. Give None to leave it as it is."
+                    for name in missing
+                )
             )
         paths = [dotted(path) for path in leaf_paths(params)]
         indices: dict[str, list[int]] = {pattern: [] for pattern in patterns}
         for i, match in enumerate(matched):
             assert match is not None
             indices[match[0]].append(i)
-        return leaves, treedef, [(patterns[p], mine, [paths[i] for i in mine]) for p, mine in indices.items()]
+        return (
+            leaves,
+            treedef,
+            [(patterns[p], mine, [paths[i] for i in mine]) for p, mine in indices.items()],
+        )
 
     def init(params: Any) -> Any:
         leaves, treedef, chosen = parts(params)
@@ -57,7 +74,10 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
         grad_leaves, slots = aligned(treedef, grads, "grads"), aligned(treedef, state, "state")
         for opt, mine, paths in chosen:
             if opt is not None and mine:
-                named = [{path: of[i] for path, i in zip(paths, mine, strict=True)} for of in (grad_leaves, slots, leaves)]
+                named = [
+                    {path: of[i] for path, i in zip(paths, mine, strict=True)}
+                    for of in (grad_leaves, slots, leaves)
+                ]
                 new, new_state = opt.update(*named)
                 for path, i in zip(paths, mine, strict=True):
                     leaves[i], slots[i] = new[path], new_state[path]

@@ -25,24 +25,38 @@ def global_norm(tree: Any) -> Tensor:
 
 
 def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum of a term for each leaf: one over the layers, and one over what is in none, so that layers are planned as one."""
+    """The sum of a term for each leaf: one over the layers, and one over what is in none, so
+    that layers are planned as one.
+    """
     leaves, order = flatten(tree)[0], _by_layer(tree)
-    parts = [[term(leaves[i]) for i, in_layer in order.items() if in_layer is which] for which in (True, False)]
-    return functools.reduce(torch.add, [functools.reduce(torch.add, part) for part in parts if part])
+    parts = [
+        [term(leaves[i]) for i, in_layer in order.items() if in_layer is which]
+        for which in (True, False)
+    ]
+    return functools.reduce(
+        torch.add, [functools.reduce(torch.add, part) for part in parts if part]
+    )
 
 
 def _by_layer(tree: Any) -> dict[int, bool]:
-    """The places of the leaves, those of layer 2 before those of layer 10, and whether each is in a layer."""
+    """The places of the leaves, those of layer 2 before those of layer 10, and whether each is
+    in a layer.
+    """
     names = [_natural(".".join(map(str, path))) for path in leaf_paths(tree)]
     return {i: len(names[i]) > 1 for i in sorted(range(len(names)), key=names.__getitem__)}
 
 
 def _natural(path: str) -> list[tuple[int, str]]:
-    return [(int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)]
+    return [
+        (int(part), "") if part.isdecimal() else (-1, part) for part in re.split(r"(\d+)", path)
+    ]
 
 
-def clip_by_global_norm(grads: Any, max_norm: float | Tensor, *, eps: float = 1e-6) -> tuple[Any, Tensor]:
-    """``(grads, norm)``: gradients scaled so that their global norm is at most ``max_norm``, and the norm before.
+def clip_by_global_norm(
+    grads: Any, max_norm: float | Tensor, *, eps: float = 1e-6
+) -> tuple[Any, Tensor]:
+    """``(grads, norm)``: gradients scaled so that their global norm is at most ``max_norm``, and
+    the norm before.
 
     >>> clipped, norm = clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
     >>> clipped["w"], norm
@@ -58,10 +72,12 @@ def clip_by_global_norm(grads: Any, max_norm: float | Tensor, *, eps: float = 1e
 
 
 def count_nonfinite(tree: Any, *, by_leaf: bool = False) -> Any:
-    """How many elements of all leaves are NaN or infinite; in a program one number is reduced, and all ranks get the same.
+    """How many elements of all leaves are NaN or infinite; in a program one number is reduced, and
+    all ranks get the same.
 
     Args:
-        by_leaf: a tree of counts instead, one for each leaf, of each of which a number is reduced: it says which leaf it is.
+        by_leaf: a tree of counts instead, one for each leaf, of each of which a number is reduced:
+            it says which leaf it is.
 
     >>> tree = {"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))}
     >>> count_nonfinite(tree)
@@ -84,12 +100,13 @@ def _nonfinite(leaf: Tensor) -> Tensor:
 def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[..., tuple[Any, Any]]:
     """``grad_fn`` over ``n`` microbatches, one after another, and the mean of what it returns.
 
-    Microbatch ``i`` holds rows ``i``, ``i + n``, ... of every batch tensor, so that a batch cut over ranks stays where it is; gradients
-    are pending sums until the last one is added, and are reduced once.
+    Microbatch ``i`` holds rows ``i``, ``i + n``, ... of every batch tensor, so that a batch cut
+    over ranks stays where it is; gradients are pending sums until the last one is added, and are
+    reduced once.
 
     Args:
-        grad_fn: ``(params, *batch) -> (grads, value)`` of means over the batch, as ``torch.func.grad_and_value`` makes it; any tree of
-            floating-point tensors will do.
+        grad_fn: ``(params, *batch) -> (grads, value)`` of means over the batch, as
+            ``torch.func.grad_and_value`` makes it; any tree of floating-point tensors will do.
         n: how many; the first dim of every batch tensor must divide by it.
 
     >>> grad_fn = torch.func.grad_and_value(lambda w, x: (w * x).mean())
@@ -102,7 +119,8 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
     def fn(params: Any, *batch: Any) -> Any:
         leaves, treedef = flatten(batch)
         uneven = [
-            f"{name} has shape {tuple(leaf.shape)}: its first dim must divide into {n} microbatches."
+            f"{name} has shape {tuple(leaf.shape)}: its first dim must divide into {n}"
+            " microbatches."
             for leaf, name in zip(leaves, leaf_names(batch, "batch"), strict=True)
             if isinstance(leaf, Tensor) and (leaf.ndim == 0 or leaf.shape[0] % n)
         ]
@@ -111,7 +129,10 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
         total: list[Tensor] = []
         tree = None
         for i in range(n):
-            rows = [leaf.unflatten(0, (-1, n)).select(1, i) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+            rows = [
+                leaf.unflatten(0, (-1, n)).select(1, i) if isinstance(leaf, Tensor) else leaf
+                for leaf in leaves
+            ]
             out, tree = flatten(grad_fn(params, *treedef.unflatten(rows)))
             total = [a + b for a, b in zip(total, out, strict=True)] if total else out
         assert tree is not None

@@ -1,6 +1,8 @@
-"""Learning rates as functions of the step, in tensor code: the closed forms of torch.optim.lr_scheduler.
+"""Learning rates as functions of the step, in tensor code: the closed forms of
+torch.optim.lr_scheduler.
 
-A schedule maps the number of updates done so far, a 0-d tensor, to the rate of the next one. Any function that does will do.
+A schedule maps the number of updates done so far, a 0-d tensor, to the rate of the next one. Any
+function that does will do.
 """
 
 import math
@@ -13,7 +15,8 @@ Schedule = Callable[[Tensor], Tensor]
 
 
 def linear(lr: float, total: int, *, start: float = 1.0 / 3, end: float = 1.0) -> Schedule:
-    """From ``start * lr`` to ``end * lr`` in ``total`` steps, then constant; a warm-up where ``start`` is the smaller (``LinearLR``).
+    """From ``start * lr`` to ``end * lr`` in ``total`` steps, then constant; a warm-up where
+    ``start`` is the smaller (``LinearLR``).
 
     >>> float(linear(1.0, 10, start=0.0)(torch.tensor(5.0)))
     0.5
@@ -47,7 +50,9 @@ def steps(lr: float, milestones: int | Sequence[int], gamma: float = 0.1) -> Sch
     """
     if isinstance(milestones, int):
         return lambda step: lr * gamma ** torch.floor(step / milestones)
-    return lambda step: lr * gamma ** sum(((step >= m).to(step.dtype) for m in milestones), torch.zeros_like(step))
+    return lambda step: (
+        lr * gamma ** sum(((step >= m).to(step.dtype) for m in milestones), torch.zeros_like(step))
+    )
 
 
 def polynomial(lr: float, total: int, power: float = 1.0) -> Schedule:
@@ -60,37 +65,49 @@ def polynomial(lr: float, total: int, power: float = 1.0) -> Schedule:
 
 
 def cosine(lr: float, total: int, *, end: float = 0.0) -> Schedule:
-    """Half a cosine from ``lr`` to the rate ``end`` in ``total`` steps, then constant (``CosineAnnealingLR`` up to there).
+    """Half a cosine from ``lr`` to the rate ``end`` in ``total`` steps, then constant
+    (``CosineAnnealingLR`` up to there).
 
     >>> round(float(cosine(1.0, 10, end=0.5)(torch.tensor(5.0))), 6)
     0.75
     """
-    return lambda step: end + (lr - end) * (1 + torch.cos(math.pi * torch.clamp(step / total, max=1.0))) / 2
+    return lambda step: (
+        end + (lr - end) * (1 + torch.cos(math.pi * torch.clamp(step / total, max=1.0))) / 2
+    )
 
 
 def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
-    """Half a cosine from ``lr`` to the rate ``end``, again every ``period`` steps (``CosineAnnealingWarmRestarts`` with ``T_mult=1``).
+    """Half a cosine from ``lr`` to the rate ``end``, again every ``period`` steps
+    (``CosineAnnealingWarmRestarts`` with ``T_mult=1``).
 
     >>> float(cosine_restarts(1.0, 10)(torch.tensor(20.0)))
     1.0
     """
-    return lambda step: end + (lr - end) * (1 + torch.cos(math.pi * torch.remainder(step, period) / period)) / 2
+    return lambda step: (
+        end + (lr - end) * (1 + torch.cos(math.pi * torch.remainder(step, period) / period)) / 2
+    )
 
 
 def sequence(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
-    """One schedule after another, each counting from the milestone at which it begins (``SequentialLR``).
+    """One schedule after another, each counting from the milestone at which it begins
+    (``SequentialLR``).
 
     >>> rate = sequence([linear(1.0, 10, start=0.0), cosine(1.0, 100)], [10])
     >>> float(rate(torch.tensor(5.0))), float(rate(torch.tensor(10.0)))
     (0.5, 1.0)
     """
     if len(schedules) != len(milestones) + 1:
-        raise ValueError(f"{len(schedules)} schedules need {len(schedules) - 1} milestones between them, not {len(milestones)}.")
+        raise ValueError(
+            f"{len(schedules)} schedules need {len(schedules) - 1} milestones between them, not"
+            f" {len(milestones)}."
+        )
 
     def rate(step: Tensor) -> Tensor:
         value = schedules[0](step)
         for schedule, milestone in zip(schedules[1:], milestones, strict=True):
-            value = torch.where(step >= milestone, schedule(torch.clamp(step - milestone, min=0)), value)
+            value = torch.where(
+                step >= milestone, schedule(torch.clamp(step - milestone, min=0)), value
+            )
         return value
 
     return rate

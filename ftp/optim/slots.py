@@ -1,4 +1,6 @@
-"""What an optimizer keeps for one parameter: named tensors, and which of them lie as the parameter does."""
+"""What an optimizer keeps for one parameter: named tensors, and which of them lie as the
+parameter does.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,7 +14,8 @@ from ftp.sharding.pytree import PartlyCovered
 class Slots(PartlyCovered):
     """``{slot: tensor}`` of one parameter; a spec given for all of it is the parameter's.
 
-    It holds for the slots that are shaped as the parameter is (``like``); counters and factored moments are replicated.
+    It holds for the slots that are shaped as the parameter is (``like``); counters and factored
+    moments are replicated.
 
     >>> slots = Slots({"step": 0, "exp_avg": 1}, like=["exp_avg"])
     >>> slots.covered("tp", "whole")
@@ -40,7 +43,9 @@ def _flatten(slots: Any) -> tuple[list[Any], tuple, tuple]:
 
 def _unflatten(metadata: Any, children: Any) -> Slots:
     names, like = metadata
-    made = Slots.__new__(Slots)  # of every parameter at every step: what is known to be sorted is not sorted again
+    made = Slots.__new__(
+        Slots
+    )  # of every parameter at every step: what is known to be sorted is not sorted again
     made.update(zip(names, children, strict=True))
     made.like = like
     return made

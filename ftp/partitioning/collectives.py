@@ -1,7 +1,9 @@
-"""Moves as local tensor ops and functional collectives, emitted into a rank's graph; the only place that pads uneven shards.
+"""Moves as local tensor ops and functional collectives, emitted into a rank's graph; the only place
+that pads uneven shards.
 
-A cut dim is seen as ``[outer, g, inner]``, ``g`` this rank's part of ``f``. Collectives want equal parts: ``g`` is padded to the first
-rank's ``c = ceil(f / n)``; chunks are cut from the front, so that after a gather all padding stands at the end.
+A cut dim is seen as ``[outer, g, inner]``, ``g`` this rank's part of ``f``. Collectives want equal
+parts: ``g`` is padded to the first rank's ``c = ceil(f / n)``; chunks are cut from the front, so
+that after a gather all padding stands at the end.
 """
 
 import math
@@ -83,12 +85,14 @@ class _Dim:
 
 @dataclass(frozen=True)
 class MoveSite:
-    """Where a move is emitted: the rank's graph, sizes of the move's factors on this rank, and where the rank's part begins.
+    """Where a move is emitted: the rank's graph, sizes of the move's factors on this rank, and
+    where the rank's part begins.
 
     Attributes:
         offset: gives the input that holds this rank's start for a cut, from ``(kind, factor)``.
         group: name of the process group of the axis.
-        is_first: whether the rank is the first of its axis: it contributes replicated values to sums.
+        is_first: whether the rank is the first of its axis: it contributes replicated values to
+            sums.
     """
 
     graph: fx.Graph
@@ -125,7 +129,15 @@ class MoveSite:
         nbytes = math.prod(shape) * dtype.itemsize
         wire = {"all_reduce": 2 * nbytes * (n - 1) // n}.get(op, nbytes * (n - 1) // n)
         node.meta["collective"] = Collective(
-            op, self.move.axes, tuple(shape), dtype, nbytes, self.global_shape, wire, self.node.source, self.node.cause
+            op,
+            self.move.axes,
+            tuple(shape),
+            dtype,
+            nbytes,
+            self.global_shape,
+            wire,
+            self.node.source,
+            self.node.cause,
         )
         node.meta["axis"] = self.move.axis
         node.meta["is_ahead"] = self.node.depends == PARAMETER
@@ -135,7 +147,8 @@ class MoveSite:
 def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
     """Emit the steps that bring ``x`` from the move's source layout to its destination.
 
-    Parts are made contiguous: kernels of attention and of norms' backward take strided views and give wrong values.
+    Parts are made contiguous: kernels of attention and of norms' backward take strided views and
+    give wrong values.
     """
     move = site.move
     here, there = site.shape(site.node.rule.operands[0]), site.shape(site.node.rule.results[0])
@@ -149,28 +162,43 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
         case "reduce_scatter":
             return _contiguous(site, _reduce_scatter(site, x, here, there, site.cut(move.dst)))
         case "all_to_all":
-            return _contiguous(site, _all_to_all(site, x, here, there, site.cut(move.src), site.cut(move.dst)))
+            return _contiguous(
+                site, _all_to_all(site, x, here, there, site.cut(move.src), site.cut(move.dst))
+            )
         case "slice":
             return _contiguous(site, _slice(site, x, here, there, site.cut(move.dst)))
         case "contribute":
-            return site.emit(aten.alias.default, x) if site.is_first else site.emit(aten.zeros_like.default, x)
+            return (
+                site.emit(aten.alias.default, x)
+                if site.is_first
+                else site.emit(aten.zeros_like.default, x)
+            )
         case "pad":
             return _pad(site, x, here, there, site.cut(move.src))
     raise AssertionError(move)
 
 
 def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
-    """The move in ``count`` equal chunks of dim 0, or of what lies above the cut in it, each a collective of its own."""
+    """The move in ``count`` equal chunks of dim 0, or of what lies above the cut in it, each a
+    collective of its own.
+    """
     factor = "o0" if "o0" in site.sizes else "~0"
     sizes = {**site.sizes, factor: site.sizes[factor] // count}
     rows, of_all = site.shape(site.node.rule.operands[0])[0] // count, site.global_shape[0] // count
     part = replace(site, sizes=sizes, global_shape=(of_all, *site.global_shape[1:]))
-    moved = [emit_move(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows)) for i in range(count)]
+    moved = [
+        emit_move(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows))
+        for i in range(count)
+    ]
     return site.emit(aten.cat.default, moved)
 
 
-def emit_gathered_pieces(site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]) -> fx.Node:
-    """Gathers a dim of which rank i holds the pieces ``held[i]`` in a row, some perhaps held by several; ``shape`` is this rank's."""
+def emit_gathered_pieces(
+    site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]
+) -> fx.Node:
+    """Gathers a dim of which rank i holds the pieces ``held[i]`` in a row, some perhaps held by
+    several; ``shape`` is this rank's.
+    """
     n, most = len(held), max(sum(b - a for a, b in pieces) for pieces in held)
     padded = [*shape[:dim], most, *shape[dim + 1 :]]
     x = _pad_to(site, x, shape, dim, most)
@@ -194,7 +222,9 @@ def emit_gathered_pieces(site: MoveSite, x: fx.Node, dim: int, shape: Sequence[i
 def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
     """This rank's pieces of a dim in a row."""
     parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
-    return _contiguous(site, parts[0] if len(parts) == 1 else site.emit(aten.cat.default, parts, dim))
+    return _contiguous(
+        site, parts[0] if len(parts) == 1 else site.emit(aten.cat.default, parts, dim)
+    )
 
 
 def _reshape(site: MoveSite, x: fx.Node, old: Sequence[int], new: Sequence[int]) -> fx.Node:
@@ -209,14 +239,18 @@ def _pad_to(site: MoveSite, x: fx.Node, shape: Sequence[int], dim: int, size: in
     missing = size - shape[dim]
     if not missing:
         return x
-    return site.emit(aten.constant_pad_nd.default, x, [0, 0] * (len(shape) - 1 - dim) + [0, missing], 0.0)
+    return site.emit(
+        aten.constant_pad_nd.default, x, [0, 0] * (len(shape) - 1 - dim) + [0, missing], 0.0
+    )
 
 
 def _contiguous(site: MoveSite, x: fx.Node) -> fx.Node:
     return site.emit(aten.contiguous.default, x)
 
 
-def _all_gather(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
+def _all_gather(
+    site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim
+) -> fx.Node:
     n = site.move.n
     before, _, after = _split(here, cut)
     at = len(before)
@@ -243,29 +277,52 @@ def _trim(site: MoveSite, x: fx.Node, dim: int, size: int, to: int) -> fx.Node:
     return x if size == to else site.emit(aten.slice.Tensor, x, dim, 0, to)
 
 
-def _reduce_scatter(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
+def _reduce_scatter(
+    site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim
+) -> fx.Node:
     n = site.move.n
     before, _, after = _split(here, cut)
     at = len(before)
-    x = _pad_to(site, _reshape(site, x, here, [*before, cut.f, *after]), [*before, cut.f, *after], at, n * cut.c)
+    x = _pad_to(
+        site,
+        _reshape(site, x, here, [*before, cut.f, *after]),
+        [*before, cut.f, *after],
+        at,
+        n * cut.c,
+    )
     part = [*before, cut.c, *after]
     if math.prod(before) != 1:
         x = site.emit(aten.reshape.default, x, [*before, n, cut.c, *after])
         x = site.emit(aten.permute.default, x, [at, *range(at), *range(at + 1, len(part) + 1)])
     x = _contiguous(site, site.emit(aten.reshape.default, x, [n * math.prod(part)]))
-    y = site.collective(c10d.reduce_scatter_tensor.default, x, "sum", n, shape=[n * math.prod(part)])
+    y = site.collective(
+        c10d.reduce_scatter_tensor.default, x, "sum", n, shape=[n * math.prod(part)]
+    )
     y = site.emit(aten.reshape.default, y, part)
     y = _trim(site, y, at, cut.c, cut.g)
     return _reshape(site, y, [*before, cut.g, *after], there)
 
 
-def _all_to_all(site: MoveSite, x: fx.Node, here: list[int], there: list[int], src: _Dim, dst: _Dim) -> fx.Node:
+def _all_to_all(
+    site: MoveSite, x: fx.Node, here: list[int], there: list[int], src: _Dim, dst: _Dim
+) -> fx.Node:
     n = site.move.n
     s, d = (1, 4) if src.dim < dst.dim else (4, 1)  # positions of g and f in the view below
     first, second = sorted((src, dst), key=lambda cut: cut.dim)
     parts = {id(src): src.g, id(dst): dst.f}
-    lead, between, rest = math.prod(here[: first.dim]), here[first.dim + 1 : second.dim], math.prod(here[second.dim + 1 :])
-    seen = [lead * first.outer, parts[id(first)], first.inner, math.prod(between) * second.outer, parts[id(second)], second.inner * rest]
+    lead, between, rest = (
+        math.prod(here[: first.dim]),
+        here[first.dim + 1 : second.dim],
+        math.prod(here[second.dim + 1 :]),
+    )
+    seen = [
+        lead * first.outer,
+        parts[id(first)],
+        first.inner,
+        math.prod(between) * second.outer,
+        parts[id(second)],
+        second.inner * rest,
+    ]
     x = _reshape(site, x, here, seen)
     x = _pad_to(site, x, seen, s, src.c)
     seen[s] = src.c
@@ -275,7 +332,9 @@ def _all_to_all(site: MoveSite, x: fx.Node, here: list[int], there: list[int], s
     x = site.emit(aten.permute.default, x, [d, *(k for k in range(7) if k != d)])
     x = _contiguous(site, site.emit(aten.reshape.default, x, [n * math.prod(seen)]))
     split = [math.prod(seen)] * n
-    y = site.collective(c10d.all_to_all_single.default, x, split, split, shape=[n * math.prod(seen)])
+    y = site.collective(
+        c10d.all_to_all_single.default, x, split, split, shape=[n * math.prod(seen)]
+    )
     y = site.emit(aten.reshape.default, y, [n, *seen])
     y = site.emit(aten.permute.default, y, [*range(1, s + 1), 0, *range(s + 1, 7)])
     y = site.emit(aten.reshape.default, y, [*seen[:s], n * src.c, *seen[s + 1 :]])
@@ -294,7 +353,12 @@ def _slice(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _
 def _pad(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
     before, _, after = _split(here, cut)
     x = _reshape(site, x, here, [*before, cut.g, *after])
-    x = site.emit(aten.constant_pad_nd.default, x, [*[0, 0] * len(after), site.offset("start"), site.offset("after")], 0.0)
+    x = site.emit(
+        aten.constant_pad_nd.default,
+        x,
+        [*[0, 0] * len(after), site.offset("start"), site.offset("after")],
+        0.0,
+    )
     return _reshape(site, x, [*before, cut.f, *after], there)
 
 

@@ -1,4 +1,6 @@
-"""The code given to ``ftp.local`` in a rank's graph: its nodes as they are, its collectives as the moves that do the same."""
+"""The code given to ``ftp.local`` in a rank's graph: its nodes as they are, its collectives as
+the moves that do the same.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -46,7 +48,11 @@ def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[
     for slot, node in enumerate(given):
         node.meta["takes"] = slot
     for axis in program.axes:
-        given.append(site.emit(aten.full.default, [], site.start(axis), dtype=torch.int64, device=site.device))
+        given.append(
+            site.emit(
+                aten.full.default, [], site.start(axis), dtype=torch.int64, device=site.device
+            )
+        )
     env: dict[fx.Node, Any] = {}
     feed = iter(given)
     for node in program.gm.graph.nodes:
@@ -68,13 +74,21 @@ def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[
             elif node.target is OPS.ppermute.default:
                 env[node] = _permuted(site, node, args[0], axis, source)  # type: ignore[index]
             else:
-                env[node] = site.move(args[0], _as_move(node, axis, program.axes[axis]), node.meta["val"].dtype, node.name, source)  # type: ignore[index]
+                env[node] = site.move(
+                    args[0],
+                    _as_move(node, axis, program.axes[axis]),
+                    node.meta["val"].dtype,
+                    node.name,
+                    source,
+                )  # type: ignore[index]
             _note(site.graph, len(site.graph.nodes) - before, source)
     raise AssertionError(program)
 
 
 def axes_by_rank(program: Program) -> tuple[set[str], set[str]]:
-    """The axes on which the first rank's graph differs from the others', and those on which every rank's does."""
+    """The axes on which the first rank's graph differs from the others', and those on which
+    every rank's does.
+    """
     nodes = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     return (
         {n.args[1] for n in nodes if n.target is OPS.contribute.default},
@@ -128,7 +142,9 @@ def _permuted(site: InlineSite, node: fx.Node, x: fx.Node, axis: str, source: st
     issued = site.emit(c10d.all_to_all_single.default, flat_x, got, sent, site.group(axis))
     nbytes, shape = size * val.dtype.itemsize, tuple(map(int, val.shape))
     wire = nbytes if any(sent) else 0
-    issued.meta["collective"] = Collective("ppermute", (axis,), shape, val.dtype, nbytes, shape, wire, source, site.cause)
+    issued.meta["collective"] = Collective(
+        "ppermute", (axis,), shape, val.dtype, nbytes, shape, wire, source, site.cause
+    )
     issued.meta["axis"] = axis
     arrived = site.emit(c10d.wait_tensor.default, issued)
     if not any(got):

@@ -1,7 +1,8 @@
-"""Graph and plan to one rank's program: an ``fx.GraphModule`` on local tensors with its collectives in it.
+"""Graph and plan to one rank's program: an ``fx.GraphModule`` on local tensors with its collectives
+in it.
 
-What differs between ranks of equal local shapes is where their parts begin. Those offsets are inputs of the graph, after the tensors, so
-that such ranks share one graph and one compilation.
+What differs between ranks of equal local shapes is where their parts begin. Those offsets are
+inputs of the graph, after the tensors, so that such ranks share one graph and one compilation.
 """
 
 import itertools
@@ -15,7 +16,14 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
-from ftp.partitioning.collectives import Collective, MoveSite, emit_chunks, emit_gathered_pieces, emit_move, emit_pieces
+from ftp.partitioning.collectives import (
+    Collective,
+    MoveSite,
+    emit_chunks,
+    emit_gathered_pieces,
+    emit_move,
+    emit_pieces,
+)
 from ftp.partitioning.inline_per_rank import InlineSite, axes_by_rank, inline
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
@@ -32,7 +40,9 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Offset:
-    """Where a rank's chunk of ``size`` begins (``start``), ends (``stop``), or how much lies ``after`` it."""
+    """Where a rank's chunk of ``size`` begins (``start``), ends (``stop``), or how much lies
+    ``after`` it.
+    """
 
     kind: str
     size: Size
@@ -55,7 +65,8 @@ class LocalProgram:
     """The program of every rank with the same local shapes.
 
     Attributes:
-        gm: takes the local input tensors, then the rank's ``offsets`` as ints; returns the local outputs.
+        gm: takes the local input tensors, then the rank's ``offsets`` as ints; returns the local
+            outputs.
         offsets: what the trailing int inputs hold.
         collectives: in the order in which they are issued.
     """
@@ -82,7 +93,9 @@ class Partitioner:
         chunks: dict[Chunk, None] = {}
 
         def collect(size: Size) -> None:
-            """The chunks that make a size, those inside others too: a local form may name the length of each."""
+            """The chunks that make a size, those inside others too: a local form may name the
+            length of each.
+            """
             for chunk in size.chunks if isinstance(size, Product) else ():
                 if chunk not in chunks:
                     chunks[chunk] = None
@@ -92,10 +105,18 @@ class Partitioner:
             for size in node.sizes.values():
                 collect(size)
         self._uneven = list(chunks)
-        firsts = {node.target.axis for node in self.plan.graph.nodes if node.kind == "move" and node.target.op == "contribute"}
-        local = [axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"]
+        firsts = {
+            node.target.axis
+            for node in self.plan.graph.nodes
+            if node.kind == "move" and node.target.op == "contribute"
+        }
+        local = [
+            axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"
+        ]
         firsts = firsts.union(*(contributing for contributing, _ in local))
-        self._permuting = [a for a in self.plan.axes if any(a in permuting for _, permuting in local)]
+        self._permuting = [
+            a for a in self.plan.axes if any(a in permuting for _, permuting in local)
+        ]
         self._outside = [(Value(node), spec) for node, spec in self.plan.entries.items()]
         self._outside += [(self.plan.graph.outputs[i], spec) for i, spec in self.plan.exits.items()]
         self._contributing = [a for a in self.plan.axes if a in firsts]
@@ -110,7 +131,10 @@ class Partitioner:
                 of_rank
                 for value, spec in self._outside
                 for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
-                for of_rank in (cut.length, *itertools.chain(*(cut.pieces if cut.is_irregular else ())))
+                for of_rank in (
+                    cut.length,
+                    *itertools.chain(*(cut.pieces if cut.is_irregular else ())),
+                )
             ),
         )
         if key not in self._programs:
@@ -121,7 +145,9 @@ class Partitioner:
 
 @dataclass(frozen=True)
 class NestedCut:
-    """One of the cuts of a dim on one rank: the dim's size before it, and the pieces of that which the rank holds."""
+    """One of the cuts of a dim on one rank: the dim's size before it, and the pieces of that
+    which the rank holds.
+    """
 
     dim: int
     cut: Units
@@ -134,7 +160,9 @@ class NestedCut:
         return sum(stop - start for start, stop in self.pieces)
 
 
-def nested_cuts(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate) -> list[NestedCut]:
+def nested_cuts(
+    spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int], coordinate: Coordinate
+) -> list[NestedCut]:
     """The cuts, major to minor, of every dim that several cuts share or that is cut in units."""
     found = []
     for dim in range(len(spec)):
@@ -151,7 +179,12 @@ def nested_cuts(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, in
 
 class _Emission:
     def __init__(self, owner: Partitioner, coordinate: Coordinate):
-        self.plan, self.device, self.group_name, self.chunks = owner.plan, owner.device, owner.group_name, owner.chunks
+        self.plan, self.device, self.group_name, self.chunks = (
+            owner.plan,
+            owner.device,
+            owner.group_name,
+            owner.chunks,
+        )
         self.coordinate = coordinate
         self.graph = RankGraph()
         self.env: dict[Value, fx.Node] = {}
@@ -159,7 +192,9 @@ class _Emission:
 
     def run(self) -> LocalProgram:
         for node in self.plan.graph.inputs:
-            self.env[Value(node)] = self.graph.placeholder(re.sub(r"\W+", "_", node.name).strip("_"))
+            self.env[Value(node)] = self.graph.placeholder(
+                re.sub(r"\W+", "_", node.name).strip("_")
+            )
         self.last_input = list(self.graph.nodes)[-1] if self.env else None
         for node, spec in self.plan.entries.items():
             self.env[Value(node)] = self._enter_or_leave(Value(node), spec, True)
@@ -168,7 +203,10 @@ class _Emission:
                 last = self.graph._root.prev
                 self._emit(node)
                 self._annotate(node, last)
-        outputs = [self._enter_or_leave(v, self.plan.exits.get(i), False) for i, v in enumerate(self.plan.graph.outputs)]
+        outputs = [
+            self._enter_or_leave(v, self.plan.exits.get(i), False)
+            for i, v in enumerate(self.plan.graph.outputs)
+        ]
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
             # A rank that holds none of a value has no use for what it helps the others to get.
@@ -178,13 +216,19 @@ class _Emission:
             if not node.users:
                 self.graph.erase_node(node)
                 del self.offsets[offset]
-        with _use_lazy_graph_module(True):  # a graph that is read, or run by an interpreter, needs no code
+        with _use_lazy_graph_module(
+            True
+        ):  # a graph that is read, or run by an interpreter, needs no code
             gm = _make_graph_module({}, self.graph)
-        collectives = tuple(n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta)
+        collectives = tuple(
+            n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta
+        )
         return LocalProgram(gm, tuple(self.offsets), collectives)
 
     def _enter_or_leave(self, value: Value, spec: PartitionSpec | None, enters: bool) -> fx.Node:
-        """A value whose spec fits no order of the axes, gathered whole from minor to major axis or sliced from major to minor."""
+        """A value whose spec fits no order of the axes, gathered whole from minor to major axis
+        or sliced from major to minor.
+        """
         x = self.env[value]
         if spec is None:
             return x
@@ -200,7 +244,9 @@ class _Emission:
             packs = at.cut.sizes(at.size)
             regular = shard(at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n)
             layout = shard(at.dim, 1, at.size, 1, n) if at.is_irregular else regular
-            move = Move(at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape))
+            move = Move(
+                at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape)
+            )
             rule, sizes = move_rule(move)
             step = Node(
                 f"{value.node.name}_{move.op}_{at.cut.axis}",
@@ -217,7 +263,11 @@ class _Emission:
             if at.is_irregular:
                 site = self._site(step, {})
                 held = [cut_pieces(at.size, n, index, at.cut) for index in range(n)]
-                x = emit_gathered_pieces(site, x, at.dim, here, held) if enters else emit_pieces(site, x, at.dim, at.pieces)
+                x = (
+                    emit_gathered_pieces(site, x, at.dim, here, held)
+                    if enters
+                    else emit_pieces(site, x, at.dim, at.pieces)
+                )
             else:
                 outer, self.env[value] = self.env[value], x
                 self._emit(step)
@@ -228,7 +278,9 @@ class _Emission:
         return x
 
     def _annotate(self, node: Node, last: fx.Node) -> None:
-        """Notes on the nodes behind ``last`` which op they are the rank's form of, and its source."""
+        """Notes on the nodes behind ``last`` which op they are the rank's form of, and its
+        source.
+        """
         at = self.graph._root.prev
         while at is not last:
             if at.op == "call_function":
@@ -242,7 +294,11 @@ class _Emission:
             self.env[Value(node)] = self.env[node.operands[0]]
             return
         if node.kind == "move":
-            site, x, count = self._site(node, sizes), self.env[node.operands[0]], self.chunks.get(node.name, 1)
+            site, x, count = (
+                self._site(node, sizes),
+                self.env[node.operands[0]],
+                self.chunks.get(node.name, 1),
+            )
             self.env[Value(node)] = emit_chunks(site, x, count) if count > 1 else emit_move(site, x)
             return
         if node.kind == "local":
@@ -252,7 +308,9 @@ class _Emission:
                 self.graph,
                 self.device,
                 lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
-                lambda x, move, dtype, name, source: self._move(x, move, dtype, f"{node.name}.{name}", source, cause),
+                lambda x, move, dtype, name, source: self._move(
+                    x, move, dtype, f"{node.name}.{name}", source, cause
+                ),
                 self.group_name,
                 self.coordinate,
                 cause,
@@ -263,7 +321,16 @@ class _Emission:
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:
             cuts.setdefault(cut.factor, []).append(self._cut(cut))
-        op = LocalOp(self.graph, node.target, self._lower(node.args), self._lower(dict(node.kwargs)), node.rule, sizes, cuts, self.device)
+        op = LocalOp(
+            self.graph,
+            node.target,
+            self._lower(node.args),
+            self._lower(dict(node.kwargs)),
+            node.rule,
+            sizes,
+            cuts,
+            self.device,
+        )
         made = localize(op)
         if len(node.results) == 1 and not isinstance(made, tuple) and not _returns_tuple(node):
             self.env[Value(node)] = made
@@ -275,7 +342,9 @@ class _Emission:
             self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
 
     def _give(self, node: Node, made: Sequence[fx.Node | None]) -> None:
-        """Notes which results the nodes are: zeros, where a rank's part is empty, look alike. A gradient that nobody asked for is none."""
+        """Notes which results the nodes are: zeros, where a rank's part is empty, look alike. A
+        gradient that nobody asked for is none.
+        """
         for index, x in enumerate(made):
             if x is not None:
                 self.env[Value(node, index)] = x
@@ -287,15 +356,21 @@ class _Emission:
             node,
             sizes,
             node.results[0].shape,
-            lambda kind: self._offset(Offset(kind, _moved_extent(node), node.target.axis, node.target.n)),
+            lambda kind: self._offset(
+                Offset(kind, _moved_extent(node), node.target.axis, node.target.n)
+            ),
             self.group_name(*node.target.axes),
             all(self.coordinate[axis] == 0 for axis in node.target.axes),
         )
 
-    def _move(self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str) -> fx.Node:
+    def _move(
+        self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str
+    ) -> fx.Node:
         """A move that is no node of the plan."""
         meta = Meta(tuple(size_at(s, self.coordinate) for s in move.shape), dtype)
-        held = Value(Node(f"{name}.held", "input", None, (), {}, (meta,), identity_rule(meta.shape, 0)))
+        held = Value(
+            Node(f"{name}.held", "input", None, (), {}, (meta,), identity_rule(meta.shape, 0))
+        )
         rule, sizes = move_rule(move)
         step = Node(name, "move", move, (held,), {}, (meta,), rule, source, cause=cause)
         step.sizes = sizes
@@ -307,7 +382,9 @@ class _Emission:
         n = self.plan.axes[cut.axis]
         _, length = chunk_at(Chunk(cut.extent, cut.axis, n), self.coordinate)
         start = self._offset(Offset("start", cut.extent, cut.axis, n))
-        outer, size, inner = (size_at(s, self.coordinate) for s in (cut.outer, cut.extent, cut.inner))
+        outer, size, inner = (
+            size_at(s, self.coordinate) for s in (cut.outer, cut.extent, cut.inner)
+        )
         return Cut(outer, size, inner, start, length)
 
     def _offset(self, offset: Offset) -> fx.Node:
@@ -318,7 +395,9 @@ class _Emission:
                 else self.graph.inserting_before(next(iter(self.graph.nodes)))
             )
             with context:
-                self.last_input = self.graph.placeholder(f"{offset.kind}_{offset.axis}_{len(self.offsets)}")
+                self.last_input = self.graph.placeholder(
+                    f"{offset.kind}_{offset.axis}_{len(self.offsets)}"
+                )
             self.offsets[offset] = self.last_input
         return self.offsets[offset]
 

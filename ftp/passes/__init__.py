@@ -1,6 +1,7 @@
 """Passes over a rank's graph, each a graph in and a graph out that computes the same values.
 
-A pass that changes which collectives are issued, or in what order, decides from the plan, which is equal on all ranks.
+A pass that changes which collectives are issued, or in what order, decides from the plan, which is
+equal on all ranks.
 """
 
 from ftp.passes.bucket_collectives import Packs as Packs

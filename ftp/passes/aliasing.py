@@ -20,15 +20,19 @@ def is_view(node: fx.Node) -> bool:
 
 @functools.cache
 def _gives_view(target: Any) -> bool:
-    if target in (operator.getitem, WAIT, UNSAFE_VIEW) or not isinstance(target, torch._ops.OpOverload):
+    if target in (operator.getitem, WAIT, UNSAFE_VIEW) or not isinstance(
+        target, torch._ops.OpOverload
+    ):
         return True
     return any(r.alias_info is not None for r in target._schema.returns)
 
 
 def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Per node the one that its memory comes from: its own, or through views that of its first operand.
+    """Per node the one that its memory comes from: its own, or through views that of its first
+    operand.
 
-    Of an op that is not known to aten the result counts as a view of every operand, so that these are one family.
+    Of an op that is not known to aten the result counts as a view of every operand, so that these
+    are one family.
     """
     root: dict[fx.Node, fx.Node] = {}
 
@@ -40,13 +44,19 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
     for node in graph.nodes:
         root[node] = node
         if node.op == "call_function" and is_view(node):
-            for operand in node.all_input_nodes[:1] if isinstance(node.target, torch._ops.OpOverload) else node.all_input_nodes:
+            for operand in (
+                node.all_input_nodes[:1]
+                if isinstance(node.target, torch._ops.OpOverload)
+                else node.all_input_nodes
+            ):
                 root[find(node)] = find(operand)
     return {node: find(node) for node in graph.nodes}
 
 
 def read_until(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Where a node has read its operands: a collective goes on reading them until it is waited for, an all-reduce works on a copy."""
+    """Where a node has read its operands: a collective goes on reading them until it is waited
+    for, an all-reduce works on a copy.
+    """
     waits = (position[user] for user in node.users if user.target is WAIT)
     return position[node] if node.target is ALL_REDUCE else max(waits, default=position[node])
 

@@ -21,7 +21,9 @@ c10d = torch.ops._c10d_functional
 ALL_GATHER = c10d.all_gather_into_tensor.default
 REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 
-PACK_BYTES = 2 << 20  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
+PACK_BYTES = (
+    2 << 20
+)  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
 BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
 BUCKETS = 4  # at the least, where they are larger than PACK_BYTES: the first ones travel while the last are computed
 FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
@@ -33,23 +35,32 @@ class Packs:
 
     Attributes:
         groups: names of the plan's moves, pack by pack.
-        seeds: names of numbers made "like" another number, as a gradient starts with ``ones_like(loss)``, and what they are.
+        seeds: names of numbers made "like" another number, as a gradient starts with
+            ``ones_like(loss)``, and what they are.
     """
 
     groups: tuple[tuple[str, ...], ...]
     seeds: Mapping[str, tuple[int, torch.dtype]]
 
 
-def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET_BYTES, without: Collection[str] = ()) -> Packs:
-    """Collectives of one kind over one axis of which none needs another's result, each of at most ``pack_bytes``, some together.
+def packs(
+    graph: Graph,
+    pack_bytes: int = PACK_BYTES,
+    bucket_bytes: int = BUCKET_BYTES,
+    without: Collection[str] = (),
+) -> Packs:
+    """Collectives of one kind over one axis of which none needs another's result, each of at most
+    ``pack_bytes``, some together.
 
-    Together are up to ``bucket_bytes``, or a quarter of all that there are. An all-reduce or reduce-scatter is issued where the pack's
-    last member was; the pack ends before a collective that needs a member, so that the order of the others stays. Gathers are those of
-    parameters of one pass, forward or backward, that follow one another; `prefetch` puts them where the first of them was. They are no
-    larger together than the largest parameter that is gathered (or ``PACK_BYTES``), nor are reduce-scatters.
+    Together are up to ``bucket_bytes``, or a quarter of all that there are. An all-reduce or
+    reduce-scatter is issued where the pack's last member was; the pack ends before a collective
+    that needs a member, so that the order of the others stays. Gathers are those of parameters of
+    one pass, forward or backward, that follow one another; `prefetch` puts them where the first of
+    them was. They are no larger together than the largest parameter that is gathered (or
+    ``PACK_BYTES``), nor are reduce-scatters.
 
-    Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that another is made "like" is not needed
-    for it. Moves named in ``without`` are left alone.
+    Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that
+    another is made "like" is not needed for it. Moves named in ``without`` are left alone.
     """
     groups: list[list[Node]] = []
     open_: dict[Any, tuple[list[Node], int]] = {}
@@ -78,12 +89,14 @@ def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET
             close(open_)
         if node.kind != "move" or node.target.op in LOCAL_STEPS:
             continue
-        # A pack of gathers is issued with its first member, any other with its last, before anything that needs one of them.
+        # A pack of gathers is issued with its first member, any other with its last, before
+        # anything that needs one of them.
         close(
             [
                 key
                 for key, (members, _) in open_.items()
-                if not needs[node].isdisjoint(members) and (key[0] != "all_gather" or is_ahead(node))
+                if not needs[node].isdisjoint(members)
+                and (key[0] != "all_gather" or is_ahead(node))
             ]
         )
         key = _kind(node)
@@ -95,7 +108,9 @@ def packs(graph: Graph, pack_bytes: int = PACK_BYTES, bucket_bytes: int = BUCKET
         open_[key] = [*members, node], held + _nbytes(node)
         needs[node] |= {node}
     close(open_)
-    return Packs(tuple(tuple(node.name for node in members) for members in groups if len(members) > 1), seeds)
+    return Packs(
+        tuple(tuple(node.name for node in members) for members in groups if len(members) > 1), seeds
+    )
 
 
 def _kind(node: Node) -> tuple[Any, ...] | None:
@@ -124,12 +139,22 @@ def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
     new, _ = copied(graph)
     like = next((node for node in new.nodes if node.op == "placeholder"), None)
     for node in list(new.nodes):
-        if node.target in FILLS and like is not None and (seed := found.seeds.get(node.meta.get("origin"))) is not None:
+        if (
+            node.target in FILLS
+            and like is not None
+            and (seed := found.seeds.get(node.meta.get("origin"))) is not None
+        ):
             with new.inserting_after(like):
-                number = new.call_function(aten.new_full.default, (like, [], seed[0]), {"dtype": seed[1]})
+                number = new.call_function(
+                    aten.new_full.default, (like, [], seed[0]), {"dtype": seed[1]}
+                )
             node.replace_all_uses_with(number)
             new.erase_node(node)
-    issued = {node.meta.get("origin"): node for node in new.nodes if node.target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)}
+    issued = {
+        node.meta.get("origin"): node
+        for node in new.nodes
+        if node.target in (ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER)
+    }
     for group in found.groups:
         members = [issued[name] for name in group if name in issued]
         if len(members) > 1:
@@ -146,13 +171,24 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     with graph.inserting_before(last):
         # What goes to each rank, or to all, in a row.
         shapes = [[n, size] if scatters else [size] for size in sizes]
-        rows = [graph.call_function(aten.reshape.default, (node.args[0], shape)) for node, shape in zip(members, shapes, strict=True)]
+        rows = [
+            graph.call_function(aten.reshape.default, (node.args[0], shape))
+            for node, shape in zip(members, shapes, strict=True)
+        ]
         row = graph.call_function(aten.cat.default, (rows, 1 if scatters else 0))
-        row = graph.call_function(aten.reshape.default, (row, [n * sum(sizes)])) if scatters else row
+        row = (
+            graph.call_function(aten.reshape.default, (row, [n * sum(sizes)])) if scatters else row
+        )
         moved = graph.call_function(last.target, (row, *last.args[1:]))  # type: ignore[arg-type]
         arrived = graph.call_function(WAIT, (moved,))
-        arrived = graph.call_function(aten.reshape.default, (arrived, [n, sum(sizes)])) if gathers else arrived
-        parts = graph.call_function(aten.split_with_sizes.default, (arrived, sizes, 1 if gathers else 0))
+        arrived = (
+            graph.call_function(aten.reshape.default, (arrived, [n, sum(sizes)]))
+            if gathers
+            else arrived
+        )
+        parts = graph.call_function(
+            aten.split_with_sizes.default, (arrived, sizes, 1 if gathers else 0)
+        )
         for i, (node, fact) in enumerate(zip(members, facts, strict=True)):
             part = graph.call_function(operator.getitem, (parts, i))
             shape = [fact.shape[0] // n, *fact.shape[1:]] if scatters else list(fact.shape)
@@ -175,7 +211,9 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
 
 
 def sorted_graph(graph: fx.Graph) -> fx.Graph:
-    """The nodes in an order in which they can run: each at its place, or behind the last of what it needs."""
+    """The nodes in an order in which they can run: each at its place, or behind the last of what
+    it needs.
+    """
     nodes = list(graph.nodes)
     place: dict[fx.Node, int] = {}
     position = {node: at for at, node in enumerate(nodes)}
@@ -188,7 +226,10 @@ def sorted_graph(graph: fx.Graph) -> fx.Graph:
                 stack += missing[::-1]
             else:
                 stack.pop()
-                place.setdefault(node, max([position[node], *(place[operand] for operand in node.all_input_nodes)]))
+                place.setdefault(
+                    node,
+                    max([position[node], *(place[operand] for operand in node.all_input_nodes)]),
+                )
     new = RankGraph()
     env: dict[fx.Node, fx.Node] = {}
     for node in sorted(place, key=place.__getitem__):

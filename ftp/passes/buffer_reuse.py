@@ -1,4 +1,6 @@
-"""Results written where an operand lies that is not needed any more: donated weights and moments are updated in place."""
+"""Results written where an operand lies that is not needed any more: donated weights and moments
+are updated in place.
+"""
 
 import functools
 from collections.abc import Collection, Sequence
@@ -17,14 +19,18 @@ aten = torch.ops.aten
 
 
 def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same module, its nodes with fake tensors of what they give for such inputs (``meta["val"]``)."""
+    """The same module, its nodes with fake tensors of what they give for such inputs
+    (``meta["val"]``).
+    """
     with torch.no_grad():
         _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
     return gm
 
 
 class _Values(FakeTensorProp):
-    """Calls that repeated layers make alike are computed once; their results may be one fake tensor."""
+    """Calls that repeated layers make alike are computed once; their results may be one fake
+    tensor.
+    """
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm, mode)
@@ -33,7 +39,10 @@ class _Values(FakeTensorProp):
     def run_node(self, n: fx.Node) -> Any:
         target: Any = n.target
         is_plain = (
-            n.op == "call_function" and isinstance(target, torch._ops.OpOverload) and not is_view(n) and not target._schema.is_mutable
+            n.op == "call_function"
+            and isinstance(target, torch._ops.OpOverload)
+            and not is_view(n)
+            and not target._schema.is_mutable
         )
         if not is_plain:
             return super().run_node(n)
@@ -46,21 +55,29 @@ class _Values(FakeTensorProp):
 
 def _layout(value: Any) -> Any:
     """What decides on an op's result, of an operand."""
-    return f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}" if isinstance(value, torch.Tensor) else value
+    return (
+        f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
+        if isinstance(value, torch.Tensor)
+        else value
+    )
 
 
 def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
-    """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides and dtype, write to its memory.
+    """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides
+    and dtype, write to its memory.
 
-    What may be written to: results of the graph's own ops, and the inputs at positions ``donated``. An output that lies in an input's
-    memory is a tensor of its own. The graph is one of `with_values`, and is itself changed.
+    What may be written to: results of the graph's own ops, and the inputs at positions ``donated``.
+    An output that lies in an input's memory is a tensor of its own. The graph is one of
+    `with_values`, and is itself changed.
     """
     nodes = list(graph.nodes)
     inputs = [node for node in nodes if node.op == "placeholder"]
     free = {inputs[i] for i in donated}
     family = families(graph)
     last = last_uses(nodes, family)
-    kept: dict[fx.Node, fx.Node] = {}  # of a family whose memory is another's, the operand that it was written to
+    kept: dict[
+        fx.Node, fx.Node
+    ] = {}  # of a family whose memory is another's, the operand that it was written to
     written: set[fx.Node] = set()
 
     def base(node: fx.Node) -> fx.Node:
@@ -74,10 +91,18 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
         if target is None:
             continue
         first = node.args[0]
-        if not isinstance(first, fx.Node) or (is_view(first) and first not in written) or not _same_layout(first, node):
+        if (
+            not isinstance(first, fx.Node)
+            or (is_view(first) and first not in written)
+            or not _same_layout(first, node)
+        ):
             continue
         root = base(first)
-        if last[root] > at or any(base(other) is root for other in _others(node)) or not (root in free or _is_fresh(root)):
+        if (
+            last[root] > at
+            or any(base(other) is root for other in _others(node))
+            or not (root in free or _is_fresh(root))
+        ):
             continue
         node.target = target
         written.add(node)
@@ -102,8 +127,14 @@ def in_place(node: fx.Node) -> Any:
 def _in_place_form(target: Any) -> Any:
     if not isinstance(target, torch._ops.OpOverload) or torch.Tag.pointwise not in target.tags:
         return None
-    packet = getattr(getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None)
-    found = None if packet is None or target._overloadname not in packet.overloads() else getattr(packet, target._overloadname)
+    packet = getattr(
+        getattr(torch.ops, target.namespace), target._schema.name.split("::")[1] + "_", None
+    )
+    found = (
+        None
+        if packet is None or target._overloadname not in packet.overloads()
+        else getattr(packet, target._overloadname)
+    )
     if found is None or len(found._schema.arguments) != len(target._schema.arguments):
         return None
     writes = found._schema.arguments[0].alias_info
@@ -120,9 +151,18 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
     x, y = a.meta.get("val"), b.meta.get("val")
     if not isinstance(x, FakeTensor) or not isinstance(y, FakeTensor):
         return False
-    return x.shape == y.shape and x.dtype == y.dtype and x.stride() == y.stride() and is_non_overlapping_and_dense_or_false(x)
+    return (
+        x.shape == y.shape
+        and x.dtype == y.dtype
+        and x.stride() == y.stride()
+        and is_non_overlapping_and_dense_or_false(x)
+    )
 
 
 def _is_fresh(node: fx.Node) -> bool:
     """Whether a node's result lies in memory of its own, which nothing outside the graph knows."""
-    return node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload) and not is_view(node)
+    return (
+        node.op == "call_function"
+        and isinstance(node.target, torch._ops.OpOverload)
+        and not is_view(node)
+    )

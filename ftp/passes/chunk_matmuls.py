@@ -1,4 +1,6 @@
-"""Products beside gathers and reduce-scatters of activations, in chunks of rows: one's transfer runs while another is computed."""
+"""Products beside gathers and reduce-scatters of activations, in chunks of rows: one's transfer
+runs while another is computed.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -31,21 +33,35 @@ class Chunks:
 
 
 def chunks(graph: Graph, count: int) -> Chunks:
-    """Gathers that feed products, and reduce-scatters of products, of whose rows there are more than what is cut, evenly divisible."""
+    """Gathers that feed products, and reduce-scatters of products, of whose rows there are more
+    than what is cut, evenly divisible.
+    """
     users = graph.users()
     moves: list[str] = []
     rows: dict[str, int] = {}
     for node in graph.nodes if count > 1 else ():
-        if node.kind != "move" or not node.depends & BATCH or not _is_divisible(node.sizes.get("o0", node.sizes.get("~0")), count):
+        if (
+            node.kind != "move"
+            or not node.depends & BATCH
+            or not _is_divisible(node.sizes.get("o0", node.sizes.get("~0")), count)
+        ):
             continue
         if node.target.op == "all_gather" and node.target.dst.kind == "R":
             if any(_feeds_product(user, slot, users) for user, slot in users.get(Value(node), ())):
                 moves.append(node.name)
         elif node.target.op == "reduce_scatter":
             product = node.operands[0]
-            while product.node.kind == "op" and product.node.target in VIEWS and len(users[product]) == 1:
+            while (
+                product.node.kind == "op"
+                and product.node.target in VIEWS
+                and len(users[product]) == 1
+            ):
                 product = product.node.operands[0]
-            if product.node.target is aten.mm.default and len(users[product]) == 1 and _is_divisible(m := product.shape[0], count):
+            if (
+                product.node.target is aten.mm.default
+                and len(users[product]) == 1
+                and _is_divisible(m := product.shape[0], count)
+            ):
                 moves.append(node.name)
                 rows[node.name] = int(m)  # type: ignore[arg-type]
     return Chunks(count, tuple(moves), rows)
@@ -55,22 +71,31 @@ def _is_divisible(size: Any, count: int) -> bool:
     return isinstance(size, int) and size > 0 and size % count == 0
 
 
-def _feeds_product(node: Node, slot: int, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> bool:
+def _feeds_product(
+    node: Node, slot: int, users: Mapping[Value, Sequence[tuple[Node, int]]]
+) -> bool:
     if node.target is aten.mm.default:
         return slot == 0
-    return node.target in VIEWS and any(_feeds_product(user, at, users) for user, at in users.get(Value(node), ()))
+    return node.target in VIEWS and any(
+        _feeds_product(user, at, users) for user, at in users.get(Value(node), ())
+    )
 
 
 def chunk_products(graph: fx.Graph, found: Chunks) -> fx.Graph:
     """The graph, whose moves are chunked, with the products on both sides of them chunked too.
 
-    A product of rows one below the other is the products one below the other; a chunk of a product's rows is the product of these.
+    A product of rows one below the other is the products one below the other; a chunk of a
+    product's rows is the product of these.
     """
     new, _ = copied(graph)
     for name in found.moves:
         nodes = [node for node in new.nodes if node.meta.get("origin") == name]
         if name in found.rows:
-            slices = [node for node in nodes if node.target is aten.slice.Tensor and node.args[0] not in nodes]
+            slices = [
+                node
+                for node in nodes
+                if node.target is aten.slice.Tensor and node.args[0] not in nodes
+            ]
             if slices:
                 _raise(new, slices, found.rows[name] // found.count)
         elif nodes and nodes[-1].target is aten.cat.default:
@@ -83,7 +108,12 @@ def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:
     parts: Any = row.args[0]
     for user in list(row.users):
         other: Any = user.args[1] if len(user.args) > 1 else None
-        if user.target is aten.reshape.default and other and -1 not in other and _is_divisible(other[0], count):
+        if (
+            user.target is aten.reshape.default
+            and other
+            and -1 not in other
+            and _is_divisible(other[0], count)
+        ):
             other = [other[0] // count, *other[1:]]
         elif user.target is not aten.mm.default or user.args[:1] != (row,) or other is row:
             continue
@@ -102,7 +132,9 @@ def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
     chain = [whole]
     while chain[-1].target is aten.reshape.default:
         chain.append(chain[-1].args[0])
-    if chain[-1].target is not aten.mm.default or any(len(set(node.users) - set(slices)) != (at > 0) for at, node in enumerate(chain)):
+    if chain[-1].target is not aten.mm.default or any(
+        len(set(node.users) - set(slices)) != (at > 0) for at, node in enumerate(chain)
+    ):
         return
     left, right = chain[-1].args
     count = len(slices)
@@ -116,7 +148,9 @@ def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
             made = graph.call_function(aten.mm.default, (made, right))
             made.meta.update(chain[-1].meta)
             for node, shape in zip(chain[-2::-1], shapes[::-1], strict=True):
-                made = graph.call_function(aten.reshape.default, (made, [shape[0] // count, *shape[1:]]))
+                made = graph.call_function(
+                    aten.reshape.default, (made, [shape[0] // count, *shape[1:]])
+                )
                 made.meta.update(node.meta)
         part.replace_all_uses_with(made)
         graph.erase_node(part)
@@ -124,7 +158,9 @@ def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
         graph.erase_node(node)
 
 
-def _behind(graph: fx.Graph, place: fx.Node, like: fx.Node, args: tuple[Any, ...], target: Any = None) -> fx.Node:
+def _behind(
+    graph: fx.Graph, place: fx.Node, like: fx.Node, args: tuple[Any, ...], target: Any = None
+) -> fx.Node:
     with graph.inserting_after(place):
         made = graph.call_function(target or like.target, args)  # type: ignore[arg-type]
     made.meta.update(like.meta)

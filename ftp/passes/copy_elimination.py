@@ -10,14 +10,19 @@ CLONE = torch.ops.aten.clone.default
 
 
 def drop_copies(graph: fx.Graph) -> fx.Graph:
-    """Uses of a clone see what was cloned; a clone that gives an output its own memory stays, and one into another memory format.
+    """Uses of a clone see what was cloned; a clone that gives an output its own memory stays, and
+    one into another memory format.
 
     The graph changes no value in place, so that a value and its copy stay equal.
     """
     new, env = copied(graph)
     returned = {env[n] for n in _returned(graph)}
     for node in list(new.nodes):
-        if node.target is CLONE and node.kwargs.get("memory_format") in (None, torch.preserve_format) and node not in returned:
+        if (
+            node.target is CLONE
+            and node.kwargs.get("memory_format") in (None, torch.preserve_format)
+            and node not in returned
+        ):
             node.replace_all_uses_with(node.args[0])  # type: ignore[arg-type]
             new.erase_node(node)
     return new

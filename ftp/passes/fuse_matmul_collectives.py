@@ -1,4 +1,6 @@
-"""Gathers of activations with the products that read them, and products with their reduce-scatter, as one op each (async TP)."""
+"""Gathers of activations with the products that read them, and products with their
+reduce-scatter, as one op each (async TP).
+"""
 
 import math
 import operator
@@ -23,7 +25,8 @@ class Joint:
     """A move and the products beside it.
 
     Attributes:
-        products: names of the plan's nodes: those that read a gather, or the one that a reduce-scatter sums.
+        products: names of the plan's nodes: those that read a gather, or the one that a
+            reduce-scatter sums.
         part, whole: shapes of what one rank has and of what the ranks have together.
         columns: of the products' first factors, over which they sum.
         before: what lies above the cut, as one dim.
@@ -43,7 +46,9 @@ class Joint:
         return 0 if self.before == 1 else 1
 
     def seen(self, shape: Sequence[int], columns: int) -> list[int]:
-        """The shape of a tensor of so many columns, otherwise like ``part`` or ``whole``, in which the cut begins a dim."""
+        """The shape of a tensor of so many columns, otherwise like ``part`` or ``whole``, in
+        which the cut begins a dim.
+        """
         rows = math.prod(shape[:-1]) // self.before
         return [rows, columns] if self.before == 1 else [self.before, rows, columns]
 
@@ -51,7 +56,8 @@ class Joint:
 def joints(graph: Graph) -> dict[str, Joint]:
     """By move what goes together; decided from the plan, for ranks must agree.
 
-    These are moves of activations, evenly cut in a dim that the products do not sum over; a gather's other factors are weights.
+    These are moves of activations, evenly cut in a dim that the products do not sum over; a
+    gather's other factors are weights.
     """
     users = graph.users()
     found: dict[str, Joint] = {}
@@ -67,7 +73,11 @@ def joints(graph: Graph) -> dict[str, Joint]:
             products, cut = _summed(node, users), move.dst
         else:
             continue
-        here, there, outer = _known(part.shape), _known(whole.shape), _known([node.sizes.get(f"o{cut.dim}")])
+        here, there, outer = (
+            _known(part.shape),
+            _known(whole.shape),
+            _known([node.sizes.get(f"o{cut.dim}")]),
+        )
         factors = [_known(product.operands[0].shape) for product in products]
         if (
             not factors
@@ -79,7 +89,9 @@ def joints(graph: Graph) -> dict[str, Joint]:
         if cut.dim < len(here) - 1:
             taken |= {*products}
             names = tuple(product.name for product in products)
-            found[node.name] = Joint(names, here, there, factors[0][-1], math.prod(here[: cut.dim]) * outer[0], move.n)
+            found[node.name] = Joint(
+                names, here, there, factors[0][-1], math.prod(here[: cut.dim]) * outer[0], move.n
+            )
     return found
 
 
@@ -88,11 +100,17 @@ def _known(shape: Sequence[Any]) -> tuple[int, ...]:
     return tuple(shape) if all(isinstance(size, int) and size > 0 for size in shape) else ()
 
 
-def _readers(value: Value, users: Mapping[Value, Sequence[tuple[Node, int]]], columns: Sequence[Any]) -> list[Node]:
+def _readers(
+    value: Value, users: Mapping[Value, Sequence[tuple[Node, int]]], columns: Sequence[Any]
+) -> list[Node]:
     """The products with weights that read a value by rows."""
     found = []
     for user, slot in users.get(value, ()):
-        if user.target is aten.mm.default and slot == 0 and not user.operands[1].node.depends & BATCH:
+        if (
+            user.target is aten.mm.default
+            and slot == 0
+            and not user.operands[1].node.depends & BATCH
+        ):
             found.append(user)
         elif user.target in VIEWS and Value(user).shape[-1:] == columns:
             found += _readers(Value(user), users, columns)
@@ -102,9 +120,17 @@ def _readers(value: Value, users: Mapping[Value, Sequence[tuple[Node, int]]], co
 def _summed(node: Node, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> list[Node]:
     value = node.operands[0]
     columns = value.shape[-1:]
-    while value.node.target in VIEWS and len(users[value]) == 1 and value.node.operands[0].shape[-1:] == columns:
+    while (
+        value.node.target in VIEWS
+        and len(users[value]) == 1
+        and value.node.operands[0].shape[-1:] == columns
+    ):
         value = value.node.operands[0]
-    is_product = value.node.target is aten.mm.default and value.shape[-1:] == columns and len(users[value]) == 1
+    is_product = (
+        value.node.target is aten.mm.default
+        and value.shape[-1:] == columns
+        and len(users[value]) == 1
+    )
     return [value.node] if is_product else []
 
 
@@ -117,7 +143,9 @@ def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
     for name, joint in found.items():
         move = made[name]
         (issued,) = (node for node in move if "collective" in node.meta)
-        products = [node for of in joint.products for node in made[of] if node.target is aten.mm.default]
+        products = [
+            node for of in joint.products for node in made[of] if node.target is aten.mm.default
+        ]
         with new.inserting_before(issued):
             if issued.target is ALL_GATHER:
                 last = _gathered(new, joint, move, issued, products)
@@ -129,28 +157,46 @@ def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
     return sorted_graph(new)
 
 
-def _gathered(graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], issued: fx.Node, products: Sequence[fx.Node]) -> fx.Node:
+def _gathered(
+    graph: fx.Graph,
+    joint: Joint,
+    move: Sequence[fx.Node],
+    issued: fx.Node,
+    products: Sequence[fx.Node],
+) -> fx.Node:
     last = move[-1]
     read = {view for product in products for view in _views(product.args[0], last)}
     keeps = any(user not in read and user not in products for node in read for user in node.users)
-    shard = _emit(graph, issued, aten.reshape.default, move[0].args[0], joint.seen(joint.part, joint.columns))
+    shard = _emit(
+        graph, issued, aten.reshape.default, move[0].args[0], joint.seen(joint.part, joint.columns)
+    )
     weights = [product.args[1] for product in products]
-    made = _emit(graph, issued, gather_products, shard, weights, joint.dim, keeps, joint.n, issued.args[-1])
+    made = _emit(
+        graph, issued, gather_products, shard, weights, joint.dim, keeps, joint.n, issued.args[-1]
+    )
     if keeps:
         whole = _emit(graph, issued, operator.getitem, made, 0)
-        last.replace_all_uses_with(_emit(graph, issued, aten.reshape.default, whole, list(joint.whole)))
+        last.replace_all_uses_with(
+            _emit(graph, issued, aten.reshape.default, whole, list(joint.whole))
+        )
     for i, product in enumerate(products):
         result = _emit(graph, product, operator.getitem, made, i + keeps)
-        rows = _emit(graph, product, aten.reshape.default, result, [math.prod(joint.whole[:-1]), -1])
+        rows = _emit(
+            graph, product, aten.reshape.default, result, [math.prod(joint.whole[:-1]), -1]
+        )
         product.replace_all_uses_with(rows)
     return made
 
 
-def _scattered(graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], product: fx.Node, issued: fx.Node) -> fx.Node:
+def _scattered(
+    graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], product: fx.Node, issued: fx.Node
+) -> fx.Node:
     left, right = product.args
     seen = _emit(graph, product, aten.reshape.default, left, joint.seen(joint.whole, joint.columns))
     made = _emit(graph, issued, product_scatter, seen, right, joint.dim, joint.n, issued.args[-1])
-    move[-1].replace_all_uses_with(_emit(graph, issued, aten.reshape.default, made, list(joint.part)))
+    move[-1].replace_all_uses_with(
+        _emit(graph, issued, aten.reshape.default, made, list(joint.part))
+    )
     return made
 
 

@@ -1,4 +1,6 @@
-"""Updates of parameters that are ready together, as one call of the optimizer's kernel, in place where the old values are donated."""
+"""Updates of parameters that are ready together, as one call of the optimizer's kernel, in place
+where the old values are donated.
+"""
 
 from collections.abc import Collection
 from typing import Any
@@ -11,15 +13,21 @@ from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import WAIT, families, is_view, last_uses
 
 aten = torch.ops.aten
-_DENSE = (aten.mm.default, aten.bmm.default, aten.sum.dim_IntList, aten.embedding_dense_backward.default)
+_DENSE = (
+    aten.mm.default,
+    aten.bmm.default,
+    aten.sum.dim_IntList,
+    aten.embedding_dense_backward.default,
+)
 
 
 def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
-    """The graph with the `ftp.fused` ops between two collectives as one call. It comes last, as its calls write to their operands.
+    """The graph with the `ftp.fused` ops between two collectives as one call. It comes last, as its
+    calls write to their operands.
 
-    An update waits for others until a collective starts or is waited for, one of its results is used, or something is written that it
-    reads. What is not donated, or is used later, is copied and the copy is written. The graph is one of `with_values`, and is itself
-    changed.
+    An update waits for others until a collective starts or is waited for, one of its results is
+    used, or something is written that it reads. What is not donated, or is used later, is copied
+    and the copy is written. The graph is one of `with_values`, and is itself changed.
     """
     if not any(node.target in UPDATES for node in graph.nodes):
         return graph
@@ -28,7 +36,12 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
         if node.target in UPDATES:
             kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in _tensors(node))
             merge.waiting.setdefault((node.target, kinds, *node.kwargs.items()), []).append(node)
-        elif merge.waiting and (node.op == "output" or "collective" in node.meta or node.target is WAIT or merge.concerns(node)):
+        elif merge.waiting and (
+            node.op == "output"
+            or "collective" in node.meta
+            or node.target is WAIT
+            or merge.concerns(node)
+        ):
             merge.call_before(node)
     return graph
 
@@ -52,7 +65,9 @@ class _Merge:
             return False
         given = {self.family[item] for update in updates for item in update.users}
         read = {self.family[operand] for update in updates for operand in update.all_input_nodes}
-        return any(self.family[x] in given for x in node.all_input_nodes) or any(self.family[x] in read for x in changed(node))
+        return any(self.family[x] in given for x in node.all_input_nodes) or any(
+            self.family[x] in read for x in changed(node)
+        )
 
     def call_before(self, node: fx.Node) -> None:
         with self.graph.inserting_before(node):
@@ -66,7 +81,9 @@ class _Merge:
         for update in updates:
             param, grad, *moments = _tensors(update)
             grad = grad if _is_dense(grad) else self._emit(update, aten.contiguous.default, grad)
-            rows.append([self._own(update, param), grad, *(self._own(update, moment) for moment in moments)])
+            rows.append(
+                [self._own(update, param), grad, *(self._own(update, moment) for moment in moments)]
+            )
         lists = kind.lists(rows)
         if kind.counts:
             self._emit(updates[0], aten._foreach_add_.Scalar, lists[-1], 1)
@@ -75,7 +92,9 @@ class _Merge:
         for update, row in zip(updates, rows, strict=True):
             for item in list(update.users):
                 index: Any = item.args[1]
-                item.replace_all_uses_with(self._emit(update, aten.detach.default, written(row)[index]))
+                item.replace_all_uses_with(
+                    self._emit(update, aten.detach.default, written(row)[index])
+                )
                 self.graph.erase_node(item)
             self.graph.erase_node(update)
 
@@ -86,11 +105,15 @@ class _Merge:
         is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1
         if is_free and is_used_once and self.last[root] == self.position[update]:
             return operand
-        return self._emit(update, aten.clone.default, operand, memory_format=torch.contiguous_format)
+        return self._emit(
+            update, aten.clone.default, operand, memory_format=torch.contiguous_format
+        )
 
     def _emit(self, update: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
-        made.meta.update({key: update.meta[key] for key in ("source", "origin") if key in update.meta})
+        made.meta.update(
+            {key: update.meta[key] for key in ("source", "origin") if key in update.meta}
+        )
         return made
 
 

@@ -1,4 +1,6 @@
-"""Small products and updates by the formulas behind their kernels, for a compiler to make loops of: a call takes longer than they do."""
+"""Small products and updates by the formulas behind their kernels, for a compiler to make loops
+of: a call takes longer than they do.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -19,7 +21,9 @@ UPDATE = 1 << 10  # elements of a parameter up to which its update is
 
 
 def small_updates(graph: fx.Graph) -> fx.Graph:
-    """The graph with the ``ftp.fused_adam`` and ``fused_adamw`` of small parameters on CPUs as formulas. It is one of `with_values`."""
+    """The graph with the ``ftp.fused_adam`` and ``fused_adamw`` of small parameters on CPUs as
+    formulas. It is one of `with_values`.
+    """
     new, _ = copied(graph)
     for node in list(new.nodes):
         if node.target in _FORMULAS and _is_small(node):
@@ -32,7 +36,9 @@ def small_updates(graph: fx.Graph) -> fx.Graph:
             with new.inserting_before(node):
                 for made in formula.nodes:
                     if made.op == "call_function":
-                        env[made] = new.call_function(made.target, *map_arg((made.args, made.kwargs), env.__getitem__))  # type: ignore[misc]
+                        env[made] = new.call_function(
+                            made.target, *map_arg((made.args, made.kwargs), env.__getitem__)
+                        )  # type: ignore[misc]
                         env[made].meta.update({**node.meta, "val": made.meta["val"]})
                     elif made.op == "output":
                         results = [env[n] for n in made.args[0]]
@@ -46,11 +52,18 @@ def small_updates(graph: fx.Graph) -> fx.Graph:
 def _is_small(node: fx.Node) -> bool:
     # By what this rank holds: ranks hold replicated parameters alike, and do alike with them.
     first = node.args[0][0].meta["val"]  # type: ignore[index,union-attr]
-    return first.numel() <= UPDATE and first.device.type == "cpu" and first.is_floating_point() and not node.kwargs["amsgrad"]
+    return (
+        first.numel() <= UPDATE
+        and first.device.type == "cpu"
+        and first.is_floating_point()
+        and not node.kwargs["amsgrad"]
+    )
 
 
 @cache
-def _traced(formula: Callable[..., Any], layout: tuple[Any, ...], options: tuple[tuple[str, Any], ...]) -> fx.Graph:
+def _traced(
+    formula: Callable[..., Any], layout: tuple[Any, ...], options: tuple[tuple[str, Any], ...]
+) -> fx.Graph:
     with FakeTensorMode():
         given = [torch.empty_strided(shape, stride, dtype=dtype) for shape, stride, dtype in layout]
     return make_fx(lambda *xs: formula(*xs, **dict(options)), tracing_mode="real")(*given).graph
@@ -103,7 +116,9 @@ _FORMULAS: dict[Any, Callable[..., list[Tensor]]] = {
 
 
 def small_products() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of products of matrices that have few enough multiplications; the others stay as they are."""
+    """Decompositions of products of matrices that have few enough multiplications; the others
+    stay as they are.
+    """
     return {aten.mm.default: _mm, aten.addmm.default: _addmm}
 
 

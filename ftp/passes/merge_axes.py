@@ -12,10 +12,12 @@ from ftp.sharding.layout import R, shard
 
 
 def merge_axes(graph: Graph, axes: Mapping[str, int]) -> Graph:
-    """The graph in which a move of what another move gives, which nothing else reads, is one with it where both are of one kind.
+    """The graph in which a move of what another move gives, which nothing else reads, is one with
+    it where both are of one kind.
 
-    These are all-reduces, gathers that give a whole dim and reduce-scatters that cut one, the latter where sizes divide and the parts
-    follow one another in the order of the ranks. A ring over the product sends as many bytes as two rings; it saves one's latency.
+    These are all-reduces, gathers that give a whole dim and reduce-scatters that cut one, the
+    latter where sizes divide and the parts follow one another in the order of the ranks. A ring
+    over the product sends as many bytes as two rings; it saves one's latency.
 
     Args:
         axes: sizes by name, in the order of the ranks of a product.
@@ -30,14 +32,24 @@ def merge_axes(graph: Graph, axes: Mapping[str, int]) -> Graph:
 
     for node in graph.nodes:
         new[node] = node
-        if node.kind == "move" and node.operands[0].node.kind == "move" and uses[node.operands[0]] == 1:
+        if (
+            node.kind == "move"
+            and node.operands[0].node.kind == "move"
+            and uses[node.operands[0]] == 1
+        ):
             first = now(node.operands[0]).node
             if (move := _product(first, node, axes)) is not None:
-                rule, sizes = (node.rule, node.sizes) if move.op == "all_reduce" else move_rule(move)
-                new[node] = _with_operands(replace(node, target=move, rule=rule, sizes=dict(sizes)), first.operands)
+                rule, sizes = (
+                    (node.rule, node.sizes) if move.op == "all_reduce" else move_rule(move)
+                )
+                new[node] = _with_operands(
+                    replace(node, target=move, rule=rule, sizes=dict(sizes)), first.operands
+                )
                 continue
         if any(new[value.node] is not value.node for value in node.operands):
-            new[node] = _with_operands(replace(node, sizes=dict(node.sizes)), list(map(now, node.operands)))
+            new[node] = _with_operands(
+                replace(node, sizes=dict(node.sizes)), list(map(now, node.operands))
+            )
     return live(Graph(list(new.values()), list(map(now, graph.outputs))))
 
 
@@ -55,31 +67,47 @@ def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Move | None:
     if a.op != b.op or len(together) != len(a.axes) + len(b.axes):
         return None
     if a.op == "all_reduce":
-        return Move(" × ".join(together), n, a.src, R, b.shape, together) if a.src == b.src else None
+        return (
+            Move(" × ".join(together), n, a.src, R, b.shape, together) if a.src == b.src else None
+        )
     before, after = first.operands[0].shape, Value(second).shape
     whole = after if a.op == "all_gather" else before
     part = before if a.op == "all_gather" else after
     gathers = a.dst.kind == b.dst.kind == "R"
     dims = {(move.src if a.op == "all_gather" else move.dst).dim for move in (a, b)}
-    if a.op not in ("all_gather", "reduce_scatter") or gathers != (a.op == "all_gather") or len(dims) > 1:
+    if (
+        a.op not in ("all_gather", "reduce_scatter")
+        or gathers != (a.op == "all_gather")
+        or len(dims) > 1
+    ):
         return None
     (d,) = dims
     length, size = part[d], whole[d]
     if not isinstance(length, int) or not isinstance(size, int) or not size or size != n * length:
         return None
     # In the order in which gathers undo the cuts.
-    if not _follow_one_another([first, second] if gathers else [second, first], d, together, axes, length):
+    if not _follow_one_another(
+        [first, second] if gathers else [second, first], d, together, axes, length
+    ):
         return None
     cut = shard(d, 1, size, 1, n)
     src, dst = (cut, R) if gathers else (a.src, cut)
     return Move(" × ".join(together), n, src, dst, whole, together)
 
 
-def _follow_one_another(moves: Sequence[Node], d: int, together: Sequence[str], axes: Mapping[str, int], length: int) -> bool:
-    """Whether two gathers of dim ``d`` bring its parts, of ``length`` each, into the order of the ranks."""
+def _follow_one_another(
+    moves: Sequence[Node], d: int, together: Sequence[str], axes: Mapping[str, int], length: int
+) -> bool:
+    """Whether two gathers of dim ``d`` bring its parts, of ``length`` each, into the order of
+    the ranks.
+    """
     counts = [axes[axis] for axis in together]
     order = [together.index(axis) for move in moves for axis in move.target.axes]
-    parts = np.arange(int(np.prod(counts)) * length).reshape(*counts, length).transpose(*order, len(counts))
+    parts = (
+        np.arange(int(np.prod(counts)) * length)
+        .reshape(*counts, length)
+        .transpose(*order, len(counts))
+    )
     parts = parts.reshape(*(move.target.n for move in moves), length)
     for move in moves:
         outer, inner = move.sizes[f"o{d}"], move.sizes[f"i{d}"]
@@ -87,5 +115,7 @@ def _follow_one_another(moves: Sequence[Node], d: int, together: Sequence[str], 
         if not isinstance(outer, int) or not isinstance(inner, int) or held % (outer * inner):
             return False
         # Of each rank [outer, g, inner], and of all together [outer, n, g, inner].
-        parts = np.moveaxis(parts.reshape(move.target.n, *rest, outer, -1, inner), 0, -3).reshape(*rest, held * move.target.n)
+        parts = np.moveaxis(parts.reshape(move.target.n, *rest, outer, -1, inner), 0, -3).reshape(
+            *rest, held * move.target.n
+        )
     return bool((parts == np.arange(parts.size)).all())

@@ -1,4 +1,6 @@
-"""Products by the faster of torch's own CPU kernels, which differs with machine and shape: MKL's behind ``aten::mm``, or oneDNN's."""
+"""Products by the faster of torch's own CPU kernels, which differs with machine and shape: MKL's
+behind ``aten::mm``, or oneDNN's.
+"""
 
 import contextlib
 import json
@@ -26,7 +28,9 @@ Choose = Callable[[Collection[Product]], Collection[Product]]
 
 
 def products(graph: fx.Graph) -> list[Product]:
-    """The distinct large float32 products of a graph that has its values: shapes and strides of both operands."""
+    """The distinct large float32 products of a graph that has its values: shapes and strides of
+    both operands.
+    """
     return sorted({p for node in graph.nodes if (p := _product(node))})
 
 
@@ -40,14 +44,21 @@ def by_onednn(graph: fx.Graph, chosen: Collection[Product]) -> fx.Graph:
 
 
 def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
-    """Those of the products that oneDNN does faster on this machine; timed once, and kept in a file of ``folder``."""
+    """Those of the products that oneDNN does faster on this machine; timed once, and kept in a
+    file of ``folder``.
+    """
     file = folder / "products.json"
-    machine = f"{platform.processor() or platform.machine()} {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
+    machine = (
+        f"{platform.processor() or platform.machine()}"
+        f" {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
+    )
     key = f"{machine} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
     known: dict[str, dict[Product, bool]] = {}
     with contextlib.suppress(OSError, ValueError):  # none, or not one of ours: timed anew
         read = json.loads(read_own(file))
-        known = {k: v for k, v in read.items() if isinstance(v, dict)} if isinstance(read, dict) else {}
+        known = (
+            {k: v for k, v in read.items() if isinstance(v, dict)} if isinstance(read, dict) else {}
+        )
     here: dict[Product, bool] = known.setdefault(key, {})
     if missing := [p for p in wanted if p not in here]:
         here |= {p: _is_faster(p) for p in missing}
@@ -63,7 +74,11 @@ def _product(node: fx.Node) -> Product | None:
     if node.target is not aten.mm.default:
         return None
     a, b = (operand.meta["val"] for operand in node.args)  # type: ignore[union-attr]
-    if a.dtype is not torch.float32 or a.device.type != "cpu" or a.shape[0] * a.shape[1] * b.shape[1] < LEAST:
+    if (
+        a.dtype is not torch.float32
+        or a.device.type != "cpu"
+        or a.shape[0] * a.shape[1] * b.shape[1] < LEAST
+    ):
         return None
     return json.dumps([[*map(int, x.shape), *map(int, x.stride())] for x in (a, b)])
 
@@ -87,14 +102,18 @@ def _is_faster(product: Product) -> bool:
 
 
 def _operand(rows: int, columns: int, down: int, right: int) -> torch.Tensor:
-    return torch.randn((rows - 1) * down + (columns - 1) * right + 1).as_strided((rows, columns), (down, right))
+    return torch.randn((rows - 1) * down + (columns - 1) * right + 1).as_strided(
+        (rows, columns), (down, right)
+    )
 
 
 def _mm_by_onednn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return torch.ops.mkldnn._linear_pointwise.default(a, b.t(), None, "none", [], "")
 
 
-torch.library.define("ftp::mm_by_onednn", "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "ftp::mm_by_onednn", "(Tensor a, Tensor b) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
 BY_ONEDNN = torch.ops.ftp.mm_by_onednn.default
 torch.library.impl("ftp::mm_by_onednn", "CPU", _mm_by_onednn)
 

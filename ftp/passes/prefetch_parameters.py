@@ -27,10 +27,12 @@ def largest_gathered(graph: Graph) -> int:
 
 
 def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None) -> Graph:
-    """The same nodes, those that gather parameters as early as ``limit`` allows; a pack of ``groups`` stands at its first one's place.
+    """The same nodes, those that gather parameters as early as ``limit`` allows; a pack of
+    ``groups`` stands at its first one's place.
 
-    The plan has each gather right before its first use. Here, when one's turn comes, those that follow it are under way, in the order of
-    their turns and up to ``limit`` bytes together; so the program holds at most that much more than it would without.
+    The plan has each gather right before its first use. Here, when one's turn comes, those that
+    follow it are under way, in the order of their turns and up to ``limit`` bytes together; so the
+    program holds at most that much more than it would without.
 
     Args:
         limit: bytes of what a rank gathers; default those of the largest parameter that it gathers.
@@ -47,7 +49,8 @@ def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | No
     sums = [0, *accumulate(sum(map(held_bytes, members)) for members in units.values())]
     starts: dict[int, list[Node]] = {}
     for number, members in enumerate(units.values()):
-        # When the turn of unit i comes, units i + 1 to ``number`` are under way; i is the first for which they keep to the limit.
+        # When the turn of unit i comes, units i + 1 to ``number`` are under way; i is the first for
+        # which they keep to the limit.
         i = bisect_left(sums, sums[number + 1] - limit) - 1
         starts.setdefault(turns[max(i, 0)], []).extend(members)
     nodes: list[Node] = []

@@ -1,4 +1,6 @@
-"""The order of a rank's graph: collectives early, what they give late, and outputs as soon as nothing they wait for is under way."""
+"""The order of a rank's graph: collectives early, what they give late, and outputs as soon as
+nothing they wait for is under way.
+"""
 
 import operator
 from collections.abc import Iterable
@@ -13,24 +15,33 @@ from ftp.rules.local_op import RankGraph
 
 
 def schedule(graph: fx.Graph) -> fx.Graph:
-    """The same nodes in an order that hides communication; collectives keep theirs, on every rank alike.
+    """The same nodes in an order that hides communication; collectives keep theirs, on every rank
+    alike.
 
-    Everything is computed when it is first needed: by a collective, in the order of these, or by an output. Between the start of a
-    collective and the first use of its result stand the outputs that depend on earlier collectives only. In a train step these are the
-    products for the weights' gradients and the weights' updates; after an update its gradient is needed no more.
+    Everything is computed when it is first needed: by a collective, in the order of these, or by an
+    output. Between the start of a collective and the first use of its result stand the outputs that
+    depend on earlier collectives only. In a train step these are the products for the weights'
+    gradients and the weights' updates; after an update its gradient is needed no more.
 
-    A gather of parameters needs nothing that is computed. It starts when all that stands before it in the graph and reads gathered
-    parameters is done, so that no more of these are held than the graph's order says.
+    A gather of parameters needs nothing that is computed. It starts when all that stands before it
+    in the graph and reads gathered parameters is done, so that no more of these are held than the
+    graph's order says.
 
-    What is returned in place of an input comes after the input's other uses, that it may be written to the input's memory.
+    What is returned in place of an input comes after the input's other uses, that it may be written
+    to the input's memory.
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
     collectives = [node for node in nodes if "collective" in node.meta]
     number = {node: i for i, node in enumerate(collectives)}
     latest = _latest_collective(nodes, number)
-    readers = sorted(_readers(node for node in nodes if node.meta.get("is_ahead")), key=position.__getitem__)
-    due = {node: {node, *_done(_readers(_overwritten(node)))} for node in dict.fromkeys(graph.output_node().all_input_nodes)}
+    readers = sorted(
+        _readers(node for node in nodes if node.meta.get("is_ahead")), key=position.__getitem__
+    )
+    due = {
+        node: {node, *_done(_readers(_overwritten(node)))}
+        for node in dict.fromkeys(graph.output_node().all_input_nodes)
+    }
     final = {node: max(latest[one] for one in together) for node, together in due.items()}
     pending = sorted(due, key=lambda node: (final[node], position[node]))
     new = RankGraph()
@@ -57,7 +68,8 @@ def schedule(graph: fx.Graph) -> fx.Graph:
             emit(readers[read:until])
             read = until
         emit([collective])
-        # What was computed since an earlier collective's start was computed for this one; a gather of parameters needs nothing.
+        # What was computed since an earlier collective's start was computed for this one; a gather
+        # of parameters needs nothing.
         while not is_ahead and at < len(pending) and final[pending[at]] < i:
             emit(due[pending[at]])
             at += 1
@@ -70,10 +82,14 @@ def schedule(graph: fx.Graph) -> fx.Graph:
 
 
 def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> dict[fx.Node, int]:
-    """Per node the number of the last collective that it depends on, itself included; -1 for none."""
+    """Per node the number of the last collective that it depends on, itself included; -1 for
+    none.
+    """
     latest: dict[fx.Node, int] = {}
     for node in nodes:
-        latest[node] = max([number.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)])
+        latest[node] = max(
+            [number.get(node, -1), *(latest[operand] for operand in node.all_input_nodes)]
+        )
     return latest
 
 
@@ -90,7 +106,9 @@ def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _done(readers: Iterable[fx.Node]) -> set[fx.Node]:
-    """What has run when some ops are done with their operands: a collective reads them until it is waited for."""
+    """What has run when some ops are done with their operands: a collective reads them until it
+    is waited for.
+    """
     found = set(readers)
     for node in [node for node in found if node.target is not ALL_REDUCE]:
         found.update(user for user in node.users if user.target is WAIT)
@@ -98,7 +116,9 @@ def _done(readers: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _overwritten(node: fx.Node) -> list[fx.Node]:
-    """The inputs whose memory a chain of elementwise ops that ends with ``node``, or an optimizer's kernel, may write to."""
+    """The inputs whose memory a chain of elementwise ops that ends with ``node``, or an
+    optimizer's kernel, may write to.
+    """
     while in_place(node) is not None and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     update = node.args[0] if node.target is operator.getitem else None

@@ -15,11 +15,19 @@ TAKEN = frozenset(
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )  # fmt: skip
 # Sums of integers that overflow wrap around in the wider dtype, cut off, as in their own.
-WIDER = {torch.bool: torch.int32, torch.int16: torch.int32, torch.uint16: torch.int32, torch.uint32: torch.int64, torch.uint64: torch.int64}
+WIDER = {
+    torch.bool: torch.int32,
+    torch.int16: torch.int32,
+    torch.uint16: torch.int32,
+    torch.uint32: torch.int64,
+    torch.uint64: torch.int64,
+}
 
 
 def as_backends_take(graph: fx.Graph) -> fx.Graph:
-    """The graph with its collectives in dtypes that backends take; a graph that has no others as it is."""
+    """The graph with its collectives in dtypes that backends take; a graph that has no others as
+    it is.
+    """
     if all(_dtype(node) in (*TAKEN, None) for node in graph.nodes):
         return graph
     new, _ = copied(graph)
@@ -31,7 +39,12 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
             _convert(new, node, aten.view.dtype, torch.uint8, dtype)
             if node.target is c10d.all_to_all_single.default:
                 x, received, sent, group = node.args
-                node.args = (x, [n * dtype.itemsize for n in received], [n * dtype.itemsize for n in sent], group)  # type: ignore[union-attr]
+                node.args = (
+                    x,
+                    [n * dtype.itemsize for n in received],
+                    [n * dtype.itemsize for n in sent],
+                    group,
+                )  # type: ignore[union-attr]
         elif not dtype.is_complex:
             _convert(new, node, aten._to_copy.default, WIDER.get(dtype, torch.float32), dtype)
     return new
@@ -41,11 +54,17 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
     return node.meta["collective"].dtype if "collective" in node.meta else None
 
 
-def _convert(graph: fx.Graph, node: fx.Node, by: Any, there: torch.dtype, back: torch.dtype) -> None:
+def _convert(
+    graph: fx.Graph, node: fx.Node, by: Any, there: torch.dtype, back: torch.dtype
+) -> None:
     """Before a collective and after the wait for it."""
 
     def converted(x: Any, dtype: torch.dtype) -> fx.Node:
-        return graph.call_function(by, (x, dtype)) if by is aten.view.dtype else graph.call_function(by, (x,), {"dtype": dtype})
+        return (
+            graph.call_function(by, (x, dtype))
+            if by is aten.view.dtype
+            else graph.call_function(by, (x,), {"dtype": dtype})
+        )
 
     with graph.inserting_before(node):
         node.args = (converted(node.args[0], there), *node.args[1:])

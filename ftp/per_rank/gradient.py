@@ -1,4 +1,5 @@
-"""The gradient of one rank's code: a program that also leaves what its gradient needs, and the program of the gradient.
+"""The gradient of one rank's code: a program that also leaves what its gradient needs, and the
+program of the gradient.
 
 The op ``ftp::local`` carries either through a surrounding trace.
 """
@@ -29,7 +30,8 @@ class Pair:
 
     Attributes:
         constants: operands of ``forward`` after the function's own.
-        given: per operand of ``backward`` what it is: ``("operand", i)``, ``("result", i)`` or ``("cotangent", i)``.
+        given: per operand of ``backward`` what it is: ``("operand", i)``, ``("result", i)`` or
+            ``("cotangent", i)``.
         moving: the operands whose gradients ``backward`` gives.
         smooth: the results that have a cotangent.
     """
@@ -51,22 +53,33 @@ _REPEATED = {
 }  # fmt: skip
 
 
-def split(program: Program, n_tensors: int, traced: Traced, moving: Sequence[int], smooth: Sequence[int]) -> Pair:
-    """The trace of results and gradients as the program that gives the results and the one that gives the gradients."""
+def split(
+    program: Program, n_tensors: int, traced: Traced, moving: Sequence[int], smooth: Sequence[int]
+) -> Pair:
+    """The trace of results and gradients as the program that gives the results and the one that
+    gives the gradients.
+    """
     axes, graph = program.axes, traced.gm.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
     counts = (n_tensors, len(axes), len(smooth), len(traced.constants))
     ends = list(accumulate(counts))
-    tensors, index, cotangents, constants = (placeholders[end - count : end] for end, count in zip(ends, counts, strict=True))
+    tensors, index, cotangents, constants = (
+        placeholders[end - count : end] for end, count in zip(ends, counts, strict=True)
+    )
     operands = [*tensors, *constants]
     ports = [*program.operands[:n_tensors], *constant_ports(traced)]
     output = next(reversed(graph.nodes))
     n = len(program.results)
 
     def typed() -> dict[fx.Node, Axes]:
-        known = {node: frozenset(port.spec.axes) for node, port in zip(operands, ports, strict=True)}
+        known = {
+            node: frozenset(port.spec.axes) for node, port in zip(operands, ports, strict=True)
+        }
         known |= {node: frozenset({axis}) for node, axis in zip(index, axes, strict=True)}
-        known |= {node: frozenset(program.results[i].spec.axes) for node, i in zip(cotangents, smooth, strict=True)}
+        known |= {
+            node: frozenset(program.results[i].spec.axes)
+            for node, i in zip(cotangents, smooth, strict=True)
+        }
         return infer(graph, [known[node] for node in placeholders])
 
     held: dict[int, set[str]] = {i: set() for i in range(n, n + len(moving))}
@@ -109,7 +122,10 @@ def split(program: Program, n_tensors: int, traced: Traced, moving: Sequence[int
     for node in graph.nodes:
         if node in forward and node.op == "call_function":
             env[node] = ahead.node_copy(node, env.__getitem__)
-    shaped = [_reshaped(ahead, env[v], _shape(v), port.shape) for v, port in zip(left, left_ports, strict=True)]
+    shaped = [
+        _reshaped(ahead, env[v], _shape(v), port.shape)
+        for v, port in zip(left, left_ports, strict=True)
+    ]
     ahead.output((*(env[v] for v in outputs[:n]), *shaped))
 
     again = [v for v in operands if v in kept]
@@ -131,7 +147,11 @@ def split(program: Program, n_tensors: int, traced: Traced, moving: Sequence[int
         grads.append(Port(port.spec, port.shape, port.dtype, pending))
     given = [("operand", operands.index(v)) for v in again]
     given += [("result", n + i) for i in range(len(left))] + [("cotangent", i) for i in smooth]
-    taken = [ports[i] for kind, i in given if kind == "operand"] + left_ports + [program.results[i] for i in smooth]
+    taken = (
+        [ports[i] for kind, i in given if kind == "operand"]
+        + left_ports
+        + [program.results[i] for i in smooth]
+    )
     return Pair(
         interned(fx.GraphModule({}, ahead), axes, ports, (*program.results, *left_ports)),
         interned(fx.GraphModule({}, behind), axes, taken, grads),
@@ -148,7 +168,11 @@ def constant_ports(traced: Traced) -> list[Port]:
 
 def _is_repeated(node: fx.Node) -> bool:
     if node.target is getitem:
-        return node.args[0].target in (aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int)  # type: ignore[union-attr]
+        return node.args[0].target in (
+            aten.split.Tensor,
+            aten.split_with_sizes.default,
+            aten.unbind.int,
+        )  # type: ignore[union-attr]
     return node.target in _REPEATED or isinstance(node.meta["val"], list | tuple)
 
 
@@ -165,7 +189,9 @@ def _shape(node: fx.Node) -> Shape:
 
 
 def _stacked(node: fx.Node, varies: Axes, axes: Mapping[str, int]) -> Port:
-    """A rank's value as a part of a whole one: the ranks' values along each axis on which they differ, one after another."""
+    """A rank's value as a part of a whole one: the ranks' values along each axis on which they
+    differ, one after another.
+    """
     names = [axis for axis in axes if axis in varies]
     return Port(PartitionSpec(*names), (*(1 for _ in names), *_shape(node)), node.meta["val"].dtype)
 
@@ -175,7 +201,10 @@ def _reshaped(graph: fx.Graph, node: fx.Node, old: Shape, new: Shape) -> fx.Node
 
 
 def _refuse_vmap(*_: Any) -> Any:
-    raise TraceError(f"{at_line()}ftp.local is called under torch.vmap. Map the function that it is given, or give it the whole batch.")
+    raise TraceError(
+        f"{at_line()}ftp.local is called under torch.vmap. Map the function that it is given, or"
+        " give it the whole batch."
+    )
 
 
 torch.library.register_vmap("ftp::local", _refuse_vmap)
@@ -196,7 +225,13 @@ class Apply(torch.autograd.Function):
         rough = [y for i, y in enumerate(output) if i not in pair.smooth]
         ctx.mark_non_differentiable(*rough)
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in output]
-        ctx.save_for_backward(*((inputs[1 + i] if kind == "operand" else output[i]) for kind, i in pair.given if kind != "cotangent"))
+        ctx.save_for_backward(
+            *(
+                (inputs[1 + i] if kind == "operand" else output[i])
+                for kind, i in pair.given
+                if kind != "cotangent"
+            )
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
@@ -223,7 +258,10 @@ class Apply(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
-        raise TraceError(f"{at_line()}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse mode only.")
+        raise TraceError(
+            f"{at_line()}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse"
+            " mode only."
+        )
 
 
 class _Backward(torch.autograd.Function):

@@ -1,8 +1,9 @@
 """``local``: one rank's code inside a global program, as one differentiable op on global values.
 
-The code is traced on local shapes and becomes a ``Program``. An op carries it through the surrounding trace; the partitioner puts its
-nodes into each rank's graph. Its gradient is a program too, of the same inputs, of what the forward one left (so that no collective runs
-twice) and of the results' gradients.
+The code is traced on local shapes and becomes a ``Program``. An op carries it through the
+surrounding trace; the partitioner puts its nodes into each rank's graph. Its gradient is a program
+too, of the same inputs, of what the forward one left (so that no collective runs twice) and of the
+results' gradients.
 """
 
 import inspect
@@ -47,22 +48,28 @@ def local(
 ) -> Callable[..., Any]:
     """``fn`` as every rank runs it on its own parts, as a function of whole tensors.
 
-    Use it in a function given to ``ftp.shard``, ``ftp.spmd`` or ``ftp.lower``, also where that is differentiated. Called elsewhere it
-    means the same function of whole tensors, computed on simulated ranks. Inside ``fn`` tensors are a rank's parts, and ``ftp.axis`` has
-    collectives by axis name. A tensor that ``fn`` captures is a constant, whole on every rank and without a gradient. ``fn`` is traced
-    once for each distinct abstract input.
+    Use it in a function given to ``ftp.shard``, ``ftp.spmd`` or ``ftp.lower``, also where that is
+    differentiated. Called elsewhere it means the same function of whole tensors, computed on
+    simulated ranks. Inside ``fn`` tensors are a rank's parts, and ``ftp.axis`` has collectives by
+    axis name. A tensor that ``fn`` captures is a constant, whole on every rank and without a
+    gradient. ``fn`` is traced once for each distinct abstract input.
 
     Args:
-        mesh: default that of the surrounding step or ``ftp.use_mesh``; within a step it must have the same axes.
-        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. The ranks must divide every dim that they cut.
-        out_specs: prefix tree of the result. A result's whole dim is its local one times the ranks that the spec names for it; along
-            axes that the spec does not name all ranks must hold the same, which is checked.
-        check: whether the claims of ``out_specs`` must be provable: from cut arguments and ``axis_index`` on, values vary from rank to
-            rank until an ``all_reduce`` or ``all_gather``. Without it they are believed.
+        mesh: default that of the surrounding step or ``ftp.use_mesh``; within a step it must have
+            the same axes.
+        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. The ranks must divide
+            every dim that they cut.
+        out_specs: prefix tree of the result. A result's whole dim is its local one times the ranks
+            that the spec names for it; along axes that the spec does not name all ranks must hold
+            the same, which is checked.
+        check: whether the claims of ``out_specs`` must be provable: from cut arguments and
+            ``axis_index`` on, values vary from rank to rank until an ``all_reduce`` or
+            ``all_gather``. Without it they are believed.
 
     Raises:
-        SpecError: specs that do not fit the tensors, and claims that cannot be shown. TraceError: what ``fn`` does cannot be one graph;
-            it uses a tensor of the surrounding function that it was not given; a second derivative.
+        SpecError: specs that do not fit the tensors, and claims that cannot be shown. TraceError:
+            what ``fn`` does cannot be one graph; it uses a tensor of the surrounding function that
+            it was not given; a second derivative.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -78,13 +85,24 @@ def local(
     @wraps(fn)
     def call(*args: Any) -> Any:
         if is_inside():
-            raise TraceError(f"{at_line()}ftp.local is called in one rank's code: all mesh axes are spoken for. Call the function itself.")
+            raise TraceError(
+                f"{at_line()}ftp.local is called in one rank's code: all mesh axes are spoken for."
+                " Call the function itself."
+            )
         axes = resolve(mesh).axes
         leaves, tree = flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:
-            raise SpecError(f"{at_line()}ftp.local takes at least one tensor, whose parts are what a rank computes on.")
-        key = (tree, tuple(axes.items()), tensors[0].device.type, *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves))
+            raise SpecError(
+                f"{at_line()}ftp.local takes at least one tensor, whose parts are what a rank"
+                " computes on."
+            )
+        key = (
+            tree,
+            tuple(axes.items()),
+            tensors[0].device.type,
+            *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves),
+        )
         if key not in known:
             known[key] = _prepare(fn, axes, in_specs, out_specs, check, args)
         return known[key](tensors)
@@ -97,7 +115,9 @@ def local(
 
 @dataclass
 class _Local:
-    """A function prepared for one kind of arguments: its program, and how its results are made of the program's."""
+    """A function prepared for one kind of arguments: its program, and how its results are made
+    of the program's.
+    """
 
     fn: Callable[..., Any]
     leaves: list[Any]  # local tensors on meta, and static values
@@ -114,13 +134,20 @@ class _Local:
             outputs = Apply.apply(self._pair, *tensors, *self._pair.constants)
         else:
             outputs = OPS.local.default([*tensors, *self.traced.constants], self.program.key)
-        leaves = [leaf if static else outputs[leaf] for leaf, static in zip(self.traced.out_leaves, self.traced.is_static, strict=True)]
+        leaves = [
+            leaf if static else outputs[leaf]
+            for leaf, static in zip(self.traced.out_leaves, self.traced.is_static, strict=True)
+        ]
         return self.traced.out_tree.unflatten(leaves)
 
     @cached_property
     def _moving(self) -> list[int]:
         """The leaves that have a gradient."""
-        return [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor) and _has_gradient(leaf.dtype)]
+        return [
+            i
+            for i, leaf in enumerate(self.leaves)
+            if isinstance(leaf, Tensor) and _has_gradient(leaf.dtype)
+        ]
 
     @cached_property
     def _smooth(self) -> list[int]:
@@ -136,7 +163,11 @@ class _Local:
                 filled = list(leaves)
                 for i, value in zip(moving, values, strict=True):
                     filled[i] = value
-                outputs = [leaf for leaf in flatten(_run(self.fn, self.tree, axes, filled, index))[0] if isinstance(leaf, Tensor)]
+                outputs = [
+                    leaf
+                    for leaf in flatten(_run(self.fn, self.tree, axes, filled, index))[0]
+                    if isinstance(leaf, Tensor)
+                ]
                 return [outputs[i] for i in smooth], outputs
 
             _, pull, primals = torch.func.vjp(primal, *(leaves[i] for i in moving), has_aux=True)  # pyright: ignore[reportAssignmentType]
@@ -149,17 +180,32 @@ class _Local:
             return primals, pull(terms)
 
         cotangents = [_meta(program.results[i].shape, program.results[i].dtype) for i in smooth]
-        traced = _trace(joint, (self.leaves, _index(axes), cotangents), self.device_type, self.names)
+        traced = _trace(
+            joint, (self.leaves, _index(axes), cotangents), self.device_type, self.names
+        )
         at = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
         return split(program, len(at), traced, [at.index(i) for i in moving], smooth)
 
 
-def _run(fn: Callable[..., Any], tree: optree.PyTreeSpec, axes: Mapping[str, int], leaves: Sequence[Any], index: Sequence[Tensor]) -> Any:
+def _run(
+    fn: Callable[..., Any],
+    tree: optree.PyTreeSpec,
+    axes: Mapping[str, int],
+    leaves: Sequence[Any],
+    index: Sequence[Tensor],
+) -> Any:
     with entered(Inside(axes, dict(zip(axes, index, strict=True)))):
         return fn(*tree.unflatten(leaves))
 
 
-def _prepare(fn: Callable[..., Any], axes: dict[str, int], in_specs: Any, out_specs: Any, check: bool, args: tuple[Any, ...]) -> _Local:
+def _prepare(
+    fn: Callable[..., Any],
+    axes: dict[str, int],
+    in_specs: Any,
+    out_specs: Any,
+    check: bool,
+    args: tuple[Any, ...],
+) -> _Local:
     _check_captured(fn)
     roots = argument_names(fn)
     roots = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
@@ -167,12 +213,24 @@ def _prepare(fn: Callable[..., Any], axes: dict[str, int], in_specs: Any, out_sp
     names = [name for arg, root in zip(args, roots, strict=True) for name in leaf_names(arg, root)]
     specs = argument_specs(in_specs, args, roots, "in_specs")
     check_specs(specs, leaves, names, axes)
-    if failures := [f for leaf, spec, name in zip(leaves, specs, names, strict=True) for f in _uneven(leaf, spec, axes, name)]:
+    if failures := [
+        f
+        for leaf, spec, name in zip(leaves, specs, names, strict=True)
+        for f in _uneven(leaf, spec, axes, name)
+    ]:
         raise SpecError(at_line() + join_failures(failures))
-    parts = [_part(leaf, spec, axes) if isinstance(leaf, Tensor) else leaf for leaf, spec in zip(leaves, specs, strict=True)]
+    parts = [
+        _part(leaf, spec, axes) if isinstance(leaf, Tensor) else leaf
+        for leaf, spec in zip(leaves, specs, strict=True)
+    ]
     device_type = next(leaf.device.type for leaf in leaves if isinstance(leaf, Tensor))
 
-    traced = _trace(lambda given, index: _run(fn, tree, axes, given, index), (parts, _index(axes)), device_type, names)
+    traced = _trace(
+        lambda given, index: _run(fn, tree, axes, given, index),
+        (parts, _index(axes)),
+        device_type,
+        names,
+    )
     at = [i for i, leaf in enumerate(parts) if isinstance(leaf, Tensor)]
     operands = [Port(specs[i], tuple(parts[i].shape), parts[i].dtype) for i in at]
     operands += constant_ports(traced)
@@ -182,8 +240,16 @@ def _prepare(fn: Callable[..., Any], axes: dict[str, int], in_specs: Any, out_sp
     inputs = [*placeholders[:n], *placeholders[n + len(axes) :], *placeholders[n : n + len(axes)]]
     _reorder(traced.gm.graph, inputs)
     called = {node: _origin(names[i], specs[i]) for node, i in zip(inputs, at, strict=False)}
-    called.update({node: f"ftp.axis.axis_index({axis!r})" for node, axis in zip(inputs[-len(axes) :], axes, strict=True)})
-    types = infer(traced.gm.graph, [*(frozenset(p.spec.axes) for p in operands), *(frozenset({a}) for a in axes)])
+    called.update(
+        {
+            node: f"ftp.axis.axis_index({axis!r})"
+            for node, axis in zip(inputs[-len(axes) :], axes, strict=True)
+        }
+    )
+    types = infer(
+        traced.gm.graph,
+        [*(frozenset(p.spec.axes) for p in operands), *(frozenset({a}) for a in axes)],
+    )
     if check:
         _check_claims(traced, results, types, called)
     program = interned(traced.gm, axes, operands, results)
@@ -199,7 +265,9 @@ def _trace(fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[
 
 
 def _check_captured(fn: Callable[..., Any]) -> None:
-    """A tensor that a surrounding transform of torch.func differentiates or maps must be an argument: inside, it is a plain one."""
+    """A tensor that a surrounding transform of torch.func differentiates or maps must be an
+    argument: inside, it is a plain one.
+    """
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", fn)]
     while waiting:
@@ -208,7 +276,9 @@ def _check_captured(fn: Callable[..., Any]) -> None:
             continue
         seen.add(id(value))
         if isinstance(value, Tensor) and is_functorch_wrapped_tensor(value):
-            raise TraceError(f"{at_line()}The function given to ftp.local uses {name}, {SURROUNDING}")
+            raise TraceError(
+                f"{at_line()}The function given to ftp.local uses {name}, {SURROUNDING}"
+            )
         if isinstance(value, partial):
             waiting += [(name, v) for v in (value.func, *value.args, *value.keywords.values())]
         elif isinstance(value, FunctionType):
@@ -242,7 +312,8 @@ def _uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) 
         if size % (n * unit):
             units = f" in units of {unit}" if unit > 1 else ""
             failures.append(
-                f"{name} of shape {tuple(leaf.shape)} has spec {spec}, which cuts dim {d} of size {size} in {n}{units}: the parts are not"
+                f"{name} of shape {tuple(leaf.shape)} has spec {spec}, which cuts dim {d} of size"
+                f" {size} in {n}{units}: the parts are not"
                 " equal. In ftp.local they must be: pad the dim, or leave it whole."
             )
     return failures
@@ -252,11 +323,17 @@ def _packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
     cuts = spec.cuts(dim)
     if all(c.pack == 1 for c in cuts) or (len(cuts) == 1 and isinstance(cuts[0].pack, int)):
         return []
-    return [f"{name} has spec {spec}; in ftp.local a dim of packs is cut by one axis, and its packs are equal. Split it before."]
+    return [
+        f"{name} has spec {spec}; in ftp.local a dim of packs is cut by one axis, and its packs"
+        " are equal. Split it before."
+    ]
 
 
 def _part(leaf: Tensor, spec: PartitionSpec, axes: Mapping[str, int]) -> Tensor:
-    return _meta([s // math.prod(axes[c.axis] for c in spec.cuts(d)) for d, s in enumerate(leaf.shape)], leaf.dtype)
+    return _meta(
+        [s // math.prod(axes[c.axis] for c in spec.cuts(d)) for d, s in enumerate(leaf.shape)],
+        leaf.dtype,
+    )
 
 
 def _results(traced: Traced, out_specs: Any, axes: dict[str, int]) -> list[Port]:
@@ -264,8 +341,16 @@ def _results(traced: Traced, out_specs: Any, axes: dict[str, int]) -> list[Port]
     specs, names = broadcast_specs(out_specs, tree, "the result"), leaf_names(tree, "the result")
     output = next(reversed(traced.gm.graph.nodes))
     vals = [n.meta["val"] for n in output.args[0]]
-    leaves = [leaf if static else vals[leaf] for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)]
-    if failures := [f for s, name in zip(specs, names, strict=True) for d in range(len(s)) for f in _packed(s, d, name)]:
+    leaves = [
+        leaf if static else vals[leaf]
+        for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
+    ]
+    if failures := [
+        f
+        for s, name in zip(specs, names, strict=True)
+        for d in range(len(s))
+        for f in _packed(s, d, name)
+    ]:
         raise SpecError(at_line() + join_failures(failures))
     check_specs([_whole_units(s) for s in specs], leaves, names, axes)
     return [
@@ -278,7 +363,10 @@ def _results(traced: Traced, out_specs: Any, axes: dict[str, int]) -> list[Port]
 def _of_one(spec: PartitionSpec) -> PartitionSpec:
     """Equal parts are cut the same in units and without."""
     return PartitionSpec(
-        *(tuple(Units(c.axis, 1, c.pack) if c.pack != 1 else c.axis for c in spec.cuts(d)) or None for d in range(len(spec)))
+        *(
+            tuple(Units(c.axis, 1, c.pack) if c.pack != 1 else c.axis for c in spec.cuts(d)) or None
+            for d in range(len(spec))
+        )
     )
 
 
@@ -293,9 +381,18 @@ def _origin(name: str, spec: PartitionSpec) -> str:
     return f"{name}, which in_specs cut as {spec}"
 
 
-def _check_claims(traced: Traced, results: Sequence[Port], types: Mapping[fx.Node, Axes], called: Mapping[fx.Node, str]) -> None:
+def _check_claims(
+    traced: Traced,
+    results: Sequence[Port],
+    types: Mapping[fx.Node, Axes],
+    called: Mapping[fx.Node, str],
+) -> None:
     tree = traced.out_tree.unflatten(traced.out_leaves)
-    named = [name for name, static in zip(leaf_names(tree, "the result"), traced.is_static, strict=True) if not static]
+    named = [
+        name
+        for name, static in zip(leaf_names(tree, "the result"), traced.is_static, strict=True)
+        if not static
+    ]
     output = next(reversed(traced.gm.graph.nodes))
     failures = []
     for name, port, node in zip(named, results, output.args[0], strict=True):
@@ -305,8 +402,10 @@ def _check_claims(traced: Traced, results: Sequence[Port], types: Mapping[fx.Nod
             or_cut = f" or cut it by the axis in out_specs, as {cut}," if cut else ""
             at = f", at {line}" if line else ""
             failures.append(
-                f"{name} has out spec {port.spec}, which says that all ranks along {axis!r} hold the same, but it varies there: it comes"
-                f" from {origin}{at}.\n  Reduce it with ftp.axis.all_reduce(x, {axis!r}),{or_cut} or pass check=False if you know that the"
+                f"{name} has out spec {port.spec}, which says that all ranks along {axis!r} hold"
+                " the same, but it varies there: it comes"
+                f" from {origin}{at}.\n  Reduce it with ftp.axis.all_reduce(x, {axis!r}),{or_cut}"
+                " or pass check=False if you know that the"
                 " ranks agree."
             )
     if failures:

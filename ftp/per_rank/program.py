@@ -1,4 +1,6 @@
-"""One rank's code as a value: a graph on local shapes, and what its operands and results are of the whole tensors."""
+"""One rank's code as a value: a graph on local shapes, and what its operands and results are of
+the whole tensors.
+"""
 
 import hashlib
 import math
@@ -31,7 +33,9 @@ class Port:
     pending: tuple[str, ...] = ()
 
     def global_shape(self, axes: Mapping[str, int]) -> Shape:
-        return tuple(s * math.prod(axes[c.axis] for c in self.spec.cuts(d)) for d, s in enumerate(self.shape))
+        return tuple(
+            s * math.prod(axes[c.axis] for c in self.spec.cuts(d)) for d, s in enumerate(self.shape)
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +54,17 @@ class Program:
 
     @cached_property
     def key(self) -> str:
-        lines = [f"{node.format_node()} {node.meta.get('source', '')}" for node in self.gm.graph.nodes]
+        lines = [
+            f"{node.format_node()} {node.meta.get('source', '')}" for node in self.gm.graph.nodes
+        ]
         text = "\n".join([*lines, repr((dict(self.axes), self.operands, self.results))])
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
     def rule(self) -> BoundRule:
-        """One factor for each mesh axis, of its size, in every dim that it cuts; what is left of a dim stays whole."""
+        """One factor for each mesh axis, of its size, in every dim that it cuts; what is left of
+        a dim stays whole.
+        """
         sizes = {factor(axis): n for axis, n in self.axes.items()}
 
         def dims(port: Port, name: str) -> Dims:
@@ -92,7 +100,9 @@ class Program:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[n] for n in wanted))
         gm = fx.GraphModule({}, graph)
-        return interned(gm, self.axes, [self.operands[i] for i in taken], [self.results[i] for i in results]), taken
+        return interned(
+            gm, self.axes, [self.operands[i] for i in taken], [self.results[i] for i in results]
+        ), taken
 
     def __str__(self) -> str:
         return f"local[{self.key}]"
@@ -117,7 +127,9 @@ def program_of(key: str) -> Program:
     return _programs[key]
 
 
-def interned(gm: fx.GraphModule, axes: Mapping[str, int], operands: Sequence[Port], results: Sequence[Port]) -> Program:
+def interned(
+    gm: fx.GraphModule, axes: Mapping[str, int], operands: Sequence[Port], results: Sequence[Port]
+) -> Program:
     """The one program of this content: tracing the same code again does not make another."""
     made = Program(gm, axes, tuple(operands), tuple(results))
     return _programs.setdefault(made.key, made)
@@ -143,11 +155,15 @@ def copied(graph: fx.Graph, placeholder: fx.Node) -> fx.Node:
 
 # The op that carries a program through a surrounding trace.
 
-torch.library.define("ftp::local", "(Tensor[] xs, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,))
+torch.library.define(
+    "ftp::local", "(Tensor[] xs, str program) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
 LOCAL = torch.ops.ftp.local.default
 
 
 @torch.library.register_fake("ftp::local")
 def _shapes(xs: list[Tensor], program: str) -> list[Tensor]:
     known = program_of(program)
-    return [xs[0].new_empty(port.global_shape(known.axes), dtype=port.dtype) for port in known.results]
+    return [
+        xs[0].new_empty(port.global_shape(known.axes), dtype=port.dtype) for port in known.results
+    ]

@@ -1,7 +1,8 @@
-"""What one rank's code knows of the other ranks: along which axes a value differs from rank to rank, and which sums need no collective.
+"""What one rank's code knows of the other ranks: along which axes a value differs from rank to
+rank, and which sums need no collective.
 
-Parts of a cut input and a rank's own position vary; sums and gathers over an axis do not; any other op's result varies where an operand
-does.
+Parts of a cut input and a rank's own position vary; sums and gathers over an axis do not; any other
+op's result varies where an operand does.
 
 Source: JAX, the types of varying manual axes of ``jax.shard_map``.
 """
@@ -19,7 +20,10 @@ from ftp.rules.bind import lookup
 from ftp.rules.rule import Call, Meta, replaced
 
 Axes = frozenset[str]
-_SAME = (OPS.all_reduce.default, OPS.all_gather.default)  # their result does not vary along their axis
+_SAME = (
+    OPS.all_reduce.default,
+    OPS.all_gather.default,
+)  # their result does not vary along their axis
 
 
 def infer(graph: fx.Graph, inputs: Sequence[Axes]) -> dict[fx.Node, Axes]:
@@ -41,7 +45,9 @@ def _of(node: fx.Node, operands: Axes) -> Axes:
     return operands - {axis} if node.target in _SAME else operands | {axis}
 
 
-def cause(node: fx.Node, axis: str, types: Mapping[fx.Node, Axes], names: Mapping[fx.Node, str]) -> tuple[str, str]:
+def cause(
+    node: fx.Node, axis: str, types: Mapping[fx.Node, Axes], names: Mapping[fx.Node, str]
+) -> tuple[str, str]:
     """The line that computes a value that varies along ``axis``, and what makes it vary."""
     line = ""
     while True:
@@ -55,10 +61,12 @@ def cause(node: fx.Node, axis: str, types: Mapping[fx.Node, Axes], names: Mappin
 
 
 def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -> set[int]:
-    """Replaces sums over ``axis`` of what is computed linearly from one rank's contribution by the same of the contributed value.
+    """Replaces sums over ``axis`` of what is computed linearly from one rank's contribution by the
+    same of the contributed value.
 
-    A gradient that all ranks hold enters the backward pass as the first rank's contribution, so that every gradient is a sum over
-    ranks; where such a sum is asked for along the way, or at the end, it need not be communicated.
+    A gradient that all ranks hold enters the backward pass as the first rank's contribution, so
+    that every gradient is a sum over ranks; where such a sum is asked for along the way, or at the
+    end, it need not be communicated.
 
     Returns:
         The outputs that hold such a sum now, where they held a term of it.
@@ -70,7 +78,11 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
         with graph.inserting_before(node):
             if node.target is OPS.contribute.default and node.args[1] == axis:
                 sums[node] = node.args[0]  # type: ignore[assignment]
-            elif node.all_input_nodes and node.all_input_nodes[0] in sums and axis_of(node.target, node.args[1:]) == axis:
+            elif (
+                node.all_input_nodes
+                and node.all_input_nodes[0] in sums
+                and axis_of(node.target, node.args[1:]) == axis
+            ):
                 known = sums[node.args[0]]  # type: ignore[index]
                 if node.target is OPS.all_reduce.default and node.args[1] == "sum":
                     node.replace_all_uses_with(known)
@@ -88,8 +100,12 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
     return {i for i, n in enumerate(returned) if n in sums}
 
 
-def _is_linear(node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types: Mapping[fx.Node, Axes]) -> bool:
-    """Whether a node adds up over the ranks: linear in operands whose sums are known together, the others equal on all ranks."""
+def _is_linear(
+    node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types: Mapping[fx.Node, Axes]
+) -> bool:
+    """Whether a node adds up over the ranks: linear in operands whose sums are known together,
+    the others equal on all ranks.
+    """
     operands = node.all_input_nodes
     if not any(n in sums for n in operands):
         return False
@@ -107,13 +123,19 @@ def _is_linear(node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types:
     vals = [val] if isinstance(val, torch.Tensor) else val
     try:
         rule = lookup(
-            Call(node.target, replaced(args, (), tuple), replaced(kwargs, (), tuple), tuple(Meta(tuple(v.shape), v.dtype) for v in vals))
+            Call(
+                node.target,
+                replaced(args, (), tuple),
+                replaced(kwargs, (), tuple),
+                tuple(Meta(tuple(v.shape), v.dtype) for v in vals),
+            )
         )
     except RuleError:
         return False
     if rule is None:
         return False
     return any(
-        all(slots[i] in sums for i in group) and all(axis not in types[n] for i, n in enumerate(slots) if i not in group)
+        all(slots[i] in sums for i in group)
+        and all(axis not in types[n] for i, n in enumerate(slots) if i not in group)
         for group in rule.linear
     )

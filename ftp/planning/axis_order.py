@@ -10,19 +10,30 @@ from ftp.sharding.layout import Layout, R, Size, cut_shape, div, shard
 from ftp.sharding.spec import PartitionSpec, Units, is_factored
 
 
-def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Mapping[str, int], folded: Sequence[str]) -> Layout | None:
-    """The layout on ``axis`` of a value of local ``shape`` under ``spec``; None where a more major axis must be folded first."""
+def spec_layout(
+    spec: PartitionSpec,
+    shape: Sequence[Size],
+    axis: str,
+    axes: Mapping[str, int],
+    folded: Sequence[str],
+) -> Layout | None:
+    """The layout on ``axis`` of a value of local ``shape`` under ``spec``; None where a more
+    major axis must be folded first.
+    """
     for dim in range(len(spec)):
         outer, unit = 1, None
         cuts = spec.cuts(dim)
         for at, cut in enumerate(cuts):
             if cut.axis == axis:
-                # A minor axis that is folded already has cut within this one's units: what is left is cut evenly, or did not fit before.
+                # A minor axis that is folded already has cut within this one's units: what is left
+                # is cut evenly, or did not fit before.
                 unit = 1 if any(c.axis in folded for c in cuts[at + 1 :]) else cut.size
                 outer *= _packs(cut)
                 break
             if cut.axis not in folded:
-                if _packs(cut) > 1 or (cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None):
+                if _packs(cut) > 1 or (
+                    cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None
+                ):
                     return None
                 outer *= axes[cut.axis]
         if unit is not None:
@@ -32,17 +43,29 @@ def spec_layout(spec: PartitionSpec, shape: Sequence[Size], axis: str, axes: Map
 
 
 def axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[list[str], Specs]:
-    """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f, inner]``, and the specs to plan for.
+    """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f,
+    inner]``, and the specs to plan for.
 
-    A dim that does not divide and is cut by the same axes in both orders fits no order twice, packs of several sizes and units that ranks
-    share fit none. Such a dim is planned as whole: it is gathered where it comes in and sliced where it goes out.
+    A dim that does not divide and is cut by the same axes in both orders fits no order twice, packs
+    of several sizes and units that ranks share fit none. Such a dim is planned as whole: it is
+    gathered where it comes in and sliced where it goes out.
     """
     shaped = [(spec, node.results[0].shape) for node, spec in specs.inputs.items()]
     shaped += [(pin.spec, node.results[0].shape) for node, pin in specs.constraints.items()]
-    shaped += [(spec, value.meta.shape) for spec, value in zip(specs.outputs, graph.outputs, strict=True) if spec is not None]
-    nested = [(spec, shape) for spec, shape in shaped if any(_is_nested(spec, d) for d in range(len(spec)))]
+    shaped += [
+        (spec, value.meta.shape)
+        for spec, value in zip(specs.outputs, graph.outputs, strict=True)
+        if spec is not None
+    ]
+    nested = [
+        (spec, shape)
+        for spec, shape in shaped
+        if any(_is_nested(spec, d) for d in range(len(spec)))
+    ]
     orders = list(itertools.permutations(axes)) if len(axes) <= 4 else [tuple(axes)]
-    misfits = [sum(not _fits(spec, shape, order, axes) for spec, shape in nested) for order in orders]
+    misfits = [
+        sum(not _fits(spec, shape, order, axes) for spec, shape in nested) for order in orders
+    ]
     order = orders[misfits.index(min(misfits))]
     if not min(misfits):
         return list(order), specs
@@ -50,12 +73,20 @@ def axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[lis
     def fitting(spec: PartitionSpec, shape: Sequence[Size]) -> PartitionSpec:
         if _fits(spec, shape, order, axes):
             return spec
-        return PartitionSpec(*[None if _is_nested(spec, d) else entry for d, entry in enumerate(spec)])
+        return PartitionSpec(
+            *[None if _is_nested(spec, d) else entry for d, entry in enumerate(spec)]
+        )
 
     return list(order), Specs(
         {node: fitting(spec, node.results[0].shape) for node, spec in specs.inputs.items()},
-        {node: replace(pin, spec=fitting(pin.spec, node.results[0].shape)) for node, pin in specs.constraints.items()},
-        [spec if spec is None else fitting(spec, v.meta.shape) for spec, v in zip(specs.outputs, graph.outputs, strict=True)],
+        {
+            node: replace(pin, spec=fitting(pin.spec, node.results[0].shape))
+            for node, pin in specs.constraints.items()
+        },
+        [
+            spec if spec is None else fitting(spec, v.meta.shape)
+            for spec, v in zip(specs.outputs, graph.outputs, strict=True)
+        ],
     )
 
 
@@ -67,8 +98,13 @@ def _is_nested(spec: PartitionSpec, dim: int) -> bool:
     return len(spec.cuts(dim)) > 1 or not all(cut.is_plain for cut in spec.cuts(dim))
 
 
-def _fits(spec: PartitionSpec, shape: Sequence[Size], order: Sequence[str], axes: Mapping[str, int]) -> bool:
-    if not all(isinstance(size, int) and is_factored(spec, dim, size, dict(axes)) for dim, size in enumerate(shape)):
+def _fits(
+    spec: PartitionSpec, shape: Sequence[Size], order: Sequence[str], axes: Mapping[str, int]
+) -> bool:
+    if not all(
+        isinstance(size, int) and is_factored(spec, dim, size, dict(axes))
+        for dim, size in enumerate(shape)
+    ):
         return False
     local = tuple(shape)
     for at, name in enumerate(order):

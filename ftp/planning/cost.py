@@ -16,7 +16,8 @@ Curve = tuple[tuple[float, float], ...]
 
 
 def on_curve(curve: Curve, x: float) -> float:
-    """The curve at ``x``: straight between points where x is on a logarithmic scale, flat beyond the outermost.
+    """The curve at ``x``: straight between points where x is on a logarithmic scale, flat beyond
+    the outermost.
 
     >>> on_curve(((1, 0.0), (100, 2.0)), 10), on_curve(((1, 0.0), (100, 2.0)), 1e6)
     (1.0, 2.0)
@@ -35,22 +36,27 @@ class Link:
     Attributes:
         latency: seconds that a collective costs however small it is.
         bandwidth: bytes a second that a rank sends.
-        factors: how much dearer than as a ring a backend's collectives are, where they are: ``{"reduce_scatter": 2.0}``.
-        measured: per kind of collective, where it was timed, points of (seconds that the ranks have computed since they last met, seconds
-            by bytes of the whole tensor): ranks that compute come one after the other, and what moves the bytes waits for a core.
+        factors: how much dearer than as a ring a backend's collectives are, where they are:
+            ``{"reduce_scatter": 2.0}``.
+        measured: per kind of collective, where it was timed, points of (seconds that the ranks have
+            computed since they last met, seconds by bytes of the whole tensor): ranks that compute
+            come one after the other, and what moves the bytes waits for a core.
         hidden: the share of a collective's time in which the ranks can compute.
     """
 
     latency: float = 1e-5
     bandwidth: float = 1e11
     factors: Mapping[str, float] = field(default_factory=dict, hash=False)
-    measured: Mapping[str, tuple[tuple[float, Curve], ...]] = field(default_factory=dict, hash=False)
+    measured: Mapping[str, tuple[tuple[float, Curve], ...]] = field(
+        default_factory=dict, hash=False
+    )
     hidden: float = 1.0
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """Rates of one device and its links; the defaults are of the order of an 8-GPU H100 node (datasheet, bf16 dense and HBM3).
+    """Rates of one device and its links; the defaults are of the order of an 8-GPU H100 node
+    (datasheet, bf16 dense and HBM3).
 
     Attributes:
         flops: floating-point operations a second, where ``rates`` does not say.
@@ -58,16 +64,20 @@ class Hardware:
         link: between the ranks of an axis that ``links`` does not name.
         links: per mesh axis.
         rates: floating-point operations a second of products, per dtype.
-        cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is no telling.
+        cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is
+            no telling.
         overhead: seconds that issuing an op costs, however small it is.
         attention: share of the products' rate that fused attention reaches.
-        hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that only the larger of both counts.
+        hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that
+            only the larger of both counts.
         name: for reports.
-        fresh: bytes a second of memory that is new to an op's result, by the result's bytes, beside what writing it costs: on a CPU it
-            comes from main memory, or from the system page by page. No points: nothing.
-        cold: seconds beside ``overhead`` that issuing an op costs after a product of tensors of so many bytes, which fills the caches.
-        elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of any on tensors that are not dense
-            (``strided``), where memory is not what limits them.
+        fresh: bytes a second of memory that is new to an op's result, by the result's bytes, beside
+            what writing it costs: on a CPU it comes from main memory, or from the system page by
+            page. No points: nothing.
+        cold: seconds beside ``overhead`` that issuing an op costs after a product of tensors of so
+            many bytes, which fills the caches.
+        elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
+            any on tensors that are not dense (``strided``), where memory is not what limits them.
         convolution: as ``attention``, of convolutions.
     """
 
@@ -89,40 +99,73 @@ class Hardware:
 
     def link_of(self, axes: Sequence[str]) -> Link:
         """The slowest of the axes' links."""
-        return min((self.links.get(axis, self.link) for axis in axes), key=lambda link: link.bandwidth, default=self.link)
+        return min(
+            (self.links.get(axis, self.link) for axis in axes),
+            key=lambda link: link.bandwidth,
+            default=self.link,
+        )
 
     def flops_of(self, dtype: torch.dtype) -> float:
         return self.rates.get(dtype, self.flops)
 
     @classmethod
     def h100(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
-        """H100 SXM, 8 in a node. Source: NVIDIA H100 datasheet (dense rates: half of those with sparsity), 3.35 TB/s HBM3, NVLink 900 GB/s
-        in both directions together.
+        """H100 SXM, 8 in a node. Source: NVIDIA H100 datasheet (dense rates: half of those with
+        sparsity), 3.35 TB/s HBM3, NVLink 900 GB/s in both directions together.
 
         >>> Hardware.h100().flops_of(torch.bfloat16)
         989000000000000.0
         """
-        rates = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
+        rates = {
+            torch.bfloat16: 989e12,
+            torch.float16: 989e12,
+            torch.float32: 67e12,
+            torch.float64: 67e12,
+        }
         return cls._node("H100", 989e12, rates, 3.35e12, 450e9, links)
 
     @classmethod
     def h200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
         """H200 SXM: an H100's rates with 4.8 TB/s HBM3e. Source: NVIDIA H200 datasheet."""
-        rates = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12, torch.float64: 67e12}
+        rates = {
+            torch.bfloat16: 989e12,
+            torch.float16: 989e12,
+            torch.float32: 67e12,
+            torch.float64: 67e12,
+        }
         return cls._node("H200", 989e12, rates, 4.8e12, 450e9, links)
 
     @classmethod
     def b200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
-        """B200 SXM: dense bf16 2.25 PFLOP/s, 8 TB/s HBM3e, NVLink 5 with 1.8 TB/s in both directions together. Source: NVIDIA DGX B200
-        datasheet and Blackwell architecture brief, per GPU."""
-        rates = {torch.bfloat16: 2250e12, torch.float16: 2250e12, torch.float32: 75e12, torch.float64: 37e12}
+        """B200 SXM: dense bf16 2.25 PFLOP/s, 8 TB/s HBM3e, NVLink 5 with 1.8 TB/s in both
+        directions together. Source: NVIDIA DGX B200 datasheet and Blackwell architecture brief, per
+        GPU."""
+        rates = {
+            torch.bfloat16: 2250e12,
+            torch.float16: 2250e12,
+            torch.float32: 75e12,
+            torch.float64: 37e12,
+        }
         return cls._node("B200", 2250e12, rates, 8e12, 900e9, links)
 
     @classmethod
     def cpu(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
-        """One core of a current server with gloo between processes of one host; ``ftp.calibrate()`` measures the real one."""
+        """One core of a current server with gloo between processes of one host;
+        ``ftp.calibrate()`` measures the real one.
+        """
         gloo = Link(latency=1e-4, bandwidth=1.5e9, factors={"reduce_scatter": 2.0})
-        return cls(1e11, 1.2e10, gloo, dict(links or {}), {torch.float64: 5e10}, 4e10, 1 << 20, 4e-6, False, "CPU core")
+        return cls(
+            1e11,
+            1.2e10,
+            gloo,
+            dict(links or {}),
+            {torch.float64: 5e10},
+            4e10,
+            1 << 20,
+            4e-6,
+            False,
+            "CPU core",
+        )
 
     @classmethod
     def _node(
@@ -134,7 +177,9 @@ class Hardware:
         bandwidth: float,
         links: Mapping[str, Link] | None,
     ) -> "Hardware":
-        return cls(flops, memory, Link(1e-5, bandwidth), dict(links or {}), rates, 0.0, 0, 4e-6, True, name)
+        return cls(
+            flops, memory, Link(1e-5, bandwidth), dict(links or {}), rates, 0.0, 0, 4e-6, True, name
+        )
 
 
 DEFAULT = Hardware()
@@ -144,7 +189,8 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
     """Seconds for collective ``op`` over ``n`` ranks, as a ring.
 
     Args:
-        nbytes: bytes of the whole tensor: what is reduced, the gathered result, all the shards together.
+        nbytes: bytes of the whole tensor: what is reduced, the gathered result, all the shards
+            together.
 
     >>> collective_seconds("all_gather", 8, 2, Link(latency=0.0, bandwidth=4.0))
     1.0
@@ -152,8 +198,17 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
     Source: Thakur, Rabenseifner and Gropp (2005), sections 4.1 to 4.5.
     """
     share = (n - 1) / n
-    factor = {"all_reduce": 2 * share, "all_gather": share, "reduce_scatter": share, "all_to_all": share / n}.get(op)
-    return 0.0 if factor is None else link.latency + link.factors.get(op, 1.0) * factor * nbytes / link.bandwidth
+    factor = {
+        "all_reduce": 2 * share,
+        "all_gather": share,
+        "reduce_scatter": share,
+        "all_to_all": share / n,
+    }.get(op)
+    return (
+        0.0
+        if factor is None
+        else link.latency + link.factors.get(op, 1.0) * factor * nbytes / link.bandwidth
+    )
 
 
 def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float = 0.0) -> float:
@@ -169,7 +224,9 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
     """
     if op not in link.measured:
         return collective_seconds(op, nbytes, n, link)
-    return on_curve(tuple((after, _through(curve, nbytes)) for after, curve in link.measured[op]), computed)
+    return on_curve(
+        tuple((after, _through(curve, nbytes)) for after, curve in link.measured[op]), computed
+    )
 
 
 def _through(points: Curve, x: float) -> float:
@@ -179,13 +236,25 @@ def _through(points: Curve, x: float) -> float:
     return y0 + max(0.0, x - x0) * (y1 - y0) / (x1 - x0)
 
 
-def op_seconds(target: Any, rule: BoundRule, sizes: dict[str, int], results: tuple[Meta, ...], hardware: Hardware) -> float:
-    """Seconds of one op on tensors of the given factor sizes; the larger of its arithmetic and its memory traffic."""
+def op_seconds(
+    target: Any,
+    rule: BoundRule,
+    sizes: dict[str, int],
+    results: tuple[Meta, ...],
+    hardware: Hardware,
+) -> float:
+    """Seconds of one op on tensors of the given factor sizes; the larger of its arithmetic and
+    its memory traffic.
+    """
     if target in VIEWS or target in STACKS:
         return 0.0
-    elements = sum(math.prod(sizes[f] for dim in dims for f in dim) for dims in (*rule.operands, *rule.results))
+    elements = sum(
+        math.prod(sizes[f] for dim in dims for f in dim) for dims in (*rule.operands, *rule.results)
+    )
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
     if is_product(target):
-        operations = 2 * math.prod(sizes.values()) * (2 if "scaled_dot_product" in str(target) else 1)
+        operations = (
+            2 * math.prod(sizes.values()) * (2 if "scaled_dot_product" in str(target) else 1)
+        )
         seconds = max(seconds, operations / hardware.flops)
     return seconds

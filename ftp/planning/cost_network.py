@@ -1,7 +1,9 @@
-"""One mesh axis' choices as a cost network: a strategy per op, a set of copies per value, moves and rules of conduct as prices.
+"""One mesh axis' choices as a cost network: a strategy per op, a set of copies per value, moves and
+rules of conduct as prices.
 
-One variable per op (its strategy; all its results follow) and one per value (what its users find: its home layout, a gathered, reduced or
-re-cut copy). The pair (op, value) prices the moves, once for all users; the pair (value, user) is 0 or forbidden.
+One variable per op (its strategy; all its results follow) and one per value (what its users find:
+its home layout, a gathered, reduced or re-cut copy). The pair (op, value) prices the moves, once
+for all users; the pair (value, user) is 0 or forbidden.
 """
 
 import math
@@ -26,12 +28,16 @@ from ftp.sharding.layout import PARTIAL, Layout, R, nominal
 MOVE_OF_VIEW = 1e-10  # ties move what is not a view of it
 REPLICATED_PRODUCT = 1e4  # times its time, for a product on batch data that could be cut
 PAD_LATENCIES = 3  # the price of a shard as a term of a pending sum, beside a gather's: padding must not stand in for a gather
-TOO_NARROW = 2.0  # times a sum's price in the dtype to which it is widened, where it is reduced before
+TOO_NARROW = (
+    2.0  # times a sum's price in the dtype to which it is widened, where it is reduced before
+)
 VIOLATION = 1e3  # seconds for each rule of conduct broken, where no plan keeps them all
 
 
 def solve(problem: Problem) -> AxisPlan:
-    """The cheapest plan that keeps the rules of conduct; where there is none, the cheapest with a price on each violation."""
+    """The cheapest plan that keeps the rules of conduct; where there is none, the cheapest with
+    a price on each violation.
+    """
     try:
         return _Network(problem, math.inf).solve()
     except Infeasible:
@@ -41,7 +47,9 @@ def solve(problem: Problem) -> AxisPlan:
 
 
 def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, float | None]]:
-    """Per layout that a value could have on the axis what the cheapest plan with it costs, exactly; None where there is no such plan."""
+    """Per layout that a value could have on the axis what the cheapest plan with it costs,
+    exactly; None where there is no such plan.
+    """
     for violation in (math.inf, VIOLATION):
         network = _Network(problem, violation)
         tables = network.tables()
@@ -87,7 +95,9 @@ class _Network:
         self.free_to_move, self.after_conflict = exemptions(problem, self.required)
 
     def _strategies(self) -> dict[Node, list[Strategy]]:
-        """Repeated blocks share their lists, so that what is derived from a list is derived once (see ``_once``)."""
+        """Repeated blocks share their lists, so that what is derived from a list is derived once
+        (see ``_once``).
+        """
         options: dict[Node, list[Strategy]] = {}
         may_pend: set[Value] = set()
         shared: dict[Any, list[Strategy]] = {}
@@ -118,7 +128,9 @@ class _Network:
         """The cuts that all inputs of a group may have."""
         opened, n = self.problem.open, self.problem.n
         assert opened is not None
-        members = [member for member, first in opened.groups.items() if first is opened.groups[node]]
+        members = [
+            member for member, first in opened.groups.items() if first is opened.groups[node]
+        ]
         found = []
         for layout in opened.cuts[node]:
             cut = factor_of(node.rule.results[0], node.sizes, layout, n)
@@ -136,10 +148,14 @@ class _Network:
             self.options[node] = self.options[twin]
             for index in range(len(node.results)):
                 pair = Value(twin, index), Value(node, index)
-                self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
+                self._twin_users[pair[0]] = self._twin_users[pair[1]] = [
+                    use for v in pair for use in self.users.get(v, ())
+                ]
         for stack, first in [(stack, ties.earlier) for stack in ties.layers.stacks] if ties else ():
             pair = Value(stack, first), Value(stack, first + 1)
-            self._twin_users[pair[0]] = self._twin_users[pair[1]] = [use for v in pair for use in self.users.get(v, ())]
+            self._twin_users[pair[0]] = self._twin_users[pair[1]] = [
+                use for v in pair for use in self.users.get(v, ())
+            ]
 
     def _once(self, key: tuple[Any, ...], make: Callable[[], Any]) -> Any:
         known = self._known.get(key)
@@ -150,11 +166,15 @@ class _Network:
     def solve(self) -> AxisPlan:
         tables = self.tables()
         solution = minimize(*tables.network)
-        chosen = {node: self.options[node][solution.choice[i]] for node, i in tables.of_node.items()}
+        chosen = {
+            node: self.options[node][solution.choice[i]] for node, i in tables.of_node.items()
+        }
         copies = {}
         for value, i in tables.of_value.items():
             home = chosen[value.node].results[value.index]
-            copies[value] = tuple(layout for layout in tables.entries[value][solution.choice[i]] if layout != home)
+            copies[value] = tuple(
+                layout for layout in tables.entries[value][solution.choice[i]] if layout != home
+            )
         return AxisPlan(self.problem.axis, self.problem.n, chosen, copies, solution)
 
     def tables(self) -> "_Tables":
@@ -189,14 +209,31 @@ class _Network:
         for node in self.problem.graph.nodes:
             mine, first = self.options[node], twins.get(node, node)
             weight = ties.weight(node) if ties else 1
-            at = variable(op_index, groups.get(node, first), np.array(self._op_prices(node)), weight)
+            at = variable(
+                op_index, groups.get(node, first), np.array(self._op_prices(node)), weight
+            )
             for slot, value in enumerate(node.operands):
                 theirs = entries[value]
                 table = self._once(
-                    ("use", id(mine), id(theirs), slot, node.kind, self._nbytes(value), self.problem.open and self._movable(value)),
-                    lambda n=node, v=value, i=slot: np.array([[self._use_price(n, s, i, e) for s in self.options[n]] for e in entries[v]]),
+                    (
+                        "use",
+                        id(mine),
+                        id(theirs),
+                        slot,
+                        node.kind,
+                        self._nbytes(value),
+                        self.problem.open and self._movable(value),
+                    ),
+                    lambda n=node, v=value, i=slot: np.array(
+                        [[self._use_price(n, s, i, e) for s in self.options[n]] for e in entries[v]]
+                    ),
                 )
-                between(value_index[owner_of(value)], at, table, ties.weight_between(value, node) if ties else 1)
+                between(
+                    value_index[owner_of(value)],
+                    at,
+                    table,
+                    ties.weight_between(value, node) if ties else 1,
+                )
             for index in range(len(node.results)):
                 value = Value(node, index)
                 owner, weight = owner_of(value), ties.weight_of(value) if ties else 1
@@ -205,12 +242,21 @@ class _Network:
                 if not users and not required:
                     continue
                 mirrored = tuple(id(self.options[node]) for node in self._mirrored.get(value, ()))
-                known = ("entries", id(mine), index, tuple([(id(self.options[user]), slot) for user, slot in users]), required, mirrored)
+                known = (
+                    "entries",
+                    id(mine),
+                    index,
+                    tuple([(id(self.options[user]), slot) for user, slot in users]),
+                    required,
+                    mirrored,
+                )
                 found = entries[value] = self._once(known, lambda v=value: self._entries(v))
                 kept = self.problem.open.kept.get(value, 0.0) if self.problem.open else 0.0
                 costs = self._once(
                     ("output", id(found), required, kept),
-                    lambda v=value, k=kept: np.array([self._output_price(v, e) + self._kept_price(k, e) for e in entries[v]]),
+                    lambda v=value, k=kept: np.array(
+                        [self._output_price(v, e) + self._kept_price(k, e) for e in entries[v]]
+                    ),
                 )
                 mover = variable(value_index, owner, costs, weight)
                 if domains[mover] != len(found):
@@ -225,13 +271,24 @@ class _Network:
                     node.target in VIEWS,
                     self._movable(value),
                 )
-                between(at, mover, self._once(moves, lambda v=value: self._move_prices(v, entries[v])), weight)
+                between(
+                    at,
+                    mover,
+                    self._once(moves, lambda v=value: self._move_prices(v, entries[v])),
+                    weight,
+                )
         for value, nodes in self._mirrored.items():
             owner = value_index[owner_of(value)]
             for node in nodes:
-                table = [[_lies_as(s.results[0], entry) for s in self.options[node]] for entry in entries[value]]
+                table = [
+                    [_lies_as(s.results[0], entry) for s in self.options[node]]
+                    for entry in entries[value]
+                ]
                 between(owner, op_index[groups[node]], np.array(table), 1)
-        of_node = {node: op_index[groups.get(node, twins.get(node, node))] for node in self.problem.graph.nodes}
+        of_node = {
+            node: op_index[groups.get(node, twins.get(node, node))]
+            for node in self.problem.graph.nodes
+        }
         of_value = {value: value_index[owner_of(value)] for value in entries}
         return _Tables((domains, unary, pairs), of_node, of_value, entries)
 
@@ -241,7 +298,9 @@ class _Network:
         return self._sizes[value]
 
     def _reduced_nbytes(self, value: Value) -> int:
-        """What a pending sum counts as where it is reduced: no less than what it is about to be widened to, and summed as."""
+        """What a pending sum counts as where it is reduced: no less than what it is about to be
+        widened to, and summed as.
+        """
         if value not in self._reduced:
             here, users = value.meta.dtype.itemsize, self.users.get(value, ())
             if value in self.required or not users:
@@ -254,7 +313,11 @@ class _Network:
     def _width_for(self, user: Node) -> int:
         result = Value(user)
         if user.target in VIEWS and len(user.results) == 1:
-            return self._reduced_nbytes(result) * result.meta.dtype.itemsize // max(self._nbytes(result), 1)
+            return (
+                self._reduced_nbytes(result)
+                * result.meta.dtype.itemsize
+                // max(self._nbytes(result), 1)
+            )
         return result.meta.dtype.itemsize if user.target is torch.ops.aten._to_copy.default else 0
 
     def _movable(self, value: Value) -> Any:
@@ -268,7 +331,9 @@ class _Network:
     def _op_prices(self, node: Node) -> list[float]:
         if node.kind == "move":
             nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
-            seconds = collective_seconds(node.target.op, nbytes, node.target.n, self.problem.hardware.link)
+            seconds = collective_seconds(
+                node.target.op, nbytes, node.target.n, self.problem.hardware.link
+            )
             return [seconds / self.problem.n if s.cut else seconds for s in self.options[node]]
         if node.kind != "op":
             held = self.problem.open.held.get(node, 0.0) if self.problem.open else 0.0
@@ -282,16 +347,23 @@ class _Network:
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
-                # Sums of single numbers, as of a norm, are reduced once, though a toy's latency may be less than a nanosecond.
+                # Sums of single numbers, as of a norm, are reduced once, though a toy's latency may
+                # be less than a nanosecond.
                 is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
-                price += min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON
-            elif s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH:
+                price += (
+                    min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON
+                )
+            elif (
+                s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH
+            ):
                 price *= REPLICATED_PRODUCT
             prices.append(price)
         return prices
 
     def _entries(self, value: Value) -> list[tuple[Layout, ...]]:
-        """The sets of copies that users may find; what can be had for nothing from a member is not written out."""
+        """The sets of copies that users may find; what can be had for nothing from a member is
+        not written out.
+        """
         homes = list(dict.fromkeys(s.results[value.index] for s in self.options[value.node]))
         needs: list[Layout] = []
         for node, slot in self._twin_users.get(value) or self.users.get(value, ()):
@@ -299,7 +371,11 @@ class _Network:
                 if s.operands[slot] not in needs:
                     needs.append(s.operands[slot])
         for layout in self.required.get(value, ()):
-            wanted = [h for h in homes if h.kind == "S" and is_at_rest(h)] if layout is None else [layout]
+            wanted = (
+                [h for h in homes if h.kind == "S" and is_at_rest(h)]
+                if layout is None
+                else [layout]
+            )
             needs += [w for w in wanted if w not in needs]
         for node in self._mirrored.get(value, ()):
             needs += [s.results[0] for s in self.options[node] if s.results[0] not in needs]
@@ -329,7 +405,11 @@ class _Network:
     def _price(self, value: Value, home: Layout, entry: tuple[Layout, ...], nbytes: int) -> float:
         first = entry[0]
         if first is R:
-            return self._collective(value, home, R, nbytes) if home.kind == "P" else (0.0 if home == R else math.inf)
+            return (
+                self._collective(value, home, R, nbytes)
+                if home.kind == "P"
+                else (0.0 if home == R else math.inf)
+            )
         if first is GATHERED:
             if home == GATHERED:
                 return 0.0
@@ -337,7 +417,9 @@ class _Network:
         if first is PARTIAL:
             return 0.0 if home == PARTIAL else math.inf
         if home.kind == "R":
-            return 0.0 if len(entry) == 1 else math.inf  # a lone cut is as free, and users reach the other through R
+            return (
+                0.0 if len(entry) == 1 else math.inf
+            )  # a lone cut is as free, and users reach the other through R
         return sum(self._collective(value, home, cut, nbytes) for cut in entry if cut != home)
 
     def _collective(self, value: Value, src: Layout, dst: Layout, nbytes: int) -> float:
@@ -346,26 +428,36 @@ class _Network:
         move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
         seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
         if self.problem.open and self.problem.open.is_bare:
-            return seconds + (self.violation if src.kind == "S" and not self._may_move(value, src) else 0.0)
+            return seconds + (
+                self.violation if src.kind == "S" and not self._may_move(value, src) else 0.0
+            )
         if src.kind == "P" and self._reduced_nbytes(value) > nbytes:
-            # Whoever widens a sum means it to be summed so; the wider sum must be the cheaper, with the wider terms computed.
-            wide = collective_seconds(move.op, self._reduced_nbytes(value), self.problem.n, self.problem.hardware.link)
+            # Whoever widens a sum means it to be summed so; the wider sum must be the cheaper, with
+            # the wider terms computed.
+            wide = collective_seconds(
+                move.op, self._reduced_nbytes(value), self.problem.n, self.problem.hardware.link
+            )
             seconds = TOO_NARROW * wide
         if src.kind == "S" and not self._may_move(value, src):
             seconds += self.violation
         return seconds + (MOVE_OF_VIEW if value.node.target in VIEWS else 0.0)
 
     def _may_move(self, value: Value, home: Layout) -> bool:
-        """Rules C1 and C2: on a data axis activations stay, on any other axis what is computed from parameters alone stays."""
+        """Rules C1 and C2: on a data axis activations stay, on any other axis what is computed
+        from parameters alone stays.
+        """
         if value in self.free_to_move:
             return True
         if not self.problem.is_data_axis:
             return bool(value.node.depends & BATCH)
         return not value.node.depends & BATCH or (
-            value in self.after_conflict and home not in self.problem.batch_reach.layouts.get(value, ())
+            value in self.after_conflict
+            and home not in self.problem.batch_reach.layouts.get(value, ())
         )
 
-    def _use_price(self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]) -> float:
+    def _use_price(
+        self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]
+    ) -> float:
         need = strategy.operands[slot]
         if need == GATHERED:
             return 0.0 if entry[0] == GATHERED else math.inf
@@ -378,11 +470,18 @@ class _Network:
         if entry[0] is not GATHERED:
             return math.inf
         # Rule D: a gathered copy does not feed an op left replicated that could be cut.
-        idle = node.kind == "op" and strategy.cut is None and strategy.pending is None and any(s.cut for s in self.options[node])
+        idle = (
+            node.kind == "op"
+            and strategy.cut is None
+            and strategy.pending is None
+            and any(s.cut for s in self.options[node])
+        )
         return self.violation if idle else 0.0
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
-        """Seconds to be a term of a pending sum. Alone, a value that is none would become one only to be gathered by the reduction."""
+        """Seconds to be a term of a pending sum. Alone, a value that is none would become one
+        only to be gathered by the reduction.
+        """
         if have == PARTIAL:
             return 0.0
         if strategy.pending is None or len(strategy.pending) == 1:
@@ -397,7 +496,9 @@ class _Network:
         )
 
     def _kept_price(self, seconds: float, entry: tuple[Layout, ...]) -> float:
-        """What is kept for the backward pass is what users find: a shard where all of them find one."""
+        """What is kept for the backward pass is what users find: a shard where all of them find
+        one.
+        """
         return seconds / self.problem.n if all(layout.kind == "S" for layout in entry) else seconds
 
     def _output_price(self, value: Value, entry: tuple[Layout, ...]) -> float:
@@ -419,5 +520,7 @@ def _lies_as(layout: Layout, entry: tuple[Layout, ...]) -> float:
 
 
 def is_at_rest(layout: Layout) -> bool:
-    """Whether an output that is left open may be returned so: as a spec can say it, no pending sum and no strided cut."""
+    """Whether an output that is left open may be returned so: as a spec can say it, no pending
+    sum and no strided cut.
+    """
     return layout.kind == "R" or (layout.kind == "S" and layout.outer == layout.inner == 1)

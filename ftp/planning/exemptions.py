@@ -9,21 +9,29 @@ from ftp.rules.op_kinds import is_product
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
-    """Values that no rule keeps in place, and values that may come back from where a conflict product took them.
+    """Values that no rule keeps in place, and values that may come back from where a conflict
+    product took them.
 
-    Free are those with a required layout, and those that feed nothing but conflict products: products whose operands the batch cuts on
-    different factors, as context parallelism cuts q and k, and those of experts. What such a product gives may be cut as the batch does
-    not cut it (Ulysses cuts heads, experts their own dim), and may then move, until the next product.
+    Free are those with a required layout, and those that feed nothing but conflict products:
+    products whose operands the batch cuts on different factors, as context parallelism cuts q and
+    k, and those of experts. What such a product gives may be cut as the batch does not cut it
+    (Ulysses cuts heads, experts their own dim), and may then move, until the next product.
     """
     free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict product, bit 2: any other
-    products = [n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target)] if problem.is_data_axis else []
+    products = (
+        [n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target)]
+        if problem.is_data_axis
+        else []
+    )
     conflicts = {n for n in products if _is_conflict(problem, n)} | _of_experts(problem, products)
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
         elif node.kind == "local":
-            free.update((*node.operands, *(Value(node, index) for index in range(len(node.results)))))
+            free.update(
+                (*node.operands, *(Value(node, index) for index in range(len(node.results))))
+            )
         kind = 0
         if node.kind == "op" and is_product(node.target):
             kind = 1 if node in conflicts else 2
@@ -33,7 +41,9 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
         for value in node.operands:
             feeds[value] = feeds.get(value, 0) | kind
     for node in problem.graph.nodes:
-        if node in conflicts or (not is_product(node.target) and any(v in after for v in node.operands)):
+        if node in conflicts or (
+            not is_product(node.target) and any(v in after for v in node.operands)
+        ):
             after.update(Value(node, index) for index in range(len(node.results)))
     return free | {value for value, kind in feeds.items() if kind == 1}, after
 
@@ -49,9 +59,11 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
 
 
 def _of_experts(problem: Problem, products: Sequence[Node]) -> set[Node]:
-    """Products of batch data with parameters that are cut on a factor which both share with the result, and those that this cut reaches.
+    """Products of batch data with parameters that are cut on a factor which both share with the
+    result, and those that this cut reaches.
 
-    So experts are cut on the axis of the batch: tokens travel to them and back, in the backward pass too, rather than the experts to them.
+    So experts are cut on the axis of the batch: tokens travel to them and back, in the backward
+    pass too, rather than the experts to them.
     """
     seeds = []
     for node in products:
@@ -62,14 +74,25 @@ def _of_experts(problem: Problem, products: Sequence[Node]) -> set[Node]:
                 continue
             for layout in problem.reach.layouts.get(value, ()):
                 cut = factor_of(dims, node.sizes, layout, problem.n)
-                if cut and _is_shared(node, cut[0]) and layout not in problem.batch_reach.layouts.get(value, ()):
+                if (
+                    cut
+                    and _is_shared(node, cut[0])
+                    and layout not in problem.batch_reach.layouts.get(value, ())
+                ):
                     seeds.append((value, layout))
     if not seeds:
         return set()
     cuts = reach(problem.graph, problem.n, seeds, problem.pinned).cuts
     by_batch = problem.batch_reach.cuts
-    return {n for n in products if n in by_batch and any(_is_shared(n, f) and c not in by_batch[n] for c in cuts.get(n, ()) for f in c[:1])}
+    return {
+        n
+        for n in products
+        if n in by_batch
+        and any(_is_shared(n, f) and c not in by_batch[n] for c in cuts.get(n, ()) for f in c[:1])
+    }
 
 
 def _is_shared(node: Node, factor: str) -> bool:
-    return all(any(factor in dim for dim in dims) for dims in (*node.rule.operands, *node.rule.results))
+    return all(
+        any(factor in dim for dim in dims) for dims in (*node.rule.operands, *node.rule.results)
+    )

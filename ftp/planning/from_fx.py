@@ -1,4 +1,6 @@
-"""A traced fx graph to a ``Graph`` with a rule on every op, and ops to primitives where a factor that they keep whole is to be cut."""
+"""A traced fx graph to a ``Graph`` with a rule on every op, and ops to primitives where a factor
+that they keep whole is to be cut.
+"""
 
 import operator
 import warnings
@@ -48,22 +50,39 @@ def constraints(graph: Graph) -> dict[Node, Pin]:
 
 
 def found_by_trial(graph: Graph) -> str:
-    """The rules of the ops for which none is stated, as text: what ranks compare beside the program, to say more than that it differs."""
-    unstated = {f"{n.target}: {n.rule}" for n in graph.nodes if n.kind == "op" and n.target not in RULES and n.target not in DECOMPOSITIONS}
+    """The rules of the ops for which none is stated, as text: what ranks compare beside the
+    program, to say more than that it differs.
+    """
+    unstated = {
+        f"{n.target}: {n.rule}"
+        for n in graph.nodes
+        if n.kind == "op" and n.target not in RULES and n.target not in DECOMPOSITIONS
+    }
     return "; ".join(sorted(unstated))
 
 
 def prune(graph: Graph) -> Graph:
-    """The graph in which per-rank code computes no result, and takes no operand, that nobody needs."""
+    """The graph in which per-rank code computes no result, and takes no operand, that nobody
+    needs.
+    """
     used = set(graph.outputs)
     swapped: dict[Value, Value] = {}
     nodes: list[Node] = []
     for node in reversed(graph.nodes):
-        kept = [i for i in range(len(node.results)) if Value(node, i) in used] if node.kind == "local" else []
+        kept = (
+            [i for i in range(len(node.results)) if Value(node, i) in used]
+            if node.kind == "local"
+            else []
+        )
         if 0 < len(kept) < len(node.results):
             program, taken = node.target.giving(kept)
-            operands, results = tuple(node.args[i] for i in taken), tuple(node.results[i] for i in kept)
-            less = replace(node, target=program, args=operands, results=results, rule=program.rule, sizes={})
+            operands, results = (
+                tuple(node.args[i] for i in taken),
+                tuple(node.results[i] for i in kept),
+            )
+            less = replace(
+                node, target=program, args=operands, results=results, rule=program.rule, sizes={}
+            )
             swapped.update({Value(node, i): Value(less, at) for at, i in enumerate(kept)})
             node = less
         used.update(node.operands)
@@ -73,11 +92,19 @@ def prune(graph: Graph) -> Graph:
     return live(Graph(nodes[::-1], [swapped.get(v, v) for v in graph.outputs]))
 
 
-_WRAP = "\n  or say how the ranks share the work: ftp.local(fn, mesh, in_specs, out_specs) around what calls it."
+_WRAP = (
+    "\n  or say how the ranks share the work: ftp.local(fn, mesh, in_specs, out_specs) around"
+    " what calls it."
+)
 
 
 class _Builder:
-    def __init__(self, strict: bool, env: dict[fx.Node, Any] | None = None, names: Mapping[str, Any] | None = None):
+    def __init__(
+        self,
+        strict: bool,
+        env: dict[fx.Node, Any] | None = None,
+        names: Mapping[str, Any] | None = None,
+    ):
         self.strict = strict
         self.env: dict[fx.Node, Any] = {} if env is None else env
         self.nodes: list[Node] = []
@@ -99,16 +126,28 @@ class _Builder:
             self.env[node] = self.call(node)
 
     def call(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_aggregate((node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a)  # type: ignore[misc]
-        args, kwargs = replaced(args, (), _meta), replaced(kwargs, (), _meta)  # fx's immutable containers as plain ones
+        args, kwargs = fx.node.map_aggregate(
+            (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a
+        )  # type: ignore[misc]
+        args, kwargs = (
+            replaced(args, (), _meta),
+            replaced(kwargs, (), _meta),
+        )  # fx's immutable containers as plain ones
         results = _metas(node.meta["val"])
         source = node.meta.get("source", "")
-        origin = {"source": source, "phase": node.meta.get("phase", 0), "region": node.meta.get("region")}
+        origin = {
+            "source": source,
+            "phase": node.meta.get("phase", 0),
+            "region": node.meta.get("region"),
+        }
         if node.target is LOCAL:
             program = program_of(args[1])
-            made = Node(node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin)
+            made = Node(
+                node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin
+            )
         elif node.target is CONSTRAIN:
-            # On an axis of which it does not speak it is the identity, and hands on what is pending too.
+            # On an axis of which it does not speak it is the identity, and hands on what is pending
+            # too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
             made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
         else:
@@ -119,7 +158,14 @@ class _Builder:
         values = [Value(made, i) for i in range(len(results))]
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
 
-    def rule(self, target: torch._ops.OpOverload, args: Any, kwargs: Any, results: tuple[Meta, ...], source: str) -> BoundRule:
+    def rule(
+        self,
+        target: torch._ops.OpOverload,
+        args: Any,
+        kwargs: Any,
+        results: tuple[Meta, ...],
+        source: str,
+    ) -> BoundRule:
         call = Call(target, replaced(args, Value, _meta), replaced(kwargs, Value, _meta), results)
         key = (target, repr(call.args), repr(call.kwargs))  # repeated blocks make the same calls
         if key not in self.rules:
@@ -139,11 +185,19 @@ class _Builder:
             finding = discover(call)
             if self.strict:
                 proven = f" proven on {finding.cases} generated calls" if finding.rule else ""
-                line = finding.line(target) if finding.rule else f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
-                raise PlanningError(f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}: {line}{_WRAP}")
+                line = (
+                    finding.line(target)
+                    if finding.rule
+                    else f"ftp.rule(torch.ops.{target}, {_candidate(call)!r})"
+                )
+                raise PlanningError(
+                    f"{target} has no sharding rule. {at}\n  State one, such as this one{proven}:"
+                    f" {line}{_WRAP}"
+                )
             if finding.stated is not None:
                 warnings.warn(
-                    f"{target} has no sharding rule; one was found by trial, is proven on {finding.cases} generated calls, and is used."
+                    f"{target} has no sharding rule; one was found by trial, is proven on"
+                    f" {finding.cases} generated calls, and is used."
                     f" {at}\n  State it, and nothing is tried any more: {finding.line(target)}",
                     DiscoveryWarning,
                     stacklevel=2,
@@ -151,8 +205,10 @@ class _Builder:
                 metas = [m.shape for m in call.operands], [m.shape for m in call.results]
                 return replace(bind(finding.stated, *metas, str(target)), is_found=True)
             warnings.warn(
-                f"{target} has no sharding rule: every rank computes it whole. {at} None was found by trial: {finding.reason}."
-                f"\n  State one, such as: ftp.rule(torch.ops.{target}, {_candidate(call)!r}){_WRAP}",
+                f"{target} has no sharding rule: every rank computes it whole. {at} None was found"
+                f" by trial: {finding.reason}."
+                f"\n  State one, such as: ftp.rule(torch.ops.{target},"
+                f" {_candidate(call)!r}){_WRAP}",
                 ReplicationWarning,
                 stacklevel=2,
             )
@@ -160,7 +216,9 @@ class _Builder:
 
 
 def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> Graph:
-    """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same graph where there is none."""
+    """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same
+    graph where there is none.
+    """
     wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
     if not wanted:
         return graph
@@ -204,7 +262,9 @@ def _primitives(node: Node) -> fx.GraphModule:
 
 
 def sum_of_scatter(graph: Graph) -> Graph:
-    """Sums over the dim along which values were scattered onto zeros, as sums of the values: no sum over a cut dim is left."""
+    """Sums over the dim along which values were scattered onto zeros, as sums of the values: no
+    sum over a cut dim is left.
+    """
     for node in graph.nodes:
         if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
             continue
@@ -228,7 +288,10 @@ def sum_of_scatter(graph: Graph) -> Graph:
 def _is_zero(node: Node) -> bool:
     if node.target in (aten.zeros.default, aten.new_zeros.default, aten.zeros_like.default):
         return True
-    return node.target in (aten.full.default, aten.full_like.default, aten.new_full.default) and float(node.args[-1]) == 0.0
+    return (
+        node.target in (aten.full.default, aten.full_like.default, aten.new_full.default)
+        and float(node.args[-1]) == 0.0
+    )
 
 
 def _meta(value: Value) -> Meta:
@@ -237,7 +300,10 @@ def _meta(value: Value) -> Meta:
 
 def _metas(val: Any) -> tuple[Meta, ...]:
     vals = (val,) if isinstance(val, torch.Tensor) else tuple(val)
-    return tuple(Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64) for v in vals)
+    return tuple(
+        Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64)
+        for v in vals
+    )
 
 
 def _candidate(call: Call) -> str:

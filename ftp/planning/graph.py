@@ -1,6 +1,8 @@
-"""The program between passes: a straight line of ops whose tensor dims are factors, with the cuts made so far.
+"""The program between passes: a straight line of ops whose tensor dims are factors, with the cuts
+made so far.
 
-Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the mesh axes folded so far.
+Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the
+mesh axes folded so far.
 """
 
 from collections.abc import Mapping, Sequence
@@ -18,7 +20,9 @@ BATCH, PARAMETER = 1, 2
 
 @dataclass(frozen=True)
 class FactorCut:
-    """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the axes folded before."""
+    """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the
+    axes folded before.
+    """
 
     axis: str
     factor: str
@@ -29,10 +33,12 @@ class FactorCut:
 
 @dataclass(frozen=True)
 class Move:
-    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to the axes folded before.
+    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to
+    the axes folded before.
 
     Attributes:
-        product: the axes over whose product it runs, in the order of the mesh, if there are several; ``axis`` then names them all.
+        product: the axes over whose product it runs, in the order of the mesh, if there are
+            several; ``axis`` then names them all.
     """
 
     axis: str
@@ -52,7 +58,14 @@ class Move:
         pair = self.src.kind + self.dst.kind
         if pair == "SS":
             return "all_gather" if self.src.dim == self.dst.dim else "all_to_all"
-        return {"PR": "all_reduce", "PS": "reduce_scatter", "SR": "all_gather", "RS": "slice", "RP": "contribute", "SP": "pad"}[pair]
+        return {
+            "PR": "all_reduce",
+            "PS": "reduce_scatter",
+            "SR": "all_gather",
+            "RS": "slice",
+            "RP": "contribute",
+            "SP": "pad",
+        }[pair]
 
 
 @dataclass(eq=False)
@@ -61,8 +74,8 @@ class Node:
 
     Attributes:
         kind: ``input``, ``op``, ``constrain``, ``local`` or ``move``.
-        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; the ``Program`` of per-rank code (``local``);
-            None for an input.
+        target: the aten op; the ``Move`` of a move; the entries of a constraint's spec; the
+            ``Program`` of per-rank code (``local``); None for an input.
         args, kwargs: as the op takes them, ``Value`` in place of tensors.
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
         phase: how often forward and backward passes took turns before it.
@@ -150,7 +163,8 @@ class Value:
 class Graph:
     """Nodes in an order in which they can run, and the values that the program returns.
 
-    Nodes are told apart by name wherever a program is printed, certified or passed on: of two that have one name the later gets another.
+    Nodes are told apart by name wherever a program is printed, certified or passed on: of two that
+    have one name the later gets another.
     """
 
     nodes: list[Node]
@@ -178,7 +192,9 @@ class Graph:
 
     def __str__(self) -> str:
         lines = [
-            f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})  {node.rule}" for node in self.nodes
+            f"{node.name} = {node.kind} {node.target or ''}({', '.join(map(repr, node.operands))})"
+            f"  {node.rule}"
+            for node in self.nodes
         ]
         return "\n".join([*lines, f"return {self.outputs}"])
 
@@ -190,7 +206,9 @@ def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:
     return BoundRule((dims,) * operands, (dims,), frozenset(), ({},), (), sizes, None, False)
 
 
-def whole_rule(operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]) -> BoundRule:
+def whole_rule(
+    operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
+) -> BoundRule:
     """Nothing may be cut: the rule of an op without one."""
     sizes: dict[str, int] = {}
 

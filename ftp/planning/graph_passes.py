@@ -18,20 +18,30 @@ def live(graph: Graph) -> Graph:
 
 
 def merge_common(graph: Graph) -> Graph:
-    """The graph with equal ops on equal operands computed once; what a recomputation is to repeat stays apart."""
+    """The graph with equal ops on equal operands computed once; what a recomputation is to
+    repeat stays apart.
+    """
     seen: dict[Any, Node] = {}
     canonical: dict[int, Node] = {}
     firsts = first_of_equals(graph)
     nodes = []
     for node in graph.nodes:
         if any(id(v.node) in canonical for v in node.operands):
-            node.replace_operands([Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands])
+            node.replace_operands(
+                [Value(canonical.get(id(v.node), v.node), v.index) for v in node.operands]
+            )
         if node.kind == "op":
             original = firsts.get(node, node)
-            if node.region is not None and original.region is None and node.region.keeps(node.target, is_product(node.target)):
+            if (
+                node.region is not None
+                and original.region is None
+                and node.region.keeps(node.target, is_product(node.target))
+            ):
                 first = canonical.get(id(original), original)
             else:
-                first = seen.setdefault((node.target, _key(node.args), _key(dict(node.kwargs)), node.region), node)
+                first = seen.setdefault(
+                    (node.target, _key(node.args), _key(dict(node.kwargs)), node.region), node
+                )
             if first is not node:
                 canonical[id(node)] = first
                 continue
@@ -40,7 +50,9 @@ def merge_common(graph: Graph) -> Graph:
 
 
 def first_of_equals(graph: Graph) -> dict[Node, Node]:
-    """Per op or move the first one of the same value and layout; nothing where nothing is recomputed."""
+    """Per op or move the first one of the same value and layout; nothing where nothing is
+    recomputed.
+    """
     if not any(node.region for node in graph.nodes):
         return {}
     first: dict[Any, Node] = {}
@@ -55,13 +67,21 @@ def first_of_equals(graph: Graph) -> dict[Node, Node]:
 
     for node in graph.nodes:
         if node.kind != "input":
-            known = (node.kind, node.target, _key(key(node.args)), _key(key(dict(node.kwargs))), tuple(node.cuts))
+            known = (
+                node.kind,
+                node.target,
+                _key(key(node.args)),
+                _key(key(dict(node.kwargs))),
+                tuple(node.cuts),
+            )
             found[node] = first.setdefault(known, node)
     return found
 
 
 def keep_collectives(graph: Graph) -> Graph:
-    """The graph in which recomputations whose policy says so take what the forward pass has moved, rather than move it again."""
+    """The graph in which recomputations whose policy says so take what the forward pass has
+    moved, rather than move it again.
+    """
     firsts = first_of_equals(graph)
     kept = {
         node: first
@@ -74,7 +94,11 @@ def keep_collectives(graph: Graph) -> Graph:
     }
     for node in graph.nodes if kept else ():
         node.replace_operands([Value(kept.get(v.node, v.node), v.index) for v in node.operands])
-    return live(Graph(graph.nodes, [Value(kept.get(v.node, v.node), v.index) for v in graph.outputs])) if kept else graph
+    return (
+        live(Graph(graph.nodes, [Value(kept.get(v.node, v.node), v.index) for v in graph.outputs]))
+        if kept
+        else graph
+    )
 
 
 def _key(tree: Any) -> Any:
@@ -84,7 +108,10 @@ def _key(tree: Any) -> Any:
         return tuple(map(_key, tree))
     if isinstance(tree, dict):
         return tuple((k, _key(v)) for k, v in tree.items())
-    if isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format) or tree is None:
+    if (
+        isinstance(tree, torch.dtype | torch.device | torch.layout | torch.memory_format)
+        or tree is None
+    ):
         return repr(tree)
     return (type(tree).__name__, repr(tree))
 

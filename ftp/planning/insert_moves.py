@@ -9,7 +9,18 @@ from ftp.planning.problem import AxisPlan
 from ftp.planning.strategies import Strategy
 from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
-from ftp.sharding.layout import Layout, R, Size, cut_extent, cut_size, div, is_even, mul, nominal, prod
+from ftp.sharding.layout import (
+    Layout,
+    R,
+    Size,
+    cut_extent,
+    cut_size,
+    div,
+    is_even,
+    mul,
+    nominal,
+    prod,
+)
 from ftp.sharding.spec import PartitionSpec
 
 
@@ -23,7 +34,10 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Gra
             required.setdefault(value, []).append(layout)
     for node in graph.nodes:
         needs = plan.strategies[node].operands
-        fresh = [emitter.obtain(value, need, node) for value, need in zip(node.operands, needs, strict=True)]
+        fresh = [
+            emitter.obtain(value, need, node)
+            for value, need in zip(node.operands, needs, strict=True)
+        ]
         emitter.nodes.append(node)
         emitter.rewired[node] = fresh
         for index in range(len(node.results)):
@@ -34,7 +48,14 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Gra
                 for user, slot in users.get(value, ()):
                     emitter.obtain(value, plan.strategies[user].operands[slot], user)
     final = [
-        emitter.obtain(value, layout or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ())), None)
+        emitter.obtain(
+            value,
+            layout
+            or _at_rest(
+                plan.strategies[value.node].results[value.index], plan.copies.get(value, ())
+            ),
+            None,
+        )
         for value, layout in zip(graph.outputs, outputs, strict=True)
     ]
     for node, fresh in emitter.rewired.items():
@@ -51,7 +72,8 @@ def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:
 
 def output_layouts(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> list[Layout]:
     return [
-        layout or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ()))
+        layout
+        or _at_rest(plan.strategies[value.node].results[value.index], plan.copies.get(value, ()))
         for value, layout in zip(graph.outputs, outputs, strict=True)
     ]
 
@@ -86,7 +108,9 @@ class _Emitter:
         self.nodes: list[Node] = []
         self.rewired: dict[Node, list[Value]] = {}
         self.made: dict[tuple[Value, Layout], Value] = {}
-        self.shapes = {Value(node, i): node.shape(i) for node in graph.nodes for i in range(len(node.results))}
+        self.shapes = {
+            Value(node, i): node.shape(i) for node in graph.nodes for i in range(len(node.results))
+        }
 
     def obtain(self, value: Value, need: Layout, user: Node | None) -> Value:
         """``value`` in the layout ``need``, by the moves that the plan chose."""
@@ -106,10 +130,20 @@ class _Emitter:
         self.made[value, need] = moved
         return moved
 
-    def _move(self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None) -> Value:
-        move = Move(self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, self.shapes[value])
+    def _move(
+        self, value: Value, source: Value, src: Layout, dst: Layout, user: Node | None
+    ) -> Value:
+        move = Move(
+            self.plan.axis, self.plan.n, R if src.kind == "R" else src, dst, self.shapes[value]
+        )
         rule, sizes = move_rule(move)
-        cause = "an output" if user is None else f"{user.name} at {user.source}" if user.source else user.name
+        cause = (
+            "an output"
+            if user is None
+            else f"{user.name} at {user.source}"
+            if user.source
+            else user.name
+        )
         name = f"{value!r}_{move.op}_{self.plan.axis}".replace("[", "_").replace("]", "")
         node = Node(
             name,
@@ -131,9 +165,11 @@ class _Emitter:
 
 
 def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
-    """Factors of a move for the axes that are folded after it: what other axes may cut while this one moves the value.
+    """Factors of a move for the axes that are folded after it: what other axes may cut while this
+    one moves the value.
 
-    In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further; an uneven one stays whole.
+    In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further;
+    an uneven one stays whole.
     """
     sizes: dict[str, Size] = {}
     whole: set[str] = set()
@@ -151,7 +187,14 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
         if same:
             side = "x" if here is operand else "y"
             here[d] = (f"{side}o", f"{side}g", f"{side}i")
-            sizes.update({f"{side}o": layout.outer, f"{side}g": local, f"{side}i": layout.inner, f"{side}f": extent})
+            sizes.update(
+                {
+                    f"{side}o": layout.outer,
+                    f"{side}g": local,
+                    f"{side}i": layout.inner,
+                    f"{side}f": extent,
+                }
+            )
             whole |= {f"{side}o", f"{side}g", f"{side}i"}
         else:
             o, g, i, m, h = (f"{letter}{d}" for letter in "ogimh")
@@ -168,4 +211,13 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
         sizes.pop(f"~{d}", None)
     linear = () if move.src.kind == "P" and move.src.op != "sum" else ((0,),)
     nominal_sizes = {f: nominal(s) for f, s in sizes.items()}
-    return BoundRule((tuple(operand),), (tuple(result),), frozenset(whole), ({},), linear, nominal_sizes, None, False), sizes
+    return BoundRule(
+        (tuple(operand),),
+        (tuple(result),),
+        frozenset(whole),
+        ({},),
+        linear,
+        nominal_sizes,
+        None,
+        False,
+    ), sizes

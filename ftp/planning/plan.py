@@ -11,7 +11,9 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True)
 class Specs:
-    """What is fixed: a spec per input node, a pin per constraint node, and a spec per output (None: left open)."""
+    """What is fixed: a spec per input node, a pin per constraint node, and a spec per output
+    (None: left open).
+    """
 
     inputs: Mapping[Node, PartitionSpec]
     constraints: Mapping[Node, Pin]
@@ -27,8 +29,10 @@ class Plan:
         solutions: per axis, what elimination found: cost in seconds, bound, largest table.
         kept_rules: per axis, whether a plan exists that keeps all rules of conduct.
         out_specs: per output.
-        alike: how many repeated layers were planned as one (0: none); optima and bounds are then over plans that treat them alike.
-        entries, exits: inputs that are gathered and outputs that are sliced beside the plan, and the specs that they have outside.
+        alike: how many repeated layers were planned as one (0: none); optima and bounds are then
+            over plans that treat them alike.
+        entries, exits: inputs that are gathered and outputs that are sliced beside the plan, and
+            the specs that they have outside.
     """
 
     graph: Graph

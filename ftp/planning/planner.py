@@ -1,4 +1,5 @@
-"""Graph and specs to a plan: the cost network of one mesh axis after another, each over the shapes that the axes before left.
+"""Graph and specs to a plan: the cost network of one mesh axis after another, each over the shapes
+that the axes before left.
 
 Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
 """
@@ -49,15 +50,27 @@ def make_plan(
     Args:
         batch_inputs: inputs whose cuts make an axis' activations stay in place (rule C1).
         data_axes: the axes on which parameters move rather than activations.
-        reshard_after_forward: gather a parameter again for the backward pass instead of keeping the gathered copy.
-        decompose: replaces nodes by primitives, where a factor that they keep whole is within reach.
+        reshard_after_forward: gather a parameter again for the backward pass instead of keeping the
+            gathered copy.
+        decompose: replaces nodes by primitives, where a factor that they keep whole is within
+            reach.
         watch: sees each axis' problem before it is solved.
 
     Raises:
         PlanningError: where no program meets the specs.
     """
     with collection_paused():
-        return _make_plan(graph, axes, specs, list(batch_inputs), data_axes, reshard_after_forward, hardware, decompose, watch)
+        return _make_plan(
+            graph,
+            axes,
+            specs,
+            list(batch_inputs),
+            data_axes,
+            reshard_after_forward,
+            hardware,
+            decompose,
+            watch,
+        )
 
 
 def _make_plan(
@@ -75,7 +88,11 @@ def _make_plan(
     order, specs = axis_order(graph, axes, given)
     args = order, axes, data_axes, reshard_after_forward, hardware, decompose
     # Who watches is to see the problems of the whole graph.
-    if watch is None and specs is given and (plan := _plan_folded(graph, specs, batch, *args)) is not None:
+    if (
+        watch is None
+        and specs is given
+        and (plan := _plan_folded(graph, specs, batch, *args)) is not None
+    ):
         return plan
     plan = _plan_axes(graph, specs, batch, *args, watch=watch)
     assert plan is not None
@@ -84,9 +101,18 @@ def _make_plan(
 
 def _as_given(plan: Plan, given: Specs, planned: Specs) -> Plan:
     """The plan with what it does where a spec could not be planned for."""
-    plan.entries = {node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]}
-    plan.exits = {i: spec for i, spec in enumerate(given.outputs) if spec is not None and spec != planned.outputs[i]}
-    plan.out_specs = [found if spec is None else spec for spec, found in zip(given.outputs, plan.out_specs, strict=True)]
+    plan.entries = {
+        node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]
+    }
+    plan.exits = {
+        i: spec
+        for i, spec in enumerate(given.outputs)
+        if spec is not None and spec != planned.outputs[i]
+    }
+    plan.out_specs = [
+        found if spec is None else spec
+        for spec, found in zip(given.outputs, plan.out_specs, strict=True)
+    ]
     return plan
 
 
@@ -100,25 +126,54 @@ def plan_few(
     data_axes: Sequence[str] = (),
     decompose: Decompose | None = None,
 ) -> Plan | None:
-    """``make_plan`` of a graph whose repeated layers are left out already and stay so; None where they come out different."""
+    """``make_plan`` of a graph whose repeated layers are left out already and stay so; None
+    where they come out different.
+    """
     with collection_paused():
         order, fitting = axis_order(graph, axes, specs)
-        plan = _plan_axes(graph, fitting, list(batch_inputs), order, axes, data_axes, True, DEFAULT, decompose, ties=ties)
+        plan = _plan_axes(
+            graph,
+            fitting,
+            list(batch_inputs),
+            order,
+            axes,
+            data_axes,
+            True,
+            DEFAULT,
+            decompose,
+            ties=ties,
+        )
         return plan and _as_given(plan, specs, fitting)
 
 
 def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:
-    """The plan of a graph whose layers repeat, from that of one with fewer of them; None where they do not, or come out different."""
+    """The plan of a graph whose layers repeat, from that of one with fewer of them; None where
+    they do not, or come out different.
+    """
     is_batch = set(batch)
-    folded = fold(graph, lambda node: (specs.inputs.get(node), node in is_batch, specs.constraints.get(node)), specs.outputs)
+    folded = fold(
+        graph,
+        lambda node: (specs.inputs.get(node), node in is_batch, specs.constraints.get(node)),
+        specs.outputs,
+    )
     if folded is None:
         return None
     few = Specs(
         {copy: specs.inputs[node] for copy, node in folded.origin.items() if node in specs.inputs},
-        {copy: specs.constraints[node] for copy, node in folded.origin.items() if node in specs.constraints},
+        {
+            copy: specs.constraints[node]
+            for copy, node in folded.origin.items()
+            if node in specs.constraints
+        },
         [specs.outputs[i] for i in folded.kept],
     )
-    plan = _plan_axes(folded.graph, few, [copy for copy, node in folded.origin.items() if node in is_batch], *args, ties=folded.ties)
+    plan = _plan_axes(
+        folded.graph,
+        few,
+        [copy for copy, node in folded.origin.items() if node in is_batch],
+        *args,
+        ties=folded.ties,
+    )
     found = unfold(folded, plan.graph) if plan else None
     if plan is None or found is None:
         return None
@@ -142,7 +197,9 @@ def _plan_axes(
     ties: Callable[[Graph], Ties | None] | None = None,
     watch: Watch | None = None,
 ) -> Plan | None:
-    """The plan, one axis after another; None where layers that are to be decided alike are not alike."""
+    """The plan, one axis after another; None where layers that are to be decided alike are not
+    alike.
+    """
     if decompose is not None:
         graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
     plan = Plan(graph, {name: axes[name] for name in order})
@@ -153,7 +210,9 @@ def _plan_axes(
         tied = ties(plan.graph) if ties else None
         if ties and tied is None:
             return None
-        problem = _problem(plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware, tied)
+        problem = _problem(
+            plan.graph, name, order[:at], axes, specs, batch, name in data_axes, hardware, tied
+        )
         try:
             if watch is not None:
                 watch(problem)
@@ -162,11 +221,14 @@ def _plan_axes(
             return None
         except Infeasible:
             raise PlanningError(
-                f"No program meets the specs on mesh axis {name!r}, not even one that moves everything."
+                f"No program meets the specs on mesh axis {name!r}, not even one that moves"
+                " everything."
                 " This is a fault of ftp: please report it, with the function and the specs."
             ) from None
         plan.solutions[name], plan.kept_rules[name] = chosen.solution, chosen.kept_rules
-        for cuts, layout in zip(open_cuts, output_layouts(plan.graph, chosen, problem.outputs), strict=True):
+        for cuts, layout in zip(
+            open_cuts, output_layouts(plan.graph, chosen, problem.outputs), strict=True
+        ):
             cuts.append((name, layout))
         plan.graph = apply(plan.graph, chosen, problem.outputs)
     plan.graph = keep_collectives(plan.graph)
@@ -192,8 +254,21 @@ def _problem(
 ) -> Problem:
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
-    hardware = replace(hardware, link=replace(hardware.link, latency=planned_latency(graph, hardware, ties)))
-    return Problem(graph, name, axes[name], hardware, from_specs(), pinned, outputs, is_data, from_batch(), ties)
+    hardware = replace(
+        hardware, link=replace(hardware.link, latency=planned_latency(graph, hardware, ties))
+    )
+    return Problem(
+        graph,
+        name,
+        axes[name],
+        hardware,
+        from_specs(),
+        pinned,
+        outputs,
+        is_data,
+        from_batch(),
+        ties,
+    )
 
 
 def _fixed(
@@ -202,7 +277,10 @@ def _fixed(
     """The layouts on one axis of inputs and constraints, and of outputs (None: open)."""
     pinned = {
         node: spec_layout(spec, node.shape(), name, axes, folded) or R
-        for node, spec in (*specs.inputs.items(), *((node, pin.spec) for node, pin in specs.constraints.items() if pin.holds(name)))
+        for node, spec in (
+            *specs.inputs.items(),
+            *((node, pin.spec) for node, pin in specs.constraints.items() if pin.holds(name)),
+        )
     }
     pinned.update((node, R) for node in graph.inputs if node not in pinned)
     outputs = [
@@ -213,29 +291,56 @@ def _fixed(
 
 
 def _reaches(
-    graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs, batch: Sequence[Node]
+    graph: Graph,
+    name: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    specs: Specs,
+    batch: Sequence[Node],
 ) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
     """What one axis may cut, closed from all that is fixed, and from the ``batch`` inputs alone."""
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
-    constrained = [(v, pinned[node]) for node, pin in specs.constraints.items() if pin.holds(name) for v in (Value(node), node.operands[0])]
+    constrained = [
+        (v, pinned[node])
+        for node, pin in specs.constraints.items()
+        if pin.holds(name)
+        for v in (Value(node), node.operands[0])
+    ]
     # Per-rank code says where its operands and results are, as a constraint does.
-    own: dict[Node, list[Cut]] = {node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"}
+    own: dict[Node, list[Cut]] = {
+        node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"
+    }
     for node, (cut,) in own.items():
-        there = [(v, layout_of(dims, node.sizes, cut, n)) for v, dims in zip(node.operands, node.rule.operands, strict=True)]
-        there += [(Value(node, i), layout_of(dims, node.sizes, cut, n)) for i, dims in enumerate(node.rule.results)]
+        there = [
+            (v, layout_of(dims, node.sizes, cut, n))
+            for v, dims in zip(node.operands, node.rule.operands, strict=True)
+        ]
+        there += [
+            (Value(node, i), layout_of(dims, node.sizes, cut, n))
+            for i, dims in enumerate(node.rule.results)
+        ]
         constrained += [(v, layout) for v, layout in there if layout.kind == "S"]
 
     def from_specs() -> Reach:
         seeds = [(Value(node), layout) for node, layout in pinned.items()]
-        seeds += [(value, layout) for value, layout in zip(graph.outputs, outputs, strict=True) if layout is not None]
+        seeds += [
+            (value, layout)
+            for value, layout in zip(graph.outputs, outputs, strict=True)
+            if layout is not None
+        ]
         found = reach(graph, n, seeds + constrained, pinned)
         found.cuts.update(own)
         return found
 
     def from_batch() -> Reach:
-        # A constraint on a data axis says where activations stay, and the closure does not pass through it.
-        return reach(graph, n, [(Value(node), pinned[node]) for node in batch] + constrained, pinned) if batch else Reach()
+        # A constraint on a data axis says where activations stay, and the closure does not pass
+        # through it.
+        return (
+            reach(graph, n, [(Value(node), pinned[node]) for node in batch] + constrained, pinned)
+            if batch
+            else Reach()
+        )
 
     return from_specs, from_batch
 
@@ -246,7 +351,8 @@ SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on
 def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
     """Seconds that a collective costs however small it is, as planned with.
 
-    A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike the model that it stands for.
+    A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike
+    the model that it stands for.
     """
     sizes = [
         math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
@@ -255,7 +361,12 @@ def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> floa
         for _ in range(ties.weight(node) if ties else 1)
     ]
     return (
-        min(hardware.link.latency, SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth) if sizes else hardware.link.latency
+        min(
+            hardware.link.latency,
+            SMALL_LATENCY * statistics.median(sizes) / hardware.link.bandwidth,
+        )
+        if sizes
+        else hardware.link.latency
     )
 
 
@@ -270,16 +381,21 @@ def _decompose_on_demand(
 ) -> Graph:
     """Replace ops by primitives wherever an axis may cut a factor that they keep whole.
 
-    On a data axis only what the batch cuts counts: there activations stay as the batch cuts them, whatever their parameters' layouts reach.
+    On a data axis only what the batch cuts counts: there activations stay as the batch cuts them,
+    whatever their parameters' layouts reach.
     """
     while True:
         blocked: dict[Node, None] = {}
         for at, name in enumerate(order):
             if axes[name] == 1:
                 continue
-            from_specs, from_batch = _reaches(graph, name, order[:at], axes, specs, batch if name in data_axes else ())
+            from_specs, from_batch = _reaches(
+                graph, name, order[:at], axes, specs, batch if name in data_axes else ()
+            )
             found = from_batch() if name in data_axes else from_specs()
-            blocked.update(dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose))
+            blocked.update(
+                dict.fromkeys(n for n in found.blocked if n.kind == "op" and n.rule.decompose)
+            )
         smaller = decompose(graph, blocked) if blocked else graph
         if smaller is graph:
             return graph

@@ -1,4 +1,6 @@
-"""From a traced program to its plan: the one way that steps, exported programs and the search take."""
+"""From a traced program to its plan: the one way that steps, exported programs and the search
+take.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,7 +22,8 @@ class Prepared:
 
     Attributes:
         graph: rules on all ops, dead code gone, common subexpressions merged, dependencies marked.
-        arguments: the input nodes of the arguments' tensors; inputs after them are closure constants.
+        arguments: the input nodes of the arguments' tensors; inputs after them are closure
+            constants.
         constraints: what each constraint node fixes.
     """
 
@@ -34,12 +37,15 @@ class Prepared:
         return [node for node in self.arguments if node.depends & BATCH]
 
 
-def prepare(gm: fx.GraphModule, names: Sequence[str], is_state: Sequence[bool], *, strict: bool = False) -> Prepared:
+def prepare(
+    gm: fx.GraphModule, names: Sequence[str], is_state: Sequence[bool], *, strict: bool = False
+) -> Prepared:
     """A traced program ready to be planned.
 
     Args:
         names: what the arguments' tensors are called, in the order of the placeholders.
-        is_state: per argument tensor whether it is state (parameters, an optimizer's) rather than of a batch.
+        is_state: per argument tensor whether it is state (parameters, an optimizer's) rather than
+            of a batch.
         strict: an op without a rule is an error, rather than replicated with a warning.
     """
     graph = from_fx(gm, names, strict=strict)
@@ -68,11 +74,14 @@ def plan_prepared(
         axes: the mesh's axes and their sizes.
         in_specs: per argument tensor.
         out_specs: per output of the graph; None leaves it to the planner.
-        data_axes: the axes on which parameters move rather than activations; default those that cut a batch argument.
+        data_axes: the axes on which parameters move rather than activations; default those that cut
+            a batch argument.
     """
     specs = dict(zip(prepared.arguments, in_specs, strict=True))
     if data_axes is None:
-        data_axes = tuple(dict.fromkeys(axis for node in prepared.batch for axis in specs[node].axes))
+        data_axes = tuple(
+            dict.fromkeys(axis for node in prepared.batch for axis in specs[node].axes)
+        )
     return make_plan(
         prepared.graph,
         axes,

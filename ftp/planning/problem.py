@@ -43,7 +43,8 @@ class Open:
         held: per input, seconds that holding it whole is priced with; a shard counts for its part.
         kept: the same, per value that a forward pass keeps for a backward pass.
         cuts: per input the layouts that it may have, beside whole.
-        is_bare: prices are those of ops and moves alone, without the small ones that choose between equals; for bounds.
+        is_bare: prices are those of ops and moves alone, without the small ones that choose between
+            equals; for bounds.
     """
 
     groups: Mapping[Node, Node]
@@ -56,7 +57,9 @@ class Open:
 
 @dataclass
 class Problem:
-    """What is given for one axis: the fixed layouts, what may be cut, and which rules of conduct hold."""
+    """What is given for one axis: the fixed layouts, what may be cut, and which rules of conduct
+    hold.
+    """
 
     graph: Graph
     axis: str

@@ -1,6 +1,8 @@
-"""Which factors of which values one mesh axis may cut: the closure of specs and constraints through the rules.
+"""Which factors of which values one mesh axis may cut: the closure of specs and constraints through
+the rules.
 
-Without this gate every op could be cut along every dim: plain tensor parallelism would turn into sequence parallelism.
+Without this gate every op could be cut along every dim: plain tensor parallelism would turn into
+sequence parallelism.
 """
 
 from collections.abc import Iterable, Mapping
@@ -30,8 +32,12 @@ class Reach:
     blocked: dict[Node, list[str]] = field(default_factory=dict)
 
 
-def reach(graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: Mapping[Node, Layout]) -> Reach:
-    """Close ``seeds`` forwards and backwards; nothing passes through per-rank code and the ``pinned`` nodes (inputs, constraints)."""
+def reach(
+    graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: Mapping[Node, Layout]
+) -> Reach:
+    """Close ``seeds`` forwards and backwards; nothing passes through per-rank code and the
+    ``pinned`` nodes (inputs, constraints).
+    """
     found = Reach()
     users = graph.users()
     work: list[tuple[Value, Layout]] = []
@@ -78,7 +84,9 @@ def reach(graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: M
 
 
 def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> Cut | None:
-    """The one factor whose cut is ``layout`` in a tensor of these dims, or None where the cut runs through several."""
+    """The one factor whose cut is ``layout`` in a tensor of these dims, or None where the cut
+    runs through several.
+    """
     dim = dims[layout.dim]
     if len(dim) == 1 and div(sizes[dim[0]], mul(layout.outer, layout.inner)) is not None:
         return dim[0], layout.outer, layout.inner
@@ -89,14 +97,20 @@ def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> 
             within = div(layout.inner, prod(sizes[f] for f in dim[at + 1 :]))
             for inner in (1,) if within in (None, 1) else (within, 1):
                 extent = div(sizes[factor], mul(outer, inner))
-                if extent and extent != 1 and layout_of(dims, sizes, (factor, outer, inner), n) == layout:
+                if (
+                    extent
+                    and extent != 1
+                    and layout_of(dims, sizes, (factor, outer, inner), n) == layout
+                ):
                     return _named(factor, outer, extent, inner, n)
         before = mul(before, sizes[factor])
     return None
 
 
 def layout_of(dims: Dims, sizes: Mapping[str, Size], cut: Cut, n: int) -> Layout:
-    """The layout of a tensor of these dims when ``cut`` is made; ``R`` where it does not have the factor."""
+    """The layout of a tensor of these dims when ``cut`` is made; ``R`` where it does not have
+    the factor.
+    """
     factor, outer, inner = cut
     for d, dim in enumerate(dims):
         if factor in dim:

@@ -8,11 +8,16 @@ from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.graph_passes import live
 from ftp.rules.op_kinds import VIEWS
 
-RECOMPUTED = VIEWS | {torch.ops.aten._to_copy.default, torch.ops.aten.clone.default}  # cheap enough to repeat on a regathered parameter
+RECOMPUTED = VIEWS | {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.clone.default,
+}  # cheap enough to repeat on a regathered parameter
 
 
 def gather_again(graph: Graph) -> Graph:
-    """The graph in which each pass, forward or backward, gathers parameters anew (``reshard_after_forward``)."""
+    """The graph in which each pass, forward or backward, gathers parameters anew
+    (``reshard_after_forward``).
+    """
     made: dict[tuple[Node, int], Node] = {}
     nodes: list[Node] = []
 
@@ -23,7 +28,9 @@ def gather_again(graph: Graph) -> Graph:
         if (node, phase) not in made:
             operands = [again(v, phase) for v in node.operands]
             name = f"{node.name}_again" if phase == 1 else f"{node.name}_again_{phase}"
-            copy = replace(node, name=name, phase=phase, sizes=dict(node.sizes), cuts=list(node.cuts))
+            copy = replace(
+                node, name=name, phase=phase, sizes=dict(node.sizes), cuts=list(node.cuts)
+            )
             copy.replace_operands(operands)
             made[node, phase] = copy
             nodes.append(copy)
@@ -31,9 +38,18 @@ def gather_again(graph: Graph) -> Graph:
 
     gathered: dict[Node, bool] = {}
     for node in graph.nodes:
-        is_gather = node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
-        gathered[node] = is_gather or (_is_regatherable(node) and any(gathered[v.node] for v in node.operands))
-        node.replace_operands([again(v, node.phase) if v.node.phase < node.phase and gathered[v.node] else v for v in node.operands])
+        is_gather = (
+            node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
+        )
+        gathered[node] = is_gather or (
+            _is_regatherable(node) and any(gathered[v.node] for v in node.operands)
+        )
+        node.replace_operands(
+            [
+                again(v, node.phase) if v.node.phase < node.phase and gathered[v.node] else v
+                for v in node.operands
+            ]
+        )
         nodes.append(node)
     return live(Graph(nodes, graph.outputs))
 

@@ -13,7 +13,9 @@ PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties
 
 
 class Strategy(NamedTuple):
-    """What one op does on one axis: the layouts it takes and gives; the cut, or the group of operands that are pending sums."""
+    """What one op does on one axis: the layouts it takes and gives; the cut, or the group of
+    operands that are pending sums.
+    """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
@@ -22,11 +24,19 @@ class Strategy(NamedTuple):
 
 
 def passes_gathered(node: Node) -> bool:
-    """Whether a node only hands on what was gathered: a view, a constraint of other axes, or another axis' move that reduces nothing."""
-    return node.target in VIEWS or node.kind == "constrain" or (node.kind == "move" and node.target.src.kind != "P")
+    """Whether a node only hands on what was gathered: a view, a constraint of other axes, or
+    another axis' move that reduces nothing.
+    """
+    return (
+        node.target in VIEWS
+        or node.kind == "constrain"
+        or (node.kind == "move" and node.target.src.kind != "P")
+    )
 
 
-def strategies(node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()) -> list[Strategy]:
+def strategies(
+    node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()
+) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``."""
     if pinned is not None:
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None

@@ -1,4 +1,6 @@
-"""Plans that people already have, read as specs and constraints: PyTorch's styles, transformers', Megatron's, adapters; and our own."""
+"""Plans that people already have, read as specs and constraints: PyTorch's styles,
+transformers', Megatron's, adapters; and our own.
+"""
 
 from ftp.plans import legacy_styles as older
 from ftp.plans.huggingface import from_hf
@@ -17,7 +19,20 @@ from ftp.plans.legacy_styles import (
 )
 from ftp.plans.lora import lora
 from ftp.plans.megatron import from_megatron
-from ftp.plans.models import NAMES, Names, attention, bert, gpt2, llama, mixtral, mlp, sequence_parallel, t5, vit, vocabulary
+from ftp.plans.models import (
+    NAMES,
+    Names,
+    attention,
+    bert,
+    gpt2,
+    llama,
+    mixtral,
+    mlp,
+    sequence_parallel,
+    t5,
+    vit,
+    vocabulary,
+)
 from ftp.plans.parallelize_module import from_parallelize_plan, merge
 
 __all__ = [

@@ -1,4 +1,6 @@
-"""Plans of transformers' models, read from the model itself: nothing of transformers is imported."""
+"""Plans of transformers' models, read from the model itself: nothing of transformers is
+imported.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -14,14 +16,19 @@ from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
 
-# Which dim of a parameter a style cuts. Where a style also says that a module's input is split or its output gathered, the planner finds
-# the moves that this takes, or that there is a cheaper place for them.
+# Which dim of a parameter a style cuts. Where a style also says that a module's input is split or
+# its output gathered, the planner finds the moves that this takes, or that there is a cheaper place
+# for them.
 COLUMN = {"colwise", "colwise_gather_output", "colwise_rep", "local_colwise"}
 ROW = {"rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise"}
-PACKED_COLUMN, PACKED_ROW = {"packed_colwise", "local_packed_colwise"}, {"packed_rowwise", "local_packed_rowwise"}
+PACKED_COLUMN, PACKED_ROW = (
+    {"packed_colwise", "local_packed_colwise"},
+    {"packed_rowwise", "local_packed_rowwise"},
+)
 VOCABULARY, FEATURES = {"embedding_rowwise", "vocab_parallel_rowwise"}, {"embedding_colwise"}
 EXPERTS = {"grouped_gemm"}
-# Whole on every rank, and moves of activations and sums of gradients that a global program has no need to state.
+# Whole on every rank, and moves of activations and sums of gradients that a global program has no
+# need to state.
 WHOLE = {
     "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params",
     "ep_dispatch_experts", "ep_router", "gather", "local", "isolated",
@@ -45,23 +52,29 @@ def from_hf(
     experts: str = "columns",
     vocab_parallel: bool = True,
 ) -> tuple[Specs, dict[str, Constraint]]:
-    """The tensor-parallel plan that a model of transformers (version 5) carries, as specs and constraints.
+    """The tensor-parallel plan that a model of transformers (version 5) carries, as specs and
+    constraints.
 
-    The model runs as it is: ``fn, params = ftp.functionalize(model, constraints=constraints)``. Attention is cut between heads, as the
-    config counts them; where there are fewer key heads than ranks, ranks share them. Fused q, k, v and fused gate, up are packs. BERT,
-    GPT-2, T5 and ViT, for which transformers has no plan, get those of ``ftp.plans``.
+    The model runs as it is: ``fn, params = ftp.functionalize(model, constraints=constraints)``.
+    Attention is cut between heads, as the config counts them; where there are fewer key heads than
+    ranks, ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT,
+    for which transformers has no plan, get those of ``ftp.plans``.
 
     Args:
         axis: the mesh axis to cut over.
         plan: ``{path pattern: style name}`` that replaces the model's own entries, key by key.
-        experts: "columns" cuts each expert as an MLP is cut; "whole" gives every rank some of the experts, by the model's expert plan.
-        vocab_parallel: cut the input embedding and the output head along the vocabulary; otherwise they are whole on every rank.
+        experts: "columns" cuts each expert as an MLP is cut; "whole" gives every rank some of the
+            experts, by the model's expert plan.
+        vocab_parallel: cut the input embedding and the output head along the vocabulary; otherwise
+            they are whole on every rank.
 
     Returns:
-        ``{path: P}`` for every parameter that ``functionalize`` gives, which prints as a table, and ``{module path: Constraint}``.
+        ``{path: P}`` for every parameter that ``functionalize`` gives, which prints as a table, and
+        ``{module path: Constraint}``.
 
     Raises:
-        SpecError: a model without a plan; styles that mean nothing to ``ftp``, all by name; an entry of ``plan`` that names nothing.
+        SpecError: a model without a plan; styles that mean nothing to ``ftp``, all by name; an
+            entry of ``plan`` that names nothing.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -81,7 +94,10 @@ def from_hf(
     if not isinstance(model, nn.Module):
         raise SpecError(f"from_hf takes a model, not {model!r}, {kind_of(model)}.")
     if experts not in ("columns", "whole"):
-        raise SpecError(f"from_hf(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each rank some of them.")
+        raise SpecError(
+            f"from_hf(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
+            " rank some of them."
+        )
     _, params = functionalize(model)
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
@@ -93,18 +109,36 @@ def from_hf(
 
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
-    """What the model says, with paths from the model itself; the config's plan is of the base model."""
+    """What the model says, with paths from the model itself; the config's plan is of the base
+    model.
+    """
     found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
-    of_experts = (getattr(model, "ep_plan", None) or getattr(model, "_ep_plan", None) or {}) if experts == "whole" else {}
+    of_experts = (
+        (getattr(model, "ep_plan", None) or getattr(model, "_ep_plan", None) or {})
+        if experts == "whole"
+        else {}
+    )
     config = getattr(model, "config", None)
     base = getattr(model, "base_model_prefix", "")
     prefix = f"{base}." if base and isinstance(getattr(model, base, None), nn.Module) else ""
     if not any(key.startswith(prefix) for key in found):
-        found = {**{f"{prefix}{k}": v for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()}, **found}
+        found = {
+            **{
+                f"{prefix}{k}": v
+                for k, v in (getattr(config, "base_model_tp_plan", None) or {}).items()
+            },
+            **found,
+        }
     if experts == "whole" and not of_experts:
-        of_experts = {f"{prefix}{k}": v for k, v in (getattr(config, "base_model_ep_plan", None) or {}).items()}
+        of_experts = {
+            f"{prefix}{k}": v
+            for k, v in (getattr(config, "base_model_ep_plan", None) or {}).items()
+        }
         if not of_experts:
-            raise SpecError(f"from_hf(experts='whole'): {type(model).__name__} has no plan for its experts. Cut them by columns.")
+            raise SpecError(
+                f"from_hf(experts='whole'): {type(model).__name__} has no plan for its experts."
+                " Cut them by columns."
+            )
     return {**found, **of_experts}
 
 
@@ -113,15 +147,25 @@ def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Spe
     kind = getattr(config, "model_type", None)
     if kind not in OURS:
         raise SpecError(
-            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no base_model_tp_plan in its config. Give one as"
-            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from ftp.plans.attention, mlp and vocabulary."
+            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
+            " base_model_tp_plan in its config. Give one as"
+            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
+            " ftp.plans.attention, mlp and vocabulary."
         )
     patterns = OURS[kind](config, axis=axis)
     paths = [tuple(path.split(".")) for path in _paths(model)]
-    kept = {pattern: spec for pattern, spec in patterns.items() if any(matches(pattern, path) for path in paths)}
+    kept = {
+        pattern: spec
+        for pattern, spec in patterns.items()
+        if any(matches(pattern, path) for path in paths)
+    }
     if not vocab_parallel:
         ends = _ends(model)
-        kept = {p: spec for p, spec in kept.items() if not any(matches(p, tuple(f"{end}.{name}".split("."))) for end, name in ends)}
+        kept = {
+            p: spec
+            for p, spec in kept.items()
+            if not any(matches(p, tuple(f"{end}.{name}".split("."))) for end, name in ends)
+        }
     return plan_specs(params, kept)
 
 
@@ -130,7 +174,9 @@ def _paths(model: nn.Module) -> list[str]:
 
 
 def _ends(model: nn.Module) -> list[tuple[str, str]]:
-    """Path and parameter name of what is as long as the vocabulary: the input embedding and the output head."""
+    """Path and parameter name of what is as long as the vocabulary: the input embedding and the
+    output head.
+    """
     found = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -138,7 +184,12 @@ def _ends(model: nn.Module) -> list[tuple[str, str]]:
         except (AttributeError, NotImplementedError):
             continue
         if isinstance(end, nn.Embedding | nn.Linear):
-            found += [(path, name) for path, module in model.named_modules(remove_duplicate=False) if module is end for name in _own(end)]
+            found += [
+                (path, name)
+                for path, module in model.named_modules(remove_duplicate=False)
+                if module is end
+                for name in _own(end)
+            ]
     return found
 
 
@@ -147,28 +198,46 @@ def _own(module: nn.Module) -> list[str]:
 
 
 class _Reader:
-    """Finds the style of a parameter as transformers does: its own entry, else that of the module that holds it."""
+    """Finds the style of a parameter as transformers does: its own entry, else that of the
+    module that holds it.
+    """
 
-    def __init__(self, model: nn.Module, axis: str, styles: Mapping[str, str], vocab_parallel: bool):
+    def __init__(
+        self, model: nn.Module, axis: str, styles: Mapping[str, str], vocab_parallel: bool
+    ):
         self.model, self.axis, self.styles = model, axis, styles
         self.ends = {f"{path}.{name}" for path, name in _ends(model)}
         self.vocab_parallel = vocab_parallel
 
     def check(self, own: Mapping[str, str]) -> None:
         failures = []
-        known = COLUMN | ROW | PACKED_COLUMN | PACKED_ROW | VOCABULARY | FEATURES | EXPERTS | WHOLE | SEQUENCE
+        known = (
+            COLUMN
+            | ROW
+            | PACKED_COLUMN
+            | PACKED_ROW
+            | VOCABULARY
+            | FEATURES
+            | EXPERTS
+            | WHOLE
+            | SEQUENCE
+        )
         modules = [path for path, _ in self.model.named_modules()]
         for key, style in self.styles.items():
             if style not in known:
                 close = nearest(str(style), sorted(known), 2)
                 failures.append(
-                    f"{key!r} has style {style!r}, which ftp does not know; the nearest are {', '.join(map(repr, close))}."
+                    f"{key!r} has style {style!r}, which ftp does not know; the nearest are"
+                    f" {', '.join(map(repr, close))}."
                     " Give its meaning in one of those as plan={...}, or write specs for ftp.plan."
                 )
             # A model's own plan also names parts that only some of its configs have.
-            if key not in own and not any(matches(key, tuple(p.split("."))) for p in (*_paths(self.model), *modules)):
+            if key not in own and not any(
+                matches(key, tuple(p.split("."))) for p in (*_paths(self.model), *modules)
+            ):
                 failures.append(
-                    f"plan[{key!r}] names no module and no parameter; the nearest are {', '.join(map(repr, nearest(key, modules)))}."
+                    f"plan[{key!r}] names no module and no parameter; the nearest are"
+                    f" {', '.join(map(repr, nearest(key, modules)))}."
                 )
         if failures:
             raise SpecError(join_failures(failures))
@@ -190,15 +259,24 @@ class _Reader:
             paths = names[id(parameter)]
             found = [f for path in paths if (f := self.spec_of(path, parameter)) is not None]
             # Of a tied weight the cut that one of its names has is that of all.
-            chosen = next((f for f in found if f[1]), found[0] if found else ("no style: replicated", P()))
+            chosen = next(
+                (f for f in found if f[1]), found[0] if found else ("no style: replicated", P())
+            )
             of.update(dict.fromkeys(paths, chosen))
         specs = plan_specs(params, lambda path, leaf: of[path][1])
-        rows = {name: replace(row, given_by=of[path][0]) for path, (name, row) in zip(sorted(params), specs.rows.items(), strict=True)}
+        rows = {
+            name: replace(row, given_by=of[path][0])
+            for path, (name, row) in zip(sorted(params), specs.rows.items(), strict=True)
+        }
         return Specs(specs, rows)
 
     def spec_of(self, path: str, parameter: nn.Parameter) -> tuple[str, P] | None:
         if path in self.ends:
-            return ("vocab_parallel", P(self.axis)) if self.vocab_parallel else ("vocab_parallel=False", P())
+            return (
+                ("vocab_parallel", P(self.axis))
+                if self.vocab_parallel
+                else ("vocab_parallel=False", P())
+            )
         found = self.style_of(path)
         if found is None:
             return None
@@ -223,20 +301,31 @@ class _Reader:
         return label, P()
 
     def column(self, path: str, size: int) -> Entry:
-        """The cut of what a column-wise layer gives: by packs where it is fused, by heads in attention."""
+        """The cut of what a column-wise layer gives: by packs where it is fused, by heads in
+        attention.
+        """
         name = path.split(".")[-2]
         if "gate_up" in name and size % 2 == 0:
             return units(self.axis, pack=2)
         if name == "qkv_proj":
             config = self.config_of(path)
-            heads, groups, dim = (models._of(config, k) for k in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+            heads, groups, dim = (
+                models._of(config, k)
+                for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
+            )
             groups, dim = groups or heads, dim or (models._head_dim(config) if heads else None)
             if heads and dim and (heads + 2 * groups) * dim == size:
-                return units(self.axis, dim, pack=3 if heads == groups else (heads * dim, groups * dim, groups * dim))
+                return units(
+                    self.axis,
+                    dim,
+                    pack=3 if heads == groups else (heads * dim, groups * dim, groups * dim),
+                )
         return self.heads(path, size)
 
     def heads(self, path: str, size: int) -> Entry:
-        """The cut of a dim of ``size`` between the heads of the attention module that it belongs to, if it does."""
+        """The cut of a dim of ``size`` between the heads of the attention module that it belongs
+        to, if it does.
+        """
         *_, holder, name, _ = ("", "", *path.split("."))
         if "attn" not in holder.lower() and "attention" not in holder.lower():
             return self.axis
@@ -246,7 +335,13 @@ class _Reader:
         if name.startswith(("k_proj", "v_proj")):
             dim = getattr(parent, "head_dim", None) or models._of(config, "head_dim")
             groups = models._of(config, "num_key_value_heads") or heads
-            unit = dim if isinstance(dim, int) else size // groups if groups and size % groups == 0 else None
+            unit = (
+                dim
+                if isinstance(dim, int)
+                else size // groups
+                if groups and size % groups == 0
+                else None
+            )
         else:
             unit = size // heads if heads and size % heads == 0 else None
         return units(self.axis, unit) if unit and size % unit == 0 else self.axis
@@ -255,7 +350,9 @@ class _Reader:
         """The config of the nearest module around a parameter that has one."""
         parts = path.split(".")
         for end in range(len(parts) - 1, -1, -1):
-            if (config := getattr(self.model.get_submodule(".".join(parts[:end])), "config", None)) is not None:
+            if (
+                config := getattr(self.model.get_submodule(".".join(parts[:end])), "config", None)
+            ) is not None:
                 return config
         return None
 
@@ -264,7 +361,14 @@ class _Reader:
         tokens = P(None, self.axis)
         found = {}
         for path, _ in self.model.named_modules():
-            style = next((s for key, s in reversed(list(self.styles.items())) if matches(key, tuple(path.split(".")))), None)
+            style = next(
+                (
+                    s
+                    for key, s in reversed(list(self.styles.items()))
+                    if matches(key, tuple(path.split(".")))
+                ),
+                None,
+            )
             if style in SEQUENCE:
                 found[path] = Constraint(inputs=(tokens, ...), outputs=tokens, axes=self.axis)
         return found

@@ -1,7 +1,9 @@
-"""The styles and helpers that torch.distributed.tensor.parallel had once, as small functions of specs.
+"""The styles and helpers that torch.distributed.tensor.parallel had once, as small functions of
+specs.
 
-They are gone from torch; plans written with them keep their meaning. A helper states where a tensor lives, as specs that hold one after
-the other. It moves what it is given: the tensor is whole in model code, and what arrives cut is declared by ``batch_specs``.
+They are gone from torch; plans written with them keep their meaning. A helper states where a tensor
+lives, as specs that hold one after the other. It moves what it is given: the tensor is whole in
+model code, and what arrives cut is declared by ``batch_specs``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -22,9 +24,11 @@ from ftp.sharding.spec import P, units
 
 @dataclass(frozen=True)
 class Layouts:
-    """A named constraint of one tensor: the layouts that it goes through, each the dim that is cut or None for replicated.
+    """A named constraint of one tensor: the layouts that it goes through, each the dim that is cut
+    or None for replicated.
 
-    Called with a tensor it constrains that; without one it is the same constraint with another ``dim`` or mesh.
+    Called with a tensor it constrains that; without one it is the same constraint with another
+    ``dim`` or mesh.
 
     >>> make_input_shard_1d(dim=1).specs("tp")
     (P(None, 'tp'),)
@@ -38,17 +42,26 @@ class Layouts:
     dim: int = 0
     axis: str | None = None
 
-    def __call__(self, tensor: Any = None, device_mesh: AnyMesh | None = None, dim: int | None = None) -> Any:
-        """``tensor`` constrained, or without a tensor this constraint for ``dim`` and the axis of ``device_mesh``.
+    def __call__(
+        self, tensor: Any = None, device_mesh: AnyMesh | None = None, dim: int | None = None
+    ) -> Any:
+        """``tensor`` constrained, or without a tensor this constraint for ``dim`` and the axis of
+        ``device_mesh``.
 
         Raises:
             InputError: what is no tensor. MeshError: a mesh that is not 1-D.
             SpecError: a ``dim`` that is no int, or one for a helper that takes none.
         """
-        if dim is not None and (not isinstance(dim, int) or isinstance(dim, bool) or "dim" not in self.steps):
+        if dim is not None and (
+            not isinstance(dim, int) or isinstance(dim, bool) or "dim" not in self.steps
+        ):
             takes = "dim= is an int" if "dim" in self.steps else "it takes no dim="
             raise SpecError(f"{self.name}(dim={dim!r}): {takes}.")
-        made = replace(self, dim=self.dim if dim is None else dim, axis=self.axis if device_mesh is None else axis_of(device_mesh))
+        made = replace(
+            self,
+            dim=self.dim if dim is None else dim,
+            axis=self.axis if device_mesh is None else axis_of(device_mesh),
+        )
         if tensor is None:
             return made
         if not isinstance(tensor, Tensor):
@@ -61,7 +74,11 @@ class Layouts:
     def specs(self, axis: str) -> tuple[P, ...]:
         """The specs over a mesh axis, in order; none where the tensor is left alone."""
         dims = [self.dim if step == "dim" else step for step in self.steps]
-        return tuple(P() if dim is None else shard_spec(dim, axis) for dim in dims if not isinstance(dim, str))
+        return tuple(
+            P() if dim is None else shard_spec(dim, axis)
+            for dim in dims
+            if not isinstance(dim, str)
+        )
 
 
 make_input_replicate_1d = Layouts("make_input_replicate_1d", "input", (None,))
@@ -74,7 +91,12 @@ make_output_shard_1d = Layouts("make_output_shard_1d", "output", ("dim",))
 make_output_reshard_tensor = Layouts("make_output_reshard_tensor", "output", (0,))
 make_sharded_output_tensor = Layouts("make_sharded_output_tensor", "output", ())
 
-INPUT_HELPERS = (make_input_replicate_1d, make_input_shard_1d, make_input_shard_1d_last_dim, make_input_reshard_replicate)
+INPUT_HELPERS = (
+    make_input_replicate_1d,
+    make_input_shard_1d,
+    make_input_shard_1d_last_dim,
+    make_input_reshard_replicate,
+)
 OUTPUT_HELPERS = (
     make_output_replicate_1d,
     make_output_tensor,
@@ -99,7 +121,9 @@ class OlderStyle(Style):
             if not isinstance(value, Layouts) or value.side != helpers[0].side:
                 known = ", ".join(h.name for h in helpers)
                 given = value.name if isinstance(value, Layouts) else f"{value!r}, {kind_of(value)}"
-                raise SpecError(f"{type(self).__name__}({name}={given}): it must be one of {known}.")
+                raise SpecError(
+                    f"{type(self).__name__}({name}={given}): it must be one of {known}."
+                )
 
     def _first(self, axis: str, n: int = 1) -> dict[str, Any]:
         entry = then(*self._prepare_input.specs(axis))
@@ -112,13 +136,16 @@ class OlderStyle(Style):
 
 @dataclass(frozen=True)
 class PairwiseParallel(OlderStyle):
-    """Linear layers in pairs, the first of each cut by columns, the second by rows; attention by heads, and so all of a Transformer.
+    """Linear layers in pairs, the first of each cut by columns, the second by rows; attention by
+    heads, and so all of a Transformer.
 
-    For a module whose children hold an even number of ``nn.Linear``, in their order; ``nn.MultiheadAttention``; ``nn.Transformer`` and its
-    encoder, decoder and layers. What enters the first layer and leaves the last is whole, unless helpers say otherwise.
+    For a module whose children hold an even number of ``nn.Linear``, in their order;
+    ``nn.MultiheadAttention``; ``nn.Transformer`` and its encoder, decoder and layers. What enters
+    the first layer and leaves the last is whole, unless helpers say otherwise.
 
     Raises:
-        SpecError: an odd number of layers, naming the one left over; a module without any; what is no helper.
+        SpecError: an odd number of layers, naming the one left over; a module without any; what is
+            no helper.
 
     >>> from ftp import from_parallelize_plan
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -137,7 +164,14 @@ class PairwiseParallel(OlderStyle):
         if isinstance(module, nn.MultiheadAttention):
             yield "", _attention(module, axis)
             (entry,) = self._last(axis).values()
-            yield "", constrained(axis, **self._first(axis, 3), outputs=(*(entry if isinstance(entry, tuple) else (entry,)), ...))
+            yield (
+                "",
+                constrained(
+                    axis,
+                    **self._first(axis, 3),
+                    outputs=(*(entry if isinstance(entry, tuple) else (entry,)), ...),
+                ),
+            )
         elif isinstance(module, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
             for name, child in module.named_children():
                 if isinstance(child, nn.MultiheadAttention):
@@ -148,29 +182,47 @@ class PairwiseParallel(OlderStyle):
             for name, child in module.named_modules():
                 if isinstance(child, nn.TransformerEncoderLayer | nn.TransformerDecoderLayer):
                     yield name, replace(self.read(child, axis), constraints={})
-            yield "", constrained(axis, **self._first(axis, 2 if isinstance(module, nn.Transformer) else 1), **self._last(axis))
+            yield (
+                "",
+                constrained(
+                    axis,
+                    **self._first(axis, 2 if isinstance(module, nn.Transformer) else 1),
+                    **self._last(axis),
+                ),
+            )
         else:
             yield from self._mlp(module, axis)
 
     def _mlp(self, module: nn.Module, axis: str) -> Iterator[tuple[str, Part]]:
-        layers = [(name, child) for name, child in module.named_children() if isinstance(child, nn.Linear)]
+        layers = [
+            (name, child) for name, child in module.named_children() if isinstance(child, nn.Linear)
+        ]
         if not layers:
-            raise SpecError(f"{type(self).__name__} pairs the nn.Linear among a module's children; {kind_of(module)} has none.")
+            raise SpecError(
+                f"{type(self).__name__} pairs the nn.Linear among a module's children;"
+                f" {kind_of(module)} has none."
+            )
         if len(layers) % 2:
             raise SpecError(
-                f"{type(self).__name__} pairs linear layers, and {layers[-1][0]!r} of {', '.join(repr(name) for name, _ in layers)} is left"
+                f"{type(self).__name__} pairs linear layers, and {layers[-1][0]!r} of"
+                f" {', '.join(repr(name) for name, _ in layers)} is left"
                 " over. Style it for itself, or style the pairs one by one."
             )
         for (up, first), (down, _) in zip(layers[::2], layers[1::2], strict=True):
             yield from _pair(up, first, down, axis)
         yield layers[0][0], constrained(axis, **self._first(axis))
         last = constrained(axis, **self._last(axis))
-        yield layers[-1][0], summed_whole(last) if layers[-1][1].bias is not None and last.constraints else last
+        yield (
+            layers[-1][0],
+            summed_whole(last) if layers[-1][1].bias is not None and last.constraints else last,
+        )
 
 
 @dataclass(frozen=True)
 class PairwiseSequenceParallel(PairwiseParallel):
-    """What was called SequenceParallel: pairs, with the sequence cut on dim 0 around them: gathered in, reduced and scattered out."""
+    """What was called SequenceParallel: pairs, with the sequence cut on dim 0 around them:
+    gathered in, reduced and scattered out.
+    """
 
     _prepare_input: Layouts = make_input_reshard_replicate
     _prepare_output: Layouts = make_output_reshard_tensor
@@ -185,10 +237,18 @@ class ColwiseParallel(OlderStyle):
 
     def read(self, module: nn.Module, axis: str) -> Part:
         if not isinstance(module, nn.Linear | nn.Embedding):
-            raise SpecError(f"the older ColwiseParallel shards nn.Linear and nn.Embedding, not {kind_of(module)}.")
+            raise SpecError(
+                "the older ColwiseParallel shards nn.Linear and nn.Embedding, not"
+                f" {kind_of(module)}."
+            )
         cut = P(None, axis) if isinstance(module, nn.Embedding) else P(axis)
-        outputs = self._last(axis) if self._prepare_output.steps else {"outputs": shard_spec(-1, axis)}
-        return Part({name: cut for name, _ in module.named_parameters()}, constrained(axis, **self._first(axis), **outputs).constraints)
+        outputs = (
+            self._last(axis) if self._prepare_output.steps else {"outputs": shard_spec(-1, axis)}
+        )
+        return Part(
+            {name: cut for name, _ in module.named_parameters()},
+            constrained(axis, **self._first(axis), **outputs).constraints,
+        )
 
 
 @dataclass(frozen=True)
@@ -200,11 +260,17 @@ class RowwiseParallel(OlderStyle):
 
     def read(self, module: nn.Module, axis: str) -> Part:
         if not isinstance(module, nn.Linear | nn.Embedding):
-            raise SpecError(f"the older RowwiseParallel shards nn.Linear and nn.Embedding, not {kind_of(module)}.")
+            raise SpecError(
+                "the older RowwiseParallel shards nn.Linear and nn.Embedding, not"
+                f" {kind_of(module)}."
+            )
         is_table = isinstance(module, nn.Embedding)
         # A table is looked up by whole indices, whatever the helper says of a linear layer's input.
         around = self._last(axis) if is_table else self._first(axis) | self._last(axis)
-        part = Part({"weight": P(axis) if is_table else P(None, axis)}, constrained(axis, **around).constraints)
+        part = Part(
+            {"weight": P(axis) if is_table else P(None, axis)},
+            constrained(axis, **around).constraints,
+        )
         return summed_whole(part) if not is_table and module.bias is not None else part
 
 
@@ -214,7 +280,9 @@ def _pair(up: str, first: nn.Linear, down: str, axis: str) -> Iterator[tuple[str
 
 
 def _attention(module: nn.MultiheadAttention, axis: str) -> Part:
-    """Heads over ``axis``: the packed q, k and v each by heads, the output projection by the same rows."""
+    """Heads over ``axis``: the packed q, k and v each by heads, the output projection by the
+    same rows.
+    """
     heads = {
         "in_proj_weight": P(units(axis, module.head_dim, pack=3)),
         "in_proj_bias": P(units(axis, module.head_dim, pack=3)),
@@ -232,9 +300,14 @@ def _joined(parts: Iterator[tuple[str, Part]]) -> Part:
         specs.update(_below(prefix, part.specs))
         for name, constraint in _below(prefix, part.constraints).items():
             known = constraints.get(name)
-            constraints[name] = constraint if known is None else replace(known, outputs=constraint.outputs)
+            constraints[name] = (
+                constraint if known is None else replace(known, outputs=constraint.outputs)
+            )
     return Part(specs, constraints)
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    return {f"{prefix}.{name}" if prefix and name else prefix or name: value for name, value in values.items()}
+    return {
+        f"{prefix}.{name}" if prefix and name else prefix or name: value
+        for name, value in values.items()
+    }

@@ -13,27 +13,35 @@ from ftp.sharding.pytree import Specs, kind_of, leaf_names, match_patterns, tied
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P
 
-_ADAPTER = re.compile(r"^(?P<module>.*?)\.?lora_(?P<embedding>embedding_)?(?P<factor>A|B|magnitude_vector)(\.|$)")
+_ADAPTER = re.compile(
+    r"^(?P<module>.*?)\.?lora_(?P<embedding>embedding_)?(?P<factor>A|B|magnitude_vector)(\.|$)"
+)
 
 
 def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
-    """Specs of a model with LoRA adapters, named as peft names them, from those of the model that they adapt.
+    """Specs of a model with LoRA adapters, named as peft names them, from those of the model that
+    they adapt.
 
-    Of a weight that is cut by columns, on its output dim, B is cut on that dim and A is whole; of one cut by rows, A is cut on its input
-    dim and B is whole. So the adapter's collectives are the adapted layer's own. Only the adapters (and modules that peft trains whole)
-    require gradients; all else is a tree of its own, ``buffers``, with specs of its own.
+    Of a weight that is cut by columns, on its output dim, B is cut on that dim and A is whole; of
+    one cut by rows, A is cut on its input dim and B is whole. So the adapter's collectives are the
+    adapted layer's own. Only the adapters (and modules that peft trains whole) require gradients;
+    all else is a tree of its own, ``buffers``, with specs of its own.
 
     Args:
         model: the adapted model; peft's wrapper or the model in it.
-        base: specs of the model before it was adapted: ``{path or pattern: P}``, as ``ftp.from_hf``, ``ftp.plans`` or ``ftp.plan`` give.
+        base: specs of the model before it was adapted: ``{path or pattern: P}``, as
+            ``ftp.from_hf``, ``ftp.plans`` or ``ftp.plan`` give.
 
     Returns:
-        ``(specs, frozen)``: specs of ``params`` and of ``buffers`` of ``fn, params, buffers = ftp.functionalize(model, buffers=True)``, to
-        which the loss passes both: ``fn(params, buffers, *args)[0]``. In ``ftp.shard`` the buffers are a batch argument, so name the axes
-        that cut the batch proper: ``shard(loss, mesh, specs, batch_specs=(frozen, P("dp")), data_axes=("dp",))``.
+        ``(specs, frozen)``: specs of ``params`` and of ``buffers`` of ``fn, params, buffers =
+        ftp.functionalize(model, buffers=True)``, to which the loss passes both: ``fn(params,
+        buffers, *args)[0]``. In ``ftp.shard`` the buffers are a batch argument, so name the axes
+        that cut the batch proper: ``shard(loss, mesh, specs, batch_specs=(frozen, P("dp")),
+        data_axes=("dp",))``.
 
     Raises:
-        SpecError: an entry of ``base`` that names no weight; an adapter of a layer whose weight is not there.
+        SpecError: an entry of ``base`` that names no weight; an adapter of a layer whose weight is
+            not there.
 
     >>> class Adapted(nn.Module):
     ...     def __init__(self):
@@ -54,8 +62,17 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
     plain = [path for path in leaves if not _ADAPTER.match(path)]
     failures: list[str] = []
     names = [f"weight {path!r}" for path in plain]
-    found = match_patterns(base, [_answers(leaves[path], path) for path in plain], names, "the adapted model", failures, _check_value)
-    given: dict[str, tuple[str, P]] = {path: match for path, match in zip(plain, found, strict=True) if match is not None}
+    found = match_patterns(
+        base,
+        [_answers(leaves[path], path) for path in plain],
+        names,
+        "the adapted model",
+        failures,
+        _check_value,
+    )
+    given: dict[str, tuple[str, P]] = {
+        path: match for path, match in zip(plain, found, strict=True) if match is not None
+    }
     weights = {_module_of(path): path for path in plain if path.rpartition(".")[2] == "weight"}
     for path in leaves:
         adapter = _ADAPTER.match(path)
@@ -63,7 +80,10 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
             continue
         weight = weights.get(_base_path(adapter["module"]))
         if weight is None:
-            failures.append(f"adapter {path!r} adapts {adapter['module']!r}, which has no weight {adapter['module']}.base_layer.weight.")
+            failures.append(
+                f"adapter {path!r} adapts {adapter['module']!r}, which has no weight"
+                f" {adapter['module']}.base_layer.weight."
+            )
         elif weight in given:
             pattern, spec = given[weight]
             given[path] = (pattern, _of_adapter(adapter, spec, model, leaves[path].ndim))
@@ -73,7 +93,9 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
 
 
 def _of_adapter(adapter: re.Match[str], spec: P, model: nn.Module, ndim: int) -> P:
-    """The adapter's spec: A is (rank, in), B is (out, rank), for an embedding too, whose weight is (in, out)."""
+    """The adapter's spec: A is (rank, in), B is (out, rank), for an embedding too, whose weight
+    is (in, out).
+    """
     layer = model.get_submodule(adapter["module"])
     transposed = bool(adapter["embedding"]) or _is_transposed(layer)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
@@ -95,7 +117,9 @@ def _entry(spec: P, dim: int) -> Entry:
 
 
 def _answers(leaf: Any, path: str) -> tuple[tuple[str, ...], ...]:
-    """The paths that a weight of an adapted model answers to: those that it had before, and its own."""
+    """The paths that a weight of an adapted model answers to: those that it had before, and its
+    own.
+    """
     own = tied_paths(leaf, tuple(path.split(".")))
     return tuple(dict.fromkeys((*(tuple(_base_path(".".join(p)).split(".")) for p in own), *own)))
 
@@ -111,7 +135,9 @@ def _base_path(path: str) -> str:
         parts = parts[2:]
     kept = []
     for at, part in enumerate(parts):
-        if part in ("base_layer", "original_module", "modules_to_save") or (at and parts[at - 1] == "modules_to_save"):
+        if part in ("base_layer", "original_module", "modules_to_save") or (
+            at and parts[at - 1] == "modules_to_save"
+        ):
             continue
         kept.append(part)
     return ".".join(kept)
@@ -127,8 +153,14 @@ def _specs(leaves: Mapping[str, Any], given: Mapping[str, tuple[str, P]]) -> Spe
         name: repr(given[path][0]) if path in given else "no pattern: replicated"
         for path, name in zip(sorted(leaves), leaf_names(dict(leaves), "params"), strict=True)
     }
-    return Specs(specs, {name: replace(row, given_by=labels[name]) for name, row in specs.rows.items()})
+    return Specs(
+        specs, {name: replace(row, given_by=labels[name]) for name, row in specs.rows.items()}
+    )
 
 
 def _check_value(pattern: str, spec: object) -> str | None:
-    return None if isinstance(spec, P) else f"base[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
+    return (
+        None
+        if isinstance(spec, P)
+        else f"base[{pattern!r}] is {spec!r}, {kind_of(spec)}; it must be a P."
+    )

@@ -16,29 +16,33 @@ ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
 def from_megatron(model: nn.Module, *, axis: str = "tp") -> tuple[Specs, dict[str, Constraint]]:
-    """Specs from the attributes that Megatron puts on parameters: ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``.
+    """Specs from the attributes that Megatron puts on parameters: ``tensor_model_parallel``,
+    ``partition_dim``, ``partition_stride``.
 
-    The model is built whole, for a tensor-parallel size of one. A parameter without any of these, or not tensor parallel, is replicated
-    (norms, biases of row-parallel layers). A stride is a number of packs: a gate and an up projection in one weight have 2. Megatron's
-    fused q, k and v, with the queries, key and value of a group of heads side by side, are cut between groups, and the layer after
-    attention between heads, where the model has a ``config`` that counts them.
+    The model is built whole, for a tensor-parallel size of one. A parameter without any of these,
+    or not tensor parallel, is replicated (norms, biases of row-parallel layers). A stride is a
+    number of packs: a gate and an up projection in one weight have 2. Megatron's fused q, k and v,
+    with the queries, key and value of a group of heads side by side, are cut between groups, and
+    the layer after attention between heads, where the model has a ``config`` that counts them.
 
     Args:
         axis: the mesh axis to cut over.
 
     Returns:
-        ``{path: P}`` for every parameter that ``functionalize`` gives, which prints as a table, and no constraints.
+        ``{path: P}`` for every parameter that ``functionalize`` gives, which prints as a table, and
+        no constraints.
 
     Raises:
-        SpecError: attributes that are missing, of the wrong kind, or contradict each other or the parameter's shape, all by path; a model
-            none of whose parameters has any.
+        SpecError: attributes that are missing, of the wrong kind, or contradict each other or the
+            parameter's shape, all by path; a model none of whose parameters has any.
 
     >>> layer = nn.Linear(4, 8, bias=False)
     >>> layer.weight.tensor_model_parallel, layer.weight.partition_dim, layer.weight.partition_stride = True, 0, 2
     >>> from_megatron(layer)[0]["weight"]
     P(units('tp', 1, pack=2))
 
-    Source: Megatron-LM, ``megatron/core/tensor_parallel/layers.py``, ``set_tensor_model_parallel_attributes``.
+    Source: Megatron-LM, ``megatron/core/tensor_parallel/layers.py``,
+    ``set_tensor_model_parallel_attributes``.
     """
     if not isinstance(model, nn.Module):
         raise SpecError(f"from_megatron takes a model, not {model!r}, {kind_of(model)}.")
@@ -53,28 +57,40 @@ def from_megatron(model: nn.Module, *, axis: str = "tp") -> tuple[Specs, dict[st
         found.update(dict.fromkeys(names[id(parameter)], (label, spec)))
     if found and not any(hasattr(p, name) for p in model.parameters() for name in ATTRIBUTES):
         failures.append(
-            f"no parameter of {type(model).__name__} has any of {', '.join(ATTRIBUTES)}: it holds no layers of Megatron."
+            f"no parameter of {type(model).__name__} has any of {', '.join(ATTRIBUTES)}: it holds"
+            " no layers of Megatron."
             " Write its specs with ftp.plan."
         )
     if failures:
         raise SpecError(join_failures(failures))
     specs = plan_specs(params, lambda path, leaf: found[path][1])
-    rows = {name: replace(row, given_by=found[path][0]) for path, (name, row) in zip(sorted(params), specs.rows.items(), strict=True)}
+    rows = {
+        name: replace(row, given_by=found[path][0])
+        for path, (name, row) in zip(sorted(params), specs.rows.items(), strict=True)
+    }
     return Specs(specs, rows), {}
 
 
-def _spec(path: str, parameter: Tensor, axis: str, config: Any, failures: list[str]) -> tuple[P, str]:
+def _spec(
+    path: str, parameter: Tensor, axis: str, config: Any, failures: list[str]
+) -> tuple[P, str]:
     given = {name: getattr(parameter, name) for name in ATTRIBUTES if hasattr(parameter, name)}
     if not given:
         return P(), "no attributes: replicated"
-    where = f"parameter {path!r} of shape {tuple(parameter.shape)} has {', '.join(f'{k}={v!r}' for k, v in given.items())}"
+    where = (
+        f"parameter {path!r} of shape {tuple(parameter.shape)} has"
+        f" {', '.join(f'{k}={v!r}' for k, v in given.items())}"
+    )
     is_parallel = given.get("tensor_model_parallel")
     dim, stride = given.get("partition_dim"), given.get("partition_stride", 1)
     if "tensor_model_parallel" not in given or not isinstance(is_parallel, bool):
         failures.append(f"{where}; tensor_model_parallel must say True or False.")
     elif not is_parallel:
         if dim not in (None, -1):
-            failures.append(f"{where}: a dim to cut, but not tensor parallel. Set tensor_model_parallel=True, or partition_dim=-1.")
+            failures.append(
+                f"{where}: a dim to cut, but not tensor parallel. Set tensor_model_parallel=True,"
+                " or partition_dim=-1."
+            )
         return P(), "tensor_model_parallel=False"
     elif not isinstance(dim, int) or isinstance(dim, bool):
         failures.append(f"{where}, but no partition_dim, the dim that is cut. Set it.")
@@ -87,15 +103,24 @@ def _spec(path: str, parameter: Tensor, axis: str, config: Any, failures: list[s
     else:
         label = f"partition_dim={dim}" + (f", partition_stride={stride}" if stride > 1 else "")
         unit = _unit(path, parameter.shape[dim], config) if stride == 1 else 1
-        return P(*(None,) * dim, axis if unit == stride == 1 else units(axis, unit, pack=stride)), label
+        return P(
+            *(None,) * dim, axis if unit == stride == 1 else units(axis, unit, pack=stride)
+        ), label
     return P(), ""
 
 
 def _unit(path: str, size: int, config: Any) -> int:
-    """Elements of the cut dim that stay together: a group of heads in fused q, k and v, a head in what attention gives."""
+    """Elements of the cut dim that stay together: a group of heads in fused q, k and v, a head
+    in what attention gives.
+    """
     parts = path.split(".")
     heads = getattr(config, "num_attention_heads", None)
     groups = getattr(config, "num_query_groups", None) or heads
-    count = {"linear_qkv": groups, "query_key_value": groups, "linear_proj": heads, "dense": heads}.get(parts[-2] if len(parts) > 1 else "")
+    count = {
+        "linear_qkv": groups,
+        "query_key_value": groups,
+        "linear_proj": heads,
+        "dense": heads,
+    }.get(parts[-2] if len(parts) > 1 else "")
     is_attention = any("attention" in part for part in parts[:-2])
     return size // count if is_attention and count and size % count == 0 else 1

@@ -1,7 +1,8 @@
-"""Plans of well-known models: patterns over their parameters' names -> specs, column-wise then row-wise, the vocabulary cut too.
+"""Plans of well-known models: patterns over their parameters' names -> specs, column-wise then
+row-wise, the vocabulary cut too.
 
-Each function gives a dict for ``ftp.plan``; dicts of several parts join with ``|``. A pattern that matches nothing is an error there, so
-say what a model lacks (``head=False``, ``bias=False``).
+Each function gives a dict for ``ftp.plan``; dicts of several parts join with ``|``. A pattern that
+matches nothing is an error there, so say what a model lacks (``head=False``, ``bias=False``).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,9 @@ Patterns = dict[str, P]
 
 @dataclass(frozen=True)
 class Names:
-    """What a code base calls the parts of a decoder; ``qkv`` and ``up`` are fused where they are one name."""
+    """What a code base calls the parts of a decoder; ``qkv`` and ``up`` are fused where they are
+    one name.
+    """
 
     attention: str
     qkv: tuple[str, ...]
@@ -44,9 +47,15 @@ NAMES = {
 
 
 def mlp(
-    prefix: str = "**.mlp", *, axis: str = "tp", up: str | Sequence[str] = ("gate_proj", "up_proj"), down: str = "down_proj", pack: int = 1
+    prefix: str = "**.mlp",
+    *,
+    axis: str = "tp",
+    up: str | Sequence[str] = ("gate_proj", "up_proj"),
+    down: str = "down_proj",
+    pack: int = 1,
 ) -> Patterns:
-    """A feed-forward block: what goes up is cut by columns, with its bias, what comes down by rows; one all-reduce each way.
+    """A feed-forward block: what goes up is cut by columns, with its bias, what comes down by rows;
+    one all-reduce each way.
 
     Args:
         prefix: the block's path, a pattern.
@@ -59,7 +68,10 @@ def mlp(
     Source: Shoeybi et al. (2019), Megatron-LM, section 3.
     """
     cut = axis if pack == 1 else units(axis, pack=pack)
-    return {**{_join(prefix, name, "*"): P(cut) for name in _each(up)}, _join(prefix, down, "weight"): P(None, axis)}
+    return {
+        **{_join(prefix, name, "*"): P(cut) for name in _each(up)},
+        _join(prefix, down, "weight"): P(None, axis),
+    }
 
 
 def attention(
@@ -71,30 +83,42 @@ def attention(
     out: str = "o_proj",
     pack: int | Sequence[int] = 1,
 ) -> Patterns:
-    """An attention block: q, k and v cut by heads, with their biases, the output projection by rows; one all-reduce each way.
+    """An attention block: q, k and v cut by heads, with their biases, the output projection by
+    rows; one all-reduce each way.
 
     Args:
         prefix: the block's path, a pattern.
-        head_dim: elements of a head, so that cuts fall between heads, and 2 key heads on 4 ranks are held by two ranks each. Without it
-            dims are cut evenly, and heads that this divides are made whole by collectives.
+        head_dim: elements of a head, so that cuts fall between heads, and 2 key heads on 4 ranks
+            are held by two ranks each. Without it dims are cut evenly, and heads that this divides
+            are made whole by collectives.
         qkv, out: names of its linear layers; a str is one.
-        pack: for a single fused layer of q, k and v, 3, or the width of each where they differ (see ``ftp.units``).
+        pack: for a single fused layer of q, k and v, 3, or the width of each where they differ (see
+            ``ftp.units``).
 
     >>> attention("blocks.*.attn", head_dim=64, qkv=["qkv"], out="proj", pack=3)
     {'blocks.*.attn.qkv.*': P(units('tp', 64, pack=3)), 'blocks.*.attn.proj.weight': P(None, units('tp', 64))}
     """
     head = _heads(axis, head_dim)
     packed = head if pack == 1 else units(axis, head_dim or 1, pack=pack)
-    return {**{_join(prefix, name, "*"): P(packed) for name in _each(qkv)}, _join(prefix, out, "weight"): P(None, head)}
+    return {
+        **{_join(prefix, name, "*"): P(packed) for name in _each(qkv)},
+        _join(prefix, out, "weight"): P(None, head),
+    }
 
 
 def vocabulary(
-    prefix: str = "", *, axis: str = "tp", embedding: str | None = "**.embed_tokens", head: str | None = "**.lm_head"
+    prefix: str = "",
+    *,
+    axis: str = "tp",
+    embedding: str | None = "**.embed_tokens",
+    head: str | None = "**.lm_head",
 ) -> Patterns:
-    """The embedding and the head cut along the vocabulary: a masked lookup and a loss that sums over ranks, no gathered logits.
+    """The embedding and the head cut along the vocabulary: a masked lookup and a loss that sums
+    over ranks, no gathered logits.
 
     Args:
-        embedding, head: their paths below ``prefix``; None where there is none, or where the head is the embedding.
+        embedding, head: their paths below ``prefix``; None where there is none, or where the head
+            is the embedding.
 
     >>> vocabulary("model", head=None)
     {'model.**.embed_tokens.weight': P('tp')}
@@ -103,14 +127,25 @@ def vocabulary(
     return found if head is None else {**found, _join(prefix, head, "*"): P(axis)}
 
 
-def llama(config: Any = None, *, names: str | Names = "hf", prefix: str = "", axis: str = "tp", head: bool | None = None) -> Patterns:
-    """A decoder of Llama's family (Llama, Mistral, Qwen, Gemma): attention, gated MLP, embedding and head.
+def llama(
+    config: Any = None,
+    *,
+    names: str | Names = "hf",
+    prefix: str = "",
+    axis: str = "tp",
+    head: bool | None = None,
+) -> Patterns:
+    """A decoder of Llama's family (Llama, Mistral, Qwen, Gemma): attention, gated MLP, embedding
+    and head.
 
     Args:
-        config: the model's config, or a dict of its sizes, with ``head_dim``, or ``hidden_size`` and ``num_attention_heads`` (torchtitan:
-            ``dim`` and ``n_heads``; Megatron: ``kv_channels`` and ``num_query_groups``); None: dims are cut whatever their heads.
-        names: "hf", "torchtitan" or "megatron", or ``Names`` of your own. Megatron's fused q, k and v are groups of heads side by side,
-            which units of one group cut; its fused gate and up are two packs.
+        config: the model's config, or a dict of its sizes, with ``head_dim``, or ``hidden_size``
+            and ``num_attention_heads`` (torchtitan:
+            ``dim`` and ``n_heads``; Megatron: ``kv_channels`` and ``num_query_groups``); None: dims
+            are cut whatever their heads.
+        names: "hf", "torchtitan" or "megatron", or ``Names`` of your own. Megatron's fused q, k and
+            v are groups of heads side by side, which units of one group cut; its fused gate and up
+            are two packs.
         prefix: where the model lies in the parameters.
         head: whether there is a head of its own; by default unless ``config.tie_word_embeddings``.
 
@@ -127,8 +162,14 @@ def llama(config: Any = None, *, names: str | Names = "hf", prefix: str = "", ax
     **.output.* P('tp')
     """
     n = _names(names)
-    gates = mlp(_join(prefix, "**", n.mlp), axis=axis, up=n.up, down=n.down, pack=2 if len(n.up) == 1 else 1)
-    return {**_attention_of(config, n, prefix, axis), **gates, **_vocabulary_of(config, n, prefix, axis, head)}
+    gates = mlp(
+        _join(prefix, "**", n.mlp), axis=axis, up=n.up, down=n.down, pack=2 if len(n.up) == 1 else 1
+    )
+    return {
+        **_attention_of(config, n, prefix, axis),
+        **gates,
+        **_vocabulary_of(config, n, prefix, axis, head),
+    }
 
 
 def mixtral(
@@ -140,10 +181,12 @@ def mixtral(
     axis: str = "tp",
     head: bool | None = None,
 ) -> Patterns:
-    """A decoder whose MLPs are experts, stacked in ``experts.gate_up_proj`` (expert, 2 × hidden, dim) and ``experts.down_proj``.
+    """A decoder whose MLPs are experts, stacked in ``experts.gate_up_proj`` (expert, 2 × hidden,
+    dim) and ``experts.down_proj``.
 
     Args:
-        experts: "columns" cuts each expert as an MLP is cut, gate and up as packs; "whole" gives every rank some of the experts.
+        experts: "columns" cuts each expert as an MLP is cut, gate and up as packs; "whole" gives
+            every rank some of the experts.
 
     The others are those of ``llama``.
 
@@ -152,18 +195,40 @@ def mixtral(
     """
     n = _names(names)
     if experts not in ("columns", "whole"):
-        raise SpecError(f"mixtral(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each rank some of them.")
-    up, down = (P(None, units(axis, pack=2)), P(None, None, axis)) if experts == "columns" else (P(axis), P(axis))
-    of_experts = {_join(prefix, "**.experts.gate_up_proj"): up, _join(prefix, "**.experts.down_proj"): down}
-    return {**_attention_of(config, n, prefix, axis), **of_experts, **_vocabulary_of(config, n, prefix, axis, head)}
+        raise SpecError(
+            f"mixtral(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
+            " rank some of them."
+        )
+    up, down = (
+        (P(None, units(axis, pack=2)), P(None, None, axis))
+        if experts == "columns"
+        else (P(axis), P(axis))
+    )
+    of_experts = {
+        _join(prefix, "**.experts.gate_up_proj"): up,
+        _join(prefix, "**.experts.down_proj"): down,
+    }
+    return {
+        **_attention_of(config, n, prefix, axis),
+        **of_experts,
+        **_vocabulary_of(config, n, prefix, axis, head),
+    }
 
 
-def gpt2(config: Any = None, *, prefix: str = "", axis: str = "tp", transposed: bool = True, head: bool = False) -> Patterns:
+def gpt2(
+    config: Any = None,
+    *,
+    prefix: str = "",
+    axis: str = "tp",
+    transposed: bool = True,
+    head: bool = False,
+) -> Patterns:
     """GPT-2 with its fused q, k and v as three packs.
 
     Args:
         config: as for ``llama``, with ``n_embd`` and ``n_head``.
-        transposed: the layers hold (input, output), as transformers' do; nanoGPT's hold (output, input).
+        transposed: the layers hold (input, output), as transformers' do; nanoGPT's hold (output,
+            input).
         head: whether there is a head of its own.
 
     >>> for pattern, spec in gpt2({"n_embd": 768, "n_head": 12}).items():
@@ -198,7 +263,8 @@ def gpt2(config: Any = None, *, prefix: str = "", axis: str = "tp", transposed: 
 
 
 def bert(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool = True) -> Patterns:
-    """BERT as transformers names it; ``head`` says whether it predicts masked words, with the embedding as its head.
+    """BERT as transformers names it; ``head`` says whether it predicts masked words, with the
+    embedding as its head.
 
     >>> bert()["**.attention.self.*.*"], bert()["**.intermediate.dense.*"]
     (P('tp'), P('tp'))
@@ -223,11 +289,16 @@ def vit(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool = 
     """
     block = attention(_join(prefix, "**.attention"), axis=axis, head_dim=_head_dim(config))
     found = block | mlp(_join(prefix, "**.mlp"), axis=axis, up=["fc1"], down="fc2")
-    return found | vocabulary(prefix, axis=axis, embedding=None, head="classifier" if head else None)
+    return found | vocabulary(
+        prefix, axis=axis, embedding=None, head="classifier" if head else None
+    )
 
 
-def t5(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool | None = None) -> Patterns:
-    """T5 as transformers names it, with or without gated MLPs; the table of relative positions stays whole.
+def t5(
+    config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool | None = None
+) -> Patterns:
+    """T5 as transformers names it, with or without gated MLPs; the table of relative positions
+    stays whole.
 
     >>> t5({"d_kv": 64})["**.*Attention.q.weight"]
     P(units('tp', 64))
@@ -235,13 +306,18 @@ def t5(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool | N
     head = not _of(config, "tie_word_embeddings") if head is None else head
     one = _heads(axis, _of(config, "d_kv"))
     found = {f"**.*Attention.{name}.weight": P(one) for name in "qkv"}
-    found |= {"**.*Attention.o.weight": P(None, one), "**.wi*.weight": P(axis), "**.wo.weight": P(None, axis)}
+    found |= {
+        "**.*Attention.o.weight": P(None, one),
+        "**.wi*.weight": P(axis),
+        "**.wo.weight": P(None, axis),
+    }
     found |= vocabulary(axis=axis, embedding="shared", head="lm_head" if head else None)
     return {_join(prefix, pattern): spec for pattern, spec in found.items()}
 
 
 def sequence_parallel(blocks: str = "**.layers.*", *, axis: str = "tp") -> dict[str, Constraint]:
-    """Constraints for ``ftp.functionalize``: between blocks the tokens are cut, (batch, tokens, dim), so norms and residuals are too.
+    """Constraints for ``ftp.functionalize``: between blocks the tokens are cut, (batch, tokens,
+    dim), so norms and residuals are too.
 
     Args:
         blocks: pattern of the modules' paths; each returns its activation.
@@ -249,34 +325,47 @@ def sequence_parallel(blocks: str = "**.layers.*", *, axis: str = "tp") -> dict[
     >>> sequence_parallel("layers.*")["layers.*"].outputs
     P(None, 'tp')
 
-    Source: Korthikanti et al. (2022), Reducing Activation Recomputation in Large Transformer Models.
+    Source: Korthikanti et al. (2022), Reducing Activation Recomputation in Large Transformer
+    Models.
     """
     return {blocks: Constraint(outputs=P(None, axis), axes=axis)}
 
 
 def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
     head_dim = _head_dim(config)
-    found = attention(_join(prefix, "**", n.attention), axis=axis, head_dim=head_dim, qkv=n.qkv, out=n.out)
+    found = attention(
+        _join(prefix, "**", n.attention), axis=axis, head_dim=head_dim, qkv=n.qkv, out=n.out
+    )
     if len(n.qkv) == 1 and head_dim:
         # Megatron's fused layer: of every group, its queries, then its key, then its value.
         heads = _of(config, "num_attention_heads", "n_head", "n_heads")
         groups = _of(config, "num_query_groups", "num_key_value_heads", "n_kv_heads") or heads
         if heads is None or heads % groups:
-            raise SpecError(f"{heads} attention heads in {groups} groups. Give num_attention_heads, a multiple of num_query_groups.")
-        found[_join(prefix, "**", n.attention, n.qkv[0], "*")] = P(units(axis, (heads // groups + 2) * head_dim))
+            raise SpecError(
+                f"{heads} attention heads in {groups} groups. Give num_attention_heads, a multiple"
+                " of num_query_groups."
+            )
+        found[_join(prefix, "**", n.attention, n.qkv[0], "*")] = P(
+            units(axis, (heads // groups + 2) * head_dim)
+        )
     return found
 
 
 def _vocabulary_of(config: Any, n: Names, prefix: str, axis: str, head: bool | None) -> Patterns:
     own = not _of(config, "tie_word_embeddings") if head is None else head
-    return vocabulary(prefix, axis=axis, embedding=f"**.{n.embedding}", head=f"**.{n.head}" if own else None)
+    return vocabulary(
+        prefix, axis=axis, embedding=f"**.{n.embedding}", head=f"**.{n.head}" if own else None
+    )
 
 
 def _names(names: str | Names) -> Names:
     if isinstance(names, Names):
         return names
     if names not in NAMES:
-        raise SpecError(f"names={names!r} is none of {', '.join(map(repr, NAMES))}. Give one of them, or ftp.plans.Names(...) of your own.")
+        raise SpecError(
+            f"names={names!r} is none of {', '.join(map(repr, NAMES))}. Give one of them, or"
+            " ftp.plans.Names(...) of your own."
+        )
     return NAMES[names]
 
 
@@ -289,9 +378,15 @@ def _head_dim(config: Any) -> int | None:
     given = _of(config, "head_dim", "kv_channels")
     if given is not None or config is None:
         return given
-    dim, heads = _of(config, "hidden_size", "n_embd", "dim", "d_model"), _of(config, "num_attention_heads", "n_head", "n_heads")
+    dim, heads = (
+        _of(config, "hidden_size", "n_embd", "dim", "d_model"),
+        _of(config, "num_attention_heads", "n_head", "n_heads"),
+    )
     if dim is None or heads is None:
-        raise SpecError("config says neither head_dim, nor hidden_size and num_attention_heads (n_embd and n_head, dim and n_heads).")
+        raise SpecError(
+            "config says neither head_dim, nor hidden_size and num_attention_heads (n_embd and"
+            " n_head, dim and n_heads)."
+        )
     if dim % heads:
         raise SpecError(f"config: {heads} heads do not divide a width of {dim}. Give head_dim.")
     return dim // heads

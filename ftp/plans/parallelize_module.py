@@ -1,4 +1,6 @@
-"""Plans of torch's parallelize_module: patterns over module paths to styles, as specs and constraints."""
+"""Plans of torch's parallelize_module: patterns over module paths to styles, as specs and
+constraints.
+"""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -29,28 +31,34 @@ def from_parallelize_plan(
     tp_mesh_dim: int | None = None,
     buffers: bool = False,
 ) -> Any:
-    """What torch's ``parallelize_module(model, mesh, plan)`` says, as specs for ``ftp.shard`` and constraints for ``ftp.functionalize``.
+    """What torch's ``parallelize_module(model, mesh, plan)`` says, as specs for ``ftp.shard`` and
+    constraints for ``ftp.functionalize``.
 
-    A constraint speaks of the plan's own axis; on any other, and for gradients that DTensor would not lay out either, the planner chooses.
+    A constraint speaks of the plan's own axis; on any other, and for gradients that DTensor would
+    not lay out either, the planner chooses.
 
     Args:
-        plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path, as in
-            ``ftp.plan``: ``*`` is one element or a part of one, ``**`` any number of elements (one in torch);
-            "" is the model. A style is one of torch's, one of ``ftp.plans``, or a function
-            ``(path, module) -> (specs, constraints)`` of yours, its paths from the model or from the module.
+        plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path,
+            as in ``ftp.plan``: ``*`` is one element or a part of one, ``**`` any number of elements
+            (one in torch); "" is the model. A style is one of torch's, one of ``ftp.plans``, or a
+            function ``(path, module) -> (specs, constraints)`` of yours, its paths from the model
+            or from the module.
         mesh: a 1-D mesh, whose axis it is.
         axis: the mesh axis to shard over, of a mesh of any size; "tp" by default.
         tp_mesh_dim: the axis by its position in ``mesh``, as older versions of torch took it.
-        buffers: give specs for buffers and frozen parameters too, where ``functionalize(model, buffers=True)`` makes them an argument.
-            Otherwise they are constants, whole on every rank.
+        buffers: give specs for buffers and frozen parameters too, where ``functionalize(model,
+            buffers=True)`` makes them an argument. Otherwise they are constants, whole on every
+            rank.
 
     Returns:
-        ``(specs, constraints)``: ``{path: P}`` for every parameter that ``functionalize`` gives (what no style names is ``P()``), which
-        prints as a table, and ``{module path: Constraint}``. With ``buffers`` also ``{path: P}`` for the buffers, as a third.
+        ``(specs, constraints)``: ``{path: P}`` for every parameter that ``functionalize`` gives
+        (what no style names is ``P()``), which prints as a table, and ``{module path:
+        Constraint}``. With ``buffers`` also ``{path: P}`` for the buffers, as a third.
 
     Raises:
-        SpecError: a pattern that matches no module, with the nearest ones; what is no plan or no style; a subclass of a style; a style on
-            a module that it cannot shard; two styles that disagree for one parameter; all at once.
+        SpecError: a pattern that matches no module, with the nearest ones; what is no plan or no
+            style; a subclass of a style; a style on a module that it cannot shard; two styles that
+            disagree for one parameter; all at once.
         MeshError: a mesh of several axes without ``axis``.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
@@ -66,7 +74,8 @@ def from_parallelize_plan(
     ((P(..., 'tp'), Ellipsis), P())
     >>> fn, params = functionalize(model, constraints=constraints)
 
-    Source: PyTorch, ``torch/distributed/tensor/parallel/api.py``, with whole paths always, and errors where it warns or is silent.
+    Source: PyTorch, ``torch/distributed/tensor/parallel/api.py``, with whole paths always, and
+    errors where it warns or is silent.
     """
     axis = choose_axis(mesh, axis, tp_mesh_dim)
     _, params, state = functionalize(model, buffers=True)
@@ -77,17 +86,23 @@ def from_parallelize_plan(
     if reader.failures:
         raise SpecError(join_failures(list(dict.fromkeys(reader.failures))))
     trained = _listed(params, reader.specs)
-    return (trained, reader.constraints, _listed(state, reader.specs)) if buffers else (trained, reader.constraints)
+    return (
+        (trained, reader.constraints, _listed(state, reader.specs))
+        if buffers
+        else (trained, reader.constraints)
+    )
 
 
 def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
-    """Plans of parts of a model as one of the whole: ``{prefix: (specs, constraints)}``; "" is the model's own.
+    """Plans of parts of a model as one of the whole: ``{prefix: (specs, constraints)}``; "" is the
+    model's own.
 
-    A parameter that one plan cuts and another leaves whole is cut. Constraints on one module hold one after the other.
+    A parameter that one plan cuts and another leaves whole is cut. Constraints on one module hold
+    one after the other.
 
     Raises:
-        SpecError: two plans that cut one parameter differently; a prefix below which the model's own plan has no such parameter; what is
-            no plan.
+        SpecError: two plans that cut one parameter differently; a prefix below which the model's
+            own plan has no such parameter; what is no plan.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel
     >>> block = nn.ModuleDict({"up": nn.Linear(2, 4, bias=False)})
@@ -102,25 +117,41 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
     rows: dict[str, Row] = {}
     constraints: dict[str, Constraint] = {}
     if not isinstance(plans, Mapping):
-        raise SpecError(f"merge takes a dict {{prefix: (specs, constraints)}}, not {kind_of(plans)}.")
+        raise SpecError(
+            f"merge takes a dict {{prefix: (specs, constraints)}}, not {kind_of(plans)}."
+        )
     known = _paths_of_all(plans.get(""))
     for prefix, given in plans.items():
         if not isinstance(prefix, str):
-            failures.append(f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model.")
+            failures.append(
+                f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model."
+            )
             continue
         if not _is_plan(given):
-            failures.append(f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that from_parallelize_plan gives.")
-            continue
-        if strangers := [path for key in given[0] if (path := _join(prefix, key)) not in known] if known else []:
             failures.append(
-                f"plans[{prefix!r}] speaks of {strangers[0]!r}, which is no path of plans[''], the model's own; the nearest is"
-                f" {nearest(strangers[0], list(known), 1)[0]!r}. The key is the path of the module that the plan was made from."
+                f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that"
+                " from_parallelize_plan gives."
+            )
+            continue
+        if (
+            strangers := [path for key in given[0] if (path := _join(prefix, key)) not in known]
+            if known
+            else []
+        ):
+            failures.append(
+                f"plans[{prefix!r}] speaks of {strangers[0]!r}, which is no path of plans[''], the"
+                " model's own; the nearest is"
+                f" {nearest(strangers[0], list(known), 1)[0]!r}. The key is the path of the module"
+                " that the plan was made from."
             )
             continue
         for key, spec in given[0].items():
             path = _join(prefix, key)
             if specs.get(path) and spec and specs[path] != spec:
-                failures.append(f"plans[{prefix!r}] gives {spec} for {path!r}, and one before it gives {specs[path]}.")
+                failures.append(
+                    f"plans[{prefix!r}] gives {spec} for {path!r}, and one before it gives"
+                    f" {specs[path]}."
+                )
             if spec or path not in specs:
                 specs[path] = spec
                 row = getattr(given[0], "rows", {}).get(f"params[{key!r}]")
@@ -129,7 +160,9 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
         for key, constraint in given[1].items():
             path = _join(prefix, key)
             try:
-                constraints[path] = combine(constraints[path], constraint) if path in constraints else constraint
+                constraints[path] = (
+                    combine(constraints[path], constraint) if path in constraints else constraint
+                )
             except SpecError as error:
                 failures.append(f"module {path!r}: {error}")
     if failures:
@@ -140,16 +173,24 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
 def _listed(leaves: Mapping[str, Any], given: Mapping[str, tuple[P, str]]) -> Specs:
     found = {path: given.get(path, (P(), "no style: replicated")) for path in leaves}
     named = zip(sorted(leaves), leaf_names(dict(leaves), "params"), strict=True)
-    rows = {name: Row(found[path][0], tuple(leaves[path].shape), found[path][1]) for path, name in named}
+    rows = {
+        name: Row(found[path][0], tuple(leaves[path].shape), found[path][1]) for path, name in named
+    }
     return Specs({path: spec for path, (spec, _) in found.items()}, rows)
 
 
 def _is_plan(given: Any) -> bool:
-    return isinstance(given, tuple) and len(given) == 2 and all(isinstance(part, Mapping) for part in given)
+    return (
+        isinstance(given, tuple)
+        and len(given) == 2
+        and all(isinstance(part, Mapping) for part in given)
+    )
 
 
 def _paths_of_all(root: Any) -> Sequence[str]:
-    """The paths of all parameters, where the model's own plan tells them: one that was read from the model does, a dict by hand may not."""
+    """The paths of all parameters, where the model's own plan tells them: one that was read from
+    the model does, a dict by hand may not.
+    """
     return list(root[0]) if _is_plan(root) and isinstance(root[0], Specs) else []
 
 
@@ -157,10 +198,23 @@ def _entries(plan: Any) -> Mapping[str, Any]:
     if isinstance(plan, Mapping):
         return plan
     if plan is None:
-        raise SpecError("The plan is None. Give a style or a dict {pattern: style}; {} replicates everything.")
-    if isinstance(plan, str | Sequence) or hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names"):
-        hint = " A mesh is given as mesh=." if hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names") else ""
-        raise SpecError(f"The plan is {plan!r}, {kind_of(plan)}; it must be a style or a dict {{pattern: style}}.{hint}")
+        raise SpecError(
+            "The plan is None. Give a style or a dict {pattern: style}; {} replicates everything."
+        )
+    if (
+        isinstance(plan, str | Sequence)
+        or hasattr(plan, "mesh_dim_names")
+        or hasattr(plan, "axis_names")
+    ):
+        hint = (
+            " A mesh is given as mesh=."
+            if hasattr(plan, "mesh_dim_names") or hasattr(plan, "axis_names")
+            else ""
+        )
+        raise SpecError(
+            f"The plan is {plan!r}, {kind_of(plan)}; it must be a style or a dict {{pattern:"
+            f" style}}.{hint}"
+        )
     return {"": plan}
 
 
@@ -181,12 +235,16 @@ class _Reader:
             first.setdefault(id(module), path)
         self.first = {path: first[id(module)] for path, module in self.modules.items()}
         names = {id(p): path for path, p in self.model.named_parameters()}
-        self.parameters = {path: names[id(p)] for path, p in self.model.named_parameters(remove_duplicate=False)}
+        self.parameters = {
+            path: names[id(p)] for path, p in self.model.named_parameters(remove_duplicate=False)
+        }
 
     def matched(self, pattern: Any) -> list[str]:
         """The modules that a pattern names, each once."""
         if not isinstance(pattern, str):
-            self.failures.append(f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'.")
+            self.failures.append(
+                f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'."
+            )
             return []
         if pattern == "":
             return [""]
@@ -198,7 +256,9 @@ class _Reader:
             return []
         found = self._find(tokens)
         if not found:
-            self.failures.append(f"pattern {pattern!r} matches no module; {self._nearest(pattern, tokens)}")
+            self.failures.append(
+                f"pattern {pattern!r} matches no module; {self._nearest(pattern, tokens)}"
+            )
         return list(dict.fromkeys(self.first[path] for path in found))
 
     def _find(self, tokens: Sequence[str]) -> list[str]:
@@ -211,7 +271,12 @@ class _Reader:
             return "the model has none below it."
         best: tuple[float, str] | None = None
         for i, token in enumerate(tokens):
-            others = [p for p in paths if len(p) == len(tokens) and all(j == i or fnmatchcase(p[j], t) for j, t in enumerate(tokens))]
+            others = [
+                p
+                for p in paths
+                if len(p) == len(tokens)
+                and all(j == i or fnmatchcase(p[j], t) for j, t in enumerate(tokens))
+            ]
             for name in dict.fromkeys(p[i] for p in others):
                 likeness = difflib.SequenceMatcher(None, token, name).ratio()
                 if likeness > (best[0] if best else 0.4):
@@ -227,9 +292,21 @@ class _Reader:
         if wider:
             return f"did you mean {', '.join(map(repr, wider))}? A pattern is a whole path."
         holder, _, last = pattern.rpartition(".")
-        if held := [path for path in self._find(tokens[:-1]) if last in self.modules[path]._parameters] if holder else []:
-            return f"a plan styles modules, and {last!r} is a parameter of {held[0]!r}. Style {holder!r}."
-        return f"the nearest are {', '.join(map(repr, nearest(pattern, ['.'.join(p) for p in paths])))}."
+        if (
+            held := [
+                path for path in self._find(tokens[:-1]) if last in self.modules[path]._parameters
+            ]
+            if holder
+            else []
+        ):
+            return (
+                f"a plan styles modules, and {last!r} is a parameter of {held[0]!r}. Style"
+                f" {holder!r}."
+            )
+        return (
+            "the nearest are"
+            f" {', '.join(map(repr, nearest(pattern, ['.'.join(p) for p in paths])))}."
+        )
 
     def read(self, pattern: str, style: object, path: str) -> None:
         module = self.modules[path]
@@ -245,7 +322,8 @@ class _Reader:
             known, by = self.specs.get(own, (spec, label))
             if known != spec:
                 self.failures.append(
-                    f"{by} gives {known} for parameter {own!r}, and {label} gives {spec}. Give both the same, or narrow one."
+                    f"{by} gives {known} for parameter {own!r}, and {label} gives {spec}. Give"
+                    " both the same, or narrow one."
                 )
             else:
                 self.specs[own] = (spec, label)
@@ -255,7 +333,11 @@ class _Reader:
         for name, constraint in part.constraints.items():
             at = self.first[_join(path, name)]
             try:
-                self.constraints[at] = combine(self.constraints[at], constraint) if at in self.constraints else constraint
+                self.constraints[at] = (
+                    combine(self.constraints[at], constraint)
+                    if at in self.constraints
+                    else constraint
+                )
             except SpecError as error:
                 self.failures.append(f"module {at!r}: {error}")
 

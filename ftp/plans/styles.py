@@ -1,4 +1,6 @@
-"""The styles of torch.distributed.tensor.parallel, read as specs of parameters and constraints of activations."""
+"""The styles of torch.distributed.tensor.parallel, read as specs of parameters and constraints
+of activations.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -14,12 +16,16 @@ from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
 
 UserStyle = Callable[[str, nn.Module], tuple[Mapping[str, P], Any]]
-"""A style of the user's own: a module's path and the module -> specs and constraints, by path from the model or from the module."""
+"""A style of the user's own: a module's path and the module -> specs and constraints, by path
+from the model or from the module.
+"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a style says: a spec for each parameter and a constraint for each module, by their paths below the styled module."""
+    """What a style says: a spec for each parameter and a constraint for each module, by their
+    paths below the styled module.
+    """
 
     specs: Mapping[str, P] = field(default_factory=dict)
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
@@ -36,7 +42,8 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
     """What ``style`` says of ``module``.
 
     Raises:
-        SpecError: what is no style, a subclass of one of torch's, a style that cannot shard the module, a layout that no spec states.
+        SpecError: what is no style, a subclass of one of torch's, a style that cannot shard the
+            module, a layout that no spec states.
     """
     import torch.distributed.tensor.parallel as torch_styles  # 0.2 s that `import ftp` does not need
 
@@ -45,9 +52,13 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
         torch_styles.RowwiseParallel: _rowwise,
         torch_styles.SequenceParallel: _sequence,
         torch_styles.PrepareModuleInput: lambda s, _, axis: constrained(axis, **_inputs(s, axis)),
-        torch_styles.PrepareModuleOutput: lambda s, _, axis: constrained(axis, outputs=_outputs(s, axis)),
+        torch_styles.PrepareModuleOutput: lambda s, _, axis: constrained(
+            axis, outputs=_outputs(s, axis)
+        ),
         torch_styles.PrepareModuleInputOutput: lambda s, _, axis: constrained(
-            axis, **_inputs(s.prepare_module_input, axis), outputs=_outputs(s.prepare_module_output, axis)
+            axis,
+            **_inputs(s.prepare_module_input, axis),
+            outputs=_outputs(s.prepare_module_output, axis),
         ),
     }
     name = type(style).__name__
@@ -64,17 +75,27 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
         return _from_user(style, path, module)
     if isinstance(style, torch_styles.ParallelStyle):
         base = next((b.__name__ for b in type(style).__mro__ if b in readers), None)
-        derived = f"a subclass of {base}, and what it changes of that is unknown" if base else "no style that is known"
+        derived = (
+            f"a subclass of {base}, and what it changes of that is unknown"
+            if base
+            else "no style that is known"
+        )
         raise SpecError(
-            f"{name} is {derived}. Give its meaning as a function (path, module) -> (specs, constraints),"
-            f" or {base or 'one of ' + ', '.join(r.__name__ for r in readers)} where that is what it does."
+            f"{name} is {derived}. Give its meaning as a function (path, module) -> (specs,"
+            " constraints),"
+            f" or {base or 'one of ' + ', '.join(r.__name__ for r in readers)} where that is what"
+            " it does."
         )
     hint = " Join the two paths by '.'." if isinstance(style, Mapping) else ""
-    raise SpecError(f"{style!r} is {kind_of(style)}; it must be a style, such as ColwiseParallel().{hint}")
+    raise SpecError(
+        f"{style!r} is {kind_of(style)}; it must be a style, such as ColwiseParallel().{hint}"
+    )
 
 
 def constrained(axis: str, **constraint: Any) -> Part:
-    """A part that constrains the module itself, and gradients as DTensor does: any other goes where it costs least."""
+    """A part that constrains the module itself, and gradients as DTensor does: any other goes
+    where it costs least.
+    """
     made = Constraint(**constraint, axes=axis, grad="dtensor")
     return Part(constraints={"": made} if made.specs() else {})
 
@@ -103,7 +124,8 @@ def then(*pins: Pins) -> Pins:
 
 
 def combine(first: Constraint, second: Constraint) -> Constraint:
-    """Both constraints on one module, the first before the second, as hooks that were registered in this order.
+    """Both constraints on one module, the first before the second, as hooks that were registered in
+    this order.
 
     >>> combine(Constraint(inputs=(P("tp"), ...)), Constraint(inputs=(P(), None), outputs=P())).inputs
     ((P('tp'), P()), None)
@@ -111,24 +133,38 @@ def combine(first: Constraint, second: Constraint) -> Constraint:
     if first == second:
         return first
     if (first.axes, first.grad) != (second.axes, second.grad):
-        raise SpecError(f"{first} and {second} speak of different axes. State what both say as one Constraint.")
+        raise SpecError(
+            f"{first} and {second} speak of different axes. State what both say as one Constraint."
+        )
     kwargs = dict(first.kwargs or {})
     for name, entry in (second.kwargs or {}).items():
         kwargs[name] = then(kwargs.get(name), entry)
     if isinstance(first.outputs, Mapping) or isinstance(second.outputs, Mapping):
         outputs: Any = _by_name(first.outputs, second.outputs)
-        return replace(first, inputs=_zipped(first.inputs, second.inputs), kwargs=kwargs or None, outputs=outputs)
-    outputs = _zipped(*(o if isinstance(o, tuple) or o is None else (o,) for o in (first.outputs, second.outputs)))
+        return replace(
+            first,
+            inputs=_zipped(first.inputs, second.inputs),
+            kwargs=kwargs or None,
+            outputs=outputs,
+        )
+    outputs = _zipped(
+        *(o if isinstance(o, tuple) or o is None else (o,) for o in (first.outputs, second.outputs))
+    )
     if outputs is not None and len(outputs) == 1 and not isinstance(outputs[0], tuple):
         outputs = outputs[0]
-    return replace(first, inputs=_zipped(first.inputs, second.inputs), kwargs=kwargs or None, outputs=outputs)
+    return replace(
+        first, inputs=_zipped(first.inputs, second.inputs), kwargs=kwargs or None, outputs=outputs
+    )
 
 
 def _by_name(first: Any, second: Any) -> Any:
     if first is None or second is None:
         return first if second is None else second
     if not (isinstance(first, Mapping) and isinstance(second, Mapping)):
-        raise SpecError(f"{first} and {second} speak of outputs by name and by position. State what both say as one Constraint.")
+        raise SpecError(
+            f"{first} and {second} speak of outputs by name and by position. State what both say"
+            " as one Constraint."
+        )
     return {name: then(first.get(name), second.get(name)) for name in {**first, **second}}
 
 
@@ -143,7 +179,10 @@ def _zipped(first: Any, second: Any) -> Any:
         elif len(entries) == longest:
             columns.append(entries)
         else:
-            raise SpecError(f"{first} and {second} are of different lengths, for the same arguments. Give both one length.")
+            raise SpecError(
+                f"{first} and {second} are of different lengths, for the same arguments. Give both"
+                " one length."
+            )
     is_open = all(entries[-1:] == (...,) for entries in (first, second))
     return (*map(then, *columns), *((...,) if is_open else ()))
 
@@ -160,34 +199,58 @@ def _colwise(style: Any, module: nn.Module, axis: str) -> Part:
 
 def _rowwise(style: Any, module: nn.Module, axis: str) -> Part:
     if isinstance(module, nn.Linear):
-        part = Part({"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis, is_summed=True))
+        part = Part(
+            {"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis, is_summed=True)
+        )
         return summed_whole(part) if module.bias is not None else part
     if isinstance(module, nn.Embedding):
-        return Part({name: P(axis) for name, _ in module.named_parameters()}, _around(style, P(), axis, is_summed=True))
+        return Part(
+            {name: P(axis) for name, _ in module.named_parameters()},
+            _around(style, P(), axis, is_summed=True),
+        )
     raise _cannot_shard(module)
 
 
 def summed_whole(part: Part) -> Part:
-    """The gradient that is gathered for a row-wise product's weight serves its bias too, as in DTensor: no sum of a cut one to reduce."""
+    """The gradient that is gathered for a row-wise product's weight serves its bias too, as in
+    DTensor: no sum of a cut one to reduce.
+    """
     constraint = part.constraints[""]
     if not isinstance(constraint.outputs, P) or not constraint.outputs:
         return part
-    return replace(part, constraints={"": replace(constraint, outputs=((Gradient(P()), constraint.outputs),))})
+    return replace(
+        part, constraints={"": replace(constraint, outputs=((Gradient(P()), constraint.outputs),))}
+    )
 
 
 def _cannot_shard(module: nn.Module) -> SpecError:
     what = kind_of(module)
     if isinstance(module, nn.MultiheadAttention):
-        return SpecError(f"it shards nn.Linear and nn.Embedding, not {what}. ftp.plans.PairwiseParallel() cuts its heads.")
-    below = [name for name, child in module.named_modules() if isinstance(child, nn.Linear | nn.Embedding)]
-    hint = f" Style what is in it: {', '.join(map(repr, below[:4]))}{' and others' if len(below) > 4 else ''}." if below else ""
+        return SpecError(
+            f"it shards nn.Linear and nn.Embedding, not {what}. ftp.plans.PairwiseParallel() cuts"
+            " its heads."
+        )
+    below = [
+        name
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Linear | nn.Embedding)
+    ]
+    hint = (
+        " Style what is in it:"
+        f" {', '.join(map(repr, below[:4]))}{' and others' if len(below) > 4 else ''}."
+        if below
+        else ""
+    )
     return SpecError(f"it shards nn.Linear and nn.Embedding, not {what}.{hint}")
 
 
-def _around(style: Any, desired: P, axis: str, *, is_summed: bool = False) -> Mapping[str, Constraint]:
+def _around(
+    style: Any, desired: P, axis: str, *, is_summed: bool = False
+) -> Mapping[str, Constraint]:
     """What a column- or row-wise module is fed and gives; it reads its first argument only.
 
-    What is summed over ranks, as row-wise products are, may be left pending: the planner reduces it where that costs least.
+    What is summed over ranks, as row-wise products are, may be left pending: the planner reduces it
+    where that costs least.
     """
     (arrives,), (gives,) = style.input_layouts, style.output_layouts
     inputs = (then(_declared(arrives, axis), desired), ...)
@@ -205,39 +268,69 @@ def _inputs(style: Any, axis: str) -> dict[str, Any]:
     given, desired = style.input_layouts, style.desired_input_layouts
     inputs = None if given is None else _moved(given, desired, axis, "input_layouts")
     kwargs = {
-        name: _entry(layout, style.desired_input_kwarg_layouts.get(name), axis, f"input_kwarg_layouts[{name!r}]")
+        name: _entry(
+            layout,
+            style.desired_input_kwarg_layouts.get(name),
+            axis,
+            f"input_kwarg_layouts[{name!r}]",
+        )
         for name, layout in style.input_kwarg_layouts.items()
     }
     stray = [name for name in style.desired_input_kwarg_layouts if name not in kwargs]
     if stray:
-        raise SpecError(f"desired_input_kwarg_layouts names {stray[0]!r}, which input_kwarg_layouts does not.")
-    return {"inputs": inputs, "kwargs": {name: entry for name, entry in kwargs.items() if entry is not None} or None}
+        raise SpecError(
+            f"desired_input_kwarg_layouts names {stray[0]!r}, which input_kwarg_layouts does not."
+        )
+    return {
+        "inputs": inputs,
+        "kwargs": {name: entry for name, entry in kwargs.items() if entry is not None} or None,
+    }
 
 
 def _outputs(style: Any, axis: str) -> Any:
     if isinstance(style.output_layouts, Mapping):  # of a dict that the module returns
         desired = style.desired_output_layouts
         return {
-            name: _entry(layout, desired[name] if isinstance(desired, Mapping) else desired[i], axis, f"output_layouts[{name!r}]")
+            name: _entry(
+                layout,
+                desired[name] if isinstance(desired, Mapping) else desired[i],
+                axis,
+                f"output_layouts[{name!r}]",
+            )
             for i, (name, layout) in enumerate(style.output_layouts.items())
         }
     entries = _moved(style.output_layouts, style.desired_output_layouts, axis, "output_layouts")
-    return entries[0] if len(entries) == 1 and not isinstance(entries[0], tuple) and entries[0] is not ... else entries
+    return (
+        entries[0]
+        if len(entries) == 1 and not isinstance(entries[0], tuple) and entries[0] is not ...
+        else entries
+    )
 
 
 def _moved(given: Sequence[Any], desired: Sequence[Any], axis: str, where: str) -> tuple[Any, ...]:
-    """An entry for each pair of a declared layout and the one that it is brought to; a trailing ``...`` stays."""
+    """An entry for each pair of a declared layout and the one that it is brought to; a trailing
+    ``...`` stays.
+    """
     is_open = given[-1:] == (...,)
     if is_open != (desired[-1:] == (...,)) or len(given) != len(desired):
-        raise SpecError(f"{where}={tuple(given)!r} and desired_{where}={tuple(desired)!r} must be of one length.")
+        raise SpecError(
+            f"{where}={tuple(given)!r} and desired_{where}={tuple(desired)!r} must be of one"
+            " length."
+        )
     pairs = list(zip(given, desired, strict=True))[: len(given) - is_open]
-    return (*(_entry(layout, to, axis, f"{where}[{i}]") for i, (layout, to) in enumerate(pairs)), *((...,) if is_open else ()))
+    return (
+        *(_entry(layout, to, axis, f"{where}[{i}]") for i, (layout, to) in enumerate(pairs)),
+        *((...,) if is_open else ()),
+    )
 
 
 def _entry(layout: Any, desired: Any, axis: str, where: str) -> Pins:
     if layout is None:
         return None
-    return then(_declared(layout, axis, where), None if desired is None else _layout(desired, axis, f"desired_{where}"))
+    return then(
+        _declared(layout, axis, where),
+        None if desired is None else _layout(desired, axis, f"desired_{where}"),
+    )
 
 
 def _declared(layout: Any, axis: str, where: str = "input_layouts") -> P | None:
@@ -254,7 +347,10 @@ def _layout(layout: Any, axis: str, where: str) -> P:
         return P()
     if type(layout) is Shard:
         return shard_spec(layout.dim, axis)
-    raise SpecError(f"{where}: {layout!r} is {kind_of(layout)}; a layout is Replicate(), Shard(dim), or None to leave a value alone.")
+    raise SpecError(
+        f"{where}: {layout!r} is {kind_of(layout)}; a layout is Replicate(), Shard(dim), or None"
+        " to leave a value alone."
+    )
 
 
 def _from_user(style: Callable[..., Any], path: str, module: nn.Module) -> Part:
@@ -262,37 +358,61 @@ def _from_user(style: Callable[..., Any], path: str, module: nn.Module) -> Part:
     try:
         inspect.signature(style).bind(path, module)
     except TypeError as e:
-        raise SpecError(f"{label}{inspect.signature(style)} does not take (path, module), with which a style is called: {e}.") from None
+        raise SpecError(
+            f"{label}{inspect.signature(style)} does not take (path, module), with which a style"
+            f" is called: {e}."
+        ) from None
     except ValueError:  # it has no signature to be read
         pass
     given = style(path, module)
     if not isinstance(given, tuple) or len(given) != 2:
-        raise SpecError(f"{label}({path!r}, ...) gives {given!r}; a style gives a pair of specs and constraints.")
+        raise SpecError(
+            f"{label}({path!r}, ...) gives {given!r}; a style gives a pair of specs and"
+            " constraints."
+        )
     specs, constraints = given[0] or {}, given[1] or {}
     if isinstance(constraints, P | Constraint):
         constraints = {"": constraints}
     if not isinstance(specs, Mapping) or not isinstance(constraints, Mapping):
         raise SpecError(
-            f"{label}({path!r}, ...) gives {kind_of(specs)} and {kind_of(constraints)}; it must be a dict {{parameter's path: P}} and"
+            f"{label}({path!r}, ...) gives {kind_of(specs)} and {kind_of(constraints)}; it must be"
+            f" a dict {{parameter's path: P}} and"
             " a Constraint or a dict {module's path: Constraint}."
         )
     part: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    known = ([name for name, _ in module.named_parameters()], [name for name, _ in module.named_modules()])
-    for found, values, names, kinds in zip(part, (specs, constraints), known, (P, P | Constraint), strict=True):
+    known = (
+        [name for name, _ in module.named_parameters()],
+        [name for name, _ in module.named_modules()],
+    )
+    for found, values, names, kinds in zip(
+        part, (specs, constraints), known, (P, P | Constraint), strict=True
+    ):
         for key, value in values.items():
             below = _below(path, str(key))
             options = [k for k in dict.fromkeys((below, str(key))) if k is not None and k in names]
             if len(options) != 1:
                 why = "is two paths of it" if options else "is no path of it"
-                raise SpecError(f"{label}({path!r}, ...) names {key!r}, which {why}. It has {', '.join(map(repr, names[:6]))}.")
-            if not isinstance(value, kinds):
-                raise SpecError(f"{label}({path!r}, ...) gives {value!r}, {kind_of(value)}, for {key!r}.")
-            if isinstance(value, P) and found is part[0] and len(value) > (own := module.get_parameter(options[0])).ndim:
                 raise SpecError(
-                    f"{label}({path!r}, ...) gives {value}, of {len(value)} entries, for {key!r}, whose shape {tuple(own.shape)} has"
+                    f"{label}({path!r}, ...) names {key!r}, which {why}. It has"
+                    f" {', '.join(map(repr, names[:6]))}."
+                )
+            if not isinstance(value, kinds):
+                raise SpecError(
+                    f"{label}({path!r}, ...) gives {value!r}, {kind_of(value)}, for {key!r}."
+                )
+            if (
+                isinstance(value, P)
+                and found is part[0]
+                and len(value) > (own := module.get_parameter(options[0])).ndim
+            ):
+                raise SpecError(
+                    f"{label}({path!r}, ...) gives {value}, of {len(value)} entries, for {key!r},"
+                    f" whose shape {tuple(own.shape)} has"
                     f" {own.ndim} dims. Give at most {own.ndim}."
                 )
-            found[options[0]] = Constraint(outputs=value) if isinstance(value, P) and found is part[1] else value
+            found[options[0]] = (
+                Constraint(outputs=value) if isinstance(value, P) and found is part[1] else value
+            )
     return Part(part[0], cast("dict[str, Constraint]", part[1]))
 
 
@@ -300,4 +420,6 @@ def _below(path: str, key: str) -> str | None:
     """A path from the model as one from the module at ``path``; None where it lies elsewhere."""
     if not path:
         return key
-    return "" if key == path else key.removeprefix(f"{path}.") if key.startswith(f"{path}.") else None
+    return (
+        "" if key == path else key.removeprefix(f"{path}.") if key.startswith(f"{path}.") else None
+    )

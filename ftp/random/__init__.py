@@ -1,4 +1,5 @@
-"""Random numbers from keys: a draw depends on the key and on an element's global position, so on no mesh.
+"""Random numbers from keys: a draw depends on the key and on an element's global position, so on no
+mesh.
 
 See ``docs/random.md``.
 """

@@ -1,8 +1,9 @@
-"""Random numbers from keys: functions of a key and an element's global position, so that no mesh or spec changes them.
+"""Random numbers from keys: functions of a key and an element's global position, so that no mesh or
+spec changes them.
 
-docs/random.md defines every number. Each function draws from the stream of its key (see ``ftp.philox``): a key serves one draw, and
-``split`` and ``fold_in`` make more keys. All of them are plain tensor code around two ops, run eagerly, sharded, compiled and under
-torch.func alike.
+docs/random.md defines every number. Each function draws from the stream of its key (see
+``ftp.philox``): a key serves one draw, and ``split`` and ``fold_in`` make more keys. All of them
+are plain tensor code around two ops, run eagerly, sharded, compiled and under torch.func alike.
 """
 
 import math
@@ -44,7 +45,9 @@ def split(key: Tensor, n: int = 2) -> Tensor:
     """
     check_key(key, "split")
     if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < _FOLDS:
-        raise InputError(f"split takes how many keys to make, an integer from 0 on, not {n!r}, {kind_of(n)}.")
+        raise InputError(
+            f"split takes how many keys to make, an integer from 0 on, not {n!r}, {kind_of(n)}."
+        )
     return _keys(key, torch.arange(KEYS, KEYS + n, device=key.device))
 
 
@@ -60,10 +63,16 @@ def fold_in(key: Tensor, i: int | Tensor) -> Tensor:
     check_key(key, "fold_in")
     if isinstance(i, Tensor):
         if i.ndim or i.dtype.is_floating_point or i.dtype.is_complex:
-            raise InputError(f"fold_in takes an integer or a 0-d integer tensor, not one of shape {tuple(i.shape)} and {i.dtype}.")
+            raise InputError(
+                "fold_in takes an integer or a 0-d integer tensor, not one of shape"
+                f" {tuple(i.shape)} and {i.dtype}."
+            )
         return _keys(key, (i.to(torch.int64) & (_FOLDS - 1)) + (KEYS + _FOLDS))
     if isinstance(i, bool) or not isinstance(i, int) or not 0 <= i < _FOLDS:
-        raise InputError(f"fold_in takes an integer from 0 to 2**61 - 1 or a 0-d integer tensor, not {i!r}, {kind_of(i)}.")
+        raise InputError(
+            f"fold_in takes an integer from 0 to 2**61 - 1 or a 0-d integer tensor, not {i!r},"
+            f" {kind_of(i)}."
+        )
     return _keys(key, torch.full((), KEYS + _FOLDS + i, dtype=torch.int64, device=key.device))
 
 
@@ -80,7 +89,10 @@ def check_key(key: Tensor, name: str) -> None:
         given = f"{key.dtype} of shape {tuple(key.shape)}"
         if key.dtype is torch.int64 and key.shape[-1:] == (2,):
             several = " Take one of the keys, or torch.vmap over them."
-    raise InputError(f"{name} takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not {given}.{several}")
+    raise InputError(
+        f"{name} takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not"
+        f" {given}.{several}"
+    )
 
 
 def bits(key: Tensor, shape: Shape = ()) -> Tensor:
@@ -92,7 +104,14 @@ def bits(key: Tensor, shape: Shape = ()) -> Tensor:
     return _bits(key, shape, "bits")
 
 
-def uniform(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None, *, low: float = 0.0, high: float = 1.0) -> Tensor:
+def uniform(
+    key: Tensor,
+    shape: Shape = (),
+    dtype: torch.dtype | None = None,
+    *,
+    low: float = 0.0,
+    high: float = 1.0,
+) -> Tensor:
     """Uniform in [low, high), of as many random bits as the type's precision: 53, 24, 11 or 8.
 
     >>> uniform(key(0), (3,))
@@ -103,7 +122,9 @@ def uniform(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None, *,
         unit = (_long(key, shape, "uniform") >> 11 & ((1 << 53) - 1)).to(dtype) * 2.0**-53
     else:
         digits = _DIGITS[dtype]
-        unit = (_bits(key, shape, "uniform") >> (32 - digits) & ((1 << digits) - 1)).to(dtype) * 2.0**-digits
+        unit = (_bits(key, shape, "uniform") >> (32 - digits) & ((1 << digits) - 1)).to(
+            dtype
+        ) * 2.0**-digits
     return unit if (low, high) == (0.0, 1.0) else unit * (high - low) + low
 
 
@@ -113,7 +134,8 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
     >>> normal(key(0), (3,)).dtype
     torch.float32
 
-    Source: Box and Muller (1958); the cosine alone, so that an element is a function of its own words.
+    Source: Box and Muller (1958); the cosine alone, so that an element is a function of its own
+    words.
     """
     dtype = _floating(dtype, "normal")
     if dtype is torch.float64:
@@ -129,7 +151,9 @@ def normal(key: Tensor, shape: Shape = (), dtype: torch.dtype | None = None) -> 
     return (r * (angle.to(working) * (scale * 2 * math.pi)).cos()).to(dtype)
 
 
-def truncated_normal(key: Tensor, lower: float, upper: float, shape: Shape = (), dtype: torch.dtype | None = None) -> Tensor:
+def truncated_normal(
+    key: Tensor, lower: float, upper: float, shape: Shape = (), dtype: torch.dtype | None = None
+) -> Tensor:
     """Standard normal given that it lies in [lower, upper].
 
     >>> float(truncated_normal(key(0), -1.0, 1.0, (1000,)).abs().max()) <= 1.0
@@ -140,7 +164,9 @@ def truncated_normal(key: Tensor, lower: float, upper: float, shape: Shape = (),
         raise InputError(f"truncated_normal takes lower < upper, not {lower!r} and {upper!r}.")
     working = torch.float64 if dtype is torch.float64 else torch.float32
     low, high = math.erf(lower / math.sqrt(2)), math.erf(upper / math.sqrt(2))
-    drawn = (_open_uniform(key, shape, working, "truncated_normal") * (high - low) + low).erfinv() * math.sqrt(2)
+    drawn = (
+        _open_uniform(key, shape, working, "truncated_normal") * (high - low) + low
+    ).erfinv() * math.sqrt(2)
     return drawn.clamp(lower, upper).to(dtype)
 
 
@@ -190,7 +216,9 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
     return x.masked_fill(bernoulli(key, p, tuple(x.shape)), 0) * (1 / (1 - p) if p < 1 else 0.0)
 
 
-def randint(key: Tensor, low: int, high: int, shape: Shape = (), dtype: torch.dtype = torch.int64) -> Tensor:
+def randint(
+    key: Tensor, low: int, high: int, shape: Shape = (), dtype: torch.dtype = torch.int64
+) -> Tensor:
     """Integers from ``low`` to ``high - 1``, alike to ``(high - low) / 2**63``.
 
     >>> randint(key(0), 0, 10, (4,))
@@ -212,7 +240,9 @@ def permutation(key: Tensor, n: int | Tensor) -> Tensor:
     return _long(key, (n,), "permutation").argsort(stable=True)
 
 
-def categorical(key: Tensor, logits: Tensor, shape: Shape | None = None, *, dim: int = -1) -> Tensor:
+def categorical(
+    key: Tensor, logits: Tensor, shape: Shape | None = None, *, dim: int = -1
+) -> Tensor:
     """An index along ``dim`` with the probabilities ``softmax(logits, dim)``.
 
     Args:
@@ -227,7 +257,9 @@ def categorical(key: Tensor, logits: Tensor, shape: Shape | None = None, *, dim:
     batch = tuple(logits.shape[:-1])
     sizes = batch if shape is None else _sizes(shape, "categorical")
     if sizes[len(sizes) - len(batch) :] != batch:
-        raise InputError(f"categorical takes a shape that ends with the logits' other dims {batch}, not {sizes}.")
+        raise InputError(
+            f"categorical takes a shape that ends with the logits' other dims {batch}, not {sizes}."
+        )
     working = torch.float64 if logits.dtype is torch.float64 else torch.float32
     gumbel = -(-_open_uniform(key, (*sizes, logits.shape[-1]), working, "categorical").log()).log()
     return (logits.to(working) + gumbel).argmax(-1)
@@ -239,7 +271,8 @@ class MegatronStreams:
 
     Attributes:
         default: the key of shape (2,) where ranks must agree.
-        model_parallel: the keys where they must differ, of shape (n, 2), a rank's own in its row: cut by ``P(axis)``.
+        model_parallel: the keys where they must differ, of shape (n, 2), a rank's own in its row:
+            cut by ``P(axis)``.
         rank: this process' position on the axis; None where there are no processes.
     """
 
@@ -247,24 +280,36 @@ class MegatronStreams:
     model_parallel: Tensor
     rank: int | None
 
-    def generators(self, device: torch.device | str = "cpu", *, rank: int | None = None) -> tuple[torch.Generator, torch.Generator]:
-        """torch's generators of the same two seeds, which give the numbers of a Megatron run on that device.
+    def generators(
+        self, device: torch.device | str = "cpu", *, rank: int | None = None
+    ) -> tuple[torch.Generator, torch.Generator]:
+        """torch's generators of the same two seeds, which give the numbers of a Megatron run on
+        that device.
 
         Args:
             rank: whose; default this process'.
         """
-        at = self.rank if rank is None else check_rank(rank, range(len(self.model_parallel)), "rank", "the axis")
+        at = (
+            self.rank
+            if rank is None
+            else check_rank(rank, range(len(self.model_parallel)), "rank", "the axis")
+        )
         if at is None:
-            raise InputError(f"generators takes a rank from 0 to {len(self.model_parallel) - 1} where there are no processes.")
+            raise InputError(
+                f"generators takes a rank from 0 to {len(self.model_parallel) - 1} where there are"
+                " no processes."
+            )
         seeds = int(self.default[0]), int(self.model_parallel[at, 0])
         first, second = (torch.Generator(device).manual_seed(seed) for seed in seeds)
         return first, second
 
 
 def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") -> MegatronStreams:
-    """The streams of Megatron-LM's seeds: ``seed`` where ranks must agree, ``seed + 2718 + rank`` where they must differ.
+    """The streams of Megatron-LM's seeds: ``seed`` where ranks must agree, ``seed + 2718 + rank``
+    where they must differ.
 
-    Nothing else of ftp wants per-rank randomness: use them within ``ftp.local``, or to compare with a Megatron run.
+    Nothing else of ftp wants per-rank randomness: use them within ``ftp.local``, or to compare with
+    a Megatron run.
 
     Args:
         axis: the tensor-parallel axis, along which ranks are counted.
@@ -275,13 +320,19 @@ def megatron_compat(seed: int, mesh: AnyMesh | None = None, axis: str = "tp") ->
     (tensor([1234,    0]), tensor([[3952,    0],
             [3953,    0]]))
 
-    Source: Megatron-LM, ``megatron/core/tensor_parallel/random.py``, ``model_parallel_cuda_manual_seed``.
+    Source: Megatron-LM, ``megatron/core/tensor_parallel/random.py``,
+    ``model_parallel_cuda_manual_seed``.
     """
     m = resolve(mesh)
     if axis not in m.axes:
-        raise MeshError(f"megatron_compat counts ranks along axis {axis!r}; the mesh has {', '.join(map(repr, m.axes))}.")
+        raise MeshError(
+            f"megatron_compat counts ranks along axis {axis!r}; the mesh has"
+            f" {', '.join(map(repr, m.axes))}."
+        )
     seeds = [[seed + 2718 + rank, 0] for rank in range(m.axes[axis])]
-    return MegatronStreams(torch.tensor([seed, 0]), torch.tensor(seeds), (m.coordinate or {}).get(axis))
+    return MegatronStreams(
+        torch.tensor([seed, 0]), torch.tensor(seeds), (m.coordinate or {}).get(axis)
+    )
 
 
 # bfloat16 and float16 have as many digits as the types' significands.
@@ -321,7 +372,9 @@ def _long(key: Tensor, shape: Shape, name: str) -> Tensor:
 
 
 def _open_uniform(key: Tensor, shape: Shape, dtype: torch.dtype, name: str) -> Tensor:
-    """Uniform in (0, 1): halfway between the multiples of 2**-52 or 2**-23, where logarithms are finite."""
+    """Uniform in (0, 1): halfway between the multiples of 2**-52 or 2**-23, where logarithms are
+    finite.
+    """
     if dtype is torch.float64:
         return (_long(key, shape, name) >> 12 & ((1 << 52) - 1)).to(dtype) * 2.0**-52 + 2.0**-53
     return (_bits(key, shape, name) >> 9 & ((1 << 23) - 1)).to(dtype) * 2.0**-23 + 2.0**-24

@@ -1,7 +1,7 @@
 """torch's random functions drawn from a key, while a functionalized model or an initializer runs.
 
-A call's key is that of its module's path with the number of draws made there before folded in: layers do not depend on one another, and
-a module that is called again draws anew.
+A call's key is that of its module's path with the number of draws made there before folded in:
+layers do not depend on one another, and a module that is called again draws anew.
 """
 
 import functools
@@ -23,7 +23,8 @@ from ftp.source import user_line
 
 
 class Draws(TorchFunctionMode):
-    """While it lasts torch's random functions draw from ``key``; where that is None they are errors.
+    """While it lasts torch's random functions draw from ``key``; where that is None they are
+    errors.
 
     Args:
         name: of the model, for messages.
@@ -31,7 +32,9 @@ class Draws(TorchFunctionMode):
         counts: how many draws each module has made.
     """
 
-    def __init__(self, key: Tensor | None, name: str, *, path: str = "", counts: dict[str, int] | None = None):
+    def __init__(
+        self, key: Tensor | None, name: str, *, path: str = "", counts: dict[str, int] | None = None
+    ):
         super().__init__()
         self.key, self.name = key, name
         self.path = [path]
@@ -59,9 +62,12 @@ class Draws(TorchFunctionMode):
         if self.key is None:
             line = user_line()
             raise TraceError(
-                f"{what} draws random numbers{f' at {line}' if line else ''}, in {f'module {path!r} of ' if path else ''}{self.name}, which"
-                " has no key to draw them from. Call fn(params, ..., rng=key), with key = ftp.random.key(seed) and a new key for each"
-                " step. If it is dropout that should be off, call model.eval() before ftp.functionalize."
+                f"{what} draws random numbers{f' at {line}' if line else ''}, in"
+                f" {f'module {path!r} of ' if path else ''}{self.name}, which"
+                " has no key to draw them from. Call fn(params, ..., rng=key), with key ="
+                " ftp.random.key(seed) and a new key for each"
+                " step. If it is dropout that should be off, call model.eval() before"
+                " ftp.functionalize."
             )
         if path not in self._keys:
             self._keys[path] = random.fold_in(self.key, path_number(path))
@@ -95,7 +101,11 @@ def _never(*args: Any) -> bool:
 class _Torch:
     """torch, as the code of a composite function sees it."""
 
-    overrides = types.SimpleNamespace(has_torch_function=_never, has_torch_function_unary=_never, has_torch_function_variadic=_never)
+    overrides = types.SimpleNamespace(
+        has_torch_function=_never,
+        has_torch_function_unary=_never,
+        has_torch_function_variadic=_never,
+    )
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch, name)
@@ -103,9 +113,22 @@ class _Torch:
 
 @functools.cache
 def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
-    """``func`` without its own check for overrides: what it calls is seen by the mode, which torch leaves out otherwise."""
-    own = {"has_torch_function": _never, "has_torch_function_unary": _never, "has_torch_function_variadic": _never, "torch": _Torch()}
-    copy = types.FunctionType(func.__code__, {**func.__globals__, **own}, func.__name__, func.__defaults__, func.__closure__)
+    """``func`` without its own check for overrides: what it calls is seen by the mode, which
+    torch leaves out otherwise.
+    """
+    own = {
+        "has_torch_function": _never,
+        "has_torch_function_unary": _never,
+        "has_torch_function_variadic": _never,
+        "torch": _Torch(),
+    }
+    copy = types.FunctionType(
+        func.__code__,
+        {**func.__globals__, **own},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
@@ -118,7 +141,8 @@ COMPOSITE = {
 }  # fmt: skip
 
 Drawn = Callable[..., Any]
-# What draws in place of each of torch's functions: takes the mode, the function and its arguments; NotImplemented where nothing is random.
+# What draws in place of each of torch's functions: takes the mode, the function and its arguments;
+# NotImplemented where nothing is random.
 DRAWN: dict[Any, Drawn] = {}
 
 
@@ -137,19 +161,32 @@ def _draws(*functions: Any) -> Callable[[Drawn], Drawn]:
 def _dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> Any:
     if not train or p == 0:
         return NotImplemented
-    shape = (*input.shape[:2], *(1,) * (input.ndim - 2)) if "feature" in func.__name__ else tuple(input.shape)
+    shape = (
+        (*input.shape[:2], *(1,) * (input.ndim - 2))
+        if "feature" in func.__name__
+        else tuple(input.shape)
+    )
     dropped = random.bernoulli(draws.next_key(func.__name__), p, shape)
     return _given(func, input, input.masked_fill(dropped, 0) * (1 / (1 - p) if p < 1 else 0.0))
 
 
-@_draws(torch.alpha_dropout, torch.alpha_dropout_, torch.feature_alpha_dropout, torch.feature_alpha_dropout_)
+@_draws(
+    torch.alpha_dropout,
+    torch.alpha_dropout_,
+    torch.feature_alpha_dropout,
+    torch.feature_alpha_dropout_,
+)
 def _alpha_dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> Any:
     """What is dropped takes SELU's least value, then mean and variance are restored."""
     if not train or p == 0:
         return NotImplemented
     if p == 1:
         return _given(func, input, input * 0.0)
-    shape = (*input.shape[:2], *(1,) * (input.ndim - 2)) if "feature" in func.__name__ else tuple(input.shape)
+    shape = (
+        (*input.shape[:2], *(1,) * (input.ndim - 2))
+        if "feature" in func.__name__
+        else tuple(input.shape)
+    )
     least = -1.7580993408473766
     scale = 1 / math.sqrt((least * least * p + 1) * (1 - p))
     dropped = random.bernoulli(draws.next_key(func.__name__), p, shape)
@@ -162,11 +199,19 @@ def _given(func: Any, input: Tensor, value: Tensor) -> Tensor:
 
 @_draws(torch.rrelu, torch.rrelu_)
 def _rrelu(
-    draws: Draws, func: Any, input: Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, generator: Any = None
+    draws: Draws,
+    func: Any,
+    input: Tensor,
+    lower: float = 1 / 8,
+    upper: float = 1 / 3,
+    training: bool = False,
+    generator: Any = None,
 ) -> Any:
     if not training or lower == upper:
         return NotImplemented
-    slope = random.uniform(draws.next_key("rrelu"), tuple(input.shape), input.dtype, low=lower, high=upper)
+    slope = random.uniform(
+        draws.next_key("rrelu"), tuple(input.shape), input.dtype, low=lower, high=upper
+    )
     return _given(func, input, torch.where(input >= 0, input, input * slope))
 
 
@@ -189,19 +234,35 @@ def _attention(
         return NotImplemented
     if enable_gqa:
         key, value = (t.repeat_interleave(query.shape[-3] // t.shape[-3], -3) for t in (key, value))
-    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(-2, -1)
+    scores = (query * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)) @ key.transpose(
+        -2, -1
+    )
     if is_causal:
-        scores = scores.masked_fill(torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril().logical_not(), -math.inf)
+        scores = scores.masked_fill(
+            torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device)
+            .tril()
+            .logical_not(),
+            -math.inf,
+        )
     if attn_mask is not None:
-        scores = scores.masked_fill(attn_mask.logical_not(), -math.inf) if attn_mask.dtype is torch.bool else scores + attn_mask
+        scores = (
+            scores.masked_fill(attn_mask.logical_not(), -math.inf)
+            if attn_mask.dtype is torch.bool
+            else scores + attn_mask
+        )
     probabilities = torch.ops.aten._safe_softmax.default(scores, -1)
-    return random.dropout(draws.next_key("scaled_dot_product_attention"), probabilities, dropout_p) @ value
+    return (
+        random.dropout(draws.next_key("scaled_dot_product_attention"), probabilities, dropout_p)
+        @ value
+    )
 
 
 @_draws(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
 def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
     """One layer at a time, with dropout between them."""
-    at = 3 if isinstance(args[3], list | tuple) else 2  # a packed sequence has its batch sizes after the data
+    at = (
+        3 if isinstance(args[3], list | tuple) else 2
+    )  # a packed sequence has its batch sizes after the data
     state, weights, has_biases, layers, p, train, *options = args[at - 1 :]
     if not train or p == 0 or layers == 1:
         return NotImplemented
@@ -232,25 +293,54 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 @_draws(torch.rand, torch.randn)
-def _factory(draws: Draws, func: Any, *size: Any, generator: Any = None, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+def _factory(
+    draws: Draws,
+    func: Any,
+    *size: Any,
+    generator: Any = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Tensor:
     draw = random.uniform if func is torch.rand else random.normal
     return _made(draw(_key(draws, func, generator), _size(size, kwargs), dtype), kwargs)
 
 
 @_draws(torch.rand_like, torch.randn_like)
-def _like(draws: Draws, func: Any, input: Tensor, *, generator: Any = None, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+def _like(
+    draws: Draws,
+    func: Any,
+    input: Tensor,
+    *,
+    generator: Any = None,
+    dtype: torch.dtype | None = None,
+    **kwargs: Any,
+) -> Tensor:
     draw = random.uniform if func is torch.rand_like else random.normal
-    return _made(draw(_key(draws, func, generator), tuple(input.shape), dtype or input.dtype), {"device": input.device, **kwargs})
+    return _made(
+        draw(_key(draws, func, generator), tuple(input.shape), dtype or input.dtype),
+        {"device": input.device, **kwargs},
+    )
 
 
 @_draws(torch.randint)
 def _randint(
-    draws: Draws, func: Any, *args: Any, generator: Any = None, dtype: torch.dtype | None = None, low: int = 0, **kwargs: Any
+    draws: Draws,
+    func: Any,
+    *args: Any,
+    generator: Any = None,
+    dtype: torch.dtype | None = None,
+    low: int = 0,
+    **kwargs: Any,
 ) -> Tensor:
     *bounds, size = (*args, kwargs.pop("size")) if "size" in kwargs else args
     bounds = [*bounds, kwargs.pop("high")] if "high" in kwargs else bounds
     first, last = bounds if len(bounds) == 2 else (low, bounds[0])
-    return _made(random.randint(_key(draws, func, generator), first, last, tuple(size), dtype or torch.int64), kwargs)
+    return _made(
+        random.randint(
+            _key(draws, func, generator), first, last, tuple(size), dtype or torch.int64
+        ),
+        kwargs,
+    )
 
 
 @_draws(torch.randint_like)
@@ -266,39 +356,80 @@ def _randint_like(
 ) -> Tensor:
     bounds = bounds if high is None else (*bounds, high)
     first, last = bounds if len(bounds) == 2 else (low, bounds[0])
-    drawn = random.randint(_key(draws, func, kwargs.pop("generator", None)), first, last, tuple(input.shape), dtype or input.dtype)
+    drawn = random.randint(
+        _key(draws, func, kwargs.pop("generator", None)),
+        first,
+        last,
+        tuple(input.shape),
+        dtype or input.dtype,
+    )
     return _made(drawn, {"device": input.device, **kwargs})
 
 
 @_draws(torch.randperm)
-def _randperm(draws: Draws, func: Any, n: int, *, generator: Any = None, dtype: torch.dtype = torch.int64, **kwargs: Any) -> Tensor:
+def _randperm(
+    draws: Draws,
+    func: Any,
+    n: int,
+    *,
+    generator: Any = None,
+    dtype: torch.dtype = torch.int64,
+    **kwargs: Any,
+) -> Tensor:
     return _made(random.permutation(_key(draws, func, generator), n).to(dtype), kwargs)
 
 
 @_draws(torch.normal)
 def _normal(
-    draws: Draws, func: Any, mean: Any = 0.0, std: Any = 1.0, size: Any = None, *, generator: Any = None, dtype: Any = None, **kwargs: Any
+    draws: Draws,
+    func: Any,
+    mean: Any = 0.0,
+    std: Any = 1.0,
+    size: Any = None,
+    *,
+    generator: Any = None,
+    dtype: Any = None,
+    **kwargs: Any,
 ) -> Tensor:
     given = [t for t in (mean, std) if isinstance(t, Tensor)]
     shape = torch.broadcast_shapes(*(t.shape for t in given)) if size is None else tuple(size)
-    drawn = random.normal(_key(draws, func, generator), shape, dtype or (given[0].dtype if given else None))
+    drawn = random.normal(
+        _key(draws, func, generator), shape, dtype or (given[0].dtype if given else None)
+    )
     return _made(drawn, {"device": given[0].device, **kwargs} if given else kwargs) * std + mean
 
 
 @_draws(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(
-    draws: Draws, func: Any, input: Tensor, p: float | None = None, *, generator: Any = None, out: Tensor | None = None
+    draws: Draws,
+    func: Any,
+    input: Tensor,
+    p: float | None = None,
+    *,
+    generator: Any = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     key = _key(draws, func, generator)
-    drawn = (random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))).to(input.dtype)
+    drawn = (
+        random.bernoulli(key, input) if p is None else random.bernoulli(key, p, tuple(input.shape))
+    ).to(input.dtype)
     return drawn if out is None else out.copy_(drawn)
 
 
 @_draws(torch.multinomial, Tensor.multinomial)
 def _multinomial(
-    draws: Draws, func: Any, input: Tensor, num_samples: int, replacement: bool = False, *, generator: Any = None, out: Tensor | None = None
+    draws: Draws,
+    func: Any,
+    input: Tensor,
+    num_samples: int,
+    replacement: bool = False,
+    *,
+    generator: Any = None,
+    out: Tensor | None = None,
 ) -> Tensor:
-    """Without replacement the largest of logits with Gumbel draws added come in the order of drawing one by one."""
+    """Without replacement the largest of logits with Gumbel draws added come in the order of
+    drawing one by one.
+    """
     key, logits = _key(draws, func, generator), input.log()
     if replacement:
         drawn = random.categorical(key, logits, (num_samples, *input.shape[:-1])).movedim(0, -1)
@@ -312,49 +443,88 @@ def _multinomial(
 
 
 @_draws(Tensor.uniform_)
-def _uniform_(draws: Draws, func: Any, x: Tensor, *bounds: float, generator: Any = None, **kwargs: float) -> Tensor:
+def _uniform_(
+    draws: Draws, func: Any, x: Tensor, *bounds: float, generator: Any = None, **kwargs: float
+) -> Tensor:
     low, high = _pair(bounds, kwargs, ("from", 0.0), ("to", 1.0))
-    return x.copy_(random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype, low=low, high=high))
+    return x.copy_(
+        random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype, low=low, high=high)
+    )
 
 
 @_draws(Tensor.normal_)
-def _normal_(draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float) -> Tensor:
+def _normal_(
+    draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
+) -> Tensor:
     mean, std = _pair(moments, kwargs, ("mean", 0.0), ("std", 1.0))
-    return x.copy_(random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean)
+    return x.copy_(
+        random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean
+    )
 
 
 @_draws(Tensor.log_normal_)
-def _log_normal_(draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float) -> Tensor:
+def _log_normal_(
+    draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
+) -> Tensor:
     mean, std = _pair(moments, kwargs, ("mean", 1.0), ("std", 2.0))
-    return x.copy_((random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean).exp())
+    return x.copy_(
+        (random.normal(_key(draws, func, generator), tuple(x.shape), x.dtype) * std + mean).exp()
+    )
 
 
 @_draws(Tensor.cauchy_)
-def _cauchy_(draws: Draws, func: Any, x: Tensor, *at: float, generator: Any = None, **kwargs: float) -> Tensor:
+def _cauchy_(
+    draws: Draws, func: Any, x: Tensor, *at: float, generator: Any = None, **kwargs: float
+) -> Tensor:
     median, sigma = _pair(at, kwargs, ("median", 0.0), ("sigma", 1.0))
-    return x.copy_(((random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype) - 0.5) * math.pi).tan() * sigma + median)
+    return x.copy_(
+        (
+            (random.uniform(_key(draws, func, generator), tuple(x.shape), x.dtype) - 0.5) * math.pi
+        ).tan()
+        * sigma
+        + median
+    )
 
 
 @_draws(Tensor.exponential_)
-def _exponential_(draws: Draws, func: Any, x: Tensor, lambd: float = 1.0, *, generator: Any = None) -> Tensor:
-    return x.copy_(random.exponential(_key(draws, func, generator), tuple(x.shape), x.dtype) / lambd)
+def _exponential_(
+    draws: Draws, func: Any, x: Tensor, lambd: float = 1.0, *, generator: Any = None
+) -> Tensor:
+    return x.copy_(
+        random.exponential(_key(draws, func, generator), tuple(x.shape), x.dtype) / lambd
+    )
 
 
 @_draws(Tensor.geometric_)
 def _geometric_(draws: Draws, func: Any, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
-    return x.copy_((random.exponential(_key(draws, func, generator), tuple(x.shape), torch.float32) / -math.log1p(-p)).ceil())
+    return x.copy_(
+        (
+            random.exponential(_key(draws, func, generator), tuple(x.shape), torch.float32)
+            / -math.log1p(-p)
+        ).ceil()
+    )
 
 
 @_draws(Tensor.bernoulli_)
-def _bernoulli_(draws: Draws, func: Any, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None) -> Tensor:
+def _bernoulli_(
+    draws: Draws, func: Any, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None
+) -> Tensor:
     return x.copy_(random.bernoulli(_key(draws, func, generator), p, tuple(x.shape)))
 
 
 @_draws(Tensor.random_)
-def _random_(draws: Draws, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any) -> Tensor:
-    first, last = _pair(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
+def _random_(
+    draws: Draws, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any
+) -> Tensor:
+    first, last = (
+        _pair(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
+    )
     if last is None:
-        last = 2 ** _DIGITS[x.dtype] + 1 if x.dtype in _DIGITS else min(torch.iinfo(x.dtype).max + 1, (1 << 63) - 1)
+        last = (
+            2 ** _DIGITS[x.dtype] + 1
+            if x.dtype in _DIGITS
+            else min(torch.iinfo(x.dtype).max + 1, (1 << 63) - 1)
+        )
     return x.copy_(random.randint(_key(draws, func, generator), first, last, tuple(x.shape)))
 
 
@@ -364,13 +534,17 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 @_draws(torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)  # type: ignore[reportPrivateImportUsage]
 def _unknown(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     draws.next_key(func.__name__)
-    raise TraceError(f"{func.__name__} cannot be drawn from a key. Draw with ftp.random's functions, and pass the model what is drawn.")
+    raise TraceError(
+        f"{func.__name__} cannot be drawn from a key. Draw with ftp.random's functions, and pass"
+        " the model what is drawn."
+    )
 
 
 def _key(draws: Draws, func: Any, generator: Any) -> Tensor:
     if generator is not None:
         raise TraceError(
-            f"{func.__name__} is given a generator, whose numbers would differ from rank to rank. Leave it out: rng=key decides."
+            f"{func.__name__} is given a generator, whose numbers would differ from rank to rank."
+            " Leave it out: rng=key decides."
         )
     return draws.next_key(func.__name__)
 
@@ -392,5 +566,8 @@ def _made(drawn: Tensor, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _pair(given: Sequence[Any], kwargs: dict[str, Any], *named: tuple[str, Any]) -> tuple[Any, Any]:
-    first, second = (given[i] if i < len(given) else kwargs.get(name, default) for i, (name, default) in enumerate(named))
+    first, second = (
+        given[i] if i < len(given) else kwargs.get(name, default)
+        for i, (name, default) in enumerate(named)
+    )
     return first, second

@@ -1,4 +1,6 @@
-"""Why a value lies as it does, and what the whole plan would cost otherwise; and how two programs differ."""
+"""Why a value lies as it does, and what the whole plan would cost otherwise; and how two
+programs differ.
+"""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -44,12 +46,17 @@ class Alternative:
         more = f", {in_bytes(self.wire_nbytes)} sent" if self.wire_nbytes is not None else ""
         more += f", {in_bytes(self.memory)} at the peak" if self.memory is not None else ""
         sign = "+" if self.delta >= 0 else "-"
-        return f"{mark} {self.layout}{where}: {in_seconds(self.seconds)} ({sign}{in_seconds(abs(self.delta))}){more}"
+        return (
+            f"{mark} {self.layout}{where}: {in_seconds(self.seconds)}"
+            f" ({sign}{in_seconds(abs(self.delta))}){more}"
+        )
 
 
 @dataclass(frozen=True)
 class Why:
-    """The decisions behind a layout, from the value back to where its cuts come from, and what other layouts would cost."""
+    """The decisions behind a layout, from the value back to where its cuts come from, and what
+    other layouts would cost.
+    """
 
     name: str
     layout: str
@@ -59,7 +66,10 @@ class Why:
     def __str__(self) -> str:
         lines = [f"{self.name}: {self.layout}", *(f"  {line}" for line in self.chain)]
         if self.alternatives:
-            lines += ["the whole plan, with this and with other layouts (* is the one it has):", *(f"  {a}" for a in self.alternatives)]
+            lines += [
+                "the whole plan, with this and with other layouts (* is the one it has):",
+                *(f"  {a}" for a in self.alternatives),
+            ]
         return "\n".join(lines)
 
 
@@ -69,12 +79,18 @@ def describe_layout(layout: Layout) -> str:
     'cut on dim 1'
     """
     if layout.kind == "S":
-        within = "" if layout.outer == layout.inner == 1 else f" within {layout.outer}, in units of {layout.inner}"
+        within = (
+            ""
+            if layout.outer == layout.inner == 1
+            else f" within {layout.outer}, in units of {layout.inner}"
+        )
         return f"cut on dim {layout.dim}{within}"
     return "whole" if layout.kind == "R" else f"a pending {layout.op}"
 
 
-def neighbours(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> list[PartitionSpec]:
+def neighbours(
+    spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]
+) -> list[PartitionSpec]:
     """The spec, and those that differ from it in where one mesh axis is.
 
     >>> neighbours(PartitionSpec("tp"), (4, 4), {"tp": 2})
@@ -89,9 +105,20 @@ def neighbours(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int
             entries = [(*cuts, axis) if dim == at else cuts for dim, cuts in enumerate(rest)]
             while entries and not entries[-1]:
                 entries.pop()
-            other = PartitionSpec(*[tuple(c.axis if isinstance(c, Units) and c.is_plain else c for c in e) or None for e in entries])
-            other = PartitionSpec(*[e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in other])
-            if other not in found and not check_spec(other, shape, dict(axes), "") and _shortest(other) != _shortest(spec):
+            other = PartitionSpec(
+                *[
+                    tuple(c.axis if isinstance(c, Units) and c.is_plain else c for c in e) or None
+                    for e in entries
+                ]
+            )
+            other = PartitionSpec(
+                *[e[0] if isinstance(e, tuple) and len(e) == 1 else e for e in other]
+            )
+            if (
+                other not in found
+                and not check_spec(other, shape, dict(axes), "")
+                and _shortest(other) != _shortest(spec)
+            ):
                 found.append(other)
     return found
 
@@ -103,8 +130,12 @@ def _shortest(spec: PartitionSpec) -> tuple[object, ...]:
     return tuple(map(tuple, cuts))
 
 
-def chain_of(value: Value, found: Origins, specs: dict[Node, PartitionSpec], axes: Sequence[str]) -> list[str]:
-    """Per axis that cuts a value, or on which it is a pending sum, the values that this comes from, back to an input or a constraint."""
+def chain_of(
+    value: Value, found: Origins, specs: dict[Node, PartitionSpec], axes: Sequence[str]
+) -> list[str]:
+    """Per axis that cuts a value, or on which it is a pending sum, the values that this comes
+    from, back to an input or a constraint.
+    """
     lines = []
     for axis in axes:
         origin = found.get((value, axis))
@@ -121,7 +152,9 @@ def chain_of(value: Value, found: Origins, specs: dict[Node, PartitionSpec], axe
                 lines.append(f"    {typed(at)} = {step}")
                 steps += 1
             at = following
-    return lines or ["whole on every rank: nothing that it is computed from is cut in a way that reaches it"]
+    return lines or [
+        "whole on every rank: nothing that it is computed from is cut in a way that reaches it"
+    ]
 
 
 def _line(node: Node) -> str:
@@ -166,12 +199,20 @@ class Difference:
     def __str__(self) -> str:
         lines = [f"{name}: {here} -> {there}" for name, (here, there) in self.specs.items()]
         for sign, kinds in (("-", self.removed), ("+", self.added)):
-            lines += [f"{sign} {n} x {op} over {', '.join(axes)} of {dtype} {list(shape)}" for (op, axes, shape, dtype), n in kinds.items()]
+            lines += [
+                f"{sign} {n} x {op} over {', '.join(axes)} of {dtype} {list(shape)}"
+                for (op, axes, shape, dtype), n in kinds.items()
+            ]
         lines.append(f"bytes sent per rank: {self.wire_nbytes:+,}")
         lines.append(f"memory per rank: {self.memory:+,} bytes")
-        lines.append(f"estimated time of a step: {'+' if self.seconds >= 0 else '-'}{in_seconds(abs(self.seconds))}")
+        lines.append(
+            "estimated time of a step:"
+            f" {'+' if self.seconds >= 0 else '-'}{in_seconds(abs(self.seconds))}"
+        )
         return "\n".join(lines)
 
 
 def counts(collectives: Collectives) -> Counter[tuple[Any, ...]]:
-    return Counter((c.op, c.axes, c.shape, str(c.dtype).removeprefix("torch.")) for c in collectives)
+    return Counter(
+        (c.op, c.axes, c.shape, str(c.dtype).removeprefix("torch.")) for c in collectives
+    )

@@ -12,10 +12,13 @@ Users = dict[Value, list[tuple[Node, int]]]
 AHEAD = 32  # ops looked at for what a cut is for
 
 
-def origins(graph: Graph, axes: Sequence[str], cut_inputs: Sequence[tuple[Node, PartitionSpec]]) -> Origins:
+def origins(
+    graph: Graph, axes: Sequence[str], cut_inputs: Sequence[tuple[Node, PartitionSpec]]
+) -> Origins:
     """Per value and axis on which it is cut or pending, the input or constraint that made it so.
 
-    An op that several operands cut on one factor owes it to parameters rather than activations, and to constraints rather than inputs.
+    An op that several operands cut on one factor owes it to parameters rather than activations, and
+    to constraints rather than inputs.
     """
     found: Origins = {}
     users = graph.users()
@@ -73,8 +76,11 @@ def _of_op(node: Node, found: Origins) -> Iterator[tuple[str, Node]]:
         factors = cut_on.get(axis)
         candidates = [
             (_rank(found[value, axis], value), slot, found[value, axis])
-            for slot, (value, dims) in enumerate(zip(node.operands, node.rule.operands, strict=True))
-            if (value, axis) in found and (factors is None or any(f in dim for f in factors for dim in dims))
+            for slot, (value, dims) in enumerate(
+                zip(node.operands, node.rule.operands, strict=True)
+            )
+            if (value, axis) in found
+            and (factors is None or any(f in dim for f in factors for dim in dims))
         ]
         if candidates:
             yield axis, min(candidates, key=lambda c: c[:2])[2]
@@ -94,7 +100,9 @@ def describe(origin: Node, specs: dict[Node, PartitionSpec]) -> str:
     return f"{origin.name} {specs.get(origin, PartitionSpec())}"
 
 
-def of_moves(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], outputs: Sequence[str]) -> dict[str, str]:
+def of_moves(
+    graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], outputs: Sequence[str]
+) -> dict[str, str]:
     """Per move, by name, which cut makes it necessary and what needs its result."""
     users = graph.users()
     returned: dict[Value, str] = {}
@@ -109,7 +117,11 @@ def of_moves(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], out
         because = {"P": "summed because of", "S": "cut by"}.get(move.src.kind, "whole,")
         first = f"{because} {describe(origin, specs)}" if origin is not None else ""
         ahead = constraint_ahead(Value(node), move.axis, users) if move.dst.kind == "S" else None
-        last = f"for {describe(ahead, specs)}" if ahead is not None else _needed_by(node, users, returned)
+        last = (
+            f"for {describe(ahead, specs)}"
+            if ahead is not None
+            else _needed_by(node, users, returned)
+        )
         why[node.name] = ", ".join(filter(None, (first, last)))
     return why
 
@@ -119,7 +131,10 @@ def _needed_by(node: Node, users: Users, returned: dict[Value, str]) -> str:
     while value not in returned and value in users:
         user = users[value][0][0]
         if user.kind == "constrain":
-            return f"for the constraint {pin_from_str(user.target)}{f' at {user.source}' if user.source else ''}"
+            return (
+                "for the constraint"
+                f" {pin_from_str(user.target)}{f' at {user.source}' if user.source else ''}"
+            )
         if user.kind != "move" and user.target not in VIEWS:
             break
         value = Value(user)

@@ -1,4 +1,6 @@
-"""The collectives of a program as a sequence that shows itself as a table, folded by repeats, and that a test can make claims about."""
+"""The collectives of a program as a sequence that shows itself as a table, folded by repeats,
+and that a test can make claims about.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -62,14 +64,30 @@ class Collectives(tuple[Collective, ...]):
 
     @property
     def rows(self) -> list[TableRow]:
-        """The records folded: those that differ in the numbers of layers and ops only are one row."""
+        """The records folded: those that differ in the numbers of layers and ops only are one
+        row.
+        """
         groups: dict[Any, list[Collective]] = {}
         for c in self:
-            groups.setdefault((c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)), []).append(c)
+            groups.setdefault(
+                (c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)), []
+            ).append(c)
         return [
-            TableRow(c.op, c.axes, c.shape, c.global_shape, c.dtype, c.nbytes, c.wire_nbytes, len(group), c.cause)
+            TableRow(
+                c.op,
+                c.axes,
+                c.shape,
+                c.global_shape,
+                c.dtype,
+                c.nbytes,
+                c.wire_nbytes,
+                len(group),
+                c.cause,
+            )
             for c, *_ in groups.values()
-            for group in [groups[c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)]]
+            for group in [
+                groups[c.op, c.axes, c.shape, c.global_shape, c.dtype, without_numbers(c.cause)]
+            ]
         ]
 
     @property
@@ -79,7 +97,11 @@ class Collectives(tuple[Collective, ...]):
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: the folded rows and the totals."""
-        return {"count": len(self), "wire_nbytes": self.wire_nbytes, "rows": [row.to_dict() for row in self.rows]}
+        return {
+            "count": len(self),
+            "wire_nbytes": self.wire_nbytes,
+            "rows": [row.to_dict() for row in self.rows],
+        }
 
     def __str__(self) -> str:
         header = ("op", "axes", "shape", "bytes sent", "count", "why")
@@ -87,7 +109,10 @@ class Collectives(tuple[Collective, ...]):
         widths = [max(map(len, column)) for column in zip(header, *body, strict=True)]
         lines = []
         for cells in (header, *body):
-            aligned = [c.rjust(w) if i in (3, 4) else c.ljust(w) for i, (c, w) in enumerate(zip(cells, widths, strict=True))]
+            aligned = [
+                c.rjust(w) if i in (3, 4) else c.ljust(w)
+                for i, (c, w) in enumerate(zip(cells, widths, strict=True))
+            ]
             lines.append("  ".join(aligned).rstrip())
         return "\n".join([*lines, self._total()])
 
@@ -101,19 +126,36 @@ class Collectives(tuple[Collective, ...]):
         from rich.table import Table
         from rich.text import Text
 
-        table = Table("op", "axes", "shape", "bytes sent", "count", "why", box=None, header_style="bold", caption=self._total())
+        table = Table(
+            "op",
+            "axes",
+            "shape",
+            "bytes sent",
+            "count",
+            "why",
+            box=None,
+            header_style="bold",
+            caption=self._total(),
+        )
         for row in self.rows:
             table.add_row(*(Text(cell) for cell in _cells(row)))
         return table
 
     def _repr_html_(self) -> str:
-        head = "".join(f"<th>{name}</th>" for name in ("op", "axes", "shape", "bytes sent", "count", "why"))
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>" for row in self.rows)
+        head = "".join(
+            f"<th>{name}</th>" for name in ("op", "axes", "shape", "bytes sent", "count", "why")
+        )
+        body = "".join(
+            f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>"
+            for row in self.rows
+        )
         return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self._total())}</p>"
 
 
 def _cells(row: TableRow) -> tuple[str, ...]:
-    whole = f" of {list(row.global_shape)}" if len(row.shape) != len(row.global_shape) else ""  # moved as one dim
+    whole = (
+        f" of {list(row.global_shape)}" if len(row.shape) != len(row.global_shape) else ""
+    )  # moved as one dim
     shape = f"{dtype_name(row.dtype)}{list(row.shape)}{whole}"
     return row.op, ", ".join(row.axes), shape, in_bytes(row.wire_nbytes), str(row.count), row.why
 
@@ -129,10 +171,21 @@ def broken_claims(
     for op, wanted in counts.items():
         found = [c for c in collectives if c.op == op]
         if len(found) != wanted:
-            broken.append((f"{len(found)} {op} where {wanted} {'is' if wanted == 1 else 'are'} claimed", found))
+            broken.append(
+                (
+                    f"{len(found)} {op} where {wanted} {'is' if wanted == 1 else 'are'} claimed",
+                    found,
+                )
+            )
     if max_bytes is not None and collectives.wire_nbytes > max_bytes:
         largest = sorted(collectives, key=lambda c: -c.wire_nbytes)
-        broken.append((f"{collectives.wire_nbytes:,} bytes sent per rank where at most {max_bytes:,} are claimed", largest))
+        broken.append(
+            (
+                f"{collectives.wire_nbytes:,} bytes sent per rank where at most {max_bytes:,} are"
+                " claimed",
+                largest,
+            )
+        )
     for axis in [none_over] if isinstance(none_over, str) else none_over or ():
         found = [c for c in collectives if axis in c.axes]
         if found:

@@ -1,4 +1,6 @@
-"""Ops whose inputs disagree on their layout, with nothing but the cost to decide which of them moves."""
+"""Ops whose inputs disagree on their layout, with nothing but the cost to decide which of them
+moves.
+"""
 
 from collections.abc import Mapping
 
@@ -9,10 +11,14 @@ from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.spec import PartitionSpec
 
 
-def disagreements(graph: Graph, found: Origins, specs: Mapping[Node, PartitionSpec]) -> list[Finding]:
-    """Per op that two cuts of one axis meet in, where an activation gives way that is cut because parameters are.
+def disagreements(
+    graph: Graph, found: Origins, specs: Mapping[Node, PartitionSpec]
+) -> list[Finding]:
+    """Per op that two cuts of one axis meet in, where an activation gives way that is cut because
+    parameters are.
 
-    A constraint, a cut of the batch and a parameter that moves to where the data is are decisions; a pending sum is no cut.
+    A constraint, a cut of the batch and a parameter that moves to where the data is are decisions;
+    a pending sum is no cut.
     """
     findings = []
     for node in graph.nodes:
@@ -24,21 +30,27 @@ def disagreements(graph: Graph, found: Origins, specs: Mapping[Node, PartitionSp
                 continue
             axis = moved.target.axis
             origin = found.get((moved.operands[0], axis))
-            others = [v for other, v in enumerate(node.operands) if other != slot and _is_cut(v, axis)]
+            others = [
+                v for other, v in enumerate(node.operands) if other != slot and _is_cut(v, axis)
+            ]
             if origin is None or origin.kind == "constrain" or origin.depends & BATCH or not others:
                 continue
             findings.append(_finding(node, moved, origin, others[0], specs))
     return folded(findings)
 
 
-def _finding(node: Node, moved: Node, origin: Node, other: Value, specs: Mapping[Node, PartitionSpec]) -> Finding:
+def _finding(
+    node: Node, moved: Node, origin: Node, other: Value, specs: Mapping[Node, PartitionSpec]
+) -> Finding:
     home, axis = moved.operands[0].node, moved.target.axis
     spec = spec_of(Value(moved))
     at = f" at {node.source}" if node.source else ""
     made = f" made at {home.source}" if home.source else ""
     text = (
-        f"({node.target}){at} takes inputs that {axis!r} cuts on different dims: %{home.name}, cut by {describe(origin, dict(specs))},"
-        f" and %{_moved_root(other).name}. The plan moves the first ({moved.target.op}), by cost alone."
+        f"({node.target}){at} takes inputs that {axis!r} cuts on different dims: %{home.name}, cut"
+        f" by {describe(origin, dict(specs))},"
+        f" and %{_moved_root(other).name}. The plan moves the first ({moved.target.op}), by cost"
+        " alone."
         f" Say what you mean: x = ftp.constrain(x, {spec}), x the value{made}."
     )
     return Finding("disagreement", "warning", f"%{node.name}", text)

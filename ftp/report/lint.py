@@ -1,4 +1,6 @@
-"""What is odd about a program: cuts that do nothing, weights on every rank, shards that differ, activations that are gathered whole."""
+"""What is odd about a program: cuts that do nothing, weights on every rank, shards that differ,
+activations that are gathered whole.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -76,16 +78,30 @@ def lint(
 
 
 def folded(findings: Sequence[Finding]) -> list[Finding]:
-    """Findings that differ in the numbers of layers only, as one with their count and the sum of their bytes."""
+    """Findings that differ in the numbers of layers only, as one with their count and the sum of
+    their bytes.
+    """
     groups: dict[Any, list[Finding]] = {}
     for f in findings:
-        groups.setdefault((f.kind, f.severity, without_numbers(f.where), without_numbers(f.text)), []).append(f)
+        groups.setdefault(
+            (f.kind, f.severity, without_numbers(f.where), without_numbers(f.text)), []
+        ).append(f)
     return [
-        Finding(g[0].kind, g[0].severity, g[0].where, g[0].text, sum(f.nbytes for f in g), sum(f.count for f in g)) for g in groups.values()
+        Finding(
+            g[0].kind,
+            g[0].severity,
+            g[0].where,
+            g[0].text,
+            sum(f.nbytes for f in g),
+            sum(f.count for f in g),
+        )
+        for g in groups.values()
     ]
 
 
-def _idle_specs(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]) -> list[Finding]:
+def _idle_specs(
+    inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]
+) -> list[Finding]:
     found = []
     for node, spec, _ in inputs:
         shape = node.results[0].shape
@@ -94,15 +110,27 @@ def _idle_specs(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping
             text = f"has spec {spec}, which shards nothing: mesh axis {idle[0]!r} has size 1."
             found.append(Finding("shards nothing", "note", node.name, text))
         elif spec.axes and not math.prod(shape):
-            found.append(Finding("shards nothing", "note", node.name, f"has spec {spec} and shape {shape}: there is nothing to shard."))
+            found.append(
+                Finding(
+                    "shards nothing",
+                    "note",
+                    node.name,
+                    f"has spec {spec} and shape {shape}: there is nothing to shard.",
+                )
+            )
         elif spec.axes and any(size == 1 and spec.cuts(dim) for dim, size in enumerate(shape)):
             dim = next(dim for dim, size in enumerate(shape) if size == 1 and spec.cuts(dim))
-            text = f"has spec {spec}, which cuts dim {dim} of size 1: one rank holds all of it. Give None there."
+            text = (
+                f"has spec {spec}, which cuts dim {dim} of size 1: one rank holds all of it."
+                " Give None there."
+            )
             found.append(Finding("shards nothing", "warning", node.name, text))
     return found
 
 
-def _replicated(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]) -> list[Finding]:
+def _replicated(
+    inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]
+) -> list[Finding]:
     """Large parameters that an axis leaves whole though it cuts others."""
     mine = [(node, spec) for node, spec, role in inputs if role == "parameters"]
     total = sum(_nbytes(node) for node, _ in mine)
@@ -116,13 +144,22 @@ def _replicated(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping
         axis = missing[0]
         shape = node.results[0].shape
         dims = [d for d, size in enumerate(shape) if size % axes[axis] == 0]
-        could = f" P({', '.join(['None'] * dims[0] + [repr(axis)])}) would cut it in {axes[axis]}." if dims else ""
-        text = f"of shape {tuple(shape)} is whole on every rank: {in_bytes(nbytes)}, {nbytes / total:.0%} of all parameters.{could}"
+        could = (
+            f" P({', '.join(['None'] * dims[0] + [repr(axis)])}) would cut it in {axes[axis]}."
+            if dims
+            else ""
+        )
+        text = (
+            f"of shape {tuple(shape)} is whole on every rank: {in_bytes(nbytes)},"
+            f" {nbytes / total:.0%} of all parameters.{could}"
+        )
         found.append(Finding("replicated", "warning", node.name, text, nbytes))
     return found
 
 
-def _uneven(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]) -> list[Finding]:
+def _uneven(
+    inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str, int]
+) -> list[Finding]:
     found = []
     for node, spec, _ in inputs:
         meta = node.results[0]
@@ -132,15 +169,21 @@ def _uneven(inputs: Sequence[tuple[Node, PartitionSpec, str]], axes: Mapping[str
             severity = "warning" if u.wasted >= WASTED and wasted >= LARGE else "note"
             nearest = " or ".join(str(n) for n in (u.below, u.above) if n)
             text = (
-                f"has {u.size} in dim {u.dim} for {u.ranks} ranks: the largest shard has {u.largest}, so that {u.wasted:.1%} of its"
-                f" memory and time ({in_bytes(wasted)} a rank) wait for nothing. {nearest} would divide."
+                f"has {u.size} in dim {u.dim} for {u.ranks} ranks: the largest shard has"
+                f" {u.largest}, so that {u.wasted:.1%} of its"
+                f" memory and time ({in_bytes(wasted)} a rank) wait for nothing. {nearest} would"
+                " divide."
             )
             found.append(Finding("uneven", severity, node.name, text, wasted))
     return found
 
 
-def _gathered(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], collectives: Mapping[str, Any]) -> list[Finding]:
-    """Activations that are gathered whole over an axis though no constraint and no cut of the batch asked for the shards."""
+def _gathered(
+    graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], collectives: Mapping[str, Any]
+) -> list[Finding]:
+    """Activations that are gathered whole over an axis though no constraint and no cut of the
+    batch asked for the shards.
+    """
     findings, users = [], graph.users()
     for node in graph.nodes:
         record = collectives.get(node.name)
@@ -152,25 +195,38 @@ def _gathered(graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], co
         asked = origin.kind == "constrain" or origin.depends & BATCH
         severity = "warning" if not asked and record.nbytes >= LARGE else "note"
         text = (
-            f"is an activation of shape {record.global_shape} that is gathered whole over {node.target.axis!r},"
-            f" {in_bytes(record.nbytes)}; it was cut by {describe(origin, specs)}, and is needed for {node.cause}."
+            f"is an activation of shape {record.global_shape} that is gathered whole over"
+            f" {node.target.axis!r},"
+            f" {in_bytes(record.nbytes)}; it was cut by {describe(origin, specs)}, and is needed"
+            f" for {node.cause}."
         )
         axis, dim = node.target.axis, node.target.src.dim
         parts = _parts(Value(node), dim, users)
         if parts > 1 and origin.kind == "input" and not asked:
-            text += f" There dim {dim} falls into {parts} parts: units({axis!r}, pack={parts}) in that spec cuts each of them,"
+            text += (
+                f" There dim {dim} falls into {parts} parts: units({axis!r}, pack={parts}) in"
+                " that spec cuts each of them,"
+            )
             text += f" units({axis!r}, {record.global_shape[dim] // parts}) none."
-        findings.append(Finding("gathered", severity, f"%{node.operands[0].node.name}", text, record.nbytes))
+        findings.append(
+            Finding("gathered", severity, f"%{node.operands[0].node.name}", text, record.nbytes)
+        )
     return findings
 
 
 def _parts(value: Value, dim: int, users: Users) -> int:
-    """In how many equal parts the ops that use ``value`` take its ``dim`` apart; 1 where they do not."""
+    """In how many equal parts the ops that use ``value`` take its ``dim`` apart; 1 where they do
+    not.
+    """
     for user, slot in users.get(value, ()):
         parts = [result.shape for result in user.results]
         if user.kind != "op":
             continue
-        if len(parts) > 1 and len(set(parts)) == 1 and parts[0][dim] * len(parts) == value.shape[dim]:
+        if (
+            len(parts) > 1
+            and len(set(parts)) == 1
+            and parts[0][dim] * len(parts) == value.shape[dim]
+        ):
             return len(parts)
         if user.target in VIEWS:
             factors = user.rule.operands[slot][dim]
@@ -222,5 +278,9 @@ def uneven_dims(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, in
         step = n * unit
         if all(c.is_plain or c.pack == 1 for c in cuts) and most[dim] * n > size:
             below = size // step * step
-            found.append(Uneven(dim, size, n, unit, most[dim], 1 - size / (most[dim] * n), below, below + step))
+            found.append(
+                Uneven(
+                    dim, size, n, unit, most[dim], 1 - size / (most[dim] * n), below, below + step
+                )
+            )
     return found

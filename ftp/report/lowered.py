@@ -20,7 +20,16 @@ from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.repeats import named_layers
 from ftp.planning.problem import Problem
-from ftp.report.alternatives import Alternative, Difference, Why, chain_of, counts, describe_layout, find, neighbours
+from ftp.report.alternatives import (
+    Alternative,
+    Difference,
+    Why,
+    chain_of,
+    counts,
+    describe_layout,
+    find,
+    neighbours,
+)
 from ftp.report.causes import Origins, of_moves, origins
 from ftp.report.collectives import Collectives, broken_claims
 from ftp.report.disagreement import disagreements
@@ -56,18 +65,33 @@ class Lowered:
     @cached_property
     @collection_paused()
     def collectives(self) -> Collectives:
-        """One record per issued collective, in order, unfolded; printed as a table that folds repeats."""
-        return Collectives(replace(n.meta["collective"], cause=self._why(n)) for n in self.graph.graph.nodes if "collective" in n.meta)
+        """One record per issued collective, in order, unfolded; printed as a table that folds
+        repeats.
+        """
+        return Collectives(
+            replace(n.meta["collective"], cause=self._why(n))
+            for n in self.graph.graph.nodes
+            if "collective" in n.meta
+        )
 
     @cached_property
     def by_layer(self) -> dict[str, Collectives]:
         """The collectives of each layer, ``layers.0`` first, and under ``""`` those of no layer."""
         layers = {node.name: name for node, name in named_layers(self.plan.graph).items()}
-        issued = [layers.get(n.meta.get("origin", ""), "") for n in self.graph.graph.nodes if "collective" in n.meta]
+        issued = [
+            layers.get(n.meta.get("origin", ""), "")
+            for n in self.graph.graph.nodes
+            if "collective" in n.meta
+        ]
         found: dict[str, list[Collective]] = {}
         for name, record in zip(issued, self.collectives, strict=True):
             found.setdefault(name, []).append(record)
-        return {name: Collectives(found[name]) for name in sorted(found, key=lambda n: (not n, [int(i) for i in re.findall(r"\d+", n)]))}
+        return {
+            name: Collectives(found[name])
+            for name in sorted(
+                found, key=lambda n: (not n, [int(i) for i in re.findall(r"\d+", n)])
+            )
+        }
 
     @property
     def out_specs(self) -> Any:
@@ -82,12 +106,17 @@ class Lowered:
     @cached_property
     @collection_paused()
     def memory(self) -> Memory:
-        """Peak bytes per rank, an int that has the parts and a picture of live bytes over the program.
+        """Peak bytes per rank, an int that has the parts and a picture of live bytes over the
+        program.
 
-        What the eager runner holds, with its order of the ops and its writes in place: arguments throughout, any other value up to its
-        last use. Inductor's code (``compile=True``) holds less.
+        What the eager runner holds, with its order of the ops and its writes in place: arguments
+        throughout, any other value up to its last use. Inductor's code (``compile=True``) holds
+        less.
         """
-        roles = [*self._program.roles, *["constants"] * (len(self.plan.graph.inputs) - len(self._program.roles))]
+        roles = [
+            *self._program.roles,
+            *["constants"] * (len(self.plan.graph.inputs) - len(self._program.roles)),
+        ]
         phases = {node.name: node.phase for node in self.plan.graph.nodes}
         last = max(phases.values(), default=0)
 
@@ -98,14 +127,24 @@ class Lowered:
             return on_cpu(node, shapes) if self._program.mesh.device_type == "cpu" else 0
 
         graph, shapes, copies = self._executed
-        return measure(graph, shapes, roles, phase, lambda node: "collective" in node.meta, workspace, sum(copies))
+        return measure(
+            graph,
+            shapes,
+            roles,
+            phase,
+            lambda node: "collective" in node.meta,
+            workspace,
+            sum(copies),
+        )
 
     @collection_paused()
     def cost(self, hardware: Hardware = DEFAULT) -> Cost:
-        """Estimated seconds of a step on each rank, a float that has the time of every op and collective.
+        """Estimated seconds of a step on each rank, a float that has the time of every op and
+        collective.
 
         Args:
-            hardware: rates, such as ``ftp.Hardware.h100()``, or ``ftp.calibrate()`` for this machine's.
+            hardware: rates, such as ``ftp.Hardware.h100()``, or ``ftp.calibrate()`` for this
+                machine's.
         """
         graph, shapes, _ = self._executed
         return estimate(graph, shapes, hardware, self.plan.axes)
@@ -123,19 +162,26 @@ class Lowered:
         """Claims about a program's communication, for tests.
 
         Args:
-            all_reduce, all_gather, reduce_scatter, all_to_all: how many there are; None makes no claim.
+            all_reduce, all_gather, reduce_scatter, all_to_all: how many there are; None makes no
+                claim.
             max_bytes: the most bytes that a rank sends in a step.
             none_over: axes over which nothing is sent.
 
         Raises:
-            ReportError: an AssertionError with every claim that does not hold, and the collectives' lines of the program.
+            ReportError: an AssertionError with every claim that does not hold, and the collectives'
+                lines of the program.
 
         >>> import ftp
         >>> w = {"w": torch.ones(8, 4)}
         >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.AbstractMesh((4,), ("dp",)), {"w": ftp.P()}, batch_specs=ftp.P("dp"))
         >>> step.lower(w, torch.ones(8, 8)).assert_collectives(all_reduce=2, all_gather=0, max_bytes=300)
         """
-        given = {"all_reduce": all_reduce, "all_gather": all_gather, "reduce_scatter": reduce_scatter, "all_to_all": all_to_all}
+        given = {
+            "all_reduce": all_reduce,
+            "all_gather": all_gather,
+            "reduce_scatter": reduce_scatter,
+            "all_to_all": all_to_all,
+        }
         claims = {op: n for op, n in given.items() if n is not None}
         broken = broken_claims(self.collectives, claims, max_bytes, none_over)
         if not broken:
@@ -144,24 +190,30 @@ class Lowered:
         text = []
         for claim, collectives in broken:
             text.append(f"{claim}:")
-            text += [f"  {line.strip()}" for line in folded([lines[id(c)] for c in collectives], least=1)] or ["  (none)"]
+            text += [
+                f"  {line.strip()}" for line in folded([lines[id(c)] for c in collectives], least=1)
+            ] or ["  (none)"]
         raise ReportError("\n".join(text))
 
     @cached_property
     @collection_paused()
     def lint(self) -> list[Finding]:
-        """What is odd about the program, warnings first: specs that shard nothing, large parameters on every rank, uneven shards with what
-        they waste, activations gathered whole, ops whose inputs disagree on their layout. With ``strict=True`` a warning is an error."""
+        """What is odd about the program, warnings first: specs that shard nothing, large parameters
+        on every rank, uneven shards with what they waste, activations gathered whole, ops whose
+        inputs disagree on their layout. With ``strict=True`` a warning is an error."""
         return lint_of(self._program, self._local, self._origins)
 
     def why(self, name: str) -> Why:
-        """The decisions behind the layout of a value or a parameter, and what the whole plan would cost with each other one.
+        """The decisions behind the layout of a value or a parameter, and what the whole plan would
+        cost with each other one.
 
-        For an input, every spec that cuts at most one dim over an axis more, less or elsewhere: the program is planned anew with each,
-        exactly. For a value, every layout that it could have, an axis at a time: the minimum over all plans with it.
+        For an input, every spec that cuts at most one dim over an axis more, less or elsewhere: the
+        program is planned anew with each, exactly. For a value, every layout that it could have, an
+        axis at a time: the minimum over all plans with it.
 
         Args:
-            name: as the printed program has it, with or without ``%``; of a parameter its path will do.
+            name: as the printed program has it, with or without ``%``; of a parameter its path will
+                do.
 
         Raises:
             ReportError: no such value.
@@ -176,19 +228,29 @@ class Lowered:
         value = find(graph, name)
         if value is None:
             near = nearest(name, [node.name for node in graph.nodes])
-            raise ReportError(f"The program has no value {name!r}; the nearest are {', '.join(near)}. print(lowered) shows all.")
+            raise ReportError(
+                f"The program has no value {name!r}; the nearest are {', '.join(near)}."
+                " print(lowered) shows all."
+            )
         specs = dict(zip(graph.inputs, self._program.in_specs, strict=False))
         layout = str(specs[value.node]) if value.node in specs else typed(value)
         chain = chain_of(value, self._origins, specs, list(axes))
         if self._again is None:
             return Why(value.node.name, layout, tuple(chain), ())
-        found = self._other_specs(value.node, specs) if value.node in specs else self._other_layouts(value)
+        found = (
+            self._other_specs(value.node, specs)
+            if value.node in specs
+            else self._other_layouts(value)
+        )
         return Why(value.node.name, layout, tuple(chain), tuple(found))
 
     def diff(self, other: "Lowered") -> Difference:
         """What another program, such as the same function's under other specs, does otherwise."""
         mine, theirs = counts(self.collectives), counts(other.collectives)
-        specs = {node.name: spec for node, spec in zip(self.plan.graph.inputs, self._program.in_specs, strict=False)}
+        specs = {
+            node.name: spec
+            for node, spec in zip(self.plan.graph.inputs, self._program.in_specs, strict=False)
+        }
         changed = {
             node.name: (str(specs.get(node.name)), str(spec))
             for node, spec in zip(other.plan.graph.inputs, other._program.in_specs, strict=False)
@@ -210,7 +272,17 @@ class Lowered:
         for spec in neighbours(specs[node], node.results[0].shape, self._program.mesh.axes):
             lowered = self if spec == specs[node] else self._again({leaf: spec})
             cost, delta = lowered.plan.cost, lowered.plan.cost - self.plan.cost
-            found.append(Alternative(str(spec), "", cost, delta, lowered.collectives.wire_nbytes, int(lowered.memory), spec == specs[node]))
+            found.append(
+                Alternative(
+                    str(spec),
+                    "",
+                    cost,
+                    delta,
+                    lowered.collectives.wire_nbytes,
+                    int(lowered.memory),
+                    spec == specs[node],
+                )
+            )
         return sorted(found, key=lambda a: a.seconds or 0.0)
 
     def _other_layouts(self, value: Value) -> list[Alternative]:
@@ -224,15 +296,23 @@ class Lowered:
             own = self.plan.solutions[problem.axis].cost
             for layout, cost in layout_costs(problem, Value(at, value.index)):
                 delta = None if cost is None else cost - own
-                chosen = layout.kind == _kind_on(value, problem.axis) and delta is not None and abs(delta) <= 1e-9 * own
-                found.append(Alternative(describe_layout(layout), problem.axis, cost, delta, chosen=chosen))
+                chosen = (
+                    layout.kind == _kind_on(value, problem.axis)
+                    and delta is not None
+                    and abs(delta) <= 1e-9 * own
+                )
+                found.append(
+                    Alternative(describe_layout(layout), problem.axis, cost, delta, chosen=chosen)
+                )
 
         self._again({}, watch)
         return found
 
     @collection_paused()
     def text(self, *, fold: bool = True) -> str:
-        """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written out."""
+        """The program as ``print`` shows it; with ``fold=False`` repeated blocks are written
+        out.
+        """
         lines = self._lines
         head = f"program on {self._program.mesh}"
         return "\n".join([head, *(folded(lines) if fold else lines), *self._summary()])
@@ -260,10 +340,16 @@ class Lowered:
 
     @cached_property
     def _executed(self) -> tuple[fx.Graph, LocalShapes, list[int]]:
-        """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs that are copied as they are returned."""
+        """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs
+        that are copied as they are returned.
+        """
         program, device = self._program, mesh_device(self._program.mesh).type
         made = executed(program, self._local, self._coordinate)
-        donated = {held.storage for at in program.donated for held in made.shapes.values[made.shapes.inputs[at]]}
+        donated = {
+            held.storage
+            for at in program.donated
+            for held in made.shapes.values[made.shapes.inputs[at]]
+        }
         copies = copied_bytes(made.ordered.output_node(), made.shapes, donated)
         graph = made.graph
         del made  # a large program's graph and shapes are not held twice
@@ -294,7 +380,9 @@ class Lowered:
     def _output_names(self) -> list[str]:
         program = self._program
         result = program.out_tree.unflatten(program.out_leaves)
-        leaves = zip(program.out_leaves, program.is_static, leaf_names(result, "the result"), strict=True)
+        leaves = zip(
+            program.out_leaves, program.is_static, leaf_names(result, "the result"), strict=True
+        )
         names = {leaf: name for leaf, static, name in leaves if not static}
         return [names[i] for i in range(len(self.plan.graph.outputs))]
 
@@ -311,28 +399,49 @@ class Lowered:
 
     def _collective_lines(self) -> list[str]:
         """Per issued collective its line in the printed program."""
-        moves = {line.split(":")[0].removeprefix("  >> %"): line for line in self._lines if line.startswith("  >> %")}
+        moves = {
+            line.split(":")[0].removeprefix("  >> %"): line
+            for line in self._lines
+            if line.startswith("  >> %")
+        }
         return [
-            moves.get(node.meta.get("origin", ""), f"  >> {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes, for {self._why(node)}")
+            moves.get(
+                node.meta.get("origin", ""),
+                f"  >> {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes, for {self._why(node)}",
+            )
             for node in self.graph.graph.nodes
             if "collective" in node.meta
             for c in [node.meta["collective"]]
         ]
 
     def _summary(self) -> list[str]:
-        lines = [f"collectives: {len(self.collectives)}, {self.collectives.wire_nbytes:,} bytes sent per rank"]
+        lines = [
+            f"collectives: {len(self.collectives)}, {self.collectives.wire_nbytes:,} bytes sent"
+            " per rank"
+        ]
         counts = Counter((c.op, c.axes, c.shape, c.dtype) for c in self.collectives)
         for (op, axes, shape, dtype), count in counts.items():
-            lines.append(f"  {count:4d} x {op} over {', '.join(axes)} of {dtype_name(dtype)}{list(shape)}")
+            lines.append(
+                f"  {count:4d} x {op} over {', '.join(axes)} of {dtype_name(dtype)}{list(shape)}"
+            )
         for axis, solution in self.plan.solutions.items():
-            proof = "optimal" if solution.optimal else f"at most {(solution.cost - solution.bound) / solution.cost:.1%} above the optimum"
+            proof = (
+                "optimal"
+                if solution.optimal
+                else f"at most {(solution.cost - solution.bound) / solution.cost:.1%} above the"
+                " optimum"
+            )
             broken = (
                 ""
                 if self.plan.kept_rules[axis]
-                else "; no plan keeps all rules of conduct: some activations or parameters move that should stay"
+                else "; no plan keeps all rules of conduct: some activations or parameters move"
+                " that should stay"
             )
             alike = f" with {self.plan.alike} repeated layers alike" if self.plan.alike else ""
-            lines.append(f"plan over {axis}: {proof}{alike}, largest table {solution.largest_table:,}{broken}")
+            lines.append(
+                f"plan over {axis}: {proof}{alike}, largest table"
+                f" {solution.largest_table:,}{broken}"
+            )
         lines += [str(finding) for finding in self.lint if finding.severity == "warning"]
         return lines
 
@@ -346,12 +455,18 @@ def _kind_on(value: Value, axis: str) -> str:
 
 def origins_of(program: Program) -> Origins:
     graph = program.plan.graph
-    return origins(graph, list(program.plan.axes), list(zip(graph.inputs, program.in_specs, strict=False)))
+    return origins(
+        graph, list(program.plan.axes), list(zip(graph.inputs, program.in_specs, strict=False))
+    )
 
 
 def lint_of(program: Program, local: LocalProgram, found: Origins) -> list[Finding]:
     graph = program.plan.graph
-    issued = {n.meta.get("origin", ""): n.meta["collective"] for n in local.gm.graph.nodes if "collective" in n.meta}
+    issued = {
+        n.meta.get("origin", ""): n.meta["collective"]
+        for n in local.gm.graph.nodes
+        if "collective" in n.meta
+    }
     inputs = list(zip(graph.inputs, program.in_specs, program.roles, strict=False))
     odd = disagreements(graph, found, {node: spec for node, spec, _ in inputs})
     return [*odd, *lint(graph, inputs, program.mesh.axes, found, issued)]
@@ -366,4 +481,8 @@ def check_strictly(program: Program) -> None:
     local = program.partitioner.program(dict.fromkeys(program.mesh.axes, 0))
     warnings = [f for f in lint_of(program, local, origins_of(program)) if f.severity == "warning"]
     if warnings:
-        raise PlanningError(join_failures(["strict=True, and the program has:", *(f"  {f.where} {f.text}" for f in warnings)]))
+        raise PlanningError(
+            join_failures(
+                ["strict=True, and the program has:", *(f"  {f.where} {f.text}" for f in warnings)]
+            )
+        )

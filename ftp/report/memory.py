@@ -10,7 +10,17 @@ from torch import fx
 from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
-KINDS = ("parameters", "optimizer", "batch", "constants", "gradients", "outputs", "activations", "collectives", "temporaries")
+KINDS = (
+    "parameters",
+    "optimizer",
+    "batch",
+    "constants",
+    "gradients",
+    "outputs",
+    "activations",
+    "collectives",
+    "temporaries",
+)
 _EIGHTHS = " ▁▂▃▄▅▆▇█"
 
 
@@ -25,13 +35,16 @@ class Moment:
 
 
 class Memory(int):
-    """Peak bytes per rank, an int; printing it gives the parts at the peak and a picture of live bytes over the program.
+    """Peak bytes per rank, an int; printing it gives the parts at the peak and a picture of live
+    bytes over the program.
 
     Attributes:
-        parts: ``{kind: bytes}`` at the peak; they add up to it. Kinds: parameters, optimizer (other state that comes in), batch, constants
-            (tensors that the function captured), gradients, outputs (whatever else is returned), activations (kept by a forward pass for a
-            backward pass), collectives (what they have received), temporaries.
-        totals: ``{kind: bytes}`` of all the parameters, gradients and so on that there are at any time, exact.
+        parts: ``{kind: bytes}`` at the peak; they add up to it. Kinds: parameters, optimizer (other
+            state that comes in), batch, constants (tensors that the function captured), gradients,
+            outputs (whatever else is returned), activations (kept by a forward pass for a backward
+            pass), collectives (what they have received), temporaries.
+        totals: ``{kind: bytes}`` of all the parameters, gradients and so on that there are at any
+            time, exact.
         peak_op: the op at the peak, and its source line.
         timeline: a ``Moment`` per op.
     """
@@ -44,7 +57,11 @@ class Memory(int):
     def __new__(cls, timeline: Sequence[Moment], totals: Mapping[str, int]) -> "Memory":
         peak = max(timeline, key=lambda m: m.live) if timeline else Moment("", "", 0, {})
         made = super().__new__(cls, peak.live)
-        made.parts, made.totals, made.timeline = {k: n for k, n in peak.parts.items() if n}, totals, tuple(timeline)
+        made.parts, made.totals, made.timeline = (
+            {k: n for k, n in peak.parts.items() if n},
+            totals,
+            tuple(timeline),
+        )
         made.peak_op = f"{peak.op} at {peak.source}" if peak.source else peak.op
         return made
 
@@ -66,16 +83,25 @@ class Memory(int):
     @property
     def activations(self) -> int:
         """Bytes at the peak beside what comes in, of constants and gradients."""
-        return self - sum(self.parts.get(k, 0) for k in ("parameters", "optimizer", "batch", "constants", "gradients"))
+        return self - sum(
+            self.parts.get(k, 0)
+            for k in ("parameters", "optimizer", "batch", "constants", "gradients")
+        )
 
     def picture(self, width: int = 72, height: int = 8) -> str:
-        """Live bytes over the program, as text: columns are ops in order, each the most of those it stands for."""
+        """Live bytes over the program, as text: columns are ops in order, each the most of those
+        it stands for.
+        """
         columns = self.columns(width)
         top = max(max(columns, default=0), 1)
         lines = []
         for row in reversed(range(height)):
-            cells = [_EIGHTHS[max(0, min(8, round(n / top * height * 8) - row * 8))] for n in columns]
-            label = in_bytes(top * (row + 1) // height) if row in (height - 1, height // 2 - 1) else ""
+            cells = [
+                _EIGHTHS[max(0, min(8, round(n / top * height * 8) - row * 8))] for n in columns
+            ]
+            label = (
+                in_bytes(top * (row + 1) // height) if row in (height - 1, height // 2 - 1) else ""
+            )
             lines.append(f"{label:>10} |{''.join(cells)}".rstrip())
         return "\n".join([*lines, f"{'0':>10} +{'-' * len(columns)}"])
 
@@ -86,16 +112,27 @@ class Memory(int):
     def moments(self, width: int) -> list[Moment]:
         """At most ``width`` moments: that of the most live bytes in each stretch of the program."""
         ops, n = len(self.timeline), min(width, len(self.timeline))
-        return [max(self.timeline[i * ops // n : (i + 1) * ops // n], key=lambda m: m.live) for i in range(n)]
+        return [
+            max(self.timeline[i * ops // n : (i + 1) * ops // n], key=lambda m: m.live)
+            for i in range(n)
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON: peak, peak_op, parts, totals."""
-        return {"peak": int(self), "peak_op": self.peak_op, "parts": dict(self.parts), "totals": dict(self.totals)}
+        return {
+            "peak": int(self),
+            "peak_op": self.peak_op,
+            "parts": dict(self.parts),
+            "totals": dict(self.totals),
+        }
 
     def report(self) -> str:
         """The peak, its parts and a picture."""
         lines = [f"memory: {in_bytes(int(self))} at the peak, {self.peak_op}"]
-        lines += [f"  {in_bytes(n):>10}  {n / max(self, 1):6.1%}  {kind}" for kind, n in sorted(self.parts.items(), key=lambda p: -p[1])]
+        lines += [
+            f"  {in_bytes(n):>10}  {n / max(self, 1):6.1%}  {kind}"
+            for kind, n in sorted(self.parts.items(), key=lambda p: -p[1])
+        ]
         return "\n".join([*lines, self.picture()])
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
@@ -128,7 +165,8 @@ def measure(
     workspace: Callable[[fx.Node], int],
     copies: int,
 ) -> Memory:
-    """The memory of a rank's program, freed as Python frees: a value after its last use, the caller's tensors at the end.
+    """The memory of a rank's program, freed as Python frees: a value after its last use, the
+    caller's tensors at the end.
 
     Args:
         roles: per input tensor its kind; inputs are kept by the caller throughout.
@@ -150,7 +188,9 @@ def measure(
         for held in values:
             dies[held.storage] = max(dies.get(held.storage, 0), last, position[node])
             size[held.storage] = held.storage_nbytes
-            readers.setdefault(held.storage, set()).update(phase(u) for u in node.users if u.op != "output")
+            readers.setdefault(held.storage, set()).update(
+                phase(u) for u in node.users if u.op != "output"
+            )
     dies |= dict.fromkeys(kept, end)
     kind = _kinds(graph, shapes, roles, inputs, phase, collective, readers)
     births: dict[int, list[int]] = {}
@@ -170,14 +210,20 @@ def measure(
             parts["outputs"] += copies
         if node.op != "placeholder":
             here = parts | {"temporaries": parts["temporaries"] + workspace(node)}
-            timeline.append(Moment(node.name, node.meta.get("source", ""), sum(here.values()), here))
+            timeline.append(
+                Moment(node.name, node.meta.get("source", ""), sum(here.values()), here)
+            )
         for storage in deaths.get(at, ()):
             parts[kind[storage]] -= size[storage]
-    return Memory(timeline, {k: n for k, n in totals.items() if k in KINDS[: KINDS.index("activations")]})
+    return Memory(
+        timeline, {k: n for k, n in totals.items() if k in KINDS[: KINDS.index("activations")]}
+    )
 
 
 def on_cpu(node: fx.Node, shapes: LocalShapes) -> int:
-    """The workspace of oneDNN's float32 convolutions: copies of the tensors in its own blocked layout. Other ops have next to none."""
+    """The workspace of oneDNN's float32 convolutions: copies of the tensors in its own blocked
+    layout. Other ops have next to none.
+    """
     if node.target not in (aten.convolution.default, aten.convolution_backward.default):
         return 0
     operands = [shapes.values[a][0] for a in node.args[:3] if isinstance(a, fx.Node)]
@@ -185,7 +231,9 @@ def on_cpu(node: fx.Node, shapes: LocalShapes) -> int:
         return 0
     first, second = operands[0].nbytes, operands[1].nbytes
     if node.target is aten.convolution_backward.default:
-        return first + second  # of the gradient and the input, beside the weight's gradient that becomes its own
+        return (
+            first + second
+        )  # of the gradient and the input, beside the weight's gradient that becomes its own
     return max(first + second, shapes.values[node][0].nbytes)
 
 
@@ -199,14 +247,22 @@ def _kinds(
     readers: Mapping[int, set[int]],
 ) -> dict[int, str]:
     """What each storage is for."""
-    kind = {held.storage: role for node, role in zip(inputs, roles, strict=True) for held in shapes.values[node]}
+    kind = {
+        held.storage: role
+        for node, role in zip(inputs, roles, strict=True)
+        for held in shapes.values[node]
+    }
     parameters = [node for node, role in zip(inputs, roles, strict=True) if role == "parameters"]
-    like_parameters = {(held.shape, held.dtype) for node in parameters for held in shapes.values[node]}
+    like_parameters = {
+        (held.shape, held.dtype) for node in parameters for held in shapes.values[node]
+    }
     seen: dict[int, set[Any]] = {}
     for values in shapes.values.values():
         for held in values:
             seen.setdefault(held.storage, set()).add((held.shape, held.dtype))
-    returned = {held.storage for out in graph.output_node().args[0] for held in shapes.values.get(out, ())}  # type: ignore[union-attr]
+    returned = {
+        held.storage for out in graph.output_node().args[0] for held in shapes.values.get(out, ())
+    }  # type: ignore[union-attr]
     for storage, maker in shapes.makers.items():
         if storage in kind:
             continue
@@ -227,7 +283,9 @@ def _kinds(
 
 
 def copied_bytes(output: fx.Node, shapes: LocalShapes, donated: Collection[int]) -> list[int]:
-    """Bytes of the outputs that are views of an input or of one another, and so are copied as they are returned."""
+    """Bytes of the outputs that are views of an input or of one another, and so are copied as
+    they are returned.
+    """
     seen = {held.storage for node in shapes.inputs for held in shapes.values[node]} - set(donated)
     copies = []
     for out in output.args[0]:  # type: ignore[union-attr]

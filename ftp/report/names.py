@@ -17,7 +17,9 @@ _DTYPES = {
     torch.bool: "b1",
 }
 # A key or an index of a path (no shape: dtypes end in a digit), or a name with the number of an op.
-_NUMBERED = re.compile(r"\['[^']*'\]|(?<=[a-z\]])\[\d+\]|\b[A-Za-z_][\w.]*_\d+(?=\b|_)|\b[A-Za-z]\w*\.\d+\b")
+_NUMBERED = re.compile(
+    r"\['[^']*'\]|(?<=[a-z\]])\[\d+\]|\b[A-Za-z_][\w.]*_\d+(?=\b|_)|\b[A-Za-z]\w*\.\d+\b"
+)
 _NUMBER = re.compile(r"[_.]?\d+")
 
 

@@ -1,4 +1,6 @@
-"""A planned program as text: a line per op, with runs of lines that repeat, as those of a model's layers do, folded."""
+"""A planned program as text: a line per op, with runs of lines that repeat, as those of a
+model's layers do, folded.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -12,7 +14,9 @@ from ftp.report.names import dtype_name, without_numbers
 LONGEST_PERIOD = 4096  # lines of a repeated block
 
 
-def program_lines(graph: Graph, issued: Mapping[str, Sequence[Collective]], why: Callable[[Node], str]) -> list[str]:
+def program_lines(
+    graph: Graph, issued: Mapping[str, Sequence[Collective]], why: Callable[[Node], str]
+) -> list[str]:
     """The single-device program, a line per op; a collective's begins with ``>>``."""
     lines = []
     for node in graph.nodes:
@@ -25,19 +29,34 @@ def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "move":
         if not issued:
-            return [f"  %{node.name}: {result} = {node.target.op} over {node.target.axis} of {operands}, local"]
+            return [
+                f"  %{node.name}: {result} = {node.target.op} over {node.target.axis} of"
+                f" {operands}, local"
+            ]
         where = f"{issued[0].op} over {', '.join(issued[0].axes)}"
-        return [f"  >> %{node.name}: {result} = {where} of {operands}, {issued[0].nbytes:,} bytes, {why}"]
+        return [
+            f"  >> %{node.name}: {result} = {where} of {operands}, {issued[0].nbytes:,} bytes,"
+            f" {why}"
+        ]
     if node.kind == "input":
         return [f"  %{node.name}: {result}"]
-    name = f"constrain[{pin_from_str(node.target)}]" if node.kind == "constrain" else str(node.target).removeprefix("aten.")
+    name = (
+        f"constrain[{pin_from_str(node.target)}]"
+        if node.kind == "constrain"
+        else str(node.target).removeprefix("aten.")
+    )
     comment = f"    # {node.source}" if node.source else ""
-    inside = [f"  >>   {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes    # {c.source}" for c in issued]
+    inside = [
+        f"  >>   {c.op} over {', '.join(c.axes)}, {c.nbytes:,} bytes    # {c.source}"
+        for c in issued
+    ]
     return [f"  %{node.name}: {result} = {name}({operands}){comment}", *inside]
 
 
 def typed(value: Value) -> str:
-    """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``; pending sums behind."""
+    """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``;
+    pending sums behind.
+    """
     cuts: dict[str, list[str]] = {}
     for cut in value.node.cuts:
         cuts.setdefault(cut.factor, []).append(cut.axis)
@@ -45,14 +64,17 @@ def typed(value: Value) -> str:
     for size, dim in zip(value.meta.shape, value.dims, strict=True):
         axes = [axis for factor in dim for axis in cuts.get(factor, ())]
         pieces.append(f"{size}@{','.join(axes)}" if axes else str(size))
-    pending = "".join(f" {{{op} over {axis}}}" for axis, op in value.node.pending.get(value.index, ()))
+    pending = "".join(
+        f" {{{op} over {axis}}}" for axis, op in value.node.pending.get(value.index, ())
+    )
     return f"{dtype_name(value.meta.dtype)}[{', '.join(pieces)}]{pending}"
 
 
 def folded(lines: Sequence[str], least: int = 3) -> list[str]:
     """The lines with each run of equal blocks written once, under a line that says how often.
 
-    Blocks are equal if they differ in the numbers in names only. A block has at least ``least`` lines.
+    Blocks are equal if they differ in the numbers in names only. A block has at least ``least``
+    lines.
 
     >>> print("\\n".join(folded(["a = f(x)", *[f"  %h_{i} = g" for i in range(9)], "b"], least=1)))
     a = f(x)
@@ -62,18 +84,26 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
     b
     """
     numbers: dict[str, int] = {}
-    alike = np.array([numbers.setdefault(without_numbers(line), len(numbers)) for line in lines], dtype=np.int64)
+    alike = np.array(
+        [numbers.setdefault(without_numbers(line), len(numbers)) for line in lines], dtype=np.int64
+    )
     found: list[str] = []
     for start, period, count in _repeats(alike, least):
         if count == 1:
             found += lines[start : start + period]
         else:
-            found += [f"  x {count}:", *lines[start : start + period], f"  end of what repeats {count} times"]
+            found += [
+                f"  x {count}:",
+                *lines[start : start + period],
+                f"  end of what repeats {count} times",
+            ]
     return found
 
 
 def _repeats(alike: np.ndarray, least: int) -> list[tuple[int, int, int]]:
-    """The sequence as (start, length, how often) of blocks in a row, the ones that save most first."""
+    """The sequence as (start, length, how often) of blocks in a row, the ones that save most
+    first.
+    """
     done: list[tuple[int, int, int]] = []
     todo = [(0, len(alike))]
     while todo:
@@ -90,7 +120,10 @@ def _repeats(alike: np.ndarray, least: int) -> list[tuple[int, int, int]]:
             starts, lengths = edges[::2], edges[1::2] - edges[::2]
             longest = int(lengths.argmax()) if len(lengths) else 0
             count = int(lengths[longest]) // period if len(lengths) else 0
-            best = max(best, (count * period, -period, int(starts[longest]) if len(lengths) else 0, count + 1))
+            best = max(
+                best,
+                (count * period, -period, int(starts[longest]) if len(lengths) else 0, count + 1),
+            )
         saved, period, start, count = best
         if not saved:
             if begin < end:

@@ -1,4 +1,6 @@
-"""A rank's program timed on a hardware's rates: a roofline per op, latency and bytes per collective, overlapped where the schedule does."""
+"""A rank's program timed on a hardware's rates: a roofline per op, latency and bytes per
+collective, overlapped where the schedule does.
+"""
 
 import functools
 import math
@@ -50,7 +52,8 @@ class Cost(float):
         hardware: the rates.
         flops: of all products, on this rank.
         waiting: seconds in which nothing is computed because a collective's result is awaited.
-        mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype counted by its own rate.
+        mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype
+            counted by its own rate.
     """
 
     ops: tuple[Timed, ...]
@@ -61,10 +64,21 @@ class Cost(float):
     mfu: float
 
     def __new__(
-        cls, seconds: float, ops: Sequence[Timed], collectives: Sequence[Timed], hardware: Hardware, waiting: float, ideal: float
+        cls,
+        seconds: float,
+        ops: Sequence[Timed],
+        collectives: Sequence[Timed],
+        hardware: Hardware,
+        waiting: float,
+        ideal: float,
     ) -> "Cost":
         made = super().__new__(cls, seconds)
-        made.ops, made.collectives, made.hardware, made.waiting = tuple(ops), tuple(collectives), hardware, waiting
+        made.ops, made.collectives, made.hardware, made.waiting = (
+            tuple(ops),
+            tuple(collectives),
+            hardware,
+            waiting,
+        )
         made.flops = sum(o.flops for o in ops)
         made.mfu = ideal / seconds if seconds else 0.0
         made._ideal = ideal
@@ -96,18 +110,24 @@ class Cost(float):
     def report(self, most: int = 12) -> str:
         """The total, what it is made of, and the ops that take longest."""
         head = (
-            f"cost on {self.hardware.name}: {in_seconds(self)} a step, {in_seconds(self.computing)} computing,"
-            f" {in_seconds(self.communicating)} communicating ({in_seconds(self.waiting)} waited for), MFU {self.mfu:.1%}"
+            f"cost on {self.hardware.name}: {in_seconds(self)} a step,"
+            f" {in_seconds(self.computing)} computing,"
+            f" {in_seconds(self.communicating)} communicating ({in_seconds(self.waiting)} waited"
+            f" for), MFU {self.mfu:.1%}"
         )
         lines = [
-            f"  {in_seconds(seconds):>10}  {seconds / max(self.computing + self.communicating, 1e-30):6.1%}  {count:5d} x {op}"
+            f"  {in_seconds(seconds):>10} "
+            f" {seconds / max(self.computing + self.communicating, 1e-30):6.1%}  {count:5d} x {op}"
             for op, (count, seconds) in list(self.by_op().items())[:most]
         ]
         return "\n".join([head, *lines])
 
     def to_dict(self) -> dict[str, Any]:
         """For JSON."""
-        kinds = {op: {"count": count, "seconds": seconds} for op, (count, seconds) in self.by_op().items()}
+        kinds = {
+            op: {"count": count, "seconds": seconds}
+            for op, (count, seconds) in self.by_op().items()
+        }
         return {
             "hardware": self.hardware.name,
             "seconds": float(self),
@@ -139,8 +159,12 @@ def in_seconds(seconds: float) -> str:
     return f"{seconds * 1e9:.3g} ns"
 
 
-def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]) -> Cost:
-    """Run a rank's program on the clock: one stream computes, one communicates, and a wait holds the first up."""
+def estimate(
+    graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
+) -> Cost:
+    """Run a rank's program on the clock: one stream computes, one communicates, and a wait holds
+    the first up.
+    """
     now = link_free = waiting = ideal = met = 0.0
     moved = 0
     done: dict[fx.Node, float] = {}
@@ -163,8 +187,13 @@ def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Map
             link_free = done[node] = begin + seconds
             held_up = (1 - link.hidden) * seconds
             now, waiting = now + held_up, waiting + held_up
-            collectives.append(Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link"))
-            if node.target in (gather_products, product_scatter):  # its product takes as long, or its transfer
+            collectives.append(
+                Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link")
+            )
+            if node.target in (
+                gather_products,
+                product_scatter,
+            ):  # its product takes as long, or its transfer
                 timed = _op(node, shapes, hardware, now, 0)
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
                 ops.append(timed)
@@ -181,7 +210,9 @@ def estimate(graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Map
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
             now += timed.seconds
             ops.append(timed)
-    return Cost(max(now, link_free), ops, collectives, hardware, waiting + max(0.0, link_free - now), ideal)
+    return Cost(
+        max(now, link_free), ops, collectives, hardware, waiting + max(0.0, link_free - now), ideal
+    )
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> Timed:
@@ -196,15 +227,21 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
         if node.target in _FROM_INDEX:  # reads as many rows as it gives
             nbytes = 2 * sum(r.nbytes for r in results)
         given = {r.storage for r in results}
-        nbytes += sum(held.nbytes for n in changed(node) if (held := shapes.values[n][0]).storage not in given)
+        nbytes += sum(
+            held.nbytes for n in changed(node) if (held := shapes.values[n][0]).storage not in given
+        )
         flops = flops_of(node, shapes)
         work = {"compute": _arithmetic(node, operands, results, flops, hardware)}
-        work["memory"] = nbytes / (hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory)
+        work["memory"] = nbytes / (
+            hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
+        )
         limit = max(work, key=work.__getitem__)
         # On a CPU a product first packs its operands.
         seconds = sum(work.values()) if flops and not hardware.hides_overhead else work[limit]
         if hardware.fresh:
-            made = [r.storage_nbytes for r in results if r.storage not in reads and r.storage_nbytes]
+            made = [
+                r.storage_nbytes for r in results if r.storage not in reads and r.storage_nbytes
+            ]
             seconds += sum(size / on_curve(hardware.fresh, size) for size in made)
     if hardware.hides_overhead:
         total = 0.0 if is_view else max(seconds, hardware.overhead)
@@ -214,7 +251,9 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             issued += on_curve(hardware.cold, moved)
         total = seconds + issued
     limit = limit if 2 * seconds > total else "overhead"
-    return Timed(node.name, _name(node.target), node.meta.get("source", ""), now, total, flops, nbytes, limit)
+    return Timed(
+        node.name, _name(node.target), node.meta.get("source", ""), now, total, flops, nbytes, limit
+    )
 
 
 @functools.cache
@@ -226,11 +265,23 @@ def _is_attention(target: Any) -> bool:
     return "scaled_dot_product" in _name(target)
 
 
-def _arithmetic(node: fx.Node, operands: Sequence[Held], results: Sequence[Held], flops: float, hardware: Hardware) -> float:
+def _arithmetic(
+    node: fx.Node,
+    operands: Sequence[Held],
+    results: Sequence[Held],
+    flops: float,
+    hardware: Hardware,
+) -> float:
     """Seconds of an op's arithmetic, were its operands at hand."""
     if flops:
         name = _name(node.target)
-        reached = hardware.attention if _is_attention(node.target) else hardware.convolution if "convolution" in name else 1.0
+        reached = (
+            hardware.attention
+            if _is_attention(node.target)
+            else hardware.convolution
+            if "convolution" in name
+            else 1.0
+        )
         return flops / (reached * hardware.flops_of(results[0].dtype))
     name = getattr(getattr(node.target, "overloadpacket", None), "__name__", "").rstrip("_")
     rate = hardware.elements.get(_LIKE.get(name, name), math.inf)
@@ -251,8 +302,10 @@ _LIKE = {
         "gelu": "gelu_backward",
         "_softmax": "_safe_softmax _softmax_backward_data",
         "_log_softmax": "_log_softmax_backward_data",
-        "sum": "mean amax amin max min prod var std var_mean linalg_vector_norm cumsum any all argmax argmin",
-        "native_layer_norm": "native_layer_norm_backward native_group_norm native_group_norm_backward native_batch_norm"
+        "sum": "mean amax amin max min prod var std var_mean linalg_vector_norm cumsum any all"
+        " argmax argmin",
+        "native_layer_norm": "native_layer_norm_backward native_group_norm"
+        " native_group_norm_backward native_batch_norm"
         " native_batch_norm_backward _native_batch_norm_legit",
     }.items()
     for like in others.split()
@@ -263,7 +316,9 @@ _LIKE = {
 def _is_dense(held: Held) -> bool:
     """Whether its elements fill a stretch of memory, in whatever order."""
     expected = 1
-    for stride, size in sorted((stride, size) for stride, size in zip(held.stride, held.shape, strict=True) if size != 1):
+    for stride, size in sorted(
+        (stride, size) for stride, size in zip(held.stride, held.shape, strict=True) if size != 1
+    ):
         if stride != expected:
             return False
         expected *= size

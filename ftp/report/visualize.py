@@ -44,7 +44,8 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
     """Which rank holds what: of a program, of a placed tensor, or of a tree of tensors under specs.
 
     Args:
-        what: a ``Lowered``; a tensor or tree that ``device_put`` placed; or, with ``specs``, any tree of tensors or of shapes (tuples).
+        what: a ``Lowered``; a tensor or tree that ``device_put`` placed; or, with ``specs``, any
+            tree of tensors or of shapes (tuples).
         mesh: for a tree; default that of the surrounding ``ftp.use_mesh``.
         specs: prefix tree of specs of the tree.
 
@@ -65,7 +66,9 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
     axes = resolve(mesh).axes
     found = [
         Leaf(name, spec, tuple(leaf.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
-        for name, leaf, spec in zip(names, leaves, broadcast_specs(specs, what, "tensor"), strict=True)
+        for name, leaf, spec in zip(
+            names, leaves, broadcast_specs(specs, what, "tensor"), strict=True
+        )
         if isinstance(leaf, torch.Tensor)
     ]
     return _picture(found, axes)
@@ -78,9 +81,14 @@ def _placed(leaves: list[Any], names: list[str]) -> Picture:
             continue
         where = placement_of(leaf)
         if where is None:
-            raise InputError(f"{name} was not placed by ftp.device_put, so that only you know its spec. Give visualize(tree, mesh, specs).")
+            raise InputError(
+                f"{name} was not placed by ftp.device_put, so that only you know its spec. Give"
+                " visualize(tree, mesh, specs)."
+            )
         axes = where.mesh.axes
-        found.append(Leaf(name, where.spec, tuple(where.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype)))
+        found.append(
+            Leaf(name, where.spec, tuple(where.shape), leaf.dtype.itemsize, dtype_name(leaf.dtype))
+        )
     return _picture(found, axes)
 
 
@@ -95,7 +103,13 @@ def program_page(lowered: Lowered, title: str = "ftp report", hardware: Any = No
     program = lowered._program
     specs = [*program.in_specs, *[PartitionSpec()] * len(program.constants)]
     leaves = [
-        Leaf(node.name, spec, node.results[0].shape, node.results[0].dtype.itemsize, dtype_name(node.results[0].dtype))
+        Leaf(
+            node.name,
+            spec,
+            node.results[0].shape,
+            node.results[0].dtype.itemsize,
+            dtype_name(node.results[0].dtype),
+        )
         for node, spec in zip(lowered.plan.graph.inputs, specs, strict=True)
     ]
     found = lowered.collectives, lowered.memory, cost, lowered.lint, str(lowered), lowered.by_layer

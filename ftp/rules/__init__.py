@@ -1,6 +1,22 @@
-"""Pass 2, rules: how each aten op's dims correspond, one file per family; importing it registers them."""
+"""Pass 2, rules: how each aten op's dims correspond, one file per family; importing it registers
+them.
+"""
 
-from ftp.rules import along_dim, attention, conv, factory, ftp_ops, index, linalg, loss, matmul, norm, pointwise, reduce, shape
+from ftp.rules import (
+    along_dim,
+    attention,
+    conv,
+    factory,
+    ftp_ops,
+    index,
+    linalg,
+    loss,
+    matmul,
+    norm,
+    pointwise,
+    reduce,
+    shape,
+)
 
 __all__ = [
     "along_dim",

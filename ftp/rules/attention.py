@@ -19,7 +19,9 @@ WHOLE = frozenset({"t", "e", "v"})
 
 
 def _heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
-    """The factors of each letter: with fewer heads of keys than of queries, h of the queries is (h r)."""
+    """The factors of each letter: with fewer heads of keys than of queries, h of the queries is
+    (h r).
+    """
     q, k = call.operands[at], call.operands[at + 1]
     more = q.shape[1] // k.shape[1] if k.shape[1] else 1
     return {"h": ("h", "r") if more > 1 else ("h",)}
@@ -33,12 +35,19 @@ def _mask_dims(heads: dict[str, tuple[str, ...]], mask: Meta, q: Meta, k: Meta) 
     full = ("b", "h", "s", "t")
     sizes = (*q.shape[:3], k.shape[2])
     skip = 4 - mask.ndim
-    return tuple(heads.get(f, (f,)) if m == s else () for f, s, m in zip(full[skip:], sizes[skip:], mask.shape, strict=True))
+    return tuple(
+        heads.get(f, (f,)) if m == s else ()
+        for f, s, m in zip(full[skip:], sizes[skip:], mask.shape, strict=True)
+    )
 
 
 def _sizes(call: Call, at: int) -> dict[str, int]:
     q, k = call.operands[at], call.operands[at + 1]
-    return {"h": k.shape[1], "r": q.shape[1] // k.shape[1]} if k.shape[1] and q.shape[1] != k.shape[1] else {}
+    return (
+        {"h": k.shape[1], "r": q.shape[1] // k.shape[1]}
+        if k.shape[1] and q.shape[1] != k.shape[1]
+        else {}
+    )
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
@@ -49,9 +58,13 @@ def flash_for_cpu(call: Call) -> Rule:
     masks = (_mask_dims(heads, mask, q, k),) if mask is not None else ()
     operands = (_dims(Q, heads), _dims(K), _dims(V), *masks)
     whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
-    notation = Notation(operands, (_dims(OUT, heads), _dims(LSE, heads)), frozenset(whole), ((), ()))
+    notation = Notation(
+        operands, (_dims(OUT, heads), _dims(LSE, heads)), frozenset(whole), ((), ())
+    )
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
-    return Rule(notation, (), _masked_by_position(call, 0), _sizes(call, 0), decompose=q.shape[2] == 1)
+    return Rule(
+        notation, (), _masked_by_position(call, 0), _sizes(call, 0), decompose=q.shape[2] == 1
+    )
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -64,12 +77,19 @@ def flash_for_cpu_backward(call: Call) -> Rule:
     operands = (out, _dims(Q, heads), _dims(K), _dims(V), out, _dims(LSE, heads), *masks)
     whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
     over_queries = (("s", "sum"),)
-    notation = Notation(operands, (_dims(Q, heads), _dims(K), _dims(V)), frozenset(whole), ((), over_queries, over_queries))
+    notation = Notation(
+        operands,
+        (_dims(Q, heads), _dims(K), _dims(V)),
+        frozenset(whole),
+        ((), over_queries, over_queries),
+    )
     return Rule(notation, ((0,),), _masked_by_position(call, 1), _sizes(call, 1), decompose=False)
 
 
 def _masked_by_position(call: Call, at: int) -> LocalHook:
-    """Where queries are cut, ``is_causal`` would count from this rank's first query: an explicit mask counts from the first of all."""
+    """Where queries are cut, ``is_causal`` would count from this rank's first query: an explicit
+    mask counts from the first of all.
+    """
     causal = 4 if at == 0 else 7
     dtype = call.operands[0].dtype
 
@@ -81,7 +101,13 @@ def _masked_by_position(call: Call, at: int) -> LocalHook:
             return op.default()
         keys = op.emit(aten.arange.default, op.sizes["t"], device=op.device)
         ahead = op.emit(aten.gt.Tensor, keys, op.emit(aten.unsqueeze.default, op.positions("s"), 1))
-        mask = op.emit(aten.full.default, [1, 1, op.sizes["s"], op.sizes["t"]], 0, dtype=dtype, device=op.device)
+        mask = op.emit(
+            aten.full.default,
+            [1, 1, op.sizes["s"], op.sizes["t"]],
+            0,
+            dtype=dtype,
+            device=op.device,
+        )
         mask = op.emit(aten.masked_fill.Scalar, mask, ahead, -math.inf)
         args = [*op.args[:causal], False, *op.args[causal + 1 :]]
         return op.emit(op.target, *args, **{**op.kwargs, "attn_mask": mask})
@@ -94,7 +120,9 @@ def _masked_by_position(call: Call, at: int) -> LocalHook:
     aten._scaled_dot_product_cudnn_attention.default,
 )  # fmt: skip
 def by_heads(call: Call) -> Rule:
-    """Kernels of other devices: batch and heads are cut, as long as nothing is dropped at random."""
+    """Kernels of other devices: batch and heads are cut, as long as nothing is dropped at
+    random.
+    """
     return _kernel(call, 0, [Q, K, V], [OUT])
 
 
@@ -106,16 +134,27 @@ def by_heads_backward(call: Call) -> Rule:
     return _kernel(call, 1, [OUT, Q, K, V], [Q, K, V])
 
 
-def _kernel(call: Call, at: int, operands: list[tuple[str, ...]], results: list[tuple[str, ...]]) -> Rule:
-    """The first operands and results are as given; the others are told by their shapes: (b, h, ...) or the kernel's own."""
+def _kernel(
+    call: Call, at: int, operands: list[tuple[str, ...]], results: list[tuple[str, ...]]
+) -> Rule:
+    """The first operands and results are as given; the others are told by their shapes: (b, h,
+    ...) or the kernel's own.
+    """
     b, h = call.operands[at].shape[:2]
     named: dict[bool, list[Dims]] = {}
-    for is_result, known, metas in ((False, operands, call.operands), (True, results, call.results)):
+    for is_result, known, metas in (
+        (False, operands, call.operands),
+        (True, results, call.results),
+    ):
         named[is_result] = [_dims(letters) for letters in known]
         for i, meta in enumerate(metas[len(known) :]):
             own = f"{'r' if is_result else 'o'}{i}_"
             batched = meta.ndim >= 3 and meta.shape[0] in (1, b) and meta.shape[1] in (1, h)
-            lead = tuple(("bh"[d],) if size != 1 else () for d, size in enumerate(meta.shape[:2])) if batched else ()
+            lead = (
+                tuple(("bh"[d],) if size != 1 else () for d, size in enumerate(meta.shape[:2]))
+                if batched
+                else ()
+            )
             named[is_result].append((*lead, *((f"{own}{d}",) for d in range(len(lead), meta.ndim))))
     free = {"b", "h"} if not call.arg("dropout_p") else set()
     if h != call.operands[at + 1].shape[1]:
@@ -124,5 +163,10 @@ def _kernel(call: Call, at: int, operands: list[tuple[str, ...]], results: list[
             for i in slots:
                 named[is_result][i] = (("b",), ("hk",), *named[is_result][i][2:])
     factors = {f for dims in (*named[False], *named[True]) for dim in dims for f in dim}
-    notation = Notation(tuple(named[False]), tuple(named[True]), frozenset(factors - free), ((),) * len(call.results))
+    notation = Notation(
+        tuple(named[False]),
+        tuple(named[True]),
+        frozenset(factors - free),
+        ((),) * len(call.results),
+    )
     return Rule(notation, ((0,),) if at else (), decompose=False)

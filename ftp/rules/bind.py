@@ -21,19 +21,32 @@ def lookup(call: Call) -> BoundRule | None:
     found = entry if isinstance(entry, Rule) or entry is None else entry(call)
     if found is None:
         return None
-    bound = bind(found, [m.shape for m in call.operands], [m.shape for m in call.results], str(call.target))  # type: ignore[arg-type]
+    bound = bind(
+        found, [m.shape for m in call.operands], [m.shape for m in call.results], str(call.target)
+    )  # type: ignore[arg-type]
     if not any(m.dtype in NEVER_ADDED for m in call.results):
         return bound
-    summed = {f for m, pending in zip(call.results, bound.pending, strict=True) if m.dtype in NEVER_ADDED for f in pending}
+    summed = {
+        f
+        for m, pending in zip(call.results, bound.pending, strict=True)
+        if m.dtype in NEVER_ADDED
+        for f in pending
+    }
     return replace(bound, whole=bound.whole | summed, linear=())
 
 
-def bind(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]], name: str = "the op") -> BoundRule:
+def bind(
+    rule: Rule,
+    operands: Sequence[tuple[int, ...]],
+    results: Sequence[tuple[int, ...]],
+    name: str = "the op",
+) -> BoundRule:
     """Fit a rule to shapes: write out ``...`` and find every factor's size."""
     notation = rule.notation
     if len(notation.operands) != len(operands) or len(notation.results) != len(results):
         raise RuleError(
-            f"The rule {str(notation)!r} of {name} has {len(notation.operands)} operands and {len(notation.results)} results;"
+            f"The rule {str(notation)!r} of {name} has {len(notation.operands)} operands and"
+            f" {len(notation.results)} results;"
             f" the call has {len(operands)} and {len(results)}."
         )
     shapes = [*operands, *results]
@@ -42,7 +55,9 @@ def bind(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tupl
     tensors_dims = [_write_out(dims, batch) for dims in written]
     sizes = dict(rule.sizes)
     waiting = [
-        (dim, int(size)) for dims, shape in zip(tensors_dims, shapes, strict=True) for dim, size in _zip_dims(dims, shape, notation, name)
+        (dim, int(size))
+        for dims, shape in zip(tensors_dims, shapes, strict=True)
+        for dim, size in _zip_dims(dims, shape, notation, name)
     ]
     while waiting:
         left = []
@@ -56,17 +71,32 @@ def bind(rule: Rule, operands: Sequence[tuple[int, ...]], results: Sequence[tupl
                 continue
             if math.prod(sizes[f] for f in dim) != size:
                 raise RuleError(
-                    f"The rule {str(notation)!r} of {name} does not fit shapes {operands} -> {results}: dim {dim} is of size {size}."
+                    f"The rule {str(notation)!r} of {name} does not fit shapes {operands} ->"
+                    f" {results}: dim {dim} is of size {size}."
                 )
         if len(left) == len(waiting):
             raise RuleError(
-                f"The rule {str(notation)!r} of {name} leaves the sizes of {left[0][0]} open for shapes {operands} -> {results}."
+                f"The rule {str(notation)!r} of {name} leaves the sizes of {left[0][0]} open for"
+                f" shapes {operands} -> {results}."
             )
         waiting = left
-    whole = frozenset(itertools.chain.from_iterable(batch if f == BATCH else (f,) for f in notation.whole))
-    pending = tuple({g: op for f, op in p for g in (batch if f == BATCH else (f,))} for p in notation.pending)
+    whole = frozenset(
+        itertools.chain.from_iterable(batch if f == BATCH else (f,) for f in notation.whole)
+    )
+    pending = tuple(
+        {g: op for f, op in p for g in (batch if f == BATCH else (f,))} for p in notation.pending
+    )
     n = len(operands)
-    return BoundRule(tuple(tensors_dims[:n]), tuple(tensors_dims[n:]), whole, pending, rule.linear, sizes, rule.local, rule.decompose)
+    return BoundRule(
+        tuple(tensors_dims[:n]),
+        tuple(tensors_dims[n:]),
+        whole,
+        pending,
+        rule.linear,
+        sizes,
+        rule.local,
+        rule.decompose,
+    )
 
 
 def _batch_names(written: Sequence[Dims], shapes: Sequence[tuple[int, ...]]) -> tuple[str, ...]:
@@ -82,5 +112,8 @@ def _write_out(dims: Dims, batch: tuple[str, ...]) -> Dims:
 
 def _zip_dims(dims: Dims, shape: tuple[int, ...], notation: Notation, name: str):
     if len(dims) != len(shape):
-        raise RuleError(f"The rule {str(notation)!r} of {name} gives a tensor of shape {tuple(shape)} {len(dims)} dims.")
+        raise RuleError(
+            f"The rule {str(notation)!r} of {name} gives a tensor of shape {tuple(shape)}"
+            f" {len(dims)} dims."
+        )
     return zip(dims, shape, strict=True)

@@ -29,9 +29,22 @@ def convolution(call: Call) -> Rule:
             return zeros(op, call)
         if bias is not None and op.is_cut("i"):
             bias = contributed_once(op, bias, "i")
-        return op.emit(op.target, x, weight, bias, stride, padding, dilation, transposed, output_padding, op.sizes["g"])
+        return op.emit(
+            op.target,
+            x,
+            weight,
+            bias,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            op.sizes["g"],
+        )
 
-    notation = Notation((dims["x"], dims["w"], *bias), (dims["y"],), dims["whole"], ((("i", "sum"),),))
+    notation = Notation(
+        (dims["x"], dims["w"], *bias), (dims["y"],), dims["whole"], ((("i", "sum"),),)
+    )
     return Rule(notation, linear, local, _conv_sizes(call, weight.shape))
 
 
@@ -46,14 +59,41 @@ def convolution_backward(call: Call) -> Rule:
     sums = tuple(((f, "sum"),) if want else () for f, want in zip("onn", wanted, strict=True))
 
     def local(op: LocalOp) -> Any:
-        dy, x, weight, bias_sizes, stride, padding, dilation, transposed, output_padding, _, mask = op.args
+        (
+            dy,
+            x,
+            weight,
+            bias_sizes,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            _,
+            mask,
+        ) = op.args
         if op.is_cut() and 0 in (*op.operand_shape(0), *op.operand_shape(1), *op.operand_shape(2)):
             made = [zeros(op, call, i) if want else None for i, want in enumerate(mask)]
             if mask[2]:  # it may lack input channels alone, of which the bias knows nothing
-                made[2] = op.emit(aten.sum.dim_IntList, dy, [0, *range(2, len(op.operand_shape(0)))])
+                made[2] = op.emit(
+                    aten.sum.dim_IntList, dy, [0, *range(2, len(op.operand_shape(0)))]
+                )
             return tuple(made)
         sizes = None if bias_sizes is None else op.shape(2) if mask[2] else bias_sizes
-        return op.emit(op.target, dy, x, weight, sizes, stride, padding, dilation, transposed, output_padding, op.sizes["g"], mask)
+        return op.emit(
+            op.target,
+            dy,
+            x,
+            weight,
+            sizes,
+            stride,
+            padding,
+            dilation,
+            transposed,
+            output_padding,
+            op.sizes["g"],
+            mask,
+        )
 
     notation = Notation((dims["y"], dims["x"], dims["w"]), results, dims["whole"], sums)
     return Rule(notation, ((0,),), local, _conv_sizes(call, weight.shape))
@@ -74,13 +114,19 @@ def _conv_dims(call: Call, ndim: int, at: int) -> dict[str, Any]:
 
 def _conv_sizes(call: Call, weight: tuple[int, ...]) -> dict[str, int]:
     groups = call.arg("groups")
-    i, o = (weight[0] // groups, weight[1]) if call.arg("transposed") else (weight[1], weight[0] // groups)
+    i, o = (
+        (weight[0] // groups, weight[1])
+        if call.arg("transposed")
+        else (weight[1], weight[0] // groups)
+    )
     return {"g": groups, "i": i, "o": o}
 
 
 def _spatial(call: Call, dims: int, local: LocalHook | None = None, linear: bool = False) -> Rule:
     """The last ``dims`` dims are space."""
-    return leading(call, call.operands[0].ndim - dims, [(0,)] if linear else (), unless_empty(call, local))
+    return leading(
+        call, call.operands[0].ndim - dims, [(0,)] if linear else (), unless_empty(call, local)
+    )
 
 
 @rule(aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default)
@@ -154,7 +200,11 @@ def max_unpool3d(call: Call) -> Rule:
 def grid_sampler(call: Call) -> Rule:
     """``n c [h] [w], n y x [t] -> n c y x``: points are cut, the image is whole."""
     image, points, out = _grid_dims(call.operands[0].ndim - 2)
-    return Rule(Notation((image, points), (out,), _whole_of(image, points), ((),)), ((0,),), unless_empty(call))
+    return Rule(
+        Notation((image, points), (out,), _whole_of(image, points), ((),)),
+        ((0,),),
+        unless_empty(call),
+    )
 
 
 @rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
@@ -168,10 +218,14 @@ def grid_sampler_backward(call: Call) -> Rule:
     def local(op: LocalOp) -> Any:
         shapes = [op.operand_shape(i) for i in range(3)]
         if op.is_cut() and any(0 in shape for shape in shapes):
-            return tuple(zeros(op, call, i) if want else None for i, want in enumerate((wanted[0], True)))
+            return tuple(
+                zeros(op, call, i) if want else None for i, want in enumerate((wanted[0], True))
+            )
         return op.default()
 
-    return Rule(Notation((out, image, points), results, _whole_of(image, points), sums), ((0,),), local)
+    return Rule(
+        Notation((out, image, points), results, _whole_of(image, points), sums), ((0,),), local
+    )
 
 
 def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
@@ -193,17 +247,21 @@ def _resample_backward(dims: int) -> RuleMaker:
     return made
 
 
-rule(aten.upsample_nearest1d_backward.default, aten.upsample_linear1d_backward.default, aten._upsample_nearest_exact1d_backward.default)(
-    _resample_backward(1)
-)
+rule(
+    aten.upsample_nearest1d_backward.default,
+    aten.upsample_linear1d_backward.default,
+    aten._upsample_nearest_exact1d_backward.default,
+)(_resample_backward(1))
 rule(
     aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default,
     aten._upsample_nearest_exact2d_backward.default,
     aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default,
 )(_resample_backward(2))  # fmt: skip
-rule(aten.upsample_nearest3d_backward.default, aten.upsample_trilinear3d_backward.default, aten._upsample_nearest_exact3d_backward.default)(
-    _resample_backward(3)
-)
+rule(
+    aten.upsample_nearest3d_backward.default,
+    aten.upsample_trilinear3d_backward.default,
+    aten._upsample_nearest_exact3d_backward.default,
+)(_resample_backward(3))
 
 
 @rule(aten.im2col.default)
@@ -224,4 +282,9 @@ def _columns(call: Call, image: Any, columns: Any, flip: bool) -> Rule:
     image_dims: Dims = (*batch, ("c",), ("y",), ("x",))
     column_dims: Dims = (*batch, ("c", "k"), ("l",))
     pair = (column_dims, image_dims) if flip else (image_dims, column_dims)
-    return Rule(Notation((pair[0],), (pair[1],), frozenset("kyxl"), ((),)), ((0,),), unless_empty(call), sizes)
+    return Rule(
+        Notation((pair[0],), (pair[1],), frozenset("kyxl"), ((),)),
+        ((0,),),
+        unless_empty(call),
+        sizes,
+    )

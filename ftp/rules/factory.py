@@ -32,19 +32,27 @@ def empty_strided(call: Call) -> Rule:
 
 @rule(aten.new_empty.default, aten.new_full.default, aten.new_ones.default, aten.new_zeros.default)
 def new(call: Call) -> Rule:
-    """Only the type of the operand counts; dims of one size are taken for the same, so that it need not be gathered."""
-    is_zero = call.target is aten.new_zeros.default or (call.target is aten.new_full.default and call.arg("fill_value") == 0)
+    """Only the type of the operand counts; dims of one size are taken for the same, so that it
+    need not be gathered.
+    """
+    is_zero = call.target is aten.new_zeros.default or (
+        call.target is aten.new_full.default and call.arg("fill_value") == 0
+    )
     return _like(call, with_shape(1), [(0,)] if is_zero else ())
 
 
 @rule(aten.new_empty_strided.default)
 def new_empty_strided(call: Call) -> Rule:
-    return _like(call, lambda op: op.emit(aten.new_empty.default, op.args[0], op.shape(), **op.kwargs))
+    return _like(
+        call, lambda op: op.emit(aten.new_empty.default, op.args[0], op.shape(), **op.kwargs)
+    )
 
 
 def _like(call: Call, local: LocalHook, linear: Sequence[tuple[int]] = ()) -> Rule:
     x, (y,) = call.operands[0], call.results
-    operand = tuple((f"~{d}",) if d < y.ndim and y.shape[d] == s else (f"x{d}",) for d, s in enumerate(x.shape))
+    operand = tuple(
+        (f"~{d}",) if d < y.ndim and y.shape[d] == s else (f"x{d}",) for d, s in enumerate(x.shape)
+    )
     return Rule(Notation((operand,), (_dims(y.ndim),), frozenset(), ((),)), tuple(linear), local)
 
 
@@ -97,7 +105,12 @@ def eye(call: Call) -> Rule:
     return Rule(Notation((), ((("m",), ("n",)),), frozenset(), ((),)), (), local)
 
 
-@rule(aten.linspace.default, aten.logspace.default, aten.tril_indices.default, aten.triu_indices.default)
+@rule(
+    aten.linspace.default,
+    aten.logspace.default,
+    aten.tril_indices.default,
+    aten.triu_indices.default,
+)
 def whole(call: Call) -> Rule:
     dims = _dims(call.results[0].ndim)
     return Rule(Notation((), (dims,), frozenset(f for dim in dims for f in dim), ((),)))

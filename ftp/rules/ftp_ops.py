@@ -18,7 +18,8 @@ from ftp.rules.rule import Call, Rule
 
 aten = torch.ops.aten
 
-# Neither hands on a pending sum: each slice is reduced by itself, and what is held at once is one layer's.
+# Neither hands on a pending sum: each slice is reduced by itself, and what is held at once is one
+# layer's.
 
 
 @rule(UNSTACK)
@@ -26,14 +27,24 @@ def unstack(call: Call) -> Rule:
     dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim - 1))
     n = len(call.results)
     local = _emitting(aten.unbind.int)
-    return Rule(Notation(((("k",), *dims),), (dims,) * n, frozenset("k"), ((),) * n), (), local, {"k": call.operands[0].shape[0]})
+    return Rule(
+        Notation(((("k",), *dims),), (dims,) * n, frozenset("k"), ((),) * n),
+        (),
+        local,
+        {"k": call.operands[0].shape[0]},
+    )
 
 
 @rule(STACK)
 def stack(call: Call) -> Rule:
     dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim))
     n = len(call.operands)
-    return Rule(Notation((dims,) * n, ((("k",), *dims),), frozenset("k"), ((),)), (), _emitting(aten.stack.default), {"k": n})
+    return Rule(
+        Notation((dims,) * n, ((("k",), *dims),), frozenset("k"), ((),)),
+        (),
+        _emitting(aten.stack.default),
+        {"k": n},
+    )
 
 
 def _emitting(target: torch._ops.OpOverload):
@@ -72,15 +83,27 @@ def _part(op: LocalOp) -> fx.Node:
     made = op.emit(op.target, key, [n for n, _ in pieces], [step for _, step in pieces], offset)
     shape = op.shape()
     if not picked:
-        return made if not batch and shape == [n for n, _ in pieces] else op.emit(aten.view.default, made, shape)
-    made = op.emit(aten.view.default, made, [size[d - batch] if d in picked else n for d, n in enumerate(shape)])
+        return (
+            made
+            if not batch and shape == [n for n, _ in pieces]
+            else op.emit(aten.view.default, made, shape)
+        )
+    made = op.emit(
+        aten.view.default,
+        made,
+        [size[d - batch] if d in picked else n for d, n in enumerate(shape)],
+    )
     for d, factor in picked.items():
         made = op.emit(aten.index_select.default, made, d, op.positions(factor))
     return made
 
 
-def _pieces(op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset) -> tuple[Pieces, Offset] | None:
-    """The part that the cuts leave of a dim, and where it begins; None where it is no box of strides: cuts that do not fit each other."""
+def _pieces(
+    op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset
+) -> tuple[Pieces, Offset] | None:
+    """The part that the cuts leave of a dim, and where it begins; None where it is no box of
+    strides: cuts that do not fit each other.
+    """
     pieces: Pieces = [(n, step)]
     for cut in cuts:
         before, rest = _split(pieces, cut.outer)
@@ -95,11 +118,14 @@ def _pieces(op: LocalOp, cuts: Sequence[Cut], n: int, step: int, offset: Offset)
     return pieces, offset
 
 
-def _narrow(op: LocalOp, pieces: Pieces, start: Offset, length: int, offset: Offset) -> tuple[Pieces, Offset] | None:
-    """``length`` of the elements that pieces make up, from ``start`` on, where those make up pieces again.
+def _narrow(
+    op: LocalOp, pieces: Pieces, start: Offset, length: int, offset: Offset
+) -> tuple[Pieces, Offset] | None:
+    """``length`` of the elements that pieces make up, from ``start`` on, where those make up pieces
+    again.
 
-    Where the length is a multiple of the inner pieces' size, or divides it, so does the start: it is a multiple of the length or, in the
-    last part, what is left of the whole.
+    Where the length is a multiple of the inner pieces' size, or divides it, so does the start: it
+    is a multiple of the length or, in the last part, what is left of the whole.
     """
     if not pieces or length == 0:
         return [(length, 1)], offset
@@ -107,7 +133,9 @@ def _narrow(op: LocalOp, pieces: Pieces, start: Offset, length: int, offset: Off
     size = math.prod(n for n, _ in inner)
     if size > 1 and length % size and size % length:
         return None
-    offset = op.emit(operator.add, offset, op.emit(operator.mul, op.emit(operator.floordiv, start, size), step))
+    offset = op.emit(
+        operator.add, offset, op.emit(operator.mul, op.emit(operator.floordiv, start, size), step)
+    )
     if length % size:
         return _narrow(op, inner, op.emit(operator.mod, start, size), length, offset)
     return [(length // size, step), *inner], offset

@@ -1,7 +1,8 @@
 """Ops that read or write where an index says.
 
-Where the indexed dim is cut, a rank finds its own rows only: what it reads of others' is zero, so the sum over ranks is the lookup (the
-vocab-parallel embedding), and what it would write to others' it leaves out.
+Where the indexed dim is cut, a rank finds its own rows only: what it reads of others' is zero, so
+the sum over ranks is the lookup (the vocab-parallel embedding), and what it would write to others'
+it leaves out.
 """
 
 import math
@@ -11,7 +12,14 @@ import torch
 from torch import fx
 
 from ftp.rules.forms import broadcast_notation
-from ftp.rules.local_forms import contributed_once, held_rows, masked, unless_empty, unsqueezed, zeros
+from ftp.rules.local_forms import (
+    contributed_once,
+    held_rows,
+    masked,
+    unless_empty,
+    unsqueezed,
+    zeros,
+)
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Dims, Notation
 from ftp.rules.registry import rule
@@ -32,9 +40,15 @@ def embedding(call: Call) -> Rule:
             return zeros(op, call)
         weight, index, *_ = op.args
         at, held = held_rows(op, "v", index)
-        return masked(op, op.emit(op.target, weight, at), op.emit(aten.unsqueeze.default, held, len(batch)))
+        return masked(
+            op, op.emit(op.target, weight, at), op.emit(aten.unsqueeze.default, held, len(batch))
+        )
 
-    return Rule(Notation(((("v",), ("d",)), batch), ((*batch, ("d",)),), frozenset(), ((("v", "sum"),),)), ((0,),), local)
+    return Rule(
+        Notation(((("v",), ("d",)), batch), ((*batch, ("d",)),), frozenset(), ((("v", "sum"),),)),
+        ((0,),),
+        local,
+    )
 
 
 @rule(aten.embedding_dense_backward.default)
@@ -53,11 +67,20 @@ def embedding_dense_backward(call: Call) -> Rule:
         at, held = op.to_local("v", index)
         if padding >= 0:
             held = _and(op, held, op.emit(aten.ne.Scalar, index, padding))
-        at = op.emit(aten.where.ScalarOther, held, at, size)  # a row beyond the last, which the kernel leaves out
-        return op.emit(aten.slice.Tensor, op.emit(op.target, grad, at, size + 1, size, *rest[2:]), 0, 0, size)
+        at = op.emit(
+            aten.where.ScalarOther, held, at, size
+        )  # a row beyond the last, which the kernel leaves out
+        return op.emit(
+            aten.slice.Tensor, op.emit(op.target, grad, at, size + 1, size, *rest[2:]), 0, 0, size
+        )
 
     whole = frozenset(names if counts else ())
-    notation = Notation(((*batch, ("d",)), batch), ((("v",), ("d",)),), whole, (() if counts else tuple((f, "sum") for f in names),))
+    notation = Notation(
+        ((*batch, ("d",)), batch),
+        ((("v",), ("d",)),),
+        whole,
+        (() if counts else tuple((f, "sum") for f in names),),
+    )
     return Rule(notation, ((0,),), local)
 
 
@@ -81,7 +104,9 @@ def gather(call: Call) -> Rule:
         at, held = held_rows(op, at_dim, op.args[2])
         return masked(op, op.emit(op.target, op.args[0], dim, at), held)
 
-    return Rule(Notation((x_dims, index_dims), (index_dims,), whole, (((at_dim, "sum"),),)), ((0,),), local)
+    return Rule(
+        Notation((x_dims, index_dims), (index_dims,), whole, (((at_dim, "sum"),),)), ((0,),), local
+    )
 
 
 @rule(aten.scatter_add.default)
@@ -105,7 +130,11 @@ def scatter_add(call: Call) -> Rule:
         at, held = held_rows(op, at_dim, index)
         return op.emit(op.target, x, dim, at, masked(op, src, held))
 
-    return Rule(Notation((x_dims, index_dims, index_dims), (x_dims,), whole, (((along, "sum"),),)), ((0, 2),), local)
+    return Rule(
+        Notation((x_dims, index_dims, index_dims), (x_dims,), whole, (((along, "sum"),),)),
+        ((0, 2),),
+        local,
+    )
 
 
 @rule(aten.scatter.src, aten.scatter.value)
@@ -126,10 +155,19 @@ def scatter(call: Call) -> Rule:
         x, _, index, src = op.args
         at, held = op.to_local(at_dim, index)
         at = op.emit(aten.where.ScalarOther, held, at, op.sizes[at_dim])
-        return _without_last(op, op.emit(op.target, _with_extra(op, x, x_dims, dim), dim, at, src), dim, op.sizes[at_dim])
+        return _without_last(
+            op,
+            op.emit(op.target, _with_extra(op, x, x_dims, dim), dim, at, src),
+            dim,
+            op.sizes[at_dim],
+        )
 
     return Rule(
-        Notation((x_dims, index_dims, *(index_dims,) * len(src)), (x_dims,), whole | {along}, ((),)), tuple(map(tuple, linear)), local
+        Notation(
+            (x_dims, index_dims, *(index_dims,) * len(src)), (x_dims,), whole | {along}, ((),)
+        ),
+        tuple(map(tuple, linear)),
+        local,
     )
 
 
@@ -140,11 +178,20 @@ def scatter_reduce(call: Call) -> Rule:
         return _all_whole(call)
     dim = call.arg("dim") % x.ndim
     x_dims, index_dims, whole = _elementwise(x, index, dim)
-    return Rule(Notation((x_dims, index_dims, *(index_dims,) * len(src)), (x_dims,), whole | {*x_dims[dim], *index_dims[dim]}, ((),)))
+    return Rule(
+        Notation(
+            (x_dims, index_dims, *(index_dims,) * len(src)),
+            (x_dims,),
+            whole | {*x_dims[dim], *index_dims[dim]},
+            ((),),
+        )
+    )
 
 
 def _elementwise(x: Meta, index: Meta, dim: int) -> tuple[Dims, Dims, frozenset[str]]:
-    """Dims of x and of the index; they correspond where as large and are whole where the index is smaller."""
+    """Dims of x and of the index; they correspond where as large and are whole where the index
+    is smaller.
+    """
     whole = set()
     x_dims, index_dims = [], []
     for d in range(x.ndim):
@@ -178,10 +225,14 @@ def index_select(call: Call) -> Rule:
         if not op.sizes[at_dim]:
             return zeros(op, call)
         at, held = held_rows(op, at_dim, op.args[2])
-        return masked(op, op.emit(op.target, op.args[0], dim, at), unsqueezed(op, held, 0, x.ndim - dim - 1))
+        return masked(
+            op, op.emit(op.target, op.args[0], dim, at), unsqueezed(op, held, 0, x.ndim - dim - 1)
+        )
 
     result = (*dims[:dim], ("k",), *dims[dim + 1 :])
-    return Rule(Notation((dims, (("k",),)), (result,), frozenset(), (((at_dim, "sum"),),)), ((0,),), local)
+    return Rule(
+        Notation((dims, (("k",),)), (result,), frozenset(), (((at_dim, "sum"),),)), ((0,),), local
+    )
 
 
 @rule(aten.index_add.default)
@@ -202,10 +253,21 @@ def index_add(call: Call) -> Rule:
         if not op.sizes[at_dim]:
             return op.emit(aten.alias.default, x_)
         at, held = held_rows(op, at_dim, index)
-        return op.emit(op.target, x_, dim, at, masked(op, source, unsqueezed(op, held, 0, x.ndim - dim - 1)), **op.kwargs)
+        return op.emit(
+            op.target,
+            x_,
+            dim,
+            at,
+            masked(op, source, unsqueezed(op, held, 0, x.ndim - dim - 1)),
+            **op.kwargs,
+        )
 
     rows = (*dims[:dim], ("k",), *dims[dim + 1 :])
-    return Rule(Notation((dims, (("k",),), rows), (dims,), frozenset(), ((("k", "sum"),),)), ((0, 2),), local)
+    return Rule(
+        Notation((dims, (("k",),), rows), (dims,), frozenset(), ((("k", "sum"),),)),
+        ((0, 2),),
+        local,
+    )
 
 
 @rule(aten.index_copy.default, aten.index_fill.int_Scalar, aten.index_reduce.default)
@@ -224,13 +286,25 @@ def index_copy(call: Call) -> Rule:
         if not op.is_cut(at_dim):
             return op.default()
         x_, _, index, *rest = op.args
-        index = op.emit(aten.where.self, op.emit(aten.lt.Scalar, index, 0), op.emit(aten.add.Scalar, index, x.shape[dim]), index)
+        index = op.emit(
+            aten.where.self,
+            op.emit(aten.lt.Scalar, index, 0),
+            op.emit(aten.add.Scalar, index, x.shape[dim]),
+            index,
+        )
         at, held = op.to_local(at_dim, index)
         at = op.emit(aten.where.ScalarOther, held, at, op.sizes[at_dim])
-        return _without_last(op, op.emit(op.target, _with_extra(op, x_, dims, dim), dim, at, *rest), dim, op.sizes[at_dim])
+        return _without_last(
+            op,
+            op.emit(op.target, _with_extra(op, x_, dims, dim), dim, at, *rest),
+            dim,
+            op.sizes[at_dim],
+        )
 
     whole = frozenset({"k", at_dim} if reduces else {"k"})
-    return Rule(Notation((dims, (("k",),), *(rows,) * len(source)), (dims,), whole, ((),)), (), local)
+    return Rule(
+        Notation((dims, (("k",),), *(rows,) * len(source)), (dims,), whole, ((),)), (), local
+    )
 
 
 # Indices that broadcast together.
@@ -249,15 +323,21 @@ def index(call: Call) -> Rule:
         if any(not op.sizes[f] for f in cut):
             return zeros(op, call)
         indices, held = seen.local_indices(op, op.args[1])
-        return masked(op, op.emit(op.target, op.args[0], indices), unsqueezed(op, held, 0, seen.after))
+        return masked(
+            op, op.emit(op.target, op.args[0], indices), unsqueezed(op, held, 0, seen.after)
+        )
 
     pending = tuple((f, "sum") for f in seen.indexed)
-    return Rule(Notation((seen.x, *seen.indices), (seen.result,), frozenset(), (pending,)), ((0,),), local)
+    return Rule(
+        Notation((seen.x, *seen.indices), (seen.result,), frozenset(), (pending,)), ((0,),), local
+    )
 
 
 @rule(aten.index_put.default, aten._unsafe_index_put.default)
 def index_put(call: Call) -> Rule:
-    """What is added may be cut, ``self`` is then added by the first rank alone; where writes replace, all of them are needed."""
+    """What is added may be cut, ``self`` is then added by the first rank alone; where writes
+    replace, all of them are needed.
+    """
     if any(i is not None and i.dtype in MASKS for i in call.args[1]):
         return _masked_put(call)
     seen = _Indexed(call)
@@ -281,17 +361,33 @@ def index_put(call: Call) -> Rule:
             return op.emit(aten.alias.default, x)
         at, held = seen.local_indices(op, indices)
         if adds:
-            return op.emit(op.target, x, at, masked(op, value, unsqueezed(op, held, 0, seen.after)), *rest, **op.kwargs)
+            return op.emit(
+                op.target,
+                x,
+                at,
+                masked(op, value, unsqueezed(op, held, 0, seen.after)),
+                *rest,
+                **op.kwargs,
+            )
         dim = seen.x.index((cut[0],))
         size = op.sizes[cut[0]]
         at[dim] = op.emit(aten.where.ScalarOther, held, at[dim], size)
-        return _without_last(op, op.emit(op.target, _with_extra(op, x, seen.x, dim), at, value, *rest, **op.kwargs), dim, size)
+        return _without_last(
+            op,
+            op.emit(op.target, _with_extra(op, x, seen.x, dim), at, value, *rest, **op.kwargs),
+            dim,
+            size,
+        )
 
     whole = frozenset() if adds else frozenset(batch)
     if not adds and len(seen.indexed) > 1:
         whole |= set(seen.indexed)
     pending = tuple((f, "sum") for f in batch) if adds else ()
-    return Rule(Notation((seen.x, *seen.indices, value_dims), (seen.x,), whole, (pending,)), ((0, len(seen.indices) + 1),), local)
+    return Rule(
+        Notation((seen.x, *seen.indices, value_dims), (seen.x,), whole, (pending,)),
+        ((0, len(seen.indices) + 1),),
+        local,
+    )
 
 
 MASKS = (torch.bool, torch.uint8)
@@ -309,7 +405,9 @@ def _masked_put(call: Call) -> Rule:
 
 
 class _Indexed:
-    """The dims of ``x[indices]``: of x, of each index, of the result, which ends in ``after`` dims that no index stands for."""
+    """The dims of ``x[indices]``: of x, of each index, of the result, which ends in ``after``
+    dims that no index stands for.
+    """
 
     def __init__(self, call: Call):
         x, given = call.args[0], list(call.args[1])
@@ -328,11 +426,21 @@ class _Indexed:
         before = [d for d in rest if d < at[0]] if together else []
         behind = [d for d in rest if d not in before]
         self.after = len(behind)
-        self.result: Dims = (*(self.x[d] for d in before), *self.batch, *(self.x[d] for d in behind))
-        self.result_shape = (*(x.shape[d] for d in before), *broadcast, *(x.shape[d] for d in behind))
+        self.result: Dims = (
+            *(self.x[d] for d in before),
+            *self.batch,
+            *(self.x[d] for d in behind),
+        )
+        self.result_shape = (
+            *(x.shape[d] for d in before),
+            *broadcast,
+            *(x.shape[d] for d in behind),
+        )
         self.at = at
 
-    def local_indices(self, op: LocalOp, indices: Sequence[fx.Node | None]) -> tuple[list[fx.Node | None], fx.Node]:
+    def local_indices(
+        self, op: LocalOp, indices: Sequence[fx.Node | None]
+    ) -> tuple[list[fx.Node | None], fx.Node]:
         """The indices into this rank's part, 0 for rows of others, and which are its own."""
         local, all_held = list(indices), None
         for d in self.at:
@@ -340,7 +448,12 @@ class _Indexed:
             index = indices[d]
             if not op.is_cut(factor):
                 continue
-            index = op.emit(aten.where.self, op.emit(aten.lt.Scalar, index, 0), op.emit(aten.add.Scalar, index, self.sizes[d]), index)
+            index = op.emit(
+                aten.where.self,
+                op.emit(aten.lt.Scalar, index, 0),
+                op.emit(aten.add.Scalar, index, self.sizes[d]),
+                index,
+            )
             local[d], held = held_rows(op, factor, index)
             all_held = held if all_held is None else _and(op, all_held, held)
         assert all_held is not None
@@ -359,7 +472,12 @@ def take(call: Call) -> Rule:
     return Rule(Notation((x_dims, dims), (dims,), frozenset(f for (f,) in x_dims), ((),)), ((0,),))
 
 
-@rule(aten.put.default, aten.masked_scatter.default, aten.bincount.default, aten.nonzero_static.default)
+@rule(
+    aten.put.default,
+    aten.masked_scatter.default,
+    aten.bincount.default,
+    aten.nonzero_static.default,
+)
 def anywhere(call: Call) -> Rule:
     return _all_whole(call)
 
@@ -372,7 +490,13 @@ def histc(call: Call) -> Rule:
     dims = _dims(x.ndim)
     names = tuple(f for dim in dims for f in dim)
     pending = tuple((f, "sum") for f in names) if given else ()
-    return Rule(Notation((dims,), ((("bins",),),), frozenset({"bins", *(() if given else names)}), (pending,)), (), unless_empty(call))
+    return Rule(
+        Notation(
+            (dims,), ((("bins",),),), frozenset({"bins", *(() if given else names)}), (pending,)
+        ),
+        (),
+        unless_empty(call),
+    )
 
 
 @rule(aten.searchsorted.Tensor)
@@ -381,10 +505,18 @@ def searchsorted(call: Call) -> Rule:
     dims = _dims(x.ndim)
     if sequence.ndim == 1:
         sorted_dims: Dims = (("s",),)
-        return Rule(Notation((sorted_dims, dims, *(sorted_dims,) * len(sorter)), (dims,), frozenset("s"), ((),)))
+        return Rule(
+            Notation(
+                (sorted_dims, dims, *(sorted_dims,) * len(sorter)), (dims,), frozenset("s"), ((),)
+            )
+        )
     sorted_dims = (*dims[:-1], ("s",))
     return Rule(
-        Notation((sorted_dims, dims, *(sorted_dims,) * len(sorter)), (dims,), frozenset("s"), ((),)), (), unless_empty(call, inputs=False)
+        Notation(
+            (sorted_dims, dims, *(sorted_dims,) * len(sorter)), (dims,), frozenset("s"), ((),)
+        ),
+        (),
+        unless_empty(call, inputs=False),
     )
 
 

@@ -18,10 +18,17 @@ def with_shape(at: int, result: int = 0) -> LocalHook:
 
 
 def contiguous(*operands: int) -> LocalHook:
-    """The op on contiguous copies of some positional arguments, for kernels that misread other strides."""
+    """The op on contiguous copies of some positional arguments, for kernels that misread other
+    strides.
+    """
 
     def local(op: LocalOp) -> fx.Node:
-        return op.default(*(op.emit(aten.contiguous.default, a) if i in operands and a is not None else a for i, a in enumerate(op.args)))
+        return op.default(
+            *(
+                op.emit(aten.contiguous.default, a) if i in operands and a is not None else a
+                for i, a in enumerate(op.args)
+            )
+        )
 
     return local
 
@@ -32,15 +39,21 @@ def zeros(op: LocalOp, call: Call, result: int = 0) -> fx.Node:
 
 
 def unless_empty(call: Call, local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
-    """``local``, or zeros where a cut leaves this rank nothing of the first result, or of an operand: kernels differ on those.
+    """``local``, or zeros where a cut leaves this rank nothing of the first result, or of an
+    operand: kernels differ on those.
 
-    What is empty on the whole too, such as matrices of no rows, has a value that is the kernel's to say: their determinant is one.
+    What is empty on the whole too, such as matrices of no rows, has a value that is the kernel's to
+    say: their determinant is one.
     """
 
     def guarded(op: LocalOp) -> Any:
         shapes = [(op.shape(0), call.results[0])]
         shapes += [(op.operand_shape(i), meta) for i, meta in enumerate(call.operands) if inputs]
-        if op.is_cut() and any(size == 0 and whole for shape, meta in shapes for size, whole in zip(shape, meta.shape, strict=True)):
+        if op.is_cut() and any(
+            size == 0 and whole
+            for shape, meta in shapes
+            for size, whole in zip(shape, meta.shape, strict=True)
+        ):
             made = tuple(zeros(op, call, i) for i in range(len(call.results)))
             return made[0] if len(made) == 1 else made
         return local(op) if local is not None else op.default()
@@ -49,14 +62,29 @@ def unless_empty(call: Call, local: LocalHook | None = None, *, inputs: bool = T
 
 
 def is_first(op: LocalOp, *factors: str) -> fx.Node | None:
-    """A 0-d bool that one rank alone of those that ``factors`` are cut over finds true; None where none is cut."""
+    """A 0-d bool that one rank alone of those that ``factors`` are cut over finds true; None
+    where none is cut.
+    """
     starts = [cut.start for f in factors for cut in op.cuts.get(f, ())]
-    tests = [op.emit(aten.eq.Scalar, op.emit(aten.scalar_tensor.default, s, dtype=torch.int64, device=op.device), 0) for s in starts]
-    return functools.reduce(lambda a, b: op.emit(aten.bitwise_and.Tensor, a, b), tests) if tests else None
+    tests = [
+        op.emit(
+            aten.eq.Scalar,
+            op.emit(aten.scalar_tensor.default, s, dtype=torch.int64, device=op.device),
+            0,
+        )
+        for s in starts
+    ]
+    return (
+        functools.reduce(lambda a, b: op.emit(aten.bitwise_and.Tensor, a, b), tests)
+        if tests
+        else None
+    )
 
 
 def contributed_once(op: LocalOp, value: fx.Node, *factors: str) -> fx.Node:
-    """``value`` on one of the ranks that ``factors`` are cut over, zero on the others, so that the pending sum has it once."""
+    """``value`` on one of the ranks that ``factors`` are cut over, zero on the others, so that
+    the pending sum has it once.
+    """
     first = is_first(op, *factors)
     return value if first is None else masked(op, value, first)
 
@@ -67,7 +95,9 @@ def masked(op: LocalOp, value: fx.Node, keep: fx.Node) -> fx.Node:
 
 
 def held_rows(op: LocalOp, factor: str, index: fx.Node) -> tuple[fx.Node, fx.Node]:
-    """Global indices along a cut factor as indices into this rank's part, 0 where others hold the row, and which it holds."""
+    """Global indices along a cut factor as indices into this rank's part, 0 where others hold
+    the row, and which it holds.
+    """
     at, held = op.to_local(factor, index)
     assert held is not None
     return masked(op, at, held), held

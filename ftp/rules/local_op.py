@@ -1,4 +1,6 @@
-"""One op of one rank: emits the op's local form into the rank's graph, through the rule's ``local`` hook where it has one."""
+"""One op of one rank: emits the op's local form into the rank's graph, through the rule's
+``local`` hook where it has one.
+"""
 
 import math
 import operator
@@ -18,8 +20,9 @@ Offset = int | fx.Node
 
 
 class RankGraph(fx.Graph):
-    """A rank's graph. Its nodes get their arguments after they are made: fx looks for symbolic numbers in those it is given, at half the
-    price of a node, and a rank's graph has none. Setting an attribute of a node costs half of another."""
+    """A rank's graph. Its nodes get their arguments after they are made: fx looks for symbolic
+    numbers in those it is given, at half the price of a node, and a rank's graph has none. Setting
+    an attribute of a node costs half of another."""
 
     def create_node(self, op, target, args=None, kwargs=None, name=None, type_expr=None) -> fx.Node:
         node = super().create_node(op, target, None, None, name, type_expr)
@@ -36,7 +39,9 @@ class RankGraph(fx.Graph):
 
 @dataclass(frozen=True)
 class Cut:
-    """A factor seen as ``[outer, size, inner]`` of which this rank holds ``length`` from ``start`` on; ``start`` may be an input."""
+    """A factor seen as ``[outer, size, inner]`` of which this rank holds ``length`` from
+    ``start`` on; ``start`` may be an input.
+    """
 
     outer: int
     size: int
@@ -47,14 +52,17 @@ class Cut:
 
 @dataclass(frozen=True)
 class LocalOp:
-    """What a ``local`` hook sees of an op: arguments as nodes of the rank's graph, local sizes, and where cut factors begin.
+    """What a ``local`` hook sees of an op: arguments as nodes of the rank's graph, local sizes, and
+    where cut factors begin.
 
-    A hook returns the node of the op's value (which may be a tuple), or a tuple of nodes, one a result.
+    A hook returns the node of the op's value (which may be a tuple), or a tuple of nodes, one a
+    result.
 
     Attributes:
         args, kwargs: the op's arguments, ``fx.Node`` in place of tensors, sizes still global.
         sizes: local size of each factor; ``rule.sizes`` has the global ones.
-        cuts: how each cut factor is cut, one entry a mesh axis, each within what the one before left.
+        cuts: how each cut factor is cut, one entry a mesh axis, each within what the one before
+            left.
     """
 
     graph: fx.Graph
@@ -85,14 +93,17 @@ class LocalOp:
         return [math.prod(self.sizes[f] for f in dim) for dim in self.rule.operands[operand]]
 
     def is_cut(self, *factors: str) -> bool:
-        """Whether any of ``factors`` (all of the rule's if none is given) is cut on this rank's mesh."""
+        """Whether any of ``factors`` (all of the rule's if none is given) is cut on this rank's
+        mesh.
+        """
         return any(self.cuts.get(f) for f in factors or self.rule.sizes)
 
     def item(self, node: fx.Node, index: int) -> fx.Node:
         return self.emit(operator.getitem, node, index)
 
     def to_local(self, factor: str, index: Index) -> tuple[Index, Index | None]:
-        """A tensor of global indices along ``factor`` as indices into this rank's part, and a mask of those it holds (None: all).
+        """A tensor of global indices along ``factor`` as indices into this rank's part, and a mask
+        of those it holds (None: all).
 
         Indices outside the part are not clamped.
         """
@@ -106,12 +117,20 @@ class LocalOp:
                 outer = self.emit(aten.floor_divide.Scalar, index, cut.size)
                 index = self.emit(aten.remainder.Scalar, index, cut.size)
             index = self.emit(aten.sub.Scalar, index, cut.start)
-            held = self.emit(aten.bitwise_and.Tensor, self.emit(aten.ge.Scalar, index, 0), self.emit(aten.lt.Scalar, index, cut.length))
+            held = self.emit(
+                aten.bitwise_and.Tensor,
+                self.emit(aten.ge.Scalar, index, 0),
+                self.emit(aten.lt.Scalar, index, cut.length),
+            )
             mask = held if mask is None else self.emit(aten.bitwise_and.Tensor, mask, held)
             if outer is not None:
-                index = self.emit(aten.add.Tensor, index, self.emit(aten.mul.Scalar, outer, cut.length))
+                index = self.emit(
+                    aten.add.Tensor, index, self.emit(aten.mul.Scalar, outer, cut.length)
+                )
             if inner is not None:
-                index = self.emit(aten.add.Tensor, self.emit(aten.mul.Scalar, index, cut.inner), inner)
+                index = self.emit(
+                    aten.add.Tensor, self.emit(aten.mul.Scalar, index, cut.inner), inner
+                )
         return index, mask
 
     def to_global(self, factor: str, index: Index) -> Index:
@@ -127,14 +146,20 @@ class LocalOp:
                 index = self.emit(aten.remainder.Scalar, index, length)
             index = self.emit(aten.add.Scalar, index, cut.start)
             if outer is not None:
-                index = self.emit(aten.add.Tensor, index, self.emit(aten.mul.Scalar, outer, cut.size))
+                index = self.emit(
+                    aten.add.Tensor, index, self.emit(aten.mul.Scalar, outer, cut.size)
+                )
             if inner is not None:
-                index = self.emit(aten.add.Tensor, self.emit(aten.mul.Scalar, index, cut.inner), inner)
+                index = self.emit(
+                    aten.add.Tensor, self.emit(aten.mul.Scalar, index, cut.inner), inner
+                )
         return index
 
     def positions(self, factor: str) -> Index:
         """The global indices along ``factor`` of what this rank holds, as an int64 vector."""
-        return self.to_global(factor, self.emit(aten.arange.default, self.sizes[factor], device=self.device))
+        return self.to_global(
+            factor, self.emit(aten.arange.default, self.sizes[factor], device=self.device)
+        )
 
 
 def localize(op: LocalOp) -> Any:

@@ -9,7 +9,11 @@ from ftp.rules.rule import Call, Rule
 @rule(ctc_loss)
 def loss(call: Call) -> Rule:
     """Targets in one row, of all examples, are whole, and so are the examples."""
-    text = "[t] n [c], n [l], n, n -> n, n [t] [w]" if call.operands[1].ndim == 2 else "[t] [n] [c], [l], [n], [n] -> [n], [n] [t] [w]"
+    text = (
+        "[t] n [c], n [l], n, n -> n, n [t] [w]"
+        if call.operands[1].ndim == 2
+        else "[t] [n] [c], [l], [n], [n] -> [n], [n] [t] [w]"
+    )
     return make(text, local=unless_empty(call, inputs=False))
 
 

@@ -22,7 +22,9 @@ einsum(aten.vdot.default, "k, k -> ()")
 
 @rule(aten.addmm.default, aten.addmv.default, aten.addr.default, aten.baddbmm.default)
 def added_product(call: Call) -> Rule:
-    """``self`` would be added by every rank that holds a part of k, so k is whole; the decomposition cuts it."""
+    """``self`` would be added by every rank that holds a part of k, so k is whole; the
+    decomposition cuts it.
+    """
     products = {
         aten.addmm.default: "m [k], [k] n -> m n",
         aten.addmv.default: "m [k], [k] -> m",
@@ -33,7 +35,10 @@ def added_product(call: Call) -> Rule:
     result = made.notation.results[0]
     shape, out = call.operands[0].shape, call.results[0].shape
     self_dims = tuple(
-        f if s == o else () for f, s, o in zip(result[len(out) - len(shape) :], shape, out[len(out) - len(shape) :], strict=True)
+        f if s == o else ()
+        for f, s, o in zip(
+            result[len(out) - len(shape) :], shape, out[len(out) - len(shape) :], strict=True
+        )
     )
     n = made.notation
     return Rule(Notation((self_dims, *n.operands), n.results, n.whole, n.pending), ((0, 1), (0, 2)))
@@ -41,7 +46,9 @@ def added_product(call: Call) -> Rule:
 
 @rule(aten._grouped_mm.default)
 def grouped_mm(call: Call) -> Rule:
-    """Groups of rows (2-D x 3-D), columns (3-D x 2-D) or of the summed dim (2-D x 2-D) end where ``offs`` says: it and g are whole."""
+    """Groups of rows (2-D x 3-D), columns (3-D x 2-D) or of the summed dim (2-D x 2-D) end where
+    ``offs`` says: it and g are whole.
+    """
     forms = {
         (2, 3): "[m] k, [g] k n, [g] -> [m] n {k}",
         (3, 2): "[g] [m] k, k [n], [g] -> [m] [n] {k}",
@@ -54,7 +61,9 @@ def grouped_mm(call: Call) -> Rule:
         n = replace(n, operands=n.operands[:2])
     if call.arg("bias") is None:
         return Rule(n, ((0,), (1,)), unless_empty(call, _aligned(call)))
-    bias = (n.results[0][-1],) if call.operands[-1].ndim == 1 else (n.results[0][0], n.results[0][-1])
+    bias = (
+        (n.results[0][-1],) if call.operands[-1].ndim == 1 else (n.results[0][0], n.results[0][-1])
+    )
     whole = n.whole | {f for dim in bias for f in dim} | {"k"}
     return Rule(Notation((*n.operands, bias), n.results, whole, ((),)), (), unless_empty(call))
 
@@ -68,7 +77,12 @@ def _aligned(call: Call) -> LocalHook:
         shape = op.shape()
 
         def filled(t: fx.Node, dims: Dims) -> fx.Node:
-            amounts = [(-op.sizes[dim[0]] % unit) if dim[0] in ("k", "n") and dim[0] not in op.rule.whole else 0 for dim in dims]
+            amounts = [
+                (-op.sizes[dim[0]] % unit)
+                if dim[0] in ("k", "n") and dim[0] not in op.rule.whole
+                else 0
+                for dim in dims
+            ]
             pad = [p for amount in reversed(amounts) for p in (0, amount)]
             return op.emit(aten.constant_pad_nd.default, t, pad) if any(pad) else t
 

@@ -1,4 +1,6 @@
-"""Softmaxes and normalisations: fused while what they reduce is whole, primitives where it is cut."""
+"""Softmaxes and normalisations: fused while what they reduce is whole, primitives where it is
+cut.
+"""
 
 import math
 from typing import Any
@@ -22,14 +24,20 @@ along_dim(aten._log_softmax_backward_data.default, "... [d], ... [d] -> ... [d]"
 
 @rule(aten.native_layer_norm.default, aten._fused_rms_norm.default)
 def layer_norm(call: Call) -> Rule:
-    """``... [d], [d], [d] -> ... [d], ... 1, ... 1``, d the normalised dims; the statistics of rms norm are one tensor."""
+    """``... [d], [d], [d] -> ... [d], ... 1, ... 1``, d the normalised dims; the statistics of
+    rms norm are one tensor.
+    """
     x, (_, *statistics) = call.operands[0], call.results
     inner = len(call.arg("normalized_shape"))
     batch, norm = _batch_and_norm(x.ndim, inner)
     stats = (*batch, *((),) * inner)
     operands = ((*batch, *norm), *(norm,) * (len(call.operands) - 1))
     results = ((*batch, *norm), *(stats[: m.ndim] for m in statistics))
-    return Rule(Notation(operands, results, _names(norm), ((),) * len(results)), (), unless_empty(call, inputs=False))
+    return Rule(
+        Notation(operands, results, _names(norm), ((),) * len(results)),
+        (),
+        unless_empty(call, inputs=False),
+    )
 
 
 @rule(aten.native_layer_norm_backward.default, aten._fused_rms_norm_backward.default)
@@ -40,12 +48,22 @@ def layer_norm_backward(call: Call) -> Rule:
     batch, norm = _batch_and_norm(x.ndim, inner)
     stats = (*batch, *((),) * inner)
     statistics = 2 if call.target is aten.native_layer_norm_backward.default else 1
-    operands = ((*batch, *norm),) * 2 + tuple(stats[: m.ndim] for m in rest[:statistics]) + (norm,) * (len(rest) - statistics)
+    operands = (
+        ((*batch, *norm),) * 2
+        + tuple(stats[: m.ndim] for m in rest[:statistics])
+        + (norm,) * (len(rest) - statistics)
+    )
     wanted = call.arg("output_mask")
-    results = tuple(((*batch, *norm) if i == 0 else norm) if want else () for i, want in enumerate(wanted))
+    results = tuple(
+        ((*batch, *norm) if i == 0 else norm) if want else () for i, want in enumerate(wanted)
+    )
     summed = tuple((f, "sum") for dim in batch for f in dim)
     pending = tuple(summed if want and i else () for i, want in enumerate(wanted))
-    return Rule(Notation(operands, results, _names(norm), pending), ((0,),), unless_empty(call, contiguous(0, 1), inputs=False))
+    return Rule(
+        Notation(operands, results, _names(norm), pending),
+        ((0,),),
+        unless_empty(call, contiguous(0, 1), inputs=False),
+    )
 
 
 def _batch_and_norm(ndim: int, inner: int) -> tuple[Dims, Dims]:
@@ -68,9 +86,24 @@ def group_norm(call: Call) -> Rule:
     def local(op: LocalOp):
         x, weight, bias, *_ = op.args
         n, c, *yx = op.operand_shape(0)
-        return op.emit(op.target, op.emit(aten.contiguous.default, x), weight, bias, n, c, math.prod(yx), op.sizes["g"], op.args[-1])
+        return op.emit(
+            op.target,
+            op.emit(aten.contiguous.default, x),
+            weight,
+            bias,
+            n,
+            c,
+            math.prod(yx),
+            op.sizes["g"],
+            op.args[-1],
+        )
 
-    return Rule(Notation(operands, results, frozenset({"c"}) | _names(space), ((),) * 3), (), unless_empty(call, local), sizes)
+    return Rule(
+        Notation(operands, results, frozenset({"c"}) | _names(space), ((),) * 3),
+        (),
+        unless_empty(call, local),
+        sizes,
+    )
 
 
 @rule(aten.native_group_norm_backward.default)
@@ -80,7 +113,9 @@ def group_norm_backward(call: Call) -> Rule:
     full, stats, affine = (("n",), ("g", "c"), *space), (("n",), ("g",)), GROUPED
     operands = (full, full, stats, stats, *(affine,) * (len(call.operands) - 4))
     wanted = call.arg("output_mask")
-    results = tuple(dims if want else () for dims, want in zip((full, affine, affine), wanted, strict=True))
+    results = tuple(
+        dims if want else () for dims, want in zip((full, affine, affine), wanted, strict=True)
+    )
     pending = tuple((("n", "sum"),) if want and i else () for i, want in enumerate(wanted))
     group = call.arg("group")
     sizes = {"g": group, "c": x.shape[1] // group}
@@ -91,9 +126,16 @@ def group_norm_backward(call: Call) -> Rule:
         if 0 in (n, c, *yx):
             return tuple(zeros(op, call, i) for i in range(3))
         dy, x = (op.emit(aten.contiguous.default, t) for t in (dy, x))
-        return op.emit(op.target, dy, x, mean, rstd, weight, n, c, math.prod(yx), op.sizes["g"], op.args[9])
+        return op.emit(
+            op.target, dy, x, mean, rstd, weight, n, c, math.prod(yx), op.sizes["g"], op.args[9]
+        )
 
-    return Rule(Notation(operands, results, frozenset({"c"}) | _names(space), pending), ((0,),), local, sizes)
+    return Rule(
+        Notation(operands, results, frozenset({"c"}) | _names(space), pending),
+        ((0,),),
+        local,
+        sizes,
+    )
 
 
 def _space(ndim: int) -> Dims:
@@ -106,13 +148,20 @@ def _names(dims: Dims) -> frozenset[str]:
 
 @rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
 def nll_loss(call: Call) -> Rule:
-    """Whole but for losses that are not reduced; cut by its decomposition, which sums loss and weight apart."""
+    """Whole but for losses that are not reduced; cut by its decomposition, which sums loss and
+    weight apart.
+    """
     reduced = call.arg("reduction") != 0
     x, target = _class_dims(call)
     weight = ((("c",),),) * (len(call.operands) - 2)
     names = _names(target)
     return Rule(
-        Notation((x, target, *weight), (() if reduced else target, ()), frozenset("c") | (names if reduced else frozenset()), ((), ()))
+        Notation(
+            (x, target, *weight),
+            (() if reduced else target, ()),
+            frozenset("c") | (names if reduced else frozenset()),
+            ((), ()),
+        )
     )
 
 
@@ -142,13 +191,17 @@ def _class_dims(call: Call, at: int = 0) -> tuple[Dims, Dims]:
 )
 def batch_norm(call: Call) -> Rule:
     """Channels are independent; with given statistics so are the others."""
-    training = call.target is not aten._native_batch_norm_legit_no_training.default and bool(call.arg("training"))
+    training = call.target is not aten._native_batch_norm_legit_no_training.default and bool(
+        call.arg("training")
+    )
     x = call.operands[0]
     full, channel = _channels(x.ndim)
     results = (
         full,
         *(
-            channel if m.ndim and m.shape == x.shape[1:2] else tuple((f"e{i}_{d}",) for d in range(m.ndim))
+            channel
+            if m.ndim and m.shape == x.shape[1:2]
+            else tuple((f"e{i}_{d}",) for d in range(m.ndim))
             for i, m in enumerate(call.results[1:])
         ),
     )
@@ -157,11 +210,19 @@ def batch_norm(call: Call) -> Rule:
 
     def local(op: LocalOp) -> Any:
         made = unless_empty(call, contiguous(0))(op)
-        if len(results) == 5 and isinstance(made, tuple):  # statistics that were given come back as they are
+        if len(results) == 5 and isinstance(
+            made, tuple
+        ):  # statistics that were given come back as they are
             return (*made[:3], *(op.emit(aten.clone.default, s) for s in op.args[3:5]))
         return made
 
-    return Rule(Notation((full, *(channel,) * (len(call.operands) - 1)), results, whole, ((),) * len(results)), (), local)
+    return Rule(
+        Notation(
+            (full, *(channel,) * (len(call.operands) - 1)), results, whole, ((),) * len(results)
+        ),
+        (),
+        local,
+    )
 
 
 @rule(aten.native_batch_norm_backward.default)
@@ -169,13 +230,23 @@ def batch_norm_backward(call: Call) -> Rule:
     training = bool(call.arg("train"))
     x = call.operands[1]
     full, channel = _channels(x.ndim)
-    rest: tuple[Dims, ...] = tuple(channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:])
+    rest: tuple[Dims, ...] = tuple(
+        channel if m.shape == x.shape[1:2] else (("e",),) for m in call.operands[2:]
+    )
     wanted = call.arg("output_mask")
-    shaped = [want or bool(m.ndim) for want, m in zip(wanted, call.results, strict=True)]  # shapes alone do not tell what is not wanted
-    results = tuple(dims if has else () for dims, has in zip((full, channel, channel), shaped, strict=True))
+    shaped = [
+        want or bool(m.ndim) for want, m in zip(wanted, call.results, strict=True)
+    ]  # shapes alone do not tell what is not wanted
+    results = tuple(
+        dims if has else () for dims, has in zip((full, channel, channel), shaped, strict=True)
+    )
     batch = [f for dim in full for f in dim if f != "c"]
-    pending = tuple(tuple((f, "sum") for f in batch) if want and i else () for i, want in enumerate(wanted))
-    whole = (frozenset(batch) if training else frozenset()) | ({"e"} if (("e",),) in rest else frozenset())
+    pending = tuple(
+        tuple((f, "sum") for f in batch) if want and i else () for i, want in enumerate(wanted)
+    )
+    whole = (frozenset(batch) if training else frozenset()) | (
+        {"e"} if (("e",),) in rest else frozenset()
+    )
     return Rule(Notation((full, full, *rest), results, whole, pending), ((0,),), _by_channel(call))
 
 

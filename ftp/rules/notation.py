@@ -2,10 +2,10 @@
 
 Operands stand before the arrow, results after it, dims apart by spaces::
 
-    letters     factors, one per dim          ...      leading batch dims, same in every tensor
-    (i j)       one dim, i major              1        a dim of size one
-    [d]         the op acts along d: it is whole on every rank
-    {k}         after a result: when k is split, this result is a pending sum over it; {k:max} a pending maximum
+    letters     factors, one per dim          ...      leading batch dims, same in every tensor (i
+    j)       one dim, i major              1        a dim of size one [d]         the op acts along
+    d: it is whole on every rank {k}         after a result: when k is split, this result is a
+    pending sum over it; {k:max} a pending maximum
 """
 
 import re
@@ -20,7 +20,9 @@ Dims = tuple[Dim, ...]
 
 @dataclass(frozen=True)
 class Notation:
-    """Factors of every dim of every operand and result; ``whole`` factors; per result its pending ``(factor, op)`` pairs."""
+    """Factors of every dim of every operand and result; ``whole`` factors; per result its
+    pending ``(factor, op)`` pairs.
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -47,7 +49,11 @@ class Notation:
         return f"[{factor}]" if factor in self.whole else factor
 
     def _pending(self, pending: tuple[tuple[str, str], ...]) -> str:
-        return "{" + " ".join(f if op == "sum" else f"{f}:{op}" for f, op in pending) + "}" if pending else ""
+        return (
+            "{" + " ".join(f if op == "sum" else f"{f}:{op}" for f, op in pending) + "}"
+            if pending
+            else ""
+        )
 
 
 _TOKEN = re.compile(r"\s*(->|\.\.\.|[A-Za-z_~][A-Za-z0-9_~]*|1|[()\[\]{},:])")
@@ -89,7 +95,12 @@ class _Parser:
     def take(self, expected: str | None = None) -> str:
         token, at = self.tokens[self.next]
         if expected is not None and token != expected:
-            self.fail(at, f"expected {expected!r}, found {token!r}" if token else f"expected {expected!r} at the end")
+            self.fail(
+                at,
+                f"expected {expected!r}, found {token!r}"
+                if token
+                else f"expected {expected!r} at the end",
+            )
         self.next += 1
         return token
 
@@ -143,7 +154,10 @@ class _Parser:
             self.whole.add(factor)
             return factor
         if token != BATCH and not re.fullmatch(r"[A-Za-z_~]\w*~?\w*|~\w+", token):
-            self.fail(at, f"expected a factor, found {token!r}" if token else "expected a factor at the end")
+            self.fail(
+                at,
+                f"expected a factor, found {token!r}" if token else "expected a factor at the end",
+            )
         return self.take()
 
     def reductions(self) -> tuple[tuple[str, str], ...]:
@@ -164,7 +178,10 @@ class _Parser:
         for pending in notation.pending:
             for factor, _ in pending:
                 if factor not in known:
-                    self.fail(self.text.rfind(factor), f"{factor!r} is pending in a result, but no tensor has it")
+                    self.fail(
+                        self.text.rfind(factor),
+                        f"{factor!r} is pending in a result, but no tensor has it",
+                    )
         for dims in (*notation.operands, *notation.results):
             if sum(BATCH in dim for dim in dims) > 1:
                 self.fail(self.text.find(BATCH), "'...' stands twice in one tensor")

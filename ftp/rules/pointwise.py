@@ -18,7 +18,12 @@ aten = torch.ops.aten
 def overloads(names: str, kinds: str = "default") -> list[OpOverload]:
     """The overloads that exist of the named aten ops, those of Python numbers left out."""
     packets = [getattr(aten, name) for name in names.split()]
-    found = [getattr(packet, kind) for packet in packets for kind in kinds.split() if kind in packet.overloads()]
+    found = [
+        getattr(packet, kind)
+        for packet in packets
+        for kind in kinds.split()
+        if kind in packet.overloads()
+    ]
     return [op for op in found if any(str(a.type) == "Tensor" for a in op._schema.arguments)]
 
 
@@ -42,7 +47,12 @@ BINARY = """
     __lshift__ __rshift__
 """
 pointwise(*overloads(UNARY))
-pointwise(*overloads(BINARY, "default Tensor Scalar Tensor_Tensor Tensor_Scalar Scalar_Tensor self_scalar other_scalar"))
+pointwise(
+    *overloads(
+        BINARY,
+        "default Tensor Scalar Tensor_Tensor Tensor_Scalar Scalar_Tensor self_scalar other_scalar",
+    )
+)
 pointwise(*overloads("clamp clamp_max clamp_min", "default Tensor"))
 pointwise(*overloads("add rsub sub", "Scalar"))
 pointwise(*overloads("div", "Tensor_mode Scalar_mode"))
@@ -51,7 +61,8 @@ pointwise(aten.fill.Scalar, aten.frexp.Tensor, aten.round.decimals)
 
 # f(x + y) = f(x) + f(y).
 ADDITIVE = (
-    "_conj _conj_physical _neg_view alias alias_copy clone conj_physical detach detach_copy imag lift lift_fresh_copy neg positive real"
+    "_conj _conj_physical _neg_view alias alias_copy clone conj_physical detach detach_copy"
+    " imag lift lift_fresh_copy neg positive real"
 )
 pointwise(*overloads(ADDITIVE), *overloads("zeros_like"), linear=[(0,)])
 pointwise(*overloads("div mul", "Scalar"), linear=[(0,)])
@@ -61,7 +72,15 @@ pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
 pointwise(aten.div.Tensor, linear=[(0,)])
 
 # Linear in several operands together.
-pointwise(aten.add.Tensor, aten.complex.default, aten.lerp.Scalar, aten.lerp.Tensor, aten.rsub.Tensor, aten.sub.Tensor, linear=[(0, 1)])
+pointwise(
+    aten.add.Tensor,
+    aten.complex.default,
+    aten.lerp.Scalar,
+    aten.lerp.Tensor,
+    aten.rsub.Tensor,
+    aten.sub.Tensor,
+    linear=[(0, 1)],
+)
 pointwise(aten.addcdiv.default, linear=[(0, 1)])
 pointwise(aten.addcmul.default, linear=[(0, 1), (0, 2)])
 pointwise(aten.masked_fill.Tensor, linear=[(0, 2)])
@@ -76,12 +95,16 @@ BACKWARD = """
     logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward softplus_backward tanh_backward
     threshold_backward
 """
-pointwise(*overloads(BACKWARD), *overloads("hardshrink_backward softshrink_backward"), linear=[(0,)])
+pointwise(
+    *overloads(BACKWARD), *overloads("hardshrink_backward softshrink_backward"), linear=[(0,)]
+)
 
 
 @rule(aten.masked_fill.Scalar, aten.where.ScalarOther)
 def filled(call: Call) -> Rule:
-    """Zero put in the place of values passes partial sums on, any other number would be added on each rank."""
+    """Zero put in the place of values passes partial sums on, any other number would be added on
+    each rank.
+    """
     value = call.args[2]
     kept = 1 if call.target is aten.where.ScalarOther else 0
     return Rule(_broadcast(call), ((kept,),) if value == 0 else ())
@@ -105,7 +128,10 @@ def prelu_backward(call: Call) -> Rule:
 
 @rule(aten.isin.Tensor_Tensor)
 def isin(call: Call) -> Rule:
-    x, among = (tuple((f"{letter}{d}",) for d in range(m.ndim)) for letter, m in zip("xy", call.operands, strict=True))
+    x, among = (
+        tuple((f"{letter}{d}",) for d in range(m.ndim))
+        for letter, m in zip("xy", call.operands, strict=True)
+    )
     return Rule(Notation((x, among), (x,), frozenset(f for dim in among for f in dim), ((),)))
 
 
@@ -127,7 +153,9 @@ def loss(call: Call) -> Rule:
             return op.default()
         return op.emit(aten.div.Scalar, _with_reduction(op, 2), count)
 
-    summed = tuple((f, "sum") for f in dict.fromkeys(f for dims in terms.operands for dim in dims for f in dim))
+    summed = tuple(
+        (f, "sum") for f in dict.fromkeys(f for dims in terms.operands for dim in dims for f in dim)
+    )
     return Rule(Notation(terms.operands, ((),), frozenset(), (summed,)), (), local)
 
 
@@ -175,4 +203,6 @@ def log_sigmoid(call: Call) -> Rule:
 
 
 def _broadcast(call: Call, results: int | None = None) -> Notation:
-    return broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results[:results]])
+    return broadcast_notation(
+        [m.shape for m in call.operands], [m.shape for m in call.results[:results]]
+    )

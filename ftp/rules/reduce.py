@@ -76,7 +76,9 @@ def _extremum(call: Call, lowest: bool) -> LocalHook:
     def local(op: LocalOp) -> fx.Node:
         if math.prod(op.operand_shape(0)) or not op.is_cut():
             return op.default()
-        return op.emit(aten.new_full.default, op.args[0], op.shape(), _identity(call.operands[0].dtype, lowest))
+        return op.emit(
+            aten.new_full.default, op.args[0], op.shape(), _identity(call.operands[0].dtype, lowest)
+        )
 
     return local
 

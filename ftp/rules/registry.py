@@ -1,6 +1,7 @@
 """The sharding rule of each aten op: how its tensor dims share factors.
 
-A rule knows nothing of meshes, ranks, uneven shards, dtypes or cost; strategies, prices, plans, printouts and tests are derived from it.
+A rule knows nothing of meshes, ranks, uneven shards, dtypes or cost; strategies, prices, plans,
+printouts and tests are derived from it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +17,14 @@ from ftp.rules.notation import BATCH, Dims, Notation, parse
 from ftp.rules.rule import Call, LocalHook, Rule
 
 # Torch has no kernels that mask and add these: no value of such a dtype is a pending reduction.
-NEVER_ADDED = frozenset({torch.uint16, torch.uint32, torch.uint64, *(d for d in vars(torch).values() if str(d).startswith("torch.float8"))})
+NEVER_ADDED = frozenset(
+    {
+        torch.uint16,
+        torch.uint32,
+        torch.uint64,
+        *(d for d in vars(torch).values() if str(d).startswith("torch.float8")),
+    }
+)
 
 
 RuleMaker = Callable[[Call], "Rule | str | None"]
@@ -35,8 +43,14 @@ def make(
     return Rule(parse(text), tuple(map(tuple, linear)), local, sizes or {}, decompose)
 
 
-def rule(*ops: "OpOverload | str", linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None, decompose: bool = True) -> Any:
-    """State the sharding rule of ``ops`` in factor notation, or decorate a function ``(call: Call) -> Rule | str`` that does.
+def rule(
+    *ops: "OpOverload | str",
+    linear: Sequence[Sequence[int]] = (),
+    local: LocalHook | None = None,
+    decompose: bool = True,
+) -> Any:
+    """State the sharding rule of ``ops`` in factor notation, or decorate a function ``(call: Call)
+    -> Rule | str`` that does.
 
     >>> rule(torch.ops.aten.mv.default, "m k, k -> m {k}", linear=[(0,), (1,)])
 
@@ -51,7 +65,11 @@ def rule(*ops: "OpOverload | str", linear: Sequence[Sequence[int]] = (), local: 
     def decorate(maker: RuleMaker) -> RuleMaker:
         def made(call: Call) -> Rule | None:
             found = maker(call)
-            return make(found, linear=linear, local=local, decompose=decompose) if isinstance(found, str) else found
+            return (
+                make(found, linear=linear, local=local, decompose=decompose)
+                if isinstance(found, str)
+                else found
+            )
 
         _register(ops, made)
         return maker
@@ -64,17 +82,33 @@ def einsum(*ops: "OpOverload | str") -> None:
     *targets, text = ops
     notation = parse(text)  # type: ignore[arg-type]
     kept = {f for dims in notation.results for dim in dims for f in dim}
-    summed = tuple(dict.fromkeys((f, "sum") for dims in notation.operands for dim in dims for f in dim if f not in kept))
+    summed = tuple(
+        dict.fromkeys(
+            (f, "sum") for dims in notation.operands for dim in dims for f in dim if f not in kept
+        )
+    )
     n = len(notation.operands)
-    _register(targets, Rule(replace(notation, pending=(summed,) * len(notation.results)), tuple((i,) for i in range(n))))
+    _register(
+        targets,
+        Rule(
+            replace(notation, pending=(summed,) * len(notation.results)),
+            tuple((i,) for i in range(n)),
+        ),
+    )
 
 
-def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None) -> None:
+def pointwise(
+    *ops: OpOverload, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
+) -> None:
     """Elementwise ops; operands broadcast to the result from the right."""
     groups = tuple(map(tuple, linear))
 
     def maker(call: Call) -> Rule:
-        return Rule(broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results]), _present(groups, call), local)
+        return Rule(
+            broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results]),
+            _present(groups, call),
+            local,
+        )
 
     _register(ops, maker)
 
@@ -82,11 +116,20 @@ def pointwise(*ops: OpOverload, linear: Sequence[Sequence[int]] = (), local: Loc
 def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
     """The groups that the call has; bools do not add up."""
     n = len(call.operands)
-    return tuple(g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g))
+    return tuple(
+        g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g)
+    )
 
 
-def reduction(*ops: OpOverload, op: str | None = "sum", linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None) -> None:
-    """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``; ``op=None``: the reduced dims stay whole."""
+def reduction(
+    *ops: OpOverload,
+    op: str | None = "sum",
+    linear: Sequence[Sequence[int]] = (),
+    local: LocalHook | None = None,
+) -> None:
+    """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
+    ``op=None``: the reduced dims stay whole.
+    """
 
     def maker(call: Call) -> Rule:
         return reduction_rule(call, op, linear, local)
@@ -94,8 +137,15 @@ def reduction(*ops: OpOverload, op: str | None = "sum", linear: Sequence[Sequenc
     _register(ops, maker)
 
 
-def along_dim(*ops: "OpOverload | str", linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None, dim: str = "dim") -> None:
-    """Ops that act along their argument ``dim``; the text's one [d] stands for that dim wherever it is."""
+def along_dim(
+    *ops: "OpOverload | str",
+    linear: Sequence[Sequence[int]] = (),
+    local: LocalHook | None = None,
+    dim: str = "dim",
+) -> None:
+    """Ops that act along their argument ``dim``; the text's one [d] stands for that dim wherever
+    it is.
+    """
     *targets, text = ops
     notation = parse(text)  # type: ignore[arg-type]
 
@@ -109,8 +159,19 @@ def along_dim(*ops: "OpOverload | str", linear: Sequence[Sequence[int]] = (), lo
             return (*batch[:at], *inside, *batch[at:]) if (BATCH,) in dims else dims
 
         if ndim == 0:
-            return Rule(Notation(((),) * len(notation.operands), ((),) * len(notation.results), frozenset(), notation.pending))
-        placed = replace(notation, operands=tuple(map(place, notation.operands)), results=tuple(map(place, notation.results)))
+            return Rule(
+                Notation(
+                    ((),) * len(notation.operands),
+                    ((),) * len(notation.results),
+                    frozenset(),
+                    notation.pending,
+                )
+            )
+        placed = replace(
+            notation,
+            operands=tuple(map(place, notation.operands)),
+            results=tuple(map(place, notation.results)),
+        )
         return Rule(placed, tuple(map(tuple, linear)), local)
 
     _register(targets, maker)
@@ -121,5 +182,8 @@ def _register(ops: Sequence[Any], entry: Rule | RuleMaker) -> None:
         raise RuleError("A rule names at least one op, such as torch.ops.aten.mm.default.")
     for op in ops:
         if not isinstance(op, OpOverload):
-            raise RuleError(f"A rule is for an op overload such as torch.ops.aten.mm.default, not {op!r} ({type(op).__name__}).")
+            raise RuleError(
+                f"A rule is for an op overload such as torch.ops.aten.mm.default, not {op!r}"
+                f" ({type(op).__name__})."
+            )
         RULES[op] = entry

@@ -25,7 +25,9 @@ class Meta:
 
 @dataclass(frozen=True)
 class Call:
-    """An op with its arguments, a ``Meta`` in place of each tensor, and the metas of its results."""
+    """An op with its arguments, a ``Meta`` in place of each tensor, and the metas of its
+    results.
+    """
 
     target: OpOverload
     args: tuple[Any, ...]
@@ -44,7 +46,9 @@ class Call:
                 if not a.kwarg_only and i < len(self.args):
                     return self.args[i]
                 return self.kwargs.get(name, a.default_value)
-        raise RuleError(f"{self.target} has no argument {name!r}: its schema is {self.target._schema}.")
+        raise RuleError(
+            f"{self.target} has no argument {name!r}: its schema is {self.target._schema}."
+        )
 
 
 def tensors(tree: Any, kind: type) -> Iterator[Any]:
@@ -60,7 +64,9 @@ def tensors(tree: Any, kind: type) -> Iterator[Any]:
 
 
 def replaced(tree: Any, kind: type | tuple[type, ...], new: Callable[[Any], Any]) -> Any:
-    """Nested arguments with each member of ``kind`` replaced by what ``new`` makes of it; containers come out plain."""
+    """Nested arguments with each member of ``kind`` replaced by what ``new`` makes of it;
+    containers come out plain.
+    """
     if isinstance(tree, kind):
         return new(tree)
     if isinstance(tree, list):
@@ -82,9 +88,11 @@ class Rule:
     Attributes:
         notation: the factors.
         linear: groups of operand indices that may be pending sums together, giving a pending sum.
-        local: emits the op's local form, where that is more than the op itself (see ``partition.LocalOp``).
+        local: emits the op's local form, where that is more than the op itself (see
+            ``partition.LocalOp``).
         sizes: sizes of factors that the shapes do not tell.
-        decompose: whether the op is worth replacing by primitives when a whole factor is within reach.
+        decompose: whether the op is worth replacing by primitives when a whole factor is within
+            reach.
     """
 
     notation: Notation
@@ -99,7 +107,9 @@ class Rule:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule fitted to a call: one factor list per dim, all sizes known; ``is_found`` where it is not stated, but found by trial."""
+    """A rule fitted to a call: one factor list per dim, all sizes known; ``is_found`` where it
+    is not stated, but found by trial.
+    """
 
     operands: tuple[Dims, ...]
     results: tuple[Dims, ...]
@@ -112,4 +122,11 @@ class BoundRule:
     is_found: bool = False
 
     def __str__(self) -> str:
-        return str(Notation(self.operands, self.results, self.whole, tuple(tuple(p.items()) for p in self.pending)))
+        return str(
+            Notation(
+                self.operands,
+                self.results,
+                self.whole,
+                tuple(tuple(p.items()) for p in self.pending),
+            )
+        )

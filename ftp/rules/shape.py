@@ -35,7 +35,9 @@ def _reshape(op: LocalOp) -> fx.Node:
     return op.emit(aten.reshape.default, op.args[0], op.shape())
 
 
-def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims, list[str], dict[str, int]]:
+def common_factors(
+    old: Sequence[int], new: Sequence[int]
+) -> tuple[Dims, Dims, list[str], dict[str, int]]:
     """Two shapes of one number of elements as lists of factors: dims of each, whole factors, sizes.
 
     >>> common_factors((4, 6), (24,))[:2]
@@ -58,7 +60,13 @@ def common_factors(old: Sequence[int], new: Sequence[int]) -> tuple[Dims, Dims, 
         while left[0] and left[1]:
             a, b = left[0][end], left[1][end]
             sized = rest[0][a], rest[1][b]
-            common = sized[0] if sized[0] == sized[1] else math.gcd(*sized) if 0 not in (*rest[0], *rest[1]) else 1
+            common = (
+                sized[0]
+                if sized[0] == sized[1]
+                else math.gcd(*sized)
+                if 0 not in (*rest[0], *rest[1])
+                else 1
+            )
             if common == 1:
                 break
             name = named(common)
@@ -90,7 +98,13 @@ def permute(call: Call) -> Rule:
     if "dims" in {a.name for a in call.target._schema.arguments}:
         order = [d % ndim for d in call.arg("dims")]
     elif ndim:
-        swap = [call.arg("dim0"), call.arg("dim1")] if len(call.args) > 1 else [-2, -1] if ndim > 1 else [0, 0]
+        swap = (
+            [call.arg("dim0"), call.arg("dim1")]
+            if len(call.args) > 1
+            else [-2, -1]
+            if ndim > 1
+            else [0, 0]
+        )
         a, b = (d % ndim for d in swap)
         order[a], order[b] = b, a
     dims = tuple((f"~{d}",) for d in range(ndim))
@@ -99,7 +113,11 @@ def permute(call: Call) -> Rule:
 
 @rule(aten.expand.default, aten.expand_copy.default)
 def expand(call: Call) -> Rule:
-    return Rule(broadcast_notation([call.operands[0].shape], [call.results[0].shape]), ((0,),), with_shape(1))
+    return Rule(
+        broadcast_notation([call.operands[0].shape], [call.results[0].shape]),
+        ((0,),),
+        with_shape(1),
+    )
 
 
 @rule(aten.unsqueeze.default, aten.unsqueeze_copy.default)
@@ -109,7 +127,14 @@ def unsqueeze(call: Call) -> Rule:
     return Rule(Notation((dims,), ((*dims[:at], (), *dims[at:]),), frozenset(), ((),)), ((0,),))
 
 
-@rule(aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.squeeze_copy.default, aten.squeeze_copy.dim, aten.squeeze_copy.dims)
+@rule(
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.squeeze_copy.default,
+    aten.squeeze_copy.dim,
+    aten.squeeze_copy.dims,
+)
 def squeeze(call: Call) -> Rule:
     """A dim that is of size one on some rank alone stays."""
     x = call.operands[0]
@@ -118,18 +143,25 @@ def squeeze(call: Call) -> Rule:
     gone = [d for d in asked if d < x.ndim and x.shape[d] == 1]
     operand = tuple(() if d in gone else (f"~{d}",) for d in range(x.ndim))
     result = tuple(dim for d, dim in enumerate(operand) if d not in gone)
-    return Rule(Notation((operand,), (result,), frozenset(), ((),)), ((0,),), lambda op: op.emit(aten.squeeze.dims, op.args[0], gone))
+    return Rule(
+        Notation((operand,), (result,), frozenset(), ((),)),
+        ((0,),),
+        lambda op: op.emit(aten.squeeze.dims, op.args[0], gone),
+    )
 
 
-# Parts of a dim. Where all of them, and what lies around them, are whole numbers of s elements, the dim is seen as (k s), and s may be cut
-# within each of the k alike: three packs of heads, of which a part takes one or two.
+# Parts of a dim. Where all of them, and what lies around them, are whole numbers of s elements, the
+# dim is seen as (k s), and s may be cut within each of the k alike: three packs of heads, of which
+# a part takes one or two.
 
 
 @rule(aten.slice.Tensor, aten.slice_copy.Tensor)
 def slice_(call: Call) -> Rule:
     x, (y,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(x.shape[dim])
+    start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(
+        x.shape[dim]
+    )
     size = math.gcd(x.shape[dim], start, y.shape[dim])
     if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
         return acting_on(call, [dim], linear=[(0,)])
@@ -138,7 +170,9 @@ def slice_(call: Call) -> Rule:
     def local(op: LocalOp) -> fx.Node:
         return op.emit(op.target, op.args[0], dim, first * op.sizes["s"], last * op.sizes["s"])
 
-    notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=False)
+    notation, sizes = _in_parts(
+        _dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=False
+    )
     return Rule(notation, ((0,),), local, sizes)
 
 
@@ -146,17 +180,28 @@ def slice_(call: Call) -> Rule:
 def slice_backward(call: Call) -> Rule:
     y, (x,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, end, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(x.shape[dim])
+    start, end, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(
+        x.shape[dim]
+    )
     size = math.gcd(x.shape[dim], start, y.shape[dim])
     # The op spreads a gradient of one element over a longer slice.
-    if step != 1 or end - start != y.shape[dim] or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
+    if (
+        step != 1
+        or end - start != y.shape[dim]
+        or not y.shape[dim]
+        or (size == 1 and y.shape[dim] > 1)
+    ):
         return acting_on(call, [dim], linear=[(0,)], local=with_shape(1))
     first, last = start // size, (start + y.shape[dim]) // size
 
     def local(op: LocalOp) -> fx.Node:
-        return op.emit(op.target, op.args[0], op.shape(), dim, first * op.sizes["s"], last * op.sizes["s"], 1)
+        return op.emit(
+            op.target, op.args[0], op.shape(), dim, first * op.sizes["s"], last * op.sizes["s"], 1
+        )
 
-    notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True)
+    notation, sizes = _in_parts(
+        _dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True
+    )
     return Rule(notation, ((0,),), local, sizes)
 
 
@@ -175,7 +220,12 @@ def split(call: Call) -> Rule:
 
     def local(op: LocalOp) -> fx.Node:
         if with_sizes or not op.sizes["s"]:
-            return op.emit(aten.split_with_sizes.default, op.args[0], [part // size * op.sizes["s"] for part in parts], dim)
+            return op.emit(
+                aten.split_with_sizes.default,
+                op.args[0],
+                [part // size * op.sizes["s"] for part in parts],
+                dim,
+            )
         return op.emit(op.target, op.args[0], op.sizes["s"], dim)
 
     notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], parts, reverse=False)
@@ -215,7 +265,10 @@ def stack(call: Call) -> Rule:
     dims = _dims(call.operands[0].ndim)
     at = call.arg("dim") % (len(dims) + 1)
     n = len(call.operands)
-    return Rule(Notation((dims,) * n, ((*dims[:at], ("k",), *dims[at:]),), frozenset("k"), ((),)), (tuple(range(n)),))
+    return Rule(
+        Notation((dims,) * n, ((*dims[:at], ("k",), *dims[at:]),), frozenset("k"), ((),)),
+        (tuple(range(n)),),
+    )
 
 
 @rule(aten.unbind.int, aten.unbind_copy.int)
@@ -241,11 +294,19 @@ def select(call: Call) -> Rule:
             return op.default()
         if not op.sizes[factor]:
             return zeros(op, call)
-        at, held = held_rows(op, factor, op.emit(aten.full.default, [1], index, dtype=torch.int64, device=op.device))
-        row = op.emit(aten.squeeze.dims, op.emit(aten.index_select.default, op.args[0], dim, at), [dim])
+        at, held = held_rows(
+            op, factor, op.emit(aten.full.default, [1], index, dtype=torch.int64, device=op.device)
+        )
+        row = op.emit(
+            aten.squeeze.dims, op.emit(aten.index_select.default, op.args[0], dim, at), [dim]
+        )
         return masked(op, row, op.emit(aten.squeeze.dims, held, [0]))
 
-    return Rule(Notation((dims,), (dims[:dim] + dims[dim + 1 :],), frozenset(), (((factor, "sum"),),)), ((0,),), local)
+    return Rule(
+        Notation((dims,), (dims[:dim] + dims[dim + 1 :],), frozenset(), (((factor, "sum"),),)),
+        ((0,),),
+        local,
+    )
 
 
 @rule(aten.select_backward.default)
@@ -261,10 +322,14 @@ def select_backward(call: Call) -> Rule:
             return op.replaced(1, op.shape())
         at = op.emit(aten.eq.Scalar, op.positions(factor), index)
         at = unsqueezed(op, at, 0, y.ndim - dim - 1)
-        row = op.emit(aten.expand.default, op.emit(aten.unsqueeze.default, op.args[0], dim), op.shape())
+        row = op.emit(
+            aten.expand.default, op.emit(aten.unsqueeze.default, op.args[0], dim), op.shape()
+        )
         return masked(op, row, at)
 
-    return Rule(Notation((dims[:dim] + dims[dim + 1 :],), (dims,), frozenset(), ((),)), ((0,),), local)
+    return Rule(
+        Notation((dims[:dim] + dims[dim + 1 :],), (dims,), frozenset(), ((),)), ((0,),), local
+    )
 
 
 # Ops along dims.
@@ -279,7 +344,9 @@ def slice_scatter(call: Call) -> Rule:
 def select_scatter(call: Call) -> Rule:
     dims = _dims(call.operands[0].ndim)
     at = call.arg("dim") % len(dims)
-    return Rule(Notation((dims, dims[:at] + dims[at + 1 :]), (dims,), frozenset(dims[at]), ((),)), ((0, 1),))
+    return Rule(
+        Notation((dims, dims[:at] + dims[at + 1 :]), (dims,), frozenset(dims[at]), ((),)), ((0, 1),)
+    )
 
 
 @rule(aten.diagonal_scatter.default)
@@ -288,7 +355,10 @@ def diagonal_scatter(call: Call) -> Rule:
     a, b = call.arg("dim1") % x.ndim, call.arg("dim2") % x.ndim
     dims = _dims(x.ndim)
     rest = tuple(dim for d, dim in enumerate(dims) if d not in (a, b))
-    return Rule(Notation((dims, (*rest, ("y",))), (dims,), frozenset({*dims[a], *dims[b], "y"}), ((),)), ((0, 1),))
+    return Rule(
+        Notation((dims, (*rest, ("y",))), (dims,), frozenset({*dims[a], *dims[b], "y"}), ((),)),
+        ((0, 1),),
+    )
 
 
 @rule(aten.glu.default)
@@ -301,7 +371,12 @@ def glu(call: Call) -> Rule:
 def glu_backward(call: Call) -> Rule:
     made = _halves(call, call.operands[1].ndim, reverse=True)
     n = made.notation
-    return Rule(Notation((n.operands[0], n.results[0]), n.results, n.whole, ((),)), ((0,),), None, made.sizes)
+    return Rule(
+        Notation((n.operands[0], n.results[0]), n.results, n.whole, ((),)),
+        ((0,),),
+        None,
+        made.sizes,
+    )
 
 
 def _halves(call: Call, ndim: int, *, reverse: bool) -> Rule:
@@ -320,7 +395,9 @@ def flip(call: Call) -> Rule:
 def roll(call: Call) -> Rule:
     """Without dims it rolls the flattened tensor."""
     x = call.operands[0]
-    return acting_on(call, call.arg("dims") or range(x.ndim), linear=[(0,)], local=unless_empty(call))
+    return acting_on(
+        call, call.arg("dims") or range(x.ndim), linear=[(0,)], local=unless_empty(call)
+    )
 
 
 @rule(aten.constant_pad_nd.default)
@@ -337,7 +414,10 @@ def repeat(call: Call) -> Rule:
     skip = len(counts) - x.ndim
     operand = tuple((f"x{d}",) for d in range(x.ndim))
     # Of no copies nothing of the dim is left to cut.
-    result = tuple((f"r{d}", *(operand[d - skip] if d >= skip and counts[d] else ())) for d in range(len(counts)))
+    result = tuple(
+        (f"r{d}", *(operand[d - skip] if d >= skip and counts[d] else ()))
+        for d in range(len(counts))
+    )
     whole = frozenset(f"x{d - skip}" for d, count in enumerate(counts) if d >= skip and not count)
     sizes = {f"r{d}": c for d, c in enumerate(counts)} | {f"x{d}": s for d, s in enumerate(x.shape)}
 
@@ -353,7 +433,9 @@ def diagonal(call: Call) -> Rule:
     a, b = call.arg("dim1") % x.ndim, call.arg("dim2") % x.ndim
     dims = _dims(x.ndim)
     rest = tuple(dim for d, dim in enumerate(dims) if d not in (a, b))
-    return Rule(Notation((dims,), ((*rest, ("y",)),), frozenset({*dims[a], *dims[b], "y"}), ((),)), ((0,),))
+    return Rule(
+        Notation((dims,), ((*rest, ("y",)),), frozenset({*dims[a], *dims[b], "y"}), ((),)), ((0,),)
+    )
 
 
 @rule(aten.diagonal_backward.default)
@@ -362,7 +444,11 @@ def diagonal_backward(call: Call) -> Rule:
     a, b = call.arg("dim1") % x.ndim, call.arg("dim2") % x.ndim
     dims = _dims(x.ndim)
     rest = tuple(dim for d, dim in enumerate(dims) if d not in (a, b))
-    return Rule(Notation(((*rest, ("y",)),), (dims,), frozenset({*dims[a], *dims[b], "y"}), ((),)), ((0,),), with_shape(1))
+    return Rule(
+        Notation(((*rest, ("y",)),), (dims,), frozenset({*dims[a], *dims[b], "y"}), ((),)),
+        ((0,),),
+        with_shape(1),
+    )
 
 
 @rule(aten.unfold.default, aten.unfold_copy.default)
@@ -384,27 +470,41 @@ def unfold_backward(call: Call) -> Rule:
     at = call.arg("dim") % x.ndim
     dims = _dims(x.ndim)
     grad = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
-    return Rule(Notation((grad,), (dims,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),), with_shape(1))
+    return Rule(
+        Notation((grad,), (dims,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),), with_shape(1)
+    )
 
 
 @rule(aten.pixel_shuffle.default)
 def pixel_shuffle(call: Call) -> Rule:
     """``... (c a b) h w -> ... c (h a) (w b)``; a pixel's parts are whole."""
-    return _pixels(call, call.operands[0], call.results[0], call.arg("upscale_factor"), shuffled=False)
+    return _pixels(
+        call, call.operands[0], call.results[0], call.arg("upscale_factor"), shuffled=False
+    )
 
 
 @rule(aten.pixel_unshuffle.default)
 def pixel_unshuffle(call: Call) -> Rule:
-    return _pixels(call, call.results[0], call.operands[0], call.arg("downscale_factor"), shuffled=True)
+    return _pixels(
+        call, call.results[0], call.operands[0], call.arg("downscale_factor"), shuffled=True
+    )
 
 
 def _pixels(call: Call, deep: Meta, wide: Meta, factor: int, *, shuffled: bool) -> Rule:
     batch = _dims(deep.ndim - 3)
     deep_dims: Dims = (*batch, ("c", "a", "b"), ("h",), ("w",))
     wide_dims: Dims = (*batch, ("c",), ("h", "a"), ("w", "b"))
-    sizes = {"a": factor, "b": factor, "c": wide.shape[-3], "h": deep.shape[-2], "w": deep.shape[-1]}
+    sizes = {
+        "a": factor,
+        "b": factor,
+        "c": wide.shape[-3],
+        "h": deep.shape[-2],
+        "w": deep.shape[-1],
+    }
     pair = (wide_dims, deep_dims) if shuffled else (deep_dims, wide_dims)
-    return Rule(Notation((pair[0],), (pair[1],), frozenset("ab"), ((),)), ((0,),), unless_empty(call), sizes)
+    return Rule(
+        Notation((pair[0],), (pair[1],), frozenset("ab"), ((),)), ((0,),), unless_empty(call), sizes
+    )
 
 
 @rule(aten.channel_shuffle.default)
@@ -412,7 +512,9 @@ def channel_shuffle(call: Call) -> Rule:
     """``n (g c) ... -> n (c g) ...``; groups are whole."""
     x, groups = call.operands[0], call.arg("groups")
     space = tuple((f"y{d}",) for d in range(x.ndim - 2))
-    notation = Notation(((("n",), ("g", "c"), *space),), ((("n",), ("c", "g"), *space),), frozenset("g"), ((),))
+    notation = Notation(
+        ((("n",), ("g", "c"), *space),), ((("n",), ("c", "g"), *space),), frozenset("g"), ((),)
+    )
     return Rule(notation, ((0,),), unless_empty(call), {"g": groups, "c": x.shape[1] // groups})
 
 
@@ -466,9 +568,11 @@ def _dims(ndim: int) -> Dims:
     return tuple((f"~{d}",) for d in range(ndim))
 
 
-def _in_parts(dims: Dims, dim: int, size: int, all_of: int, parts: Sequence[int], *, reverse: bool) -> tuple[Notation, dict[str, int]]:
-    """A tensor of ``all_of`` elements along ``dim``, seen as (k s) with s of ``size``, and ``parts`` of it, each a (k s) of its own; the
-    latter first if ``reverse``. Each k is whole."""
+def _in_parts(
+    dims: Dims, dim: int, size: int, all_of: int, parts: Sequence[int], *, reverse: bool
+) -> tuple[Notation, dict[str, int]]:
+    """A tensor of ``all_of`` elements along ``dim``, seen as (k s) with s of ``size``, and
+    ``parts`` of it, each a (k s) of its own; the latter first if ``reverse``. Each k is whole."""
     sizes = {"s": size}
 
     def seen(name: str, length: int) -> Dims:

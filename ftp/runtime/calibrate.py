@@ -1,4 +1,6 @@
-"""This machine's own rates, measured: products by dtype, memory, what issuing an op costs, and the links of a mesh of processes."""
+"""This machine's own rates, measured: products by dtype, memory, what issuing an op costs, and
+the links of a mesh of processes.
+"""
 
 import math
 import os
@@ -21,8 +23,15 @@ from ftp.sharding.mesh import AnyMesh, resolve
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
 MATMUL = 512  # rows and columns of the products that are timed
 CACHED, LARGE = 6 << 20, 96 << 20  # bytes of the tensors that are in cache, and that are not
-FRESH = (1 << 18, 1 << 21, 1 << 23, 40 << 20)  # bytes of results: allocators give large ones pages that the system has to find
-BESIDE = 64 << 20  # bytes of other results that are alive, so that a new one is not what was just freed
+FRESH = (
+    1 << 18,
+    1 << 21,
+    1 << 23,
+    40 << 20,
+)  # bytes of results: allocators give large ones pages that the system has to find
+BESIDE = (
+    64 << 20
+)  # bytes of other results that are alive, so that a new one is not what was just freed
 BEFORE = (128, 512, 1024)  # rows and columns of the products after which an op is issued
 WIRE = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23)  # bytes of the collectives that are timed
 BETWEEN = (2e-4, 5e-3)  # seconds that ranks compute between collectives
@@ -30,13 +39,19 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float64)
 
 
 def calibrate(
-    mesh: AnyMesh | None = None, *, device_type: str | None = None, dtypes: Sequence[torch.dtype] = DTYPES, seconds: float = 0.05
+    mesh: AnyMesh | None = None,
+    *,
+    device_type: str | None = None,
+    dtypes: Sequence[torch.dtype] = DTYPES,
+    seconds: float = 0.05,
 ) -> Hardware:
-    """The ``Hardware`` that this machine is, for ``lowered.cost``; call it on all ranks of a mesh, or with none.
+    """The ``Hardware`` that this machine is, for ``lowered.cost``; call it on all ranks of a mesh,
+    or with none.
 
     Args:
-        mesh: of processes: its ranks are timed at the same time, as they run, and the links between them, axis by axis; every rank gets
-            the mean. On any other mesh, or none, ranks are taken to share one memory.
+        mesh: of processes: its ranks are timed at the same time, as they run, and the links between
+            them, axis by axis; every rank gets the mean. On any other mesh, or none, ranks are
+            taken to share one memory.
         device_type: default the mesh's, else ``cpu``.
         dtypes: of the products that are timed.
         seconds: for each of some twenty measurements, and some forty an axis, about.
@@ -54,7 +69,11 @@ def calibrate(
         record = calls(m)
         record.agree(record.next(), {"environment": f"FTP_SHM={int(is_asked_for())}"})
         shared = memory_of(m)
-        groups = {axis: (m.torch.get_group(axis), shared.get(m.group_name(axis))) for axis, n in m.axes.items() if n > 1}
+        groups = {
+            axis: (m.torch.get_group(axis), shared.get(m.group_name(axis)))
+            for axis, n in m.axes.items()
+            if n > 1
+        }
     clock = _Clock(device, seconds, [group for group, _ in groups.values()])
     rates = {dtype: _products(clock, dtype) for dtype in dtypes}
     overhead = clock(_small_ops(device)) / len(_KINDS)
@@ -81,12 +100,16 @@ def calibrate(
 
 
 class _Clock:
-    """Typical seconds of repeated calls, on the ranks of some groups at the same time and the mean of theirs.
+    """Typical seconds of repeated calls, on the ranks of some groups at the same time and the mean
+    of theirs.
 
-    On one thread of a CPU they are seconds of the processor, which other work beside it changes little, longer where ranks share a core.
+    On one thread of a CPU they are seconds of the processor, which other work beside it changes
+    little, longer where ranks share a core.
     """
 
-    def __init__(self, device: torch.device, seconds: float, groups: Sequence[dist.ProcessGroup] = ()):
+    def __init__(
+        self, device: torch.device, seconds: float, groups: Sequence[dist.ProcessGroup] = ()
+    ):
         self.device, self.seconds, self.groups = device, seconds, groups
         here = math.prod(group.size() for group in groups)
         here = min(here, int(os.environ.get("LOCAL_WORLD_SIZE", here)))
@@ -94,7 +117,9 @@ class _Clock:
         is_threaded = device.type != "cpu" or torch.get_num_threads() > 1
         self._now = time.perf_counter if is_threaded else lambda: self._share * time.process_time()
 
-    def __call__(self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 5) -> float:
+    def __call__(
+        self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 5
+    ) -> float:
         """``before`` is called before each call, and not timed."""
         self._timed(run, before)
         self.mean(0.0)  # ranks begin together
@@ -104,9 +129,11 @@ class _Clock:
             times.append(self._timed(run, before, self._now))
         return self.mean(statistics.median(times))
 
-    def together(self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 8) -> float:
-        """As a call, of what ranks do together: each as often as the others, and not the median but the mean of the middle half, as
-        what a step takes is a sum of such."""
+    def together(
+        self, run: Callable[[], object], before: Callable[[], object] | None = None, least: int = 8
+    ) -> float:
+        """As a call, of what ranks do together: each as often as the others, and not the median but
+        the mean of the middle half, as what a step takes is a sum of such."""
         self._timed(run, before)
         began = time.perf_counter()
         self._timed(run, before)
@@ -117,13 +144,20 @@ class _Clock:
 
     def mean(self, x: float) -> float:
         """Over the ranks of all groups, which are the axes of a mesh."""
-        held = torch.tensor([x], dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu")
+        held = torch.tensor(
+            [x], dtype=torch.float64, device=self.device if self.device.type == "cuda" else "cpu"
+        )
         for group in self.groups:
             dist.all_reduce(held, group=group)
             held /= group.size()
         return float(held)
 
-    def _timed(self, run: Callable[[], object], before: Callable[[], object] | None, now: Callable[[], float] = time.perf_counter) -> float:
+    def _timed(
+        self,
+        run: Callable[[], object],
+        before: Callable[[], object] | None,
+        now: Callable[[], float] = time.perf_counter,
+    ) -> float:
         if before is not None:
             before()
         began = now()
@@ -139,7 +173,10 @@ class _Clock:
 def _products(clock: _Clock, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a linear layer's products, forward and backward."""
     size = MATMUL if clock.device.type == "cpu" else 8192
-    x, w = (torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(clock.device, dtype) for _ in range(2))
+    x, w = (
+        torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(clock.device, dtype)
+        for _ in range(2)
+    )
 
     def run() -> None:
         y = aten.mm.default(x, w.t())
@@ -159,13 +196,18 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> float:
             out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
 
-    return (2 + 5) * 2 * heads * seq * seq * dim / clock(run)  # products of the forward and of the backward pass
+    return (
+        (2 + 5) * 2 * heads * seq * seq * dim / clock(run)
+    )  # products of the forward and of the backward pass
 
 
 def _convolution(clock: _Clock, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a convolution, forward and backward."""
     batch, channels, size = (8, 32, 16) if clock.device.type == "cpu" else (64, 256, 56)
-    x, w = clock.ones(batch, channels, size, size, dtype=dtype), clock.ones(channels, channels, 3, 3, dtype=dtype)
+    x, w = (
+        clock.ones(batch, channels, size, size, dtype=dtype),
+        clock.ones(channels, channels, 3, 3, dtype=dtype),
+    )
     how = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
 
     def run() -> None:
@@ -197,17 +239,24 @@ def _small_ops(device: torch.device) -> Callable[[], object]:
 
 
 def _cold(clock: _Clock, overhead: float) -> Curve:
-    """Seconds beside ``overhead`` that a small op takes after a product, by the bytes of the product's tensors."""
+    """Seconds beside ``overhead`` that a small op takes after a product, by the bytes of the
+    product's tensors.
+    """
     a, found = clock.ones(8, 8), []
     for size in BEFORE:
         x = clock.ones(size, size)
-        took = [clock(lambda kind=kind: kind(a), lambda x=x: aten.mm.default(x, x)) for kind in _KINDS[:4]]
+        took = [
+            clock(lambda kind=kind: kind(a), lambda x=x: aten.mm.default(x, x))
+            for kind in _KINDS[:4]
+        ]
         found.append((3 * 4 * size**2, max(0.0, statistics.fmean(took) - overhead)))
     return tuple(found)
 
 
 def _stream(clock: _Clock, nbytes: int, overhead: float) -> float:
-    """Bytes a second of an addition in place that reads two tensors and writes one, ``nbytes`` together."""
+    """Bytes a second of an addition in place that reads two tensors and writes one, ``nbytes``
+    together.
+    """
     a, b = (clock.ones(nbytes // 12) for _ in range(2))
     return nbytes / max(clock(lambda: aten.add_.Tensor(a, b)) - overhead, 1e-9)
 
@@ -218,17 +267,22 @@ def _fresh(clock: _Clock, nbytes: int) -> float:
     results: deque[torch.Tensor] = deque(maxlen=max(2, BESIDE // nbytes))
     for _ in range(results.maxlen or 0):
         results.append(a + b)
-    more = clock(lambda: results.append(aten.add.Tensor(a, b))) - clock(lambda: aten.add_.Tensor(a, b))
+    more = clock(lambda: results.append(aten.add.Tensor(a, b))) - clock(
+        lambda: aten.add_.Tensor(a, b)
+    )
     return nbytes / max(more, 1e-9)
 
 
 def _elements(clock: _Clock) -> dict[str, float]:
-    """Elements a second of ops that are limited by arithmetic, and of one on tensors that are not dense, ``strided``."""
+    """Elements a second of ops that are limited by arithmetic, and of one on tensors that are
+    not dense, ``strided``.
+    """
     x, column = clock.ones(256, 1024), clock.ones(256, 1).expand(256, 1024)
     key = torch.zeros(2, dtype=torch.int64)
     heads = x.view(256, 8, 128).transpose(0, 1)
     kinds: dict[str, Callable[[], object]] = {
-        op.__name__: lambda op=op: op(x) for op in (aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu)
+        op.__name__: lambda op=op: op(x)
+        for op in (aten.exp, aten.log, aten.tanh, aten.erf, aten.sigmoid, aten.silu, aten.gelu)
     }
     kinds["_softmax"] = lambda: aten._softmax.default(x, 1, False)
     kinds["_log_softmax"] = lambda: aten._log_softmax.default(x, 1, False)
@@ -236,11 +290,17 @@ def _elements(clock: _Clock) -> dict[str, float]:
     kinds["native_layer_norm"] = lambda: aten.native_layer_norm.default(x, [1024], None, None, 1e-5)
     kinds["random_bits"] = lambda: random_bits(key, [256, 1024], [1024, 1], 0)
     found = {name: x.numel() / clock(run) for name, run in kinds.items()}
-    return found | {"strided": 2 * x.numel() / (clock(heads.contiguous) + clock(lambda: aten.mul.Scalar(column, 2.0)))}
+    return found | {
+        "strided": 2
+        * x.numel()
+        / (clock(heads.contiguous) + clock(lambda: aten.mul.Scalar(column, 2.0)))
+    }
 
 
 def _link(clock: _Clock, group: dist.ProcessGroup, shared: SharedGroup | None) -> Link:
-    """Collectives of each kind at several sizes, of ranks that compute for a while before each, and what of them computing can hide."""
+    """Collectives of each kind at several sizes, of ranks that compute for a while before each,
+    and what of them computing can hide.
+    """
     n, a = group.size(), clock.ones(128, 128)
     each = clock(lambda: aten.mm.default(a, a))
 
@@ -257,18 +317,34 @@ def _link(clock: _Clock, group: dist.ProcessGroup, shared: SharedGroup | None) -
         for nbytes in WIRE:
             issue, wait = _collective(op, group, shared, clock.ones(nbytes // 4 // n * n))
             for seconds, points in times.items():
-                points.append((nbytes, clock.together(lambda issue=issue, wait=wait: wait(issue()), computing(seconds))))
+                points.append(
+                    (
+                        nbytes,
+                        clock.together(
+                            lambda issue=issue, wait=wait: wait(issue()), computing(seconds)
+                        ),
+                    )
+                )
         measured[op] = tuple((seconds, tuple(points)) for seconds, points in times.items())
     large = _collective("all_reduce", group, shared, clock.ones(WIRE[-2] // 4))
     hidden = 0.0 if shared is not None else _hidden(clock, computing(BETWEEN[-1]), *large)
     latency, bandwidth = _line(measured["all_reduce"][0][1], 2 * (n - 1) / n)
     factors = {}
-    for op, ring in {"all_gather": (n - 1) / n, "reduce_scatter": (n - 1) / n, "all_to_all": (n - 1) / n / n}.items():
+    for op, ring in {
+        "all_gather": (n - 1) / n,
+        "reduce_scatter": (n - 1) / n,
+        "all_to_all": (n - 1) / n / n,
+    }.items():
         factors[op] = bandwidth / _line(measured[op][0][1], ring)[1]
     return Link(latency, bandwidth, factors, measured, hidden)
 
 
-def _hidden(clock: _Clock, compute: Callable[[], object], issue: Callable[[], torch.Tensor], wait: Callable[..., object]) -> float:
+def _hidden(
+    clock: _Clock,
+    compute: Callable[[], object],
+    issue: Callable[[], torch.Tensor],
+    wait: Callable[..., object],
+) -> float:
     """The share of a collective's time that computing meanwhile saves."""
 
     def overlapped() -> None:

@@ -1,4 +1,6 @@
-"""From one rank's graph to what runs it: eager code of fx, or inductor's without what torch.compile puts around it."""
+"""From one rank's graph to what runs it: eager code of fx, or inductor's without what
+torch.compile puts around it.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +27,14 @@ Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 @collection_paused()
 def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
-    """Runs the nodes one after another, donated weights written in place; ``inputs`` are such as it will be given."""
+    """Runs the nodes one after another, donated weights written in place; ``inputs`` are such as
+    it will be given.
+    """
     inputs = _dense(inputs, donated)
     gm = with_values(_unwritten(schedule(drop_copies(graph))), inputs)
-    forward = fx.GraphModule({}, _direct(merge_updates(reuse_memory(gm.graph, donated), donated))).forward
+    forward = fx.GraphModule(
+        {}, _direct(merge_updates(reuse_memory(gm.graph, donated), donated))
+    ).forward
     return lambda given: forward(*_dense(given, donated))
 
 
@@ -39,7 +45,8 @@ def _unwritten(graph: fx.Graph) -> fx.GraphModule:
 
 
 def _direct(graph: fx.Graph) -> fx.Graph:
-    """The graph with what takes longer to call than to do called in the shortest way: collectives in memory, and a tensor for each output.
+    """The graph with what takes longer to call than to do called in the shortest way: collectives
+    in memory, and a tensor for each output.
 
     ``x.data`` is written out as such and takes a third of an op's time, ``x.detach()`` half of it.
     """
@@ -60,11 +67,12 @@ def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
 
 
 def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose) -> Run:
-    """Inductor's code for the pieces between collectives, called directly: a step has checked its arguments, so no guards and no wrappers.
+    """Inductor's code for the pieces between collectives, called directly: a step has checked its
+    arguments, so no guards and no wrappers.
 
-    An output that an elementwise chain makes of a donated input is written to that input's memory. Numbers among the inputs, the
-    offsets of this rank's parts, become constants of the code. Equal pieces are compiled once. ``choose`` says which of the graph's
-    products oneDNN does.
+    An output that an elementwise chain makes of a donated input is written to that input's memory.
+    Numbers among the inputs, the offsets of this rank's parts, become constants of the code. Equal
+    pieces are compiled once. ``choose`` says which of the graph's products oneDNN does.
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
@@ -72,14 +80,23 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
     graph = merge_updates(small_updates(gm.graph), donated)
     graph = by_onednn(graph, choose(products(graph)))
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = known_numbers(graph, {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)})
+    numbers = known_numbers(
+        graph,
+        {
+            node: x
+            for node, x in zip(placeholders, inputs, strict=True)
+            if not isinstance(x, torch.Tensor)
+        },
+    )
     pieces = split(graph, numbers, _written(graph, [placeholders[i] for i in donated]))
     made: dict[str, Callable[[list[Any]], Sequence[Any]]] = {}
     with compiled_together():
         for piece in pieces:
             if (key := piece.key()) not in made:
                 made[key] = _compiled(piece)
-    forward = fx.GraphModule({}, _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))).forward
+    forward = fx.GraphModule(
+        {}, _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))
+    ).forward
     return lambda given: forward(*_dense(given, tensors))  # the strides that the code is made for
 
 
@@ -92,21 +109,28 @@ def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
 
     table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_products()}
     with torch.no_grad(), FakeTensorMode() as mode:
-        fake = [torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device) for v in piece.values()]
-        gm = make_fx(fx.GraphModule({}, piece.graph), decomposition_table=table, tracing_mode="real")(*fake)
+        fake = [
+            torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
+            for v in piece.values()
+        ]
+        gm = make_fx(
+            fx.GraphModule({}, piece.graph), decomposition_table=table, tracing_mode="real"
+        )(*fake)
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
     count = len(piece.outputs)
     with gm.graph.inserting_before(output):
         for value, (_, old) in zip(results[count:], piece.writes, strict=True):
-            gm.graph.call_function(aten.copy_.default, (placeholders[piece.inputs.index(old)], value))
+            gm.graph.call_function(
+                aten.copy_.default, (placeholders[piece.inputs.index(old)], value)
+            )
     output.args = (tuple(results[:count]),)
     output.meta["user_visible_output_idxs"] = list(range(count))  # others rely on their strides
     gm.graph.eliminate_dead_code()
     gm.recompile()
-    # A step is recorded as a whole, if at all. It has checked sizes and strides, and made others dense: on a CPU, to check them once more
-    # takes as long as a small piece itself.
+    # A step is recorded as a whole, if at all. It has checked sizes and strides, and made others
+    # dense: on a CPU, to check them once more takes as long as a small piece itself.
     changes: dict[str, Any] = {"triton.cudagraphs": False}
     if all(x.device.type == "cpu" for x in fake):
         changes |= {"size_asserts": False, "alignment_asserts": False}
@@ -121,11 +145,17 @@ def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Output -> the donated input, of its shape, that it is made of by elementwise ops on its first operands; each input once."""
+    """Output -> the donated input, of its shape, that it is made of by elementwise ops on its
+    first operands; each input once.
+    """
     found: dict[fx.Node, fx.Node] = {}
     for value in graph.output_node().args[0]:  # type: ignore[union-attr]
         node = value
-        while isinstance(node, fx.Node) and in_place(node) is not None and isinstance(node.args[0], fx.Node):
+        while (
+            isinstance(node, fx.Node)
+            and in_place(node) is not None
+            and isinstance(node.args[0], fx.Node)
+        ):
             node = node.args[0]
         if node is value or node not in donated or value in found or node in found.values():
             continue

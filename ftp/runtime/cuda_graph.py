@@ -1,8 +1,9 @@
 """A rank's step as one CUDA graph, collectives included: recorded once, then replayed by one call.
 
-Recorded kernels read and write fixed addresses. An input that lies where it lay at the recording is used there; what comes from elsewhere
-at each call, as a batch does, is copied to memory of the recording first. Donated inputs that the step updates in place come back in the
-same memory, and cost no copy; any other output is copied, for the next replay overwrites it.
+Recorded kernels read and write fixed addresses. An input that lies where it lay at the recording is
+used there; what comes from elsewhere at each call, as a batch does, is copied to memory of the
+recording first. Donated inputs that the step updates in place come back in the same memory, and
+cost no copy; any other output is copied, for the next replay overwrites it.
 """
 
 import gc
@@ -36,12 +37,16 @@ class Graphs(Protocol):
         ...
 
     def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:
-        """Notes what a run would do, without doing it: what does it, as often as it is called, and the outputs that it writes to."""
+        """Notes what a run would do, without doing it: what does it, as often as it is called,
+        and the outputs that it writes to.
+        """
         ...
 
 
 class CudaGraphs:
-    """torch's, on one device; all recordings share a pool of memory, as no two are replayed at a time."""
+    """torch's, on one device; all recordings share a pool of memory, as no two are replayed at a
+    time.
+    """
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -114,16 +119,23 @@ class _Recording:
 
     def __call__(self, given: Sequence[Any]) -> list[Tensor]:
         if self.buffers:
-            torch.ops.aten._foreach_copy_.default([buffer for _, buffer in self.buffers], [given[i] for i, _ in self.buffers])
+            torch.ops.aten._foreach_copy_.default(
+                [buffer for _, buffer in self.buffers], [given[i] for i, _ in self.buffers]
+            )
         self.replay()
-        return [out.seen(given[out.of]) if isinstance(out, _Alias) else out.clone() for out in self.outputs]
+        return [
+            out.seen(given[out.of]) if isinstance(out, _Alias) else out.clone()
+            for out in self.outputs
+        ]
 
 
 class Recorded:
-    """A run that is recorded at its third call and replayed from then on; it takes tensors, always of one form, and numbers that stay.
+    """A run that is recorded at its third call and replayed from then on; it takes tensors, always
+    of one form, and numbers that stay.
 
-    An input seen at two addresses is copied from then on. Donated inputs that come back in place are recorded where they lie: should they
-    lie elsewhere, as after a checkpoint is loaded, the run is recorded once more, and both recordings are kept.
+    An input seen at two addresses is copied from then on. Donated inputs that come back in place
+    are recorded where they lie: should they lie elsewhere, as after a checkpoint is loaded, the run
+    is recorded once more, and both recordings are kept.
 
     Args:
         donated: positions of inputs whose memory a run may use for its outputs.
@@ -131,8 +143,21 @@ class Recorded:
         explain: which op raised an error, "" if that is not known.
     """
 
-    def __init__(self, run: Run, donated: Collection[int], names: Sequence[str], graphs: Graphs, explain: Callable[[BaseException], str]):
-        self._run, self._donated, self._names, self._graphs, self._explain = run, frozenset(donated), names, graphs, explain
+    def __init__(
+        self,
+        run: Run,
+        donated: Collection[int],
+        names: Sequence[str],
+        graphs: Graphs,
+        explain: Callable[[BaseException], str],
+    ):
+        self._run, self._donated, self._names, self._graphs, self._explain = (
+            run,
+            frozenset(donated),
+            names,
+            graphs,
+            explain,
+        )
         self._warmed = 0
         self._places: list[Place | None] = []
         self._elsewhere: set[int] = set()
@@ -143,7 +168,11 @@ class Recorded:
 
     def __call__(self, given: Sequence[Any]) -> Sequence[Tensor]:
         places = [_place(x) for x in given]
-        moved = {i for i, (now, before) in enumerate(zip(places, self._places, strict=False)) if now != before}
+        moved = {
+            i
+            for i, (now, before) in enumerate(zip(places, self._places, strict=False))
+            if now != before
+        }
         moved -= {*self._in_place, *self._elsewhere}
         if moved:
             self._elsewhere |= moved
@@ -152,7 +181,9 @@ class Recorded:
         if self._warmed < WARM_UP:
             self._warmed += 1
             outputs = self._graphs.aside(self._run, given)
-            self._in_place = tuple(i for i in sorted(self._donated) if any(_shares(given[i], out) for out in outputs))
+            self._in_place = tuple(
+                i for i in sorted(self._donated) if any(_shares(given[i], out) for out in outputs)
+            )
             self._elsewhere.difference_update(self._in_place)
             return outputs
         key = tuple(places[i] for i in self._in_place)
@@ -165,11 +196,16 @@ class Recorded:
         if self._count == PATIENCE:
             named = ", ".join(self._names[i] for i in self._in_place[:4]) or "inputs"
             warnings.warn(
-                f"The step has been recorded {PATIENCE} times as a CUDA graph, as donated arguments ({named}, ...) lie elsewhere at each"
-                " call. Give a call what the last one returned in their place, or leave out cuda_graph=True.",
+                f"The step has been recorded {PATIENCE} times as a CUDA graph, as donated"
+                f" arguments ({named}, ...) lie elsewhere at each"
+                " call. Give a call what the last one returned in their place, or leave out"
+                " cuda_graph=True.",
                 stacklevel=2,
             )
-        buffers = {i: torch.empty_like(given[i], memory_format=torch.contiguous_format) for i in sorted(self._elsewhere)}
+        buffers = {
+            i: torch.empty_like(given[i], memory_format=torch.contiguous_format)
+            for i in sorted(self._elsewhere)
+        }
         fixed = [buffers.get(i, x) for i, x in enumerate(given)]
         errors: list[Exception] = []
 
@@ -184,20 +220,31 @@ class Recorded:
             with collection_paused():  # what it frees on the GPU would end the recording
                 replay, outputs = self._graphs.record(run, fixed)
         except RuntimeError as error:
-            first = errors[0] if errors else error  # a recording that has failed raises once more as it ends
+            first = (
+                errors[0] if errors else error
+            )  # a recording that has failed raises once more as it ends
             what = self._explain(first)
             raise InputError(
-                f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}: {str(first).splitlines()[0]}\n"
-                "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out cuda_graph=True, or the op."
+                f"The step cannot be recorded as a CUDA graph{f', for {what}' if what else ''}:"
+                f" {str(first).splitlines()[0]}\n"
+                "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave"
+                " out cuda_graph=True, or the op."
             ) from first
         if len(self._made) > 1:  # of all but the newest two the memory is given back
             self._made.pop(next(iter(self._made)))
-        return _Recording(replay, tuple(buffers.items()), tuple(self._kept(out, fixed) for out in outputs))
+        return _Recording(
+            replay, tuple(buffers.items()), tuple(self._kept(out, fixed) for out in outputs)
+        )
 
     def _kept(self, out: Tensor, fixed: Sequence[Any]) -> Tensor | _Alias:
         for i in self._in_place:
             if _shares(fixed[i], out) and out.dtype == fixed[i].dtype:
-                return _Alias(i, tuple(out.shape), out.stride(), int(out.storage_offset() - fixed[i].storage_offset()))
+                return _Alias(
+                    i,
+                    tuple(out.shape),
+                    out.stride(),
+                    int(out.storage_offset() - fixed[i].storage_offset()),
+                )
         return out
 
 

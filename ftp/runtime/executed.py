@@ -35,12 +35,18 @@ def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int
     """
     device = mesh_device(program.mesh).type
     ordered = schedule(drop_copies(local.gm.graph))
-    shapes = local_shapes(ordered, local_inputs(program, coordinate), local.offsets_at(coordinate), device)
+    shapes = local_shapes(
+        ordered, local_inputs(program, coordinate), local.offsets_at(coordinate), device
+    )
     annotate(shapes, device)
-    return Executed(ordered, shapes, merge_updates(reuse_memory(ordered, program.donated), program.donated))
+    return Executed(
+        ordered, shapes, merge_updates(reuse_memory(ordered, program.donated), program.donated)
+    )
 
 
-def local_inputs(program: Program, coordinate: Mapping[str, int]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+def local_inputs(
+    program: Program, coordinate: Mapping[str, int]
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shape and dtype of each tensor that a rank's graph takes."""
     nodes, specs = program.plan.graph.inputs, program.in_specs
     specs = [*specs, *[PartitionSpec()] * (len(nodes) - len(specs))]

@@ -1,6 +1,7 @@
 """Inductor's C++ kernels, those of several graphs compiled as one file.
 
-By itself inductor gives every kernel to the compiler alone, which spends most of a second on the headers of each.
+By itself inductor gives every kernel to the compiler alone, which spends most of a second on the
+headers of each.
 """
 
 import subprocess
@@ -53,24 +54,41 @@ def compiled_together() -> Iterator[None]:
         patch.object(VecISA, "check_build", builds),
     ):
         yield
-        pending = dict.fromkeys(value for scope in scopes for value in scope.values() if isinstance(value, _Pending))
+        pending = dict.fromkeys(
+            value for scope in scopes for value in scope.values() if isinstance(value, _Pending)
+        )
         made = dict(zip(pending, _load(list(pending)), strict=True))
     for scope in scopes:
-        scope.update({name: made[value] for name, value in scope.items() if isinstance(value, _Pending)})
+        scope.update(
+            {name: made[value] for name, value in scope.items() if isinstance(value, _Pending)}
+        )
 
 
 @cache
 def _knows_extensions() -> bool:
-    """Whether the compiler is a GCC that has the vector extensions which inductor looks for, all since version 11 but AMX for fp16.
+    """Whether the compiler is a GCC that has the vector extensions which inductor looks for, all
+    since version 11 but AMX for fp16.
 
-    Inductor finds out by compiling, linking and loading a file for each, a second and a half in all.
+    Inductor finds out by compiling, linking and loading a file for each, a second and a half in
+    all.
     """
     from torch._inductor.cpp_builder import get_cpp_compiler
 
     try:
-        version = subprocess.run([get_cpp_compiler(), "-dumpfullversion"], capture_output=True, text=True, check=True, timeout=60).stdout
+        version = subprocess.run(
+            [get_cpp_compiler(), "-dumpfullversion"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=60,
+        ).stdout
         return int(version.split(".")[0]) >= 11
-    except (OSError, RuntimeError, ValueError, subprocess.SubprocessError):  # another compiler, or none
+    except (
+        OSError,
+        RuntimeError,
+        ValueError,
+        subprocess.SubprocessError,
+    ):  # another compiler, or none
         return False
 
 
@@ -85,13 +103,21 @@ def _load(kernels: list[_Pending]) -> list[Any]:
     try:
         module: Any = Cache.load_async(_joined(kernels, Cache.suffix_template))()
         return [getattr(module, f"kernel{i}") for i in range(len(kernels))]
-    except (RuntimeError, AttributeError, ValueError):  # definitions that do not go together in one file
+    except (
+        RuntimeError,
+        AttributeError,
+        ValueError,
+    ):  # definitions that do not go together in one file
         return [Cache.load_pybinding(list(kernel.argtypes), kernel.source) for kernel in kernels]
 
 
 def _joined(kernels: list[_Pending], template: str) -> str:
-    """One source, each kernel under a name and a binding of its own, by inductor's template for one."""
-    ending = template.format(arg_len=0, call_entry_func="Py_RETURN_NONE;", entry_func="kernel", extra_parse_arg="")
+    """One source, each kernel under a name and a binding of its own, by inductor's template for
+    one.
+    """
+    ending = template.format(
+        arg_len=0, call_entry_func="Py_RETURN_NONE;", entry_func="kernel", extra_parse_arg=""
+    )
     before, table, after = ending.partition(_TABLE)
     if not table:
         raise ValueError("inductor's template for bindings is another")
@@ -102,7 +128,10 @@ def _joined(kernels: list[_Pending], template: str) -> str:
         includes |= dict.fromkeys(line for line in lines if line.startswith("#include"))
         body = "\n".join(line for line in lines if not line.startswith("#include"))
         sources.append(f"#define kernel kernel{i}\n{body}\n#undef kernel")
-        arguments = ", ".join(f"parse_arg<{t.replace('const ', '')}>(args, {n})" for n, t in enumerate(kernel.argtypes))
+        arguments = ", ".join(
+            f"parse_arg<{t.replace('const ', '')}>(args, {n})"
+            for n, t in enumerate(kernel.argtypes)
+        )
         bindings.append(_BINDING.format(i=i, n=len(kernel.argtypes), arguments=arguments))
         rows.append(f'{{"kernel{i}", kernel{i}_py, METH_VARARGS, ""}},')
     return "\n".join([*includes, *sources, before, *bindings, table, *rows, after])

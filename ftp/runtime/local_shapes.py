@@ -1,4 +1,6 @@
-"""What every value of a rank's graph is: shape, strides, dtype, and the memory that it shares with others, as eager kernels give it."""
+"""What every value of a rank's graph is: shape, strides, dtype, and the memory that it shares
+with others, as eager kernels give it.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -34,7 +36,9 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalShapes:
-    """Per node of a rank's graph the tensors that it gives (a tuple's elements in order), and which node made each storage."""
+    """Per node of a rank's graph the tensors that it gives (a tuple's elements in order), and
+    which node made each storage.
+    """
 
     values: Mapping[fx.Node, tuple[Held, ...]]
     makers: Mapping[int, fx.Node]
@@ -46,7 +50,10 @@ class LocalShapes:
 
 
 def local_shapes(
-    graph: fx.Graph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int], device: str
+    graph: fx.Graph,
+    inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+    offsets: Sequence[int],
+    device: str,
 ) -> LocalShapes:
     """Follow shapes and memory through a rank's graph; nothing is allocated.
 
@@ -59,7 +66,9 @@ def local_shapes(
 
 
 def annotate(shapes: LocalShapes, device: str) -> None:
-    """Give every node that is one tensor a fake one of its shape, strides and dtype as ``meta["val"]``, as passes over a graph expect."""
+    """Give every node that is one tensor a fake one of its shape, strides and dtype as
+    ``meta["val"]``, as passes over a graph expect.
+    """
     mode, known = FakeTensorMode(), {}
     for node, values in shapes.values.items():
         if len(values) != 1:
@@ -68,7 +77,9 @@ def annotate(shapes: LocalShapes, device: str) -> None:
         key = held.shape, held.stride, held.dtype
         if key not in known:
             with _disable_current_modes(), mode:
-                known[key] = torch.empty_strided(held.shape, held.stride, dtype=held.dtype, device=device)
+                known[key] = torch.empty_strided(
+                    held.shape, held.stride, dtype=held.dtype, device=device
+                )
         node.meta["val"] = known[key]
 
 
@@ -79,7 +90,12 @@ class _Shapes:
         self.storages = 0
         self.known: dict[Any, tuple[tuple[Any, ...], ...]] = {}
 
-    def follow(self, graph: fx.Graph, inputs: Sequence[tuple[tuple[int, ...], torch.dtype]], offsets: Sequence[int]) -> LocalShapes:
+    def follow(
+        self,
+        graph: fx.Graph,
+        inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
+        offsets: Sequence[int],
+    ) -> LocalShapes:
         values: dict[fx.Node, tuple[Held, ...]] = {}
         makers: dict[int, fx.Node] = {}
         numbers: dict[fx.Node, int] = {}
@@ -93,7 +109,11 @@ class _Shapes:
                 held = (self._fresh(given[0], _contiguous(given[0]), given[1]),)
             elif node.op == "output":
                 break
-            elif node.all_input_nodes and all(n in numbers for n in node.all_input_nodes) and _is_arithmetic(node.target):
+            elif (
+                node.all_input_nodes
+                and all(n in numbers for n in node.all_input_nodes)
+                and _is_arithmetic(node.target)
+            ):
                 numbers[node] = node.target(*map_arg(node.args, numbers.__getitem__))
                 continue
             elif getattr(node.target, "__name__", "") == "getitem":
@@ -107,13 +127,24 @@ class _Shapes:
                 makers.setdefault(one.storage, node)
         return LocalShapes(values, makers)
 
-    def _fresh(self, shape: tuple[int, ...], stride: tuple[int, ...], dtype: torch.dtype, nbytes: int | None = None) -> Held:
+    def _fresh(
+        self,
+        shape: tuple[int, ...],
+        stride: tuple[int, ...],
+        dtype: torch.dtype,
+        nbytes: int | None = None,
+    ) -> Held:
         self.storages += 1
         if nbytes is None:
             nbytes = _extent(shape, stride) * dtype.itemsize
         return Held(shape, stride, dtype, self.storages, nbytes)
 
-    def _call(self, node: fx.Node, values: Mapping[fx.Node, tuple[Held, ...]], numbers: Mapping[fx.Node, int]) -> tuple[Held, ...]:
+    def _call(
+        self,
+        node: fx.Node,
+        values: Mapping[fx.Node, tuple[Held, ...]],
+        numbers: Mapping[fx.Node, int],
+    ) -> tuple[Held, ...]:
         operands: list[Held] = []
 
         def resolved(argument: Any) -> Any:
@@ -125,8 +156,14 @@ class _Shapes:
             return argument
 
         args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
-        # Which operands share memory does not matter for a functional op; repeated layers then share an entry.
-        key = (node.target, repr(args), repr(kwargs), tuple([(h.shape, h.stride, h.dtype) for h in operands]))
+        # Which operands share memory does not matter for a functional op; repeated layers then
+        # share an entry.
+        key = (
+            node.target,
+            repr(args),
+            repr(kwargs),
+            tuple([(h.shape, h.stride, h.dtype) for h in operands]),
+        )
         if key not in self.known:
             self.known[key] = self._run(node.target, args, kwargs, operands)
         made = []
@@ -134,14 +171,29 @@ class _Shapes:
             if alias is None:
                 made.append(self._fresh(shape, stride, dtype, nbytes))
             else:
-                made.append(Held(shape, stride, dtype, operands[alias].storage, operands[alias].storage_nbytes))
+                made.append(
+                    Held(
+                        shape,
+                        stride,
+                        dtype,
+                        operands[alias].storage,
+                        operands[alias].storage_nbytes,
+                    )
+                )
         return tuple(made)
 
-    def _run(self, target: Any, args: Any, kwargs: Any, operands: Sequence[Held]) -> tuple[tuple[Any, ...], ...]:
+    def _run(
+        self, target: Any, args: Any, kwargs: Any, operands: Sequence[Held]
+    ) -> tuple[tuple[Any, ...], ...]:
         with _disable_current_modes(), torch.no_grad(), self.mode:
-            fakes = [torch.empty_strided(h.shape, h.stride, dtype=h.dtype, device=self.device) for h in operands]
+            fakes = [
+                torch.empty_strided(h.shape, h.stride, dtype=h.dtype, device=self.device)
+                for h in operands
+            ]
             left = iter(fakes)
-            args, kwargs = fx.node.map_aggregate((args, kwargs), lambda a: next(left) if a is _OPERAND else a)  # type: ignore[misc]
+            args, kwargs = fx.node.map_aggregate(
+                (args, kwargs), lambda a: next(left) if a is _OPERAND else a
+            )  # type: ignore[misc]
             out = target(*args, **kwargs)
         storages = {f.untyped_storage()._cdata: at for at, f in reversed(list(enumerate(fakes)))}
         found = []
@@ -151,7 +203,9 @@ class _Shapes:
                 continue
             shape, stride = tuple(map(int, one.shape)), tuple(map(int, one.stride()))
             storage = one.untyped_storage()
-            found.append((shape, stride, one.dtype, storages.get(storage._cdata), int(storage.nbytes())))
+            found.append(
+                (shape, stride, one.dtype, storages.get(storage._cdata), int(storage.nbytes()))
+            )
         return tuple(found)
 
 

@@ -22,7 +22,19 @@ from ftp.errors import MeshError
 from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
 from ftp.partitioning.collectives import gather_of
 from ftp.partitioning.partition import LocalProgram, Partitioner
-from ftp.passes import Chunks, Joint, Packs, chunk_products, chunks, join_products, joints, merge_axes, pack, packs, prefetch
+from ftp.passes import (
+    Chunks,
+    Joint,
+    Packs,
+    chunk_products,
+    chunks,
+    join_products,
+    joints,
+    merge_axes,
+    pack,
+    packs,
+    prefetch,
+)
 from ftp.passes.aliasing import families
 from ftp.passes.copy_elimination import copied
 from ftp.passes.fuse_optimizer_updates import changed
@@ -51,15 +63,20 @@ class Program:
         tensor_leaves: which leaves of the arguments are inputs of the graph, in order.
         in_specs, out_specs: a spec per input and per output.
         constants: closure tensors, inputs after the arguments' tensors.
-        out_leaves, is_static: per leaf of the result the index of an output, or a static value (see ``trace.Traced``).
+        out_leaves, is_static: per leaf of the result the index of an output, or a static value (see
+            ``trace.Traced``).
         leaf_specs: per leaf of the arguments, static ones too.
-        roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or ``batch``.
+        roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
+            ``batch``.
         pack: small collectives of one kind that are ready together are one.
-        prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the largest.
-        chunks: in how many chunks products beside gathers and reduce-scatters of activations are computed.
+        prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the
+            largest.
+        chunks: in how many chunks products beside gathers and reduce-scatters of activations are
+            computed.
         donated: positions of inputs whose memory a run may use for its outputs.
         cuda_graph: a rank's run is recorded as one CUDA graph.
-        async_tp: products are one op with the gathers and reduce-scatters of activations beside them.
+        async_tp: products are one op with the gathers and reduce-scatters of activations beside
+            them.
     """
 
     mesh: Mesh
@@ -88,7 +105,9 @@ class Program:
 
     def _partitioner_of(self, graph: Graph, chunked: Collection[str]) -> Partitioner:
         plan = replace(self.plan, graph=graph)
-        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks))
+        return Partitioner(
+            plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks)
+        )
 
     @cached_property
     def _packing(self) -> tuple[Packs, Chunks, dict[str, Joint], Partitioner]:
@@ -99,7 +118,12 @@ class Program:
         parts = chunks(graph, self.chunks)
         joined = joints(graph) if self.async_tp else {}
         found = packs(graph, without=(*parts.moves, *joined)) if self.pack else Packs((), {})
-        return found, parts, joined, self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves)
+        return (
+            found,
+            parts,
+            joined,
+            self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves),
+        )
 
     @cached_property
     def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
@@ -120,38 +144,61 @@ class Program:
 
     @property
     def description(self) -> str:
-        """The program as text that is equal on all ranks: the plan, and what else decides which collectives are issued, in what order."""
-        return f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch}, chunks={self.chunks}, async_tp={self.async_tp}"
+        """The program as text that is equal on all ranks: the plan, and what else decides which
+        collectives are issued, in what order.
+        """
+        return (
+            f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch},"
+            f" chunks={self.chunks}, async_tp={self.async_tp}"
+        )
 
     @collection_paused()
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
         if coordinate is None:
-            coordinate = require_coordinate(self.mesh) if self.mesh.kind == "process" else dict.fromkeys(self.mesh.axes, 0)
+            coordinate = (
+                require_coordinate(self.mesh)
+                if self.mesh.kind == "process"
+                else dict.fromkeys(self.mesh.axes, 0)
+            )
         if not self.pack and self.chunks == 1 and not self.async_tp:
             return self.partitioner.program(coordinate)
         found, parts, joined, partitioner = self._packing
         local = partitioner.program(coordinate)
         if local.gm not in self._packed:
             graph = join_products(chunk_products(pack(local.gm.graph, found), parts), joined)
-            issued = tuple(node.meta["collective"] for node in graph.nodes if "collective" in node.meta)
+            issued = tuple(
+                node.meta["collective"] for node in graph.nodes if "collective" in node.meta
+            )
             self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
         return self._packed[local.gm]
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        """Takes this rank's input tensors (all of the global ones, when simulated) and returns its outputs."""
+        """Takes this rank's input tensors (all of the global ones, when simulated) and returns
+        its outputs.
+        """
         if self.mesh.kind == "abstract":
             raise MeshError(
-                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use ftp.make_mesh or ftp.simulated_mesh to run."
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
+                " ftp.make_mesh or ftp.simulated_mesh to run."
             )
         # One rank alone needs no others to be simulated.
-        return self._run_as_rank() if self.mesh.kind == "process" or self.mesh.size() == 1 else self._run_simulated
+        return (
+            self._run_as_rank()
+            if self.mesh.kind == "process" or self.mesh.size() == 1
+            else self._run_simulated
+        )
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
         program, mesh = self.local(), self.mesh
-        coordinate = require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
-        extra = [*(c.to(mesh_device(mesh)) for c in self.constants), *program.offsets_at(coordinate)]
+        coordinate = (
+            require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
+        )
+        extra = [
+            *(c.to(mesh_device(mesh)) for c in self.constants),
+            *program.offsets_at(coordinate),
+        ]
         prepared: list[Run] = []
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
@@ -176,7 +223,9 @@ class Program:
                     node.target = gather_of(node.args[-1], device)
         graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
         if self.compile:
-            made = compiled(graph, given, self.donated, lambda products: faster_by_onednn(mesh, products))
+            made = compiled(
+                graph, given, self.donated, lambda products: faster_by_onednn(mesh, products)
+            )
         else:
             made = eager(graph, given, self.donated)
         if not self.cuda_graph:
@@ -190,7 +239,9 @@ class Program:
         return done is None or any("collective" in node.meta for node in done)
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
-        """Those of the donated inputs that this rank may have written to when it raised ``error``."""
+        """Those of the donated inputs that this rank may have written to when it raised
+        ``error``.
+        """
         if self.mesh.kind == "simulated" and self.mesh.size() > 1:
             return ()  # a simulation writes to no input
         done = _done(error)
@@ -199,13 +250,19 @@ class Program:
         root = families(done[0].graph)
         written = set()
         for node in done:
-            is_known = node.op != "call_function" or isinstance(node.target, torch._ops.OpOverload) or node.target is getattr
+            is_known = (
+                node.op != "call_function"
+                or isinstance(node.target, torch._ops.OpOverload)
+                or node.target is getattr
+            )
             written |= {root[x] for x in (changed(node) if is_known else node.all_input_nodes)}
         inputs = [node for node in done[0].graph.nodes if node.op == "placeholder"]
         return [i for i in self.donated if root[inputs[i]] in written]
 
     def describe_failure(self, error: BaseException) -> str:
-        """The collective of this rank's graph that raised ``error`` and the line it is for; "" where the graph was compiled."""
+        """The collective of this rank's graph that raised ``error`` and the line it is for; ""
+        where the graph was compiled.
+        """
         node = _failing(error)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
             node = node.args[0]
@@ -213,7 +270,10 @@ class Program:
         if made is None:
             return ""
         where = f" at {made.source}" if made.source else ""
-        return f"{made.op} over {', '.join(made.axes)} of {str(made.dtype).removeprefix('torch.')}{list(made.shape)}{where}"
+        return (
+            f"{made.op} over {', '.join(made.axes)} of"
+            f" {str(made.dtype).removeprefix('torch.')}{list(made.shape)}{where}"
+        )
 
     def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinates = self.mesh.coordinates()
@@ -222,7 +282,10 @@ class Program:
         constants = [c.to(self.mesh.device_type) for c in self.constants]
         locals_ = []
         for coordinate, program in zip(coordinates, programs, strict=True):
-            shards = [shard_of(x, spec, axes, coordinate) for x, spec in zip(inputs, self.in_specs, strict=True)]
+            shards = [
+                shard_of(x, spec, axes, coordinate)
+                for x, spec in zip(inputs, self.in_specs, strict=True)
+            ]
             locals_.append([*shards, *constants, *program.offsets_at(coordinate)])
         outputs = simulate(programs, locals_, groups_of(self.mesh))
         return [
@@ -232,14 +295,20 @@ class Program:
 
 
 def _done(error: BaseException) -> list[fx.Node] | None:
-    """The nodes of a rank's graph that were run or begun when it raised the error; None where that cannot be told."""
+    """The nodes of a rank's graph that were run or begun when it raised the error; None where
+    that cannot be told.
+    """
     traceback = error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code is Program._prepared.__code__:
             return []
         traceback = traceback.tb_next
     node = _failing(error)
-    return None if node is None else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
+    return (
+        None
+        if node is None
+        else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
+    )
 
 
 def _failing(error: BaseException) -> fx.Node | None:
@@ -249,7 +318,11 @@ def _failing(error: BaseException) -> fx.Node | None:
         frame = traceback.tb_frame
         module = frame.f_locals.get("self")
         if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
-            name = linecache.getline(frame.f_code.co_filename, traceback.tb_lineno).split("=")[0].strip()
+            name = (
+                linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
+                .split("=")[0]
+                .strip()
+            )
             node = next((n for n in module.graph.nodes if n.name == name), None)
         traceback = traceback.tb_next
     return node
@@ -269,34 +342,50 @@ def _check_recordable(graph: fx.Graph, device: torch.device) -> None:
         if "collective" in node.meta:
             backend = _resolve_process_group(node.args[-1])._get_backend(device).name()
             if backend != "nccl":
-                found[f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"] = None
+                found[
+                    f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"
+                ] = None
     if found:
         raise MeshError(
-            f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on the host and cannot be recorded."
-            " Initialise the process group with NCCL, as ftp.make_mesh does where every process has a GPU of its own, or leave"
+            f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on"
+            " the host and cannot be recorded."
+            " Initialise the process group with NCCL, as ftp.make_mesh does where every process"
+            " has a GPU of its own, or leave"
             " cuda_graph out."
         )
 
 
 def _check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
     """Raises on every rank where the GPUs of one cannot copy from and to one another."""
-    here = json.dumps([socket.gethostname(), gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else ""])
+    here = json.dumps(
+        [
+            socket.gethostname(),
+            gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else "",
+        ]
+    )
     devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
     mine = ""
-    for group in dict.fromkeys(node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)):
+    for group in dict.fromkeys(
+        node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)
+    ):
         ranks = dist.get_process_group_ranks(_resolve_process_group(group))
-        mine = mine or lack([devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank))
+        mine = mine or lack(
+            [devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank)
+        )
     reasons = exchange(mesh, "symmetric memory", mine)
     if any(reasons):
         rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
         raise MeshError(
             f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
-            " Leave it out; chunks=n hides the same moves behind products with ordinary collectives."
+            " Leave it out; chunks=n hides the same moves behind products with ordinary"
+            " collectives."
         )
 
 
 def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph with its collectives over several axes on process groups; all ranks come here together."""
+    """The graph with its collectives over several axes on process groups; all ranks come here
+    together.
+    """
     new, _ = copied(graph)
     for node in new.nodes:
         if len(axes := _axes_of(node)) > 1:
@@ -309,11 +398,19 @@ def _axes_of(node: fx.Node) -> tuple[str, ...]:
 
 
 def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
-    """The memory of each process group by its name: of those that collectives of the graph are over, or of every axis."""
+    """The memory of each process group by its name: of those that collectives of the graph are
+    over, or of every axis.
+    """
     assert mesh.torch is not None
-    wanted = ((axis,) for axis in mesh.axis_names) if graph is None else filter(None, map(_axes_of, graph.nodes))
+    wanted = (
+        ((axis,) for axis in mesh.axis_names)
+        if graph is None
+        else filter(None, map(_axes_of, graph.nodes))
+    )
     groups = {
-        " × ".join(axes): mesh.torch.get_group(axes[0]) if len(axes) == 1 else product_group(mesh, axes)
+        " × ".join(axes): mesh.torch.get_group(axes[0])
+        if len(axes) == 1
+        else product_group(mesh, axes)
         for axes in dict.fromkeys(wanted)
         if math.prod(mesh.axes[axis] for axis in axes) > 1
     }
@@ -330,7 +427,9 @@ _memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
 
 
 def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
-    """What the first rank measured: all do a product in the same way, for what they hold equal must stay so."""
+    """What the first rank measured: all do a product in the same way, for what they hold equal
+    must stay so.
+    """
     if mesh.device_type != "cpu":
         return ()
     # A rank of a machine without oneDNN says so: were it silent, the others would wait for it.
@@ -343,8 +442,14 @@ def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Pr
     return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
 
 
-def shard_of(x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]) -> torch.Tensor:
-    return take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous() if spec else x
+def shard_of(
+    x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]
+) -> torch.Tensor:
+    return (
+        take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous()
+        if spec
+        else x
+    )
 
 
 def join_parts(
@@ -363,14 +468,20 @@ def join_parts(
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Per axis, and per product of axes, the groups of ranks, by their position on the mesh, that differ in no other axis."""
+    """Per axis, and per product of axes, the groups of ranks, by their position on the mesh,
+    that differ in no other axis.
+    """
     names = mesh.axis_names
     found: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {
-        axes: {} for count in range(1, len(names) + 1) for axes in itertools.combinations(names, count)
+        axes: {}
+        for count in range(1, len(names) + 1)
+        for axes in itertools.combinations(names, count)
     }
     for rank, coordinate in enumerate(mesh.coordinates()):
         for axes, groups in found.items():
-            groups.setdefault(tuple(c for a, c in coordinate.items() if a not in axes), []).append(rank)
+            groups.setdefault(tuple(c for a, c in coordinate.items() if a not in axes), []).append(
+                rank
+            )
     return {" × ".join(axes): list(groups.values()) for axes, groups in found.items()}
 
 
@@ -381,6 +492,11 @@ def describe_plan(plan: Plan) -> str:
     for node, i in number.items():
         arguments = [f"%{number[v.node]}.{v.index}" for v in node.operands]
         constants = [repr(a) for a in node.args if not isinstance(a, Value | list | tuple)]
-        lines.append(f"%{i} = {node.kind} {node.target} {arguments} {constants} {node.rule.sizes} {node.cuts}")
-    lines.append(f"return {[f'%{number[v.node]}.{v.index}' for v in plan.graph.outputs]} {plan.out_specs}")
+        lines.append(
+            f"%{i} = {node.kind} {node.target} {arguments} {constants} {node.rule.sizes}"
+            f" {node.cuts}"
+        )
+    lines.append(
+        f"return {[f'%{number[v.node]}.{v.index}' for v in plan.graph.outputs]} {plan.out_specs}"
+    )
     return "\n".join(lines)

@@ -1,9 +1,10 @@
-"""Collectives of ranks on one machine through memory that they share, in place of gloo's sockets; with ``FTP_SHM=1``.
+"""Collectives of ranks on one machine through memory that they share, in place of gloo's sockets;
+with ``FTP_SHM=1``.
 
 The ranks of a mesh agree once, through the store, whether all of them can: they are on one host,
-have a C compiler, and the memory is reserved. If one cannot, all stay with gloo and say so. The memory
-has no name in a file system at any time, so nothing is left of it, however the ranks end. A rank that
-dies, is late, or is told to stop makes the others raise.
+have a C compiler, and the memory is reserved. If one cannot, all stay with gloo and say so. The
+memory has no name in a file system at any time, so nothing is left of it, however the ranks end. A
+rank that dies, is late, or is told to stop makes the others raise.
 """
 
 import ctypes
@@ -41,33 +42,58 @@ _ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
 class SharedGroup:
     """The memory of one process group, and this rank's place in it."""
 
-    def __init__(self, group: dist.ProcessGroup, world: int, memory: mmap.mmap, library: ctypes.CDLL):
+    def __init__(
+        self, group: dist.ProcessGroup, world: int, memory: mmap.mmap, library: ctypes.CDLL
+    ):
         self.group, self.world, self.ranks, self.rank = group, world, group.size(), group.rank()
         self._global_ranks = dist.get_process_group_ranks(group)
         self._options = group._get_backend(torch.device("cpu")).options
         self._run = library.ftp_collective
         self._memory = memory
         self._base = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
-        ctypes.c_int64.from_address(self._base + _HEADER_BYTES * (1 + self.rank) + 8).value = os.getpid()
+        ctypes.c_int64.from_address(
+            self._base + _HEADER_BYTES * (1 + self.rank) + 8
+        ).value = os.getpid()
 
     def stop(self) -> None:
         """Makes every rank's collectives fail, one that is under way included."""
         ctypes.c_int64.from_address(self._base).value = 1
 
     def all_reduce(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        return self._issue(_ALL_REDUCE, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel(), op)
+        return self._issue(
+            _ALL_REDUCE,
+            x,
+            torch.empty_like(x, memory_format=torch.contiguous_format),
+            x.numel(),
+            op,
+        )
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
-        return self._issue(_ALL_GATHER, x, x.new_empty([self.ranks * x.shape[0], *x.shape[1:]]), x.numel())
+        return self._issue(
+            _ALL_GATHER, x, x.new_empty([self.ranks * x.shape[0], *x.shape[1:]]), x.numel()
+        )
 
     def reduce_scatter(self, x: torch.Tensor, op: str) -> torch.Tensor:
-        return self._issue(_REDUCE_SCATTER, x, x.new_empty([x.shape[0] // self.ranks, *x.shape[1:]]), x.numel() // self.ranks, op)
+        return self._issue(
+            _REDUCE_SCATTER,
+            x,
+            x.new_empty([x.shape[0] // self.ranks, *x.shape[1:]]),
+            x.numel() // self.ranks,
+            op,
+        )
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
         """With equal parts."""
-        return self._issue(_ALL_TO_ALL, x, torch.empty_like(x, memory_format=torch.contiguous_format), x.numel() // self.ranks)
+        return self._issue(
+            _ALL_TO_ALL,
+            x,
+            torch.empty_like(x, memory_format=torch.contiguous_format),
+            x.numel() // self.ranks,
+        )
 
-    def _issue(self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum") -> torch.Tensor:
+    def _issue(
+        self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum"
+    ) -> torch.Tensor:
         if not each:
             return out
         x = x.contiguous()
@@ -89,7 +115,8 @@ class SharedGroup:
         if found:
             self.stop()
             name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")[what]
-            # As torch's own collectives raise it: `agreement` knows it by its type, and asks who is missing.
+            # As torch's own collectives raise it: `agreement` knows it by its type, and asks who is
+            # missing.
             why = self._why(found, timeout)
             raise dist.DistBackendError(f"The {name} through shared memory failed: {why}.")
         return out
@@ -106,7 +133,8 @@ _groups: dict[str, SharedGroup] = {}
 
 
 def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[str, SharedGroup]:
-    """By the name of its process group each group's memory; empty where a rank of the mesh cannot. All ranks of the mesh call it together.
+    """By the name of its process group each group's memory; empty where a rank of the mesh cannot.
+    All ranks of the mesh call it together.
 
     Args:
         groups: this rank's, by what all ranks call them alike.
@@ -116,7 +144,9 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
     for name in [name for name, old in _groups.items() if old.world != mesh.world]:
         del _groups[name]  # of a process group that is destroyed
     library = _library() if hasattr(os, "memfd_create") else None
-    lack = "" if library is not None else f"has no C compiler, or runs on {sys.platform}, not on Linux"
+    lack = (
+        "" if library is not None else f"has no C compiler, or runs on {sys.platform}, not on Linux"
+    )
     hosts = _from_all(mesh, "hosts", socket.gethostname(), lack)
     if hosts is None or library is None:
         return {}
@@ -134,7 +164,8 @@ def shared_groups(mesh: Mesh, groups: Mapping[str, dist.ProcessGroup]) -> dict[s
                     handles[key] = os.memfd_create(name)
                     places[key] = os.getpid(), handles[key], name
                     size = _HEADER_BYTES * (1 + group.size()) + 2 * SLOT_BYTES * group.size()
-                    # Reserved, as the first use of a page that the system does not have is a SIGBUS.
+                    # Reserved, as the first use of a page that the system does not have is a
+                    # SIGBUS.
                     os.posix_fallocate(handles[key], 0, size)
         except OSError as error:
             lack = f"has no memory to share ({error})"
@@ -174,7 +205,11 @@ def _opened(place: Place) -> mmap.mmap:
 def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
     """Every rank's value; None, on every rank and with a word, where one says what it lacks."""
     everyone = [json.loads(text) for text in exchange(mesh, key, json.dumps([value, lack]))]
-    lacks = [f"rank {rank} {of_rank}" for rank, (_, of_rank) in zip(mesh.ranks, everyone, strict=True) if of_rank]
+    lacks = [
+        f"rank {rank} {of_rank}"
+        for rank, (_, of_rank) in zip(mesh.ranks, everyone, strict=True)
+        if of_rank
+    ]
     if lacks:
         _say(mesh, "; ".join(lacks))
         return None
@@ -182,7 +217,9 @@ def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
 
 
 def _say(mesh: Mesh, why: str) -> None:
-    warnings.warn(f"FTP_SHM=1, but the collectives of the mesh {mesh} stay with gloo: {why}.", stacklevel=2)
+    warnings.warn(
+        f"FTP_SHM=1, but the collectives of the mesh {mesh} stay with gloo: {why}.", stacklevel=2
+    )
 
 
 def is_asked_for() -> bool:
@@ -200,7 +237,9 @@ interrupts.append(stop)
 
 
 def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
-    """The graph with its collectives over these groups done in shared memory; unequal all-to-alls and sums of other dtypes are left."""
+    """The graph with its collectives over these groups done in shared memory; unequal
+    all-to-alls and sums of other dtypes are left.
+    """
     new, _ = copied(graph)
     for node in list(new.nodes):
         if (other := _IN_MEMORY.get(node.target)) and node.args[-1] in groups and _is_known(node):
@@ -221,7 +260,8 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
-    """What does a node's collective in shared memory without torch's dispatcher, which takes longer than a small collective; else None.
+    """What does a node's collective in shared memory without torch's dispatcher, which takes longer
+    than a small collective; else None.
 
     A profiler that looks is shown the op.
     """
@@ -238,7 +278,9 @@ def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
 _RUN: dict[Any, Callable[..., torch.Tensor]] = {}
 
 
-def _define(collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]) -> torch._ops.OpOverload:
+def _define(
+    collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]
+) -> torch._ops.OpOverload:
     """An op with the arguments of a collective of torch's, done at once in shared memory."""
     name = f"ftp::{collective._schema.name.partition('::')[2].removesuffix('_tensor').removesuffix('_into')}_in_memory"
     schema = str(collective._schema)
@@ -251,12 +293,19 @@ def _define(collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor])
 
 
 _IN_MEMORY = {
-    c10d.all_reduce.default: _define(c10d.all_reduce.default, lambda x, op, group: _groups[group].all_reduce(x, op)),
-    c10d.all_gather_into_tensor.default: _define(c10d.all_gather_into_tensor.default, lambda x, n, group: _groups[group].all_gather(x)),
-    c10d.reduce_scatter_tensor.default: _define(
-        c10d.reduce_scatter_tensor.default, lambda x, op, n, group: _groups[group].reduce_scatter(x, op)
+    c10d.all_reduce.default: _define(
+        c10d.all_reduce.default, lambda x, op, group: _groups[group].all_reduce(x, op)
     ),
-    c10d.all_to_all_single.default: _define(c10d.all_to_all_single.default, lambda x, got, sent, group: _groups[group].all_to_all(x)),
+    c10d.all_gather_into_tensor.default: _define(
+        c10d.all_gather_into_tensor.default, lambda x, n, group: _groups[group].all_gather(x)
+    ),
+    c10d.reduce_scatter_tensor.default: _define(
+        c10d.reduce_scatter_tensor.default,
+        lambda x, op, n, group: _groups[group].reduce_scatter(x, op),
+    ),
+    c10d.all_to_all_single.default: _define(
+        c10d.all_to_all_single.default, lambda x, got, sent, group: _groups[group].all_to_all(x)
+    ),
 }
 
 
@@ -266,6 +315,18 @@ def _library() -> ctypes.CDLL | None:
     if library is None:
         return None
     pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int
-    library.ftp_collective.argtypes = [pointer, number, number, size, pointer, pointer, size, number, number, number, ctypes.c_double]
+    library.ftp_collective.argtypes = [
+        pointer,
+        number,
+        number,
+        size,
+        pointer,
+        pointer,
+        size,
+        number,
+        number,
+        number,
+        ctypes.c_double,
+    ]
     library.ftp_collective.restype = number
     return library

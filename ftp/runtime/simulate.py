@@ -1,7 +1,8 @@
-"""Run the per-rank graphs of a program for all ranks in one process, in lockstep from collective to collective.
+"""Run the per-rank graphs of a program for all ranks in one process, in lockstep from collective to
+collective.
 
-A rank's program is a straight line, and all ranks issue the same collectives in the same order; a collective is done on the list of the
-ranks' tensors.
+A rank's program is a straight line, and all ranks issue the same collectives in the same order; a
+collective is done on the list of the ranks' tensors.
 """
 
 import operator
@@ -22,7 +23,11 @@ Outputs = tuple[torch.Tensor, ...]
 Issued = tuple[fx.Node, tuple[Any, ...]]
 
 
-def simulate(programs: Sequence[LocalProgram], inputs: Sequence[Sequence[Any]], groups: Mapping[str, Sequence[Group]]) -> list[Outputs]:
+def simulate(
+    programs: Sequence[LocalProgram],
+    inputs: Sequence[Sequence[Any]],
+    groups: Mapping[str, Sequence[Group]],
+) -> list[Outputs]:
     """Run every rank's program on its inputs (local tensors, then offsets).
 
     Args:
@@ -50,7 +55,9 @@ def simulate(programs: Sequence[LocalProgram], inputs: Sequence[Sequence[Any]], 
 
 
 def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outputs]:
-    """One rank's run: gives each collective's node and arguments, and is sent what this rank gets of it."""
+    """One rank's run: gives each collective's node and arguments, and is sent what this rank
+    gets of it.
+    """
     nodes = list(graph.nodes)
     last_use = _last_uses(nodes)
     env: dict[fx.Node, Any] = {}
@@ -96,7 +103,11 @@ def _last_uses(nodes: Sequence[fx.Node]) -> dict[int, list[fx.Node]]:
     return last
 
 
-_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {"sum": operator.add, "max": torch.maximum, "min": torch.minimum}
+_REDUCE: dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "sum": operator.add,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
 
 
 def _all_reduce(tensors: list[torch.Tensor], op: str) -> list[torch.Tensor]:
@@ -120,7 +131,10 @@ def _all_to_all(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
 def _gather_products(calls: list[tuple[Any, ...]]) -> list[list[torch.Tensor]]:
     _, _, dim, keeps, *_ = calls[0]
     whole = torch.cat([shard for shard, *_ in calls], dim)
-    return [[*([whole] if keeps else []), *(whole @ weight for weight in weights)] for _, weights, *_ in calls]
+    return [
+        [*([whole] if keeps else []), *(whole @ weight for weight in weights)]
+        for _, weights, *_ in calls
+    ]
 
 
 def _product_scatter(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:

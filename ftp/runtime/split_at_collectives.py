@@ -1,4 +1,5 @@
-"""A rank's graph in pieces: what stands between two collectives is one, so that equal pieces, as of repeated layers, are compiled once.
+"""A rank's graph in pieces: what stands between two collectives is one, so that equal pieces, as of
+repeated layers, are compiled once.
 
 Little is lost by it: an op before a collective cannot be fused with one that needs its result.
 """
@@ -47,18 +48,26 @@ class Piece:
         """Equal for pieces that one compilation serves."""
         at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
         lines = [f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}" for v in self.values()]
-        lines += [f"{n.op} {n.target} {map_arg((n.args, n.kwargs), at.__getitem__)}" for n in self.graph.nodes if n.op != "placeholder"]  # type: ignore[arg-type]
+        lines += [
+            f"{n.op} {n.target} {map_arg((n.args, n.kwargs), at.__getitem__)}"
+            for n in self.graph.nodes
+            if n.op != "placeholder"
+        ]  # type: ignore[arg-type]
         return "\n".join([*lines, *(f"to {self.inputs.index(old)}" for _, old in self.writes)])
 
 
-def split(graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]) -> list[Piece]:
-    """The pieces of a graph of `with_values`; what is in none, collectives and products alone, is to be run as it is.
+def split(
+    graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]
+) -> list[Piece]:
+    """The pieces of a graph of `with_values`; what is in none, collectives and products alone, is
+    to be run as it is.
 
     A view is made anew in every piece that uses it, so that no two inputs of a piece share memory.
 
     Args:
         numbers: the values of inputs that are numbers, which become constants.
-        writes: value -> the input that it should be written to; left undone where a later piece still reads the input.
+        writes: value -> the input that it should be written to; left undone where a later piece
+            still reads the input.
     """
     for node in list(graph.nodes):
         for item in reversed(node.users):
@@ -76,16 +85,33 @@ def split(graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.No
     runs = [
         run
         for run in runs
-        if any(not is_view(node) and node.target not in _PRODUCTS and node.target is not aten.detach.default for node in run)
+        if any(
+            not is_view(node)
+            and node.target not in _PRODUCTS
+            and node.target is not aten.detach.default
+            for node in run
+        )
     ]
     inside = {node for run in runs for node in run}
-    wholes = [sorted({*run, *(view for node in run for view in _views_behind(node))}, key=position.__getitem__) for run in runs]
+    wholes = [
+        sorted(
+            {*run, *(view for node in run for view in _views_behind(node))},
+            key=position.__getitem__,
+        )
+        for run in runs
+    ]
     needed = {x for node in nodes if node not in inside for x in node.all_input_nodes}
-    needed |= {x for whole in wholes for node in whole for x in node.all_input_nodes if x not in whole}
+    needed |= {
+        x for whole in wholes for node in whole for x in node.all_input_nodes if x not in whole
+    }
     found = []
     for run, whole in zip(runs, wholes, strict=True):
         mine = set(run)
-        pairs = [(new, old) for new, old in writes.items() if new in mine and last[old] <= position[run[-1]]]
+        pairs = [
+            (new, old)
+            for new, old in writes.items()
+            if new in mine and last[old] <= position[run[-1]]
+        ]
         found.append(_piece(run, whole, [node for node in run if node in needed], pairs, numbers))
     return found
 
@@ -95,7 +121,11 @@ def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Nod
     known = dict(inputs)
     for node in graph.nodes:
         target: Any = node.target
-        is_sum = node.op == "call_function" and getattr(target, "__module__", "") == "_operator" and target is not operator.getitem
+        is_sum = (
+            node.op == "call_function"
+            and getattr(target, "__module__", "") == "_operator"
+            and target is not operator.getitem
+        )
         if is_sum and all(x in known for x in node.all_input_nodes):
             known[node] = target(*map_arg(node.args, known.__getitem__))  # type: ignore[misc, arg-type]
     return known
@@ -119,11 +149,15 @@ def _stands_alone(node: fx.Node) -> bool:
         return _stands_alone(node.all_input_nodes[0])
     if node.target in AS_TENSOR_OPS:
         return is_drawn_by_itself(node)
-    return node.target not in _PRODUCTS and (not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten")
+    return node.target not in _PRODUCTS and (
+        not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten"
+    )
 
 
 def is_drawn_by_itself(node: fx.Node) -> bool:
-    """Whether random words come from compiled C, the faster on a CPU, and not from tensor operations that inductor makes one kernel of."""
+    """Whether random words come from compiled C, the faster on a CPU, and not from tensor
+    operations that inductor makes one kernel of.
+    """
     return node.meta["val"].device.type == "cpu"
 
 
@@ -132,7 +166,12 @@ def _views_behind(node: fx.Node) -> list[fx.Node]:
     found, stack = [], list(node.all_input_nodes)
     while stack:
         view = stack.pop()
-        if view.op == "call_function" and not _stands_alone(view) and is_view(view) and view.target is not operator.getitem:
+        if (
+            view.op == "call_function"
+            and not _stands_alone(view)
+            and is_view(view)
+            and view.target is not operator.getitem
+        ):
             (base, *_) = view.all_input_nodes
             if _storage(view) == _storage(base):
                 found.append(view)
@@ -153,7 +192,10 @@ def _piece(
     numbers: Mapping[fx.Node, Any],
 ) -> Piece:
     written = {new for new, _ in writes}  # whoever needs them reads them from the input
-    piece, mine = Piece(run, outputs=[node for node in outputs if node not in written], writes=writes), set(whole)
+    piece, mine = (
+        Piece(run, outputs=[node for node in outputs if node not in written], writes=writes),
+        set(whole),
+    )
     env: dict[fx.Node, Any] = {}
     operands = [x for node in whole for x in node.all_input_nodes if x not in mine]
     for x in dict.fromkeys([*operands, *(old for _, old in writes)]):
@@ -169,8 +211,12 @@ def _piece(
     return piece
 
 
-def with_pieces(graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]) -> fx.Graph:
-    """The graph with each piece as one call, which takes a list of its inputs and gives its outputs."""
+def with_pieces(
+    graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]
+) -> fx.Graph:
+    """The graph with each piece as one call, which takes a list of its inputs and gives its
+    outputs.
+    """
     place = {node: at for at, piece in enumerate(pieces) for node in piece.nodes}
     new: fx.Graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
@@ -182,11 +228,22 @@ def with_pieces(graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callabl
         elif at not in done:
             done.add(at)
             piece = pieces[at]
-            # By a call of its own, so that the list alone holds what is used here last, and the piece frees it as it goes.
+            # By a call of its own, so that the list alone holds what is used here last, and the
+            # piece frees it as it goes.
             given = new.call_function(_listed, tuple(env[x] for x in piece.inputs))
             call = new.call_function(runs[at], (given,))
-            env.update({output: new.call_function(operator.getitem, (call, i)) for i, output in enumerate(piece.outputs)})
-            env.update({value: new.call_function(aten.detach.default, (env[old],)) for value, old in piece.writes})
+            env.update(
+                {
+                    output: new.call_function(operator.getitem, (call, i))
+                    for i, output in enumerate(piece.outputs)
+                }
+            )
+            env.update(
+                {
+                    value: new.call_function(aten.detach.default, (env[old],))
+                    for value, old in piece.writes
+                }
+            )
     return new
 
 

@@ -1,4 +1,6 @@
-"""What a program of a few layers says of the same with many: seconds and bytes grow by what one layer adds."""
+"""What a program of a few layers says of the same with many: seconds and bytes grow by what one
+layer adds.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +12,9 @@ from ftp.report.lowered import Lowered
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's seconds, a rank's bytes at the peak, and which part of the gradients there are then."""
+    """A step's seconds, a rank's bytes at the peak, and which part of the gradients there are
+    then.
+    """
 
     seconds: float
     nbytes: int
@@ -28,7 +32,8 @@ class _Place:
 def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Estimate:
     """Of a program from which the layers of ``folded`` are left out, what it would be with them.
 
-    The layers left out lie between two that they are like: in time each adds what lies between the beginnings of those two, in memory too.
+    The layers left out lie between two that they are like: in time each adds what lies between the
+    beginnings of those two, in memory too.
     """
     memory, cost = lowered.memory, lowered.cost(hardware)
     grads = memory.totals.get("gradients", 0)
@@ -37,9 +42,15 @@ def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Est
         return Estimate(float(cost), int(memory), share)
     gone, t = folded.left_out, folded.stands_for
     layers = label(lowered.plan.graph, folded.labels, folded.slices)
-    places = {node.name: _Place(layers.of.get(node), node.phase % 2 == 1) for node in lowered.plan.graph.nodes}
+    places = {
+        node.name: _Place(layers.of.get(node), node.phase % 2 == 1)
+        for node in lowered.plan.graph.nodes
+    }
     nowhere = _Place(None, False)
-    of = {node.name: places.get(node.meta.get("origin", ""), nowhere) for node in lowered.executed.nodes}
+    of = {
+        node.name: places.get(node.meta.get("origin", ""), nowhere)
+        for node in lowered.executed.nodes
+    }
 
     ops = sorted(cost.ops, key=lambda op: op.begin)
     begin = _firsts([of.get(op.name, nowhere) for op in ops], t)
@@ -52,11 +63,15 @@ def estimate(lowered: Lowered, folded: Folded | None, hardware: Hardware) -> Est
     held = sum(nbytes for name, nbytes in lowered.input_bytes.items() if name in inputs)
     kept = _between(live, first, False)
     made = -_between(live, first, True)
-    # A moment sees of a layer left out what is held throughout, and what the passes have kept and made when they came by.
+    # A moment sees of a layer left out what is held throughout, and what the passes have kept and
+    # made when they came by.
     nbytes = 0
     forward, backward = first(True, False), first(False, True)
     for at, n in enumerate(live):
-        is_kept, is_made = forward is not None and at >= forward, backward is not None and at >= backward
+        is_kept, is_made = (
+            forward is not None and at >= forward,
+            backward is not None and at >= backward,
+        )
         nbytes = max(nbytes, n + gone * (held + is_kept * kept + is_made * made))
     return Estimate(seconds, round(nbytes), share)
 

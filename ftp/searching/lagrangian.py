@@ -1,4 +1,6 @@
-"""A search under way: what the networks find at a price of memory, in an order of the axes, and what it would take."""
+"""A search under way: what the networks find at a price of memory, in an order of the axes, and
+what it would take.
+"""
 
 import itertools
 import math
@@ -37,7 +39,9 @@ from ftp.sharding.spec import PartitionSpec, Units
 from ftp.tracing.trace import Traced
 
 TRIES = 8000  # nodes of the programs that are planned to refine a plan
-STEPS = 6  # prices of memory tried between one at which nothing is saved and one at which everything is
+STEPS = (
+    6  # prices of memory tried between one at which nothing is saved and one at which everything is
+)
 DEAREST = 1.0  # seconds a byte: more than any program gains by holding one
 MOST_AXES = 3  # searched in every order
 
@@ -82,7 +86,9 @@ class Searching:
     @property
     def net(self) -> Opened:
         if (known := self._nets.get(self.is_folded)) is None:
-            known = self._nets[self.is_folded] = opened(self.traced, self.params, self.batch, self.given, self.is_folded)
+            known = self._nets[self.is_folded] = opened(
+                self.traced, self.params, self.batch, self.given, self.is_folded
+            )
         return known
 
     @cached_property
@@ -99,7 +105,11 @@ class Searching:
         return {axis: n for axis, n in self.mesh.axes.items() if n > 1}
 
     def orders(self) -> list[tuple[str, ...]]:
-        return list(itertools.permutations(self.axes)) if len(self.axes) <= MOST_AXES else [tuple(self.axes)]
+        return (
+            list(itertools.permutations(self.axes))
+            if len(self.axes) <= MOST_AXES
+            else [tuple(self.axes)]
+        )
 
     def alongs(self) -> Iterator[dict[str, int]]:
         """Per axis that does not cut the batch the inner dims of what blocks return."""
@@ -135,9 +145,15 @@ class Searching:
             self._primitives[key] = on_primitives(base.copied(along), self.axes, self.data_axes)
         return self._primitives[key]
 
-    def candidate(self, along: Along, order: tuple[str, ...], price: Price, forced: Choice | None = None) -> Candidate:
+    def candidate(
+        self, along: Along, order: tuple[str, ...], price: Price, forced: Choice | None = None
+    ) -> Candidate:
         solved = self.solve(along, order, price, forced)
-        return self.noted(Candidate(solved.patterns, along, order, price, solved, self._estimate(solved.patterns, along)))
+        return self.noted(
+            Candidate(
+                solved.patterns, along, order, price, solved, self._estimate(solved.patterns, along)
+            )
+        )
 
     def noted(self, candidate: Candidate) -> Candidate:
         self.tried.setdefault(candidate.key, candidate)
@@ -153,7 +169,9 @@ class Searching:
 
     def choice_of(self, patterns: Patterns) -> Choice:
         """The layouts that specs ask for, per axis."""
-        found: dict[str, dict[str, Layout | None]] = {axis: dict.fromkeys(patterns) for axis in self.axes}
+        found: dict[str, dict[str, Layout | None]] = {
+            axis: dict.fromkeys(patterns) for axis in self.axes
+        }
         for pattern, spec in patterns.items():
             for dim in range(len(spec)):
                 for cut in spec.cuts(dim):
@@ -169,16 +187,29 @@ class Searching:
             if axis in self.data_axes:
                 could = sum(bool(open_layouts(self.net, p, n, True)) for p in candidate.patterns)
                 does = sum(axis in spec.axes for spec in candidate.patterns.values())
-                names.append(f"data parallel over {axis}" if not does else f"ZeRO-3 over {axis}{'' if does >= could else ', in part'}")
+                names.append(
+                    f"data parallel over {axis}"
+                    if not does
+                    else f"ZeRO-3 over {axis}{'' if does >= could else ', in part'}"
+                )
             else:
-                names.append(f"tensor parallel over {axis}" if axis in cut else f"replicated over {axis}")
+                names.append(
+                    f"tensor parallel over {axis}" if axis in cut else f"replicated over {axis}"
+                )
         names += [f"sequence parallel over {axis}" for axis in candidate.along]
         return ", ".join(names)
 
     def explore(self) -> None:
-        """Try what there is at no price of memory and, where that does not fit, with constraints, and at prices."""
+        """Try what there is at no price of memory and, where that does not fit, with
+        constraints, and at prices.
+        """
         self.name_plans()
-        free = [min((self.candidate({}, order, Price(0.0)) for order in self.orders()), key=lambda c: c.estimate.seconds)]
+        free = [
+            min(
+                (self.candidate({}, order, Price(0.0)) for order in self.orders()),
+                key=lambda c: c.estimate.seconds,
+            )
+        ]
         self.cut_heads(free[0])
         if not self.fits(free[0]):
             free += [self.candidate(along, free[0].order, Price(0.0)) for along in self.alongs()]
@@ -190,7 +221,9 @@ class Searching:
             self.refined(self.improved(best))
 
     def cut_heads(self, low: Candidate) -> None:
-        """Try heads that do not divide cut whole, all of them: the networks, where each could stay behind, leave them."""
+        """Try heads that do not divide cut whole, all of them: the networks, where each could
+        stay behind, leave them.
+        """
         patterns = dict(low.patterns)
         for axis, n in self.axes.items():
             for pattern, spec in low.patterns.items() if axis not in self.data_axes else ():
@@ -200,10 +233,19 @@ class Searching:
                     entries[layouts[0].dim] = entry_of(axis, layouts[0])
                     patterns[pattern] = PartitionSpec(*entries)
         if patterns != low.patterns:
-            self.noted(replace(low, patterns=patterns, solved=None, estimate=self._estimate(patterns, low.along)))
+            self.noted(
+                replace(
+                    low,
+                    patterns=patterns,
+                    solved=None,
+                    estimate=self._estimate(patterns, low.along),
+                )
+            )
 
     def _raise_price(self, low: Candidate) -> None:
-        """Raise the price of memory until the program fits, and then find the least price at which it does."""
+        """Raise the price of memory until the program fits, and then find the least price at
+        which it does.
+        """
         along = low.along
         if self._is_best(low):
             return
@@ -215,8 +257,11 @@ class Searching:
             if self._is_best(low):
                 return
             least, most = low.price.seconds, min(high.price.seconds, scale * 100)
-            # At this price the two are even, and what it finds is better than both, if there is such a plan.
-            even = (high.estimate.seconds - low.estimate.seconds) / (low.estimate.nbytes - high.estimate.nbytes)
+            # At this price the two are even, and what it finds is better than both, if there is
+            # such a plan.
+            even = (high.estimate.seconds - low.estimate.seconds) / (
+                low.estimate.nbytes - high.estimate.nbytes
+            )
             is_between = least * 1.001 < even < high.price.seconds * 0.999
             price = even if is_between else (least * most) ** 0.5 if least else most / 100
             middle = self.candidate(along, low.order, Price(price, share))
@@ -244,21 +289,29 @@ class Searching:
                     found = self.candidate(best.along, (*others, axis), best.price, forced)
                 except Infeasible:
                     continue
-                if self.fits(found) and found.key not in self.refused and found.estimate.seconds < best.estimate.seconds * (1 - 1e-6):
+                if (
+                    self.fits(found)
+                    and found.key not in self.refused
+                    and found.estimate.seconds < best.estimate.seconds * (1 - 1e-6)
+                ):
                     best, is_better = found, True
         return best
 
     def refined(self, best: Candidate) -> Candidate:
-        """Change one pattern's spec at a time while that makes the program fit, or a program that fits faster.
+        """Change one pattern's spec at a time while that makes the program fit, or a program that
+        fits faster.
 
-        What a limit leaves free no price may find a use for. The largest parameters come first; how many plans are tried depends on the
-        size of the program.
+        What a limit leaves free no price may find a use for. The largest parameters come first; how
+        many plans are tried depends on the size of the program.
         """
         budget = TRIES // len(self.net.graph.nodes)
         is_better = budget > 0
         while is_better:
             is_better = False
-            sizes = {p: sum(nbytes_of(Value(node)) for node in self.net.members(p)) for p in best.patterns}
+            sizes = {
+                p: sum(nbytes_of(Value(node)) for node in self.net.members(p))
+                for p in best.patterns
+            }
             for pattern in sorted(sizes, key=lambda p: -sizes[p]):
                 for spec in self._other_specs(pattern, best.patterns[pattern]):
                     patterns = {**best.patterns, pattern: spec}
@@ -266,7 +319,14 @@ class Searching:
                     if key in self.tried or budget == 0:
                         continue
                     budget -= 1
-                    found = self.noted(replace(best, patterns=patterns, solved=None, estimate=self._estimate(patterns, best.along)))
+                    found = self.noted(
+                        replace(
+                            best,
+                            patterns=patterns,
+                            solved=None,
+                            estimate=self._estimate(patterns, best.along),
+                        )
+                    )
                     if self._rank(found) < self._rank(best):
                         best, is_better = found, True
         return best
@@ -287,23 +347,35 @@ class Searching:
         found: dict[PartitionSpec, None] = {}
         for chosen in itertools.product(*choices):
             for order in itertools.permutations(range(len(chosen))):
-                entries: list[tuple[str | Units, ...]] = [()] * self.net.members(pattern)[0].results[0].ndim
+                entries: list[tuple[str | Units, ...]] = [()] * self.net.members(pattern)[
+                    0
+                ].results[0].ndim
                 for at in order:
                     if (layout := chosen[at]) is not None:
                         entries[layout.dim] += (entry_of(list(self.axes)[at], layout),)
                 found[PartitionSpec(*[e or None for e in entries])] = None
-        return sorted((s for s in found if s != own and self._divides(pattern, s)), key=lambda s: len(s.axes))
+        return sorted(
+            (s for s in found if s != own and self._divides(pattern, s)), key=lambda s: len(s.axes)
+        )
 
     def _divides(self, pattern: str, spec: PartitionSpec) -> bool:
         shapes = [node.results[0].shape for node in self.net.members(pattern)]
         parts = [math.prod(self.axes[c.axis] for c in spec.cuts(d)) for d in range(len(spec))]
         whole = [math.prod(c.size for c in spec.cuts(d)) for d in range(len(spec))]
-        return all(u > 1 or shape[d] % n == 0 for shape in shapes for d, (n, u) in enumerate(zip(parts, whole, strict=True)))
+        return all(
+            u > 1 or shape[d] % n == 0
+            for shape in shapes
+            for d, (n, u) in enumerate(zip(parts, whole, strict=True))
+        )
 
     def name_plans(self) -> None:
-        """Try the plans that everyone knows: whole parameters, and all that can be cut on the data axes cut."""
+        """Try the plans that everyone knows: whole parameters, and all that can be cut on the
+        data axes cut.
+        """
         patterns = dict.fromkeys(self.net.patterns.values())
-        whole = {p: PartitionSpec(*[None] * self.net.members(p)[0].results[0].ndim) for p in patterns}
+        whole = {
+            p: PartitionSpec(*[None] * self.net.members(p)[0].results[0].ndim) for p in patterns
+        }
         cuts = [a for a in self.axes if a in self.data_axes]
         known = [whole]
         if cuts:
@@ -313,8 +385,12 @@ class Searching:
         for found in known:
             self.noted(Candidate(found, {}, order, Price(0.0), None, self._estimate(found, {})))
 
-    def alternatives(self, best: Candidate, solved: Solved) -> dict[tuple[str, str], dict[str, float]]:
-        """Per axis and pattern what the axis' network costs more with each other layout of it, the axes folded before as they are."""
+    def alternatives(
+        self, best: Candidate, solved: Solved
+    ) -> dict[tuple[str, str], dict[str, float]]:
+        """Per axis and pattern what the axis' network costs more with each other layout of it,
+        the axes folded before as they are.
+        """
         found: dict[tuple[str, str], dict[str, float]] = {}
         for at, axis in enumerate(best.order):
             before: Choice = {a: solved.choice[a] for a in best.order[:at]}
@@ -324,36 +400,59 @@ class Searching:
                     if layout == chosen:
                         continue
                     try:
-                        other = self.solve(best.along, best.order[: at + 1], best.price, {**before, axis: {pattern: layout}})
+                        other = self.solve(
+                            best.along,
+                            best.order[: at + 1],
+                            best.price,
+                            {**before, axis: {pattern: layout}},
+                        )
                         is_kept = other.axes[axis].kept_rules or not solved.axes[axis].kept_rules
-                        seconds = other.axes[axis].solution.cost - solved.axes[axis].solution.cost if is_kept else math.inf
+                        seconds = (
+                            other.axes[axis].solution.cost - solved.axes[axis].solution.cost
+                            if is_kept
+                            else math.inf
+                        )
                     except (Infeasible, NotAlike):
                         seconds = math.inf
                     found.setdefault((axis, pattern), {})[described(layout)] = seconds
         return found
 
     def gaps(self, best: Candidate, solved: Solved) -> dict[str, float]:
-        """Per axis by how many seconds at most its network has a cheaper plan, the axes folded before as they are.
+        """Per axis by how many seconds at most its network has a cheaper plan, the axes folded
+        before as they are.
 
-        With a limit also what the bytes that are still free are worth at the price paid: a plan that holds more could cost so much less.
+        With a limit also what the bytes that are still free are worth at the price paid: a plan
+        that holds more could cost so much less.
         """
         free = best.price.seconds * max(0, (self.memory or 0) - best.estimate.nbytes)
         found = {}
         for at, axis in enumerate(best.order):
-            optimum = self.solve(best.along, best.order[: at + 1], best.price, {a: solved.choice[a] for a in best.order[:at]})
-            found[axis] = max(0.0, solved.axes[axis].solution.cost - optimum.axes[axis].solution.bound) + free
+            optimum = self.solve(
+                best.along,
+                best.order[: at + 1],
+                best.price,
+                {a: solved.choice[a] for a in best.order[:at]},
+            )
+            found[axis] = (
+                max(0.0, solved.axes[axis].solution.cost - optimum.axes[axis].solution.bound) + free
+            )
         return found
 
     def bound(self, price: Price) -> float:
-        """Seconds that no plan takes less than, as the networks count them, of those that keep the rules of conduct and fit.
+        """Seconds that no plan takes less than, as the networks count them, of those that keep the
+        rules of conduct and fit.
 
-        Each axis alone is a relaxation: the others cut all there is for nothing, and the ops' time is shared out evenly. With memory at a
-        price its minimum less the price of the limit is a bound still (Lagrange). Constraints that were tried are other programs: the
-        least of them all.
+        Each axis alone is a relaxation: the others cut all there is for nothing, and the ops' time
+        is shared out evenly. With memory at a price its minimum less the price of the limit is a
+        bound still (Lagrange). Constraints that were tried are other programs: the least of them
+        all.
         """
         alongs = dict.fromkeys(tuple(c.along.items()) for c in self.tried.values())
         prices = {0.0, price.seconds} - {DEAREST}
-        return max(min(self._bound_of(dict(along), replace(price, seconds=p)) for along in alongs) for p in sorted(prices))
+        return max(
+            min(self._bound_of(dict(along), replace(price, seconds=p)) for along in alongs)
+            for p in sorted(prices)
+        )
 
     def _bound_of(self, along: Along, price: Price) -> float:
         axes = self.axes
@@ -362,10 +461,14 @@ class Searching:
             others = math.prod(axes.values()) // n
             each = len(axes) * others
             h = self.hardware
-            links = {a: replace(link, bandwidth=link.bandwidth * others) for a, link in h.links.items()}
+            links = {
+                a: replace(link, bandwidth=link.bandwidth * others) for a, link in h.links.items()
+            }
             link = replace(h.link, bandwidth=h.link.bandwidth * others)
             rates = {dtype: rate * each for dtype, rate in h.rates.items()}
-            fast = replace(h, flops=h.flops * each, memory=h.memory * each, rates=rates, link=link, links=links)
+            fast = replace(
+                h, flops=h.flops * each, memory=h.memory * each, rates=rates, link=link, links=links
+            )
             share = replace(price, seconds=price.seconds / each)
             found = self.solve(along, (axis,), share, hardware=fast, is_bare=True).axes[axis]
             total += found.solution.bound if found.kept_rules else 0.0
@@ -378,11 +481,20 @@ class Searching:
     def _measured(self, patterns: Patterns, along: Along) -> Estimate:
         net = self.net.copied(along)
         inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch
-        outputs = [inputs[net.mirrors[i]] if i in net.mirrors else PartitionSpec() for i in range(len(net.graph.outputs))]
+        outputs = [
+            inputs[net.mirrors[i]] if i in net.mirrors else PartitionSpec()
+            for i in range(len(net.graph.outputs))
+        ]
         specs = Specs(inputs, constraints(net.graph), outputs)
         ties = net.folded.ties if net.folded else None
         found = plan_few(
-            net.graph, self.mesh.axes, specs, ties=ties, batch_inputs=list(net.batch), data_axes=self.data_axes, decompose=decompose
+            net.graph,
+            self.mesh.axes,
+            specs,
+            ties=ties,
+            batch_inputs=list(net.batch),
+            data_axes=self.data_axes,
+            decompose=decompose,
         )
         if found is None:
             self.is_folded = False

@@ -1,6 +1,8 @@
-"""A traced loss whose parameters may lie in several ways, and the axes' networks solved over it (`search`).
+"""A traced loss whose parameters may lie in several ways, and the axes' networks solved over it
+(`search`).
 
-Constraints are open too: the trace has marks where numbered modules (``layers.3``) return, which fix nothing until a dim is cut there.
+Constraints are open too: the trace has marks where numbered modules (``layers.3``) return, which
+fix nothing until a dim is cut there.
 """
 
 import math
@@ -43,10 +45,11 @@ Along = Mapping[str, int]
 
 @dataclass(frozen=True)
 class Price:
-    """Seconds that a byte held is priced with: of parameters whole, of gradients by ``share``, of what backward passes need by the rest.
+    """Seconds that a byte held is priced with: of parameters whole, of gradients by ``share``, of
+    what backward passes need by the rest.
 
-    A rank's peak is at least its parameters and gradients, which it has at the end, and at least its parameters and what it keeps for the
-    backward pass, and so at least any mean of both.
+    A rank's peak is at least its parameters and gradients, which it has at the end, and at least
+    its parameters and what it keeps for the backward pass, and so at least any mean of both.
     """
 
     seconds: float
@@ -55,7 +58,9 @@ class Price:
 
 @dataclass
 class Opened:
-    """A traced loss and its gradient; ``mirrors`` are the outputs that lie as parameters do, ``shared`` those who lie alike."""
+    """A traced loss and its gradient; ``mirrors`` are the outputs that lie as parameters do,
+    ``shared`` those who lie alike.
+    """
 
     graph: Graph
     params: list[Node]
@@ -68,23 +73,32 @@ class Opened:
         """With nodes of its own, for a plan to be made on, and marks as constraints."""
         copies: dict[Node, Node] = {}
         for node in self.graph.nodes:
-            copy = copies[node] = replace(node, sizes=dict(node.sizes), cuts=list(node.cuts), pending=dict(node.pending))
+            copy = copies[node] = replace(
+                node, sizes=dict(node.sizes), cuts=list(node.cuts), pending=dict(node.pending)
+            )
             if along and node.kind == "constrain" and _marked(pin_from_str(node.target)):
                 copy.target = pin_to_str(_pin(along, node.results[0].shape))
             copy.replace_operands([Value(copies[v.node], v.index) for v in node.operands])
         return Opened(
-            Graph(list(copies.values()), [Value(copies[v.node], v.index) for v in self.graph.outputs]),
+            Graph(
+                list(copies.values()), [Value(copies[v.node], v.index) for v in self.graph.outputs]
+            ),
             [copies[n] for n in self.params],
             {copies[n]: p for n, p in self.patterns.items()},
             {copies[n]: s for n, s in self.batch.items()},
             {i: copies[n] for i, n in self.mirrors.items()},
-            self.folded and replace(self.folded, labels={copies[n]: r for n, r in self.folded.labels.items()}),
+            self.folded
+            and replace(self.folded, labels={copies[n]: r for n, r in self.folded.labels.items()}),
         )
 
     def marks(self) -> dict[str, tuple[int, ...]]:
         """Per pattern of marked modules the shape of what they return."""
         nodes = [node for node in self.graph.nodes if node.kind == "constrain"]
-        return {pattern: n.results[0].shape for n in nodes if (pattern := _marked(pin_from_str(n.target)))}
+        return {
+            pattern: n.results[0].shape
+            for n in nodes
+            if (pattern := _marked(pin_from_str(n.target)))
+        }
 
     def members(self, pattern: str) -> list[Node]:
         return [node for node in self.params if self.patterns[node] == pattern]
@@ -107,7 +121,12 @@ def spec_along(along: Along) -> PartitionSpec:
     >>> spec_along({"tp": 1})
     P(None, 'tp')
     """
-    return PartitionSpec(*[tuple(a for a, d in along.items() if d == dim) or None for dim in range(max(along.values()) + 1)])
+    return PartitionSpec(
+        *[
+            tuple(a for a, d in along.items() if d == dim) or None
+            for dim in range(max(along.values()) + 1)
+        ]
+    )
 
 
 def is_markable(out: Tensor) -> bool:
@@ -116,10 +135,16 @@ def is_markable(out: Tensor) -> bool:
 
 @contextmanager
 def marking() -> Iterator[None]:
-    """Inside, what numbered modules of a functionalized model return is marked, batches of sequences that is."""
+    """Inside, what numbered modules of a functionalized model return is marked, batches of
+    sequences that is.
+    """
 
     def mark(path: str, out: Tensor) -> Tensor:
-        return constrain(out, PartitionSpec(), axes=MARK + pattern_of([path])) if is_markable(out) else out
+        return (
+            constrain(out, PartitionSpec(), axes=MARK + pattern_of([path]))
+            if is_markable(out)
+            else out
+        )
 
     with outputs_through(mark):
         yield
@@ -142,7 +167,9 @@ def with_marks(traced: Traced, along: Along) -> Traced:
 
 def pattern_of(path: Sequence[Any]) -> str:
     """A path with ``*`` for what is a number."""
-    return ".".join("*" if part.isdigit() else part for element in path for part in str(element).split("."))
+    return ".".join(
+        "*" if part.isdigit() else part for element in path for part in str(element).split(".")
+    )
 
 
 def traced_loss(loss_fn: Any, params: Any, batch: Any, mesh: Mesh) -> Traced:
@@ -153,7 +180,13 @@ def traced_loss(loss_fn: Any, params: Any, batch: Any, mesh: Mesh) -> Traced:
         return trace(grad_and_value(loss_fn), leaves, tree, mesh.device_type, names=names)
 
 
-def opened(traced: Traced, params: Any, batch: Any, batch_specs: Sequence[PartitionSpec], is_folded: bool = True) -> Opened:
+def opened(
+    traced: Traced,
+    params: Any,
+    batch: Any,
+    batch_specs: Sequence[PartitionSpec],
+    is_folded: bool = True,
+) -> Opened:
     leaves, _ = flatten((params, *batch))
     names = [*leaf_names(params, "params"), *leaf_names(batch, "batch")]
     paths = leaf_paths(params)
@@ -162,11 +195,19 @@ def opened(traced: Traced, params: Any, batch: Any, batch_specs: Sequence[Partit
     graph, inputs = prepared.graph, dict(zip(tensors, prepared.arguments, strict=True))
     of_params = [inputs[i] for i in range(len(paths))]
     mirrors = dict(zip(traced.out_leaves[1:], of_params, strict=True))
-    specs = {inputs[i]: spec for i, spec in zip(range(len(paths), len(leaves)), batch_specs, strict=True) if i in inputs}
+    specs = {
+        inputs[i]: spec
+        for i, spec in zip(range(len(paths), len(leaves)), batch_specs, strict=True)
+        if i in inputs
+    }
     patterns = {node: pattern_of(path) for node, path in zip(of_params, paths, strict=True)}
     net = Opened(graph, of_params, patterns, specs, mirrors, None)
     returned = {out: patterns[node] for out, node in mirrors.items()}
-    folded = fold(graph, lambda node: (specs.get(node), patterns.get(node)), [returned.get(i) for i in range(len(graph.outputs))])
+    folded = fold(
+        graph,
+        lambda node: (specs.get(node), patterns.get(node)),
+        [returned.get(i) for i in range(len(graph.outputs))],
+    )
     if folded is None or not is_folded:
         return net
     few = {node: copy for copy, node in folded.origin.items() if node in specs or node in patterns}
@@ -176,7 +217,8 @@ def opened(traced: Traced, params: Any, batch: Any, batch_specs: Sequence[Partit
         [few[n] for n in of_params if n in few],
         {few[n]: p for n, p in patterns.items() if n in few},
         {few[n]: s for n, s in specs.items()},
-        # The gradient of a parameter may count to the layer beside it: any parameter that lies alike will do.
+        # The gradient of a parameter may count to the layer beside it: any parameter that lies
+        # alike will do.
         {at: alike[patterns[mirrors[i]]] for at, i in enumerate(folded.kept) if i in mirrors},
         folded,
     )
@@ -188,9 +230,17 @@ def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
         blocked: dict[Node, None] = {}
         for at, axis in enumerate(axes):
             if axes[axis] > 1:
-                found, from_batch, _, _ = _reaches(net, axis, list(axes)[:at], axes, axis in data_axes, {})
+                found, from_batch, _, _ = _reaches(
+                    net, axis, list(axes)[:at], axes, axis in data_axes, {}
+                )
                 reached = from_batch if axis in data_axes else found
-                blocked.update(dict.fromkeys(node for node in reached.blocked if node.kind == "op" and node.rule.decompose))
+                blocked.update(
+                    dict.fromkeys(
+                        node
+                        for node in reached.blocked
+                        if node.kind == "op" and node.rule.decompose
+                    )
+                )
         smaller = decompose(net.graph, blocked) if blocked else net.graph
         if smaller is net.graph:
             return net
@@ -198,7 +248,8 @@ def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
 
 
 def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layout]:
-    """How an axis may cut the parameters of a pattern: dims that divide, in whole heads where they make heads; of a lone vector none.
+    """How an axis may cut the parameters of a pattern: dims that divide, in whole heads where they
+    make heads; of a lone vector none.
 
     On a data axis shards are gathered whole before they are used, and the first dim will do.
     """
@@ -218,22 +269,39 @@ def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layou
         sizes = {m.shape()[d] for m in members}
         if units == {1}:
             found += [layout for layout in even if layout.dim == d]
-        elif len(units) == len(sizes) == 1 and isinstance(size := sizes.pop(), int) and size // (unit := units.pop()) > n:
+        elif (
+            len(units) == len(sizes) == 1
+            and isinstance(size := sizes.pop(), int)
+            and size // (unit := units.pop()) > n
+        ):
             found.append(shard(d, 1, size // unit, unit, n))
     return found
 
 
-def unit_of(value: Value, layout: Layout, n: int, users: Mapping[Value, Sequence[tuple[Node, int]]], is_product_done: bool = False) -> int:
-    """How many elements of a dim have to stay together: more than one where a parameter's product runs into a view without that cut."""
+def unit_of(
+    value: Value,
+    layout: Layout,
+    n: int,
+    users: Mapping[Value, Sequence[tuple[Node, int]]],
+    is_product_done: bool = False,
+) -> int:
+    """How many elements of a dim have to stay together: more than one where a parameter's
+    product runs into a view without that cut.
+    """
     for user, slot in users.get(value, ()):
         is_next = not is_product_done and is_product(user.target)
         if not is_next and user.target not in VIEWS and user.kind != "constrain":
             continue
         cut = factor_of(user.rule.operands[slot], user.sizes, layout, n)
         if cut is None:
-            return math.prod(nominal(user.sizes[f]) for f in user.rule.operands[slot][layout.dim][1:])
+            return math.prod(
+                nominal(user.sizes[f]) for f in user.rule.operands[slot][layout.dim][1:]
+            )
         there = layout_of(user.rule.results[0], user.sizes, cut, n)
-        if there.kind == "S" and (unit := unit_of(Value(user), there, n, users, is_product_done or is_next)) > 1:
+        if (
+            there.kind == "S"
+            and (unit := unit_of(Value(user), there, n, users, is_product_done or is_next)) > 1
+        ):
             return unit
     return 1
 
@@ -242,37 +310,77 @@ def _is_scale(net: Opened, node: Node) -> bool:
     """Whether a parameter is a vector that goes with no matrix, as that of a norm."""
     module = net.patterns[node].rpartition(".")[0]
     return node.results[0].ndim == 1 and not any(
-        other.results[0].ndim > 1 and net.patterns[other].rpartition(".")[0] == module for other in net.params
+        other.results[0].ndim > 1 and net.patterns[other].rpartition(".")[0] == module
+        for other in net.params
     )
 
 
 def _reaches(
-    net: Opened, axis: str, folded: Sequence[str], axes: Mapping[str, int], is_data: bool, forced: Mapping[str, Layout | None]
+    net: Opened,
+    axis: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    is_data: bool,
+    forced: Mapping[str, Layout | None],
 ) -> tuple[Reach, Reach, dict[Node, Layout], dict[Node, Sequence[Layout]]]:
-    """What an axis may cut, what the batch alone reaches, the layouts that are fixed, and those that parameters may have."""
+    """What an axis may cut, what the batch alone reaches, the layouts that are fixed, and those
+    that parameters may have.
+    """
     n = axes[axis]
-    pinned = {node: spec_layout(spec, node.shape(), axis, axes, folded) or R for node, spec in net.batch.items()}
-    pinned |= {node: forced[net.patterns[node]] or R for node in net.params if net.patterns[node] in forced}
+    pinned = {
+        node: spec_layout(spec, node.shape(), axis, axes, folded) or R
+        for node, spec in net.batch.items()
+    }
+    pinned |= {
+        node: forced[net.patterns[node]] or R for node in net.params if net.patterns[node] in forced
+    }
     for node, pin in constraints(net.graph).items():
         if pin.holds(axis):
             pinned[node] = spec_layout(pin.spec, node.shape(), axis, axes, folded) or R
-    pinned |= {node: R for node in net.graph.inputs if node not in pinned and node not in net.patterns}
-    constrained = [(v, pinned[node]) for node in pinned if node.kind == "constrain" for v in (Value(node), node.operands[0])]
+    pinned |= {
+        node: R for node in net.graph.inputs if node not in pinned and node not in net.patterns
+    }
+    constrained = [
+        (v, pinned[node])
+        for node in pinned
+        if node.kind == "constrain"
+        for v in (Value(node), node.operands[0])
+    ]
     of_batch = [(Value(node), pinned[node]) for node in net.batch] + constrained
     fixed = [(Value(node), layout) for node, layout in pinned.items()]
     free = {node: net.patterns[node] for node in net.params if node not in pinned}
-    cuts = {pattern: open_layouts(net, pattern, n, is_data) for pattern in dict.fromkeys(free.values())}
-    found = reach(net.graph, n, fixed + constrained + [(Value(node), c) for node, p in free.items() for c in cuts[p]], pinned)
+    cuts = {
+        pattern: open_layouts(net, pattern, n, is_data) for pattern in dict.fromkeys(free.values())
+    }
+    found = reach(
+        net.graph,
+        n,
+        fixed + constrained + [(Value(node), c) for node, p in free.items() for c in cuts[p]],
+        pinned,
+    )
     if not is_data:
-        # What norms scale, the features between blocks, stays whole: to cut it is a plan of another kind, dearer in collectives.
+        # What norms scale, the features between blocks, stays whole: to cut it is a plan of another
+        # kind, dearer in collectives.
         scales = [node for node in net.params if _is_scale(net, node) and node not in pinned]
         whole = reach(net.graph, n, [(Value(node), Layout("S", 0)) for node in scales], pinned).cuts
-        found.cuts = {node: [cut for cut in cuts if cut not in whole.get(node, ())] for node, cuts in found.cuts.items()}
+        found.cuts = {
+            node: [cut for cut in cuts if cut not in whole.get(node, ())]
+            for node, cuts in found.cuts.items()
+        }
         # Several tensors packed along a dim are cut as their users are.
         for pattern in cuts:
-            packed = [c for c in found.layouts.get(Value(net.members(pattern)[0]), ()) if is_packed(c, net.members(pattern)[0], n)]
+            packed = [
+                c
+                for c in found.layouts.get(Value(net.members(pattern)[0]), ())
+                if is_packed(c, net.members(pattern)[0], n)
+            ]
             cuts[pattern] = [*cuts[pattern], *packed]
-    return found, reach(net.graph, n, of_batch, pinned) if is_data else Reach(), pinned, {node: cuts[p] for node, p in free.items()}
+    return (
+        found,
+        reach(net.graph, n, of_batch, pinned) if is_data else Reach(),
+        pinned,
+        {node: cuts[p] for node, p in free.items()},
+    )
 
 
 def is_packed(layout: Layout, node: Node, n: int) -> bool:
@@ -284,7 +392,9 @@ def is_packed(layout: Layout, node: Node, n: int) -> bool:
 
 @dataclass
 class Solved:
-    """What the axes' networks found: the specs by pattern and by axis, the plan of each axis, and the program with its moves."""
+    """What the axes' networks found: the specs by pattern and by axis, the plan of each axis,
+    and the program with its moves.
+    """
 
     patterns: dict[str, PartitionSpec]
     choice: dict[str, dict[str, Layout | None]]
@@ -310,18 +420,27 @@ def solve_axes(
         forced: per axis the layouts of patterns that are not open there.
 
     Raises:
-        NotAlike: repeated layers that an axis left unlike. Infeasible: what is forced is met by no program.
+        NotAlike: repeated layers that an axis left unlike. Infeasible: what is forced is met by no
+            program.
     """
-    entries: dict[str, list[tuple[str | Units, ...]]] = {net.patterns[n]: [()] * n.results[0].ndim for n in net.params}
+    entries: dict[str, list[tuple[str | Units, ...]]] = {
+        net.patterns[n]: [()] * n.results[0].ndim for n in net.params
+    }
     choice: dict[str, dict[str, Layout | None]] = {}
     found: dict[str, AxisPlan] = {}
     latencies: dict[str, float] = {}
     with collection_paused():
         for at, axis in enumerate(order):
             n, is_data = axes[axis], axis in data_axes
-            given, from_batch, pinned, cuts = _reaches(net, axis, order[:at], axes, is_data, (forced or {}).get(axis, {}))
+            given, from_batch, pinned, cuts = _reaches(
+                net, axis, order[:at], axes, is_data, (forced or {}).get(axis, {})
+            )
             first: dict[str, Node] = {}
-            groups = {node: first.setdefault(net.patterns[node], node) for node in net.params if node not in pinned}
+            groups = {
+                node: first.setdefault(net.patterns[node], node)
+                for node in net.params
+                if node not in pinned
+            }
             outputs: list[Layout | None] = [R] * len(net.graph.outputs)
             for i, node in net.mirrors.items():
                 outputs[i] = pinned.get(node)
@@ -332,9 +451,33 @@ def solve_axes(
             priced = replace(hardware, link=replace(link, latency=latency))
             of_state = price.seconds * (1 + price.share)
             held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
-            kept = {value: price.seconds * (1 - price.share) * nbytes for value, nbytes in kept_bytes(net.graph).items()}
-            opens = Open(groups, {i: node for i, node in net.mirrors.items() if node in groups}, held, kept, cuts, is_bare)
-            chosen = found[axis] = solve(Problem(net.graph, axis, n, priced, given, pinned, outputs, is_data, from_batch, ties, opens))
+            kept = {
+                value: price.seconds * (1 - price.share) * nbytes
+                for value, nbytes in kept_bytes(net.graph).items()
+            }
+            opens = Open(
+                groups,
+                {i: node for i, node in net.mirrors.items() if node in groups},
+                held,
+                kept,
+                cuts,
+                is_bare,
+            )
+            chosen = found[axis] = solve(
+                Problem(
+                    net.graph,
+                    axis,
+                    n,
+                    priced,
+                    given,
+                    pinned,
+                    outputs,
+                    is_data,
+                    from_batch,
+                    ties,
+                    opens,
+                )
+            )
             of = {node: chosen.strategies[node].results[0] for node in net.params}
             choice[axis] = {}
             for pattern, node in {net.patterns[node]: node for node in net.params}.items():
@@ -342,12 +485,26 @@ def solve_axes(
                 choice[axis][pattern] = layout if layout.kind == "S" else None
                 if layout.kind == "S":
                     entries[pattern][layout.dim] += (entry_of(axis, layout),)
-            net.graph = apply(net.graph, chosen, [of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(outputs))])
-    return Solved({pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()}, choice, found, latencies, net)
+            net.graph = apply(
+                net.graph,
+                chosen,
+                [of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(outputs))],
+            )
+    return Solved(
+        {pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()},
+        choice,
+        found,
+        latencies,
+        net,
+    )
 
 
 def entry_of(axis: str, layout: Layout) -> str | Units:
-    return axis if layout.outer == layout.inner == 1 else Units(axis, nominal(layout.inner), nominal(layout.outer))
+    return (
+        axis
+        if layout.outer == layout.inner == 1
+        else Units(axis, nominal(layout.inner), nominal(layout.outer))
+    )
 
 
 def ties_of(net: Opened) -> Ties | None:
@@ -363,14 +520,21 @@ def nbytes_of(value: Value) -> int:
 
 
 def kept_bytes(graph: Graph) -> dict[Value, int]:
-    """What forward passes keep for backward passes of batch data, by the value whose memory it is."""
+    """What forward passes keep for backward passes of batch data, by the value whose memory it
+    is.
+    """
     roots: dict[Value, Value] = {}
     found: dict[Value, int] = {}
     for node in graph.nodes:
         for value in node.operands:
             root = roots.get(value, value)
             maker = root.node
-            if node.phase > maker.phase and maker.phase % 2 == 0 and maker.kind in ("op", "move") and maker.depends & BATCH:
+            if (
+                node.phase > maker.phase
+                and maker.phase % 2 == 0
+                and maker.kind in ("op", "move")
+                and maker.depends & BATCH
+            ):
                 found[root] = nbytes_of(root)
         if node.operands and (node.target in VIEWS or node.kind == "constrain"):
             root = roots.get(node.operands[0], node.operands[0])
@@ -379,7 +543,9 @@ def kept_bytes(graph: Graph) -> dict[Value, int]:
 
 
 def planned_seconds(solved: Solved, hardware: Hardware) -> float:
-    """Seconds of all ops and moves of a program, one after the other, repeated layers counted as often as there are."""
+    """Seconds of all ops and moves of a program, one after the other, repeated layers counted as
+    often as there are.
+    """
     ties = ties_of(solved.net)
     total = 0.0
     for node in solved.net.graph.nodes:
@@ -388,7 +554,9 @@ def planned_seconds(solved: Solved, hardware: Hardware) -> float:
             seconds = op_seconds(node.target, node.rule, sizes, node.results, hardware)
         elif node.kind == "move":
             nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
-            link = replace(hardware.link_of((node.target.axis,)), latency=solved.latencies[node.target.axis])
+            link = replace(
+                hardware.link_of((node.target.axis,)), latency=solved.latencies[node.target.axis]
+            )
             seconds = collective_seconds(node.target.op, nbytes, node.target.n, link)
         else:
             continue

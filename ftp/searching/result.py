@@ -1,4 +1,6 @@
-"""What a search found: a plan that a person can read and edit, what it takes, and what the others would."""
+"""What a search found: a plan that a person can read and edit, what it takes, and what the
+others would.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -17,7 +19,9 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True)
 class Rival:
-    """A plan that was tried: seconds a step and bytes at a rank's peak, and whether those are within the limit."""
+    """A plan that was tried: seconds a step and bytes at a rank's peak, and whether those are
+    within the limit.
+    """
 
     seconds: float
     nbytes: int
@@ -31,9 +35,11 @@ class Found:
 
     Attributes:
         patterns: path pattern to spec, as ``ftp.plan`` takes it.
-        constraints: module pattern to constraint, as ``ftp.functionalize`` takes them: what the search adds to the program.
+        constraints: module pattern to constraint, as ``ftp.functionalize`` takes them: what the
+            search adds to the program.
         pins: the constraints that the program had already.
-        loss_fn: the loss with those constraints, to be given to ``shard``; where there are none, the one that was given.
+        loss_fn: the loss with those constraints, to be given to ``shard``; where there are none,
+            the one that was given.
         lowered: the program under the plan.
         limit: bytes that it was to fit in.
         price: seconds that a byte held was priced with.
@@ -71,24 +77,30 @@ class Found:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that no plan takes less than, counted as ``planned`` is: over all axes together, and within the limit.
+        """Seconds that no plan takes less than, counted as ``planned`` is: over all axes together,
+        and within the limit.
 
-        Of plans that keep the planner's rules of conduct and treat repeated layers, and parameters of one pattern, alike, with the
-        constraints that were tried. Each axis by itself is a relaxation; memory has the price at which the plan was found (Lagrange).
+        Of plans that keep the planner's rules of conduct and treat repeated layers, and parameters
+        of one pattern, alike, with the constraints that were tried. Each axis by itself is a
+        relaxation; memory has the price at which the plan was found (Lagrange).
         """
         return self._bound()
 
     @cached_property
     def gap(self) -> dict[str, float]:
-        """Per axis by how many seconds at most its network has a cheaper plan, given the axes folded before it.
+        """Per axis by how many seconds at most its network has a cheaper plan, given the axes
+        folded before it.
 
-        With a limit also what the bytes still free are worth at the price paid: a plan that holds more could cost so much less.
+        With a limit also what the bytes still free are worth at the price paid: a plan that holds
+        more could cost so much less.
         """
         return self._gaps()
 
     @cached_property
     def alternatives(self) -> dict[tuple[str, str], dict[str, float]]:
-        """Per axis and pattern what the axis' network would cost more, in seconds, with each other layout of it (infinity: no program)."""
+        """Per axis and pattern what the axis' network would cost more, in seconds, with each
+        other layout of it (infinity: no program).
+        """
         return self._alternatives()
 
     def __str__(self) -> str:
@@ -103,20 +115,33 @@ class Found:
                 for name, seconds in found.items()
             ]
             lines.append(f"  {pattern:{width}}  {spec!s:20}  {'; '.join(others)}".rstrip())
-        lines += [f"  {pattern:{width}}  returns {c.outputs} over {', '.join(c.axes or ())}" for pattern, c in self.constraints.items()]
+        lines += [
+            f"  {pattern:{width}}  returns {c.outputs} over {', '.join(c.axes or ())}"
+            for pattern, c in self.constraints.items()
+        ]
         lines += [f"  {pin}" for pin in self.pins]
         lines.append("tried:")
         for name, rival in sorted(self.rivals.items(), key=lambda item: item[1].seconds):
             over = "" if rival.fits else ", over the limit"
-            lines.append(f"  {in_seconds(rival.seconds):>8} a step, {in_bytes(rival.nbytes):>10} a rank: {name}{over}")
+            lines.append(
+                f"  {in_seconds(rival.seconds):>8} a step, {in_bytes(rival.nbytes):>10} a rank:"
+                f" {name}{over}"
+            )
         lines.append(
-            f"as planned, nothing overlapped: {in_seconds(self.planned)}; no plan of this kind takes less than {in_seconds(self.bound)}"
+            f"as planned, nothing overlapped: {in_seconds(self.planned)}; no plan of this kind"
+            f" takes less than {in_seconds(self.bound)}"
         )
         for axis, seconds in self.gap.items():
             given = "" if len(self.gap) == 1 else ", the axes before it as they are"
-            lines.append(f"  over {axis}: at most {in_seconds(seconds)} above the network's optimum{given}")
+            lines.append(
+                f"  over {axis}: at most {in_seconds(seconds)} above the network's optimum{given}"
+            )
         return "\n".join(lines)
 
 
 def _more(seconds: float) -> str:
-    return "impossible" if seconds == math.inf else f"{'+' if seconds >= 0 else '-'}{in_seconds(abs(seconds))}"
+    return (
+        "impossible"
+        if seconds == math.inf
+        else f"{'+' if seconds >= 0 else '-'}{in_seconds(abs(seconds))}"
+    )

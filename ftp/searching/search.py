@@ -1,4 +1,6 @@
-"""``search``: specs for parameters, and constraints, found by the planner's own networks with the parameters' layouts left open."""
+"""``search``: specs for parameters, and constraints, found by the planner's own networks with
+the parameters' layouts left open.
+"""
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
@@ -14,7 +16,15 @@ from ftp.ops.constrain import constrain
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints
 from ftp.searching.lagrangian import Candidate, Searching
-from ftp.searching.open_layouts import Along, Opened, is_mark, is_markable, planned_seconds, spec_along, with_marks
+from ftp.searching.open_layouts import (
+    Along,
+    Opened,
+    is_mark,
+    is_markable,
+    planned_seconds,
+    spec_along,
+    with_marks,
+)
 from ftp.searching.result import Found, Rival
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -35,24 +45,27 @@ def search(
 ) -> Found:
     """Specs for the parameters of a loss, by least estimated time within ``memory`` bytes a rank.
 
-    The layouts of the parameters are left open in the network that plans programs, one mesh axis after another, in every order of the axes;
-    parameters whose paths differ in numbers alone lie alike, and on axes that do not cut the batch what norms scale stays whole. What is
-    held has a price in seconds a byte, raised until the program fits; then the outputs of a functionalized model's blocks
-    (``layers.3``) may be cut too, as sequence parallelism cuts them.
+    The layouts of the parameters are left open in the network that plans programs, one mesh axis
+    after another, in every order of the axes; parameters whose paths differ in numbers alone lie
+    alike, and on axes that do not cut the batch what norms scale stays whole. What is held has a
+    price in seconds a byte, raised until the program fits; then the outputs of a functionalized
+    model's blocks (``layers.3``) may be cut too, as sequence parallelism cuts them.
 
     Args:
         params: the parameters, real or meta.
-        batch_specs, batch: specs of the batch arguments, as in ``shard``, and the arguments, real or meta. Or in place of the specs the
-            batch itself, placed by ``device_put`` (meta tensors will do), which knows its shapes and its specs.
+        batch_specs, batch: specs of the batch arguments, as in ``shard``, and the arguments, real
+            or meta. Or in place of the specs the batch itself, placed by ``device_put`` (meta
+            tensors will do), which knows its shapes and its specs.
         memory: bytes that ``lowered.memory`` may not exceed; None sets no limit.
         data_axes: as in ``shard``; on these, what is cut is gathered where it is used.
 
     Returns:
-        A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...)`` is the program, and ``print`` says what else
-        would cost.
+        A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...)`` is the
+        program, and ``print`` says what else would cost.
 
     Raises:
-        PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes of a batch.
+        PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes
+            of a batch.
 
     >>> import ftp
     >>> params = {"up": torch.empty(1024, 4096, device="meta"), "down": torch.empty(4096, 1024, device="meta")}
@@ -68,8 +81,14 @@ def search(
     if not batch:
         batch_specs, batch = _placed_batch(batch_specs, len(argument_names(loss_fn)) - 1)
     given = argument_specs(batch_specs, batch, argument_names(loss_fn)[1:], "batch_specs")
-    on_data = tuple(dict.fromkeys(axis for spec in given for axis in spec.axes)) if data_axes is None else tuple(data_axes)
-    task = Searching(loss_fn, _meta(params), _meta(batch), batch_specs, given, m, on_data, hardware, memory)
+    on_data = (
+        tuple(dict.fromkeys(axis for spec in given for axis in spec.axes))
+        if data_axes is None
+        else tuple(data_axes)
+    )
+    task = Searching(
+        loss_fn, _meta(params), _meta(batch), batch_specs, given, m, on_data, hardware, memory
+    )
     task.explore()
     while candidates := task.fitting():
         best = task.improved(candidates[0])
@@ -78,7 +97,8 @@ def search(
         task.refused.add(best.key)
     least = min(c.estimate.nbytes for c in task.tried.values())
     raise PlanningError(
-        f"No plan found fits in {memory:,} bytes a rank; the smallest takes {least:,}. Cut the batch over more"
+        f"No plan found fits in {memory:,} bytes a rank; the smallest takes {least:,}. Cut the"
+        " batch over more"
         " ranks, recompute blocks (ftp.remat), or give more ranks."
     )
 
@@ -95,27 +115,48 @@ def _placed_batch(batch: Any, count: int) -> tuple[Any, tuple[Any, ...]]:
     ]
     if wrong or not any(places):
         raise InputError(
-            f"search needs the shapes of a batch beside its specs, and {wrong[0] if wrong else 'there is no tensor'}."
-            " Give the arguments after the specs, search(loss_fn, params, mesh, P('dp'), batch), or in their place a batch that knows its"
+            "search needs the shapes of a batch beside its specs, and"
+            f" {wrong[0] if wrong else 'there is no tensor'}."
+            " Give the arguments after the specs, search(loss_fn, params, mesh, P('dp'), batch),"
+            " or in their place a batch that knows its"
             " specs: ftp.device_put(batch, mesh, P('dp')), where meta tensors will do."
         )
-    return treedef.unflatten([PartitionSpec() if place is None else place.spec for place in places]), arguments
+    return treedef.unflatten(
+        [PartitionSpec() if place is None else place.spec for place in places]
+    ), arguments
 
 
 def _meta(tree: Any) -> Any:
     leaves, treedef = flatten(tree)
-    return treedef.unflatten([torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x for x in leaves])
+    return treedef.unflatten(
+        [
+            torch.empty(x.shape, dtype=x.dtype, device="meta") if isinstance(x, Tensor) else x
+            for x in leaves
+        ]
+    )
 
 
 def _lowered(task: Searching, best: Candidate) -> Found | None:
     """The candidate, lowered in full; None where it does not fit after all."""
     loss_fn = constrained(task.loss_fn, best.along) if best.along else task.loss_fn
-    step = shard(loss_fn, task.mesh, plan(task.params, dict(best.patterns)), batch_specs=task.batch_specs, data_axes=task.data_axes)
+    step = shard(
+        loss_fn,
+        task.mesh,
+        plan(task.params, dict(best.patterns)),
+        batch_specs=task.batch_specs,
+        data_axes=task.data_axes,
+    )
     program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
     if task.memory is not None and int(program.memory) > task.memory:
         return None
-    solved = best.solved or task.solve(best.along, best.order, best.price, task.choice_of(best.patterns))
-    pins = [f"{pin} at {node.source}" for node, pin in constraints(task.net.graph).items() if not is_mark(pin)]
+    solved = best.solved or task.solve(
+        best.along, best.order, best.price, task.choice_of(best.patterns)
+    )
+    pins = [
+        f"{pin} at {node.source}"
+        for node, pin in constraints(task.net.graph).items()
+        if not is_mark(pin)
+    ]
     return Found(
         patterns=best.patterns,
         constraints=_constraints(task.net, best.along),
@@ -134,11 +175,17 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
 
 
 def _constraints(net: Opened, along: Along) -> dict[str, Constraint]:
-    return {p: Constraint(outputs=spec_along(along), axes=tuple(along)) for p in net.marks()} if along else {}
+    return (
+        {p: Constraint(outputs=spec_along(along), axes=tuple(along)) for p in net.marks()}
+        if along
+        else {}
+    )
 
 
 def constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]:
-    """The loss with what numbered modules return cut ``along``, as ``functionalize(model, constraints=...)`` would have it."""
+    """The loss with what numbered modules return cut ``along``, as ``functionalize(model,
+    constraints=...)`` would have it.
+    """
 
     def pinned(path: str, out: Tensor) -> Tensor:
         return constrain(out, spec_along(along), axes=tuple(along)) if is_markable(out) else out
@@ -152,9 +199,16 @@ def constrained(loss_fn: Callable[..., Any], along: Along) -> Callable[..., Any]
 
 
 def _rivals(task: Searching) -> dict[str, Rival]:
-    """Of the plans tried those of each kind that fit, else that take least memory, the fastest of them."""
+    """Of the plans tried those of each kind that fit, else that take least memory, the fastest
+    of them.
+    """
     found: dict[str, Rival] = {}
-    for one in sorted(task.tried.values(), key=lambda c: (not task.fits(c), c.estimate.seconds if task.fits(c) else c.estimate.nbytes)):
+    for one in sorted(
+        task.tried.values(),
+        key=lambda c: (not task.fits(c), c.estimate.seconds if task.fits(c) else c.estimate.nbytes),
+    ):
         seconds, nbytes = one.estimate.seconds, one.estimate.nbytes
-        found.setdefault(task.kind_of(one), Rival(seconds, nbytes, task.fits(one), dict(one.patterns)))
+        found.setdefault(
+            task.kind_of(one), Rival(seconds, nbytes, task.fits(one), dict(one.patterns))
+        )
     return found

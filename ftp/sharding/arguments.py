@@ -17,11 +17,17 @@ def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         return ()
-    return tuple(p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
+    return tuple(
+        p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
+    )
 
 
-def argument_specs(specs: Any, args: tuple[Any, ...], roots: Sequence[str], where: str) -> list[PartitionSpec]:
-    """A spec per leaf, from a prefix tree of the tuple of arguments; of a single argument it may be that argument's own tree."""
+def argument_specs(
+    specs: Any, args: tuple[Any, ...], roots: Sequence[str], where: str
+) -> list[PartitionSpec]:
+    """A spec per leaf, from a prefix tree of the tuple of arguments; of a single argument it may
+    be that argument's own tree.
+    """
     names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
     if isinstance(specs, PartitionSpec):
         return [specs] * len(flatten(args)[0])
@@ -29,9 +35,17 @@ def argument_specs(specs: Any, args: tuple[Any, ...], roots: Sequence[str], wher
         return broadcast_specs(specs, args[0], names[0])
     if not isinstance(specs, tuple | list):
         raise SpecError(
-            f"{where} is {kind_of(specs)}, for the {len(args)} arguments {', '.join(names)}. Give a tuple of specs, or one P for all."
+            f"{where} is {kind_of(specs)}, for the {len(args)} arguments {', '.join(names)}. Give"
+            " a tuple of specs, or one P for all."
         )
     if len(specs) != len(args):
         listed = f" ({', '.join(names)})" if names else ""
-        raise SpecError(f"{where} has {len(specs)} entries for {len(args)} arguments{listed}. Give one for each, or one P for all.")
-    return [spec for given, arg, name in zip(specs, args, names, strict=True) for spec in broadcast_specs(given, arg, name)]
+        raise SpecError(
+            f"{where} has {len(specs)} entries for {len(args)} arguments{listed}. Give one for"
+            " each, or one P for all."
+        )
+    return [
+        spec
+        for given, arg, name in zip(specs, args, names, strict=True)
+        for spec in broadcast_specs(given, arg, name)
+    ]

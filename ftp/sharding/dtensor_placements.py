@@ -1,4 +1,6 @@
-"""DTensor's placements as specs, and specs as placements; every answer is checked against what each rank would hold."""
+"""DTensor's placements as specs, and specs as placements; every answer is checked against what
+each rank would hold.
+"""
 
 from collections.abc import Sequence
 from itertools import permutations, product
@@ -13,17 +15,25 @@ from ftp.sharding.spec import P, Piece, Units, chunk, local_pieces
 
 _Placement: Any = torch._C._distributed.Placement  # type: ignore[attr-defined]
 
-# Per cut dim: the axis, how many ranks it has, and the split factor, 1 for a plain Shard; in the order of the mesh.
+# Per cut dim: the axis, how many ranks it has, and the split factor, 1 for a plain Shard; in the
+# order of the mesh.
 _Cuts = list[tuple[str, int, int]]
 
 
 def is_placements(value: Any) -> bool:
     """Whether a value is a sequence of DTensor placements."""
-    return isinstance(value, tuple | list) and bool(value) and all(isinstance(v, _Placement) for v in value)
+    return (
+        isinstance(value, tuple | list)
+        and bool(value)
+        and all(isinstance(v, _Placement) for v in value)
+    )
 
 
-def spec_of_placements(placements: Sequence[Any], mesh: Mesh, shape: Sequence[int], where: str) -> P:
-    """The spec of a tensor of global ``shape`` that lies as one placement for each axis of ``mesh`` says; dims may be negative.
+def spec_of_placements(
+    placements: Sequence[Any], mesh: Mesh, shape: Sequence[int], where: str
+) -> P:
+    """The spec of a tensor of global ``shape`` that lies as one placement for each axis of ``mesh``
+    says; dims may be negative.
 
     Raises:
         SpecError: pending sums, and cuts that no spec states.
@@ -34,7 +44,10 @@ def spec_of_placements(placements: Sequence[Any], mesh: Mesh, shape: Sequence[in
     P(None, 'dp')
     """
     if len(placements) != len(mesh.axes):
-        raise SpecError(f"{where} has {len(placements)} placements, but the mesh is {mesh}. Give one for each axis.")
+        raise SpecError(
+            f"{where} has {len(placements)} placements, but the mesh is {mesh}. Give one for each"
+            " axis."
+        )
     per_dim: dict[int, _Cuts] = {}
     for placement, (axis, n) in zip(placements, mesh.axes.items(), strict=True):
         if placement.is_partial():
@@ -45,7 +58,10 @@ def spec_of_placements(placements: Sequence[Any], mesh: Mesh, shape: Sequence[in
         if placement.is_replicate():
             continue
         if not -len(shape) <= placement.dim < len(shape):
-            raise SpecError(f"{where} is {placement!r} over {axis!r}, but its shape {tuple(shape)} has {len(shape)} dims.")
+            raise SpecError(
+                f"{where} is {placement!r} over {axis!r}, but its shape {tuple(shape)} has"
+                f" {len(shape)} dims."
+            )
         factor = getattr(placement, "split_factor", 1)
         per_dim.setdefault(placement.dim % len(shape), []).append((axis, n, int(factor)))
     entries: list[Any] = [None] * len(shape)
@@ -61,7 +77,8 @@ def spec_of_placements(placements: Sequence[Any], mesh: Mesh, shape: Sequence[in
 
 
 def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) -> tuple[Any, ...]:
-    """The placements under which DTensor holds, on every rank, what ``spec`` says of a tensor of global ``shape``.
+    """The placements under which DTensor holds, on every rank, what ``spec`` says of a tensor of
+    global ``shape``.
 
     Raises:
         SpecError: where there are none, as for uneven shards of two axes in some orders.
@@ -83,35 +100,54 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
         for i, cut in enumerate(order):
             factor = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
             for before in order[:i]:
-                factor *= mesh.axes[before.axis] if position[before.axis] > position[cut.axis] else 1
+                factor *= (
+                    mesh.axes[before.axis] if position[before.axis] > position[cut.axis] else 1
+                )
             cuts.append((cut.axis, mesh.axes[cut.axis], factor))
-            placements[position[cut.axis]] = Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            placements[position[cut.axis]] = (
+                Shard(dim) if factor == 1 else _StridedShard(dim, split_factor=factor)
+            )
         cuts.sort(key=lambda c: position[c[0]])
         if cuts and (at := _differs(cuts, spec, dim, int(shape[dim]), mesh)) is not None:
             raise SpecError(
-                f"{where}, of spec {spec} and shape {tuple(shape)}: DTensor has no placements for it; what comes nearest,"
+                f"{where}, of spec {spec} and shape {tuple(shape)}: DTensor has no placements for"
+                " it; what comes nearest,"
                 f" {tuple(placements)}, differs on rank {mesh.ranks[at] if mesh.ranks else at}."
-                " Pad the dim to a multiple of the ranks, or ftp.reshard it to a spec of one axis a dim."
+                " Pad the dim to a multiple of the ranks, or ftp.reshard it to a spec of one axis"
+                " a dim."
             )
     return tuple(placements)
 
 
 def specs_of_any(specs: Any, tree: Any, mesh: Mesh, where: str = "tree") -> Any:
-    """A spec tree in which sequences of placements, for a leaf or for all leaves below, have become specs."""
+    """A spec tree in which sequences of placements, for a leaf or for all leaves below, have
+    become specs.
+    """
     if is_placements(specs):
         if isinstance(tree, torch.Tensor):
             return spec_of_placements(specs, mesh, tree.shape, where)
         if isinstance(tree, dict):
             return {k: specs_of_any(specs, v, mesh, f"{where}[{k!r}]") for k, v in tree.items()}
         if isinstance(tree, tuple | list) and type(tree) in (tuple, list):
-            return type(tree)(specs_of_any(specs, v, mesh, f"{where}[{i}]") for i, v in enumerate(tree))
+            return type(tree)(
+                specs_of_any(specs, v, mesh, f"{where}[{i}]") for i, v in enumerate(tree)
+            )
         if tree is None or not hasattr(tree, "__dict__"):
             return None if tree is None else P()
-        raise SpecError(f"{where} is {kind_of(tree)}; placements are given to a tensor, or to a dict, list or tuple of them.")
+        raise SpecError(
+            f"{where} is {kind_of(tree)}; placements are given to a tensor, or to a dict, list or"
+            " tuple of them."
+        )
     if type(specs) is dict and isinstance(tree, dict):
-        return {k: specs_of_any(s, tree[k], mesh, f"{where}[{k!r}]") if k in tree else s for k, s in specs.items()}
+        return {
+            k: specs_of_any(s, tree[k], mesh, f"{where}[{k!r}]") if k in tree else s
+            for k, s in specs.items()
+        }
     if type(specs) in (tuple, list) and isinstance(tree, tuple | list) and len(specs) == len(tree):
-        return type(specs)(specs_of_any(s, v, mesh, f"{where}[{i}]") for i, (s, v) in enumerate(zip(specs, tree, strict=True)))
+        return type(specs)(
+            specs_of_any(s, v, mesh, f"{where}[{i}]")
+            for i, (s, v) in enumerate(zip(specs, tree, strict=True))
+        )
     return specs
 
 
@@ -123,7 +159,9 @@ def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
         packs = []
         for i, (axis, _, factor) in enumerate(order):
             for before, n, _ in order[:i]:
-                factor, rest = divmod(factor, n) if position[before] > position[axis] else (factor, 0)
+                factor, rest = (
+                    divmod(factor, n) if position[before] > position[axis] else (factor, 0)
+                )
                 if rest:
                     break
             else:
@@ -131,7 +169,12 @@ def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
                 continue
             break
         if len(packs) == len(order) and all(packs):
-            candidates.append((sum(pack > 1 for pack in packs), tuple(Units(c[0], 1, pack) for c, pack in zip(order, packs, strict=True))))
+            candidates.append(
+                (
+                    sum(pack > 1 for pack in packs),
+                    tuple(Units(c[0], 1, pack) for c, pack in zip(order, packs, strict=True)),
+                )
+            )
     for _, entry in sorted(candidates, key=lambda c: c[0]):
         if any(unit.pack != 1 and size % int(unit.pack) for unit in entry):  # type: ignore[arg-type]
             continue
@@ -143,7 +186,9 @@ def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
 
 
 def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | None:
-    """The first rank, by position on the mesh, that DTensor gives another part of a dim than the spec does."""
+    """The first rank, by position on the mesh, that DTensor gives another part of a dim than the
+    spec does.
+    """
     axes = [axis for axis, _, _ in cuts]
     for at in product(*(range(n) for _, n, _ in cuts)):
         coordinate = {**dict.fromkeys(mesh.axes, 0), **dict(zip(axes, at, strict=True))}
@@ -154,7 +199,9 @@ def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | Non
 
 
 def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Piece]:
-    """What a rank holds of a dim: cut axis by axis in the mesh's order, each of ``factor`` chunks for itself."""
+    """What a rank holds of a dim: cut axis by axis in the mesh's order, each of ``factor``
+    chunks for itself.
+    """
     held = [(0, size)]
     for (_, n, factor), index in zip(cuts, at, strict=True):
         length = sum(b - a for a, b in held)
@@ -199,9 +246,15 @@ def is_dtensor(value: Any) -> bool:
 
 
 def check_plain(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Raises for DTensors, whose own methods would do what is meant to be done with a rank's shard."""
+    """Raises for DTensors, whose own methods would do what is meant to be done with a rank's
+    shard.
+    """
     found = [name for leaf, name in zip(leaves, names, strict=True) if is_dtensor(leaf)]
     if found:
         raise InputError(
-            join_failures(f"{name} is a DTensor, a shard already. Take it as it lies with ftp.from_dtensor(tree)." for name in found)
+            join_failures(
+                f"{name} is a DTensor, a shard already. Take it as it lies with"
+                " ftp.from_dtensor(tree)."
+                for name in found
+            )
         )

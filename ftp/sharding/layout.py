@@ -1,8 +1,10 @@
 """Where a value lies on one mesh axis, and sizes that may differ from rank to rank.
 
-A layout says, for one axis, that a value is replicated (``R``), a pending reduction (``P``) or cut (``S``). Cut means: dim ``dim`` is
-seen as ``[outer, f, inner]`` and ``f`` is cut as ``torch.chunk`` cuts. Sizes are ints wherever all ranks agree; the length of an uneven
-chunk is a ``Chunk``, and a product with such a length in it is a ``Product``, so that a decision never looks at one rank's shard.
+A layout says, for one axis, that a value is replicated (``R``), a pending reduction (``P``) or cut
+(``S``). Cut means: dim ``dim`` is seen as ``[outer, f, inner]`` and ``f`` is cut as ``torch.chunk``
+cuts. Sizes are ints wherever all ranks agree; the length of an uneven chunk is a ``Chunk``, and a
+product with such a length in it is a ``Product``, so that a decision never looks at one rank's
+shard.
 """
 
 import math
@@ -14,7 +16,9 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Chunk:
-    """How much of ``size`` a rank holds when it is cut in ``n`` over mesh axis ``axis``; uneven, or it would be an int."""
+    """How much of ``size`` a rank holds when it is cut in ``n`` over mesh axis ``axis``; uneven,
+    or it would be an int.
+    """
 
     size: "Size"
     axis: str
@@ -68,7 +72,9 @@ def div(a: Size, b: Size) -> Size | None:
 def prod(sizes: Iterable[Size]) -> Size:
     total: Size = 1
     for size in sizes:
-        total = total * size if isinstance(total, int) and isinstance(size, int) else mul(total, size)
+        total = (
+            total * size if isinstance(total, int) and isinstance(size, int) else mul(total, size)
+        )
     return total
 
 
@@ -95,7 +101,9 @@ def chunk_at(chunk: Chunk, coordinate: Mapping[str, int]) -> tuple[int, int]:
 
 
 def cut_size(size: Size, axis: str, n: int) -> Size:
-    """The length of a rank's part of ``size``: an int or a product of what was there if all ranks hold as much."""
+    """The length of a rank's part of ``size``: an int or a product of what was there if all
+    ranks hold as much.
+    """
     if isinstance(size, int) and size % n == 0:
         return size // n
     const, chunks = _parts(size)
@@ -119,7 +127,9 @@ def _product(const: int, chunks: tuple[Chunk, ...]) -> Size:
 
 
 class Layout(NamedTuple):
-    """One axis' placement of a value: kind ``R``, ``P`` (pending reduction ``op``) or ``S`` (cut: dim, outer, inner)."""
+    """One axis' placement of a value: kind ``R``, ``P`` (pending reduction ``op``) or ``S``
+    (cut: dim, outer, inner).
+    """
 
     kind: str
     dim: int = 0
@@ -129,7 +139,11 @@ class Layout(NamedTuple):
 
     def __repr__(self) -> str:
         if self.kind == "S":
-            return f"S({self.dim})" if self.outer == self.inner == 1 else f"S({self.dim}, {self.outer}, {self.inner})"
+            return (
+                f"S({self.dim})"
+                if self.outer == self.inner == 1
+                else f"S({self.dim}, {self.outer}, {self.inner})"
+            )
         return f"P({self.op})" if self.kind == "P" else "R"
 
 
@@ -143,11 +157,16 @@ def partial(op: str) -> Layout:
 
 
 def shard(dim: int, outer: Size, f: Size, inner: Size, n: int) -> Layout:
-    """The cut of ``f`` in ``[outer, f, inner]``, by its one name: units matter only where they move a boundary."""
+    """The cut of ``f`` in ``[outer, f, inner]``, by its one name: units matter only where they
+    move a boundary.
+    """
     if inner != 1:
         whole = mul(f, inner)
         if is_even(f, n) or (
-            isinstance(whole, int) and isinstance(f, int) and isinstance(inner, int) and -(-f // n) * inner == -(-whole // n)
+            isinstance(whole, int)
+            and isinstance(f, int)
+            and isinstance(inner, int)
+            and -(-f // n) * inner == -(-whole // n)
         ):
             inner = 1
     return Layout("S", dim, outer, inner)

@@ -50,7 +50,13 @@ class AbstractMesh:
     def __post_init__(self):
         object.__setattr__(self, "shape", _tuple(self.shape))
         object.__setattr__(self, "axis_names", _tuple(self.axis_names))
-        check_mesh_shape(self.shape, self.axis_names, self.device_type, (*DEVICE_TYPES, "meta"), type(self).__name__)
+        check_mesh_shape(
+            self.shape,
+            self.axis_names,
+            self.device_type,
+            (*DEVICE_TYPES, "meta"),
+            type(self).__name__,
+        )
 
     @property
     def axes(self) -> dict[str, int]:
@@ -70,9 +76,15 @@ class AbstractMesh:
         names = _tuple(axis_names)
         for name in names:
             if name not in self.axis_names:
-                raise MeshError(f"The mesh has no axis {name!r}; its axes are {_describe(self.shape, self.axis_names)}.")
+                raise MeshError(
+                    f"The mesh has no axis {name!r}; its axes are"
+                    f" {_describe(self.shape, self.axis_names)}."
+                )
         if not names or list(names) != [name for name in self.axis_names if name in names]:
-            raise MeshError(f"mesh[{axis_names!r}]: name axes of {_describe(self.shape, self.axis_names)} once each, in this order.")
+            raise MeshError(
+                f"mesh[{axis_names!r}]: name axes of {_describe(self.shape, self.axis_names)} once"
+                " each, in this order."
+            )
         return replace(self, shape=tuple(self.axes[name] for name in names), axis_names=names)
 
 
@@ -85,8 +97,9 @@ class SimulatedMesh(AbstractMesh):
 class Mesh:
     """What the engine knows of a mesh, as a value; `resolve` makes it from any kind of mesh.
 
-    ``ranks`` are the global ranks, row-major, and ``rank`` is this process' own; both are of process meshes only.
-    Two meshes of the same ranks are equal within one life of the default process group, whatever groups they made.
+    ``ranks`` are the global ranks, row-major, and ``rank`` is this process' own; both are of
+    process meshes only. Two meshes of the same ranks are equal within one life of the default
+    process group, whatever groups they made.
     """
 
     shape: tuple[int, ...]
@@ -110,7 +123,9 @@ class Mesh:
 
     @property
     def coordinate(self) -> dict[str, int] | None:
-        """This process' position on each axis; None without processes and for a rank outside the mesh."""
+        """This process' position on each axis; None without processes and for a rank outside the
+        mesh.
+        """
         return self.coordinates()[self.ranks.index(self.rank)] if self.rank in self.ranks else None
 
     def coordinates(self) -> list[dict[str, int]]:
@@ -119,16 +134,23 @@ class Mesh:
         >>> resolve(simulated_mesh((1, 2), ("dp", "tp"))).coordinates()
         [{'dp': 0, 'tp': 0}, {'dp': 0, 'tp': 1}]
         """
-        return [dict(zip(self.axis_names, at, strict=True)) for at in product(*map(range, self.shape))]
+        return [
+            dict(zip(self.axis_names, at, strict=True)) for at in product(*map(range, self.shape))
+        ]
 
     def group_name(self, axis: str, *others: str) -> str:
-        """The name that functional collectives along an axis take; of a process group, it differs from rank to rank.
+        """The name that functional collectives along an axis take; of a process group, it differs
+        from rank to rank.
 
-        Of the product of several axes it is one that stands for `product_group` until a run, as making a group takes all ranks.
+        Of the product of several axes it is one that stands for `product_group` until a run, as
+        making a group takes all ranks.
         """
         for name in (axis, *others):
             if name not in self.axis_names:
-                raise MeshError(f"The mesh has no axis {name!r}; its axes are {_describe(self.shape, self.axis_names)}.")
+                raise MeshError(
+                    f"The mesh has no axis {name!r}; its axes are"
+                    f" {_describe(self.shape, self.axis_names)}."
+                )
         if self.kind != "process" or others:
             return f"sim:{' × '.join((axis, *others))}"
         require_coordinate(self)
@@ -143,12 +165,14 @@ AnyMesh = DeviceMesh | AbstractMesh | Mesh
 _current: ContextVar[Mesh | None] = ContextVar("ftp.sharding.mesh", default=None)
 
 
-def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None) -> DeviceMesh | SimulatedMesh:
+def make_mesh(
+    shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None
+) -> DeviceMesh | SimulatedMesh:
     """A mesh over all processes, or over simulated ranks where there are none.
 
-    It uses the default process group if one is initialised; else, where torchrun, srun or mpirun launched this process,
-    it initialises one; else the mesh is simulated. ``device_type`` defaults to the process group's, or to
-    the accelerator if there is one.
+    It uses the default process group if one is initialised; else, where torchrun, srun or mpirun
+    launched this process, it initialises one; else the mesh is simulated. ``device_type`` defaults
+    to the process group's, or to the accelerator if there is one.
 
     >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
     {'dp': 2, 'tp': 4}
@@ -169,18 +193,22 @@ def make_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, de
     if not dist.is_initialized():
         init_process_group(device_type=device_type)
     if device_type == "cuda" and not torch.cuda.is_initialized():
-        # Of a process group that others initialised: processes beyond the devices share them, which gloo allows.
+        # Of a process group that others initialised: processes beyond the devices share them, which
+        # gloo allows.
         local_rank = dist.get_rank() if launch is None else launch.local_rank
         torch.cuda.set_device(local_rank % torch.cuda.device_count())
     mesh = init_device_mesh(device_type, shape, mesh_dim_names=axis_names)
-    # torch gives the groups of the axes its own default of half an hour, not the default group's timeout.
+    # torch gives the groups of the axes its own default of half an hour, not the default group's
+    # timeout.
     if dist.get_backend() != "fake":
         world_group = c10d._get_default_group()
         set_group_timeout(mesh.get_all_groups(), timeout_of(world_group))
     return mesh
 
 
-def simulated_mesh(shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str = "cpu") -> SimulatedMesh:
+def simulated_mesh(
+    shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str = "cpu"
+) -> SimulatedMesh:
     """A mesh whose ranks are all simulated in this process, also under torchrun.
 
     >>> simulated_mesh(3, "tp")
@@ -214,14 +242,21 @@ def resolve(mesh: AnyMesh | None) -> Mesh:
         current = _current.get()
         if current is None:
             raise MeshError(
-                "No mesh is given. Pass one, as ftp.make_mesh((2, 4), ('dp', 'tp')), or call inside `with ftp.use_mesh(mesh):`."
+                "No mesh is given. Pass one, as ftp.make_mesh((2, 4), ('dp', 'tp')), or call"
+                " inside `with ftp.use_mesh(mesh):`."
             )
         return current
     if isinstance(mesh, AbstractMesh):
-        return Mesh(mesh.shape, mesh.axis_names, mesh.device_type, "simulated" if isinstance(mesh, SimulatedMesh) else "abstract")
+        return Mesh(
+            mesh.shape,
+            mesh.axis_names,
+            mesh.device_type,
+            "simulated" if isinstance(mesh, SimulatedMesh) else "abstract",
+        )
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
-            f"A mesh is a torch DeviceMesh, an ftp.AbstractMesh, or what ftp.make_mesh or simulated_mesh made, not a {type(mesh).__name__}."
+            "A mesh is a torch DeviceMesh, an ftp.AbstractMesh, or what ftp.make_mesh or"
+            f" simulated_mesh made, not a {type(mesh).__name__}."
         )
     known = resolved_meshes.get(mesh)
     if known is None or known.world != current_world():
@@ -232,11 +267,14 @@ def resolve(mesh: AnyMesh | None) -> Mesh:
 def require_coordinate(mesh: Mesh) -> dict[str, int]:
     """This process' position on a mesh of processes; an error if it has none."""
     if mesh.kind != "process":
-        raise MeshError(f"The mesh {mesh} is {mesh.kind}: it has no processes, so no rank has a place on it.")
+        raise MeshError(
+            f"The mesh {mesh} is {mesh.kind}: it has no processes, so no rank has a place on it."
+        )
     coordinate = mesh.coordinate
     if coordinate is None:
         raise MeshError(
-            f"Rank {mesh.rank} is not on the mesh {mesh}, which holds ranks {_shortened(mesh.ranks)}."
+            f"Rank {mesh.rank} is not on the mesh {mesh}, which holds ranks"
+            f" {_shortened(mesh.ranks)}."
             f" Call the step on those ranks only, or make a mesh that includes rank {mesh.rank}."
         )
     return coordinate
@@ -246,15 +284,16 @@ def require_alive(mesh: Mesh) -> None:
     """An error for a mesh of processes whose process group is destroyed, and perhaps replaced."""
     if mesh.kind == "process" and (not dist.is_initialized() or current_world() != mesh.world):
         raise MeshError(
-            f"The process group of the mesh {mesh} is destroyed. Make the mesh, and the steps on it, anew after init_process_group."
+            f"The process group of the mesh {mesh} is destroyed. Make the mesh, and the steps on"
+            " it, anew after init_process_group."
         )
 
 
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank.
 
-    NCCL's own thread ends the process after that time: it waits longer, so that ranks find out first
-    who is missing.
+    NCCL's own thread ends the process after that time: it waits longer, so that ranks find out
+    first who is missing.
     """
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
         longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
@@ -273,23 +312,35 @@ def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
     is_int = hasattr(rank, "__index__") and not isinstance(rank, bool)
     if not is_int or rank not in ranks:
         kind = "" if is_int else f", a {type(rank).__name__},"
-        raise MeshError(f"{name}={rank!r}{kind} is no rank of {where}, which holds ranks {ranks[0]} to {ranks[-1]}.")
+        raise MeshError(
+            f"{name}={rank!r}{kind} is no rank of {where}, which holds ranks {ranks[0]} to"
+            f" {ranks[-1]}."
+        )
     return int(rank)
 
 
 def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
     """This rank's groups along the axes, and over those products of axes for which there is one."""
     assert mesh.torch is not None
-    return [*mesh.torch.get_all_groups(), *(group for (of, _), group in product_groups.items() if of == mesh)]
+    return [
+        *mesh.torch.get_all_groups(),
+        *(group for (of, _), group in product_groups.items() if of == mesh),
+    ]
 
 
 def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group over the product of some axes; all ranks of the mesh ask for it together when it is first made."""
+    """This rank's group over the product of some axes; all ranks of the mesh ask for it together
+    when it is first made.
+    """
     key = mesh, tuple(axes)
     if key not in product_groups:
         here = require_coordinate(mesh)
         at = zip(mesh.ranks, mesh.coordinates(), strict=True)
-        ranks = [rank for rank, there in at if all(there[a] == here[a] for a in mesh.axis_names if a not in axes)]
+        ranks = [
+            rank
+            for rank, there in at
+            if all(there[a] == here[a] for a in mesh.axis_names if a not in axes)
+        ]
         group = dist.new_group(ranks, use_local_synchronization=True)
         assert isinstance(group, dist.ProcessGroup) and mesh.torch is not None
         if dist.get_backend() != "fake":
@@ -303,45 +354,86 @@ def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
     if names is None:
         example = ("dp", "tp", "pp", "cp", "ep")[: mesh.ndim]
         raise MeshError(
-            f"The DeviceMesh of shape {tuple(mesh.shape)} has no axis names. Make it with mesh_dim_names={example}, one for each dim."
+            f"The DeviceMesh of shape {tuple(mesh.shape)} has no axis names. Make it with"
+            f" mesh_dim_names={example}, one for each dim."
         )
     shape, device_type = tuple(mesh.shape), mesh.device_type
     check_mesh_shape(shape, names, device_type, DEVICE_TYPES, "DeviceMesh")
     ranks = tuple(mesh.mesh.flatten().tolist())
-    resolved = Mesh(shape, tuple(names), device_type, "process", ranks, mesh.get_rank(), current_world(), (), mesh)
+    resolved = Mesh(
+        shape,
+        tuple(names),
+        device_type,
+        "process",
+        ranks,
+        mesh.get_rank(),
+        current_world(),
+        (),
+        mesh,
+    )
     coordinate = resolved.coordinate
     if coordinate is None:
         return resolved
     groups = []
     for dim, name in enumerate(names):
-        line = mesh.mesh[tuple(slice(None) if d == dim else coordinate[n] for d, n in enumerate(names))].tolist()
+        line = mesh.mesh[
+            tuple(slice(None) if d == dim else coordinate[n] for d, n in enumerate(names))
+        ].tolist()
         group = mesh.get_group(dim)
         if (order := dist.get_process_group_ranks(group)) != line:
             raise MeshError(
-                f"Along axis {name!r} the DeviceMesh holds ranks {line}, but their process group has them as {order}, so that"
-                " gathered shards would come out of order. Make the mesh of ranks that ascend along each axis."
+                f"Along axis {name!r} the DeviceMesh holds ranks {line}, but their process group"
+                f" has them as {order}, so that"
+                " gathered shards would come out of order. Make the mesh of ranks that ascend"
+                " along each axis."
             )
         groups.append(group.group_name)
-    return Mesh(shape, tuple(names), device_type, "process", ranks, resolved.rank, resolved.world, tuple(groups), mesh)
+    return Mesh(
+        shape,
+        tuple(names),
+        device_type,
+        "process",
+        ranks,
+        resolved.rank,
+        resolved.world,
+        tuple(groups),
+        mesh,
+    )
 
 
 def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int) -> str:
     need = math.prod(shape)
-    message = f"The mesh {_describe(shape, axis_names)} takes {need} ranks, but the world has {world}."
+    message = (
+        f"The mesh {_describe(shape, axis_names)} takes {need} ranks, but the world has {world}."
+    )
     for dim in reversed(range(len(shape))):
         rest = need // shape[dim]
         if world % rest == 0:
             fitting = (*shape[:dim], world // rest, *shape[dim + 1 :])
-            return f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give shape {fitting}."
-    return f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give sizes whose product is {world}."
+            return (
+                f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or"
+                f" give shape {fitting}."
+            )
+    return (
+        f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give"
+        f" sizes whose product is {world}."
+    )
 
 
 def _describe(shape: Sequence[int], axis_names: Sequence[str]) -> str:
-    return "(" + ", ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True)) + ")"
+    return (
+        "("
+        + ", ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
+        + ")"
+    )
 
 
 def _shortened(ranks: Sequence[int]) -> str:
-    return str(list(ranks)) if len(ranks) <= 16 else f"[{', '.join(map(str, ranks[:8]))}, ..., {ranks[-1]}]"
+    return (
+        str(list(ranks))
+        if len(ranks) <= 16
+        else f"[{', '.join(map(str, ranks[:8]))}, ..., {ranks[-1]}]"
+    )
 
 
 def _tuple(given) -> tuple:

@@ -18,14 +18,18 @@ from ftp.errors import MeshError
 from ftp.sharding.launcher import Launched, launched
 
 DEVICE_TYPES = ("cpu", "cuda")
-START_TIMEOUT = 300.0  # seconds; torchtitan's figure for the first step, which compiles and connects
+START_TIMEOUT = (
+    300.0  # seconds; torchtitan's figure for the first step, which compiles and connects
+)
 STEP_TIMEOUT = 100.0  # seconds; torchtitan's figure for later ones
 NCCL_LONGER = 30.0  # seconds
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How many seconds a rank waits for the others: to the end of a program's first run, and in any later run."""
+    """How many seconds a rank waits for the others: to the end of a program's first run, and in
+    any later run.
+    """
 
     start: float = START_TIMEOUT
     step: float = STEP_TIMEOUT
@@ -39,30 +43,42 @@ endings: list[Callable[[], None]] = []
 """What gives back that without which no process group ends."""
 
 
-def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | None = None, device_type: str | None = None) -> None:
-    """Initialises the default process group from a launcher's environment; `make_mesh` does it with the defaults.
+def init_process_group(
+    *,
+    timeout: float = START_TIMEOUT,
+    step_timeout: float | None = None,
+    device_type: str | None = None,
+) -> None:
+    """Initialises the default process group from a launcher's environment; `make_mesh` does it with
+    the defaults.
 
-    Every attempt of a launcher that restarts its workers gets keys of its own in the launcher's store, so that none meets the
-    addresses of processes that are gone.
+    Every attempt of a launcher that restarts its workers gets keys of its own in the launcher's
+    store, so that none meets the addresses of processes that are gone.
 
     Args:
-        timeout: seconds that a rank waits for a missing one, until a program has run once: ranks trace, compile and connect then.
+        timeout: seconds that a rank waits for a missing one, until a program has run once: ranks
+            trace, compile and connect then.
         step_timeout: the same for later runs; default 100, or ``timeout`` where that is less.
-        device_type: "cuda" talks NCCL and takes the device of the local rank, or the only one that the process sees; "cpu" talks gloo;
-            default: what there is.
+        device_type: "cuda" talks NCCL and takes the device of the local rank, or the only one that
+            the process sees; "cpu" talks gloo; default: what there is.
 
     Raises:
-        MeshError: without a launcher's environment, with a default process group already there, without a GPU for each process.
+        MeshError: without a launcher's environment, with a default process group already there,
+            without a GPU for each process.
     """
     device_type = device_type or default_device_type()
     check_mesh_shape((1,), ("world",), device_type, DEVICE_TYPES, "init_process_group")
     require_device(device_type, "init_process_group")
     if dist.is_initialized():
-        raise MeshError(f"The default process group is already initialised, with {dist.get_world_size()} ranks; nothing is left to do.")
+        raise MeshError(
+            f"The default process group is already initialised, with {dist.get_world_size()}"
+            " ranks; nothing is left to do."
+        )
     launch = launched()
     if launch is None:
         raise MeshError(
-            "RANK and WORLD_SIZE are not in the environment. Launch with torchrun --nproc-per-node=N, srun or mpirun,"
+            "RANK and WORLD_SIZE are not in the environment. Launch with torchrun"
+            " --nproc-per-node=N, srun or mpirun,"
             " or simulate: ftp.simulated_mesh."
         )
     backend = "gloo"
@@ -70,24 +86,31 @@ def init_process_group(*, timeout: float = START_TIMEOUT, step_timeout: float | 
         torch.cuda.set_device(_own_device(launch))
         backend = "cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo"
     if min(timeout, timeout if step_timeout is None else step_timeout) <= 0:
-        raise MeshError(f"init_process_group: timeouts are seconds above 0, not {timeout} and {step_timeout}.")
+        raise MeshError(
+            f"init_process_group: timeouts are seconds above 0, not {timeout} and {step_timeout}."
+        )
     wait = timedelta(seconds=timeout)
     store, rank, world_size = next(rendezvous(launch.meets_at, timeout=wait))
-    # A restarted attempt finds the agent's store as the last one left it, with the addresses of processes that are gone.
+    # A restarted attempt finds the agent's store as the last one left it, with the addresses of
+    # processes that are gone.
     store = c10d.PrefixStore(f"ftp/attempt{restart_count()}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=wait)
-    _timeouts[current_world()] = Timeouts(timeout, min(timeout, STEP_TIMEOUT) if step_timeout is None else step_timeout)
+    _timeouts[current_world()] = Timeouts(
+        timeout, min(timeout, STEP_TIMEOUT) if step_timeout is None else step_timeout
+    )
     if device_type == "cuda" and talks_nccl():
         _require_own_gpus()
 
 
 def destroy_process_group() -> None:
-    """Waits for saves and for all ranks, then ends the default process group; where there is none, as in a simulation, for saves.
+    """Waits for saves and for all ranks, then ends the default process group; where there is none,
+    as in a simulation, for saves.
 
     A process that ends without it may take a store with it that others still talk to.
 
     Raises:
-        CheckpointError: a save failed of which nobody has asked the result; the process group has ended.
+        CheckpointError: a save failed of which nobody has asked the result; the process group has
+            ended.
 
     >>> destroy_process_group()
     """
@@ -105,7 +128,9 @@ def destroy_process_group() -> None:
 
 
 def timeouts() -> Timeouts | None:
-    """What `init_process_group` was given; None for a process group that others initialised, whose timeouts are theirs."""
+    """What `init_process_group` was given; None for a process group that others initialised,
+    whose timeouts are theirs.
+    """
     return _timeouts.get(current_world())
 
 
@@ -121,9 +146,14 @@ def restart_count() -> int:
 
 
 def current_world() -> int:
-    """Which default process group this is, counted from 0 in this process; names of groups die with it."""
+    """Which default process group this is, counted from 0 in this process; names of groups die
+    with it.
+    """
     if not dist.is_initialized():
-        raise MeshError("The process group of this DeviceMesh is destroyed. Make the mesh anew after init_process_group.")
+        raise MeshError(
+            "The process group of this DeviceMesh is destroyed. Make the mesh anew after"
+            " init_process_group."
+        )
     group = c10d._get_default_group()
     if not _worlds or _worlds[-1]() is not group:
         resolved_meshes.clear()
@@ -132,29 +162,52 @@ def current_world() -> int:
     return len(_worlds) - 1
 
 
-def check_mesh_shape(shape: tuple[int, ...], axis_names: tuple[str, ...], device_type: str, supported: Sequence[str], where: str) -> None:
+def check_mesh_shape(
+    shape: tuple[int, ...],
+    axis_names: tuple[str, ...],
+    device_type: str,
+    supported: Sequence[str],
+    where: str,
+) -> None:
     given = f"{where}: shape {shape} with axis names {axis_names}"
-    if not all(isinstance(s, int) and not isinstance(s, bool) for s in shape) or not all(isinstance(n, str) and n for n in axis_names):
-        raise MeshError(f"{given}: a mesh takes ints for its shape and non-empty strings for its axis names, as (2, 4), ('dp', 'tp').")
+    if not all(isinstance(s, int) and not isinstance(s, bool) for s in shape) or not all(
+        isinstance(n, str) and n for n in axis_names
+    ):
+        raise MeshError(
+            f"{given}: a mesh takes ints for its shape and non-empty strings for its axis names,"
+            " as (2, 4), ('dp', 'tp')."
+        )
     if len(shape) != len(axis_names):
-        raise MeshError(f"{given}: {len(shape)} sizes but {len(axis_names)} names. Give each axis one size and one name.")
+        raise MeshError(
+            f"{given}: {len(shape)} sizes but {len(axis_names)} names. Give each axis one size and"
+            " one name."
+        )
     repeated = sorted({n for n in axis_names if axis_names.count(n) > 1})
     if repeated:
         raise MeshError(
-            f"{given}: axis name {repeated[0]!r} is used {axis_names.count(repeated[0])} times. Give each axis a name of its own."
+            f"{given}: axis name {repeated[0]!r} is used {axis_names.count(repeated[0])} times."
+            " Give each axis a name of its own."
         )
     for name, size in zip(axis_names, shape, strict=True):
         if size < 1:
             raise MeshError(f"{given}: axis {name!r} has size {size}. A size is at least 1.")
     if device_type not in supported:
-        hint = " ('meta' is for ftp.AbstractMesh, which plans without devices)" if device_type == "meta" else ""
-        raise MeshError(f"{where}: device type {device_type!r} is not supported{hint}. Supported are {', '.join(map(repr, supported))}.")
+        hint = (
+            " ('meta' is for ftp.AbstractMesh, which plans without devices)"
+            if device_type == "meta"
+            else ""
+        )
+        raise MeshError(
+            f"{where}: device type {device_type!r} is not supported{hint}. Supported are"
+            f" {', '.join(map(repr, supported))}."
+        )
 
 
 def require_device(device_type: str, where: str) -> None:
     if device_type == "cuda" and not torch.cuda.is_available():
         raise MeshError(
-            f"{where}: device type 'cuda', but no CUDA device is visible. Use 'cpu', or plan without devices: ftp.AbstractMesh."
+            f"{where}: device type 'cuda', but no CUDA device is visible. Use 'cpu', or plan"
+            " without devices: ftp.AbstractMesh."
         )
 
 
@@ -181,13 +234,16 @@ def _own_device(launch: Launched) -> int:
     if devices == 1:  # as srun --gpus-per-task=1 shows each process its own
         return 0
     raise MeshError(
-        f"LOCAL_RANK is {launch.local_rank}, but this host shows {devices} CUDA devices. Launch at most {devices} processes on it, or"
+        f"LOCAL_RANK is {launch.local_rank}, but this host shows {devices} CUDA devices. Launch at"
+        f" most {devices} processes on it, or"
         " have them share devices, slowly: torch.distributed.init_process_group('gloo') first."
     )
 
 
 def _require_own_gpus() -> None:
-    """Raises on every rank where several have one GPU, which NCCL refuses; ends the process group."""
+    """Raises on every rank where several have one GPU, which NCCL refuses; ends the process
+    group.
+    """
     uuid = gpu_uuid(torch.cuda.current_device()).encode()
     name = int.from_bytes(hashlib.blake2b(uuid, digest_size=7).digest())
     names = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size())]
@@ -198,8 +254,10 @@ def _require_own_gpus() -> None:
     if shared := [held for held in ranks.values() if len(held) > 1]:
         dist.destroy_process_group()
         raise MeshError(
-            f"Ranks {', '.join(map(str, shared[0]))} have one GPU. Launch at most one process for each"
-            " GPU, or have them share it, slowly: torch.distributed.init_process_group('gloo') first."
+            f"Ranks {', '.join(map(str, shared[0]))} have one GPU. Launch at most one process for"
+            " each"
+            " GPU, or have them share it, slowly: torch.distributed.init_process_group('gloo')"
+            " first."
         )
 
 

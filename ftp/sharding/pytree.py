@@ -1,4 +1,6 @@
-"""Trees: leaves and their paths, spec trees and prefixes of them, and path patterns that give specs."""
+"""Trees: leaves and their paths, spec trees and prefixes of them, and path patterns that give
+specs.
+"""
 
 import difflib
 from collections import OrderedDict, defaultdict
@@ -53,7 +55,8 @@ def dotted(path: Path) -> str:
     return ".".join(path)
 
 
-# A tied weight is one leaf with several paths. The tensor carries them, not the tree, so that any copy of the tree knows them too.
+# A tied weight is one leaf with several paths. The tensor carries them, not the tree, so that any
+# copy of the tree knows them too.
 _paths_of_tied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
@@ -70,7 +73,9 @@ def tied_paths(leaf: Any, path: Path) -> tuple[Path, ...]:
     >>> tied_paths(weight, ("model", "emb", "weight"))
     (('model', 'emb', 'weight'), ('model', 'head', 'weight'))
     """
-    known: tuple[Path, ...] = (_paths_of_tied.get(leaf) or ()) if isinstance(leaf, torch.Tensor) else ()
+    known: tuple[Path, ...] = (
+        (_paths_of_tied.get(leaf) or ()) if isinstance(leaf, torch.Tensor) else ()
+    )
     own = next((p for p in known if path[-len(p) :] == p), None)
     if own is None:
         return (path,)
@@ -79,7 +84,9 @@ def tied_paths(leaf: Any, path: Path) -> tuple[Path, ...]:
 
 
 class Specs(dict):
-    """A dict of specs that ``plan`` made; printing it gives a table of every path, its spec and the pattern that gave it."""
+    """A dict of specs that ``plan`` made; printing it gives a table of every path, its spec and
+    the pattern that gave it.
+    """
 
     rows: "Mapping[str, Row]"
 
@@ -92,12 +99,24 @@ class Specs(dict):
 
     def __str__(self) -> str:
         lines = [("path", "spec", "shape", "given by")]
-        for path, name, spec in zip(leaf_paths(self), leaf_names(self, "params"), flatten(self)[0], strict=True):
+        for path, name, spec in zip(
+            leaf_paths(self), leaf_names(self, "params"), flatten(self)[0], strict=True
+        ):
             row = self.rows.get(name)
             given_by = row.given_by if row and row.spec == spec else "set by hand"
-            lines.append((dotted(path), str(spec), str(row.shape) if row and row.shape is not None else "", given_by))
+            lines.append(
+                (
+                    dotted(path),
+                    str(spec),
+                    str(row.shape) if row and row.shape is not None else "",
+                    given_by,
+                )
+            )
         widths = [max(len(line[column]) for line in lines) for column in range(4)]
-        return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
+        return "\n".join(
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+            for line in lines
+        )
 
 
 @dataclass(frozen=True)
@@ -120,7 +139,8 @@ def _one_level(tree: Any) -> Any:
     return optree.tree_flatten_one_level(tree, none_is_leaf=False, namespace=NAMESPACE)
 
 
-# Globally, so that optree.tree_map without a namespace sees a tree too; what comes out of it is a plain dict.
+# Globally, so that optree.tree_map without a namespace sees a tree too; what comes out of it is a
+# plain dict.
 optree.register_pytree_node(
     Specs,
     _flatten_specs,
@@ -130,22 +150,30 @@ optree.register_pytree_node(
 )
 
 
-def plan(params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, strict: bool = False) -> Any:
-    """A spec for every leaf of ``params``, from patterns over its paths; also for buffers or any other tree.
+def plan(
+    params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, strict: bool = False
+) -> Any:
+    """A spec for every leaf of ``params``, from patterns over its paths; also for buffers or any
+    other tree.
 
     Args:
-        params: a tree of tensors (meta ones do) whose leaves have paths such as ``layers.0.attn.wq.weight``.
-        patterns: ``{pattern: P}``. A pattern is path elements joined by ".": ``*`` stands for one element or a part of one,
-            ``**`` for any number of elements, ``w[qkv]`` for wq, wk or wv; dots inside a key separate elements.
-            Or a function of a path and its leaf that returns a ``P``.
-        strict: a leaf that no pattern names is an error. Otherwise it is replicated, and so marked in the printed table.
+        params: a tree of tensors (meta ones do) whose leaves have paths such as
+            ``layers.0.attn.wq.weight``.
+        patterns: ``{pattern: P}``. A pattern is path elements joined by ".": ``*`` stands for one
+            element or a part of one, ``**`` for any number of elements, ``w[qkv]`` for wq, wk or
+            wv; dots inside a key separate elements. Or a function of a path and its leaf that
+            returns a ``P``.
+        strict: a leaf that no pattern names is an error. Otherwise it is replicated, and so marked
+            in the printed table.
 
     Returns:
-        A tree of ``P`` with the structure of ``params``; where that is a dict, printing it gives a table.
+        A tree of ``P`` with the structure of ``params``; where that is a dict, printing it gives a
+        table.
 
     Raises:
-        SpecError: a pattern that matches nothing, patterns that disagree for one path, a value that is no ``P``, a spec longer than
-            the tensor, a spec for a leaf that is not a tensor; all of them at once.
+        SpecError: a pattern that matches nothing, patterns that disagree for one path, a value that
+            is no ``P``, a spec longer than the tensor, a spec for a leaf that is not a tensor; all
+            of them at once.
 
     >>> params = {"emb.weight": torch.ones(8, 4), "layers.0.wq.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
     >>> specs = plan(params, {"emb.weight": P("tp"), "layers.*.w[qkv].weight": P("tp", None)})
@@ -159,7 +187,9 @@ def plan(params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, st
     """
     leaves, treedef = flatten(params)
     names = leaf_names(params, "params")
-    answers = [tied_paths(leaf, path) for leaf, path in zip(leaves, leaf_paths(params), strict=True)]
+    answers = [
+        tied_paths(leaf, path) for leaf, path in zip(leaves, leaf_paths(params), strict=True)
+    ]
     failures: list[str] = []
     if isinstance(patterns, Mapping):
         matched = match_patterns(patterns, answers, names, "params", failures, _check_value)
@@ -167,24 +197,42 @@ def plan(params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, st
     elif callable(patterns):
         found = _ask(patterns, leaves, answers, names, failures)
     else:
-        hint = f" For one spec everywhere give {{'**': {patterns}}}." if isinstance(patterns, P) else ""
-        raise SpecError(f"plan(params, patterns) takes a dict of patterns or a function, not {patterns!r}, {kind_of(patterns)}.{hint}")
+        hint = (
+            f" For one spec everywhere give {{'**': {patterns}}}."
+            if isinstance(patterns, P)
+            else ""
+        )
+        raise SpecError(
+            f"plan(params, patterns) takes a dict of patterns or a function, not {patterns!r},"
+            f" {kind_of(patterns)}.{hint}"
+        )
     rows: dict[str, Row] = {}
     for leaf, name, match in zip(leaves, names, found, strict=True):
         given_by, spec = match or ("no pattern: replicated", P())
         if match and (problem := _unfit(leaf, name, spec, given_by)):
             failures.append(problem)
-        rows[name] = Row(spec, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, given_by)
+        rows[name] = Row(
+            spec, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, given_by
+        )
     unmatched = [name for name, match in zip(names, found, strict=True) if match is None]
     if strict and unmatched:
-        failures.append(f"strict=True, and no pattern matches {_several(unmatched)}. Give a pattern for each; P() replicates.")
+        failures.append(
+            f"strict=True, and no pattern matches {_several(unmatched)}. Give a pattern for each;"
+            " P() replicates."
+        )
     if failures:
         raise SpecError(join_failures(failures))
     specs: Any = optree.tree_unflatten(treedef, [row.spec for row in rows.values()])
     return Specs(specs, rows) if type(specs) in (dict, OrderedDict) else specs
 
 
-def _ask(function: Callable[[str, Any], P], leaves: list, answers: Sequence[tuple[Path, ...]], names: list[str], failures: list[str]):
+def _ask(
+    function: Callable[[str, Any], P],
+    leaves: list,
+    answers: Sequence[tuple[Path, ...]],
+    names: list[str],
+    failures: list[str],
+):
     label = f"{getattr(function, '__name__', type(function).__name__)}()"
     found = []
     for leaf, paths, name in zip(leaves, answers, names, strict=True):
@@ -192,10 +240,16 @@ def _ask(function: Callable[[str, Any], P], leaves: list, answers: Sequence[tupl
         first, *_ = given.values()
         for path, spec in given.items():
             if not isinstance(spec, P):
-                failures.append(f"{label} gives {spec!r}, {kind_of(spec)}, for path {path!r}; it must give a P.{_as_spec(spec)}")
+                failures.append(
+                    f"{label} gives {spec!r}, {kind_of(spec)}, for path {path!r}; it must give a"
+                    f" P.{_as_spec(spec)}"
+                )
         if all(isinstance(spec, P) for spec in given.values()) and len(set(given.values())) > 1:
             gives = " and ".join(f"{spec} for {path!r}" for path, spec in given.items())
-            failures.append(f"{name} is one tied weight, and {label} gives {gives}. Give the same spec for each of its paths.")
+            failures.append(
+                f"{name} is one tied weight, and {label} gives {gives}. Give the same spec for"
+                " each of its paths."
+            )
         found.append((label, first) if isinstance(first, P) else None)
     return found
 
@@ -210,10 +264,17 @@ def _unfit(leaf: Any, name: str, spec: P, given_by: str) -> str | None:
     """Why no mesh could make the spec fit."""
     if not isinstance(leaf, torch.Tensor):
         what = f"{name} is {_short(leaf)}, {kind_of(leaf)}"
-        return f"{what}, and gets {spec} from {given_by}; only a tensor can be cut. Give P()." if spec else None
+        return (
+            f"{what}, and gets {spec} from {given_by}; only a tensor can be cut. Give P()."
+            if spec
+            else None
+        )
     if len(spec) > leaf.ndim:
         what = f"{name} gets {spec} of {len(spec)} entries from {given_by}"
-        return f"{what}, but its shape {tuple(leaf.shape)} has {leaf.ndim} dims. Give at most {leaf.ndim}."
+        return (
+            f"{what}, but its shape {tuple(leaf.shape)} has {leaf.ndim} dims. Give at most"
+            f" {leaf.ndim}."
+        )
     return None
 
 
@@ -225,19 +286,25 @@ def match_patterns(
     failures: list[str],
     check: Callable[[str, Any], str | None] = lambda pattern, value: None,
 ) -> list[tuple[str, T] | None]:
-    """Per thing that answers to one or more paths, the first pattern that matches it with its value, or ``None``.
+    """Per thing that answers to one or more paths, the first pattern that matches it with its
+    value, or ``None``.
 
-    Each pattern that matches nothing of ``where``, each pair that disagrees and each value that ``check`` refuses is added to ``failures``.
+    Each pattern that matches nothing of ``where``, each pair that disagrees and each value that
+    ``check`` refuses is added to ``failures``.
     """
     found: list[list[tuple[str, T]]] = [[] for _ in answers]
     for pattern, value in patterns.items():
         if not isinstance(pattern, str):
-            failures.append(f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'.")
+            failures.append(
+                f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'."
+            )
             continue
         if problem := check(pattern, value):
             failures.append(problem)
             continue
-        matched = [i for i, paths in enumerate(answers) if any(matches(pattern, path) for path in paths)]
+        matched = [
+            i for i, paths in enumerate(answers) if any(matches(pattern, path) for path in paths)
+        ]
         if not matched:
             failures.append(_matches_nothing(pattern, answers, where))
         for i in matched:
@@ -250,7 +317,11 @@ def match_patterns(
     for (first, second), where_both in disagreements.items():
         i = where_both[0]
         named = _several([names[i] for i in where_both])
-        tied = f", a tied weight with paths {_listed([dotted(p) for p in answers[i]])}" if len(answers[i]) > 1 else ""
+        tied = (
+            f", a tied weight with paths {_listed([dotted(p) for p in answers[i]])}"
+            if len(answers[i]) > 1
+            else ""
+        )
         failures.append(
             f"patterns {first!r} and {second!r} disagree for {named}{tied}:"
             f" {patterns[first]} and {patterns[second]}. Give both the same value, or narrow one."
@@ -259,7 +330,8 @@ def match_patterns(
 
 
 def matches(pattern: str, path: Path) -> bool:
-    """Whether a pattern matches all elements of ``path``; the empty one matches the root, and every path matches itself.
+    """Whether a pattern matches all elements of ``path``; the empty one matches the root, and every
+    path matches itself.
 
     >>> matches("layers.*.w[qkv]", ("layers", "0", "wq")), matches("**.weight", ("weight",)), matches("*", ("a", "b"))
     (True, True, False)
@@ -275,7 +347,9 @@ def _matches(pattern: Path, path: Path) -> bool:
     head, rest = pattern[0], pattern[1:]
     if head == "**":
         return any(_matches(rest, path[i:]) for i in range(len(path) + 1))
-    return bool(path) and (path[0] == head or fnmatchcase(path[0], head)) and _matches(rest, path[1:])
+    return (
+        bool(path) and (path[0] == head or fnmatchcase(path[0], head)) and _matches(rest, path[1:])
+    )
 
 
 def _matches_nothing(pattern: str, answers: Sequence[tuple[Path, ...]], where: str) -> str:
@@ -286,18 +360,23 @@ def _matches_nothing(pattern: str, answers: Sequence[tuple[Path, ...]], where: s
     for wider in (f"{pattern}.**", f"**.{pattern}"):
         if n := sum(matches(wider, path) for path in paths):
             return f"{message}; {wider!r} matches {n}."
-    return f"{message}; the nearest are {_listed(nearest(pattern, [dotted(path) for path in paths]))}."
+    return (
+        f"{message}; the nearest are {_listed(nearest(pattern, [dotted(path) for path in paths]))}."
+    )
 
 
 def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
-    """The candidates most like ``name``, one of each family that differs in numbers only; "A" is like "a".
+    """The candidates most like ``name``, one of each family that differs in numbers only; "A" is
+    like "a".
 
     >>> nearest("layers.*.atn", ["layers.0.attn", "layers.1.attn", "head"], n=2)
     ['layers.0.attn', 'head']
     """
     families: dict[str, str] = {}
     for candidate in candidates:
-        families.setdefault(".".join("*" if e.isdigit() else e for e in candidate.split(".")), candidate)
+        families.setdefault(
+            ".".join("*" if e.isdigit() else e for e in candidate.split(".")), candidate
+        )
     likeness = difflib.SequenceMatcher(b=name.lower())
 
     def like(family: str) -> tuple[float, str]:
@@ -308,9 +387,11 @@ def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
 
 
 def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
-    """One spec per leaf of ``tree``, in optree's order, from a tree of specs or a prefix of one: a ``P`` covers all that is below it.
+    """One spec per leaf of ``tree``, in optree's order, from a tree of specs or a prefix of one: a
+    ``P`` covers all that is below it.
 
-    ``where`` names ``tree`` in messages. Keys that only one of them has, and anything else that is no ``P``, are a SpecError.
+    ``where`` names ``tree`` in messages. Keys that only one of them has, and anything else that is
+    no ``P``, are a SpecError.
 
     >>> broadcast_specs({"a": P("dp"), "b": P()}, {"a": {"x": 1, "y": 2}, "b": 3}, "params")
     [P('dp'), P('dp'), P()]
@@ -324,7 +405,9 @@ def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
 
 
 class PartlyCovered(dict):
-    """A dict of leaves of which a spec given for all of it is meant for some, and the others are replicated."""
+    """A dict of leaves of which a spec given for all of it is meant for some, and the others are
+    replicated.
+    """
 
     def covered(self, spec: Any, whole: Any) -> list[Any]:
         """Per leaf, in optree's order, ``spec`` or ``whole``."""
@@ -336,8 +419,17 @@ def _is_dict(kind: type) -> bool:
 
 
 def _covering(spec: P, tree: Any) -> list[P]:
-    nodes = optree.tree_leaves(tree, is_leaf=lambda node: isinstance(node, PartlyCovered), none_is_leaf=False, namespace=NAMESPACE)
-    return [s for node in nodes for s in (node.covered(spec, P()) if isinstance(node, PartlyCovered) else [spec])]
+    nodes = optree.tree_leaves(
+        tree,
+        is_leaf=lambda node: isinstance(node, PartlyCovered),
+        none_is_leaf=False,
+        namespace=NAMESPACE,
+    )
+    return [
+        s
+        for node in nodes
+        for s in (node.covered(spec, P()) if isinstance(node, PartlyCovered) else [spec])
+    ]
 
 
 def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list[str]) -> None:
@@ -348,17 +440,22 @@ def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list
         return
     if specs is None or _is_leaf(specs):
         what = "None" if specs is None else f"{_short(specs)}, {kind_of(specs)}"
-        failures.append(f"the spec for {where} is {what}; it must be a P.{_as_spec(specs) or ' P() replicates.'}")
+        failures.append(
+            f"the spec for {where} is {what}; it must be a"
+            f" P.{_as_spec(specs) or ' P() replicates.'}"
+        )
         return
     if tree is None or _is_leaf(tree):
         what = "None" if tree is None else f"a leaf, {kind_of(tree)}"
         failures.append(
-            f"the specs go deeper than the tree: {where} is {what}, its spec is {kind_of(specs)}.{_as_spec(specs) or ' Give a P.'}"
+            f"the specs go deeper than the tree: {where} is {what}, its spec is"
+            f" {kind_of(specs)}.{_as_spec(specs) or ' Give a P.'}"
         )
         return
     if type(specs) is not type(tree) and not (_is_dict(type(specs)) and _is_dict(type(tree))):
         failures.append(
-            f"{where} is {kind_of(tree)}, its specs are {kind_of(specs)}; give {kind_of(tree)} of specs, or one P for all of it."
+            f"{where} is {kind_of(tree)}, its specs are {kind_of(specs)}; give {kind_of(tree)} of"
+            " specs, or one P for all of it."
         )
         return
     wanted, given = _children(tree, where), _children(specs, where)
@@ -367,7 +464,8 @@ def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list
             keys = [str(e) for e in wanted]
             close = difflib.get_close_matches(str(entry), keys, n=1)
             failures.append(
-                f"the specs name {name}, which does not exist; {f'the nearest is {close[0]!r}' if close else _has(keys, where)}."
+                f"the specs name {name}, which does not exist;"
+                f" {f'the nearest is {close[0]!r}' if close else _has(keys, where)}."
             )
     for entry, (name, child) in wanted.items():
         if entry in given:
@@ -379,15 +477,21 @@ def _broadcast(specs: Any, tree: Any, where: str, found: list[P], failures: list
 def _children(tree: Any, where: str) -> dict[Any, tuple[str, Any]]:
     level = _one_level(tree)
     accessors = (level.path_entry_type(entry, level.type, level.kind) for entry in level.entries)
-    return {a.entry: (a.codify(where), child) for a, child in zip(accessors, level.children, strict=True)}
+    return {
+        a.entry: (a.codify(where), child)
+        for a, child in zip(accessors, level.children, strict=True)
+    }
 
 
 def _is_leaf(tree: Any) -> bool:
     return optree.tree_is_leaf(tree, none_is_leaf=False, namespace=NAMESPACE)
 
 
-def check_specs(specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str], axes: dict[str, int]) -> None:
-    """Raises a SpecError for every leaf whose spec does not fit its global shape or the mesh axes {name: size}.
+def check_specs(
+    specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str], axes: dict[str, int]
+) -> None:
+    """Raises a SpecError for every leaf whose spec does not fit its global shape or the mesh axes
+    {name: size}.
 
     A leaf that is no tensor passes through a program as it is, so only ``P()`` fits it.
 
@@ -398,7 +502,10 @@ def check_specs(specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str],
         if isinstance(leaf, torch.Tensor):
             failures += check_spec(spec, tuple(leaf.shape), axes, name)
         elif spec:
-            failures.append(f"{name} has spec {spec}, but is {_short(leaf)}, {kind_of(leaf)}; only a tensor can be cut. Give P().")
+            failures.append(
+                f"{name} has spec {spec}, but is {_short(leaf)}, {kind_of(leaf)}; only a tensor"
+                " can be cut. Give P()."
+            )
     if failures:
         raise SpecError(join_failures(failures))
 
@@ -421,7 +528,9 @@ def _short(value: Any) -> str:
 def _as_spec(value: object) -> str:
     """A suggestion, where the value would do as a spec's entries."""
     entries = (value,) if isinstance(value, str) else value
-    if not isinstance(entries, tuple | list) or not all(e is None or isinstance(e, str | tuple | list) for e in entries):
+    if not isinstance(entries, tuple | list) or not all(
+        e is None or isinstance(e, str | tuple | list) for e in entries
+    ):
         return ""
     try:
         return f" Try {P(*entries)}."
@@ -430,7 +539,11 @@ def _as_spec(value: object) -> str:
 
 
 def _has(keys: list[str], where: str) -> str:
-    return f"{where} has {_listed(keys[:6])}{' and more' if len(keys) > 6 else ''}" if keys else f"{where} is empty"
+    return (
+        f"{where} has {_listed(keys[:6])}{' and more' if len(keys) > 6 else ''}"
+        if keys
+        else f"{where} is empty"
+    )
 
 
 def _listed(items: Sequence[str]) -> str:
@@ -438,4 +551,6 @@ def _listed(items: Sequence[str]) -> str:
 
 
 def _several(names: Sequence[str], shown: int = 8) -> str:
-    return ", ".join(names[:shown]) + (f" and {len(names) - shown} more" if len(names) > shown else "")
+    return ", ".join(names[:shown]) + (
+        f" and {len(names) - shown} more" if len(names) > shown else ""
+    )

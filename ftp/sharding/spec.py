@@ -10,7 +10,8 @@ from ftp.errors import SpecError
 
 @dataclass(frozen=True)
 class Units:
-    """An axis name that cuts a dim, or each of the packs that lie along it, in whole units of ``size`` elements.
+    """An axis name that cuts a dim, or each of the packs that lie along it, in whole units of
+    ``size`` elements.
 
     ``pack`` is the number of equal packs, or the sizes of all of them.
     """
@@ -38,22 +39,26 @@ class Units:
         return sum(sizes) == size and not any(s % self.size for s in sizes)
 
     def repeats(self, size: int, n: int) -> int:
-        """How many ranks of ``n`` share a unit of a pack of ``size``: more than one where there are fewer units than ranks."""
+        """How many ranks of ``n`` share a unit of a pack of ``size``: more than one where there
+        are fewer units than ranks.
+        """
         count = size // self.size
         return n // count if self.size > 1 and 0 < count < n and n % count == 0 else 1
 
 
 def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
-    """An entry of a spec that cuts a dim over ``axis`` in whole units of ``size`` elements, such as attention heads.
+    """An entry of a spec that cuts a dim over ``axis`` in whole units of ``size`` elements, such as
+    attention heads.
 
-    Where the ranks are a multiple of the units, 2 heads on 4 ranks say, neighbouring ranks share a unit: each holds all of it, and its
-    gradient is the sum of what they contribute.
+    Where the ranks are a multiple of the units, 2 heads on 4 ranks say, neighbouring ranks share a
+    unit: each holds all of it, and its gradient is the sum of what they contribute.
 
     Args:
         size: elements that stay together; the dim, or each pack, is a multiple of it.
-        pack: tensors that lie one after another along the dim, each cut for itself: a shard is this rank's part of the first, then of the
-            second, and so on. A number where all are of one size (3 for q, k and v, 2 for gate and up; Megatron's ``partition_stride``),
-            else the size of each, as ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
+        pack: tensors that lie one after another along the dim, each cut for itself: a shard is this
+            rank's part of the first, then of the second, and so on. A number where all are of one
+            size (3 for q, k and v, 2 for gate and up; Megatron's ``partition_stride``), else the
+            size of each, as ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
 
     Raises:
         SpecError: what is no axis name, or no positive number.
@@ -65,9 +70,14 @@ def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
     """
     sizes = pack if isinstance(pack, int) else tuple(pack)
     numbers = (size, *(sizes if isinstance(sizes, tuple) else (sizes,)))
-    if not isinstance(axis, str) or not all(isinstance(x, int) and x >= 1 for x in numbers) or sizes == ():
+    if (
+        not isinstance(axis, str)
+        or not all(isinstance(x, int) and x >= 1 for x in numbers)
+        or sizes == ()
+    ):
         raise SpecError(
-            "units(axis, size, pack=) takes a mesh axis name, a positive int, and the number of packs or a size for each,"
+            "units(axis, size, pack=) takes a mesh axis name, a positive int, and the number of"
+            " packs or a size for each,"
             f" not units({axis!r}, {size!r}, pack={pack!r})."
         )
     return Units(axis, size, sizes)
@@ -79,8 +89,9 @@ Entry = None | str | Units | EllipsisType | tuple["str | Units", ...]
 class PartitionSpec:
     """One entry per tensor dim: ``None``, an axis name, or a tuple of names, major to minor.
 
-    Missing trailing entries are ``None``; specs that differ only in those are equal. In a constraint a leading ``...`` stands for the
-    dims before the last ones: ``P(..., "tp")`` cuts the last dim.
+    Missing trailing entries are ``None``; specs that differ only in those are equal. In a
+    constraint a leading ``...`` stands for the dims before the last ones: ``P(..., "tp")`` cuts the
+    last dim.
 
     >>> P("tp", None) == P("tp")
     True
@@ -94,7 +105,9 @@ class PartitionSpec:
     _entries: tuple[Entry, ...]
 
     def __init__(self, *entries: "Entry | Sequence[str | Units]"):
-        self._entries = tuple(e if e is ... and not i else _entry(entries, e) for i, e in enumerate(entries))
+        self._entries = tuple(
+            e if e is ... and not i else _entry(entries, e) for i, e in enumerate(entries)
+        )
         if len(set(axes := self.axes)) < len(axes):
             raise SpecError(_repeated(self))
 
@@ -166,11 +179,17 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
     if isinstance(entry, tuple | list) and all(isinstance(e, str | Units) for e in entry):
         return entry[0] if len(entry) == 1 else (tuple(entry) or None)
     given = ", ".join(map(repr, entries))
-    raise SpecError(f"P({given}): entry {entry!r} is a {type(entry).__name__}; an entry is None, an axis name or a tuple of names.")
+    raise SpecError(
+        f"P({given}): entry {entry!r} is a {type(entry).__name__}; an entry is None, an axis name"
+        " or a tuple of names."
+    )
 
 
-def check_spec(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str) -> list[str]:
-    """What is wrong with ``spec`` for a tensor of global ``shape`` on a mesh of ``axes`` {name: size}; empty if nothing.
+def check_spec(
+    spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str
+) -> list[str]:
+    """What is wrong with ``spec`` for a tensor of global ``shape`` on a mesh of ``axes`` {name:
+    size}; empty if nothing.
 
     ``where`` names the leaf in the messages, as ``params['mlp']['up']``.
     """
@@ -180,42 +199,67 @@ def check_spec(spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str,
         return [f"{where} has spec {spec}, but only a constraint may begin with '...'.{way_out}"]
     for axis in spec.axes:
         if axis not in axes:
-            failures.append(f"{where} has spec {spec}, but the mesh has no axis {axis!r}; its axes are {_sizes(axes)}.")
+            failures.append(
+                f"{where} has spec {spec}, but the mesh has no axis {axis!r}; its axes are"
+                f" {_sizes(axes)}."
+            )
     if shape is not None and not failures and len(spec) <= len(shape):
         failures += _ragged(spec, shape, axes, where)
     if shape is not None and len(spec) > len(shape):
         failures.append(
-            f"{where} has spec {spec} of {len(spec)} entries, but its shape {tuple(shape)} has {len(shape)} dims."
+            f"{where} has spec {spec} of {len(spec)} entries, but its shape {tuple(shape)} has"
+            f" {len(shape)} dims."
             f" Give at most {len(shape)} {'entry' if len(shape) == 1 else 'entries'}."
         )
     return failures
 
 
-def _ragged(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], where: str) -> list[str]:
+def _ragged(
+    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], where: str
+) -> list[str]:
     """Units or packs that do not fit what they cut, on any rank."""
     failures = []
     for dim in range(len(spec)):
         sizes = {int(shape[dim])}
         for cut in () if all(cut.is_plain for cut in spec.cuts(dim)) else spec.cuts(dim):
             if odd := [size for size in sizes if not cut.fits(size)]:
-                held = "" if odd == [shape[dim]] else f", of which some ranks hold {max(odd)} before {cut.axis!r} cuts it"
-                failures.append(f"{where} has spec {spec}: {_misfit(cut, f'dim {dim} of size {shape[dim]}{held}', max(odd))}.")
+                held = (
+                    ""
+                    if odd == [shape[dim]]
+                    else f", of which some ranks hold {max(odd)} before {cut.axis!r} cuts it"
+                )
+                failures.append(
+                    f"{where} has spec {spec}:"
+                    f" {_misfit(cut, f'dim {dim} of size {shape[dim]}{held}', max(odd))}."
+                )
                 break
-            sizes = {_cut_length(size, axes[cut.axis], i, cut) for size in sizes for i in range(axes[cut.axis])}
+            sizes = {
+                _cut_length(size, axes[cut.axis], i, cut)
+                for size in sizes
+                for i in range(axes[cut.axis])
+            }
     return failures
 
 
 def _misfit(cut: Units, dim: str, size: int) -> str:
     if isinstance(cut.pack, tuple) and sum(cut.pack) != size:
-        return f"packs of {' + '.join(map(str, cut.pack))} = {sum(cut.pack)} do not make up {dim}. Give the size of each"
+        return (
+            f"packs of {' + '.join(map(str, cut.pack))} = {sum(cut.pack)} do not make up {dim}."
+            " Give the size of each"
+        )
     if isinstance(cut.pack, int) and size % cut.pack:
         return f"{cut.pack} equal packs do not make up {dim}. Give the size of each, as pack=(...)"
     packs = "" if cut.pack == 1 else f"the packs of {' + '.join(map(str, cut.sizes(size)))} along "
-    return f"units of {cut.size} do not divide {packs}{dim}. Pad {'the dim' if cut.pack == 1 else 'them'}, or cut it by {cut.axis!r} alone"
+    return (
+        f"units of {cut.size} do not divide {packs}{dim}. Pad"
+        f" {'the dim' if cut.pack == 1 else 'them'}, or cut it by {cut.axis!r} alone"
+    )
 
 
 def _repeated(spec: PartitionSpec) -> str:
-    """What is wrong with a spec in which an axis cuts twice, and the spec that lacks all cuts but its first."""
+    """What is wrong with a spec in which an axis cuts twice, and the spec that lacks all cuts
+    but its first.
+    """
     first: dict[str, int] = {}
     again, kept = [], []
     for dim in range(len(spec)):
@@ -228,7 +272,10 @@ def _repeated(spec: PartitionSpec) -> str:
             first.setdefault(cut.axis, dim)
         kept.append(... if spec[dim] is ... else tuple(left))
     axis, dim = again[0]
-    return f"{spec} uses mesh axis {axis!r} for dim {first[axis]} and again for dim {dim}. Try {P(*kept)}."
+    return (
+        f"{spec} uses mesh axis {axis!r} for dim {first[axis]} and again for dim {dim}. Try"
+        f" {P(*kept)}."
+    )
 
 
 def _sizes(axes: dict[str, int]) -> str:
@@ -236,9 +283,13 @@ def _sizes(axes: dict[str, int]) -> str:
 
 
 def local_shape(
-    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int] | None = None
+    spec: PartitionSpec,
+    shape: Sequence[int],
+    axes: dict[str, int],
+    coordinate: dict[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the shard at ``coordinate`` {axis: index} (the first rank, which holds the largest, if not given).
+    """The shape of the shard at ``coordinate`` {axis: index} (the first rank, which holds the
+    largest, if not given).
 
     >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     ((3, 3), (2, 3))
@@ -247,19 +298,29 @@ def local_shape(
     return tuple(sum(stop - start for start, stop in dim) for dim in pieces)
 
 
-def local_bounds(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]) -> list[tuple[int, int]]:
-    """Per dim the (start, stop) that the rank at ``coordinate`` holds, of a spec under which that is one piece (`local_pieces`)."""
+def local_bounds(
+    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
+) -> list[tuple[int, int]]:
+    """Per dim the (start, stop) that the rank at ``coordinate`` holds, of a spec under which
+    that is one piece (`local_pieces`).
+    """
     found = local_pieces(spec, shape, axes, coordinate)
     if scattered := [dim for dim, pieces in enumerate(found) if len(pieces) != 1]:
-        raise SpecError(f"Under {spec} a shard of {tuple(shape)} is several pieces along dim {scattered[0]}, no single slice.")
+        raise SpecError(
+            f"Under {spec} a shard of {tuple(shape)} is several pieces along dim {scattered[0]},"
+            " no single slice."
+        )
     return [pieces[0] for pieces in found]
 
 
 Piece = tuple[int, int]
 
 
-def local_pieces(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]) -> list[list[Piece]]:
-    """Per dim the (start, stop) of each piece of the global dim that the shard at ``coordinate`` is made of, in its order.
+def local_pieces(
+    spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
+) -> list[list[Piece]]:
+    """Per dim the (start, stop) of each piece of the global dim that the shard at ``coordinate`` is
+    made of, in its order.
 
     There is one piece but for packed dims; cut as ``torch.chunk`` cuts, axis inside axis.
 
@@ -271,13 +332,18 @@ def local_pieces(spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int]
         held: list[Piece] = [(0, int(size))]
         for cut in spec.cuts(dim):
             length = sum(stop - start for start, stop in held)
-            held = [p for piece in cut_pieces(length, axes[cut.axis], coordinate[cut.axis], cut) for p in _within(held, *piece)]
+            held = [
+                p
+                for piece in cut_pieces(length, axes[cut.axis], coordinate[cut.axis], cut)
+                for p in _within(held, *piece)
+            ]
         found.append(held)
     return found
 
 
 def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
-    """What rank ``index`` of ``n`` holds of a dim of ``size``, pack after pack; at least one piece, which may be empty.
+    """What rank ``index`` of ``n`` holds of a dim of ``size``, pack after pack; at least one piece,
+    which may be empty.
 
     >>> [cut_pieces(6, 4, i, units("tp", 3)) for i in range(4)]
     [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
@@ -307,7 +373,9 @@ def _cut_length(size: int, n: int, index: int, cut: Units) -> int:
 
 
 def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) -> bool:
-    """Whether every cut of the dim is a cut of ``f`` in ``[outer, f, inner]``: not where packs differ, nor where ranks share units."""
+    """Whether every cut of the dim is a cut of ``f`` in ``[outer, f, inner]``: not where packs
+    differ, nor where ranks share units.
+    """
     sizes = {size}
     for cut in spec.cuts(dim):
         n = axes[cut.axis]
@@ -320,13 +388,16 @@ def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) 
 
 
 def known_size(spec: PartitionSpec, dim: int) -> int | None:
-    """The global size that a spec itself tells: the sum of its packs, where their sizes are given on the major cut."""
+    """The global size that a spec itself tells: the sum of its packs, where their sizes are
+    given on the major cut.
+    """
     cuts = spec.cuts(dim)
     return sum(cuts[0].pack) if cuts and isinstance(cuts[0].pack, tuple) else None
 
 
 def chunk(size: int, n: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """Offset and length of chunk ``index`` of ``n``, in whole units, the last unit possibly short; as ``torch.chunk``.
+    """Offset and length of chunk ``index`` of ``n``, in whole units, the last unit possibly short;
+    as ``torch.chunk``.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]

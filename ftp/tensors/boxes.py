@@ -1,4 +1,6 @@
-"""Boxes: the rectangular parts of a tensor that a rank holds, who holds the same, and where two of them meet."""
+"""Boxes: the rectangular parts of a tensor that a rank holds, who holds the same, and where two
+of them meet.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -30,7 +32,10 @@ class Box:
         Box(start=(2, 3), size=(2, 1))
         """
         start = tuple(map(max, self.start, other.start))
-        stop = tuple(min(a + n, b + m) for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True))
+        stop = tuple(
+            min(a + n, b + m)
+            for a, n, b, m in zip(self.start, self.size, other.start, other.size, strict=True)
+        )
         size = tuple(b - a for a, b in zip(start, stop, strict=True))
         return Box(start, size) if all(n > 0 for n in size) else None
 
@@ -40,7 +45,9 @@ class Box:
         >>> Box((2, 3), (2, 1)).slices((2, 0))
         (slice(0, 2, None), slice(3, 4, None))
         """
-        return tuple(slice(a - o, a - o + n) for a, n, o in zip(self.start, self.size, origin, strict=True))
+        return tuple(
+            slice(a - o, a - o + n) for a, n, o in zip(self.start, self.size, origin, strict=True)
+        )
 
     def split(self, numel: int) -> list["Box"]:
         """Boxes of at most ``numel`` elements that make up this one, in order.
@@ -50,17 +57,22 @@ class Box:
         """
         if self.numel <= numel:
             return [self]
-        # Whole rows of the inner dims as far as they fit, then a part of one dim, then one index at a time of the outer ones.
+        # Whole rows of the inner dims as far as they fit, then a part of one dim, then one index at
+        # a time of the outer ones.
         dim, inner = len(self.size) - 1, 1
         while inner * self.size[dim] <= numel:
             inner *= self.size[dim]
             dim -= 1
         step = max(1, numel // inner)
         found = []
-        for at in product(*(range(a, a + n) for a, n in zip(self.start[:dim], self.size[:dim], strict=True))):
+        for at in product(
+            *(range(a, a + n) for a, n in zip(self.start[:dim], self.size[:dim], strict=True))
+        ):
             for a in range(0, self.size[dim], step):
                 start = (*at, self.start[dim] + a, *self.start[dim + 1 :])
-                found.append(Box(start, (*(1,) * dim, min(step, self.size[dim] - a), *self.size[dim + 1 :])))
+                found.append(
+                    Box(start, (*(1,) * dim, min(step, self.size[dim] - a), *self.size[dim + 1 :]))
+                )
         return found
 
 
@@ -90,10 +102,14 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     if len(boxes) < 2:
         return None
     # A sweep along the dim of the most starts: a box is compared with those that reach past it.
-    dim = max(range(len(boxes[0].start)), key=lambda d: len({b.start[d] for b in boxes}), default=None)
+    dim = max(
+        range(len(boxes[0].start)), key=lambda d: len({b.start[d] for b in boxes}), default=None
+    )
     if dim is None:
         return 0, 1
-    order = sorted((i for i, box in enumerate(boxes) if box.numel), key=lambda i: boxes[i].start[dim])
+    order = sorted(
+        (i for i, box in enumerate(boxes) if box.numel), key=lambda i: boxes[i].start[dim]
+    )
     open_: list[int] = []
     for i in order:
         open_ = [j for j in open_ if boxes[j].start[dim] + boxes[j].size[dim] > boxes[i].start[dim]]
@@ -121,11 +137,20 @@ def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
 
 @lru_cache(maxsize=4096)
 def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[Part, ...], ...]:
-    """The parts that each rank of a mesh holds, in the order of its ranks; on a simulated mesh the one process holds all."""
+    """The parts that each rank of a mesh holds, in the order of its ranks; on a simulated mesh
+    the one process holds all.
+    """
     if mesh.kind != "process":
         return (tuple(parts_of([[(0, n)] for n in shape])),)
     return tuple(
-        tuple(parts_of([_joined(p, n) for p, n in zip(local_pieces(spec, shape, mesh.axes, at), shape, strict=True)]))
+        tuple(
+            parts_of(
+                [
+                    _joined(p, n)
+                    for p, n in zip(local_pieces(spec, shape, mesh.axes, at), shape, strict=True)
+                ]
+            )
+        )
         for at in mesh.coordinates()
     )
 
@@ -141,6 +166,12 @@ def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[in
 
 
 def _joined(pieces: Sequence[Piece], size: int) -> Sequence[Piece]:
-    """One piece where they make up the dim in order; joined further, boxes of ranks that share units would not be equal."""
+    """One piece where they make up the dim in order; joined further, boxes of ranks that share
+    units would not be equal.
+    """
     ends = [0, *(b for _, b in pieces)]
-    return [(0, size)] if ends[-1] == size and all(a == end for (a, _), end in zip(pieces, ends, strict=False)) else pieces
+    return (
+        [(0, size)]
+        if ends[-1] == size and all(a == end for (a, _), end in zip(pieces, ends, strict=False))
+        else pieces
+    )

@@ -1,4 +1,6 @@
-"""Integer inputs that index a dim: what their values may be, read off a traced program, and a check of what ranks give."""
+"""Integer inputs that index a dim: what their values may be, read off a traced program, and a
+check of what ranks give.
+"""
 
 import json
 from collections.abc import Sequence
@@ -12,15 +14,24 @@ from ftp.errors import InputError, join_failures
 from ftp.sharding.mesh import Mesh
 
 aten = torch.ops.aten
-Bound = tuple[int, int, int | None, str]  # the least value, the first that is too large, one that is ignored, and the user's line
+Bound = tuple[
+    int, int, int | None, str
+]  # the least value, the first that is too large, one that is ignored, and the user's line
 
 # Ops of a tensor, a dim and indices along it.
 _ALONG_DIM = (
     aten.gather.default, aten.index_select.default, aten.index_add.default, aten.index_copy.default, aten.scatter.src,
     aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
 )  # fmt: skip
-_LOSSES = {aten.nll_loss_forward.default: 4, aten.nll_loss2d_forward.default: 4}  # the argument that is the class to ignore
-_LISTS = (aten.index.Tensor, aten._unsafe_index.Tensor, aten.index_put.default)  # these count negative ones from the end
+_LOSSES = {
+    aten.nll_loss_forward.default: 4,
+    aten.nll_loss2d_forward.default: 4,
+}  # the argument that is the class to ignore
+_LISTS = (
+    aten.index.Tensor,
+    aten._unsafe_index.Tensor,
+    aten.index_put.default,
+)  # these count negative ones from the end
 _SAME_VALUES = {
     aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default, aten.permute.default, aten.reshape.default,
     aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
@@ -29,7 +40,9 @@ _SAME_VALUES = {
 
 
 def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
-    """Per input whose values index a dim, by its place, what they may be; of those that are computed first nothing is said."""
+    """Per input whose values index a dim, by its place, what they may be; of those that are
+    computed first nothing is said.
+    """
     places = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     found: dict[int, list[Bound]] = {}
 
@@ -38,9 +51,16 @@ def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
             if index.target not in _SAME_VALUES:
                 return
             index = index.args[0]
-        if isinstance(index, fx.Node) and index in places and not index.meta["val"].dtype.is_floating_point:
+        if (
+            isinstance(index, fx.Node)
+            and index in places
+            and not index.meta["val"].dtype.is_floating_point
+        ):
             bound = (least, size, ignored, line)
-            if index.meta["val"].dtype not in (torch.bool, torch.uint8) and bound not in found.setdefault(places[index], []):
+            if index.meta["val"].dtype not in (
+                torch.bool,
+                torch.uint8,
+            ) and bound not in found.setdefault(places[index], []):
                 found[places[index]].append(bound)
 
     for node in graph.nodes:
@@ -55,7 +75,9 @@ def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
             note(args[1], 0, x.shape[min(1, x.ndim - 1)], args[_LOSSES[node.target]], line)
         elif node.target in _LISTS:
             indices = list(args[1])
-            if all(i is None or i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices):
+            if all(
+                i is None or i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices
+            ):
                 for dim, index in enumerate(indices):
                     size = args[0].meta["val"].shape[dim]
                     note(index, -size, size, None, line)
@@ -63,12 +85,18 @@ def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
 
 
 def check_indices(
-    leaves: Sequence[Tensor], names: Sequence[str], bounds: dict[int, list[Bound]], mesh: Mesh, record: Calls, when: str = ""
+    leaves: Sequence[Tensor],
+    names: Sequence[str],
+    bounds: dict[int, list[Bound]],
+    mesh: Mesh,
+    record: Calls,
+    when: str = "",
 ) -> None:
     """Checks what ranks give for inputs that index, inside of a call that all of them have begun.
 
     Raises:
-        InputError: on all ranks, with each input that is out of range, a value of it, the bound and the rank.
+        InputError: on all ranks, with each input that is out of range, a value of it, the bound and
+            the rank.
     """
     if not bounds:
         return
@@ -83,13 +111,20 @@ def check_indices(
             if wrong.any():
                 value = int(values[wrong][0])
                 mine.append(
-                    f"{names[place]} holds {value}, which is not in [{least}, {size}), where it indexes{f' at {line}' if line else ''}"
+                    f"{names[place]} holds {value}, which is not in [{least}, {size}), where it"
+                    f" indexes{f' at {line}' if line else ''}"
                 )
     is_process = mesh.kind == "process" and mesh.size() > 1
-    everyone = [json.loads(text) for text in record.exchange("indices", json.dumps(mine))] if is_process else [mine]
+    everyone = (
+        [json.loads(text) for text in record.exchange("indices", json.dumps(mine))]
+        if is_process
+        else [mine]
+    )
     ranks = mesh.ranks if is_process else (0,)
     failures = [
-        f"{said}{f', on rank {rank}' if is_process else ''}{when}." for rank, of in zip(ranks, everyone, strict=True) for said in of
+        f"{said}{f', on rank {rank}' if is_process else ''}{when}."
+        for rank, of in zip(ranks, everyone, strict=True)
+        for said in of
     ]
     if failures:
         raise InputError(join_failures(failures))

@@ -1,4 +1,6 @@
-"""Placed tensors to torch's DTensor and back: the same local shards under either name, without communication."""
+"""Placed tensors to torch's DTensor and back: the same local shards under either name, without
+communication.
+"""
 
 import json
 from typing import Any
@@ -7,7 +9,12 @@ import torch
 
 from ftp.distributed.agreement import calls
 from ftp.errors import FtpError, MeshError, SpecError, join_failures
-from ftp.sharding.dtensor_placements import is_dtensor, placements_of_spec, spec_of_placements, specs_of_any
+from ftp.sharding.dtensor_placements import (
+    is_dtensor,
+    placements_of_spec,
+    spec_of_placements,
+    specs_of_any,
+)
 from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec, check_spec, local_shape
@@ -19,16 +26,19 @@ from ftp.tensors.placement import check_alive, check_placed, placement, remember
 def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
     """This rank's shards as DTensors over the same memory; leaves that are no tensors pass through.
 
-    Ranks tell each other the shapes that they hold, through the store: no collective is issued. A leaf stays a leaf, with its
-    ``requires_grad``; a Parameter stays one; through anything else gradients flow as through ``DTensor.from_local``.
+    Ranks tell each other the shapes that they hold, through the store: no collective is issued. A
+    leaf stays a leaf, with its ``requires_grad``; a Parameter stays one; through anything else
+    gradients flow as through ``DTensor.from_local``.
 
     Args:
         tree: local shards, as ``device_put``, a step or ``DTensor.from_local``'s callers hold them.
         mesh: a torch DeviceMesh, as ``ftp.make_mesh`` makes under a launcher.
-        specs: a spec tree, a prefix of one, or one ``P`` for all; DTensor placements where a spec may stand.
+        specs: a spec tree, a prefix of one, or one ``P`` for all; DTensor placements where a spec
+            may stand.
 
     Raises:
-        MismatchError: shards that are not those of one tensor, with the rank and the path, on every rank.
+        MismatchError: shards that are not those of one tensor, with the rank and the path, on every
+            rank.
         SpecError: a spec that DTensor has no placements for.
 
     >>> import ftp
@@ -49,18 +59,25 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
         names = leaf_names(tree, "tree")
         specs = specs_of_any(PartitionSpec() if specs is None else specs, tree, m)
         leaf_specs = broadcast_specs(specs, tree, "tree")
-        leaf_specs = [s.at_rank(x.ndim) if isinstance(x, torch.Tensor) else s for s, x in zip(leaf_specs, leaves, strict=True)]
+        leaf_specs = [
+            s.at_rank(x.ndim) if isinstance(x, torch.Tensor) else s
+            for s, x in zip(leaf_specs, leaves, strict=True)
+        ]
         check_alive(leaves, names)
         check_placed(leaves, leaf_specs, names, m)
         failures = [
-            f"{name} is {'a DTensor already' if is_dtensor(x) else 'no tensor'}, and has spec {spec}."
+            f"{name} is {'a DTensor already' if is_dtensor(x) else 'no tensor'}, and has spec"
+            f" {spec}."
             for name, x, spec in zip(names, leaves, leaf_specs, strict=True)
             if is_dtensor(x) or (spec and not isinstance(x, torch.Tensor))
         ]
         for name, x, spec in zip(names, leaves, leaf_specs, strict=True):
             failures += check_spec(spec, None, m.axes, name)
             if isinstance(x, torch.Tensor) and len(spec) > x.ndim:
-                failures.append(f"{name} has spec {spec} of {len(spec)} entries, but its shape {tuple(x.shape)} has {x.ndim} dims.")
+                failures.append(
+                    f"{name} has spec {spec} of {len(spec)} entries, but its shape"
+                    f" {tuple(x.shape)} has {x.ndim} dims."
+                )
         if failures:
             raise SpecError(join_failures(failures))
         held = json.dumps([_held(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)])
@@ -90,18 +107,23 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
             continue
         stride = torch.empty(shape, device="meta").stride()
         local = x.detach() if x.is_leaf else x
-        made = DTensor.from_local(local, m.torch, placements, run_check=False, shape=torch.Size(shape), stride=stride)
+        made = DTensor.from_local(
+            local, m.torch, placements, run_check=False, shape=torch.Size(shape), stride=stride
+        )
         out.append(leaf_like(made, x) if x.is_leaf else made)
     return treedef.unflatten(out)
 
 
 def from_dtensor(tree: Any) -> Any:
-    """DTensors as this rank's shards, which remember mesh, spec and global shape; other leaves pass through. Nothing is sent.
+    """DTensors as this rank's shards, which remember mesh, spec and global shape; other leaves pass
+    through. Nothing is sent.
 
-    The specs are what ``ftp.specs_of`` reads from the result. A leaf stays a leaf, with its ``requires_grad``; a Parameter stays one.
+    The specs are what ``ftp.specs_of`` reads from the result. A leaf stays a leaf, with its
+    ``requires_grad``; a Parameter stays one.
 
     Raises:
-        SpecError: placements that no spec states: pending sums, shards that are not ``torch.chunk``'s.
+        SpecError: placements that no spec states: pending sums, shards that are not
+            ``torch.chunk``'s.
 
     >>> from_dtensor({"n": 3})
     {'n': 3}
@@ -123,7 +145,8 @@ def from_dtensor(tree: Any) -> Any:
         local = local.wait() if hasattr(local, "wait") else local
         if tuple(local.shape) != (due := local_shape(spec, x.shape, m.axes, coordinate)):
             failures.append(
-                f"{name} holds {tuple(local.shape)} on rank {m.rank}, where {x.placements} of {tuple(x.shape)} give {due}."
+                f"{name} holds {tuple(local.shape)} on rank {m.rank}, where {x.placements} of"
+                f" {tuple(x.shape)} give {due}."
                 " Make it with distribute_tensor, or redistribute it."
             )
             continue

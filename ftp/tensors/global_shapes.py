@@ -18,7 +18,9 @@ from ftp.tensors.placement import placement_of
 
 
 def abstract(leaf: Any, shape: Shape | None) -> Any:
-    """A leaf as the tracer takes it: of global shape, without storage where that differs from what it is."""
+    """A leaf as the tracer takes it: of global shape, without storage where that differs from
+    what it is.
+    """
     if not isinstance(leaf, torch.Tensor) or shape is None or tuple(leaf.shape) == shape:
         return leaf
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
@@ -47,45 +49,71 @@ def without_addresses(text: str) -> str:
 
 
 def agreed_shapes(
-    everyone: Sequence[Sequence[Any]], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh, loaded: Collection[int] = ()
+    everyone: Sequence[Sequence[Any]],
+    specs: Sequence[PartitionSpec],
+    names: Sequence[str],
+    mesh: Mesh,
+    loaded: Collection[int] = (),
 ) -> list[Shape | None]:
-    """The global shape of every leaf, from what all ranks hold; the same, or the same error, on every rank.
+    """The global shape of every leaf, from what all ranks hold; the same, or the same error, on
+    every rank.
 
     ``loaded`` are the leaves of which a loader gives each rank its part, as of a batch.
     """
     shapes: list[Shape | None] = []
     failures: list[str] = []
     for i, (spec, name) in enumerate(zip(specs, names, strict=True)):
-        shapes.append(_agreed_shape([held[i] for held in everyone], spec, name, mesh, failures, i in loaded))
+        shapes.append(
+            _agreed_shape([held[i] for held in everyone], spec, name, mesh, failures, i in loaded)
+        )
     if failures:
         raise MismatchError(join_failures(failures))
     return shapes
 
 
-def _agreed_shape(held: Sequence[Any], spec: PartitionSpec, name: str, mesh: Mesh, failures: list[str], is_loaded: bool) -> Shape | None:
+def _agreed_shape(
+    held: Sequence[Any],
+    spec: PartitionSpec,
+    name: str,
+    mesh: Mesh,
+    failures: list[str],
+    is_loaded: bool,
+) -> Shape | None:
     tensors = [h for h in held if isinstance(h, dict)]
     if len(tensors) < len(held):
         told = [h if isinstance(h, str) else "a tensor" for h in held]
         if odd := _first_odd(told):
             failures.append(
-                f"{name} is {told[0]} on rank {mesh.ranks[0]}, but {told[odd]} on rank {mesh.ranks[odd]}. Give all ranks one value."
+                f"{name} is {told[0]} on rank {mesh.ranks[0]}, but {told[odd]} on rank"
+                f" {mesh.ranks[odd]}. Give all ranks one value."
             )
         return None
     if odd := _first_odd([h["dtype"] for h in tensors]):
-        failures.append(f"{name} is {tensors[0]['dtype']} on rank {mesh.ranks[0]}, but {tensors[odd]['dtype']} on rank {mesh.ranks[odd]}.")
+        failures.append(
+            f"{name} is {tensors[0]['dtype']} on rank {mesh.ranks[0]}, but {tensors[odd]['dtype']}"
+            f" on rank {mesh.ranks[odd]}."
+        )
         return None
     known = next((h["global"] for h in tensors if h["global"] is not None), None)
-    shape = tuple(known if known is not None else _assembled([h["local"] for h in tensors], spec, mesh))
+    shape = tuple(
+        known if known is not None else _assembled([h["local"] for h in tensors], spec, mesh)
+    )
     for rank, (h, coordinate) in enumerate(zip(tensors, mesh.coordinates(), strict=True)):
-        due = local_shape(spec, shape, mesh.axes, coordinate) if len(shape) == len(h["local"]) else None
+        due = (
+            local_shape(spec, shape, mesh.axes, coordinate)
+            if len(shape) == len(h["local"])
+            else None
+        )
         if due != tuple(h["local"]):
             failures.append(_no_shards(tensors, spec, name, mesh, shape, rank, due, is_loaded))
             return shape
     hashes = {h["hash"] for h in tensors}
     if tuple(tensors[0]["local"]) != shape and len(hashes) == 1 and None not in hashes:
         failures.append(
-            f"{name} has the same contents on all ranks, of shape {tuple(tensors[0]['local'])}, though its spec {spec} cuts it: it looks"
-            " like a full tensor where a shard is due. Place it with ftp.device_put(tree, mesh, specs)."
+            f"{name} has the same contents on all ranks, of shape {tuple(tensors[0]['local'])},"
+            f" though its spec {spec} cuts it: it looks"
+            " like a full tensor where a shard is due. Place it with ftp.device_put(tree, mesh,"
+            " specs)."
         )
     return shape
 
@@ -102,11 +130,21 @@ def _no_shards(
 ) -> str:
     # What is assembled from the first ranks fits rank 0 itself; name one that differs from it.
     other = rank or next((r for r, h in enumerate(held) if h["local"] != held[0]["local"]), 0)
-    given = f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}, rank {mesh.ranks[other]} {tuple(held[other]['local'])}"
-    right = f" Of a global {shape}, rank {mesh.ranks[rank]} should hold {due}." if due is not None else ""
+    given = (
+        f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}, rank {mesh.ranks[other]}"
+        f" {tuple(held[other]['local'])}"
+    )
+    right = (
+        f" Of a global {shape}, rank {mesh.ranks[rank]} should hold {due}."
+        if due is not None
+        else ""
+    )
     todo = "Place it with ftp.device_put(tree, mesh, specs)."
     if is_loaded:
-        todo = "Give each rank the part of one batch that ftp.local_slice(mesh, spec, shape) says; drop or pad a short last batch."
+        todo = (
+            "Give each rank the part of one batch that ftp.local_slice(mesh, spec, shape) says;"
+            " drop or pad a short last batch."
+        )
     return f"{name}, of spec {spec}, is not the shards of one tensor: {given}.{right} {todo}"
 
 
@@ -123,7 +161,8 @@ def _assembled(locals_: Sequence[Sequence[int]], spec: PartitionSpec, mesh: Mesh
         along = [
             local[dim]
             for local, at in zip(locals_, mesh.coordinates(), strict=True)
-            if len(local) == len(shape) and all(i == 0 for axis, i in at.items() if axis not in axes)
+            if len(local) == len(shape)
+            and all(i == 0 for axis, i in at.items() if axis not in axes)
         ]
         if axes:
             shape[dim] = known_size(spec, dim) or sum(along)

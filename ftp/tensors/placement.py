@@ -15,7 +15,9 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a tensor that ftp made lies; there is one object for each, so that identity is equality."""
+    """Where a tensor that ftp made lies; there is one object for each, so that identity is
+    equality.
+    """
 
     mesh: Mesh
     spec: PartitionSpec
@@ -27,7 +29,11 @@ _placements: weakref.WeakValueDictionary[Any, Placement] = weakref.WeakValueDict
 
 def placement(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Placement:
     found = _placements.get((mesh, spec, shape))
-    return _placements.setdefault((mesh, spec, shape), Placement(mesh, spec, shape)) if found is None else found
+    return (
+        _placements.setdefault((mesh, spec, shape), Placement(mesh, spec, shape))
+        if found is None
+        else found
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,11 +62,12 @@ def _forget(ref: _Ref) -> None:
 
 
 class Returned:
-    """Tensors that one call returned, noted together, which takes a third of the time of one by one.
+    """Tensors that one call returned, noted together, which takes a third of the time of one by
+    one.
 
     Attributes:
-        facts: what is known of each; the object that `returned` was given for as long as that is all there is to say, None once they
-            are noted one by one.
+        facts: what is known of each; the object that `returned` was given for as long as that is
+            all there is to say, None once they are noted one by one.
         call: its number on its mesh.
     """
 
@@ -83,7 +90,9 @@ _noting = threading.Lock()
 
 
 def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) -> Returned:
-    """Notes a fact for each tensor for as long as it lives, and that call number ``call`` made it; the tensors are new."""
+    """Notes a fact for each tensor for as long as it lives, and that call number ``call`` made
+    it; the tensors are new.
+    """
     global _latest
     made = Returned(tensors, facts, call)
     with _noting:
@@ -128,7 +137,14 @@ def call_of(tensor: torch.Tensor) -> int | None:
     entry = _known.get(id(tensor))
     if entry is not None and entry[0]() is tensor:
         return entry[2]
-    return next((latest.call for latest in _latest if latest.find(tensor) is not None and latest.facts is not None), None)
+    return next(
+        (
+            latest.call
+            for latest in _latest
+            if latest.find(tensor) is not None and latest.facts is not None
+        ),
+        None,
+    )
 
 
 def placement_of(leaf: Any) -> Placement | None:
@@ -149,7 +165,9 @@ def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
         raise DonationError(join_failures(failures))
 
 
-def check_placed(leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh) -> None:
+def check_placed(
+    leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh
+) -> None:
     """Raises for tensors that are known to lie elsewhere than the call needs them."""
     failures = []
     for leaf, spec, name in zip(leaves, specs, names, strict=True):
@@ -158,7 +176,8 @@ def check_placed(leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: S
             continue
         if known.mesh != mesh:
             failures.append(
-                f"{name} is placed on the {known.mesh.kind} mesh {known.mesh}, not on the {mesh.kind} mesh {mesh}."
+                f"{name} is placed on the {known.mesh.kind} mesh {known.mesh}, not on the"
+                f" {mesh.kind} mesh {mesh}."
                 " Take it off with ftp.device_get and place it with ftp.device_put."
             )
         elif known.spec != spec:

@@ -1,4 +1,6 @@
-"""Copies that ranks should share, compared: digests of tensors by a few small reductions; who differs is asked only if one does."""
+"""Copies that ranks should share, compared: digests of tensors by a few small reductions; who
+differs is asked only if one does.
+"""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -20,11 +22,15 @@ _CHUNK = 1 << 16  # elements, so that a chunk's integers stay in a core's cache
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def check_replicas(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, step: int | None = None) -> None:
-    """Raises on every rank where ranks hold different copies of what they should share: replicated values that drifted apart.
+def check_replicas(
+    tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, step: int | None = None
+) -> None:
+    """Raises on every rank where ranks hold different copies of what they should share: replicated
+    values that drifted apart.
 
-    A digest of every shard is compared along the axes that do not cut the tensor. It reads each shard once and sends 16 bytes a
-    tensor along each axis. All ranks of the mesh call it together; without processes there is nothing to compare.
+    A digest of every shard is compared along the axes that do not cut the tensor. It reads each
+    shard once and sends 16 bytes a tensor along each axis. All ranks of the mesh call it together;
+    without processes there is nothing to compare.
 
     Args:
         tree: what this rank holds; leaves that are no tensors are passed over.
@@ -32,26 +38,47 @@ def check_replicas(tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *,
         step: the number of the step, for the message.
 
     Raises:
-        ReplicaError: naming each path, the ranks that differ from most of those which share it, and the step.
+        ReplicaError: naming each path, the ranks that differ from most of those which share it, and
+            the step.
 
     >>> import ftp
     >>> check_replicas({"w": torch.ones(4)}, ftp.simulated_mesh((2,), ("dp",)), step=100)
     """
     m = resolve(mesh)
     leaves = flatten(tree)[0]
-    leaf_specs = broadcast_specs(specs_of_any(PartitionSpec() if specs is None else specs, tree, m), tree, "tree")
+    leaf_specs = broadcast_specs(
+        specs_of_any(PartitionSpec() if specs is None else specs, tree, m), tree, "tree"
+    )
     if m.kind != "process" or m.size() == 1:
         return
     record = calls(m)
-    with record.running(f"check_replicas of {len(leaves)} leaves of specs {', '.join(map(str, leaf_specs))}"):
-        compare_copies(leaves, leaf_specs, leaf_names(tree, "tree"), m, record, "" if step is None else f" at step {step}")
+    with record.running(
+        f"check_replicas of {len(leaves)} leaves of specs {', '.join(map(str, leaf_specs))}"
+    ):
+        compare_copies(
+            leaves,
+            leaf_specs,
+            leaf_names(tree, "tree"),
+            m,
+            record,
+            "" if step is None else f" at step {step}",
+        )
 
 
 def compare_copies(
-    leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh, record: Calls, when: str = ""
+    leaves: Sequence[Any],
+    specs: Sequence[PartitionSpec],
+    names: Sequence[str],
+    mesh: Mesh,
+    record: Calls,
+    when: str = "",
 ) -> None:
     """`check_replicas` of leaves, inside of a call that all ranks have begun."""
-    chosen = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.device.type != "meta"]
+    chosen = [
+        i
+        for i, leaf in enumerate(leaves)
+        if isinstance(leaf, Tensor) and leaf.device.type != "meta"
+    ]
     if mesh.kind != "process" or mesh.size() == 1 or dist.get_backend() == "fake" or not chosen:
         return
     assert mesh.torch is not None
@@ -73,12 +100,23 @@ def compare_copies(
     found = dict(zip(mesh.ranks, everyone, strict=True))
     failures = []
     for k, i in enumerate(chosen):
-        failures += _odd_ranks({rank: d[k] for rank, d in found.items()}, specs[i], names[i], mesh, when)
-    raise ReplicaError(join_failures([*failures, "Give the ranks that share a value one copy: ftp.device_put(tree, mesh, specs, src=0)."]))
+        failures += _odd_ranks(
+            {rank: d[k] for rank, d in found.items()}, specs[i], names[i], mesh, when
+        )
+    raise ReplicaError(
+        join_failures(
+            [
+                *failures,
+                "Give the ranks that share a value one copy: ftp.device_put(tree, mesh, specs,"
+                " src=0).",
+            ]
+        )
+    )
 
 
 def digest(x: Tensor) -> Tensor:
-    """64 bits of a tensor's bytes in order, 0-d on its device; tensors that differ in one element never have the same.
+    """64 bits of a tensor's bytes in order, 0-d on its device; tensors that differ in one element
+    never have the same.
 
     >>> digest(torch.tensor([1.0, 2.0])) == digest(torch.tensor([2.0, 1.0]))
     tensor(False)
@@ -95,12 +133,16 @@ def digest(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Odd numbers without a pattern: what a change of one element adds to the sum cannot vanish modulo 2^64."""
+    """Odd numbers without a pattern: what a change of one element adds to the sum cannot vanish
+    modulo 2^64.
+    """
     return torch.tensor([_odd(i) for i in range(_CHUNK)], dtype=torch.int64, device=device)
 
 
 def _odd(i: int) -> int:
-    """The finalizer of SplitMix64, made odd, as a signed number. Source: Steele, Lea and Flood (2014)."""
+    """The finalizer of SplitMix64, made odd, as a signed number. Source: Steele, Lea and Flood
+    (2014).
+    """
     z = (i + 1) * 0x9E3779B97F4A7C15 % 2**64
     z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
     z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
@@ -108,7 +150,9 @@ def _odd(i: int) -> int:
     return z - 2**64 if z >= 2**63 else z
 
 
-def _odd_ranks(digests: Mapping[int, int], spec: PartitionSpec, name: str, mesh: Mesh, when: str) -> list[str]:
+def _odd_ranks(
+    digests: Mapping[int, int], spec: PartitionSpec, name: str, mesh: Mesh, when: str
+) -> list[str]:
     """A sentence for every set of ranks that should share a tensor and do not."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
@@ -122,7 +166,8 @@ def _odd_ranks(digests: Mapping[int, int], spec: PartitionSpec, name: str, mesh:
             like = [rank for rank in ranks if rank not in odd]
             where = f", of spec {spec}," if spec else ""
             failures.append(
-                f"{name}{where} is not the same{when} on ranks that share it: {_listed(odd)} differ{'s' * (len(odd) == 1)}"
+                f"{name}{where} is not the same{when} on ranks that share it: {_listed(odd)}"
+                f" differ{'s' * (len(odd) == 1)}"
                 f" from {_listed(like)}."
             )
     return failures

@@ -1,4 +1,6 @@
-"""Moving boxes of tensors from the ranks that hold them to those that need them, in rounds of bounded size."""
+"""Moving boxes of tensors from the ranks that hold them to those that need them, in rounds of
+bounded size.
+"""
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -42,7 +44,9 @@ class Piece:
 
 
 def members(mesh: Mesh, world: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of the world that hold what lies on a mesh; a simulated one lies in each of them."""
+    """The ranks of the world that hold what lies on a mesh; a simulated one lies in each of
+    them.
+    """
     return mesh.ranks if mesh.kind == "process" else tuple(world)
 
 
@@ -55,9 +59,15 @@ def position(mesh: Mesh, rank: int) -> int | None:
 
 @lru_cache(maxsize=4096)
 def routes(
-    old: Mesh, new: Mesh, before: PartitionSpec, after: PartitionSpec, shape: Shape, world: tuple[int, ...]
+    old: Mesh,
+    new: Mesh,
+    before: PartitionSpec,
+    after: PartitionSpec,
+    shape: Shape,
+    world: tuple[int, ...],
 ) -> tuple[tuple[Box, int, int], ...]:
-    """``(box, source, target)`` of all that the new ranks need: from the rank itself where it holds it, else from one that does.
+    """``(box, source, target)`` of all that the new ranks need: from the rank itself where it holds
+    it, else from one that does.
 
     Ranks that hold the same take turns, so that none of them sends to all.
     """
@@ -70,19 +80,26 @@ def routes(
         for part in parts_on(new, after, shape)[position(new, target) or 0]:
             for held, sources in holding.items():
                 if box := held.meet(part.box):
-                    found.append((box, target if target in sources else sources[turn % len(sources)], target))
+                    found.append(
+                        (box, target if target in sources else sources[turn % len(sources)], target)
+                    )
     return tuple(found)
 
 
 def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) -> list[list[Piece]]:
-    """The pieces, cut so that no rank sends and receives more than ``max_bytes`` in a round; alike on every rank.
+    """The pieces, cut so that no rank sends and receives more than ``max_bytes`` in a round; alike
+    on every rank.
 
     >>> w = Moving((8,), torch.float32, PartitionSpec("tp"), PartitionSpec())
     >>> [[p.box.start for p in r] for r in rounds([Piece(0, Box((0,), (8,)), 0, 1)], [w], 16)]
     [[(0,)], [(4,)]]
     """
     # Small enough for several peers in one round.
-    limit = max(ALIGNMENT, max_bytes // 4 // ALIGNMENT * ALIGNMENT) if max_bytes >= 4 * ALIGNMENT else max_bytes // ALIGNMENT * ALIGNMENT
+    limit = (
+        max(ALIGNMENT, max_bytes // 4 // ALIGNMENT * ALIGNMENT)
+        if max_bytes >= 4 * ALIGNMENT
+        else max_bytes // ALIGNMENT * ALIGNMENT
+    )
     found: list[list[Piece]] = []
     room: list[dict[int, int]] = []
     first: dict[int, int] = defaultdict(int)  # of each rank the first round that may have room
@@ -90,7 +107,10 @@ def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) ->
         m = moving[piece.tensor]
         for box in piece.box.split(max(1, limit // m.dtype.itemsize)):
             nbytes, at = m.nbytes(box), max(first[piece.source], first[piece.target])
-            while at < len(room) and min(room[at].get(r, max_bytes) for r in (piece.source, piece.target)) < nbytes:
+            while (
+                at < len(room)
+                and min(room[at].get(r, max_bytes) for r in (piece.source, piece.target)) < nbytes
+            ):
                 at += 1
             if at == len(room):
                 found.append([])
@@ -98,7 +118,9 @@ def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) ->
             found[at].append(Piece(piece.tensor, box, piece.source, piece.target))
             for rank in (piece.source, piece.target):
                 room[at][rank] = room[at].get(rank, max_bytes) - nbytes
-                while first[rank] < len(room) and room[first[rank]].get(rank, max_bytes) < ALIGNMENT:
+                while (
+                    first[rank] < len(room) and room[first[rank]].get(rank, max_bytes) < ALIGNMENT
+                ):
                     first[rank] += 1
     return found
 
@@ -114,7 +136,8 @@ def move(
     max_bytes: int | None,
     to: torch.device | None = None,
 ) -> list[Tensor | None]:
-    """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of ``world`` call it, with equal ``moving``.
+    """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of
+    ``world`` call it, with equal ``moving``.
 
     Args:
         shards: this rank's on the old mesh.
@@ -128,7 +151,9 @@ def move(
     for i, m in enumerate(moving):
         if there is not None:
             coordinate = new.coordinates()[there] if new.kind == "process" else None
-            shape = m.shape if coordinate is None else local_shape(m.new, m.shape, new.axes, coordinate)
+            shape = (
+                m.shape if coordinate is None else local_shape(m.new, m.shape, new.axes, coordinate)
+            )
             arrived[i] = torch.empty(shape, dtype=m.dtype, device=to or device)
         for box, source, target in routes(old, new, m.old, m.new, m.shape, world):
             if source != target:
@@ -157,13 +182,21 @@ def _exchange(
     sizes: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:
         sizes[p.source, p.target] += moving[p.tensor].nbytes(p.box)
-    messages = {pair: torch.empty(size, dtype=torch.uint8, device=device) for pair, size in sizes.items()}
+    messages = {
+        pair: torch.empty(size, dtype=torch.uint8, device=device) for pair, size in sizes.items()
+    }
     for p, slot in _slots(pieces, moving, messages):
         if p.source == rank:
             m = moving[p.tensor]
-            slot.copy_(_view(shards[p.tensor], parts_on(old, m.old, m.shape)[position(old, rank) or 0], p.box))
+            slot.copy_(
+                _view(
+                    shards[p.tensor], parts_on(old, m.old, m.shape)[position(old, rank) or 0], p.box
+                )
+            )
     calls = [
-        dist.P2POp(dist.isend, message, target) if source == rank else dist.P2POp(dist.irecv, message, source)
+        dist.P2POp(dist.isend, message, target)
+        if source == rank
+        else dist.P2POp(dist.irecv, message, source)
         for (source, target), message in messages.items()
     ]
     for work in dist.batch_isend_irecv(calls):
@@ -171,10 +204,14 @@ def _exchange(
     for p, slot in _slots(pieces, moving, messages):
         if p.target == rank:
             m = moving[p.tensor]
-            _view(arrived[p.tensor], parts_on(new, m.new, m.shape)[position(new, rank) or 0], p.box).copy_(slot)
+            _view(
+                arrived[p.tensor], parts_on(new, m.new, m.shape)[position(new, rank) or 0], p.box
+            ).copy_(slot)
 
 
-def _slots(pieces: Sequence[Piece], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]) -> Iterator[tuple[Piece, Tensor]]:
+def _slots(
+    pieces: Sequence[Piece], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]
+) -> Iterator[tuple[Piece, Tensor]]:
     """Where in the messages each piece is, shaped and typed as it is."""
     begin: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:

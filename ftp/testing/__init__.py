@@ -1,6 +1,8 @@
-"""Tests of people's own programs and rules: proofs of rules, strategies for hypothesis, and programs against one device.
+"""Tests of people's own programs and rules: proofs of rules, strategies for hypothesis, and
+programs against one device.
 
-``docs/testing.md`` shows them at work. What draws needs hypothesis, which is imported when first used.
+``docs/testing.md`` shows them at work. What draws needs hypothesis, which is imported when first
+used.
 """
 
 from importlib import import_module
@@ -12,7 +14,16 @@ from ftp.testing.one_device import assert_equal_to_one_device
 if TYPE_CHECKING:
     from ftp.testing.strategies import meshes, op_inputs, shapes, spec_trees, specs, tensors
 
-__all__ = ["assert_equal_to_one_device", "check_rule", "meshes", "op_inputs", "shapes", "spec_trees", "specs", "tensors"]
+__all__ = [
+    "assert_equal_to_one_device",
+    "check_rule",
+    "meshes",
+    "op_inputs",
+    "shapes",
+    "spec_trees",
+    "specs",
+    "tensors",
+]
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,6 @@
-"""``first_divergence``: one device and all simulated ranks side by side, up to the first value that differs."""
+"""``first_divergence``: one device and all simulated ranks side by side, up to the first value
+that differs.
+"""
 
 import itertools
 from collections.abc import Mapping, Sequence
@@ -30,7 +32,8 @@ class Divergence:
     Attributes:
         name: of the op in the printed program; ``source`` is the user's line.
         rank: ``{axis: index}``; the first of those whose sum is wrong, where it is a pending sum.
-        error: the largest absolute difference; infinite where the rank's form of the op cannot be right for any input.
+        error: the largest absolute difference; infinite where the rank's form of the op cannot be
+            right for any input.
         why: in words.
     """
 
@@ -41,12 +44,16 @@ class Divergence:
     why: str
 
 
-def first_divergence(step: Step, *args: Any, rtol: float | None = None, atol: float | None = None) -> Divergence | None:
-    """Run a step's single-device form and every rank's on ``args``, value by value; None where all agree.
+def first_divergence(
+    step: Step, *args: Any, rtol: float | None = None, atol: float | None = None
+) -> Divergence | None:
+    """Run a step's single-device form and every rank's on ``args``, value by value; None where all
+    agree.
 
     Args:
         args: what the step takes, tensors whole.
-        rtol, atol: as ``torch.testing.assert_close``; by default what rounding can do to each value in its dtype.
+        rtol, atol: as ``torch.testing.assert_close``; by default what rounding can do to each value
+            in its dtype.
 
     Raises:
         MeshError: on a mesh of processes, which have only their own parts.
@@ -57,7 +64,10 @@ def first_divergence(step: Step, *args: Any, rtol: float | None = None, atol: fl
     True
     """
     if step.mesh.kind == "process":
-        raise MeshError("first_divergence runs all ranks in one process. Make the step on ftp.simulated_mesh with the same axes.")
+        raise MeshError(
+            "first_divergence runs all ranks in one process. Make the step on ftp.simulated_mesh"
+            " with the same axes."
+        )
     program = step.lower(*args)._program
     certificate = certificate_of(program)
     leaves, _ = flatten(args)
@@ -65,7 +75,10 @@ def first_divergence(step: Step, *args: Any, rtol: float | None = None, atol: fl
     inputs = [*args, *program.constants]
     shards = []
     for coordinate in program.mesh.coordinates():
-        parts = [shard_of(x, spec, program.mesh.axes, coordinate) for x, spec in zip(args, program.in_specs, strict=True)]
+        parts = [
+            shard_of(x, spec, program.mesh.axes, coordinate)
+            for x, spec in zip(args, program.in_specs, strict=True)
+        ]
         shards.append([*parts, *program.constants])
     return compare(certificate, inputs, shards, groups_of(program.mesh), rtol, atol)
 
@@ -78,10 +91,12 @@ def compare(
     rtol: float | None,
     atol: float | None,
 ) -> Divergence | None:
-    """The first divergence of a certificate's programs on whole ``inputs`` and every rank's ``shards`` of them.
+    """The first divergence of a certificate's programs on whole ``inputs`` and every rank's
+    ``shards`` of them.
 
-    Each op is judged by itself: what it reads on the ranks against what was computed, and what the ranks compute of it, joined, against
-    one device's result on what they read, in float64. So rounding does not add up from op to op, nor does a sign that it flips count.
+    Each op is judged by itself: what it reads on the ranks against what was computed, and what the
+    ranks compute of it, joined, against one device's result on what they read, in float64. So
+    rounding does not add up from op to op, nor does a sign that it flips count.
     """
     checker = Checker(certificate)
     names = list(certificate.axes)
@@ -96,26 +111,52 @@ def compare(
             try:
                 forms = checker.bind(cell, name)
             except Unsound as e:
-                return Divergence(name, op.source, dict(zip(names, next(cell.coordinates()), strict=True)), float("inf"), str(e))
+                return Divergence(
+                    name,
+                    op.source,
+                    dict(zip(names, next(cell.coordinates()), strict=True)),
+                    float("inf"),
+                    str(e),
+                )
             for form in forms:
                 for slot, node in form.operands.items():
                     due = checker.due(op, cell, slot, form.rows)
-                    pending = frozenset((axis, "sum") for axis, slots in op.partial.items() if slot in slots)
-                    nodes.append((node, replace(due, pending=pending), read.setdefault((name, slot), {})))
-        nodes += [(node, held, made.setdefault(held.value, {})) for (c, node), held in checker.made.items() if c is cell]
-        for at, (node, (ref, spec)) in enumerate(zip(checker.returned(cell), certificate.outputs, strict=True)):
+                    pending = frozenset(
+                        (axis, "sum") for axis, slots in op.partial.items() if slot in slots
+                    )
+                    nodes.append(
+                        (node, replace(due, pending=pending), read.setdefault((name, slot), {}))
+                    )
+        nodes += [
+            (node, held, made.setdefault(held.value, {}))
+            for (c, node), held in checker.made.items()
+            if c is cell
+        ]
+        for at, (node, (ref, spec)) in enumerate(
+            zip(checker.returned(cell), certificate.outputs, strict=True)
+        ):
             shape = checker.operations[ref.name].results[ref.index].shape
-            nodes.append((node, holding(checker.key(ref), checker.cut_by_spec(shape, spec, cell)), returned.setdefault(at, {})))
+            nodes.append(
+                (
+                    node,
+                    holding(checker.key(ref), checker.cut_by_spec(shape, spec, cell)),
+                    returned.setdefault(at, {}),
+                )
+            )
         for coordinate in cell.coordinates():
             at = [together.index(i) for together, i in zip(cell.at, coordinate, strict=True)]
             watched[coordinate] = [(node, held_by(held, at), parts) for node, held, parts in nodes]
     programs, given = [], []
     for coordinate, of_rank in zip(certificate.ranks.at, shards, strict=True):
         number, offsets = certificate.ranks.at[coordinate]
-        graph = _watching(checker.pure_graphs()[number], [node for node, _, _ in watched[coordinate]])
+        graph = _watching(
+            checker.pure_graphs()[number], [node for node, _, _ in watched[coordinate]]
+        )
         programs.append(LocalProgram(fx.GraphModule({}, graph), (), ()))
         given.append([*of_rank, *offsets])
-    for coordinate, values in zip(certificate.ranks.at, simulate(programs, given, groups), strict=True):
+    for coordinate, values in zip(
+        certificate.ranks.at, simulate(programs, given, groups), strict=True
+    ):
         for (_, held, parts), value in zip(watched[coordinate], values, strict=True):
             parts.setdefault(coordinate, []).append((held, value))
     judge = _Judge(certificate, checker, made, rtol, atol)
@@ -137,7 +178,9 @@ def compare(
         for index, whole in enumerate(_run(op, [env[ref.key] for ref in op.operands])):
             env[Ref(op.name, index).key] = whole
             parts = made.get(Ref(op.name, index).key, {})
-            if isinstance(whole, torch.Tensor) and (found := judge.computed(op, results[index], exact[index], terms[index], parts)):
+            if isinstance(whole, torch.Tensor) and (
+                found := judge.computed(op, results[index], exact[index], terms[index], parts)
+            ):
                 return found
     for at, (ref, _) in enumerate(certificate.outputs):
         if found := judge.moved(checker.operations[ref.name], ref, env[ref.key], returned[at]):
@@ -146,7 +189,10 @@ def compare(
 
 
 Parts = dict[Coordinate, list[tuple[Held, torch.Tensor]]]  # what each rank holds of a value
-OF_DTYPE, OF_DEVICE = 8.0, 16.0  # roundings of a value that are let pass, and one device's own error
+OF_DTYPE, OF_DEVICE = (
+    8.0,
+    16.0,
+)  # roundings of a value that are let pass, and one device's own error
 
 
 @dataclass(frozen=True)
@@ -164,7 +210,9 @@ class _Judge:
     atol: float | None
 
     def joined(self, like: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
-        """What the ranks hold together, in double precision, and the sum of the magnitudes that were added; elsewhere ``like``."""
+        """What the ranks hold together, in double precision, and the sum of the magnitudes that
+        were added; elsewhere ``like``.
+        """
         names = list(self.certificate.axes)
         total = _doubled(like).clone()
         size = total.abs()
@@ -174,70 +222,133 @@ class _Judge:
                 dims = [names.index(axis) for axis, _ in pending]
                 if any(coordinate[d] for d in dims) or value.shape != held.shape:
                     continue  # the first rank along these axes counts for all
-                moved = [range(self.certificate.axes[names[i]]) if i in dims else [c] for i, c in enumerate(coordinate)]
-                terms = torch.stack([_doubled(parts[c][number][1]) for c in itertools.product(*moved) if len(parts.get(c, ())) > number])
+                moved = [
+                    range(self.certificate.axes[names[i]]) if i in dims else [c]
+                    for i, c in enumerate(coordinate)
+                ]
+                terms = torch.stack(
+                    [
+                        _doubled(parts[c][number][1])
+                        for c in itertools.product(*moved)
+                        if len(parts.get(c, ())) > number
+                    ]
+                )
                 op = pending[0][1] if pending else "sum"
-                added = terms.sum(0, dtype=terms.dtype) if op == "sum" else terms.amax(0) if op == "max" else terms.amin(0)
+                added = (
+                    terms.sum(0, dtype=terms.dtype)
+                    if op == "sum"
+                    else terms.amax(0)
+                    if op == "max"
+                    else terms.amin(0)
+                )
                 where = _places(held)
                 total[where] = added.reshape(total[where].shape)
                 size[where] = terms.abs().sum(0, dtype=size.dtype).reshape(total[where].shape)
         return total, size
 
     def moved(self, op: Operation, ref: Ref, like: torch.Tensor, parts: Parts) -> Divergence | None:
-        """Whether what is read, by an op or a caller, is what was computed; sums of ranks are rounded on the way."""
+        """Whether what is read, by an op or a caller, is what was computed; sums of ranks are
+        rounded on the way.
+        """
         key = self.checker.key(ref)
         source = self.made.get(key)
         if source is None:
             due, size = _doubled(like), _doubled(like).abs()
         else:
             due, size = self.joined(like, source)
-        is_sum = any(held.pending for pieces in (*(source or {}).values(), *parts.values()) for held, _ in pieces)
+        is_sum = any(
+            held.pending
+            for pieces in (*(source or {}).values(), *parts.values())
+            for held, _ in pieces
+        )
         ranks = len(self.certificate.ranks.at) if is_sum else 0
-        return self.first(op, parts, due, _eps(like.dtype) * (OF_DTYPE + ranks) * size if ranks else torch.zeros_like(size), like.dtype)
+        return self.first(
+            op,
+            parts,
+            due,
+            _eps(like.dtype) * (OF_DTYPE + ranks) * size if ranks else torch.zeros_like(size),
+            like.dtype,
+        )
 
-    def computed(self, op: Operation, one: torch.Tensor, exact: torch.Tensor, terms: torch.Tensor, parts: Parts) -> Divergence | None:
-        """Whether the ranks' results are one device's, or the exact ones, up to the roundings of either."""
+    def computed(
+        self,
+        op: Operation,
+        one: torch.Tensor,
+        exact: torch.Tensor,
+        terms: torch.Tensor,
+        parts: Parts,
+    ) -> Divergence | None:
+        """Whether the ranks' results are one device's, or the exact ones, up to the roundings of
+        either.
+        """
         _, size = self.joined(one, parts)
         inner = torch.float32 if one.dtype in HALF else one.dtype  # in which kernels add up
         own = (_doubled(one) - exact).abs()
         worst = own[own.isfinite()].max() if own.isfinite().any() else 0.0
-        room = OF_DTYPE * (_eps(one.dtype) * (size + exact.abs()) + _eps(inner) * terms) + OF_DEVICE * worst
+        room = (
+            OF_DTYPE * (_eps(one.dtype) * (size + exact.abs()) + _eps(inner) * terms)
+            + OF_DEVICE * worst
+        )
         found = self.first(op, parts, exact, room, one.dtype)
         return found and self.first(op, parts, _doubled(one), room, one.dtype)
 
-    def first(self, op: Operation, parts: Parts, due: torch.Tensor, room: torch.Tensor, dtype: torch.dtype) -> Divergence | None:
+    def first(
+        self, op: Operation, parts: Parts, due: torch.Tensor, room: torch.Tensor, dtype: torch.dtype
+    ) -> Divergence | None:
         names = list(self.certificate.axes)
         for coordinate, pieces in parts.items():
             for held, value in pieces:
                 where, rank = _places(held), dict(zip(names, coordinate, strict=True))
                 if value.shape != held.shape or value.dtype != dtype:
-                    said = f"it is {value.dtype} of shape {tuple(value.shape)}, not {dtype} of shape {held.shape}"
+                    said = (
+                        f"it is {value.dtype} of shape {tuple(value.shape)}, not {dtype} of"
+                        f" shape {held.shape}"
+                    )
                     return Divergence(op.name, op.source, rank, float("inf"), said)
                 if any(coordinate[names.index(axis)] for axis, _ in held.pending):
                     continue
-                own = self.joined(due, {c: p for c, p in parts.items() if held.pending or c == coordinate})[0][where]
+                own = self.joined(
+                    due, {c: p for c, p in parts.items() if held.pending or c == coordinate}
+                )[0][where]
                 wanted, error = due[where], (own - due[where]).abs()
                 allowed = room[where].nan_to_num(nan=0.0, posinf=0.0)
                 is_same = (own == wanted) | (own.isnan() & wanted.isnan())
                 if dtype.is_floating_point:  # what is beyond the dtype's largest number is infinite
-                    is_same |= own.isinf() & (own.sign() == wanted.sign()) & (wanted.abs() + allowed >= torch.finfo(dtype).max)
+                    is_same |= (
+                        own.isinf()
+                        & (own.sign() == wanted.sign())
+                        & (wanted.abs() + allowed >= torch.finfo(dtype).max)
+                    )
                 error = torch.where(is_same, 0.0, error).nan_to_num(nan=torch.inf, posinf=torch.inf)
                 if self.rtol is not None or self.atol is not None:
                     allowed = (self.atol or 0.0) + (self.rtol or 0.0) * wanted.abs()
                 if (error > allowed).any():
                     worst = float(error.max())
-                    said = f"{int((error > allowed).sum())} of {error.numel()} values are off by more than rounding, by up to {worst:.3g}"
+                    said = (
+                        f"{int((error > allowed).sum())} of {error.numel()} values are off by"
+                        f" more than rounding, by up to {worst:.3g}"
+                    )
                     return Divergence(op.name, op.source, rank, worst, said)
         return None
 
 
 def _places(held: Held) -> Any:
     """Where a tensor's elements stand in the value that it is a part of."""
-    return tuple(torch.from_numpy(i) for i in np.ix_(*(index.reshape(-1) for index in held.index))) if held.index else ...
+    return (
+        tuple(torch.from_numpy(i) for i in np.ix_(*(index.reshape(-1) for index in held.index)))
+        if held.index
+        else ...
+    )
 
 
 def _doubled(x: torch.Tensor) -> torch.Tensor:
-    return x.to(torch.complex128 if x.is_complex() else torch.float64 if x.is_floating_point() else torch.int64)
+    return x.to(
+        torch.complex128
+        if x.is_complex()
+        else torch.float64
+        if x.is_floating_point()
+        else torch.int64
+    )
 
 
 def _eps(dtype: torch.dtype) -> float:
@@ -247,7 +358,9 @@ def _eps(dtype: torch.dtype) -> float:
 def _evaluated(
     op: Operation, operands: Sequence[Any], wide: Sequence[Any], checker: Checker
 ) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """An op's results on these operands as one device gives them, in double precision, and the magnitudes that a linear op adds up."""
+    """An op's results on these operands as one device gives them, in double precision, and the
+    magnitudes that a linear op adds up.
+    """
 
     def double(tree: Any) -> Any:
         if isinstance(tree, torch.dtype) and (tree.is_floating_point or tree.is_complex):
@@ -255,10 +368,22 @@ def _evaluated(
         return tree
 
     one = _run(op, operands)
-    wide = [w if x.is_floating_point() or x.is_complex() else x for x, w in zip(operands, wide, strict=True)]
-    precise = replace(op, args=replaced(op.args, torch.dtype, double), kwargs=replaced(dict(op.kwargs), torch.dtype, double))
-    exact, terms = [_doubled(x) if isinstance(x, torch.Tensor) else x for x in one], [0.0] * len(one)
-    if op.ports is not None or not any(x.is_floating_point() or x.is_complex() for x in one if isinstance(x, torch.Tensor)):
+    wide = [
+        w if x.is_floating_point() or x.is_complex() else x
+        for x, w in zip(operands, wide, strict=True)
+    ]
+    precise = replace(
+        op,
+        args=replaced(op.args, torch.dtype, double),
+        kwargs=replaced(dict(op.kwargs), torch.dtype, double),
+    )
+    exact, terms = (
+        [_doubled(x) if isinstance(x, torch.Tensor) else x for x in one],
+        [0.0] * len(one),
+    )
+    if op.ports is not None or not any(
+        x.is_floating_point() or x.is_complex() for x in one if isinstance(x, torch.Tensor)
+    ):
         return one, exact, terms
     try:
         found = _run(precise, wide)
@@ -282,6 +407,9 @@ def _watching(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Graph:
 
 def _run(op: Operation, operands: Sequence[Any]) -> Sequence[Any]:
     feed = iter(operands)
-    args, kwargs = replaced(tuple(op.args), Ref, lambda _: next(feed)), replaced(dict(op.kwargs), Ref, lambda _: next(feed))
+    args, kwargs = (
+        replaced(tuple(op.args), Ref, lambda _: next(feed)),
+        replaced(dict(op.kwargs), Ref, lambda _: next(feed)),
+    )
     out = op.target(*args, **kwargs)
     return out if isinstance(out, list | tuple) else [out]

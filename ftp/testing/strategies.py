@@ -1,4 +1,6 @@
-"""Strategies for hypothesis: meshes, specs, shapes, tensors and the inputs of ops. All shrink to small and even ones."""
+"""Strategies for hypothesis: meshes, specs, shapes, tensors and the inputs of ops. All shrink to
+small and even ones.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -18,31 +20,47 @@ try:
     from hypothesis import assume
     from hypothesis import strategies as st
 except ImportError as error:
-    raise ImportError("The strategies of ftp.testing need hypothesis: pip install hypothesis") from error
+    raise ImportError(
+        "The strategies of ftp.testing need hypothesis: pip install hypothesis"
+    ) from error
 
 MESHES = ((2,), (3,), (4,), (2, 2), (2, 3), (3, 2), (4, 2), (2, 4), (8,), (1, 3), (1,))
 AXES = ("a", "b", "c", "d")
 
 
-def meshes(shapes: Sequence[tuple[int, ...]] = MESHES, axis_names: Sequence[str] = AXES) -> st.SearchStrategy[SimulatedMesh]:
+def meshes(
+    shapes: Sequence[tuple[int, ...]] = MESHES, axis_names: Sequence[str] = AXES
+) -> st.SearchStrategy[SimulatedMesh]:
     """Simulated meshes of one and two axes, of at most eight ranks.
 
     >>> from hypothesis import find
     >>> find(meshes([(2, 3), (2,)], ["dp", "tp"]), lambda mesh: mesh.size() > 2).axis_names
     ('dp', 'tp')
     """
-    return st.sampled_from(list(shapes)).map(lambda shape: simulated_mesh(shape, tuple(axis_names[: len(shape)])))
+    return st.sampled_from(list(shapes)).map(
+        lambda shape: simulated_mesh(shape, tuple(axis_names[: len(shape)]))
+    )
 
 
-def shapes(min_dims: int = 0, max_dims: int = 4, min_size: int = 1, max_size: int = 6) -> st.SearchStrategy[tuple[int, ...]]:
-    """Shapes of tensors; no sizes that divide in particular. ``min_size=0`` draws empty tensors too."""
-    return st.lists(st.integers(min_size, max_size), min_size=min_dims, max_size=max_dims).map(tuple)
+def shapes(
+    min_dims: int = 0, max_dims: int = 4, min_size: int = 1, max_size: int = 6
+) -> st.SearchStrategy[tuple[int, ...]]:
+    """Shapes of tensors; no sizes that divide in particular. ``min_size=0`` draws empty tensors
+    too.
+    """
+    return st.lists(st.integers(min_size, max_size), min_size=min_dims, max_size=max_dims).map(
+        tuple
+    )
 
 
 @st.composite
 def tensors(draw: st.DrawFn, shape: Any = None, dtype: torch.dtype = torch.float64) -> Tensor:
     """Tensors of a shape, or of shapes that a strategy draws: normal floats, small integers."""
-    drawn = draw(shapes() if shape is None else shape) if shape is None or isinstance(shape, st.SearchStrategy) else tuple(shape)
+    drawn = (
+        draw(shapes() if shape is None else shape)
+        if shape is None or isinstance(shape, st.SearchStrategy)
+        else tuple(shape)
+    )
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
     if dtype.is_floating_point or dtype.is_complex:
         return torch.randn(drawn, dtype=dtype, generator=generator)
@@ -50,8 +68,11 @@ def tensors(draw: st.DrawFn, shape: Any = None, dtype: torch.dtype = torch.float
 
 
 @st.composite
-def specs(draw: st.DrawFn, shape: Sequence[int], axes: Mapping[str, int] | AnyMesh) -> PartitionSpec:
-    """Any spec of a tensor of ``shape``: each axis on one dim or on none, several on one dim in any order, some in units.
+def specs(
+    draw: st.DrawFn, shape: Sequence[int], axes: Mapping[str, int] | AnyMesh
+) -> PartitionSpec:
+    """Any spec of a tensor of ``shape``: each axis on one dim or on none, several on one dim in any
+    order, some in units.
 
     Args:
         axes: a mesh, or the size of each of its axes.
@@ -61,9 +82,22 @@ def specs(draw: st.DrawFn, shape: Sequence[int], axes: Mapping[str, int] | AnyMe
     for axis in sizes:
         at = draw(st.integers(-1, len(shape) - 1))
         if at >= 0 and not entries[at] and draw(st.integers(0, 4)) == 4:
-            entries[at] = (units(axis, draw(st.sampled_from([k for k in range(1, shape[at] + 1) if shape[at] % k == 0] or [1]))),)
+            entries[at] = (
+                units(
+                    axis,
+                    draw(
+                        st.sampled_from(
+                            [k for k in range(1, shape[at] + 1) if shape[at] % k == 0] or [1]
+                        )
+                    ),
+                ),
+            )
         elif at >= 0:
-            entries[at] = draw(st.sampled_from([(*entries[at], axis), (axis, *entries[at])])) if entries[at] else (axis,)
+            entries[at] = (
+                draw(st.sampled_from([(*entries[at], axis), (axis, *entries[at])]))
+                if entries[at]
+                else (axis,)
+            )
     spec = PartitionSpec(*[e if len(e) > 1 else (e or (None,))[0] for e in entries])
     assume(not check_spec(spec, tuple(shape), sizes, "x"))  # nested units need not divide
     return spec
@@ -73,7 +107,9 @@ def specs(draw: st.DrawFn, shape: Sequence[int], axes: Mapping[str, int] | AnyMe
 def spec_trees(draw: st.DrawFn, tree: Any, axes: Mapping[str, int] | AnyMesh) -> Any:
     """A spec for each tensor of a tree, in a tree of the same form; ``P()`` for other leaves."""
     leaves, form = optree.tree_flatten(tree, namespace=NAMESPACE)
-    return form.unflatten([draw(specs(x.shape, axes)) if isinstance(x, Tensor) else PartitionSpec() for x in leaves])
+    return form.unflatten(
+        [draw(specs(x.shape, axes)) if isinstance(x, Tensor) else PartitionSpec() for x in leaves]
+    )
 
 
 @st.composite
@@ -85,7 +121,8 @@ def op_inputs(
     max_size: int = 6,
     kernel: Callable[..., Any] | None = None,
 ) -> Sample:
-    """Arguments of an op, of the form of one of ``like``: other sizes (equal ones stay equal), fresh values of the same range.
+    """Arguments of an op, of the form of one of ``like``: other sizes (equal ones stay equal),
+    fresh values of the same range.
 
     Args:
         like: pairs of positional and keyword arguments.
@@ -100,7 +137,15 @@ def op_inputs(
     """
     args, kwargs = draw(st.sampled_from(list(like)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    old = sorted({s for x in optree.tree_leaves((args, kwargs), namespace=NAMESPACE) if isinstance(x, Tensor) for s in x.shape if s > 1})  # type: ignore[arg-type]
+    old = sorted(
+        {
+            s
+            for x in optree.tree_leaves((args, kwargs), namespace=NAMESPACE)
+            if isinstance(x, Tensor)
+            for s in x.shape
+            if s > 1
+        }
+    )  # type: ignore[arg-type]
     sizes = {size: draw(st.integers(1, max_size)) for size in old}
     below = min(sizes.values(), default=1)
 
@@ -116,11 +161,17 @@ def op_inputs(
 
 
 def _resampled(x: Tensor, shape: tuple[int, ...], below: int, generator: torch.Generator) -> Tensor:
-    """Values drawn from those of ``x``; integers, which may be indices, stay below the smallest size where they were below the largest."""
+    """Values drawn from those of ``x``; integers, which may be indices, stay below the smallest
+    size where they were below the largest.
+    """
     count = int(torch.tensor(shape).prod()) if shape else 1
     if x.numel() == 0:
         return x.new_zeros(shape)
-    picked = x.detach().reshape(-1)[torch.randint(0, x.numel(), (count,), generator=generator)].reshape(shape)
+    picked = (
+        x.detach()
+        .reshape(-1)[torch.randint(0, x.numel(), (count,), generator=generator)]
+        .reshape(shape)
+    )
     if x.is_floating_point():
         return picked * (1 + 1e-3 * torch.rand(shape, generator=generator).to(x.dtype))
     if x.dtype is torch.bool or x.is_complex() or not x.ndim:

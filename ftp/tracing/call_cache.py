@@ -1,7 +1,9 @@
-"""Calls that a trace has met before, recorded again from memory: most of a deep model's ops are ops of its first layer.
+"""Calls that a trace has met before, recorded again from memory: most of a deep model's ops are ops
+of its first layer.
 
-Tracing one op costs half a millisecond, most of it spent to find out what shape its result has. A call with the same op, the same
-shapes and the same numbers gives the same nodes, so those are written down again, on tensors made from what is known of them.
+Tracing one op costs half a millisecond, most of it spent to find out what shape its result has. A
+call with the same op, the same shapes and the same numbers gives the same nodes, so those are
+written down again, on tensors made from what is known of them.
 """
 
 import functools
@@ -34,7 +36,9 @@ class _Made:
 
 @dataclass(frozen=True)
 class _Val:
-    """What is known of a tensor; ``shares`` is the input or the node whose memory it is in, if any."""
+    """What is known of a tensor; ``shares`` is the input or the node whose memory it is in, if
+    any.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
@@ -46,7 +50,9 @@ class _Val:
 
 @dataclass(frozen=True)
 class _Record:
-    """One node of a call: what it calls on what, and the tensor that it gives (None: several, which nodes after it take apart)."""
+    """One node of a call: what it calls on what, and the tensor that it gives (None: several,
+    which nodes after it take apart).
+    """
 
     target: Any
     name: str
@@ -57,7 +63,9 @@ class _Record:
 
 @dataclass(frozen=True)
 class _Known:
-    """The nodes of a call, and its result with places for tensors; in place, the first input stands for the last node from then on."""
+    """The nodes of a call, and its result with places for tensors; in place, the first input
+    stands for the last node from then on.
+    """
 
     records: tuple[_Record, ...]
     result: Any
@@ -66,7 +74,9 @@ class _Known:
 
 @dataclass(frozen=True)
 class Call:
-    """One call: all that its nodes depend on, its tensors, and the nodes that those are when it is made."""
+    """One call: all that its nodes depend on, its tensors, and the nodes that those are when it
+    is made.
+    """
 
     key: Any
     given: list[FakeTensor]
@@ -86,9 +96,15 @@ class Recall:
         self._known: dict[Any, _Known | None] = {}
         self._fresh: dict[torch.device, dict[str, Any]] = {}  # the attributes of a new fake tensor
         unsafe = mode._allow_unsafe_data_ptr_access
-        self._guard = torch._C._set_warn_deprecated_on_mutable_data_ptr if unsafe else torch._C._set_throw_on_mutable_data_ptr
+        self._guard = (
+            torch._C._set_warn_deprecated_on_mutable_data_ptr
+            if unsafe
+            else torch._C._set_throw_on_mutable_data_ptr
+        )
 
-    def call(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any) -> Call | None:
+    def call(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any
+    ) -> Call | None:
         """The call, or None for one that is never recorded from memory."""
         in_place = func._schema.is_mutable
         if in_place and not _is_in_place(func):
@@ -106,7 +122,9 @@ class Recall:
         return Call(tuple(found), given, inputs, in_place)
 
     def again(self, call: Call, tracer: Any) -> Any:
-        """The call's result, its nodes written to the tracer's graph; None where it is not known."""
+        """The call's result, its nodes written to the tracer's graph; None where it is not
+        known.
+        """
         known = self._known.get(call.key)
         if known is None:
             return None
@@ -127,7 +145,13 @@ class Recall:
                 tensor = None
                 if record.val is not None:
                     shared = record.val.shares
-                    source = None if shared is None else call.given[shared.at] if type(shared) is _Input else made[shared.at]
+                    source = (
+                        None
+                        if shared is None
+                        else call.given[shared.at]
+                        if type(shared) is _Input
+                        else made[shared.at]
+                    )
                     tensor = node.meta["val"] = self._tensor(record.val, source)
                     written = call.given[0] if known.in_place else tensor
                     tracker[written] = _ProxyTensor(Proxy(node, tracer), None)
@@ -136,8 +160,14 @@ class Recall:
             return call.given[0]
         for i, record in enumerate(known.records):
             if record.val is None:
-                parts = {r.args[1]: made[j] for j, r in enumerate(known.records) if r.args and r.args[0] == _Made(i)}
-                nodes[i].meta["val"] = tuple(parts.get(k) for k in range(max(parts, default=-1) + 1))
+                parts = {
+                    r.args[1]: made[j]
+                    for j, r in enumerate(known.records)
+                    if r.args and r.args[0] == _Made(i)
+                }
+                nodes[i].meta["val"] = tuple(
+                    parts.get(k) for k in range(max(parts, default=-1) + 1)
+                )
         return _filled(known.result, made)
 
     def _tensor(self, val: _Val, source: FakeTensor | None) -> FakeTensor:
@@ -148,8 +178,12 @@ class Recall:
             plain = torch.empty(0, dtype=val.dtype, device="meta")
             plain.set_(source.untyped_storage(), val.offset, val.shape, val.stride)
         if val.device not in self._fresh:
-            self._fresh[val.device] = dict(FakeTensor(self._mode, torch.empty(0, device="meta"), val.device).__dict__)
-        made = Tensor._make_subclass(FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=val.device)  # type: ignore[call-arg]
+            self._fresh[val.device] = dict(
+                FakeTensor(self._mode, torch.empty(0, device="meta"), val.device).__dict__
+            )
+        made = Tensor._make_subclass(
+            FakeTensor, plain, False, dispatch_device=True, device_for_backend_keys=val.device
+        )  # type: ignore[call-arg]
         self._guard(made)
         made.__dict__.update(self._fresh[val.device])  # type: ignore[attr-defined]
         return made
@@ -162,16 +196,25 @@ class Recall:
 
 @functools.cache
 def _is_in_place(func: OpOverload) -> bool:
-    """Whether the op writes to its first argument alone, returns it, and leaves its shape as it is."""
+    """Whether the op writes to its first argument alone, returns it, and leaves its shape as it
+    is.
+    """
     written = [a.alias_info is not None and a.alias_info.is_write for a in func._schema.arguments]
-    return written[0] and sum(written) == 1 and len(func._schema.returns) == 1 and torch.Tag.inplace_view not in func.tags
+    return (
+        written[0]
+        and sum(written) == 1
+        and len(func._schema.returns) == 1
+        and torch.Tag.inplace_view not in func.tags
+    )
 
 
 _PLAIN = {int, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 
 
 def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
-    """Add all that a call depends on to ``found`` and its tensors to ``given``; False where something else is among its arguments."""
+    """Add all that a call depends on to ``found`` and its tensors to ``given``; False where
+    something else is among its arguments.
+    """
     kind = type(tree)
     if kind is FakeTensor:
         if tree.requires_grad or tree.is_conj() or tree.is_neg():
@@ -181,7 +224,9 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
             if other is tree:
                 first = i
                 break
-        found.append((first, tree.shape, tree.stride(), tree.storage_offset(), tree.dtype, tree.fake_device))
+        found.append(
+            (first, tree.shape, tree.stride(), tree.storage_offset(), tree.dtype, tree.fake_device)
+        )
         given.append(tree)
         return True
     if kind in (list, tuple):
@@ -198,7 +243,9 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
 
 
 def _known(call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _Known | None:
-    """What was recorded for a call, in terms of its inputs; None where that is not all there is to it."""
+    """What was recorded for a call, in terms of its inputs; None where that is not all there is
+    to it.
+    """
     places: dict[fx.Node, Any] = {}
     stores: dict[int, Any] = {}
     tracker = tracer.tensor_tracker
@@ -209,7 +256,11 @@ def _known(call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _K
     for i, node in enumerate(nodes):
         if node.op != "call_function" or any(n not in places for n in node.all_input_nodes):
             return None
-        if isinstance(node.target, OpOverload) and node.target._schema.is_mutable and not call.in_place:
+        if (
+            isinstance(node.target, OpOverload)
+            and node.target._schema.is_mutable
+            and not call.in_place
+        ):
             return None
         val = node.meta.get("val")
         taken = None
@@ -218,20 +269,33 @@ def _known(call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _K
             if taken is None:
                 return None
             stores.setdefault(val.untyped_storage()._cdata, _Made(i))
-        elif not isinstance(val, tuple | list) or not all(v is None or type(v) is FakeTensor for v in val):
+        elif not isinstance(val, tuple | list) or not all(
+            v is None or type(v) is FakeTensor for v in val
+        ):
             return None
         args, kwargs = map_arg((node.args, dict(node.kwargs)), places.__getitem__)  # type: ignore[misc]
-        called: Any = node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        called: Any = (
+            node.target.overloadpacket if isinstance(node.target, OpOverload) else node.target
+        )
         name = tracer.graph._target_to_str(called.__name__)
         records.append(_Record(node.target, name, args, kwargs, taken))
         places[node] = _Made(i)
     if call.in_place:
         first = tracker[call.given[0]]
-        is_all = result is call.given[0] and len(records) == 1 and first.constant is None and first.proxy.node is nodes[0]
+        is_all = (
+            result is call.given[0]
+            and len(records) == 1
+            and first.constant is None
+            and first.proxy.node is nodes[0]
+        )
         return _Known(tuple(records), None, True) if is_all and records[0].val is not None else None
     made = {}
     for leaf in _leaves(result):
-        if type(leaf) is not FakeTensor or leaf not in tracker or tracker[leaf].constant is not None:
+        if (
+            type(leaf) is not FakeTensor
+            or leaf not in tracker
+            or tracker[leaf].constant is not None
+        ):
             return None
         place = places.get(tracker[leaf].proxy.node)
         if type(place) is not _Made or records[place.at].val is None:
@@ -242,8 +306,12 @@ def _known(call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _K
     for i, record in enumerate(records):  # what gives several results has a node for each of them
         if record.val is None:
             count = len(nodes[i].meta["val"])
-            parts = {r.args[1] for r in records if r.args and r.args[0] == _Made(i) and r.val is not None}
-            if parts != {k for k in range(count) if nodes[i].meta["val"][k] is not None} or (parts and count != max(parts) + 1):
+            parts = {
+                r.args[1] for r in records if r.args and r.args[0] == _Made(i) and r.val is not None
+            }
+            if parts != {k for k in range(count) if nodes[i].meta["val"][k] is not None} or (
+                parts and count != max(parts) + 1
+            ):
                 return None
     return _Known(tuple(records), _marked(result, made), False)
 
@@ -254,7 +322,14 @@ def _val(val: FakeTensor, stores: Mapping[int, Any]) -> _Val | None:
     shares = stores.get(val.untyped_storage()._cdata)
     if shares is None and val.storage_offset():
         return None
-    return _Val(tuple(val.shape), val.stride(), int(val.storage_offset()), val.dtype, val.fake_device, shares)
+    return _Val(
+        tuple(val.shape),
+        val.stride(),
+        int(val.storage_offset()),
+        val.dtype,
+        val.fake_device,
+        shares,
+    )
 
 
 def _placed(tree: Any, node_of: Any) -> Any:
@@ -262,7 +337,11 @@ def _placed(tree: Any, node_of: Any) -> Any:
     if kind is _Input or kind is _Made:
         return node_of(tree)
     if isinstance(tree, tuple | list):
-        return tuple([_placed(t, node_of) for t in tree]) if isinstance(tree, tuple) else [_placed(t, node_of) for t in tree]
+        return (
+            tuple([_placed(t, node_of) for t in tree])
+            if isinstance(tree, tuple)
+            else [_placed(t, node_of) for t in tree]
+        )
     if isinstance(tree, dict):
         return {k: _placed(t, node_of) for k, t in tree.items()}
     return tree

@@ -1,4 +1,6 @@
-"""Tensors that a traced function captured: where it finds them, so that another object there is noticed."""
+"""Tensors that a traced function captured: where it finds them, so that another object there is
+noticed.
+"""
 
 import dis
 import functools
@@ -37,7 +39,8 @@ class Captured:
 
 
 def places_of(fn: Callable[..., Any], tensors: Sequence[Tensor]) -> list[Captured]:
-    """Where ``fn`` and what it refers to find ``tensors``: variables, items of dicts and lists, attributes.
+    """Where ``fn`` and what it refers to find ``tensors``: variables, items of dicts and lists,
+    attributes.
 
     >>> import torch
     >>> mask = torch.ones(2)
@@ -67,8 +70,10 @@ def warn_of_others(captured: list[Captured], *, stacklevel: int) -> None:
         now = place.now()
         what = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
         warnings.warn(
-            f"{place.name}, is another object now, {what}. The step goes on with the tensor that it captured when it was traced, of"
-            f" shape {tuple(place.tensor.shape)}. Give what changes as an argument of the step, or make the step anew.",
+            f"{place.name}, is another object now, {what}. The step goes on with the tensor that"
+            " it captured when it was traced, of"
+            f" shape {tuple(place.tensor.shape)}. Give what changes as an argument of the step, or"
+            " make the step anew.",
             StaleCaptureWarning,
             stacklevel=stacklevel + 1,
         )
@@ -92,14 +97,26 @@ def _described(visited: Any) -> str:
 def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     """What an object refers to: what to call it, and the cell, dict or list that holds it."""
     if isinstance(visited, types.FunctionType):
-        yield from zip(visited.__code__.co_freevars, visited.__closure__ or (), visited.__code__.co_freevars, strict=True)
+        yield from zip(
+            visited.__code__.co_freevars,
+            visited.__closure__ or (),
+            visited.__code__.co_freevars,
+            strict=True,
+        )
         if is_users(visited.__code__):
-            yield from ((variable, visited.__globals__, variable) for variable in _globals_read(visited.__code__))
+            yield from (
+                (variable, visited.__globals__, variable)
+                for variable in _globals_read(visited.__code__)
+            )
     elif isinstance(visited, types.MethodType):
         yield "self", {"": visited.__self__}, ""
         yield name, {"": visited.__func__}, ""
     elif isinstance(visited, functools.partial):
-        yield from ((name, values, key) for values in ({"": visited.func}, visited.keywords) for key in values)
+        yield from (
+            (name, values, key)
+            for values in ({"": visited.func}, visited.keywords)
+            for key in values
+        )
     elif type(visited) is dict:
         yield from ((f"{name}[{key!r}]", visited, key) for key in list(visited))
     elif type(visited) is list:
@@ -107,8 +124,12 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
     elif isinstance(visited, nn.Module):
         own, registered = visited.__dict__, ("_parameters", "_buffers", "_modules")
         held = (own, *(own[kind] for kind in registered))
-        yield from ((f"{name}.{key}", of, key) for of in held for key in list(of) if key not in registered)
-    elif type(visited).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(visited, type):
+        yield from (
+            (f"{name}.{key}", of, key) for of in held for key in list(of) if key not in registered
+        )
+    elif type(visited).__module__.partition(".")[0] not in _LIBRARIES and not isinstance(
+        visited, type
+    ):
         own = getattr(visited, "__dict__", {})
         yield from ((f"{name}.{key}", own, key) for key in list(own))
         if isinstance(call := vars(type(visited)).get("__call__"), types.FunctionType):
@@ -118,5 +139,7 @@ def _places_in(visited: Any, name: str) -> Iterator[tuple[str, Any, Any]]:
 @functools.cache
 def _globals_read(code: types.CodeType) -> tuple[str, ...]:
     inner = [c for c in code.co_consts if isinstance(c, types.CodeType)]
-    read = [i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")]
+    read = [
+        i.argval for i in dis.get_instructions(code) if i.opname in ("LOAD_GLOBAL", "LOAD_NAME")
+    ]
     return tuple(dict.fromkeys([*read, *(name for c in inner for name in _globals_read(c))]))

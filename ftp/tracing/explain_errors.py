@@ -1,4 +1,6 @@
-"""Why a function cannot be one graph, and what to do: torch's errors while tracing in the user's terms."""
+"""Why a function cannot be one graph, and what to do: torch's errors while tracing in the user's
+terms.
+"""
 
 import re
 from typing import Any
@@ -23,7 +25,8 @@ def defined_at(fn: Any) -> str:
 
 
 NO_VALUES = (
-    "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or pass the value as a static argument"
+    "\n  A trace has shapes and no values. Choose with torch.where, keep numbers as tensors, or"
+    " pass the value as a static argument"
     " (a Python number). Sizes, split points and numbers of classes are Python numbers too."
 )
 
@@ -34,30 +37,37 @@ _OF_FUNCTIONS = re.compile(
 
 
 _FIXED_SHAPES = (
-    "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask], one_hot or a fixed size rather than"
+    "\n  A program has fixed shapes: use torch.where(mask, x, 0) or weights rather than x[mask],"
+    " one_hot or a fixed size rather than"
     " nonzero or unique."
 )
 
 
 _REWRITES = {
     aten.linalg_lstsq.default: (
-        "\n  Its residuals are given for matrices of full rank alone. driver='gelsy' (on CPU) gives none; torch.linalg.pinv(a) @ b or the"
+        "\n  Its residuals are given for matrices of full rank alone. driver='gelsy' (on CPU)"
+        " gives none; torch.linalg.pinv(a) @ b or the"
         " normal equations give the solution alone."
     ),
 }
 
 
-COPY = "Inputs and captured tensors are never written to: work on a copy, x = x.clone(), and return what has changed."
+COPY = (
+    "Inputs and captured tensors are never written to: work on a copy, x = x.clone(), and"
+    " return what has changed."
+)
 
 
 LEAKED = (
-    "a tensor that an earlier trace left behind: it has no values. Return intermediates from the function (has_aux=True) rather than"
+    "a tensor that an earlier trace left behind: it has no values. Return intermediates from the"
+    " function (has_aux=True) rather than"
     " storing them."
 )
 
 
 SURROUNDING = (
-    "a tensor of the surrounding function that it is not given: it would be whole on every rank, and without a gradient. Give it as an"
+    "a tensor of the surrounding function that it is not given: it would be whole on every rank,"
+    " and without a gradient. Give it as an"
     " argument, with its spec in in_specs; what has no gradient, detached."
 )
 
@@ -67,59 +77,85 @@ def at_line(line: str) -> str:
 
 
 def explain(error: Exception) -> FtpError | None:
-    """What is wrong in the function, where torch's error says so in its own terms; None for an ordinary mistake in it."""
+    """What is wrong in the function, where torch's error says so in its own terms; None for an
+    ordinary mistake in it.
+    """
     line, text = raised_line(error), str(error)
     at = f" at {line}" if line else ""
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode) or (
         type(error) is RuntimeError
         and re.search(
-            r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data pointer|data is not allocated yet", text
+            r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data pointer|data is not allocated yet",
+            text,
         )
     ):
         return TraceError(
-            "The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy())"
+            "The function needs a tensor's value (if, while, bool(), float(), int(), .item(),"
+            " .tolist(), .numpy())"
             f"{at}.{_of_experts(error) or NO_VALUES}"
         )
     if isinstance(error, DynamicOutputShapeException):
         rewrite = _REWRITES.get(error.func, _FIXED_SHAPES)
-        return TraceError(f"{error.func} gives a shape that depends on values{at}.{_of_experts(error) or rewrite}")
+        return TraceError(
+            f"{error.func} gives a shape that depends on values{at}.{_of_experts(error) or rewrite}"
+        )
     if isinstance(error, UnsupportedOperatorException):
-        return TraceError(f"{error.func} has no kernel for shapes alone{at}. Give it one with torch.library.register_fake.")
+        return TraceError(
+            f"{error.func} has no kernel for shapes alone{at}. Give it one with"
+            " torch.library.register_fake."
+        )
     if found := _OF_FUNCTIONS.search(text):
         name = found[1] or ("flex_attention" if found[2] else "A higher-order operator")
         return TraceError(
             f"{name} takes functions, into which a trace does not see{at}."
-            " Write both branches with torch.where, a loop as a Python loop, and what flex_attention does to scores as attn_mask of"
+            " Write both branches with torch.where, a loop as a Python loop, and what"
+            " flex_attention does to scores as attn_mask of"
             " F.scaled_dot_product_attention."
         )
     if "Mixing fake modes" in text or "different fake mode" in text:
         return TraceError(f"The function uses{at} {LEAKED}")
-    if "would mutate a captured Tensor" in text or re.search(r"leaf Variable .* in-place operation", text):
-        return TraceError(f"The function changes an input or a captured tensor in place{at}. {COPY}")
+    if "would mutate a captured Tensor" in text or re.search(
+        r"leaf Variable .* in-place operation", text
+    ):
+        return TraceError(
+            f"The function changes an input or a captured tensor in place{at}. {COPY}"
+        )
     if "does not require grad" in text:
-        return TraceError(f"The function asks autograd for a gradient{at}, of inputs that do not require one. Use torch.func.grad.")
+        return TraceError(
+            f"The function asks autograd for a gradient{at}, of inputs that do not require one."
+            " Use torch.func.grad."
+        )
     if "backward() called inside a functorch transform" in text:
         return TraceError(
-            f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it; inside a function use torch.func.grad."
+            f"The function calls backward(){at}. Return the loss: ftp.shard differentiates it;"
+            " inside a function use torch.func.grad."
         )
     if "call Tensor.requires_grad_()" in text:
         return TraceError(
-            f"The function calls requires_grad_(){at}. Gradients are those of the first argument's leaves: ftp.shard takes them; inside a"
+            f"The function calls requires_grad_(){at}. Gradients are those of the first argument's"
+            " leaves: ftp.shard takes them; inside a"
             " function use torch.func.grad, whose argnums say of what."
         )
     if "setup_context" in text and (function := _function_behind(error)):
         return TraceError(
-            f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is traced needs the form in two parts:"
-            "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves what backward needs."
+            f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is"
+            " traced needs the form in two parts:"
+            "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
+            " what backward needs."
         )
     if "saved tensor hooks" in text:
         return TraceError(
-            f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they cannot be traced."
+            f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they"
+            " cannot be traced."
             " Recompute a block with ftp.remat(block)(*args), or call it as it is."
         )
-    if isinstance(error, RuntimeError) and re.search(r"\bdtypes?\b|scalar type|same datatype", text):
+    if isinstance(error, RuntimeError) and re.search(
+        r"\bdtypes?\b|scalar type|same datatype", text
+    ):
         advice = _of_experts(error) or " Convert them with .to(dtype)."
-        return TraceError(f"torch refuses operands of these dtypes{at}: {text.rstrip('.')}.{advice}")
+        return TraceError(
+            f"torch refuses operands of these dtypes{at}: {text.rstrip('.')}.{advice}"
+        )
     if line:
         error.add_note(f"Raised while ftp traced the function, at {line}")
     return None
@@ -130,9 +166,12 @@ def _of_experts(error: Exception) -> str:
     traceback = error.__traceback__
     while traceback is not None:
         code = traceback.tb_frame.f_code
-        if "transformers" in code.co_filename and ("Experts" in code.co_qualname or code.co_filename.endswith("moe.py")):
+        if "transformers" in code.co_filename and (
+            "Experts" in code.co_qualname or code.co_filename.endswith("moe.py")
+        ):
             return (
-                "\n  These are a model's experts, in a form that cannot be traced. Build the model with"
+                "\n  These are a model's experts, in a form that cannot be traced. Build the model"
+                " with"
                 ' config.experts_implementation="batched_mm" (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
             )
         traceback = traceback.tb_next

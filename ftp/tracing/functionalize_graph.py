@@ -1,4 +1,6 @@
-"""From what was recorded to a functional graph: no writes, no attributes, captured tensors as inputs."""
+"""From what was recorded to a functional graph: no writes, no attributes, captured tensors as
+inputs.
+"""
 
 import functools
 import re
@@ -34,8 +36,15 @@ def writes(node: fx.Node) -> list[fx.Node]:
 def _written_arguments(target: Any) -> list[tuple[int, str]]:
     if not isinstance(target, OpOverload):
         return []
-    written = (argument.alias_info is not None and argument.alias_info.is_write for argument in target._schema.arguments)
-    return [(i, a.name) for i, (a, is_written) in enumerate(zip(target._schema.arguments, written, strict=True)) if is_written]
+    written = (
+        argument.alias_info is not None and argument.alias_info.is_write
+        for argument in target._schema.arguments
+    )
+    return [
+        (i, a.name)
+        for i, (a, is_written) in enumerate(zip(target._schema.arguments, written, strict=True))
+        if is_written
+    ]
 
 
 def storages(node: fx.Node) -> set[int]:
@@ -54,14 +63,18 @@ def functional_form(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule:
     if left:
         raise TraceError(
             join_failures(
-                f"{n.target} writes to its argument{at_line(n.meta['source'])} and has no form that returns a new tensor." for n in left
+                f"{n.target} writes to its argument{at_line(n.meta['source'])} and has no form"
+                " that returns a new tensor."
+                for n in left
             )
         )
     return gm
 
 
 def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
-    """In-place ops on values that have no views as ops that return the new value; False, and nothing changed, where that is not enough."""
+    """In-place ops on values that have no views as ops that return the new value; False, and
+    nothing changed, where that is not enough.
+    """
     sharing: dict[int, list[fx.Node]] = {}
     for node in graph.nodes:
         for storage in storages(node):
@@ -73,7 +86,9 @@ def _rename_writes(graph: fx.Graph, mode: FakeTensorMode) -> bool:
             continue
         group = [n for s in storages(written[0]) for n in sharing[s]]
         target = _returning(node.target)
-        plain = group[0].op == "call_function" and all(n is group[0] or (writes(n) and n.args[0] in group) for n in group)
+        plain = group[0].op == "call_function" and all(
+            n is group[0] or (writes(n) and n.args[0] in group) for n in group
+        )
         if target is None or not plain or len(written) != 1 or node.args[0] is not written[0]:
             return False
         operands = {n: f"%{i}" for i, n in enumerate(node.all_input_nodes)}
@@ -106,12 +121,18 @@ def _newest(latest: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
 
 @functools.cache
 def _returning(target: Any) -> OpOverload | None:
-    """``aten.add.Tensor`` of ``aten.add_.Tensor``, ``aten.pow.Tensor_Scalar`` of ``aten.pow_.Scalar``."""
+    """``aten.add.Tensor`` of ``aten.add_.Tensor``, ``aten.pow.Tensor_Scalar`` of
+    ``aten.pow_.Scalar``.
+    """
     namespace, name = target._schema.name.split("::")
     if not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(getattr(torch.ops, namespace), name[:-1], None)
-    overloads = [] if packet is None else sorted(packet.overloads(), key=lambda o: o != target._overloadname)  # its namesake first
+    overloads = (
+        []
+        if packet is None
+        else sorted(packet.overloads(), key=lambda o: o != target._overloadname)
+    )  # its namesake first
     for found in (getattr(packet, o) for o in overloads):
         if not found._schema.is_mutable and _takes(found) == _takes(target):
             return found
@@ -135,8 +156,13 @@ def _replay_functional(gm: fx.GraphModule, recorder: Recorder) -> fx.GraphModule
             return Replay(gm).run(*values)
 
     with recorder.mode:
-        new = record(torch.func.functionalize(flat, remove="mutations"), [n.meta["val"] for n in placeholders])
-    for old, node in zip(placeholders, (n for n in new.graph.nodes if n.op == "placeholder"), strict=True):
+        new = record(
+            torch.func.functionalize(flat, remove="mutations"),
+            [n.meta["val"] for n in placeholders],
+        )
+    for old, node in zip(
+        placeholders, (n for n in new.graph.nodes if n.op == "placeholder"), strict=True
+    ):
         node.meta |= {k: v for k, v in old.meta.items() if k == "ftp_constant"}
     return new
 
@@ -160,9 +186,11 @@ _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 
 
 def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> None:
-    """One name for each thing: no aliases, fills as constants, dims counted from the front, devices without an index, nothing unused.
+    """One name for each thing: no aliases, fills as constants, dims counted from the front, devices
+    without an index, nothing unused.
 
-    Some kernels read the size of a negative dim from memory that is not the tensor's, and raise by chance where a shard is empty.
+    Some kernels read the size of a negative dim from memory that is not the tensor's, and raise by
+    chance where a shard is empty.
     """
     graph = gm.graph
     without_strides(graph)
@@ -171,30 +199,46 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         if node.op != "call_function":
             continue
         target = node.target
-        if target in _ALIASES and not (target is aten._conj.default and node.meta["val"].is_complex()):
+        if target in _ALIASES and not (
+            target is aten._conj.default and node.meta["val"].is_complex()
+        ):
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
             continue
         if target in (aten._unsafe_view.default, aten._reshape_alias.default):
             node.target, node.args = aten.view.default, node.args[:2]
-        elif target is aten._to_copy.default and not isinstance(node.args[0], fx.Node):  # a number beside what torch.vmap maps over
+        elif target is aten._to_copy.default and not isinstance(
+            node.args[0], fx.Node
+        ):  # a number beside what torch.vmap maps over
             node.target, node.args = aten.full.default, ([], node.args[0])
             node.kwargs = {"dtype": node.meta["val"].dtype, "device": node.meta["val"].device}
-        elif target is aten._efficientzerotensor.default:  # autograd's zero without memory, which a rank's program writes out
+        elif (
+            target is aten._efficientzerotensor.default
+        ):  # autograd's zero without memory, which a rank's program writes out
             node.target = aten.zeros.default
         elif target in (aten.fill.Scalar, aten.zero.default):
             of = node.args[0]
             if of.target in _EMPTY_LIKE and of.args[0].meta["val"].shape == node.meta["val"].shape:
                 of = of.args[0]
-            node.target, node.args = aten.full_like.default, (of, node.args[1] if len(node.args) > 1 else 0)
-            node.kwargs = {} if of.meta["val"].dtype == node.meta["val"].dtype else {"dtype": node.meta["val"].dtype}
+            node.target, node.args = (
+                aten.full_like.default,
+                (of, node.args[1] if len(node.args) > 1 else 0),
+            )
+            node.kwargs = (
+                {}
+                if of.meta["val"].dtype == node.meta["val"].dtype
+                else {"dtype": node.meta["val"].dtype}
+            )
         elif target is aten.copy.default and _alike(node, node.args[1]):
             node.replace_all_uses_with(node.args[1])
             graph.erase_node(node)
             continue
-        node.args, node.kwargs = from_the_front(node.target, node.args, node.kwargs, lambda n: n.meta["val"])
+        node.args, node.kwargs = from_the_front(
+            node.target, node.args, node.kwargs, lambda n: n.meta["val"]
+        )
         if node.target in _FILLED_LIKE and not node.meta["val"].ndim:
-            # A seed of a backward pass: it reads no content of the loss, which so need not be reduced for it.
+            # A seed of a backward pass: it reads no content of the loss, which so need not be
+            # reduced for it.
             value, made = _FILLED_LIKE[node.target](node), node.meta["val"]
             node.target, node.args = aten.full.default, ([], value)
             node.kwargs = {"dtype": made.dtype, "device": made.device}
@@ -205,17 +249,28 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
 
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "axis")
-_OF_ONE_MORE = ("aten::unsqueeze", "aten::unsqueeze_copy", "aten::stack", "aten::diag_embed")  # dims of the result, which has one more
+_OF_ONE_MORE = (
+    "aten::unsqueeze",
+    "aten::unsqueeze_copy",
+    "aten::stack",
+    "aten::diag_embed",
+)  # dims of the result, which has one more
 
 
 @functools.cache
 def _dim_arguments(target: Any) -> list[tuple[int, str]]:
     if not isinstance(target, OpOverload) or target.namespace != "aten":
         return []
-    return [(i, a.name) for i, a in enumerate(target._schema.arguments) if a.name in _DIMS and "int" in str(a.type)]
+    return [
+        (i, a.name)
+        for i, a in enumerate(target._schema.arguments)
+        if a.name in _DIMS and "int" in str(a.type)
+    ]
 
 
-def from_the_front(target: Any, args: Any, kwargs: Any, val: Callable[[Any], Any]) -> tuple[Any, Any]:
+def from_the_front(
+    target: Any, args: Any, kwargs: Any, val: Callable[[Any], Any]
+) -> tuple[Any, Any]:
     """A call's arguments with its dims as numbers that are not negative.
 
     Args:
@@ -228,7 +283,9 @@ def from_the_front(target: Any, args: Any, kwargs: Any, val: Callable[[Any], Any
             continue
         first = args[0] if args else next(iter(kwargs.values()))
         ndim = max(val(x).ndim for x in (first if isinstance(first, list | tuple) else [first]))
-        at = next((k for k, a in enumerate(target._schema.arguments) if a.name == "input_sizes"), None)
+        at = next(
+            (k for k, a in enumerate(target._schema.arguments) if a.name == "input_sizes"), None
+        )
         if at is not None:  # of a gradient, dims of what it is a gradient of
             ndim = len(args[at])
         ndim = max(ndim + (target._schema.name in _OF_ONE_MORE), 1)
@@ -251,7 +308,9 @@ def _drop_unused(graph: fx.Graph) -> None:
 
 
 def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
-    """Tensors made from numbers inside the function: single numbers become ops, longer ones captured tensors."""
+    """Tensors made from numbers inside the function: single numbers become ops, longer ones
+    captured tensors.
+    """
     graph = gm.graph
     for node in [n for n in graph.nodes if n.op == "get_attr"]:
         made = getattr(gm, node.target)
@@ -259,21 +318,36 @@ def lift_attributes(gm: fx.GraphModule, recorder: Recorder) -> None:
             raise TraceError(f"The function uses {LEAKED}")
         with graph.inserting_before(node):
             if made.numel() == 1:
-                new = graph.call_function(aten.full.default, (list(made.shape), made.item()), {"dtype": made.dtype, "device": made.device})
+                new = graph.call_function(
+                    aten.full.default,
+                    (list(made.shape), made.item()),
+                    {"dtype": made.dtype, "device": made.device},
+                )
             else:
                 new = graph.placeholder("captured")
                 new.meta["ftp_constant"] = len(recorder.constants)
                 recorder.constants.append(made)
-        new.meta |= {"val": recorder.fake(made.shape, made.dtype), "source": node.meta.get("source", "")}
+        new.meta |= {
+            "val": recorder.fake(made.shape, made.dtype),
+            "source": node.meta.get("source", ""),
+        }
         node.replace_all_uses_with(new)
         graph.erase_node(node)
 
 
-def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str]) -> tuple[Tensor, ...]:
-    """Captured tensors become inputs after the function's own; those that are not used go. Inputs are named, and no op has their names."""
+def constants_last(
+    gm: fx.GraphModule, recorder: Recorder, names: Sequence[str]
+) -> tuple[Tensor, ...]:
+    """Captured tensors become inputs after the function's own; those that are not used go.
+    Inputs are named, and no op has their names.
+    """
     graph = gm.graph
     inputs = [n for n in graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
-    constants = [(n, recorder.constants[n.meta["ftp_constant"]]) for n in graph.nodes if n.op == "placeholder" and "ftp_constant" in n.meta]
+    constants = [
+        (n, recorder.constants[n.meta["ftp_constant"]])
+        for n in graph.nodes
+        if n.op == "placeholder" and "ftp_constant" in n.meta
+    ]
     for node, _ in constants:
         if not node.users:
             graph.erase_node(node)
@@ -285,7 +359,11 @@ def constants_last(gm: fx.GraphModule, recorder: Recorder, names: Sequence[str])
     for node in graph.nodes:
         if node.op != "placeholder" and node.name in names:
             node.name = graph._graph_namespace.create_name(node.name, None)
-    for name, node in zip((*names, *(f"constant_{i}" for i in range(len(kept)))), (*inputs, *(n for n, _ in kept)), strict=True):
+    for name, node in zip(
+        (*names, *(f"constant_{i}" for i in range(len(kept)))),
+        (*inputs, *(n for n, _ in kept)),
+        strict=True,
+    ):
         node._rename(re.sub(r"\W+", "_", name).strip("_") or "input")
         node.target = node.name
     output = next(reversed(graph.nodes))

@@ -1,4 +1,6 @@
-"""What is traced, as it happens: every op is seen before it is recorded, with the user's line that called it."""
+"""What is traced, as it happens: every op is seen before it is recorded, with the user's line
+that called it.
+"""
 
 import functools
 import logging
@@ -18,7 +20,11 @@ from torch._subclasses.fake_tensor import (
 from torch.fx import traceback as fx_traceback
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    is_traceable_wrapper_subclass,
+)
 
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
@@ -33,14 +39,27 @@ aten = torch.ops.aten
 
 
 def _where_rounded_alike(by: Callable[..., Any]) -> Callable[..., Any]:
-    """In half precision a fused product and sum rounds once, where its parts round twice: there it stays."""
+    """In half precision a fused product and sum rounds once, where its parts round twice: there
+    it stays.
+    """
     return lambda x, *args, **kwargs: NotImplemented if x.dtype in HALF else by(x, *args, **kwargs)
 
 
 # Fewer primitives where no kernel is lost: a product and a sum, a sum and a division.
 ALWAYS = {
-    op: _where_rounded_alike(DECOMPOSITIONS[op]) if packet in (aten.addmm, aten.addmv, aten.baddbmm) else DECOMPOSITIONS[op]
-    for packet in (aten.addmm, aten.addmv, aten.baddbmm, aten.mean, aten.std, aten.std_mean, aten.var, aten.var_mean)
+    op: _where_rounded_alike(DECOMPOSITIONS[op])
+    if packet in (aten.addmm, aten.addmv, aten.baddbmm)
+    else DECOMPOSITIONS[op]
+    for packet in (
+        aten.addmm,
+        aten.addmv,
+        aten.baddbmm,
+        aten.mean,
+        aten.std,
+        aten.std_mean,
+        aten.var,
+        aten.var_mean,
+    )
     for op in (getattr(packet, overload) for overload in packet.overloads())
     if op in DECOMPOSITIONS
 }
@@ -85,13 +104,21 @@ _ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
 }
 
 
-# Gradients whose formulas look at values: for an error, should a second derivative be asked for where zeros meet, or one that is
-# none because the loss depends on the phase of singular vectors.
-_CHECKING = ("IndexReduceBackward0", "LinalgEigBackward0", "LinalgEighBackward0", "LinalgSvdBackward0", "ScatterReduceBackward0")
+# Gradients whose formulas look at values: for an error, should a second derivative be asked for
+# where zeros meet, or one that is none because the loss depends on the phase of singular vectors.
+_CHECKING = (
+    "IndexReduceBackward0",
+    "LinalgEigBackward0",
+    "LinalgEighBackward0",
+    "LinalgSvdBackward0",
+    "ScatterReduceBackward0",
+)
 
 
 def _is_checking() -> bool:
-    """Whether torch asks for a value in such a formula; ``True`` lets the gradient be, and refuses the second derivative."""
+    """Whether torch asks for a value in such a formula; ``True`` lets the gradient be, and
+    refuses the second derivative.
+    """
     behind = torch._C._current_autograd_node()
     return behind is not None and behind.name() in _CHECKING
 
@@ -126,9 +153,11 @@ def _facts(func: OpOverload) -> _Facts:
 
 
 class Recorder(TorchDispatchMode):
-    """Sees every op before it is traced: refuses those that cannot be, lifts captured tensors to inputs, notes the user's line.
+    """Sees every op before it is traced: refuses those that cannot be, lifts captured tensors to
+    inputs, notes the user's line.
 
-    A node of the backward pass has the line of its forward op, which autograd's sequence numbers tell.
+    A node of the backward pass has the line of its forward op, which autograd's sequence numbers
+    tell.
     """
 
     def __init__(self, device_type: str, told: Callable[[], str] | None = None):
@@ -147,18 +176,23 @@ class Recorder(TorchDispatchMode):
         self._graph: fx.Graph | None = None
         self._last: fx.Node | None = None
 
-    def fake(self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None) -> FakeTensor:
+    def fake(
+        self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
+    ) -> FakeTensor:
         with _disable_current_modes(), self.mode:
             if strides is None:
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)  # type: ignore[return-value]
-            return torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype, device=self.device)  # type: ignore[return-value]
+            return torch.empty_strided(
+                tuple(shape), tuple(strides), dtype=dtype, device=self.device
+            )  # type: ignore[return-value]
 
     @contextmanager
     def recording(self) -> Iterator[None]:
         proxy_mode = get_proxy_mode()
         assert proxy_mode is not None
         self._tracer: Any = proxy_mode.tracer
-        # That of make_fx takes out symbolic numbers only, of which there are none, and looks at each node twice.
+        # That of make_fx takes out symbolic numbers only, of which there are none, and looks at
+        # each node twice.
         self._tracer.graph.eliminate_dead_code = lambda *_: False
         self._graph = self._tracer.graph
         self._last = None
@@ -180,13 +214,19 @@ class Recorder(TorchDispatchMode):
         self.line = line = self._line()
         if facts.is_random and not is_deterministic(func, args, kwargs):
             raise TraceError(
-                f"{func} draws random numbers{at_line(line)} and other ones on each rank. Draw them from a key: functionalized models take"
-                " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval() before ftp.functionalize."
+                f"{func} draws random numbers{at_line(line)} and other ones on each rank. Draw"
+                " them from a key: functionalized models take"
+                " fn(params, ..., rng=key). If it is dropout that should be off, call model.eval()"
+                " before ftp.functionalize."
             )
         if facts.of_one_dtype:
             _check_dtypes(func, args, line)
         if facts.reads_value:
-            if func is aten._local_scalar_dense.default and type(args[0]) is not FakeTensor and args[0].device.type != "meta":
+            if (
+                func is aten._local_scalar_dense.default
+                and type(args[0]) is not FakeTensor
+                and args[0].device.type != "meta"
+            ):
                 with _disable_current_modes():
                     return func(*args)
             if _is_checking():
@@ -196,7 +236,9 @@ class Recorder(TorchDispatchMode):
             kwargs["device"] = self.device
         phase, region = self._turn()
         meta = {"source": line, "phase": phase, "region": region}
-        if fx_traceback.has_preserved_node_meta():  # which torch copies to what it records itself, and so not to what is remembered
+        if (
+            fx_traceback.has_preserved_node_meta()
+        ):  # which torch copies to what it records itself, and so not to what is remembered
             meta |= {k: v for k, v in fx_traceback.get_current_meta().items() if k in PROVENANCE}
         assert self._graph is not None
         root = self._graph._root
@@ -211,7 +253,10 @@ class Recorder(TorchDispatchMode):
             out = _called(func, args, kwargs)
             if isinstance(out, Tensor) and out.layout is not torch.strided:
                 layout = str(out.layout).removeprefix("torch.")
-                raise TraceError(f"{func} makes a tensor of layout {layout}{at_line(line)} which no spec describes. Keep tensors strided.")
+                raise TraceError(
+                    f"{func} makes a tensor of layout {layout}{at_line(line)} which no spec"
+                    " describes. Keep tensors strided."
+                )
             if call:
                 self._recall.learn(call, out, _since(before, root), self._tracer)
         newest = root._prev
@@ -220,14 +265,20 @@ class Recorder(TorchDispatchMode):
         self._last = newest
         return out
 
-    def _again(self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Call | None, Any]:
+    def _again(
+        self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> tuple[Call | None, Any]:
         """The call, if it is one to remember, and its result, if it is remembered."""
-        with torch._C.DisableTorchFunction():  # what is asked of tensors here is no call of the program
+        with (
+            torch._C.DisableTorchFunction()
+        ):  # what is asked of tensors here is no call of the program
             call = self._recall.call(func, args, kwargs, self._tracer)
             return call, self._recall.again(call, self._tracer) if call else None
 
     def _keep_vals(self, args: Sequence[Any]) -> None:
-        """Ops in place may change shapes; what nodes say of their values is not to change with them."""
+        """Ops in place may change shapes; what nodes say of their values is not to change with
+        them.
+        """
         for tensor in args:
             if type(tensor) is FakeTensor and tensor in self._tracer.tensor_tracker:
                 node = self._tracer.tensor_tracker[tensor].proxy.node
@@ -241,7 +292,11 @@ class Recorder(TorchDispatchMode):
         if isinstance(tree, Tensor):
             return self.known(tree)
         if isinstance(tree, list | tuple):
-            return [self._lifted(t) for t in tree] if type(tree) is list else tuple(map(self._lifted, tree))
+            return (
+                [self._lifted(t) for t in tree]
+                if type(tree) is list
+                else tuple(map(self._lifted, tree))
+            )
         if isinstance(tree, dict):
             return {k: self._lifted(v) for k, v in tree.items()}
         return tree
@@ -252,23 +307,29 @@ class Recorder(TorchDispatchMode):
         return tuple(tensor for tensor, _ in self._known.values())
 
     def known(self, tensor: Tensor) -> Tensor:
-        """``tensor``, or if it is not this trace's but a captured one, the input that stands for it."""
+        """``tensor``, or if it is not this trace's but a captured one, the input that stands for
+        it.
+        """
         tensor = torch._C._functorch.unwrap_if_dead(tensor)  # type: ignore[attr-defined]
         if isinstance(tensor, FakeTensor) and tensor.fake_mode is self.mode:
             return tensor
         if is_inside() and (isinstance(tensor, FakeTensor) or tensor.requires_grad):
-            raise TraceError(f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}")
+            raise TraceError(
+                f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}"
+            )
         if isinstance(tensor, FakeTensor):
             raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
                 raise TraceError(
-                    f"The function captures a tensor of layout {tensor.layout}{at_line(self.line)} which no spec describes."
+                    f"The function captures a tensor of layout {tensor.layout}{at_line(self.line)}"
+                    " which no spec describes."
                     " Capture x.to_dense()."
                 )
             if is_traceable_wrapper_subclass(tensor):
                 raise TraceError(
-                    f"The function captures a {type(tensor).__name__}{at_line(self.line)} plain tensors only. Of a DTensor give the shard,"
+                    f"The function captures a {type(tensor).__name__}{at_line(self.line)} plain"
+                    " tensors only. Of a DTensor give the shard,"
                     " ftp.from_dtensor(x), as an argument."
                 )
             fake = self.fake(tensor.shape, tensor.dtype, tensor.stride())
@@ -281,7 +342,9 @@ class Recorder(TorchDispatchMode):
         return self._known[id(tensor)][1]
 
     def _turn(self) -> tuple[int, Any]:
-        """The pass that is going on, even numbers forward and odd ones backward, and the recomputation."""
+        """The pass that is going on, even numbers forward and odd ones backward, and the
+        recomputation.
+        """
         if self.replayed is not None:
             return self.replayed.get("phase", 0), self.replayed.get("region")
         is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
@@ -325,7 +388,9 @@ def _since(last: fx.Node | None, root: fx.Node) -> list[fx.Node]:
 
 
 def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The op's result; batch norms by the kernel that all devices have, with a schema that tells when it writes to its statistics."""
+    """The op's result; batch norms by the kernel that all devices have, with a schema that tells
+    when it writes to its statistics.
+    """
     if func is aten.native_batch_norm.default and args[3] is not None and args[5]:
         return aten._native_batch_norm_legit.default(*args)
     if func is aten.cudnn_batch_norm.default:
@@ -333,16 +398,23 @@ def _called(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         return (*_called(aten.native_batch_norm.default, args, {}), reserve)
     if func is aten.cudnn_batch_norm_backward.default:
         x, dy, weight, mean, var, save_mean, save_rstd, eps, _ = args
-        return aten.native_batch_norm_backward.default(dy, x, weight, mean, var, save_mean, save_rstd, True, eps, [True] * 3)
+        return aten.native_batch_norm_backward.default(
+            dy, x, weight, mean, var, save_mean, save_rstd, True, eps, [True] * 3
+        )
     return FIXED.get(func, func)(*args, **kwargs)
 
 
 def _has_guard(device_type: str) -> bool:
-    """Whether this build of torch knows the device; autograd aborts the process on one that it does not. Its CPU kernels stand in."""
+    """Whether this build of torch knows the device; autograd aborts the process on one that it
+    does not. Its CPU kernels stand in.
+    """
     if device_type in ("cpu", "meta"):
         return True
     module = getattr(torch, device_type, None)
-    return bool(getattr(module, "_is_compiled", lambda: False)() or getattr(module, "is_available", lambda: False)())
+    return bool(
+        getattr(module, "_is_compiled", lambda: False)()
+        or getattr(module, "is_available", lambda: False)()
+    )
 
 
 def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
@@ -358,12 +430,17 @@ def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str,
 
 def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
     operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
-    if func in _NARROW_INPUT and operands[0].dtype in (torch.bfloat16, torch.float16) and operands[-1].dtype == torch.float32:
+    if (
+        func in _NARROW_INPUT
+        and operands[0].dtype in (torch.bfloat16, torch.float16)
+        and operands[-1].dtype == torch.float32
+    ):
         operands = operands[1:]
     if len({x.dtype for x in operands}) > 1:
         dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
         raise TraceError(
-            f"{func} gets operands of dtypes {dtypes}{at_line(line)} which torch refuses. Convert them to one with .to(dtype)."
+            f"{func} gets operands of dtypes {dtypes}{at_line(line)} which torch refuses. Convert"
+            " them to one with .to(dtype)."
         )
 
 
@@ -372,7 +449,9 @@ def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
     try:
         # Lazy: most graphs are read and never called, and generating their code takes time.
         with _use_lazy_graph_module(True), _without_log():
-            return make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)(*inputs)
+            return make_fx(flat, decomposition_table=ALWAYS, _disable_torch_fn_metadata_mode=True)(
+                *inputs
+            )
     except FtpError:
         raise
     except Exception as error:
@@ -384,7 +463,9 @@ def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule
 
 @contextmanager
 def _without_log() -> Iterator[None]:
-    """torch logs a traceback of its own for every op whose arguments are wrong, beside the error that says so."""
+    """torch logs a traceback of its own for every op whose arguments are wrong, beside the error
+    that says so.
+    """
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)

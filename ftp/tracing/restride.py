@@ -1,4 +1,6 @@
-"""``as_strided`` over all of a tensor's memory, as permutations and a reshape, which have sharding rules."""
+"""``as_strided`` over all of a tensor's memory, as permutations and a reshape, which have
+sharding rules.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,9 +13,11 @@ aten = torch.ops.aten
 
 
 def without_strides(graph: fx.Graph) -> None:
-    """Replace each ``as_strided``, and each scatter of one, that reads or writes all of a dense tensor exactly once.
+    """Replace each ``as_strided``, and each scatter of one, that reads or writes all of a dense
+    tensor exactly once.
 
-    Pooling of tensors in channels-last memory, and its gradient, are such; what reads a part, or reads twice, stays.
+    Pooling of tensors in channels-last memory, and its gradient, are such; what reads a part, or
+    reads twice, stays.
     """
     for node in list(graph.nodes):
         if node.target in (aten.as_strided.default, aten.as_strided_scatter.default):
@@ -39,8 +43,17 @@ def _as_views(graph: fx.Graph, node: fx.Node) -> fx.Node | None:
     return _laid_out(graph, source, seen, x.shape, held, node)
 
 
-def _laid_out(graph: fx.Graph, value: Any, order: Sequence[int], size: Any, wanted: Sequence[int], like: fx.Node) -> fx.Node:
-    """``value``, read in the ``order`` of its dims, as a tensor of ``size`` whose dims are in ``wanted`` order."""
+def _laid_out(
+    graph: fx.Graph,
+    value: Any,
+    order: Sequence[int],
+    size: Any,
+    wanted: Sequence[int],
+    like: fx.Node,
+) -> fx.Node:
+    """``value``, read in the ``order`` of its dims, as a tensor of ``size`` whose dims are in
+    ``wanted`` order.
+    """
 
     def call(target: Callable[..., Any], node: fx.Node, *args: Any, **kwargs: Any) -> fx.Node:
         made = graph.call_function(target, (node, *args), kwargs)
@@ -55,7 +68,8 @@ def _laid_out(graph: fx.Graph, value: Any, order: Sequence[int], size: Any, want
 
 
 def memory_order(size: Sequence[int], stride: Sequence[int]) -> list[int] | None:
-    """The dims from the slowest to the fastest, where strides are those of a permuted contiguous tensor; else None.
+    """The dims from the slowest to the fastest, where strides are those of a permuted contiguous
+    tensor; else None.
 
     >>> memory_order((4, 8, 5, 5), (200, 1, 40, 8)), memory_order((3, 3), (1, 1))
     ([0, 2, 3, 1], None)

@@ -1,6 +1,8 @@
-"""A function and abstract inputs to one functional aten graph, gradient included; nothing is allocated and nothing is run.
+"""A function and abstract inputs to one functional aten graph, gradient included; nothing is
+allocated and nothing is run.
 
-torch's own pytrees never see a user's container: leaves go in and out as flat lists, each with a fake tensor of its own.
+torch's own pytrees never see a user's container: leaves go in and out as flat lists, each with a
+fake tensor of its own.
 """
 
 import dataclasses
@@ -30,7 +32,14 @@ from ftp.errors import InputError, TraceError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
-from ftp.tracing.functionalize_graph import clean, constants_last, functional_form, lift_attributes, storages, writes
+from ftp.tracing.functionalize_graph import (
+    clean,
+    constants_last,
+    functional_form,
+    lift_attributes,
+    storages,
+    writes,
+)
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.value_independent import unchecked
 
@@ -42,15 +51,17 @@ class Traced:
     """A traced function.
 
     Attributes:
-        gm: functional aten graph; its placeholders are the tensor leaves in order, then the constants; it returns a flat tuple.
-            Every node knows its ``meta["val"]``, in ``meta["source"]`` the user's line that caused it ("" if none did), in
-            ``meta["phase"]`` how often forward and backward passes took turns before it, and in ``meta["region"]`` the recomputation
-            that it is part of.
+        gm: functional aten graph; its placeholders are the tensor leaves in order, then the
+            constants; it returns a flat tuple. Every node knows its ``meta["val"]``, in
+            ``meta["source"]`` the user's line that caused it ("" if none did), in ``meta["phase"]``
+            how often forward and backward passes took turns before it, and in ``meta["region"]``
+            the recomputation that it is part of.
         constants: tensors that the function captured, in the order of their first use.
         out_tree: the structure of the result.
         out_leaves: per leaf of the result the index of its output, or its static value.
         is_static: per leaf of the result whether it is a static value.
-        captured: the tensors that the function found outside of its arguments, as the objects that they are.
+        captured: the tensors that the function found outside of its arguments, as the objects that
+            they are.
     """
 
     gm: fx.GraphModule
@@ -82,10 +93,12 @@ def trace(
         leaves: tensors (real, fake or meta; only shape and dtype count) and static values.
         device_type: where the program will run; on another one some ops have other kernels.
         names: what each leaf is called in messages.
-        line: tells the user's line that is running, where ``fn`` replays a program and the stack does not show it.
+        line: tells the user's line that is running, where ``fn`` replays a program and the stack
+            does not show it.
 
     Raises:
-        TraceError: what the function does cannot be one graph. InputError: an argument that it cannot be traced with.
+        TraceError: what the function does cannot be one graph. InputError: an argument that it
+            cannot be traced with.
 
     >>> leaves, tree = flatten(({"w": torch.ones(2, 3)}, torch.ones(4, 2)))
     >>> traced = trace(lambda p, x: x @ p["w"], leaves, tree, "cpu", names=["p['w']", "x"])
@@ -111,13 +124,21 @@ def trace(
             result[:] = out_tree, out_leaves
             return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
 
-    # A write to a view has its gradient by the view's own op, rather than by strides that a shard does not have.
-    with _nested_traces(), _transformers_tracing(), unchecked(), recorder.mode, _force_original_view_tracking(True):
+    # A write to a view has its gradient by the view's own op, rather than by strides that a shard
+    # does not have.
+    with (
+        _nested_traces(),
+        _transformers_tracing(),
+        unchecked(),
+        recorder.mode,
+        _force_original_view_tracking(True),
+    ):
         gm = record(flat, fakes)
     inputs = [n for n in gm.graph.nodes if n.op == "placeholder" and "ftp_constant" not in n.meta]
     if len(inputs) != len(at):
         raise TraceError(
-            f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a container that is not seen through."
+            f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a"
+            " container that is not seen through."
         )
     _check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
@@ -127,12 +148,15 @@ def trace(
     out_tree, out_leaves = result
     statics = tuple(not isinstance(leaf, Tensor) for leaf in out_leaves)
     index = iter(range(len(out_leaves)))
-    numbered = tuple(leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True))
+    numbered = tuple(
+        leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True)
+    )
     return Traced(gm, constants, out_tree, numbered, statics, recorder.captured)
 
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:
-    """``fn(params, *batch) -> (loss, grads)``, or ``((loss, aux), grads)``, over optree trees; gradients as ``params`` is.
+    """``fn(params, *batch) -> (loss, grads)``, or ``((loss, aux), grads)``, over optree trees;
+    gradients as ``params`` is.
 
     >>> grad_and_value(lambda params, x: (params["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([2.0, 3.0]))
     (tensor(5.), {'w': tensor([2., 3.])})
@@ -151,9 +175,15 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         aux: list[Any] = []
 
         def scalar(tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
-            # An alias, so that a write to a batch tensor is seen in the graph, where it can be named; torch.func's error cannot.
-            own = [aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf for leaf in batch_leaves]
-            loss, extra = _split(loss_fn, loss_fn(treedef.unflatten(tensors), *batch_tree.unflatten(own)), has_aux)
+            # An alias, so that a write to a batch tensor is seen in the graph, where it can be
+            # named; torch.func's error cannot.
+            own = [
+                aten.alias.default(leaf) if isinstance(leaf, Tensor) else leaf
+                for leaf in batch_leaves
+            ]
+            loss, extra = _split(
+                loss_fn, loss_fn(treedef.unflatten(tensors), *batch_tree.unflatten(own)), has_aux
+            )
             aux_leaves, aux_tree = flatten(extra)
             aux[:] = aux_tree, aux_leaves
             return loss, [leaf for leaf in aux_leaves if isinstance(leaf, Tensor)]
@@ -164,7 +194,12 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
             return loss, grads
         aux_tree, aux_leaves = aux
         fresh = iter(extras)
-        return (loss, aux_tree.unflatten([next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves])), grads
+        return (
+            loss,
+            aux_tree.unflatten(
+                [next(fresh) if isinstance(leaf, Tensor) else leaf for leaf in aux_leaves]
+            ),
+        ), grads
 
     return fn
 
@@ -173,46 +208,69 @@ def _split(loss_fn: Callable[..., Any], out: Any, has_aux: bool) -> tuple[Tensor
     where = defined_at(loss_fn)
     if has_aux:
         if not isinstance(out, tuple | list) or len(out) != 2:
-            raise InputError(f"has_aux=True, so the loss function{where} must return a pair (loss, aux), not {_kind(out)}.")
+            raise InputError(
+                f"has_aux=True, so the loss function{where} must return a pair (loss, aux), not"
+                f" {_kind(out)}."
+            )
         loss, aux = out
     else:
         loss, aux = out, ()
         if isinstance(out, tuple | list):
-            raise InputError(f"The loss function{where} returns {_kind(out)}. Return the loss alone, or (loss, aux) with has_aux=True.")
+            raise InputError(
+                f"The loss function{where} returns {_kind(out)}. Return the loss alone, or (loss,"
+                " aux) with has_aux=True."
+            )
     if not isinstance(loss, Tensor):
-        raise InputError(f"The loss function{where} returns {_kind(loss)}, not a tensor. Return a scalar computed from the parameters.")
+        raise InputError(
+            f"The loss function{where} returns {_kind(loss)}, not a tensor. Return a scalar"
+            " computed from the parameters."
+        )
     if loss.ndim:
         raise InputError(
-            f"The loss function{where} returns a tensor of shape {tuple(loss.shape)}; a gradient needs a scalar, of shape ()."
+            f"The loss function{where} returns a tensor of shape {tuple(loss.shape)}; a gradient"
+            " needs a scalar, of shape ()."
             " Reduce it with .mean() or .sum()."
         )
     if not loss.dtype.is_floating_point:
-        raise InputError(f"The loss function{where} returns {loss.dtype}; a gradient needs a real floating-point scalar.")
+        raise InputError(
+            f"The loss function{where} returns {loss.dtype}; a gradient needs a real"
+            " floating-point scalar."
+        )
     return loss, aux
 
 
 def _kind(value: Any) -> str:
-    return f"{kind_of(value)} of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
+    return (
+        f"{kind_of(value)} of {len(value)}" if isinstance(value, tuple | list) else kind_of(value)
+    )
 
 
 def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
     failures = []
     for leaf, name in zip(leaves, names, strict=True):
         if not isinstance(leaf, Tensor):
-            failures.append(f"{name} is {leaf!r}, {kind_of(leaf)}: it has no gradient. Close over it, or pass it as a batch argument.")
+            failures.append(
+                f"{name} is {leaf!r}, {kind_of(leaf)}: it has no gradient. Close over it, or pass"
+                " it as a batch argument."
+            )
         elif not (leaf.dtype.is_floating_point or leaf.dtype.is_complex):
             failures.append(
-                f"{name} is {leaf.dtype}: it has no gradient. Make it a buffer or a batch argument, or a floating-point tensor."
+                f"{name} is {leaf.dtype}: it has no gradient. Make it a buffer or a batch"
+                " argument, or a floating-point tensor."
             )
     if failures:
         raise InputError(join_failures(failures))
 
 
-def decompose(target: OpOverload, args: Any, kwargs: Mapping[str, Any], by: Callable[..., Any] | None = None) -> fx.GraphModule | None:
-    """One call as a functional graph of primitives, by a decomposition (default torch's own); None where there is none.
+def decompose(
+    target: OpOverload, args: Any, kwargs: Mapping[str, Any], by: Callable[..., Any] | None = None
+) -> fx.GraphModule | None:
+    """One call as a functional graph of primitives, by a decomposition (default torch's own); None
+    where there is none.
 
     Args:
-        args, kwargs: as the op takes them, with anything that has ``shape`` and ``dtype`` in place of tensors.
+        args, kwargs: as the op takes them, with anything that has ``shape`` and ``dtype`` in place
+            of tensors.
 
     >>> x = torch.empty(4, 3, device="meta")
     >>> print(decompose(aten.addcmul.default, [x, x, x], {}, lambda x, a, b: x + a * b).code.strip())
@@ -255,7 +313,9 @@ def _check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
         elif is_traceable_wrapper_subclass(leaf) and not isinstance(leaf, FakeTensor):
             failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
         elif leaf.layout is not torch.strided or leaf.is_quantized:
-            failures.append(f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones.")
+            failures.append(
+                f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones."
+            )
     if failures:
         raise InputError(join_failures(failures))
 
@@ -273,17 +333,22 @@ def _check_results(leaves: Sequence[Any], out: Any) -> None:
 def _unfit_static(leaf: Any, name: str) -> list[str]:
     """Why a leaf cannot be a static value, if so."""
     if isinstance(leaf, torch.nn.Module):
-        return [f"{name} is a module, {type(leaf).__name__}. Give its parameters: fn, params = ftp.functionalize(module)."]
+        return [
+            f"{name} is a module, {type(leaf).__name__}. Give its parameters: fn, params ="
+            " ftp.functionalize(module)."
+        ]
     if held := _held_tensors(leaf):
         return [
-            f"{name} is {kind_of(leaf)}, which optree does not know, and holds tensors ({', '.join(held)}) that would be baked in as"
+            f"{name} is {kind_of(leaf)}, which optree does not know, and holds tensors"
+            f" ({', '.join(held)}) that would be baked in as"
             " constants. Register the class with optree (namespace='ftp'), or use a dict."
         ]
     try:
         hash(leaf)
     except TypeError:
         return [
-            f"{name} is {kind_of(leaf)}, neither a tensor, nor a container that optree knows, nor a hashable static value."
+            f"{name} is {kind_of(leaf)}, neither a tensor, nor a container that optree knows, nor"
+            " a hashable static value."
             " Register the class with optree (namespace='ftp'), or use a dict, list or tuple."
         ]
     return []
@@ -293,7 +358,11 @@ def _held_tensors(leaf: Any) -> list[str]:
     fields = dict(getattr(leaf, "__dict__", {}))
     for kind in type(leaf).__mro__:
         slots = kind.__dict__.get("__slots__", ())
-        fields |= {s: getattr(leaf, s) for s in ((slots,) if isinstance(slots, str) else slots) if hasattr(leaf, s)}
+        fields |= {
+            s: getattr(leaf, s)
+            for s in ((slots,) if isinstance(slots, str) else slots)
+            if hasattr(leaf, s)
+        }
     if dataclasses.is_dataclass(leaf):
         fields |= {f.name: getattr(leaf, f.name, None) for f in dataclasses.fields(leaf)}
     if isinstance(leaf, set | frozenset):
@@ -322,35 +391,51 @@ def _check_unwritten(gm: fx.GraphModule, names: Mapping[fx.Node, str]) -> None:
             if name is None:
                 shape = tuple(placeholder.meta["val"].shape)
                 name = f"a captured tensor of shape {shape}"
-            failures.append(f"{name} is changed in place{at_line(node.meta['source'])} by {node.target}. {COPY}")
+            failures.append(
+                f"{name} is changed in place{at_line(node.meta['source'])} by {node.target}. {COPY}"
+            )
     if failures:
         raise TraceError(join_failures(dict.fromkeys(failures)))
 
 
 @contextmanager
 def _nested_traces() -> Iterator[None]:
-    """What would trace or compile within the trace is called as it is: torch.func.linearize, and helpers under torch.compile."""
+    """What would trace or compile within the trace is called as it is: torch.func.linearize, and
+    helpers under torch.compile.
+    """
     original = eager_transforms.lazy_dynamo_disallow
-    eager_transforms.lazy_dynamo_disallow = lambda fn: _uncalled if fn is make_fx else lambda traced: traced
+    eager_transforms.lazy_dynamo_disallow = lambda fn: (
+        _uncalled if fn is make_fx else lambda traced: traced
+    )
     dynamo = sys.modules.get("torch._dynamo")  # imported where there is anything compiled
     try:
-        with nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False):
+        with (
+            nullcontext() if dynamo is None else dynamo.config.patch(error_on_nested_fx_trace=False)
+        ):
             yield
     finally:
         eager_transforms.lazy_dynamo_disallow = original
 
 
 def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[Any]]]:
-    """In place of ``make_fx`` in torch.func.linearize: the function of tangents as torch.func.jvp, which all transforms see through."""
+    """In place of ``make_fx`` in torch.func.linearize: the function of tangents as
+    torch.func.jvp, which all transforms see through.
+    """
     known = inspect.getclosurevars(traced).nonlocals
     func, tree = known["func"], known["primals_argspec"]
     primals = pytree.tree_unflatten(known["flat_primals"], tree)
-    return lambda _: lambda *given: pytree.tree_leaves(torch.func.jvp(func, primals, pytree.tree_unflatten(given, tree))[1])
+    return lambda _: (
+        lambda *given: pytree.tree_leaves(
+            torch.func.jvp(func, primals, pytree.tree_unflatten(given, tree))[1]
+        )
+    )
 
 
 @contextmanager
 def _transformers_tracing() -> Iterator[None]:
-    """transformers builds its masks without asking for values when it believes that it is traced."""
+    """transformers builds its masks without asking for values when it believes that it is
+    traced.
+    """
     masking: Any = sys.modules.get("transformers.masking_utils")
     if masking is None or not hasattr(masking, "is_tracing"):
         yield

@@ -1,4 +1,5 @@
-"""Functions of torch that look at values, to check them or to choose among ways that come to the same: a trace has no values to look at.
+"""Functions of torch that look at values, to check them or to choose among ways that come to the
+same: a trace has no values to look at.
 
 Others that are here have no form without writes, or take parts of memory by strides.
 """
@@ -15,7 +16,9 @@ from torch.overrides import TorchFunctionMode
 
 
 class unchecked(TorchFunctionMode):
-    """While it is on, the functions below read no values, nor do their gradients: what torch refuses for its values is not refused."""
+    """While it is on, the functions below read no values, nor do their gradients: what torch
+    refuses for its values is not refused.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
@@ -28,34 +31,54 @@ def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
 
 
 def _gaussian_nll_loss(
-    input: Tensor, target: Tensor, var: Tensor | float, full: bool = False, eps: float = 1e-6, reduction: str = "mean"
+    input: Tensor,
+    target: Tensor,
+    var: Tensor | float,
+    full: bool = False,
+    eps: float = 1e-6,
+    reduction: str = "mean",
 ) -> Tensor:
     if not isinstance(var, Tensor):
         return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
     if var.shape != input.shape and input.shape[:-1] == var.shape:
         var = var.unsqueeze(-1)
     elif var.shape != input.shape and (
-        input.ndim != var.ndim or sum(v for n, v in zip(input.shape, var.shape, strict=True) if n != v) != 1
+        input.ndim != var.ndim
+        or sum(v for n, v in zip(input.shape, var.shape, strict=True) if n != v) != 1
     ):
         raise ValueError("var is of incorrect size")
     if reduction not in ("none", "mean", "sum"):
         raise ValueError(f"{reduction} is not valid")
     with torch.no_grad():
-        below = (eps - var).clamp(min=0)  # added, so that the gradient is that of var itself, as torch's is
+        below = (eps - var).clamp(
+            min=0
+        )  # added, so that the gradient is that of var itself, as torch's is
     var = var + below
     loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
     loss = loss + 0.5 * math.log(2 * math.pi) if full else loss
     return loss.mean() if reduction == "mean" else loss.sum() if reduction == "sum" else loss
 
 
-def _cov(input: Tensor, *, correction: int = 1, fweights: Tensor | None = None, aweights: Tensor | None = None) -> Tensor:
+def _cov(
+    input: Tensor,
+    *,
+    correction: int = 1,
+    fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:
     """Of rows that are variables; weights multiply, and the norm is as NumPy's."""
-    if input.ndim > 2 or input.dtype is torch.bool or any(w is not None and w.ndim > 1 for w in (fweights, aweights)):
+    if (
+        input.ndim > 2
+        or input.dtype is torch.bool
+        or any(w is not None and w.ndim > 1 for w in (fweights, aweights))
+    ):
         return torch.cov(input, correction=correction, fweights=fweights, aweights=aweights)
     x = input.reshape(1, -1) if input.ndim < 2 else input
     count = x.shape[1]
     x = x if x.is_floating_point() or x.is_complex() else x.to(torch.get_default_dtype())
-    weights = fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    weights = (
+        fweights if aweights is None else aweights if fweights is None else fweights * aweights
+    )
     if weights is None:
         centred = x - x.sum(1, True) / count
         return _squeezed(centred @ centred.mH / max(count - correction, 0))
@@ -79,14 +102,20 @@ def _corrcoef(input: Tensor) -> Tensor:
         return c / c
     deviation = torch.sqrt(torch.diagonal(c).real if c.is_complex() else torch.diagonal(c))
     c = c / deviation.unsqueeze(1) / deviation
-    return torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1)) if c.is_complex() else c.clamp(-1, 1)
+    return (
+        torch.complex(c.real.clamp(-1, 1), c.imag.clamp(-1, 1))
+        if c.is_complex()
+        else c.clamp(-1, 1)
+    )
 
 
 def _combinations(input: Tensor, r: int = 2, with_replacement: bool = False) -> Tensor:
     if input.ndim != 1 or r <= 0:
         return torch.combinations(input, r, with_replacement)
     choose = combinations_with_replacement if with_replacement else combinations
-    chosen = torch.tensor(list(choose(range(input.shape[0]), r)), dtype=torch.int64, device=input.device).reshape(-1, r)
+    chosen = torch.tensor(
+        list(choose(range(input.shape[0]), r)), dtype=torch.int64, device=input.device
+    ).reshape(-1, r)
     return input[chosen]
 
 
@@ -96,23 +125,35 @@ def _index_fill(input: Tensor, dim: int, index: Tensor, value: Any) -> Tensor:
         return torch.index_fill(input, dim, index, value)
     shape = [1] * max(input.ndim, 1)
     size = shape[dim] = input.shape[dim] if input.ndim else 1
-    filled = torch.zeros(size, dtype=torch.bool, device=input.device).index_fill(0, index.long(), True)
+    filled = torch.zeros(size, dtype=torch.bool, device=input.device).index_fill(
+        0, index.long(), True
+    )
     return input.masked_fill(filled.reshape(shape[: input.ndim]), value.to(input.dtype))
 
 
 def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = False) -> Tensor:
-    """At a mask: what is one value for all that it holds, by ``where``; as many values as it holds, by their indices."""
+    """At a mask: what is one value for all that it holds, by ``where``; as many values as it
+    holds, by their indices.
+    """
     at = [d for d, i in enumerate(indices) if i is not None]
     mask = indices[at[0]] if len(at) == 1 else None
-    if mask is None or mask.dtype not in (torch.bool, torch.uint8) or mask.shape != input.shape[at[0] : at[0] + mask.ndim]:
+    if (
+        mask is None
+        or mask.dtype not in (torch.bool, torch.uint8)
+        or mask.shape != input.shape[at[0] : at[0] + mask.ndim]
+    ):
         return torch.index_put(input, indices, values, accumulate)
     behind = input.ndim - at[0] - mask.ndim
     before = values.ndim - behind
     if before <= 0 or values.shape[before - 1] == 1:
         kept = mask.to(torch.bool).reshape(*mask.shape, *(1,) * behind)
         if before > 0:
-            values = values.reshape(*values.shape[: before - 1], *(1,) * mask.ndim, *values.shape[before:])
-        put = input + torch.where(kept, values, 0) if accumulate else torch.where(kept, values, input)
+            values = values.reshape(
+                *values.shape[: before - 1], *(1,) * mask.ndim, *values.shape[before:]
+            )
+        put = (
+            input + torch.where(kept, values, 0) if accumulate else torch.where(kept, values, input)
+        )
         return put.to(input.dtype)
     if not (values.requires_grad or torch._C._functorch.is_gradtrackingtensor(values)):  # type: ignore[attr-defined]
         return torch.index_put(input, indices, values, accumulate)
@@ -121,7 +162,12 @@ def _index_put(input: Tensor, indices: Any, values: Tensor, accumulate: bool = F
 
 
 def _setitem(input: Tensor, key: Any, value: Any) -> None:
-    if isinstance(key, Tensor) and key.dtype in (torch.bool, torch.uint8) and key.ndim and isinstance(value, Tensor):
+    if (
+        isinstance(key, Tensor)
+        and key.dtype in (torch.bool, torch.uint8)
+        and key.ndim
+        and isinstance(value, Tensor)
+    ):
         input.copy_(_index_put(input, (key,), value.to(input.dtype)))
     else:
         Tensor.__setitem__(input, key, value)
@@ -130,8 +176,17 @@ def _setitem(input: Tensor, key: Any, value: Any) -> None:
 def _with_lengths(ctc_loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """With lengths as tensors."""
 
-    def fn(log_probs: Tensor, targets: Tensor, input_lengths: Any, target_lengths: Any, *rest: Any, **options: Any) -> Tensor:
-        lengths = (x if isinstance(x, Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths))
+    def fn(
+        log_probs: Tensor,
+        targets: Tensor,
+        input_lengths: Any,
+        target_lengths: Any,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        lengths = (
+            x if isinstance(x, Tensor) else torch.tensor(x) for x in (input_lengths, target_lengths)
+        )
         return ctc_loss(log_probs, targets, *lengths, *rest, **options)
 
     return fn
@@ -149,7 +204,9 @@ def _istft(
     length: int | None = None,
     return_complex: bool = False,
 ) -> Tensor:
-    """Frames are added where they overlap, and divided by the sum of their windows' squares, which is not checked for zeros."""
+    """Frames are added where they overlap, and divided by the sum of their windows' squares,
+    which is not checked for zeros.
+    """
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
     frames = input.shape[-1]
@@ -168,7 +225,9 @@ def _istft(
     end = start + length if length is not None else size - start
 
     def overlapped(x: Tensor) -> Tensor:
-        return torch.ops.aten.unfold_backward(x, [*x.shape[:-2], size], x.ndim - 2, n_fft, hop)[..., start:end]
+        return torch.ops.aten.unfold_backward(x, [*x.shape[:-2], size], x.ndim - 2, n_fft, hop)[
+            ..., start:end
+        ]
 
     out = overlapped(parts * window) / overlapped((window * window).expand(frames, n_fft))
     return F.pad(out, (0, end - size)) if end > size else out
@@ -187,15 +246,35 @@ def _stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Tensor:
-    """Frames by ``unfold``, which cuts as the signal does; torch takes them by strides, which a part of it does not have."""
+    """Frames by ``unfold``, which cuts as the signal does; torch takes them by strides, which a
+    part of it does not have.
+    """
     spectra = input.is_complex() or (window is not None and window.is_complex())
-    if align_to_window is not None or (return_complex is None and not spectra) or input.ndim > 2 or (onesided and spectra):
-        given = (n_fft, hop_length, win_length, window, center, pad_mode, normalized, onesided, return_complex, align_to_window)
+    if (
+        align_to_window is not None
+        or (return_complex is None and not spectra)
+        or input.ndim > 2
+        or (onesided and spectra)
+    ):
+        given = (
+            n_fft,
+            hop_length,
+            win_length,
+            window,
+            center,
+            pad_mode,
+            normalized,
+            onesided,
+            return_complex,
+            align_to_window,
+        )
         return torch.stft(input, *given)
     hop = n_fft // 4 if hop_length is None else hop_length
     width = n_fft if win_length is None else win_length
     if center:
-        padded = F.pad(input.reshape(1, *(1,) * (2 - input.ndim), *input.shape), [n_fft // 2] * 2, pad_mode)
+        padded = F.pad(
+            input.reshape(1, *(1,) * (2 - input.ndim), *input.shape), [n_fft // 2] * 2, pad_mode
+        )
         input = padded.reshape(*input.shape[:-1], padded.shape[-1])
     frames = input.unfold(-1, n_fft, hop)
     if window is not None:
@@ -235,5 +314,7 @@ _UNCHECKED: dict[Any, Callable[..., Any]] = {
     Tensor.istft: _istft,
     torch.stft: _stft,
     Tensor.stft: _stft,
-    Tensor.polygamma_: _in_place(lambda input, n: torch.polygamma(n, input.clone())),  # torch has no form of it that functionalizes
+    Tensor.polygamma_: _in_place(
+        lambda input, n: torch.polygamma(n, input.clone())
+    ),  # torch has no form of it that functionalizes
 }

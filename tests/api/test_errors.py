@@ -1,4 +1,6 @@
-"""Bad input: the messages, in full where they are typical; and what looks like bad input but must work."""
+"""Bad input: the messages, in full where they are typical; and what looks like bad input but
+must work.
+"""
 
 import gc
 
@@ -56,24 +58,29 @@ def held(width=4):
 IN_FULL = {
     "unknown axis": (
         lambda: step(specs={"w": P("pp"), "b": P()})(PARAMS, X),
-        "SpecError: params['w'] has spec P('pp'), but the mesh has no axis 'pp'; its axes are 'dp' (size 2), 'tp' (size 2).",
+        "SpecError: params['w'] has spec P('pp'), but the mesh has no axis 'pp'; its axes are 'dp'"
+        " (size 2), 'tp' (size 2).",
     ),
     "unknown axis of a batch": (
         lambda: step(batch_specs=P("pp"))(PARAMS, X),
-        "SpecError: x has spec P('pp'), but the mesh has no axis 'pp'; its axes are 'dp' (size 2), 'tp' (size 2).",
+        "SpecError: x has spec P('pp'), but the mesh has no axis 'pp'; its axes are 'dp' (size 2),"
+        " 'tp' (size 2).",
     ),
     "axis twice": (
         lambda: P("tp", "tp"),
-        "SpecError: P('tp', 'tp') uses mesh axis 'tp' for dim 0 and again for dim 1. Try P('tp', None).",
+        "SpecError: P('tp', 'tp') uses mesh axis 'tp' for dim 0 and again for dim 1. Try P('tp',"
+        " None).",
     ),
     "axis twice, among others": (
         lambda: P(..., ftp.units("tp", 4), ("dp", "tp"), "dp"),
-        "SpecError: P(..., units('tp', 4), ('dp', 'tp'), 'dp') uses mesh axis 'tp' for dim 1 and again for dim 2."
+        "SpecError: P(..., units('tp', 4), ('dp', 'tp'), 'dp') uses mesh axis 'tp' for dim 1 and"
+        " again for dim 2."
         " Try P(..., units('tp', 4), 'dp', None).",
     ),
     "axis twice in one dim": (
         lambda: P(("tp", "tp")),
-        "SpecError: P(('tp', 'tp')) uses mesh axis 'tp' for dim 0 and again for dim 0. Try P('tp').",
+        "SpecError: P(('tp', 'tp')) uses mesh axis 'tp' for dim 0 and again for dim 0. Try"
+        " P('tp').",
     ),
     "axis of no mesh": (
         lambda: ftp.AbstractMesh((2, 2), ("dp", "tp"))["pp"],
@@ -85,11 +92,13 @@ IN_FULL = {
     ),
     "a bool for a rank": (
         lambda: ftp.device_put(PARAMS, MESH, src=True),
-        "MeshError: src=True, a bool, is no rank of the mesh (dp 2, tp 2) on cpu, which holds ranks 0 to 3.",
+        "MeshError: src=True, a bool, is no rank of the mesh (dp 2, tp 2) on cpu, which holds"
+        " ranks 0 to 3.",
     ),
     "a float for a rank": (
         lambda: ftp.shard_exported(exported(), MESH, {}, rank=1.0),  # type: ignore[arg-type]
-        "MeshError: rank=1.0, a float, is no rank of the mesh (dp 2, tp 2) on cpu, which holds ranks 0 to 3.",
+        "MeshError: rank=1.0, a float, is no rank of the mesh (dp 2, tp 2) on cpu, which holds"
+        " ranks 0 to 3.",
     ),
     "a bool for a rank of generators": (
         lambda: ftp.random.megatron_compat(0, MESH).generators(rank=True),
@@ -101,7 +110,8 @@ IN_FULL = {
     ),
     "spec too long": (
         lambda: step(specs={"w": P(), "b": P(None, "tp")})(PARAMS, X),
-        "SpecError: params['b'] has spec P(None, 'tp') of 2 entries, but its shape (6,) has 1 dims. Give at most 1 entry.",
+        "SpecError: params['b'] has spec P(None, 'tp') of 2 entries, but its shape (6,) has 1"
+        " dims. Give at most 1 entry.",
     ),
     "key without a spec": (
         lambda: step(specs={"w": P()})(PARAMS, X),
@@ -109,7 +119,8 @@ IN_FULL = {
     ),
     "specs for another number of arguments": (
         lambda: step(lambda p, x, y: loss_fn(p, x), batch_specs=(P(), P(), P()))(PARAMS, X, X),
-        "SpecError: batch_specs has 3 entries for 2 arguments (x, y). Give one for each, or one P for all.",
+        "SpecError: batch_specs has 3 entries for 2 arguments (x, y). Give one for each, or one P"
+        " for all.",
     ),
     "static leaf with a spec": (
         lambda: step(lambda p, x, n: loss_fn(p, x) * n, batch_specs=(P(), P("dp")))(PARAMS, X, 3),
@@ -117,11 +128,13 @@ IN_FULL = {
     ),
     "static result with a spec": (
         lambda: ftp.spmd(lambda x: (x, 3), MESH, P(), (P(), P("tp")))(X),
-        "SpecError: the result[1] has spec P('tp'), but is 3, an int; only a tensor can be cut. Give P().",
+        "SpecError: the result[1] has spec P('tp'), but is 3, an int; only a tensor can be cut."
+        " Give P().",
     ),
     "result's spec": (
         lambda: ftp.spmd(lambda x: {"y": x}, MESH, P(), P("pp"))(X),
-        "SpecError: the result['y'] has spec P('pp'), but the mesh has no axis 'pp'; its axes are 'dp' (size 2), 'tp' (size 2).",
+        "SpecError: the result['y'] has spec P('pp'), but the mesh has no axis 'pp'; its axes are"
+        " 'dp' (size 2), 'tp' (size 2).",
     ),
     "data axes": (
         lambda: step(data_axes=("pp",)),
@@ -133,55 +146,67 @@ IN_FULL = {
     ),
     "patterns that disagree": (
         lambda: ftp.plan(PARAMS, {"w": P("tp"), "*": P()}),
-        "SpecError: patterns 'w' and '*' disagree for params['w']: P('tp') and P(). Give both the same value, or narrow one.",
+        "SpecError: patterns 'w' and '*' disagree for params['w']: P('tp') and P(). Give both the"
+        " same value, or narrow one.",
     ),
     "no mesh": (
         lambda: ftp.shard(loss_fn),
-        "MeshError: No mesh is given. Pass one, as ftp.make_mesh((2, 4), ('dp', 'tp')), or call inside `with ftp.use_mesh(mesh):`.",
+        "MeshError: No mesh is given. Pass one, as ftp.make_mesh((2, 4), ('dp', 'tp')), or call"
+        " inside `with ftp.use_mesh(mesh):`.",
     ),
     "abstract mesh": (
         lambda: ftp.shard(loss_fn, ftp.AbstractMesh((4,), ("tp",)))(PARAMS, X),
-        "MeshError: The mesh (tp 4) on cpu is abstract: it plans programs and runs none. Read the program with step.lower(...), or make the"
+        "MeshError: The mesh (tp 4) on cpu is abstract: it plans programs and runs none. Read the"
+        " program with step.lower(...), or make the"
         " step on ftp.make_mesh(...) or ftp.simulated_mesh(...).",
     ),
     "unexpected keyword": (
         lambda: step()(PARAMS, x=X),
-        "InputError: The step does not take the keyword 'x'; its arguments are positional. Call step(params, x).",
+        "InputError: The step does not take the keyword 'x'; its arguments are positional. Call"
+        " step(params, x).",
     ),
     "a keyword that the loss does not take": (
         lambda: step()(PARAMS, X, foo=1),
-        "InputError: The step takes no argument 'foo': loss_fn takes (params, x), by position. Call step(params, x).",
+        "InputError: The step takes no argument 'foo': loss_fn takes (params, x), by position."
+        " Call step(params, x).",
     ),
     "an argument twice": (
         lambda: step()(PARAMS, X, x=X),
-        "InputError: The step takes no argument 'x': loss_fn takes (params, x), by position, and 'x' is given already. Call"
+        "InputError: The step takes no argument 'x': loss_fn takes (params, x), by position, and"
+        " 'x' is given already. Call"
         " step(params, x).",
     ),
     "a keyword that the loss takes by name alone": (
         lambda: step(scaled_loss)(PARAMS, X, scale=2.0),
-        "InputError: The step takes no keyword 'scale', though scaled_loss does: its arguments are positional, (params, x). Make the step"
+        "InputError: The step takes no keyword 'scale', though scaled_loss does: its arguments are"
+        " positional, (params, x). Make the step"
         " of functools.partial(scaled_loss, scale=...).",
     ),
     "no batch": (
         lambda: step()(PARAMS, None),
-        f"InputError: x is None, which the function uses as something else at {LINE}: unsupported operand type(s) for @: 'NoneType' and"
+        f"InputError: x is None, which the function uses as something else at {LINE}: unsupported"
+        " operand type(s) for @: 'NoneType' and"
         " 'Tensor'. Give a tensor, or let the function ask whether it is None.",
     ),
     "too few arguments": (
         lambda: step()(PARAMS),
-        "InputError: loss_fn(params, x) does not take the 1 arguments of the step, (params): missing a required argument: 'x'.",
+        "InputError: loss_fn(params, x) does not take the 1 arguments of the step, (params):"
+        " missing a required argument: 'x'.",
     ),
     "too many arguments": (
         lambda: step()(PARAMS, X, X),
-        "InputError: loss_fn(params, x) does not take the 3 arguments of the step, (params, x, args[2]): too many positional arguments.",
+        "InputError: loss_fn(params, x) does not take the 3 arguments of the step, (params, x,"
+        " args[2]): too many positional arguments.",
     ),
     "integer leaf": (
         lambda: step()(PARAMS | {"n": torch.arange(3)}, X),
-        "InputError: params['n'] is torch.int64: it has no gradient. Make it a buffer or a batch argument, or a floating-point tensor.",
+        "InputError: params['n'] is torch.int64: it has no gradient. Make it a buffer or a batch"
+        " argument, or a floating-point tensor.",
     ),
     "string leaf": (
         lambda: step()(PARAMS | {"n": "adam"}, X),
-        "InputError: params['n'] is 'adam', a str: it has no gradient. Close over it, or pass it as a batch argument.",
+        "InputError: params['n'] is 'adam', a str: it has no gradient. Close over it, or pass it"
+        " as a batch argument.",
     ),
     "numpy leaf": (
         lambda: step()(PARAMS, X.numpy()),
@@ -189,7 +214,8 @@ IN_FULL = {
     ),
     "meta leaf": (
         lambda: step()({"w": PARAMS["w"], "b": torch.empty(6, device="meta")}, X),
-        "InputError: params['b'] is on the meta device and has no values. step.lower takes it; to run the step, load real ones.",
+        "InputError: params['b'] is on the meta device and has no values. step.lower takes it; to"
+        " run the step, load real ones.",
     ),
     "function": (
         lambda: ftp.shard(3, MESH),  # pyright: ignore[reportArgumentType]
@@ -208,7 +234,10 @@ def test_a_none_that_the_function_asks_for_is_fine():
     masked = step(lambda p, x, mask: loss_fn(p, x if mask is None else x * mask))
     torch.testing.assert_close(masked(PARAMS, X, None)[0], loss_fn(PARAMS, X))
     found = message(step(lambda p, b, other: b["x"].sum()), PARAMS, {"x": None}, None)
-    assert found.startswith("InputError: b['x'] and other are None, which the function uses as something else at test_errors.py:")
+    assert found.startswith(
+        "InputError: b['x'] and other are None, which the function uses as something else at"
+        " test_errors.py:"
+    )
 
 
 @pytest.mark.parametrize("make", [ftp.simulated_mesh, ftp.AbstractMesh])
@@ -252,9 +281,15 @@ def asks_list(p, x):
 @pytest.mark.parametrize("loss", [uses_item, branches, asks_numpy, asks_list])
 def test_a_value_that_is_not_there_is_an_error_with_the_line(loss):
     text = message(step(loss), PARAMS, X)
-    line = {uses_item: "x.sum().item()", branches: "(x > 0).all()", asks_numpy: "x.numpy()", asks_list: "x.tolist()"}[loss]
+    line = {
+        uses_item: "x.sum().item()",
+        branches: "(x > 0).all()",
+        asks_numpy: "x.numpy()",
+        asks_list: "x.tolist()",
+    }[loss]
     assert text.startswith(
-        "TraceError: The function needs a tensor's value (if, while, bool(), float(), int(), .item(), .tolist(), .numpy())"
+        "TraceError: The function needs a tensor's value (if, while, bool(), float(), int(),"
+        " .item(), .tolist(), .numpy())"
     )
     assert "test_errors.py:" in text and line in text and "torch.where" in text
 
@@ -270,7 +305,9 @@ def finds(p, x):
 @pytest.mark.parametrize("loss", [indexes_by_mask, finds])
 def test_a_shape_that_depends_on_values_is_an_error_with_the_line(loss):
     text = message(step(loss), PARAMS, X)
-    assert text.startswith("TraceError: aten.nonzero.default gives a shape that depends on values at ")
+    assert text.startswith(
+        "TraceError: aten.nonzero.default gives a shape that depends on values at "
+    )
     assert "test_errors.py:" in text and "torch.where(mask, x, 0)" in text
 
 
@@ -293,7 +330,12 @@ def writes_a_parameter(p, x):
 def test_inputs_are_never_written(loss):
     params, x = fresh(), X.clone()
     text = message(step(loss), params, x)
-    assert text.startswith("TraceError: ") and "in place" in text and "test_errors.py:" in text and "x = x.clone()" in text
+    assert (
+        text.startswith("TraceError: ")
+        and "in place" in text
+        and "test_errors.py:" in text
+        and "x = x.clone()" in text
+    )
     assert loss is writes_a_parameter or "x is changed in place at" in text
     assert torch.equal(x, X) and torch.equal(params["w"], PARAMS["w"])
 
@@ -301,7 +343,10 @@ def test_inputs_are_never_written(loss):
 def test_captured_tensors_are_never_written():
     captured = torch.zeros(4)
     for make in (step, lambda fn: ftp.spmd(lambda x: fn(PARAMS, x), MESH)):
-        message(make(lambda p, x: (captured.add_(1), loss_fn(p, x))[1]), *((PARAMS, X) if make is step else (X,)))
+        message(
+            make(lambda p, x: (captured.add_(1), loss_fn(p, x))[1]),
+            *((PARAMS, X) if make is step else (X,)),
+        )
     assert not captured.any()
 
 
@@ -311,7 +356,9 @@ def test_a_copy_may_be_written():
         x *= 2
         return loss_fn(p, x)
 
-    torch.testing.assert_close(step(doubles, SPECS, batch_specs=P("dp"))(PARAMS, X)[0], loss_fn(PARAMS, 2 * X))
+    torch.testing.assert_close(
+        step(doubles, SPECS, batch_specs=P("dp"))(PARAMS, X)[0], loss_fn(PARAMS, 2 * X)
+    )
 
 
 NO_LOSS = {
@@ -334,21 +381,40 @@ def test_what_is_no_loss(what):
 
 
 def test_random_ops_would_differ_from_rank_to_rank():
-    for loss in (lambda p, x: loss_fn(p, F.dropout(x, 0.5)), lambda p, x: loss_fn(p, x + torch.randn(5, 4))):
+    for loss in (
+        lambda p, x: loss_fn(p, F.dropout(x, 0.5)),
+        lambda p, x: loss_fn(p, x + torch.randn(5, 4)),
+    ):
         text = message(step(loss), PARAMS, X)
-        assert "draws random numbers at " in text and "test_errors.py:" in text and "model.eval()" in text
-    torch.testing.assert_close(step(lambda p, x: loss_fn(p, F.dropout(x, 0.5, training=False)))(PARAMS, X)[0], loss_fn(PARAMS, X))
+        assert (
+            "draws random numbers at " in text
+            and "test_errors.py:" in text
+            and "model.eval()" in text
+        )
+    torch.testing.assert_close(
+        step(lambda p, x: loss_fn(p, F.dropout(x, 0.5, training=False)))(PARAMS, X)[0],
+        loss_fn(PARAMS, X),
+    )
 
 
 SPARSE = torch.eye(4).to_sparse()
 UNTRACEABLE = {
-    "calls requires_grad_()": (lambda p, x: loss_fn(p, x.clone().requires_grad_()), "torch.func.grad"),
+    "calls requires_grad_()": (
+        lambda p, x: loss_fn(p, x.clone().requires_grad_()),
+        "torch.func.grad",
+    ),
     "saved tensor hooks": (
         lambda p, x: torch.utils.checkpoint.checkpoint(loss_fn, p, x, use_reentrant=False),
         "Recompute a block with ftp.remat(block)(*args)",
     ),
-    "makes a tensor of layout sparse_coo": (lambda p, x: loss_fn(p, x.to_sparse().to_dense()), "Keep tensors strided"),
-    "captures a tensor of layout torch.sparse_coo": (lambda p, x: loss_fn(p, (SPARSE @ x.T).T), "Capture x.to_dense()"),
+    "makes a tensor of layout sparse_coo": (
+        lambda p, x: loss_fn(p, x.to_sparse().to_dense()),
+        "Keep tensors strided",
+    ),
+    "captures a tensor of layout torch.sparse_coo": (
+        lambda p, x: loss_fn(p, (SPARSE @ x.T).T),
+        "Capture x.to_dense()",
+    ),
 }
 
 
@@ -374,8 +440,14 @@ def test_a_tensor_that_an_earlier_trace_left_behind():
             lambda t=tensor: ftp.spmd(lambda x: x.sum() + t, MESH)(X),
         ):
             text = message(call)
-            assert text.startswith("TraceError: ") and "an earlier trace left behind" in text and "has_aux=True" in text
-        assert "x belongs to a trace" in message(ftp.spmd(lambda x: x + 1, MESH), tensor, kind=ftp.errors.InputError)
+            assert (
+                text.startswith("TraceError: ")
+                and "an earlier trace left behind" in text
+                and "has_aux=True" in text
+            )
+        assert "x belongs to a trace" in message(
+            ftp.spmd(lambda x: x + 1, MESH), tensor, kind=ftp.errors.InputError
+        )
 
 
 DTYPES = {
@@ -383,9 +455,13 @@ DTYPES = {
     "bmm": lambda p, x: (x[None].bfloat16() @ p["w"][None]).sum(),
     "linear": lambda p, x: F.linear(x.double(), p["w"].T, p["b"]).sum(),
     "bias": lambda p, x: F.linear(x, p["w"].T, p["b"].double()).sum(),
-    "convolution": lambda p, x: F.conv1d(x[None].double(), p["w"].T[:, None, :1].expand(6, 5, 1)).sum(),
+    "convolution": lambda p, x: F.conv1d(
+        x[None].double(), p["w"].T[:, None, :1].expand(6, 5, 1)
+    ).sum(),
     "layer norm": lambda p, x: F.layer_norm(x.double(), (4,), p["w"][:, 0], p["w"][:, 1]).sum(),
-    "attention": lambda p, x: F.scaled_dot_product_attention(x[None, None], x[None, None].double(), x[None, None].double()).sum(),
+    "attention": lambda p, x: F.scaled_dot_product_attention(
+        x[None, None], x[None, None].double(), x[None, None].double()
+    ).sum(),
     "scatter": lambda p, x: x.scatter(1, torch.zeros(5, 1).long(), p["w"][:1].double()).sum(),
     "embedding": lambda p, x: F.embedding(x, p["w"]).sum(),
 }
@@ -419,10 +495,16 @@ class Slots:
         self.w = w
 
 
-@pytest.mark.parametrize("make", [Box, Slots, lambda w: frozenset([w]), lambda w: Box({"deep": [w]})])
+@pytest.mark.parametrize(
+    "make", [Box, Slots, lambda w: frozenset([w]), lambda w: Box({"deep": [w]})]
+)
 def test_a_container_that_is_not_registered_is_never_baked_in(make):
     text = message(step(lambda p, box: p["w"].sum()), PARAMS, make(X), kind=ftp.errors.InputError)
-    assert text.startswith("InputError: box is a") and "which optree does not know" in text and "Register" in text
+    assert (
+        text.startswith("InputError: box is a")
+        and "which optree does not know" in text
+        and "Register" in text
+    )
     message(step(lambda p, x: p.w.sum()), make(X), X)
 
 
@@ -433,9 +515,15 @@ def test_a_result_in_a_container_that_is_not_registered():
 
 def test_modules_and_sets_are_no_arguments():
     linear = torch.nn.Linear(4, 6)
-    assert "params is a module, Linear. Give its parameters: fn, params = ftp.functionalize(module)." in message(step(), linear, X)
+    assert (
+        "params is a module, Linear. Give its parameters: fn, params = ftp.functionalize(module)."
+        in message(step(), linear, X)
+    )
     assert "loss_fn is a module, Linear" in message(ftp.shard, linear, MESH)
-    assert "neither a tensor, nor a container that optree knows, nor a hashable static value" in message(step(), PARAMS, {1, 2})
+    assert (
+        "neither a tensor, nor a container that optree knows, nor a hashable static value"
+        in message(step(), PARAMS, {1, 2})
+    )
     assert "torch.from_numpy" in message(step(), {"w": np.ones((4, 6)), "b": PARAMS["b"]}, X)
     assert "ftp takes dense ones" in message(step(), PARAMS, X.to_sparse())
 
@@ -464,7 +552,8 @@ def test_a_tensor_that_is_placed_otherwise():
     )
     other = ftp.simulated_mesh((4,), ("tp",))
     assert message(ftp.shard(lambda p, x: p.sum(), other), placed["b"], X) == (
-        "PlacementError: params is placed on the simulated mesh (dp 2, tp 2) on cpu, not on the simulated mesh (tp 4) on cpu."
+        "PlacementError: params is placed on the simulated mesh (dp 2, tp 2) on cpu, not on the"
+        " simulated mesh (tp 4) on cpu."
         " Take it off with ftp.device_get and place it with ftp.device_put."
     )
     assert "ftp.reshard" in message(ftp.device_put, placed, MESH, P())
@@ -477,16 +566,21 @@ def test_a_program_that_is_known_checks_placements_again():
     for params in (PARAMS, ftp.device_put(PARAMS, MESH, SPECS), fresh()):
         loss, grads = sharded(params, X)
     assert "P() is asked for" in message(step(), grads, X)
-    assert "params['w'] is placed with spec P('tp')" in message(sharded, ftp.device_put(PARAMS, MESH, {"w": P("tp"), "b": P("tp")}), X)
+    assert "params['w'] is placed with spec P('tp')" in message(
+        sharded, ftp.device_put(PARAMS, MESH, {"w": P("tp"), "b": P("tp")}), X
+    )
     torch.testing.assert_close(sharded(PARAMS, X)[0], loss)
 
 
 def test_donated_tensors_are_not_used_again():
-    update = ftp.spmd(lambda p, x: {k: v + x.sum() for k, v in p.items()}, MESH, (SPECS, P()), SPECS, donate=(0,))
+    update = ftp.spmd(
+        lambda p, x: {k: v + x.sum() for k, v in p.items()}, MESH, (SPECS, P()), SPECS, donate=(0,)
+    )
     params = fresh()
     new = update(params, X)
     expected = (
-        "DonationError: params['b'] was donated, as p of an earlier call, which may have reused its memory."
+        "DonationError: params['b'] was donated, as p of an earlier call, which may have reused"
+        " its memory."
         " Use what that call returned, or do not donate it."
         "\nparams['w'] was donated, as p of an earlier call, which may have reused its memory."
         " Use what that call returned, or do not donate it."
@@ -507,10 +601,15 @@ def test_one_tensor_donated_twice():
     both = ftp.spmd(lambda x, y: (x + 1, y + 1), MESH, donate=(0, 1))
     both(torch.ones(3), torch.ones(3))
     x = torch.ones(3)
-    expected = "DonationError: x and y are one tensor, and it is donated, so that its memory would be reused twice. Clone one of them."
+    expected = (
+        "DonationError: x and y are one tensor, and it is donated, so that its memory would"
+        " be reused twice. Clone one of them."
+    )
     assert message(both, x, x) == expected
     assert message(ftp.spmd(lambda x, y: (x + 1, y + 1), MESH, donate=(1,)), x, x) == expected
-    assert "donate names argument 2, but the step is called with 2 arguments" in message(ftp.spmd(lambda x, y: x, MESH, donate=(2,)), x, x)
+    assert "donate names argument 2, but the step is called with 2 arguments" in message(
+        ftp.spmd(lambda x, y: x, MESH, donate=(2,)), x, x
+    )
     both(x, x.clone())
 
 
@@ -539,7 +638,9 @@ def test_one_tensor_as_two_leaves_is_two_inputs():
     x = torch.ones(3)
     add(x, x)
     torch.testing.assert_close(add(x, 2 * x), 5 * x)
-    product = ftp.shard(lambda p, x: (x @ p["a"] @ p["b"]).sum(), MESH, {"a": P(None, "tp"), "b": P("tp")})
+    product = ftp.shard(
+        lambda p, x: (x @ p["a"] @ p["b"]).sum(), MESH, {"a": P(None, "tp"), "b": P("tp")}
+    )
     w = torch.randn(4, 4)
     _, grads = product({"a": w, "b": w}, X)
     expected = torch.func.grad(lambda p, x: (x @ p["a"] @ p["b"]).sum())({"a": w, "b": w}, X)
@@ -547,9 +648,18 @@ def test_one_tensor_as_two_leaves_is_two_inputs():
 
 
 def test_another_shape_dtype_or_static_value_is_another_program():
-    sharded = step(lambda p, x, n, mode: loss_fn(p, x) * n if mode == "scaled" else loss_fn(p, x), SPECS, batch_specs=(P("dp"), P(), P()))
+    sharded = step(
+        lambda p, x, n, mode: loss_fn(p, x) * n if mode == "scaled" else loss_fn(p, x),
+        SPECS,
+        batch_specs=(P("dp"), P(), P()),
+    )
     double = {k: v.double() for k, v in PARAMS.items()}
-    for args in [(PARAMS, X, 2, "scaled"), (PARAMS, X[:3], 2, "scaled"), (double, X.double(), 2.5, "scaled"), (PARAMS, X, True, "plain")]:
+    for args in [
+        (PARAMS, X, 2, "scaled"),
+        (PARAMS, X[:3], 2, "scaled"),
+        (double, X.double(), 2.5, "scaled"),
+        (PARAMS, X, True, "plain"),
+    ]:
         expected = loss_fn(args[0], args[1]) * (args[2] if args[3] == "scaled" else 1)
         torch.testing.assert_close(sharded(*args)[0], expected)
 
@@ -559,11 +669,16 @@ def test_defaults_and_extra_arguments():
         return loss_fn(p, x) * scale + sum(m.sum() for m in more)
 
     torch.testing.assert_close(step(loss)(PARAMS, X)[0], 2 * loss_fn(PARAMS, X))
-    torch.testing.assert_close(step(loss, batch_specs=(P("dp"), P(), P("dp")))(PARAMS, X, 3.0, X)[0], 3 * loss_fn(PARAMS, X) + X.sum())
+    torch.testing.assert_close(
+        step(loss, batch_specs=(P("dp"), P(), P("dp")))(PARAMS, X, 3.0, X)[0],
+        3 * loss_fn(PARAMS, X) + X.sum(),
+    )
 
 
 def test_results_share_no_memory_with_arguments_or_each_other():
-    out = ftp.spmd(lambda x: (x, x.view(-1), x[0], x, torch.zeros_like(x), torch.zeros_like(x)), MESH)(X)
+    out = ftp.spmd(
+        lambda x: (x, x.view(-1), x[0], x, torch.zeros_like(x), torch.zeros_like(x)), MESH
+    )(X)
     assert len({t.untyped_storage().data_ptr() for t in (X, *out)}) == 7
     _, grads = step(lambda p, x: p["w"].sum())(PARAMS, X)
     grads["w"].mul_(2)
@@ -576,11 +691,17 @@ def test_results_share_no_memory_with_arguments_or_each_other():
 def test_parameters_that_require_a_gradient_are_values():
     params = {k: torch.nn.Parameter(v.clone()) for k, v in PARAMS.items()}
     loss, grads = step(specs=SPECS, batch_specs=P("dp"))(params, X)
-    assert not loss.requires_grad and not grads["w"].requires_grad and all(p.grad is None for p in params.values())
+    assert (
+        not loss.requires_grad
+        and not grads["w"].requires_grad
+        and all(p.grad is None for p in params.values())
+    )
     assert not ftp.spmd(lambda p: p, MESH, SPECS)(params)["w"].requires_grad
 
 
-@pytest.mark.parametrize("loss", [lambda p, x: (x @ p["w"]).sum(), lambda p, x: x.sum(), lambda p, x: torch.tensor(3.0)])
+@pytest.mark.parametrize(
+    "loss", [lambda p, x: (x @ p["w"]).sum(), lambda p, x: x.sum(), lambda p, x: torch.tensor(3.0)]
+)
 def test_parameters_that_the_loss_does_not_see_have_zero_gradients(loss):
     value, grads = step(loss, SPECS, batch_specs=P("dp"))(PARAMS, X)
     torch.testing.assert_close(value, loss(PARAMS, X))
@@ -593,7 +714,12 @@ def test_trees_without_parameters(params):
 
 
 def test_aux_is_replicated_and_keeps_its_static_leaves():
-    loss = step(lambda p, x: (loss_fn(p, x), {"h": x @ p["w"], "n": 3, "no": None}), SPECS, batch_specs=P("dp"), has_aux=True)
+    loss = step(
+        lambda p, x: (loss_fn(p, x), {"h": x @ p["w"], "n": 3, "no": None}),
+        SPECS,
+        batch_specs=P("dp"),
+        has_aux=True,
+    )
     (value, aux), _ = loss(PARAMS, X)
     torch.testing.assert_close((value, aux["h"]), (loss_fn(PARAMS, X), X @ PARAMS["w"]))
     assert aux["n"] == 3 and aux["no"] is None
@@ -629,7 +755,10 @@ def test_ids_out_of_range(cut: P):
     mesh, hidden = ftp.simulated_mesh((2,), ("tp",)), torch.randn(3, 11)
 
     def embed(p, ids):
-        return torch.nn.functional.embedding(ids.reshape(-1), p["w"]).sum() + p["w"].index_select(0, ids).sum()
+        return (
+            torch.nn.functional.embedding(ids.reshape(-1), p["w"]).sum()
+            + p["w"].index_select(0, ids).sum()
+        )
 
     def classify(p, labels):
         return torch.nn.functional.cross_entropy(hidden @ p["w"], labels)
@@ -641,8 +770,11 @@ def test_ids_out_of_range(cut: P):
         (classify, [0, -100, 10], [0, -100, 12], "labels", 12),
     ):
         step = ftp.shard(loss, mesh, {"w": cut}, check_inputs=True)
-        torch.testing.assert_close(step(params, torch.tensor(good))[0], loss(params, torch.tensor(good)))
+        torch.testing.assert_close(
+            step(params, torch.tensor(good))[0], loss(params, torch.tensor(good))
+        )
         with pytest.raises(
-            ftp.errors.InputError, match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at test_errors"
+            ftp.errors.InputError,
+            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at test_errors",
         ):
             step(params, torch.tensor(bad))

@@ -1,4 +1,6 @@
-"""Calls that go on from the last one are known at a glance, and nothing that a key would tell goes unseen."""
+"""Calls that go on from the last one are known at a glance, and nothing that a key would tell
+goes unseen.
+"""
 
 from typing import Any
 
@@ -38,7 +40,9 @@ def copy(tree: Any) -> Any:
 
 
 def same(a: Any, b: Any) -> None:
-    for x, y in zip(optree.tree_leaves(a, namespace="ftp"), optree.tree_leaves(b, namespace="ftp"), strict=True):
+    for x, y in zip(
+        optree.tree_leaves(a, namespace="ftp"), optree.tree_leaves(b, namespace="ftp"), strict=True
+    ):
         torch.testing.assert_close(x, y)
 
 
@@ -84,7 +88,9 @@ def test_what_was_donated_is_not_taken_again(calls: int):
     for i in range(calls):
         old = mine
         *mine, _ = run(*mine, batch(i))
-    with pytest.raises(ftp.errors.DonationError, match=r"params\['b'\] was donated, as params of an earlier call"):
+    with pytest.raises(
+        ftp.errors.DonationError, match=r"params\['b'\] was donated, as params of an earlier call"
+    ):
         run(*old, batch(0))
     with pytest.raises(ftp.errors.DonationError):
         ftp.device_get(old[0], MESH, SPECS)
@@ -150,4 +156,6 @@ def test_two_steps_take_turns():
     for i in range(5):
         *alone, _ = train_step(alone[0], alone[1], batch(i))
         *mine, _ = train(*mine, batch(i))
-        same(evaluate(mine[0], batch(9)), (batch(9) @ alone[0]["w"] + alone[0]["b"]).square().mean())
+        same(
+            evaluate(mine[0], batch(9)), (batch(9) @ alone[0]["w"] + alone[0]["b"]).square().mean()
+        )

@@ -21,7 +21,9 @@ class Net(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(11, 8)
         self.up = nn.Linear(8, 12 * wide)
-        self.norms = nn.ModuleList([nn.LayerNorm(12 * wide), nn.BatchNorm1d(12 * wide), nn.GroupNorm(3, 12 * wide)])
+        self.norms = nn.ModuleList(
+            [nn.LayerNorm(12 * wide), nn.BatchNorm1d(12 * wide), nn.GroupNorm(3, 12 * wide)]
+        )
         self.lstm = nn.LSTM(12 * wide, 5)
         self.conv = nn.Conv2d(3, 4, 3)
         self.encoder = nn.TransformerEncoderLayer(12 * wide, 2, 16)
@@ -74,14 +76,20 @@ def test_distributed_as_torchs_own():
         ours = got[path]
         assert (ours.shape, ours.dtype) == (theirs.shape, theirs.dtype)
         spread = float(theirs.std())
-        assert float(ours.mean()) == pytest.approx(float(theirs.mean()), abs=8 * spread / math.sqrt(ours.numel()) + 1e-12), path
+        assert float(ours.mean()) == pytest.approx(
+            float(theirs.mean()), abs=8 * spread / math.sqrt(ours.numel()) + 1e-12
+        ), path
         if ours.numel() > 50:
             assert float(ours.std()) == pytest.approx(spread, rel=8 / math.sqrt(ours.numel())), path
             assert float(ours.max()) == pytest.approx(float(theirs.max()), rel=0.4, abs=1e-12), path
 
 
 def test_no_rank_holds_a_whole_tensor():
-    model = on_meta(lambda: nn.Sequential(nn.Linear(64, 256), nn.Embedding(512, 64), nn.Linear(256, 128, bias=False)))
+    model = on_meta(
+        lambda: nn.Sequential(
+            nn.Linear(64, 256), nn.Embedding(512, 64), nn.Linear(256, 128, bias=False)
+        )
+    )
     mesh = ftp.AbstractMesh((4, 8), ("dp", "tp"))
     for spec in (P("tp", "dp"), P(("tp", "dp")), P(("dp", "tp"))):
         step = initializer(
@@ -105,7 +113,9 @@ def test_no_rank_holds_a_whole_tensor():
 
         offsets = [n for n in lowered.graph.graph.nodes if n.op == "placeholder"][1:]
         out = Record(lowered.graph).run(KEY, *[0] * len(offsets))
-        assert sorted(x.numel() for x in out) == sorted([64 * 256 // 32, 256 // 8, 512 * 64 // 32, 256 * 128 // 32])
+        assert sorted(x.numel() for x in out) == sorted(
+            [64 * 256 // 32, 256 // 8, 512 * 64 // 32, 256 * 128 // 32]
+        )
         # A normal takes two words an element.
         assert max(sizes) <= 2 * 512 * 64 // 32
 
@@ -132,12 +142,18 @@ def test_what_nothing_initializes():
     with pytest.raises(InputError) as error:
         ftp.init_params(model, KEY, ONE, buffers=True)
     assert str(error.value) == (
-        "parameter 'bare.scale' has no initialization: module 'bare' (Bare) has no reset_parameters. Write one that fills self.scale in"
-        " place, or give init={'bare.scale': lambda key, shape, dtype: ...}, such as 0.02 * ftp.random.normal(key, shape, dtype).\n"
-        "parameter 'partly.b' has no initialization: reset_parameters of module 'partly' (Partly) does not write it. Write one that fills"
-        " self.b in place, or give init={'partly.b': lambda key, shape, dtype: ...}, such as 0.02 * ftp.random.normal(key, shape, dtype).\n"
-        "buffer 'bare.table' has no initialization: module 'bare' (Bare) has no reset_parameters. Write one that fills self.table in place,"
-        " or give init={'bare.table': lambda key, shape, dtype: ...}, such as 0.02 * ftp.random.normal(key, shape, dtype)."
+        "parameter 'bare.scale' has no initialization: module 'bare' (Bare) has no"
+        " reset_parameters. Write one that fills self.scale in"
+        " place, or give init={'bare.scale': lambda key, shape, dtype: ...}, such as 0.02 *"
+        " ftp.random.normal(key, shape, dtype).\n"
+        "parameter 'partly.b' has no initialization: reset_parameters of module 'partly' (Partly)"
+        " does not write it. Write one that fills"
+        " self.b in place, or give init={'partly.b': lambda key, shape, dtype: ...}, such as 0.02"
+        " * ftp.random.normal(key, shape, dtype).\n"
+        "buffer 'bare.table' has no initialization: module 'bare' (Bare) has no reset_parameters."
+        " Write one that fills self.table in place,"
+        " or give init={'bare.table': lambda key, shape, dtype: ...}, such as 0.02 *"
+        " ftp.random.normal(key, shape, dtype)."
     )
 
 
@@ -154,23 +170,39 @@ def test_initializers_by_pattern():
     assert torch.equal(buffers["table"], torch.arange(6.0))
     for name in ("weight", "bias"):
         key = random.fold_in(random.fold_in(KEY, path_number(f"inner.{name}")), 0)
-        assert torch.equal(params[f"inner.{name}"], 0.02 * random.normal(key, tuple(params[f"inner.{name}"].shape)))
-    assert ftp.init_params(Bare(), KEY, ONE, init={"scale": init["scale"]}, buffers=True)[1]["table"].tolist() == list(range(6))
+        assert torch.equal(
+            params[f"inner.{name}"], 0.02 * random.normal(key, tuple(params[f"inner.{name}"].shape))
+        )
+    assert ftp.init_params(Bare(), KEY, ONE, init={"scale": init["scale"]}, buffers=True)[1][
+        "table"
+    ].tolist() == list(range(6))
     with pytest.raises(
-        InputError, match=r"init of 'scale' returns torch.float32 of shape \(2,\); the parameter is torch.float32 of shape \(6,\)"
+        InputError,
+        match=r"init of 'scale' returns torch.float32 of shape \(2,\); the parameter is torch.float32 of shape \(6,\)",
     ):
         ftp.init_params(model, KEY, ONE, init={"scale": lambda key, shape, dtype: torch.ones(2)})
     with pytest.raises(InputError, match="'scales' matches"):
         ftp.init_params(model, KEY, ONE, init={"scales": init["scale"]})
-    with pytest.raises(InputError, match=r"init\['scale'\] is 1.0, a float; it must be a function \(key, shape, dtype\)"):
+    with pytest.raises(
+        InputError,
+        match=r"init\['scale'\] is 1.0, a float; it must be a function \(key, shape, dtype\)",
+    ):
         ftp.init_params(model, KEY, ONE, init={"scale": 1.0})  # type: ignore[dict-item]
 
 
 def test_frozen_parameters_and_other_types():
-    model = on_meta(lambda: nn.Sequential(nn.Linear(4, 6, dtype=torch.bfloat16), nn.Linear(6, 2, dtype=torch.float64)))
+    model = on_meta(
+        lambda: nn.Sequential(
+            nn.Linear(4, 6, dtype=torch.bfloat16), nn.Linear(6, 2, dtype=torch.float64)
+        )
+    )
     model[1].weight.requires_grad_(False)
     params, others = ftp.init_params(model, KEY, ONE, buffers=True)
-    assert {path: p.dtype for path, p in params.items()} == {"0.weight": torch.bfloat16, "0.bias": torch.bfloat16, "1.bias": torch.float64}
+    assert {path: p.dtype for path, p in params.items()} == {
+        "0.weight": torch.bfloat16,
+        "0.bias": torch.bfloat16,
+        "1.bias": torch.float64,
+    }
     assert others["1.weight"].dtype is torch.float64
     assert 0 < float(others["1.weight"].abs().max()) <= 1 / math.sqrt(6)
 
@@ -184,5 +216,7 @@ def test_drawn_parameters_are_placed_and_trainable():
     x = torch.randn(4, 6)
     loss = lambda params, x: (fn(params, x) ** 2).mean()  # noqa: E731
     got = ftp.shard(loss, mesh, specs, batch_specs=P("dp"))(params, x)
-    expected_grads, expected = torch.func.grad_and_value(loss)(ftp.device_get(params, mesh, specs), x)
+    expected_grads, expected = torch.func.grad_and_value(loss)(
+        ftp.device_get(params, mesh, specs), x
+    )
     torch.testing.assert_close(got, (expected, expected_grads))

@@ -1,4 +1,6 @@
-"""The programs that a step keeps: those used last, with a word at the tenth, and nothing left of the others."""
+"""The programs that a step keeps: those used last, with a word at the tenth, and nothing left of
+the others.
+"""
 
 import gc
 import random
@@ -32,7 +34,10 @@ def make(**options) -> Step:
 
 def weights():
     generator = torch.Generator().manual_seed(0)
-    return {name: torch.randn(s, generator=generator).double() for name, s in (("up", (3, 6)), ("down", (6, 2)))}
+    return {
+        name: torch.randn(s, generator=generator).double()
+        for name, s in (("up", (3, 6)), ("down", (6, 2)))
+    }
 
 
 def batch(rows: int) -> torch.Tensor:
@@ -42,7 +47,9 @@ def batch(rows: int) -> torch.Tensor:
 @pytest.mark.parametrize("most", [1, 2, 4])
 def test_the_programs_used_last_are_kept(most: int, monkeypatch: pytest.MonkeyPatch):
     planned, plan = [], Step._plan
-    monkeypatch.setattr(Step, "_plan", lambda step, call, record: planned.append(1) or plan(step, call, record))
+    monkeypatch.setattr(
+        Step, "_plan", lambda step, call, record: planned.append(1) or plan(step, call, record)
+    )
     step, params, draws = make(programs=most), weights(), random.Random(most)
     kept: OrderedDict[int, None] = OrderedDict()
     due = 0
@@ -81,7 +88,8 @@ def test_at_the_tenth_program_it_is_said_what_changes():
         step(params, batch(MANY))
     assert caught[0].filename == __file__
     assert str(caught[0].message) == (
-        "The step has planned 10 programs, as its arguments change: x was float64[1, 3], float64[2, 3], ..., float64[10, 3]."
+        "The step has planned 10 programs, as its arguments change: x was float64[1, 3],"
+        " float64[2, 3], ..., float64[10, 3]."
         " Each costs as much as a first call. Pad tensors to one shape, or to a few (buckets)."
         f" The step keeps the {PROGRAMS} programs used last (programs={PROGRAMS})."
     )
@@ -113,7 +121,9 @@ def test_reshards_of_many_shapes_are_as_they_should_be():
 
 
 def test_what_a_dropped_program_was_given_stays_donated():
-    step = ftp.spmd(lambda state, x: state + x.sum(), MESH, (P("tp"), P()), P("tp"), donate=(0,), programs=1)
+    step = ftp.spmd(
+        lambda state, x: state + x.sum(), MESH, (P("tp"), P()), P("tp"), donate=(0,), programs=1
+    )
     mesh_state = ftp.device_put(torch.zeros(4, dtype=torch.float64), MESH, P("tp"))
     given, expected = [], torch.zeros(4, dtype=torch.float64)
     for rows in (1, 2, 1, 3, 2):
@@ -149,5 +159,7 @@ def test_nothing_is_left_of_a_dropped_program(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_number_of_programs():
     for programs in (0, -1, True, 1.0):
-        with pytest.raises(InputError, match=r"programs is .*; it is a number of programs, at least 1"):
+        with pytest.raises(
+            InputError, match=r"programs is .*; it is a number of programs, at least 1"
+        ):
             make(programs=programs)

@@ -1,4 +1,6 @@
-"""Random programs: simulated on a mesh they compute what plain torch computes, gradients included."""
+"""Random programs: simulated on a mesh they compute what plain torch computes, gradients
+included.
+"""
 
 import pytest
 import torch
@@ -55,7 +57,9 @@ def check_gradients(drawn: Drawn) -> None:
 
 def compare(found, expected) -> None:
     scale = max(1.0, *(float(e.abs().max()) for e in tree_leaves(expected)))
-    torch.testing.assert_close(found, expected, rtol=TOLERANCE, atol=TOLERANCE * scale, check_stride=False)
+    torch.testing.assert_close(
+        found, expected, rtol=TOLERANCE, atol=TOLERANCE * scale, check_stride=False
+    )
 
 
 @QUICK

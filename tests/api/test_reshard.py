@@ -9,28 +9,49 @@ import ftp
 from ftp import P
 from ftp.sharding.spec import check_spec
 
-DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES = [
+    torch.float64,
+    torch.float32,
+    torch.bfloat16,
+    torch.int64,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
 
 
 @st.composite
 def meshes(draw):
     a = draw(st.integers(1, 4))
     b = draw(st.sampled_from([n for n in (1, 2, 3, 4) if a * n <= 8]))
-    return ftp.simulated_mesh((a, b), ("a", "b")) if draw(st.booleans()) else ftp.simulated_mesh((a,), ("a",))
+    return (
+        ftp.simulated_mesh((a, b), ("a", "b"))
+        if draw(st.booleans())
+        else ftp.simulated_mesh((a,), ("a",))
+    )
 
 
 @st.composite
 def specs(draw, mesh, shape):
-    """Each axis cuts one dim or none, in either order on one dim, in units of one or more elements where units divide it."""
+    """Each axis cuts one dim or none, in either order on one dim, in units of one or more
+    elements where units divide it.
+    """
     ndim = len(shape)
     entries = [[] for _ in range(ndim)]
     for axis in draw(st.permutations(mesh.axis_names)):
         dim = draw(st.integers(-1, ndim - 1))
         if dim >= 0:
-            entries[dim].append(draw(st.sampled_from([axis, axis, ftp.units(axis, 2), ftp.units(axis, 3)])))
+            entries[dim].append(
+                draw(st.sampled_from([axis, axis, ftp.units(axis, 2), ftp.units(axis, 3)]))
+            )
     spec = P(*(tuple(e) or None for e in entries))
     if check_spec(spec, shape, dict(zip(mesh.axis_names, mesh.shape, strict=True)), "x"):
-        spec = P(*(tuple(e if isinstance(e, str) else e.axis for e in entry) or None for entry in entries))
+        spec = P(
+            *(
+                tuple(e if isinstance(e, str) else e.axis for e in entry) or None
+                for entry in entries
+            )
+        )
     return spec
 
 
@@ -72,7 +93,9 @@ def test_a_program_that_only_moves_is_the_identity(case):
 def test_the_transpose_of_a_move_is_the_identity(case):
     mesh, shape, old, new = case
     x, weight = tensor(shape), tensor(shape) + 1
-    loss = ftp.shard(lambda p, w: (ftp.constrain(p["x"], new) * w).sum(), mesh, {"x": old}, batch_specs=P())
+    loss = ftp.shard(
+        lambda p, w: (ftp.constrain(p["x"], new) * w).sum(), mesh, {"x": old}, batch_specs=P()
+    )
     value, grads = loss({"x": x}, weight)
     torch.testing.assert_close(value, (x * weight).sum())
     assert torch.equal(grads["x"], weight)
@@ -84,18 +107,39 @@ def test_another_mesh(case, new_mesh, data, dtype, max_bytes):
     mesh, shape, old, _ = case
     x = tensor(shape, dtype)
     new = data.draw(specs(new_mesh, shape))
-    placed = ftp.device_put({"x": torch.nn.Parameter(x, requires_grad=False), "n": 3}, mesh, {"x": old, "n": P()})
-    moved = ftp.reshard(placed, mesh, {"x": old, "n": P()}, {"x": new, "n": P()}, new_mesh=new_mesh, max_bytes=max_bytes)
-    assert torch.equal(moved["x"], x) and moved["n"] == 3 and isinstance(moved["x"], torch.nn.Parameter)
+    placed = ftp.device_put(
+        {"x": torch.nn.Parameter(x, requires_grad=False), "n": 3}, mesh, {"x": old, "n": P()}
+    )
+    moved = ftp.reshard(
+        placed,
+        mesh,
+        {"x": old, "n": P()},
+        {"x": new, "n": P()},
+        new_mesh=new_mesh,
+        max_bytes=max_bytes,
+    )
+    assert (
+        torch.equal(moved["x"], x)
+        and moved["n"] == 3
+        and isinstance(moved["x"], torch.nn.Parameter)
+    )
     assert torch.equal(ftp.device_get(moved, new_mesh, {"x": new, "n": P()})["x"], x)
 
 
 def test_trees_and_static_leaves():
     mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
     tree = {"w": tensor((5, 3)), "n": 3, "none": None, "b": tensor((4,))}
-    old, new = {"w": P("a"), "n": P(), "none": None, "b": P(("a", "b"))}, {"w": P("b", "a"), "n": P(), "none": None, "b": P()}
+    old, new = (
+        {"w": P("a"), "n": P(), "none": None, "b": P(("a", "b"))},
+        {"w": P("b", "a"), "n": P(), "none": None, "b": P()},
+    )
     moved = ftp.reshard(ftp.device_put(tree, mesh, old), mesh, old, new)
-    assert moved["n"] == 3 and moved["none"] is None and torch.equal(moved["w"], tree["w"]) and torch.equal(moved["b"], tree["b"])
+    assert (
+        moved["n"] == 3
+        and moved["none"] is None
+        and torch.equal(moved["w"], tree["w"])
+        and torch.equal(moved["b"], tree["b"])
+    )
 
 
 @pytest.mark.parametrize(
@@ -119,7 +163,10 @@ def test_bad_specs(old, new, text):
     [
         ({"new_mesh": ftp.AbstractMesh((2,), ("a",))}, "is abstract: nothing lies on it"),
         ({"max_bytes": 8}, "max_bytes=8: give an int of at least 16"),
-        ({"new_mesh": ftp.simulated_mesh((2,), ("tp",))}, "tree has spec P('b'), but the mesh has no axis 'b'; its axes are 'tp' (size 2)"),
+        (
+            {"new_mesh": ftp.simulated_mesh((2,), ("tp",))},
+            "tree has spec P('b'), but the mesh has no axis 'b'; its axes are 'tp' (size 2)",
+        ),
     ],
 )
 def test_bad_moves(options, text):

@@ -34,7 +34,9 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 
 @dataclass(frozen=True)
 class Scheme:
-    """A mesh of ``n`` ranks an axis, and the axes that cut the weights as Megatron and as ZeRO do, the batch and its sequence."""
+    """A mesh of ``n`` ranks an axis, and the axes that cut the weights as Megatron and as ZeRO
+    do, the batch and its sequence.
+    """
 
     axes: tuple[str, ...]
     batch_specs: P = P()
@@ -48,7 +50,9 @@ class Scheme:
         return self.sp or "cp" in self.axes
 
     def constraints(self) -> dict[str, P] | None:
-        return sequence_parallel(tp="tp", dp="dp" if "dp" in self.axes else None) if self.sp else None
+        return (
+            sequence_parallel(tp="tp", dp="dp" if "dp" in self.axes else None) if self.sp else None
+        )
 
 
 TP, DP, CP, BOTH = ("tp",), ("dp",), ("cp",), ("dp", "tp")
@@ -62,8 +66,14 @@ SCHEMES: dict[str, Scheme] = {
     "cp+zero": Scheme(CP, P(None, "cp"), zero="cp"),
     "dp×tp": Scheme(BOTH, P("dp"), tp="tp"),
     "dp×sp": Scheme(BOTH, P("dp"), tp="tp", sp=True),
-    **{f"zero×tp, {order}": Scheme(BOTH, P("dp"), tp="tp", zero="dp", order=order) for order in ORDERS},
-    **{f"zero×sp, {order}": Scheme(BOTH, P("dp"), tp="tp", zero="dp", order=order, sp=True) for order in ORDERS},
+    **{
+        f"zero×tp, {order}": Scheme(BOTH, P("dp"), tp="tp", zero="dp", order=order)
+        for order in ORDERS
+    },
+    **{
+        f"zero×sp, {order}": Scheme(BOTH, P("dp"), tp="tp", zero="dp", order=order, sp=True)
+        for order in ORDERS
+    },
 }
 MODELS: dict[str, Config] = {
     "llama": LlamaConfig(),
@@ -85,21 +95,38 @@ def batch_of(cfg: Config, batch: int = 4, seq: int = 8) -> tuple[torch.Tensor, t
     return lm_batch(cfg, batch, seq) if is_lm(cfg) else class_batch(cfg, batch, dtype=torch.float64)  # type: ignore[arg-type]
 
 
-def check(cfg: Config, scheme: Scheme, shape: tuple[int, ...], batch: Any, dtype: torch.dtype = torch.float64, **options: Any) -> None:
+def check(
+    cfg: Config,
+    scheme: Scheme,
+    shape: tuple[int, ...],
+    batch: Any,
+    dtype: torch.dtype = torch.float64,
+    **options: Any,
+) -> None:
     """The sharded step's loss and gradients are those of plain torch on one device."""
     model = build(cfg, dtype=dtype)
     fn, params = ftp.functionalize(model, constraints=scheme.constraints())
     plain, _ = ftp.functionalize(model)
     plan = ftp.plan(params, specs(cuts(cfg), tp=scheme.tp, zero=scheme.zero, order=scheme.order))
-    step = ftp.shard(loss(cfg, fn, **options), ftp.simulated_mesh(shape, scheme.axes), plan, batch_specs=scheme.batch_specs, certify=True)
+    step = ftp.shard(
+        loss(cfg, fn, **options),
+        ftp.simulated_mesh(shape, scheme.axes),
+        plan,
+        batch_specs=scheme.batch_specs,
+        certify=True,
+    )
     value, grads = step(params, batch)
     expected, expected_grads = reference(loss(cfg, plain, **options), params, batch)
     largest = max(float(g.abs().max()) for g in expected_grads.values())
-    assert value.dtype == dtype and abs(float(value - expected)) <= TOLERANCE[dtype] * abs(float(expected))
+    assert value.dtype == dtype and abs(float(value - expected)) <= TOLERANCE[dtype] * abs(
+        float(expected)
+    )
     assert grads.keys() == expected_grads.keys()
     for name, grad in expected_grads.items():
         assert grads[name].shape == grad.shape and grads[name].dtype == grad.dtype, name
-        error = float((grads[name] - grad).abs().max()) / max(float(grad.abs().max()), 1e-3 * largest)
+        error = float((grads[name] - grad).abs().max()) / max(
+            float(grad.abs().max()), 1e-3 * largest
+        )
         assert error <= TOLERANCE[dtype], f"gradient of {name} is off by {error:.1e}"
 
 
@@ -107,7 +134,12 @@ def ids_of(pairs: Iterable[tuple[str, ...]]) -> list[str]:
     return [" | ".join(p) for p in pairs]
 
 
-CASES = [(model, scheme) for model, cfg in MODELS.items() for scheme, s in SCHEMES.items() if is_lm(cfg) or not s.needs_tokens]
+CASES = [
+    (model, scheme)
+    for model, cfg in MODELS.items()
+    for scheme, s in SCHEMES.items()
+    if is_lm(cfg) or not s.needs_tokens
+]
 
 
 @pytest.mark.parametrize(("model", "scheme"), CASES, ids=ids_of(CASES))
@@ -119,7 +151,9 @@ def test_numbers(model: str, scheme: str):
 @pytest.mark.parametrize("scheme", SCHEMES)
 def test_numbers_in_float32(scheme: str):
     s = SCHEMES[scheme]
-    check(MODELS["llama, gqa"], s, (2,) * len(s.axes), batch_of(MODELS["llama, gqa"]), torch.float32)
+    check(
+        MODELS["llama, gqa"], s, (2,) * len(s.axes), batch_of(MODELS["llama, gqa"]), torch.float32
+    )
 
 
 @pytest.mark.parametrize("shape", [(4, 2), (2, 4), (8, 1), (1, 8)], ids=str)
@@ -164,12 +198,22 @@ UNEVEN: dict[str, tuple[Config, tuple[int, int]]] = {
 UNEVEN_CASES = [
     (model, scheme, shape)
     for model, (cfg, _) in UNEVEN.items()
-    for scheme, shape in [("tp", (2,)), ("tp", (4,)), ("sp", (4,)), ("dp", (2,)), ("zero", (4,)), ("cp", (4,)), ("zero×tp, free", (2, 2))]
+    for scheme, shape in [
+        ("tp", (2,)),
+        ("tp", (4,)),
+        ("sp", (4,)),
+        ("dp", (2,)),
+        ("zero", (4,)),
+        ("cp", (4,)),
+        ("zero×tp, free", (2, 2)),
+    ]
     if is_lm(cfg) or not SCHEMES[scheme].needs_tokens
 ]
 
 
-@pytest.mark.parametrize(("model", "scheme", "shape"), UNEVEN_CASES, ids=[f"{m} | {s} | {n}" for m, s, n in UNEVEN_CASES])
+@pytest.mark.parametrize(
+    ("model", "scheme", "shape"), UNEVEN_CASES, ids=[f"{m} | {s} | {n}" for m, s, n in UNEVEN_CASES]
+)
 def test_uneven(model: str, scheme: str, shape: tuple[int, ...]):
     cfg, (batch, seq) = UNEVEN[model]
     check(cfg, SCHEMES[scheme], shape, batch_of(cfg, batch, seq))
@@ -186,7 +230,9 @@ def test_moved_parts_are_contiguous():
     """Attention's kernel gives wrong values for heads whose last dim is strided."""
     x = torch.randn(2, 2, 2, 2, dtype=torch.float64)
     attend = lambda x: torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)  # noqa: E731
-    step = ftp.spmd(attend, ftp.simulated_mesh((2,), ("tp",)), (P(None, None, None, "tp"),), P(None, "tp"))
+    step = ftp.spmd(
+        attend, ftp.simulated_mesh((2,), ("tp",)), (P(None, None, None, "tp"),), P(None, "tp")
+    )
     torch.testing.assert_close(step(x), attend(x))
 
 
@@ -197,8 +243,13 @@ SIZES = {  # and (batch, seq); in the last the embedding's gradient is smaller t
     "wide": (LlamaConfig(vocab=4096, dim=512, heads=8, hidden=1024), (8, 120)),
     "many tokens": (LlamaConfig(vocab=256, dim=512, heads=8, hidden=1024), (8, 120)),
 }
-COUNTED = [*((size, layers) for size in ("small", "wide") for layers in (1, 2, 3)), ("many tokens", 2)]
-counted = pytest.mark.parametrize(("size", "layers"), COUNTED, ids=[f"{size}, {layers} layers" for size, layers in COUNTED])
+COUNTED = [
+    *((size, layers) for size in ("small", "wide") for layers in (1, 2, 3)),
+    ("many tokens", 2),
+]
+counted = pytest.mark.parametrize(
+    ("size", "layers"), COUNTED, ids=[f"{size}, {layers} layers" for size, layers in COUNTED]
+)
 
 
 @dataclass(frozen=True)
@@ -232,10 +283,20 @@ def issued(scheme: Scheme, size: str, layers: int, **options: Any) -> dict[str, 
     mesh = ftp.AbstractMesh((4,) if len(scheme.axes) == 1 else (2, 2), scheme.axes)
     step = ftp.shard(loss(cfg, fn), mesh, plan, batch_specs=scheme.batch_specs, **options)
     collectives = step.lower(params, lm_batch(cfg, *tokens)).collectives
-    return {axis: _count([c for c in collectives if c.axes == (axis,)], params, math.prod(tokens), layers) for axis in scheme.axes}
+    return {
+        axis: _count(
+            [c for c in collectives if c.axes == (axis,)], params, math.prod(tokens), layers
+        )
+        for axis in scheme.axes
+    }
 
 
-def _count(collectives: Iterable[ftp.Collective], params: Mapping[str, torch.Tensor], tokens: int, layers: int) -> Counted:
+def _count(
+    collectives: Iterable[ftp.Collective],
+    params: Mapping[str, torch.Tensor],
+    tokens: int,
+    layers: int,
+) -> Counted:
     shapes = {tuple(s) for p in params.values() for s in (p.shape, p.shape[::-1])}
     assert tokens not in {s[0] for s in shapes}, "a weight must not look like an activation"
     activations, weights, vectors, small, other = Counter(), Counter(), Counter(), 0, []
@@ -251,12 +312,25 @@ def _count(collectives: Iterable[ftp.Collective], params: Mapping[str, torch.Ten
             other.append(c)
     matrices = sum(p.ndim > 1 for p in params.values())
     stands_in = params["emb.weight"].shape[0] < tokens
-    return Counted(layers, matrices, len(params) - matrices, stands_in, activations, weights, vectors, small, tuple(other))
+    return Counted(
+        layers,
+        matrices,
+        len(params) - matrices,
+        stands_in,
+        activations,
+        weights,
+        vectors,
+        small,
+        tuple(other),
+    )
 
 
 def is_tp(found: Counted) -> None:
     stand_ins = found.weights["reduce_scatter"]
-    assert found.activations["all_reduce"] + found.activations["reduce_scatter"] + stand_ins == 2 + 4 * found.layers
+    assert (
+        found.activations["all_reduce"] + found.activations["reduce_scatter"] + stand_ins
+        == 2 + 4 * found.layers
+    )
     assert found.activations.total() + found.weights.total() == 2 + 4 * found.layers
     assert stand_ins <= found.stands_in
     assert found.vectors["all_reduce"] == found.vectors.total()
@@ -264,9 +338,13 @@ def is_tp(found: Counted) -> None:
 
 
 def is_sp(found: Counted) -> None:
-    """Where the embedding's gradient is cheaper to reduce-scatter than what it is computed from is to gather, it may be."""
+    """Where the embedding's gradient is cheaper to reduce-scatter than what it is computed from
+    is to gather, it may be.
+    """
     stand_ins = found.weights["reduce_scatter"]
-    assert found.activations == Counter(reduce_scatter=2 + 4 * found.layers, all_gather=2 + 4 * found.layers - stand_ins)
+    assert found.activations == Counter(
+        reduce_scatter=2 + 4 * found.layers, all_gather=2 + 4 * found.layers - stand_ins
+    )
     assert stand_ins == found.weights.total() <= found.stands_in
     assert found.vectors["all_reduce"] == found.vectors.total() <= found.weights_1d
     assert found.small <= 4 and not found.other
@@ -280,15 +358,19 @@ def is_dp(found: Counted) -> None:
 
 def is_zero(found: Counted, *, again: bool = True) -> None:
     twice = 2 if again else 1
-    assert found.weights == Counter(all_gather=twice * found.weights_2d - again, reduce_scatter=found.weights_2d), (
-        "backward needs all but the embedding"
+    assert found.weights == Counter(
+        all_gather=twice * found.weights_2d - again, reduce_scatter=found.weights_2d
+    ), "backward needs all but the embedding"
+    assert found.vectors == Counter(
+        all_gather=twice * found.weights_1d, reduce_scatter=found.weights_1d
     )
-    assert found.vectors == Counter(all_gather=twice * found.weights_1d, reduce_scatter=found.weights_1d)
     assert found.small <= 2 and not found.activations and not found.other
 
 
 def is_cp(found: Counted) -> None:
-    assert found.activations == Counter(all_gather=2 * found.layers, reduce_scatter=2 * found.layers)
+    assert found.activations == Counter(
+        all_gather=2 * found.layers, reduce_scatter=2 * found.layers
+    )
     is_dp(replace(found, activations=Counter()))
 
 

@@ -44,21 +44,56 @@ from tests.api.test_programs import QUICK
 
 c10d = torch.ops._c10d_functional
 aten = torch.ops.aten
-KINDS = ("drop", "again", "max", "axis", "early", "retype", "operand", "result", "unmoved", "unwaited")
-LOCAL = ("items", "sizes", "shift", "order", "write", "sooner", "rows")  # changes to what stands beside collectives, and to writes
-OTHER_SHAPES = ("early", "retype", "operand", "result", "unmoved", "sizes", "shift")  # native kernels may crash on what these give them
+KINDS = (
+    "drop",
+    "again",
+    "max",
+    "axis",
+    "early",
+    "retype",
+    "operand",
+    "result",
+    "unmoved",
+    "unwaited",
+)
+LOCAL = (
+    "items",
+    "sizes",
+    "shift",
+    "order",
+    "write",
+    "sooner",
+    "rows",
+)  # changes to what stands beside collectives, and to writes
+OTHER_SHAPES = (
+    "early",
+    "retype",
+    "operand",
+    "result",
+    "unmoved",
+    "sizes",
+    "shift",
+)  # native kernels may crash on what these give them
 KERNELS = {update.kernel for update in UPDATES.values()}
 PASSES = ({}, {"pack": True}, {"chunks": 2}, {"pack": True, "chunks": 2, "prefetch": 1 << 30})
 FEW = settings(QUICK, max_examples=20)
 MANY = settings(QUICK, max_examples=1500)
 
 
-def lower(drawn: Drawn, passes: Mapping[str, Any], *, gradients: bool) -> tuple[Lowered, list[torch.Tensor]]:
+def lower(
+    drawn: Drawn, passes: Mapping[str, Any], *, gradients: bool
+) -> tuple[Lowered, list[torch.Tensor]]:
     mesh = ftp.simulated_mesh(drawn.mesh, AXES[: len(drawn.mesh)])
-    options: Any = {"data_axes": drawn.data_axes, "reshard_after_forward": drawn.reshard_after_forward, **passes}
+    options: Any = {
+        "data_axes": drawn.data_axes,
+        "reshard_after_forward": drawn.reshard_after_forward,
+        **passes,
+    }
     specs = tuple(i.spec for i in drawn.inputs)
     if not gradients:
-        return ftp.spmd(drawn.function, mesh, specs, drawn.out_specs, **options).lower(*drawn.values), drawn.values
+        return ftp.spmd(drawn.function, mesh, specs, drawn.out_specs, **options).lower(
+            *drawn.values
+        ), drawn.values
     count = sum(i.is_parameter for i in drawn.inputs)
 
     def loss(params, *batch):
@@ -70,7 +105,9 @@ def lower(drawn: Drawn, passes: Mapping[str, Any], *, gradients: bool) -> tuple[
 
 def example(name: str) -> Any:
     """A file of examples/ as a module."""
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).resolve().parents[2] / f"examples/{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).resolve().parents[2] / f"examples/{name}.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -99,38 +136,66 @@ def issued(graph: fx.Graph) -> list[fx.Node]:
     return [n for n in graph.nodes if n.target in COLLECTIVES]
 
 
-def mutants(certificate: Certificate, seed: int, most: int, without: Collection[str] = ()) -> Iterator[Mutant]:
-    """Changes to the collectives and offsets, of all ranks or of one graph only; up to ``most``, none inside the ops ``without``."""
+def mutants(
+    certificate: Certificate, seed: int, most: int, without: Collection[str] = ()
+) -> Iterator[Mutant]:
+    """Changes to the collectives and offsets, of all ranks or of one graph only; up to ``most``,
+    none inside the ops ``without``.
+    """
     count = len(issued(certificate.ranks.graphs[0]))
     graphs = len(certificate.ranks.graphs)
     axes = list(certificate.groups)
     jobs: list[Any] = [("swap", i, one) for i in range(count - 1) for one in range(-1, graphs)]
     for i in range(count):
         jobs += [(kind, i, one) for kind in KINDS for one in {-1, graphs - 1}]
-    jobs += [("offset", c, k) for c, (_, offsets) in certificate.ranks.at.items() for k in range(len(offsets))]
+    jobs += [
+        ("offset", c, k)
+        for c, (_, offsets) in certificate.ranks.at.items()
+        for k in range(len(offsets))
+    ]
     for kind in LOCAL:
-        jobs += [(kind, i, one) for i in range(min(len(candidates(g, kind)) for g in certificate.ranks.graphs)) for one in {-1, graphs - 1}]
+        jobs += [
+            (kind, i, one)
+            for i in range(min(len(candidates(g, kind)) for g in certificate.ranks.graphs))
+            for one in {-1, graphs - 1}
+        ]
     random.Random(seed).shuffle(jobs)
     for kind, i, one in jobs[:most]:
         mutant = fresh(certificate, f"{kind} {i} {one}")
         if kind == "offset":
             graph, offsets = mutant.at[i]
-            mutant.at[i] = (graph, (*offsets[:one], offsets[one] + (1 if offsets[one] == 0 else -1), *offsets[one + 1 :]))
+            mutant.at[i] = (
+                graph,
+                (
+                    *offsets[:one],
+                    offsets[one] + (1 if offsets[one] == 0 else -1),
+                    *offsets[one + 1 :],
+                ),
+            )
             yield mutant
             continue
         if any(is_inside(g, kind, i, without) for g in mutant.graphs):
             continue
-        if all(change(g, kind, i, axes) for g in (mutant.graphs if one < 0 else mutant.graphs[one : one + 1])):
+        if all(
+            change(g, kind, i, axes)
+            for g in (mutant.graphs if one < 0 else mutant.graphs[one : one + 1])
+        ):
             yield mutant
 
 
 def is_inside(graph: fx.Graph, kind: str, i: int, ops: Collection[str]) -> bool:
-    nodes = candidates(graph, kind)[i : i + 1] if kind in LOCAL else issued(graph)[i : i + 1 + (kind == "swap")]
+    nodes = (
+        candidates(graph, kind)[i : i + 1]
+        if kind in LOCAL
+        else issued(graph)[i : i + 1 + (kind == "swap")]
+    )
     return any(n.meta.get("origin") in ops for n in nodes) or bool(ops and kind == "unmoved")
 
 
 def change(graph: fx.Graph, kind: str, i: int, axes: Sequence[str]) -> bool:
-    """Changes collective ``i``, or the ``i``-th node that a kind can change; whether there was something to change."""
+    """Changes collective ``i``, or the ``i``-th node that a kind can change; whether there was
+    something to change.
+    """
     if kind in LOCAL:
         return change_beside(graph, kind, candidates(graph, kind)[i])
     node = issued(graph)[i]
@@ -161,13 +226,25 @@ def change(graph: fx.Graph, kind: str, i: int, axes: Sequence[str]) -> bool:
             node.args = (*node.args[:-1], other)
             node.meta = {**node.meta, "axis": other.removeprefix("sim:")}
         case "early":  # what it would move, one step too early
-            if not isinstance(x, fx.Node) or x.op != "call_function" or not x.args or not isinstance(x.args[0], fx.Node):
+            if (
+                not isinstance(x, fx.Node)
+                or x.op != "call_function"
+                or not x.args
+                or not isinstance(x.args[0], fx.Node)
+            ):
                 return False
             node.args = (x.args[0], *node.args[1:])
         case "retype":
             op = next((a for a in node.args if a in ("sum", "max")), "sum")
-            target: Any = c10d.all_gather_into_tensor.default if node.target is c10d.all_reduce.default else c10d.all_reduce.default
-            node.target, node.args = target, (x, 2 if target is not c10d.all_reduce.default else op, node.args[-1])
+            target: Any = (
+                c10d.all_gather_into_tensor.default
+                if node.target is c10d.all_reduce.default
+                else c10d.all_reduce.default
+            )
+            node.target, node.args = (
+                target,
+                (x, 2 if target is not c10d.all_reduce.default else op, node.args[-1]),
+            )
         case "operand":  # what another one moves
             before = [n.args[0] for n in issued(graph)[:i] if n.args[0] is not x]
             if not before:
@@ -179,7 +256,9 @@ def change(graph: fx.Graph, kind: str, i: int, axes: Sequence[str]) -> bool:
                 return False
             wait.replace_all_uses_with(before[-1])
         case "unmoved":  # a step between two ops is left out
-            steps = [n for n in graph.nodes if n.target in MOVEMENTS and isinstance(n.args[0], fx.Node)]
+            steps = [
+                n for n in graph.nodes if n.target in MOVEMENTS and isinstance(n.args[0], fx.Node)
+            ]
             if not steps:
                 return False
             step = steps[7 * i % len(steps)]
@@ -207,7 +286,9 @@ def candidates(graph: fx.Graph, kind: str) -> list[fx.Node]:
         case "items" | "sizes":
             return [n for n in nodes if n.target is aten.split_with_sizes.default]
         case "shift":
-            return [n for n in nodes if n.target is aten.slice.Tensor and isinstance(n.args[2], int)]
+            return [
+                n for n in nodes if n.target is aten.slice.Tensor and isinstance(n.args[2], int)
+            ]
         case "order":
             return [n for n in nodes if n.target is aten.cat.default and len(n.args[0]) > 1]  # type: ignore[arg-type]
         case "write":
@@ -234,7 +315,12 @@ def change_beside(graph: fx.Graph, kind: str, node: fx.Node) -> bool:
             node.args = (args[0], [sizes[0] + 1, *sizes[1:-1], sizes[-1] - 1], *args[2:])
         case "shift":
             by = 1 if args[2] == 0 else -1
-            node.args = (*args[:2], args[2] + by, args[3] + by if isinstance(args[3], int) else args[3], *args[4:])
+            node.args = (
+                *args[:2],
+                args[2] + by,
+                args[3] + by if isinstance(args[3], int) else args[3],
+                *args[4:],
+            )
         case "order":
             node.args = ([*args[0][1:], args[0][0]], *args[1:])
         case "write":  # over an operand that may be needed
@@ -250,7 +336,9 @@ def change_beside(graph: fx.Graph, kind: str, node: fx.Node) -> bool:
 
 
 def prompt(graph: fx.Graph) -> fx.Graph:
-    """The graph with what ranks receive as tensors of their own, which the simulator lets them share."""
+    """The graph with what ranks receive as tensors of their own, which the simulator lets them
+    share.
+    """
     new = RankGraph()
     new.output(new.graph_copy(graph, {}))
     for node in [n for n in new.nodes if n.target is c10d.wait_tensor.default]:
@@ -261,20 +349,27 @@ def prompt(graph: fx.Graph) -> fx.Graph:
 
 
 def delayed(graph: fx.Graph) -> fx.Graph:
-    """The graph as badly as ranks may run it: a collective reads what it sends when it is waited for, and gives nothing before."""
+    """The graph as badly as ranks may run it: a collective reads what it sends when it is waited
+    for, and gives nothing before.
+    """
     new = prompt(graph)
     for node in issued(new):
         waits = [u for u in node.users if u.target is c10d.wait_tensor.default]
         if len(waits) < len(node.users):
             with new.inserting_after(node):
                 nothing = new.call_function(aten.mul.Tensor, (node, float("nan")))
-            node.replace_all_uses_with(nothing, delete_user_cb=lambda u, waits=waits, nothing=nothing: u not in (*waits, nothing))
+            node.replace_all_uses_with(
+                nothing,
+                delete_user_cb=lambda u, waits=waits, nothing=nothing: u not in (*waits, nothing),
+            )
         elif waits and node.target is not c10d.all_reduce.default:  # which works on a copy
             waits[0].prepend(node)
     return new
 
 
-def run(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], read: Any = prompt) -> list[torch.Tensor]:
+def run(
+    program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], read: Any = prompt
+) -> list[torch.Tensor]:
     coordinates, axes = program.mesh.coordinates(), program.mesh.axes
     locals_, programs = [], []
     with _use_lazy_graph_module(True):  # no code is written for them
@@ -282,7 +377,10 @@ def run(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], read: 
     for c in coordinates:
         graph, offsets = mutant.at[tuple(c[a] for a in axes)]
         programs.append(LocalProgram(modules[graph], (), ()))
-        shards = [shard_of(x, spec, axes, c).clone() for x, spec in zip(inputs, program.in_specs, strict=True)]
+        shards = [
+            shard_of(x, spec, axes, c).clone()
+            for x, spec in zip(inputs, program.in_specs, strict=True)
+        ]
         locals_.append([*shards, *program.constants, *offsets])
     outputs = simulate(programs, locals_, groups_of(program.mesh))
     # Every rank's part counts: a replicated result that differs between ranks is wrong on some.
@@ -293,21 +391,32 @@ def run(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], read: 
     return found
 
 
-def is_changed(program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> bool:
+def is_changed(
+    program: Program, mutant: Mutant, inputs: Sequence[torch.Tensor], right: Sequence[torch.Tensor]
+) -> bool:
     for read in (prompt, delayed):
         try:
             found = run(program, mutant, inputs, read)
         except (RuntimeError, AssertionError, IndexError, ValueError, TypeError, KeyError):
             return True
-        if not all(a.shape == b.shape and torch.allclose(a, b, 1e-9, 1e-9, equal_nan=True) for a, b in zip(found, right, strict=True)):
+        if not all(
+            a.shape == b.shape and torch.allclose(a, b, 1e-9, 1e-9, equal_nan=True)
+            for a, b in zip(found, right, strict=True)
+        ):
             return True
     return False
 
 
 def check_mutants(
-    lowered: Lowered, inputs: Sequence[torch.Tensor], seed: int, most: int, without: Collection[str] = ()
+    lowered: Lowered,
+    inputs: Sequence[torch.Tensor],
+    seed: int,
+    most: int,
+    without: Collection[str] = (),
 ) -> tuple[int, int, int]:
-    """Mutants that change a result, those that change none, and how many of these are refused; not all that are refused are run."""
+    """Mutants that change a result, those that change none, and how many of these are refused;
+    not all that are refused are run.
+    """
     program = lowered._program
     certificate = certificate_of(program)
     right = run(program, fresh(certificate, "none"), inputs)
@@ -354,9 +463,14 @@ def test_many(drawn: Drawn, passes: Mapping[str, Any]):
     check_mutants(lowered, values, 1, 12)
 
 
-def mlp(mesh: Any = None, dtype: torch.dtype = torch.float64, **options: Any) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
+def mlp(
+    mesh: Any = None, dtype: torch.dtype = torch.float64, **options: Any
+) -> tuple[ftp.Step, dict[str, torch.Tensor], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    params = {name: torch.randn(7, 7, dtype=torch.float64, generator=generator).to(dtype) for name in ("up", "down")}
+    params = {
+        name: torch.randn(7, 7, dtype=torch.float64, generator=generator).to(dtype)
+        for name in ("up", "down")
+    }
 
     def loss(params, x):
         return (torch.relu(x @ params["up"]) @ params["down"]).square().mean()
@@ -377,15 +491,21 @@ def test_every_mutant_of_a_model():
 
 
 def check_step(program: Any, arguments: tuple[Any, ...], seed: int, most: int) -> int:
-    """How many mutants of a program change a result; all of them are refused, and the program is not."""
+    """How many mutants of a program change a result; all of them are refused, and the program is
+    not.
+    """
     lowered = program.lower(*arguments)
     certify(lowered)
     leaves, _ = flatten(arguments)
-    changed, _, _ = check_mutants(lowered, [leaves[i] for i in lowered._program.tensor_leaves], seed, most)
+    changed, _, _ = check_mutants(
+        lowered, [leaves[i] for i in lowered._program.tensor_leaves], seed, most
+    )
     return changed
 
 
-def update_of(loss_fn: Any, params: Any, specs: Any, batch_spec: P, mesh: Any, **options: Any) -> tuple[Any, Any]:
+def update_of(
+    loss_fn: Any, params: Any, specs: Any, batch_spec: P, mesh: Any, **options: Any
+) -> tuple[Any, Any]:
     """A step with AdamW's fused update and clipping, and its state."""
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
 
@@ -394,7 +514,9 @@ def update_of(loss_fn: Any, params: Any, specs: Any, batch_spec: P, mesh: Any, *
         grads, _ = ftp.optim.clip_by_global_norm(grads, 1.0)
         return *opt.update(grads, state, params), loss
 
-    step = ftp.spmd(update, mesh, (specs, specs, batch_spec), (specs, specs, P()), donate=(0, 1), **options)
+    step = ftp.spmd(
+        update, mesh, (specs, specs, batch_spec), (specs, specs, P()), donate=(0, 1), **options
+    )
     return step, opt.init(params)
 
 
@@ -403,7 +525,11 @@ def test_context_parallelism():
     params = {name: torch.randn(2, 2, 4, 4, dtype=torch.float64) for name in "qk"}
 
     def loss(params, v):
-        return F.scaled_dot_product_attention(params["q"], params["k"], v, is_causal=True).square().sum()
+        return (
+            F.scaled_dot_product_attention(params["q"], params["k"], v, is_causal=True)
+            .square()
+            .sum()
+        )
 
     step = ftp.shard(loss, mesh, spec, batch_specs=spec)
     assert check_step(step, (params, torch.randn(2, 2, 4, 4, dtype=torch.float64)), 0, 12) > 3
@@ -411,9 +537,13 @@ def test_context_parallelism():
 
 def test_sequence_parallelism_and_zero():
     cfg = models.LlamaConfig(vocab=6, dim=4, layers=1, heads=2, hidden=6)
-    fn, params = ftp.functionalize(models.build(cfg, dtype=torch.float64), constraints=models.sequence_parallel())
+    fn, params = ftp.functionalize(
+        models.build(cfg, dtype=torch.float64), constraints=models.sequence_parallel()
+    )
     specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp", zero="dp"))
-    step = ftp.shard(models.lm_loss(fn), ftp.simulated_mesh((2, 2), ("dp", "tp")), specs, batch_specs=P("dp"))
+    step = ftp.shard(
+        models.lm_loss(fn), ftp.simulated_mesh((2, 2), ("dp", "tp")), specs, batch_specs=P("dp")
+    )
     assert check_step(step, (params, models.lm_batch(cfg, 2, 4)), 0, 12) > 1
 
 
@@ -422,22 +552,39 @@ def test_a_scan_with_its_update_and_gathers_ahead():
     specs = {"up": P(None, "dp", "tp"), "down": P(None, "tp", "dp")}
 
     def loss(params, x):
-        return ftp.scan(lambda p, x: x + torch.tanh(x @ p["up"]) @ p["down"], params, x).square().mean()
+        return (
+            ftp.scan(lambda p, x: x + torch.tanh(x @ p["up"]) @ p["down"], params, x)
+            .square()
+            .mean()
+        )
 
-    step, state = update_of(loss, params, specs, P("dp"), ftp.simulated_mesh((2, 2), ("dp", "tp")), prefetch=1 << 30)
+    step, state = update_of(
+        loss, params, specs, P("dp"), ftp.simulated_mesh((2, 2), ("dp", "tp")), prefetch=1 << 30
+    )
     assert check_step(step, (params, state, torch.randn(4, 4, dtype=torch.float64)), 0, 8) > 2
 
 
 def test_draws_on_a_cut_batch():
     """The numbers that say where a rank's part begins are no memory that could be shared."""
-    fn, params = ftp.functionalize(torch.nn.TransformerEncoderLayer(4, 2, 8, dropout=0.3, batch_first=True, dtype=torch.float64).train())
+    fn, params = ftp.functionalize(
+        torch.nn.TransformerEncoderLayer(
+            4, 2, 8, dropout=0.3, batch_first=True, dtype=torch.float64
+        ).train()
+    )
 
     def loss(params, x, key):
         return fn(params, x, rng=key).square().mean()
 
     specs = ftp.plan(params, {"linear1.*": P("tp"), "linear2.weight": P(None, "tp")})
-    step = ftp.shard(loss, ftp.simulated_mesh((2, 2), ("dp", "tp")), specs, batch_specs=(P("dp"), P()))
-    assert check_step(step, (params, torch.randn(4, 3, 4, dtype=torch.float64), ftp.random.key(0)), 0, 6) > 1
+    step = ftp.shard(
+        loss, ftp.simulated_mesh((2, 2), ("dp", "tp")), specs, batch_specs=(P("dp"), P())
+    )
+    assert (
+        check_step(
+            step, (params, torch.randn(4, 3, 4, dtype=torch.float64), ftp.random.key(0)), 0, 6
+        )
+        > 1
+    )
 
 
 def test_the_examples():
@@ -448,7 +595,12 @@ def test_the_examples():
     def loss(params, batch):
         return (fn(params, batch[0]) - batch[1]).var()
 
-    step = ftp.shard(loss, ftp.simulated_mesh((2, 3), ("dp", "tp")), ftp.plan(params, toy.SPECS), batch_specs=P("dp"))
+    step = ftp.shard(
+        loss,
+        ftp.simulated_mesh((2, 3), ("dp", "tp")),
+        ftp.plan(params, toy.SPECS),
+        batch_specs=P("dp"),
+    )
     assert check_step(step, (params, batch), 0, 30) > 5
 
 
@@ -458,7 +610,12 @@ def test_the_decoder_of_the_examples():
     fn, params = ftp.functionalize(gpt.GPT(8, 2, 2, 6, 0.1).double())
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
     specs = ftp.plan(params, gpt.SPECS)
-    state = {"params": params, "opt": opt.init(params), "step": torch.tensor(3), "key": ftp.random.key(0)}
+    state = {
+        "params": params,
+        "opt": opt.init(params),
+        "step": torch.tensor(3),
+        "key": ftp.random.key(0),
+    }
     state_specs = {"params": specs, "opt": specs, "step": P(), "key": P()}
     step = ftp.spmd(
         gpt.make_train_step(fn, opt, lambda step: step * 1e-3, 1.0),
@@ -474,11 +631,15 @@ def test_the_decoder_of_the_examples():
 def test_on_request():
     step, params, x = mlp(certify=True)
     loss, _ = step(params, x)
-    torch.testing.assert_close(loss, (torch.relu(x @ params["up"]) @ params["down"]).square().mean())
+    torch.testing.assert_close(
+        loss, (torch.relu(x @ params["up"]) @ params["down"]).square().mean()
+    )
 
 
 def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
-    """Of 3 elements cut in 2 and then in 2, the first and the third rank hold one each, out of 2 and out of 1."""
+    """Of 3 elements cut in 2 and then in 2, the first and the third rank hold one each, out of 2
+    and out of 1.
+    """
     mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
     x, index = torch.randn(3, dtype=torch.float64), torch.tensor([2, 0, 1, 1])
     certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
@@ -495,7 +656,12 @@ def per_rank() -> tuple[Lowered, list[torch.Tensor]]:
     params = {name: torch.randn(4, 4, dtype=torch.float64) for name in ("down", "first", "up")}
     specs = {"down": P("tp"), "first": P("dp"), "up": P(None, "tp")}
     x = torch.randn(6, 4, dtype=torch.float64)
-    step = ftp.shard(lambda p, x: layer(x @ p["first"], p["up"], p["down"])[0].square().mean(), mesh, specs, batch_specs=P("dp"))
+    step = ftp.shard(
+        lambda p, x: layer(x @ p["first"], p["up"], p["down"])[0].square().mean(),
+        mesh,
+        specs,
+        batch_specs=P("dp"),
+    )
     return step.lower(params, x), [*params.values(), x]
 
 
@@ -519,19 +685,28 @@ def test_mutants_around_per_rank_code():
 
 
 def test_arguments_with_the_names_of_values():
-    """A name given by the user stands for his argument; whatever else is called so gets another name."""
+    """A name given by the user stands for his argument; whatever else is called so gets another
+    name.
+    """
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
     scale = torch.rand(5, dtype=torch.float64)
     own = ftp.local(lambda x, y: (x + y, x * y), mesh, (P("dp"), P("dp")), (P("dp"), P("dp")))
-    params, x = {"w": torch.randn(7, 5, dtype=torch.float64)}, torch.randn(4, 3, 5, dtype=torch.float64)
+    params, x = (
+        {"w": torch.randn(7, 5, dtype=torch.float64)},
+        torch.randn(4, 3, 5, dtype=torch.float64),
+    )
 
     def loss(params, x):
         y = torch.nn.functional.linear(x * scale, params["w"]).softmax(-1)
         return own(y, y)[1].square().mean()
 
     def lower(name: str) -> Lowered:
-        loss.__signature__ = inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", name)])
-        return ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P("dp"), pack=True).lower(params, x)
+        loss.__signature__ = inspect.Signature(
+            [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", name)]
+        )
+        return ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P("dp"), pack=True).lower(
+            params, x
+        )
 
     want = lower("x").plan.graph.nodes
     # A constant, a move, per-rank code, and ops at the start and the end.
@@ -544,23 +719,42 @@ def test_arguments_with_the_names_of_values():
         shown = re.findall(r"^ +(?:>> )?(%\S+):", lowered.text(fold=False), re.M)
         assert len(shown) == len(set(shown)) == len(want)
         shards = [[*parts, scale] for parts in _parts(lowered, [params["w"], x])]
-        assert compare(certificate, [params["w"], x, scale], shards, groups_of(lowered._program.mesh), None, None) is None
-    changed, _, _ = check_mutants(lower("local"), [params["w"], x], 0, 20, without={"local_1", "local_2", "local_1_1"})
+        assert (
+            compare(
+                certificate,
+                [params["w"], x, scale],
+                shards,
+                groups_of(lowered._program.mesh),
+                None,
+                None,
+            )
+            is None
+        )
+    changed, _, _ = check_mutants(
+        lower("local"), [params["w"], x], 0, 20, without={"local_1", "local_2", "local_1_1"}
+    )
     assert changed > 5
 
 
 def _parts(lowered: Lowered, inputs: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     mesh, specs = lowered._program.mesh, lowered._program.in_specs
-    return [[shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, specs, strict=True)] for c in mesh.coordinates()]
+    return [
+        [shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, specs, strict=True)]
+        for c in mesh.coordinates()
+    ]
 
 
 def test_names_that_two_values_share():
-    """No program passes for another by the names of its values: neither one that is right nor one that is wrong is certified."""
+    """No program passes for another by the names of its values: neither one that is right nor
+    one that is wrong is certified.
+    """
     step, params, x = mlp()
     certificate = certify(step.lower(params, x))
     for a, b in itertools.permutations(certificate.operations, 2):
         operations = tuple(replace(o, name=b.name) if o is a else o for o in certificate.operations)
-        with pytest.raises(CertificateError, match=f"several values are called {re.escape(b.name)}:"):
+        with pytest.raises(
+            CertificateError, match=f"several values are called {re.escape(b.name)}:"
+        ):
             check(replace(certificate, operations=operations))
 
 
@@ -570,13 +764,20 @@ def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     def loss(params, q):
         return (torch.ops.aten._int_mm(q, q).double() * params["a"]).square().mean()
 
-    q, params = torch.randint(-9, 9, (32, 32), dtype=torch.int8), {"a": torch.randn(32, 32, dtype=torch.float64)}
+    q, params = (
+        torch.randint(-9, 9, (32, 32), dtype=torch.int8),
+        {"a": torch.randn(32, 32, dtype=torch.float64)},
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ftp.errors.DiscoveryWarning)
-        lowered = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), batch_specs=P("tp"), certify=True).lower(params, q)
+        lowered = ftp.shard(
+            loss, ftp.simulated_mesh((2,), ("tp",)), P("tp"), batch_specs=P("tp"), certify=True
+        ).lower(params, q)
         certificate = certify(lowered)
     (assumed,) = certificate.assumptions
-    assert assumed.startswith("aten._int_mm.default at test_certify.py") and assumed.endswith("as trials on small tensors found")
+    assert assumed.startswith("aten._int_mm.default at test_certify.py") and assumed.endswith(
+        "as trials on small tensors found"
+    )
     assert "[" in assumed and "-> " in assumed
     certificate.save(tmp_path / "found.json")
     assert main(["certify", str(tmp_path / "found.json")]) == 0
@@ -631,7 +832,9 @@ def test_altered_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     # With its digest renewed, the check itself finds it.
     body = text[text.index('"program":') + len('"program":') : -1].replace('"sum"', '"max"')
     head = text[: text.index('"sha256":')]
-    path.write_text(f'{head}"sha256":"{hashlib.sha256(body.encode()).hexdigest()}","program":{body}}}')
+    path.write_text(
+        f'{head}"sha256":"{hashlib.sha256(body.encode()).hexdigest()}","program":{body}}}'
+    )
     assert main(["certify", str(path)]) == 1
     assert "is sum, not max" in capsys.readouterr().err
     path.write_text("{}")
@@ -642,7 +845,12 @@ def test_altered_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
 def test_a_program_that_is_not_the_traced_one():
     step, params, x = mlp()
     program = step.lower(params, x)._program
-    other = ftp.shard(lambda p, x: (torch.tanh(x @ p["up"]) @ p["down"]).square().mean(), step.mesh, P(), batch_specs=P())
+    other = ftp.shard(
+        lambda p, x: (torch.tanh(x @ p["up"]) @ p["down"]).square().mean(),
+        step.mesh,
+        P(),
+        batch_specs=P(),
+    )
     with pytest.raises(CertificateError, match="is not what the traced program returns"):
         check_traced(other.lower(params, x)._program.traced, certificate_of(program))
 
@@ -663,29 +871,47 @@ def test_first_divergence():
         assert change(graph, "drop", ops.index("all_reduce"), [])
     inputs = [params["down"], params["up"], x]
     mesh = program.mesh
-    shards = [[shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)] for c in mesh.coordinates()]
+    shards = [
+        [shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)]
+        for c in mesh.coordinates()
+    ]
     changed = replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at))
     found = compare(changed, inputs, shards, groups_of(mesh), None, None)
-    assert found is not None and found.name == "pow_1" and found.error > 1e-3 and "square" in found.source
+    assert (
+        found is not None
+        and found.name == "pow_1"
+        and found.error > 1e-3
+        and "square" in found.source
+    )
 
 
 def diverging(mutant: Mutant, step: Any, arguments: Sequence[Any]) -> Any:
     program = step.lower(*arguments)._program
     inputs = flatten(arguments)[0]
-    shards = [[shard_of(t, s, step.mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)] for c in step.mesh.coordinates()]
+    shards = [
+        [shard_of(t, s, step.mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)]
+        for c in step.mesh.coordinates()
+    ]
     changed = replace(certificate_of(program), ranks=Ranks(tuple(mutant.graphs), mutant.at))
     return compare(changed, inputs, shards, groups_of(program.mesh), None, None)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
-    """A collective dropped or done twice, a part taken elsewhere: named at the same line as in double precision."""
+    """A collective dropped or done twice, a part taken elsewhere: named at the same line as in
+    double precision.
+    """
     named = []
     for of in (torch.float64, dtype):
         step, params, x = mlp(dtype=of)
         certificate = certificate_of(step.lower(params, x)._program)
         graph = certificate.ranks.graphs[0]
-        kinds = [(kind, i) for i, c in enumerate(issued(graph)) if c.target is c10d.all_reduce.default for kind in ("drop", "again")]
+        kinds = [
+            (kind, i)
+            for i, c in enumerate(issued(graph))
+            if c.target is c10d.all_reduce.default
+            for kind in ("drop", "again")
+        ]
         found = []
         for kind, i in (*kinds, ("shift", 0), ("shift", 1)):
             mutant = fresh(certificate, f"{kind} {i}")
@@ -700,7 +926,9 @@ def test_a_fault_is_found_in_every_dtype(dtype: torch.dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 def test_rounding_is_no_divergence(dtype: torch.dtype):
-    """Long sums, in the order that each machine's kernels and the ranks take, and what branches on them."""
+    """Long sums, in the order that each machine's kernels and the ranks take, and what branches
+    on them.
+    """
     mesh, generator = ftp.simulated_mesh((4,), ("tp",)), torch.Generator().manual_seed(0)
     w = (torch.randn(65536, 3, generator=generator) / 256).to(dtype)
     x = torch.randn(4, 65536, generator=generator).to(dtype)

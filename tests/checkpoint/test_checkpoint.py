@@ -1,4 +1,6 @@
-"""What is saved comes back bit for bit, on any mesh and specs; whatever is wrong with it is an error that names it."""
+"""What is saved comes back bit for bit, on any mesh and specs; whatever is wrong with it is an
+error that names it.
+"""
 
 import hashlib
 import json
@@ -31,7 +33,11 @@ def drawn(shape, dtype, seed=0):
     generator = torch.Generator().manual_seed(seed)
     if dtype is torch.bool:
         return torch.randint(2, shape, generator=generator).to(torch.bool)
-    return torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator).view(dtype).squeeze(-1)
+    return (
+        torch.randint(256, (*shape, dtype.itemsize), dtype=torch.uint8, generator=generator)
+        .view(dtype)
+        .squeeze(-1)
+    )
 
 
 def same(a, b):
@@ -44,7 +50,9 @@ def raw(x):
 
 
 def meta(tree):
-    return optree.tree_map(lambda x: x.to("meta") if isinstance(x, torch.Tensor) else type(x)(), tree)
+    return optree.tree_map(
+        lambda x: x.to("meta") if isinstance(x, torch.Tensor) else type(x)(), tree
+    )
 
 
 @st.composite
@@ -63,7 +71,13 @@ def trees(draw):
     keys = st.text("abc", min_size=1, max_size=2)
     return draw(
         st.recursive(
-            leaves, lambda t: st.dictionaries(keys, t, max_size=3) | st.lists(t, max_size=3) | st.tuples(t, st.none()), max_leaves=6
+            leaves,
+            lambda t: (
+                st.dictionaries(keys, t, max_size=3)
+                | st.lists(t, max_size=3)
+                | st.tuples(t, st.none())
+            ),
+            max_leaves=6,
         )
     )
 
@@ -95,7 +109,10 @@ def test_every_dtype_is_stored_as_safetensors_names_it(tmp_path, dtype):
 
 def test_state_of_training_comes_back(tmp_path):
     opt = ftp.optim.from_torch(torch.optim.AdamW, lr=0.1)
-    params = {"layers.0.w": torch.nn.Parameter(torch.randn(4, 3)), "layers.0.b": torch.nn.Parameter(torch.randn(3), requires_grad=False)}
+    params = {
+        "layers.0.w": torch.nn.Parameter(torch.randn(4, 3)),
+        "layers.0.b": torch.nn.Parameter(torch.randn(3), requires_grad=False),
+    }
     state = opt.init(params)
     tree = {
         "params": params,
@@ -111,16 +128,23 @@ def test_state_of_training_comes_back(tmp_path):
     back = ftp.load(tmp_path, like, MESH, specs)
     for a, b in zip(flatten(tree)[0], flatten(back)[0], strict=True):
         assert same(a, b) if isinstance(a, torch.Tensor) else a == b
-    assert isinstance(back["params"]["layers.0.w"], torch.nn.Parameter) and not back["params"]["layers.0.b"].requires_grad
+    assert (
+        isinstance(back["params"]["layers.0.w"], torch.nn.Parameter)
+        and not back["params"]["layers.0.b"].requires_grad
+    )
     assert ftp.specs_of(back["params"]) == {"layers.0.w": P("tp"), "layers.0.b": P("tp")}
     # A part of it, by the same paths, in another container.
-    only = ftp.load(tmp_path, {"params": {"layers": {"0": {"w": torch.empty(4, 3, device="meta")}}}}, MESH)
+    only = ftp.load(
+        tmp_path, {"params": {"layers": {"0": {"w": torch.empty(4, 3, device="meta")}}}}, MESH
+    )
     assert same(only["params"]["layers"]["0"]["w"], params["layers.0.w"])
 
 
 def test_like_may_be_anything_with_shape_and_dtype(tmp_path):
     ftp.save(tmp_path, {"w": torch.ones(3)}, MESH)
-    back = ftp.load(tmp_path, {"w": SimpleNamespace(shape=(3,), dtype=torch.float32)}, MESH, {"w": P("tp")})
+    back = ftp.load(
+        tmp_path, {"w": SimpleNamespace(shape=(3,), dtype=torch.float32)}, MESH, {"w": P("tp")}
+    )
     assert torch.equal(back["w"], torch.ones(3)) and ftp.specs_of(back) == {"w": P("tp")}
 
 
@@ -128,7 +152,9 @@ def test_tensors_that_share_memory(tmp_path):
     flat = torch.arange(12.0)
     tree = {"a": flat, "b": flat, "c": flat[3:7], "d": flat.view(3, 4).t(), "e": flat[:1].expand(5)}
     ftp.save(tmp_path, tree, MESH)
-    assert all(same(x, tree[k].contiguous()) for k, x in ftp.load(tmp_path, meta(tree), MESH).items())
+    assert all(
+        same(x, tree[k].contiguous()) for k, x in ftp.load(tmp_path, meta(tree), MESH).items()
+    )
 
 
 def test_the_page_runs(tmp_path, monkeypatch, capsys):
@@ -137,7 +163,10 @@ def test_the_page_runs(tmp_path, monkeypatch, capsys):
     found: dict = {}
     exec(re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)[0], found)
     assert capsys.readouterr().out == "00000000-step-300\n"
-    assert torch.equal(found["state"]["params"]["up"], found["params"]["up"]) and found["state"]["data"]["position"] == 4096
+    assert (
+        torch.equal(found["state"]["params"]["up"], found["params"]["up"])
+        and found["state"]["data"]["position"] == 4096
+    )
 
 
 # Checkpoints of a folder.
@@ -147,13 +176,28 @@ def test_the_newest_is_loaded_and_old_ones_go(tmp_path):
     like = torch.empty((), device="meta")
     for value, step in ((1.0, 10), (2.0, 20), (3.0, 15), (4.0, None)):
         ftp.save(tmp_path, torch.tensor(value), MESH, step=step)
-    assert [(c.number, c.step) for c in ftp.checkpoints(tmp_path)] == [(0, 10), (1, 20), (2, 15), (3, None)]
-    assert float(ftp.load(tmp_path, like, MESH)) == 4 and float(ftp.load(tmp_path, like, MESH, step=20)) == 2
+    assert [(c.number, c.step) for c in ftp.checkpoints(tmp_path)] == [
+        (0, 10),
+        (1, 20),
+        (2, 15),
+        (3, None),
+    ]
+    assert (
+        float(ftp.load(tmp_path, like, MESH)) == 4
+        and float(ftp.load(tmp_path, like, MESH, step=20)) == 2
+    )
     assert float(ftp.load(ftp.checkpoints(tmp_path)[0].folder, like, MESH)) == 1
     folder = ftp.save(tmp_path, torch.tensor(5.0), MESH, step=20, keep=2).result()
-    assert [c.step for c in ftp.checkpoints(tmp_path)] == [None, 20] and float(ftp.load(tmp_path, like, MESH, step=20)) == 5
-    assert sorted(os.listdir(tmp_path)) == [".lock-00000000", "00000003", "00000004-step-20"] and folder.name == "00000004-step-20"
-    with pytest.raises(ftp.errors.CheckpointError, match=r"no checkpoint of step 15; it has steps \[20\]"):
+    assert [c.step for c in ftp.checkpoints(tmp_path)] == [None, 20] and float(
+        ftp.load(tmp_path, like, MESH, step=20)
+    ) == 5
+    assert (
+        sorted(os.listdir(tmp_path)) == [".lock-00000000", "00000003", "00000004-step-20"]
+        and folder.name == "00000004-step-20"
+    )
+    with pytest.raises(
+        ftp.errors.CheckpointError, match=r"no checkpoint of step 15; it has steps \[20\]"
+    ):
         ftp.load(tmp_path, like, MESH, step=15)
 
 
@@ -180,16 +224,25 @@ def test_the_newest_whole_checkpoint_is_named_and_the_damaged_are_marked(tmp_pat
         (folders[i] / "rank-00000.safetensors").write_bytes(content)
     (folders[2] / "rank-00000.safetensors").unlink()
     (folders[0] / "manifest.json").write_text("{")
-    advice = f"\n  The newest whole checkpoint in {tmp_path} is {{0}}. Load it by its own folder: ftp.load('{tmp_path}/{{0}}', ...)."
+    advice = (
+        f"\n  The newest whole checkpoint in {tmp_path} is {{0}}. Load it by its own folder:"
+        f" ftp.load('{tmp_path}/{{0}}', ...)."
+    )
     for step in (None, 3, 2, 0):
         with pytest.raises(ftp.errors.DamagedError) as caught:
             ftp.load(tmp_path, meta(tree), MESH, step=step)
         assert str(caught.value).endswith(advice.format("00000001-step-1")), step
     damages = [c.damage for c in ftp.checkpoints(tmp_path)]
     assert damages[1] is None and damages[4] is None  # that of values is found by loading
-    assert "manifest.json is no manifest" in damages[0] and "No such file" in damages[2] and "header" in damages[3]
+    assert (
+        "manifest.json is no manifest" in damages[0]
+        and "No such file" in damages[2]
+        and "header" in damages[3]
+    )
     shutil.rmtree(folders[1])
-    with pytest.raises(ftp.errors.DamagedError, match=f"No other checkpoint in {tmp_path} is whole."):
+    with pytest.raises(
+        ftp.errors.DamagedError, match=f"No other checkpoint in {tmp_path} is whole."
+    ):
         ftp.load(tmp_path, meta(tree), MESH)
     with pytest.raises(ftp.errors.CheckpointError) as caught:
         ftp.load(folders[4], {"x": torch.ones(1)}, MESH)
@@ -236,9 +289,14 @@ ftp.checkpoint.save.write_file = full
 print("it ends")
 ftp.save(sys.argv[1], {"w": torch.ones(2)}, ftp.simulated_mesh((2,), ("tp",)), wait=False)
 """
-    ended = subprocess.run([sys.executable, "-c", program, tmp_path], capture_output=True, text=True)
+    ended = subprocess.run(
+        [sys.executable, "-c", program, tmp_path], capture_output=True, text=True
+    )
     assert ended.returncode == 1 and ended.stdout == "it ends\n"
-    assert ended.stderr == f"ftp: the program ends with status 1. CheckpointError: {SAID}the disk is full\n"
+    assert (
+        ended.stderr
+        == f"ftp: the program ends with status 1. CheckpointError: {SAID}the disk is full\n"
+    )
     assert os.listdir(tmp_path) == []
 
 
@@ -281,26 +339,52 @@ def wrong(tmp_path, like, specs=None):
 
 
 def test_every_leaf_that_does_not_fit_is_named(tmp_path):
-    ftp.save(tmp_path, {"a": torch.ones(2, 3), "b": torch.ones(2, dtype=torch.bfloat16), "n": 3, "s": "x", "layer": torch.ones(1)}, MESH)
-    like = {"a": torch.ones(3, 2), "b": torch.ones(2), "n": torch.ones(1), "s": 0, "layers": torch.ones(1)}
+    ftp.save(
+        tmp_path,
+        {
+            "a": torch.ones(2, 3),
+            "b": torch.ones(2, dtype=torch.bfloat16),
+            "n": 3,
+            "s": "x",
+            "layer": torch.ones(1),
+        },
+        MESH,
+    )
+    like = {
+        "a": torch.ones(3, 2),
+        "b": torch.ones(2),
+        "n": torch.ones(1),
+        "s": 0,
+        "layers": torch.ones(1),
+    }
     assert wrong(tmp_path, like).splitlines() == [
         "like['a'] has shape (3, 2), but the saved 'a' (2, 3).",
-        "like['b'] is float32, but the saved 'b' bfloat16. Load it as bfloat16, and convert it with .to(torch.float32).",
-        f"like['layers'] is missing: {tmp_path}/00000000 holds no 'layers'. The nearest are 'layer', 's', 'a'.",
+        "like['b'] is float32, but the saved 'b' bfloat16. Load it as bfloat16, and convert it"
+        " with .to(torch.float32).",
+        f"like['layers'] is missing: {tmp_path}/00000000 holds no 'layers'. The nearest are"
+        " 'layer', 's', 'a'.",
         "like['n'] is a tensor, but the saved 'n' is 3, an int.",
         "like['s'] is an int, but the saved 's' is 'x', a str.",
     ]
     assert "holds no 'S'. The nearest are 's'," in wrong(tmp_path, {"S": "x"})
-    assert "has spec P('tp', None, None) of 3 entries" in wrong(tmp_path, {"a": torch.ones(2, 3)}, P("tp", None, None))
+    assert "has spec P('tp', None, None) of 3 entries" in wrong(
+        tmp_path, {"a": torch.ones(2, 3)}, P("tp", None, None)
+    )
 
 
 @pytest.mark.parametrize(
     ("tree", "text"),
     [
         ({"a": {"b": 1}, "a.b": 2}, "tree['a']['b'] and tree['a.b'] have one path, 'a.b'"),
-        ({"a": 1j}, "tree['a'] is a complex: a checkpoint holds tensors, ints, floats, bools and strings"),
+        (
+            {"a": 1j},
+            "tree['a'] is a complex: a checkpoint holds tensors, ints, floats, bools and strings",
+        ),
         ({"a": torch.empty(2, device="meta")}, "tree['a'] is on the meta device"),
-        ({"a": torch.empty(2, dtype=torch.bits8)}, "tree['a'] is of dtype torch.bits8, which safetensors files cannot hold"),
+        (
+            {"a": torch.empty(2, dtype=torch.bits8)},
+            "tree['a'] is of dtype torch.bits8, which safetensors files cannot hold",
+        ),
         ({"a": torch.eye(2).to_sparse()}, "tree['a'] is of layout torch.sparse_coo"),
     ],
 )
@@ -351,12 +435,30 @@ def forged(folder, edit):
 @pytest.mark.parametrize(
     ("edit", "text"),
     [
-        (lambda c: c[0].update(file="../../secret.safetensors", sha256=""), "names the file '../../secret.safetensors', which is not one"),
-        (lambda c: c[0].update(file="/etc/passwd", sha256=""), "names the file '/etc/passwd', which is not one of its folder"),
-        (lambda c: c.append(dict(c[0])), "'w' is there twice: rank-00000.safetensors holds [4, 3] elements from [0, 0] on"),
-        (lambda c: c[0]["box"].update(size=[2, 3]), "only a part of 'w' is there: 6 of 12 elements"),
-        (lambda c: c[0]["box"].update(start=[1, 0]), "holds [4, 3] elements of 'w' from [1, 0] on, which are not within shape (4, 3)"),
-        (lambda c: c[0]["box"].update(start=["0", 0]), "of 'w' from ['0', 0] on, which are not within shape (4, 3)"),
+        (
+            lambda c: c[0].update(file="../../secret.safetensors", sha256=""),
+            "names the file '../../secret.safetensors', which is not one",
+        ),
+        (
+            lambda c: c[0].update(file="/etc/passwd", sha256=""),
+            "names the file '/etc/passwd', which is not one of its folder",
+        ),
+        (
+            lambda c: c.append(dict(c[0])),
+            "'w' is there twice: rank-00000.safetensors holds [4, 3] elements from [0, 0] on",
+        ),
+        (
+            lambda c: c[0]["box"].update(size=[2, 3]),
+            "only a part of 'w' is there: 6 of 12 elements",
+        ),
+        (
+            lambda c: c[0]["box"].update(start=[1, 0]),
+            "holds [4, 3] elements of 'w' from [1, 0] on, which are not within shape (4, 3)",
+        ),
+        (
+            lambda c: c[0]["box"].update(start=["0", 0]),
+            "of 'w' from ['0', 0] on, which are not within shape (4, 3)",
+        ),
         (lambda c: c.clear(), "only a part of 'w' is there: 0 of 12 elements"),
     ],
 )
@@ -376,7 +478,9 @@ def test_a_file_of_another_shape_or_dtype_is_not_converted(tmp_path, held):
 
     folder = ftp.save(tmp_path / "c", {"w": torch.ones(4, 3)}, MESH).result()
     save_file({"w": held}, folder / "rank-00000.safetensors")
-    with pytest.raises(ftp.errors.CheckpointError, match=r"but F32 of shape \[4, 3\] should be there"):
+    with pytest.raises(
+        ftp.errors.CheckpointError, match=r"but F32 of shape \[4, 3\] should be there"
+    ):
         ftp.load(tmp_path / "c", {"w": torch.empty(4, 3, device="meta")}, MESH, verify=False)
 
 
@@ -389,7 +493,8 @@ def test_an_altered_tensor_is_named_with_what_else_there_is(tmp_path):
     file.write_bytes(content)
     assert wrong(tmp_path, meta(tree)) == (
         f"{file} was altered: tensor 'b' does not have the sha256 that the manifest states.\n"
-        f"  The newest whole checkpoint in {tmp_path} is 00000000-step-1. Load it by its own folder:"
+        f"  The newest whole checkpoint in {tmp_path} is 00000000-step-1. Load it by its own"
+        " folder:"
         f" ftp.load('{tmp_path}/00000000-step-1', ...)."
     )
     assert same(ftp.load(tmp_path, meta(tree), MESH, step=1)["w"], tree["w"])

@@ -1,4 +1,6 @@
-"""Any mesh and specs to any other, with uneven sizes and packs; the ranks are threads here, so that many cases can be tried."""
+"""Any mesh and specs to any other, with uneven sizes and packs; the ranks are threads here, so
+that many cases can be tried.
+"""
 
 import os
 import shutil
@@ -76,8 +78,18 @@ def specs(draw, mesh, shape):
     for axis in draw(st.permutations(mesh[1])):
         dim = draw(st.integers(-1, len(shape) - 1))
         if dim >= 0:
-            cuts = [axis, ftp.units(axis, 2), ftp.units(axis, 1, pack=2), ftp.units(axis, 2, pack=3), ftp.units(axis, 1, pack=(1, 2))]
-            fitting = [c for c in cuts if not check_spec(P(*(None,) * dim, (*entries[dim], c)), shape, axes, "x")]
+            cuts = [
+                axis,
+                ftp.units(axis, 2),
+                ftp.units(axis, 1, pack=2),
+                ftp.units(axis, 2, pack=3),
+                ftp.units(axis, 1, pack=(1, 2)),
+            ]
+            fitting = [
+                c
+                for c in cuts
+                if not check_spec(P(*(None,) * dim, (*entries[dim], c)), shape, axes, "x")
+            ]
             entries[dim].append(draw(st.sampled_from(fitting)))
     return P(*(tuple(e) or None for e in entries))
 
@@ -90,7 +102,9 @@ def cases(draw):
 
 
 def shard(full, spec, mesh):
-    return take(full, local_pieces(spec, full.shape, mesh.axes, mesh.coordinates()[mesh.rank])).clone()
+    return take(
+        full, local_pieces(spec, full.shape, mesh.axes, mesh.coordinates()[mesh.rank])
+    ).clone()
 
 
 @settings(max_examples=80, deadline=None, derandomize=True)
@@ -104,11 +118,15 @@ def test_any_mesh_and_specs_to_any_other(tmp_path_factory, case, dtype, wait):
 
         def save(mesh):
             placed = remember(shard(full, before, mesh), placement(mesh, before, shape))
-            ftp.save(folder, {"x": placed, "n": 1}, mesh, {"x": before, "n": P()}, wait=wait).result()
+            ftp.save(
+                folder, {"x": placed, "n": 1}, mesh, {"x": before, "n": P()}, wait=wait
+            ).result()
 
         def load(mesh):
             like = {"x": torch.empty(shape, dtype=dtype, device="meta"), "n": 0}
-            return ftp.load(folder, like, mesh, {"x": after, "n": P()})["x"], shard(full, after, mesh)
+            return ftp.load(folder, like, mesh, {"x": after, "n": P()})["x"], shard(
+                full, after, mesh
+            )
 
         run(old, save)
         size = sum(os.path.getsize(f) for f in folder.glob("*/*.safetensors"))
@@ -119,7 +137,11 @@ def test_any_mesh_and_specs_to_any_other(tmp_path_factory, case, dtype, wait):
 
 
 @settings(max_examples=150, deadline=None, derandomize=True)
-@given(cases(), st.sampled_from([torch.float32, torch.uint8, torch.complex128]), st.sampled_from([16, 48, 100, 10_000]))
+@given(
+    cases(),
+    st.sampled_from([torch.float32, torch.uint8, torch.complex128]),
+    st.sampled_from([16, 48, 100, 10_000]),
+)
 def test_rounds_bring_everything_in_bounded_messages(case, dtype, max_bytes):
     shape, old, before, new, after = case
     full = drawn(shape, dtype)
@@ -142,7 +164,9 @@ def test_rounds_bring_everything_in_bounded_messages(case, dtype, max_bytes):
             # What the source really holds, at the place where it is.
             known = torch.zeros_like(full)
             put(known, take(full, held[p.source]), held[p.source])
-            part = next(x for x in parts_on(b, after, shape)[p.target] if x.box.meet(p.box) == p.box)
+            part = next(
+                x for x in parts_on(b, after, shape)[p.target] if x.box.meet(p.box) == p.box
+            )
             arrived[p.target][part.slices(p.box)] = known[p.box.slices((0,) * len(shape))]
             load[p.source] += moving.nbytes(p.box)
             load[p.target] += moving.nbytes(p.box)

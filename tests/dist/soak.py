@@ -1,16 +1,21 @@
-"""A soak: a small train job on 4 gloo ranks is killed, stopped, interrupted, left without disk space and started twice, at random.
+"""A soak: a small train job on 4 gloo ranks is killed, stopped, interrupted, left without disk
+space and started twice, at random.
 
     python tests/dist/soak.py --seed 0 --minutes 60
 
-A round trains to its last step in a folder of its own, in as many attempts as it takes. After every event it is checked that
-- every checkpoint in the folder is whole, and bit for bit the state of an undisturbed run after that step;
-- no checkpoint is gone of which any rank was told that it is saved, but those that ``keep`` allows to go;
+A round trains to its last step in a folder of its own, in as many attempts as it takes. After every
+event it is checked that
+- every checkpoint in the folder is whole, and bit for bit the state of an undisturbed run after
+  that step;
+- no checkpoint is gone of which any rank was told that it is saved, but those that ``keep`` allows
+  to go;
 - every loss that any attempt computed is that of the undisturbed run, bit for bit;
-- every process has gone on or ended, with an error of ftp's if with any, before ``--bound`` seconds were over.
+- every process has gone on or ended, with an error of ftp's if with any, before ``--bound`` seconds
+  were over.
 
-The disk that fills is a tmpfs where that can be mounted (root); else the write of a file raises what a full disk does. Events are
-drawn from the seed; the moments at which they strike depend on the machine. Prints a line an event, and exits with 1 at the first claim
-that fails.
+The disk that fills is a tmpfs where that can be mounted (root); else the write of a file raises
+what a full disk does. Events are drawn from the seed; the moments at which they strike depend on
+the machine. Prints a line an event, and exits with 1 at the first claim that fails.
 """
 
 import argparse
@@ -170,7 +175,9 @@ def forked(run: Callable[[], int], log: Path) -> int:
 
 
 class Attempt:
-    """The ranks of one start of the job, and the process that holds their store, as torchrun does."""
+    """The ranks of one start of the job, and the process that holds their store, as torchrun
+    does.
+    """
 
     def __init__(self, folder: Path, notes: Path, keep: int | None, donate: bool, full: Path | None, is_reference: bool = False):
         self.codes: dict[int, int] = {}
@@ -216,7 +223,8 @@ class Attempt:
 
     def tail(self) -> str:
         logs = sorted(self.log.parent.glob(f"{self.log.name}-*"))
-        return "\n".join(f"--- {log.name[-1]}: exit {self.codes.get(int(log.name[-1]))}\n{log.read_text()[-3000:]}" for log in logs)
+        return "\n".join(f"--- {log.name[-1]}: exit"
+                         f" {self.codes.get(int(log.name[-1]))}\n{log.read_text()[-3000:]}" for log in logs)
 
 
 def hold_store(port: int) -> int:
@@ -234,7 +242,8 @@ def fail_when_full(flag: Path) -> None:
 
     def write_file(path, *args):
         if flag.exists():
-            raise ftp.errors.CheckpointError(f"{path} cannot be written: {os.strerror(errno.ENOSPC)}")
+            raise ftp.errors.CheckpointError(f"{path} cannot be written:"
+                                             f" {os.strerror(errno.ENOSPC)}")
         return write(path, *args)
 
     checkpoint.write_file = write_file
@@ -288,7 +297,8 @@ class Soak:
             raise Wrong(f"the undisturbed run failed\n{attempt.tail()}")
         self.losses = dict(line.split() for line in (notes / "losses").read_text().splitlines())
         self.shards = [dict(line.split() for line in (notes / f"shards-{rank}").read_text().splitlines()) for rank in range(RANKS)]
-        self.say(f"{STEPS} undisturbed steps; the disk is {'a tmpfs' if self.is_mounted else 'made to fail'}")
+        self.say(f"{STEPS} undisturbed steps; the disk is"
+                 f" {'a tmpfs' if self.is_mounted else 'made to fail'}")
 
     def round(self, number: int, end: float) -> None:
         self.folder, self.notes = self.disk / f"round-{number}", self.root / f"notes-{number}"
@@ -341,7 +351,8 @@ class Soak:
         elif kind == "stop":
             # Long, so that it is missed; its job is started again, and then it wakes.
             attempt.signal(victim, signal.SIGSTOP)
-            self.until(lambda: len(attempt.poll()) >= RANKS - 1, f"the end of the others after rank {victim} was stopped", attempt)
+            self.until(lambda: len(attempt.poll()) >= RANKS - 1, "the end of the others after"
+                                                                 f" rank {victim} was stopped", attempt)
             later = self.start()
             attempt.signal(victim, signal.SIGCONT)
             self.until(lambda: attempt.is_over, f"the end of rank {victim}, which woke", attempt)
@@ -380,7 +391,8 @@ class Soak:
             self.judge(second)
         self.counts[kind] += 1
         codes = ", ".join(f"{rank}: {code}" for rank, code in sorted(attempt.poll().items()))
-        self.say(f"{kind} ({victim}), {time.monotonic() - begun:.1f} s; ended {{{codes}}}; step {self.last_step()}")
+        self.say(f"{kind} ({victim}), {time.monotonic() - begun:.1f} s; ended {{{codes}}}; step"
+                 f" {self.last_step()}")
 
     def fill(self) -> None:
         if self.full is not None:
@@ -411,7 +423,8 @@ class Soak:
             self.read[path] = self.read.get(path, 0) + len(lines)
             for line in lines.split("\n"):
                 if line and self.losses[line.split()[0]] != line.split()[1]:
-                    raise Wrong(f"the loss of step {line} is {self.losses[line.split()[0]]} in the undisturbed run")
+                    raise Wrong(f"the loss of step {line} is {self.losses[line.split()[0]]} in the"
+                                " undisturbed run")
         # What is there is right. The job goes on meanwhile, and may remove its oldest.
         for checkpoint in ftp.checkpoints(self.folder):
             if checkpoint.folder.name not in self.whole:
@@ -438,14 +451,16 @@ class Soak:
             parts = {key: parts_on(mesh, SPECS[key], tuple(x.shape))[rank][0].box for key, x in state.items()}
             shards = [state[key][parts[key].slices((0,) * state[key].ndim)] for key in SPECS]
             if digest(shards) != self.shards[rank][step]:
-                raise Wrong(f"{name} is not the state of the undisturbed run after step {step}, as rank {rank} had it")
+                raise Wrong(f"{name} is not the state of the undisturbed run after step {step}, as"
+                            f" rank {rank} had it")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--minutes", type=float, default=3.0)
-    parser.add_argument("--bound", type=float, default=90.0, help="seconds that nothing may take longer than")
+    parser.add_argument("--bound", type=float, default=90.0, help="seconds that nothing may take"
+                                                                  " longer than")
     args = parser.parse_args()
     torch.set_num_threads(1)
     root = Path(tempfile.mkdtemp(prefix="soak-"))
@@ -461,7 +476,8 @@ def main() -> int:
         return 1
     finally:
         soak.close()
-    soak.say(f"nothing lost, nothing wrong, no hang, seed {args.seed}: {sum(soak.counts.values())} events, {dict(soak.counts)}")
+    soak.say(f"nothing lost, nothing wrong, no hang, seed {args.seed}: {sum(soak.counts.values())}"
+             f" events, {dict(soak.counts)}")
     shutil.rmtree(root, ignore_errors=True)
     return 0
 

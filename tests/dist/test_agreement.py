@@ -74,7 +74,8 @@ def test_ranks_that_agree():
 def _differing():
     mesh = _mesh()
     batch = 6 if mesh.rank == 1 else 8
-    _run(mesh, f"p{batch}", {"library version": "1", "input shapes": f"{'params ' * 50}batch[0]: ({batch}, 32)", "program": f"p{batch}"})
+    _run(mesh, f"p{batch}", {"library version": "1", "input shapes": f"{'params ' * 50}batch[0]:"
+                                                                     f" ({batch}, 32)", "program": f"p{batch}"})
 
 
 def test_ranks_that_differ_are_named():
@@ -83,7 +84,8 @@ def test_ranks_that_differ_are_named():
     assert len({r.error for r in ranks}) == 1
     error = ranks[0].error or ""
     assert error.startswith(
-        "MismatchError: Ranks disagree on the input shapes of call 1: rank 1 differs from rank 0, so no rank runs it.\n"
+        "MismatchError: Ranks disagree on the input shapes of call 1: rank 1 differs from rank 0,"
+        " so no rank runs it.\n"
     )
     assert "params batch[0]: (8, 32)\n  rank 1: ..." in error
     assert "params batch[0]: (6, 32)\n" in error
@@ -104,7 +106,8 @@ def _failing():
 def test_a_rank_that_fails_to_plan():
     ranks = launch(_failing, 3)
     assert [r.exit for r in ranks] == [0, 0, 0], ranks
-    theirs = "MismatchError: Rank 1 failed to plan call 1, so no rank runs it. Its error:\n  ValueError: no plan\n  for this"
+    theirs = ("MismatchError: Rank 1 failed to plan call 1, so no rank runs it. Its error:\n "
+             " ValueError: no plan\n  for this")
     assert [r.value[0] for r in ranks] == [theirs, "ValueError: no plan\nfor this", theirs]
     assert all(r.value[1] == [3.0] * 4 for r in ranks)
 
@@ -123,7 +126,8 @@ def test_a_rank_that_never_arrives_is_named():
     ranks = launch(_absent, 2)
     assert [r.exit for r in ranks] == [1, 0], ranks
     assert (ranks[0].error or "").startswith(
-        "MismatchError: Rank 1 never arrived: rank 0 waited 1.5 s to agree on the program of call 2.\n"
+        "MismatchError: Rank 1 never arrived: rank 0 waited 1.5 s to agree on the program of call"
+        " 2.\n"
         "  Rank 1 has not come to it: its last call is number 1, of program p.\n"
     )
 
@@ -184,7 +188,8 @@ def _ending_at_once(planner):
 def test_processes_that_end_at_the_error(planner):
     ranks = launch(_ending_at_once, 2, planner)
     assert [r.exit for r in ranks] == [1, 1], ranks
-    assert all((r.error or "").startswith(f"MismatchError: Rank {planner} changes its program at call 2") for r in ranks), ranks
+    assert all((r.error or "").startswith(f"MismatchError: Rank {planner} changes its program at"
+                                          " call 2") for r in ranks), ranks
 
 
 def _failing_while_others_go_on():
@@ -196,7 +201,8 @@ def _failing_while_others_go_on():
 def test_a_rank_that_fails_while_others_go_on():
     ranks = launch(_failing_while_others_go_on, 2)
     assert ranks[0].error == "ValueError: bad batch"
-    assert ranks[1].error == "MismatchError: Rank 0 failed to plan call 2, so no rank runs it. Its error:\n  ValueError: bad batch"
+    assert ranks[1].error == ("MismatchError: Rank 0 failed to plan call 2, so no rank runs it. Its"
+                             " error:\n  ValueError: bad batch")
 
 
 def _axes():
@@ -240,6 +246,7 @@ def test_the_first_difference_of_two_programs_is_shown():
 
 def test_launch_reports_hangs_and_deaths():
     ranks = launch(
-        "import os, time\nprint('rank', os.environ['RANK'])\nos.abort() if os.environ['RANK'] == '0' else time.sleep(60)", 2, timeout=1.0
+        "import os, time\nprint('rank', os.environ['RANK'])\nos.abort() if os.environ['RANK'] =="
+        " '0' else time.sleep(60)", 2, timeout=1.0
     )
     assert [r.exit for r in ranks] == [-6, None]

@@ -1,4 +1,6 @@
-"""Checkpoints on gloo processes: other meshes, specs and numbers of ranks; faults that all ranks learn of."""
+"""Checkpoints on gloo processes: other meshes, specs and numbers of ranks; faults that all ranks
+learn of.
+"""
 
 import math
 import os
@@ -69,7 +71,9 @@ def _end():
 
 
 def _there_and_back(folder, layouts, saved):
-    """Saves under each layout, the second time while training goes on; then loads under each what all have saved."""
+    """Saves under each layout, the second time while training goes on; then loads under each
+    what all have saved.
+    """
     dist.init_process_group("gloo")
     bad = []
     for layout in layouts:
@@ -78,7 +82,8 @@ def _there_and_back(folder, layouts, saved):
             continue
         local = ftp.device_put({"params": _full(), "step": 5}, mesh, specs)
         ftp.save(f"{folder}/{layout}", local, mesh, specs, step=5)
-        # Nobody has placed these; of units that ranks share, shards alone do not tell the global size.
+        # Nobody has placed these; of units that ranks share, shards alone do not tell the global
+        # size.
         unplaced = {"params": {k: x if k == "shared" else x.clone() for k, x in local["params"].items()}, "step": 6}
         saving = ftp.save(f"{folder}/{layout}", unplaced, mesh, specs, step=6, wait=False)
         for x in unplaced["params"].values():
@@ -215,11 +220,14 @@ def test_faults_are_errors_on_all_ranks_and_the_last_checkpoint_stays(tmp_path):
         assert "Ranks hold different trees: on rank 0 tree['w'] is 2; on rank 1 tree['w'] is 1" in other_tree
         assert f"saves with step={at}" in other_step
         assert "like['v'] is missing" in missing
-        assert other_specs == ("MismatchError: Rank 1 loads another tree than rank 0, or with other specs. Give all ranks the same.")
+        assert other_specs == ("MismatchError: Rank 1 loads another tree than rank 0, or with"
+                               " other specs. Give all ranks the same.")
 
 
 def _interrupted(folder, donate):
-    """Saves after interrupts: in a call on both ranks, and between a call and the assignment of its result, on both or on one."""
+    """Saves after interrupts: in a call on both ranks, and between a call and the assignment of
+    its result, on both or on one.
+    """
     from ftp.runtime.program import Program
 
     rank = int(os.environ["RANK"])
@@ -273,12 +281,14 @@ def _interrupted(folder, donate):
 def test_an_interrupt_makes_no_checkpoint_of_two_steps(tmp_path, donate):
     values = _values(launch(_interrupted, 2, str(tmp_path), donate))
     for rank, ((mixed, none), (unlike, still), (fresh, fourteen), (after, last)) in enumerate(values):
-        donated = "tree['w'] was donated, as p of an earlier call, which may have reused its memory."
+        donated = ("tree['w'] was donated, as p of an earlier call, which may have reused its"
+                  " memory.")
         if donate:
             assert mixed.startswith("CheckpointError: Rank 1 failed" if rank == 0 else f"DonationError: {donated}") and donated in mixed
         else:
             assert mixed.startswith(
-                "MismatchError: Rank 0 holds the state after call 13 on the mesh (dp 2) on cpu, but rank 1 after call 12: the checkpoint"
+                "MismatchError: Rank 0 holds the state after call 13 on the mesh (dp 2) on cpu,"
+                " but rank 1 after call 12: the checkpoint"
                 " would be a mix of two steps, so none is made."
             )
         assert unlike.startswith("MismatchError: Rank 0 holds the state after call 13") and "but rank 1 after no call" in unlike

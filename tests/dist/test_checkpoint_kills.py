@@ -1,4 +1,6 @@
-"""A rank is killed at some moment of a save, again and again: what was complete before stays loadable, and what is complete is right."""
+"""A rank is killed at some moment of a save, again and again: what was complete before stays
+loadable, and what is complete is right.
+"""
 
 import os
 import random
@@ -26,7 +28,9 @@ def _tree(trial):
 
 
 def _save(rank, port, folder, trial, dies_at, ready):
-    """One rank of two; it dies before its file operation number ``dies_at``, or in the middle of writing a file."""
+    """One rank of two; it dies before its file operation number ``dies_at``, or in the middle of
+    writing a file.
+    """
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     tree = ftp.device_put(_tree(trial), mesh, SPECS)
@@ -71,7 +75,8 @@ def _kills(folder, trials, seed):
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         victim = draw.randrange(2)
-        # Every other time at a moment, otherwise at an operation; the leading rank has about 50 of them. The first save is left alone.
+        # Every other time at a moment, otherwise at an operation; the leading rank has about 50 of
+        # them. The first save is left alone.
         at = draw.randrange(55 if victim == 0 else 12) if trial % 2 else None
         read, write = os.pipe()
         pids = [_run(_save, rank, port, folder, trial, at if rank == victim and trial else None, write) for rank in range(2)]
@@ -90,7 +95,8 @@ def _kills(folder, trials, seed):
             os.kill(pids[rank], signal.SIGKILL)
         os.close(read)
         os.close(write)
-        # Nothing hangs; the rank that lives has saved, or been told; nothing is lost; what is complete is right.
+        # Nothing hangs; the rank that lives has saved, or been told; nothing is lost; what is
+        # complete is right.
         assert len(codes) == 2, f"trial {trial}: {codes}"
         assert codes[1 - victim] in (SAVED, REFUSED), f"trial {trial}: {codes}"
         assert codes[victim] in (SAVED, REFUSED, -signal.SIGKILL), f"trial {trial}: {codes}"

@@ -1,4 +1,6 @@
-"""What a report says of collectives is what gloo is asked for when the step runs: as many of each kind, and of the same bytes."""
+"""What a report says of collectives is what gloo is asked for when the step runs: as many of
+each kind, and of the same bytes.
+"""
 
 import math
 from collections import Counter
@@ -15,7 +17,8 @@ from ftp import P
 
 pytestmark = pytest.mark.dist
 
-# What issues a collective, and what gloo then does; a reduce-scatter is an all-reduce of the whole inside it.
+# What issues a collective, and what gloo then does; a reduce-scatter is an all-reduce of the whole
+# inside it.
 _ISSUED = {
     "c10d::allreduce_": "all_reduce",
     "c10d::allgather_into_tensor_coalesced_": "all_gather",
@@ -38,7 +41,8 @@ _PROGRAMS: dict[str, Any] = {
     "llama zero-3": ("llama", {"zero": "n"}, P("n"), None),
     "llama cp": ("llama", {}, P(None, "n"), None),
 }
-# On axes a and b of two ranks each: specs of parameters on a, b or both, those of the batch, and what the step is asked for.
+# On axes a and b of two ranks each: specs of parameters on a, b or both, those of the batch, and
+# what the step is asked for.
 _BOTH = P(("a", "b"))
 _ON_TWO_AXES: dict[str, Any] = {
     "zero-3 over both, merged": (_BOTH, _BOTH, None, {"pack": True}),

@@ -1,4 +1,6 @@
-"""Shards become DTensors and come back as they are; what DTensor gathers is the tensor that was cut."""
+"""Shards become DTensors and come back as they are; what DTensor gathers is the tensor that was
+cut.
+"""
 
 import os
 import re
@@ -57,7 +59,8 @@ def _there_and_back():
             is_like = isinstance(made[name], DTensor) and made[name].shape == whole.shape and made[name].stride() == whole.stride()
             is_same = made[name].to_local().data_ptr() == local[name].data_ptr() == again[name].data_ptr()
             is_whole = torch.equal(made[name].full_tensor(), whole) and torch.equal(unknown[name].full_tensor(), whole)
-            bad += [] if is_like and is_same and is_whole else [f"{name} {rows}x{columns} {is_like} {is_same} {is_whole}"]
+            bad += [] if is_like and is_same and is_whole else [f"{name} {rows}x{columns}"
+                                                                f" {is_like} {is_same} {is_whole}"]
         found = ftp.specs_of(again)
         for name, x in ftp.device_get(again, mesh, found).items():
             bad += [] if torch.equal(x, full[name]) else [f"back {name}"]
@@ -118,8 +121,10 @@ def test_wrong_shapes_are_named_on_all_ranks():
         assert partial.startswith("tree['w'] is Partial(sum) over 'tp', a pending sum") and "a DTensor, a shard already" in double
         assert ("on rank" in short) == (at in (2, 3))  # of 5 rows in chunks of 2
         assert five == (
-            "tree['w'], of spec P('tp'), is not the shards of one tensor: rank 0 holds (2, 3), rank 1 (1, 3)."
-            " Of a global (5, 3), rank 1 should hold (2, 3). Place it with ftp.device_put(tree, mesh, specs)."
+            "tree['w'], of spec P('tp'), is not the shards of one tensor: rank 0 holds (2, 3),"
+            " rank 1 (1, 3)."
+            " Of a global (5, 3), rank 1 should hold (2, 3). Place it with ftp.device_put(tree,"
+            " mesh, specs)."
         )
         assert "tree['w'], of spec P('tp'), is not the shards of one tensor" in odd and "rank 2 (3, 3)" in odd
         assert "no axis 'pp'" in axis
@@ -168,14 +173,19 @@ def test_a_dtensor_is_refused_with_the_way_to_its_shard():
         for message in calls:
             root = message.partition("[")[0]
             assert root in ("params", "p", "tree")
-            assert message == f"{root}['w'] is a DTensor, a shard already. Take it as it lies with ftp.from_dtensor(tree)."
+            assert message == (f"{root}['w'] is a DTensor, a shard already. Take it as it lies with"
+                              " ftp.from_dtensor(tree).")
         assert of_model == (
-            "parameter '0.weight', parameter '0.bias' of Sequential are DTensors, as parallelize_module, fully_shard and"
-            " distribute_module make them, with hooks of theirs on modules. Give the model before that, its plan to"
-            " ftp.from_parallelize_plan, and to the step its shards, ftp.from_dtensor(dict(model.named_parameters()))."
+            "parameter '0.weight', parameter '0.bias' of Sequential are DTensors, as"
+            " parallelize_module, fully_shard and"
+            " distribute_module make them, with hooks of theirs on modules. Give the model before"
+            " that, its plan to"
+            " ftp.from_parallelize_plan, and to the step its shards,"
+            " ftp.from_dtensor(dict(model.named_parameters()))."
         )
         assert captured.startswith("The function captures a DTensor at ")
-        assert captured.endswith(", plain tensors only. Of a DTensor give the shard, ftp.from_dtensor(x), as an argument.")
+        assert captured.endswith(", plain tensors only. Of a DTensor give the shard,"
+                                 " ftp.from_dtensor(x), as an argument.")
 
 
 def test_the_page_runs():

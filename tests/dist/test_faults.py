@@ -1,4 +1,6 @@
-"""What happens to the others when a rank is killed, stops, comes late, ends, differs or drifts apart; on gloo processes."""
+"""What happens to the others when a rank is killed, stops, comes late, ends, differs or drifts
+apart; on gloo processes.
+"""
 
 import os
 import re
@@ -123,7 +125,8 @@ def test_a_rank_that_hangs_is_told_from_one_that_is_late():
     assert [r.exit for r in ranks] == [0, 0, 0], ranks
     error, seconds = ranks[0].value
     assert (
-        "Rank 2 does not answer: killed, stopped, or cut off. Rank 1 has not come to it: its last call is number 1."
+        "Rank 2 does not answer: killed, stopped, or cut off. Rank 1 has not come to it: its last"
+        " call is number 1."
         " Rank 0 waited 2 s for it, as long as step_timeout= of ftp.init_process_group says.\n"
     ) in error
     assert 2.0 < seconds < 5.5  # the timeout, and 3 s for an answer
@@ -150,7 +153,9 @@ def test_a_rank_that_ended_is_named():
 
 
 def _differing():
-    """One rank after another difference; none of them harms the process groups, so each may be mended."""
+    """One rank after another difference; none of them harms the process groups, so each may be
+    mended.
+    """
     mesh = _mesh((2,), ("tp",))
     odd = dist.get_rank() == 1
     found = {}
@@ -181,9 +186,11 @@ def test_a_rank_that_differs_is_refused_on_all_ranks():
     for rank in ranks:
         found = rank.value
         for name in ("library version", "specs", "program"):
-            assert found[name][0].startswith(f"MismatchError: Ranks disagree on the {name} of call 1: rank 1 differs from rank 0"), found
+            assert found[name][0].startswith(f"MismatchError: Ranks disagree on the {name} of call"
+                                             " 1: rank 1 differs from rank 0"), found
         assert (
-            "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (4, 4), rank 1 (3, 4)." in found["batch shape"][0]
+            "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (4, 4),"
+            " rank 1 (3, 4)." in found["batch shape"][0]
         )
         assert "MismatchError: x is float32 on rank 0, but float64 on rank 1." in found["dtype"][0]
         assert found["right again"][0] is None
@@ -234,16 +241,21 @@ def test_copies_that_differ_are_named():
     found = {k: v[0] for k, v in ranks[0].value.items()}
     assert found["good"] is None and found["good inputs"] is None and found["off"] == 0
     assert found["bad"] == (
-        "ReplicaError: tree['norm'] is not the same at step 200 on ranks that share it: rank 3 differs from ranks 0, 1, 2.\n"
-        f"tree['w'], of spec P('tp'), is not the same at step 200 on ranks that share it: rank 2 differs from rank 0.\n{SAME}"
+        "ReplicaError: tree['norm'] is not the same at step 200 on ranks that share it: rank 3"
+        " differs from ranks 0, 1, 2.\n"
+        "tree['w'], of spec P('tp'), is not the same at step 200 on ranks that share it: rank 2"
+        f" differs from rank 0.\n{SAME}"
     )
     assert found["batch"] == (
-        f"ReplicaError: x, of spec P('dp'), is not the same at call 4 on ranks that share it: rank 1 differs from rank 0.\n{SAME}"
+        "ReplicaError: x, of spec P('dp'), is not the same at call 4 on ranks that share it: rank"
+        f" 1 differs from rank 0.\n{SAME}"
     )
-    assert found["constant"].startswith("ReplicaError: closure constant 0, a tensor of shape (2,), is not the same"), found
+    assert found["constant"].startswith("ReplicaError: closure constant 0, a tensor of shape (2,),"
+                                        " is not the same"), found
     assert "ranks 2, 3 differ from ranks 0, 1" in found["constant"]
     assert found["source"] == (
-        "ReplicaError: tree['w'], a source of device_put is not the same on ranks that share it: rank 0 differs from ranks 1, 2, 3.\n"
+        "ReplicaError: tree['w'], a source of device_put is not the same on ranks that share it:"
+        " rank 0 differs from ranks 1, 2, 3.\n"
         + SAME
     )
 
@@ -257,7 +269,9 @@ def _lookup(params, tokens):
 
 
 def _skipping(spec, bad_ranks):
-    """Losses by turn; batch 2 has an id out of range on some ranks, and the loop goes on after the error."""
+    """Losses by turn; batch 2 has an id out of range on some ranks, and the loop goes on after
+    the error.
+    """
     mesh = _mesh((2,), ("dp",), timeout=20.0, step_timeout=10.0)
     whole = {"table": torch.arange(200.0).reshape(50, 4) / 100, "w": torch.ones(4, 3)}
     step, params = ftp.shard(_lookup, mesh, spec, batch_specs=P("dp")), ftp.device_put(whole, mesh, spec)
@@ -283,7 +297,8 @@ def test_a_rank_that_skips_a_call_after_an_error_of_its_own_stops_all(spec):
     assert first[:2] == second[:2] == ["right"] * 2
     assert first[2].startswith("IndexError: index out of range")
     why = "Rank 0 left call 3 on the mesh (dp 2) on cpu in its midst, with IndexError: index out of range in self." if spec else (
-        "Rank 0 failed in call 3 before its first collective, with IndexError: index out of range in self, and makes it anew, but rank 1"
+        "Rank 0 failed in call 3 before its first collective, with IndexError: index out of range"
+        " in self, and makes it anew, but rank 1"
     )  # fmt: skip
     kind = "CollectiveError" if spec else "MismatchError"
     for error in (*first[3:], *second[2:]):
@@ -332,7 +347,8 @@ def _interrupted_in_a_call(folder):
 def test_an_interrupt_in_a_call_stops_calls_but_no_saves(tmp_path):
     first, second = launch(_interrupted_in_a_call, 2, str(tmp_path))
     assert [first.exit, second.exit] == [0, 0], (first, second)
-    why = "Rank 0 left call 2 on the mesh (dp 2) on cpu in its midst, with KeyboardInterrupt. Later calls would pair"
+    why = ("Rank 0 left call 2 on the mesh (dp 2) on cpu in its midst, with KeyboardInterrupt."
+          " Later calls would pair")
     (one, again), number = first.value
     assert (one, number) == ("KeyboardInterrupt: ", 1) and again.startswith(f"CollectiveError: {why}")
     seen, number = second.value
@@ -340,7 +356,9 @@ def test_an_interrupt_in_a_call_stops_calls_but_no_saves(tmp_path):
 
 
 def _two_threads(how):
-    """What the calls of two threads saw of one step; they call at once, or in turn, in one order on all ranks or not."""
+    """What the calls of two threads saw of one step; they call at once, or in turn, in one order
+    on all ranks or not.
+    """
     mesh = _mesh((2,), ("tp",), timeout=20.0, step_timeout=10.0)
     step, params, _ = _step(mesh)
     whole = {"up": torch.ones(4, 6), "down": torch.ones(6, 4)}
@@ -384,7 +402,8 @@ def test_threads_that_take_turns_keep_to_one_order():
         assert (rank.exit, rank.value) == (0, ["right", "right"]), rank
     for rank in launch(_two_threads, 2, "another order"):
         assert rank.exit == 0, rank
-        assert rank.value[0].startswith("MismatchError: Ranks disagree on the calling thread of call 2: rank 1 differs from rank 0"), rank
+        assert rank.value[0].startswith("MismatchError: Ranks disagree on the calling thread of"
+                                        " call 2: rank 1 differs from rank 0"), rank
         assert "WRONG" not in rank.value, rank
 
 

@@ -1,4 +1,6 @@
-"""One job at a time saves to a folder: who lives keeps it, who is dead or stopped loses it, and of those who take over one wins."""
+"""One job at a time saves to a folder: who lives keeps it, who is dead or stopped loses it, and
+of those who take over one wins.
+"""
 
 import json
 import os
@@ -23,7 +25,9 @@ TREE = {"w": torch.ones(4)}
 
 
 def _fork(job, *args):
-    """A process of its own, quick heartbeats in it; what ``job`` returns, 0 for None, is its exit status."""
+    """A process of its own, quick heartbeats in it; what ``job`` returns, 0 for None, is its
+    exit status.
+    """
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -56,7 +60,9 @@ def _jitter(folder, seed):
 
 
 def _takers(folder, rounds):
-    """The exit statuses of six processes that take over from a dead one at once: 0 for the owner, 3 for who is told of it."""
+    """The exit statuses of six processes that take over from a dead one at once: 0 for the
+    owner, 3 for who is told of it.
+    """
     found = []
     for turn in range(rounds):
         place = Path(folder, str(turn))
@@ -102,7 +108,9 @@ def test_of_those_who_take_over_one_wins(tmp_path):
 
 
 def _turns(folder, seconds):
-    """Processes that take the folder, keep it for a moment, and give it back or die; the times at which each was sure to own it."""
+    """Processes that take the folder, keep it for a moment, and give it back or die; the times
+    at which each was sure to own it.
+    """
     place, end = Path(folder, "place"), time.monotonic() + seconds
     place.mkdir()
 
@@ -144,7 +152,9 @@ def test_no_two_own_it_at_one_time(tmp_path):
 
 
 def _owner_is_stopped(folder):
-    """A job saves and is stopped; another is refused while it beats, takes over when it does not, and the first is told."""
+    """A job saves and is stopped; another is refused while it beats, takes over when it does
+    not, and the first is told.
+    """
     mesh = ftp.simulated_mesh((2,), ("tp",))
 
     def first():
@@ -186,7 +196,8 @@ def test_a_live_owner_is_named_and_a_stopped_one_loses_the_folder(tmp_path):
     assert steps == [1, 3]
 
 
-@pytest.mark.parametrize("who", ["another machine", "this job", "a later process of that number", "unreadable"])
+@pytest.mark.parametrize("who", ["another machine", "this job", "a later process of that"
+                                                                " number", "unreadable"])
 def test_how_long_a_dead_owner_is_waited_for(tmp_path, monkeypatch, who):
     monkeypatch.setattr(folder_lock, "BEAT", 0.05)
     me = folder_lock._this_process()
@@ -214,7 +225,9 @@ def test_how_long_a_dead_owner_is_waited_for(tmp_path, monkeypatch, who):
 
 @pytest.mark.parametrize("meanwhile", ["00000000", "00000009"])
 def test_who_is_slow_to_take_over_takes_nothing_from_a_later_owner(tmp_path, monkeypatch, meanwhile):
-    """Between the look at a dead lock and the taking of it, others took it, left, and one has come since."""
+    """Between the look at a dead lock and the taking of it, others took it, left, and one has
+    come since.
+    """
     me, there = folder_lock._this_process(), tmp_path / ".lock-00000003"
     there.write_text(json.dumps(asdict(replace(me, started="0", token="dead"))))
     later = json.dumps(asdict(replace(me, token="later")))
@@ -232,7 +245,9 @@ def test_who_is_slow_to_take_over_takes_nothing_from_a_later_owner(tmp_path, mon
 
 
 def _two_jobs(folder, is_locked):
-    """Two jobs save for a while: how often each was told that it has, and which of these saves do not load."""
+    """Two jobs save for a while: how often each was told that it has, and which of these saves
+    do not load.
+    """
     mesh, end = ftp.simulated_mesh((2,), ("tp",)), time.monotonic() + 2.0
     like = {name: torch.empty(256, 16, device="meta") for name in "abcd"}
 
@@ -264,7 +279,9 @@ def _two_jobs(folder, is_locked):
 
 @pytest.mark.parametrize("is_locked", [True, False])
 def test_what_two_jobs_were_told_is_saved_is_there(tmp_path, is_locked):
-    """Without the lock too: a folder that is to be deleted loses its name first, so that nobody can complete it meanwhile."""
+    """Without the lock too: a folder that is to be deleted loses its name first, so that nobody
+    can complete it meanwhile.
+    """
     (rank,) = launch(_two_jobs, 1, str(tmp_path), is_locked, timeout=60)
     assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     saved = sorted(count for count, _ in rank.value)

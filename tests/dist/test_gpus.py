@@ -1,4 +1,6 @@
-"""What processes on GPUs do that are not there: gloo's collectives in place of NCCL's, and fakes of what torch asks of a device."""
+"""What processes on GPUs do that are not there: gloo's collectives in place of NCCL's, and fakes
+of what torch asks of a device.
+"""
 
 import os
 import re
@@ -30,7 +32,9 @@ pytestmark = pytest.mark.dist
 
 
 def _under_slurm(uuids: list[str]) -> Any:
-    """A process that sees one GPU, as under srun --gpus-per-task=1, and the rank and device it takes."""
+    """A process that sees one GPU, as under srun --gpus-per-task=1, and the rank and device it
+    takes.
+    """
     rank, world = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
     os.environ |= {"SLURM_PROCID": rank, "SLURM_LOCALID": os.environ.pop("LOCAL_RANK"), "SLURM_STEP_NUM_TASKS": world}
     os.environ["SLURM_STEP_NODELIST"] = "elsewhere[1-2]"  # MASTER_ADDR is given
@@ -56,7 +60,8 @@ def test_one_visible_gpu_a_process_under_slurm():
 def test_processes_with_one_gpu_between_them_are_told():
     for rank in launch(_under_slurm, 2, ["GPU-a", "GPU-a"]):
         assert rank.value == (
-            "Ranks 0, 1 have one GPU. Launch at most one process for each GPU, or have them share it, slowly:"
+            "Ranks 0, 1 have one GPU. Launch at most one process for each GPU, or have them share"
+            " it, slowly:"
             " torch.distributed.init_process_group('gloo') first."
         ), rank.error
 
@@ -119,7 +124,9 @@ def test_steps_with_gathers_that_go_as_on_gpus_equal_one_device(how: str):
 
 
 def _reads_after_a_peer_is_gone(folder: str) -> Any:
-    """Its GPU never comes to the end of the third call, as NCCL's collectives wait for ever; none raises on the host."""
+    """Its GPU never comes to the end of the third call, as NCCL's collectives wait for ever;
+    none raises on the host.
+    """
     ftp.init_process_group(device_type="cpu", timeout=30, step_timeout=1)
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     record = calls(resolve(mesh))
@@ -161,7 +168,9 @@ def test_a_missing_rank_is_named_where_the_gpu_waits_for_it(tmp_path: Path):
 
 
 def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    """A read of a GPU's memory returns, and what it gives is what the interrupted collectives left."""
+    """A read of a GPU's memory returns, and what it gives is what the interrupted collectives
+    left.
+    """
     mesh = ftp.simulated_mesh((2,), ("tp",))
     gathered = _Job.gathered
 

@@ -1,4 +1,6 @@
-"""Steps called with ever new shapes on processes: ranks drop the same programs, and memory stays flat."""
+"""Steps called with ever new shapes on processes: ranks drop the same programs, and memory stays
+flat.
+"""
 
 import gc
 import warnings

@@ -1,4 +1,6 @@
-"""An optimizer's state made of placed shards is the part of the whole one, and trains as on one device."""
+"""An optimizer's state made of placed shards is the part of the whole one, and trains as on one
+device.
+"""
 
 from typing import Any
 

@@ -1,4 +1,6 @@
-"""Plans of parallelize_module on gloo: torch's local shapes, one device's numbers, and no more communication than DTensor's."""
+"""Plans of parallelize_module on gloo: torch's local shapes, one device's numbers, and no more
+communication than DTensor's.
+"""
 
 import os
 from pathlib import Path
@@ -40,7 +42,9 @@ def _cross_entropy(logits, targets):
 
 
 def _by_torch(case, model, mesh, tokens, targets):
-    """The loss, whole gradients, local shapes and the communication of a step of DTensor's, gradients laid out as their parameters."""
+    """The loss, whole gradients, local shapes and the communication of a step of DTensor's,
+    gradients laid out as their parameters.
+    """
     for module in model.modules():
         if hasattr(module, "heads"):
             module.heads //= mesh.size()  # torch's model code sees a rank's share

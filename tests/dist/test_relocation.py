@@ -1,4 +1,6 @@
-"""Live trees between meshes of gloo processes: any specs, more and fewer ranks, and no more memory than was allowed."""
+"""Live trees between meshes of gloo processes: any specs, more and fewer ranks, and no more
+memory than was allowed.
+"""
 
 import os
 import time
@@ -100,7 +102,9 @@ def _values(ranks):
 
 
 def _peaks():
-    """Per bound, the most bytes held beside what is given and returned, and those left of them at the end."""
+    """Per bound, the most bytes held beside what is given and returned, and those left of them
+    at the end.
+    """
     two, four = (DeviceMesh("cpu", torch.arange(n), mesh_dim_names=("tp",)) for n in (2, 4))
     tree = {"a": torch.randn(256, 128), "b": torch.randn(3, 1000)}
     meta = {k: x.to("meta") for k, x in tree.items()}

@@ -1,4 +1,6 @@
-"""Collectives through shared memory equal gloo's; what a rank that ends, or that cannot, is to the others."""
+"""Collectives through shared memory equal gloo's; what a rank that ends, or that cannot, is to
+the others.
+"""
 
 import os
 import re
@@ -207,7 +209,8 @@ def test_ranks_that_do_not_all_ask_for_it_are_told_at_once():
     for rank in launch(_asked_by_one, 2):
         assert rank.exit == 0, rank
         error, seconds, right = rank.value
-        assert error.startswith("Ranks disagree on the environment of call 1: rank 1 differs from rank 0,"), error
+        assert error.startswith("Ranks disagree on the environment of call 1: rank 1 differs from"
+                                " rank 0,"), error
         assert "\n  rank 0: FTP_SHM=1\n  rank 1: FTP_SHM=0\n" in error
         assert seconds < 10 and right
 

@@ -174,7 +174,9 @@ def test_placement_on_processes():
 
 
 def _unknown():
-    """Plain tensors are taken as shards, uneven ones too; a loop whose parameters are new tensors plans once."""
+    """Plain tensors are taken as shards, uneven ones too; a loop whose parameters are new
+    tensors plans once.
+    """
     mesh = _mesh()
     full = torch.arange(15.0).reshape(5, 3)
     w = full[ftp.local_slice(mesh, P("tp"), (5, 3))].clone()
@@ -218,7 +220,8 @@ def _full_tensors():
 def test_full_tensors_where_shards_are_due():
     for error in _errors(launch(_full_tensors, 2)):
         assert error == (
-            "MismatchError: params['w'] has the same contents on all ranks, of shape (4, 3), though its spec P('tp') cuts it: it looks like"
+            "MismatchError: params['w'] has the same contents on all ranks, of shape (4, 3),"
+            " though its spec P('tp') cuts it: it looks like"
             " a full tensor where a shard is due. Place it with ftp.device_put(tree, mesh, specs)."
         )
 
@@ -232,8 +235,10 @@ def _other_shapes():
 def test_other_batch_shapes():
     for error in _errors(launch(_other_shapes, 2)):
         assert error == (
-            "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (2, 4), rank 1 (3, 4)."
-            " Of a global (2, 4), rank 1 should hold (2, 4). Give each rank the part of one batch that ftp.local_slice(mesh, spec, shape)"
+            "MismatchError: x, of spec P(), is not the shards of one tensor: rank 0 holds (2, 4),"
+            " rank 1 (3, 4)."
+            " Of a global (2, 4), rank 1 should hold (2, 4). Give each rank the part of one batch"
+            " that ftp.local_slice(mesh, spec, shape)"
             " says; drop or pad a short last batch."
         )
 
@@ -257,7 +262,8 @@ def _other_dtype():
 
 
 DIFFERENCES = {
-    _other_program: "Ranks disagree on the program of call 1: rank 1 differs from rank 0, so no rank runs it.",
+    _other_program: "Ranks disagree on the program of call 1: rank 1 differs from rank 0, so no"
+                    " rank runs it.",
     _other_static: "n is 3, an int on rank 0, but 4, an int on rank 1. Give all ranks one value.",
     _other_dtype: "params['w'] is float32 on rank 0, but float64 on rank 1.",
 }
@@ -356,7 +362,8 @@ def _one_sided_placement(kind):
 @pytest.mark.parametrize("kind", ["get", "put", "reshard"])
 def test_placement_that_fails_on_one_rank_fails_on_all(kind):
     first, second = (r.value for r in launch(_one_sided_placement, 2, kind))
-    assert ("no axis 'pp'" if kind == "put" else "is placed with spec P('tp'), but P() is asked for") in second[0]
+    assert ("no axis 'pp'" if kind == "put" else "is placed with spec P('tp'), but P() is asked"
+                                                 " for") in second[0]
     assert "Rank 1 failed to plan" in first[0]
     assert max(first[1], second[1]) < 10
 
@@ -378,7 +385,8 @@ def _outside():
 def test_a_rank_outside_of_the_mesh():
     *inside, outside = _values(launch(_outside, 3))
     assert inside == [96.0, 96.0]
-    assert outside.startswith("MeshError: Rank 2 is not on the mesh (tp 2) on cpu, which holds ranks")
+    assert outside.startswith("MeshError: Rank 2 is not on the mesh (tp 2) on cpu, which holds"
+                              " ranks")
 
 
 def _wrong_world():

@@ -1,4 +1,6 @@
-"""Packs and shared units on gloo processes: placed and taken off, each rank's part, and a step as on one device."""
+"""Packs and shared units on gloo processes: placed and taken off, each rank's part, and a step
+as on one device.
+"""
 
 import pytest
 import torch

@@ -44,13 +44,23 @@ def programs(program, mesh, specs, **options):
 
 
 def ops(program):
-    return [str(n.target) for n in program.graph.nodes if "_c10d_functional" in str(n.target) and "wait" not in str(n.target)]
+    return [
+        str(n.target)
+        for n in program.graph.nodes
+        if "_c10d_functional" in str(n.target) and "wait" not in str(n.target)
+    ]
 
 
 def equals_one_device(model, args, kwargs, mesh, specs, decomposed=False, calls=1, **options):
-    """Runs the module and all ranks' programs, and compares results and state; gives the programs."""
+    """Runs the module and all ranks' programs, and compares results and state; gives the
+    programs.
+    """
     program = export(model, args, kwargs, decomposed)
-    before = str(program.graph), str(program.graph_signature), {k: (v.clone(), v) for k, v in program.state_dict.items()}
+    before = (
+        str(program.graph),
+        str(program.graph_signature),
+        {k: (v.clone(), v) for k, v in program.state_dict.items()},
+    )
     made = programs(program, mesh, specs, **options)
     given = [(*args, kwargs) if kwargs else args] * mesh.size()
     reference = copy.deepcopy(model)
@@ -60,7 +70,9 @@ def equals_one_device(model, args, kwargs, mesh, specs, decomposed=False, calls=
         for rank in simulate(made, mesh, given):
             assert pytree.tree_structure(rank) == pytree.tree_structure(expected)
             for a, b in zip(pytree.tree_leaves(rank), pytree.tree_leaves(expected), strict=True):
-                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12) if isinstance(b, torch.Tensor) else None
+                torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12) if isinstance(
+                    b, torch.Tensor
+                ) else None
                 assert isinstance(b, torch.Tensor) or a == b
     state = {**reference.state_dict()}
     for path, spec in (specs or {}).items():
@@ -68,12 +80,21 @@ def equals_one_device(model, args, kwargs, mesh, specs, decomposed=False, calls=
             coordinates = resolve(mesh).coordinates()
             for one, at in zip(made, coordinates, strict=True):
                 bounds = local_bounds(spec, state[path].shape, mesh.axes, at)
-                torch.testing.assert_close(one.state_dict[path], state[path][tuple(slice(*b) for b in bounds)].detach(), check_stride=False)
+                torch.testing.assert_close(
+                    one.state_dict[path],
+                    state[path][tuple(slice(*b) for b in bounds)].detach(),
+                    check_stride=False,
+                )
     for one in made:
         assert_sound(one, program)
         for path in state:
-            if not any(matches(pattern, tuple(path.split("."))) or not isinstance(s, P) for pattern, s in specs.items()):
-                torch.testing.assert_close(one.state_dict[path].detach(), state[path], rtol=1e-12, atol=1e-12)
+            if not any(
+                matches(pattern, tuple(path.split("."))) or not isinstance(s, P)
+                for pattern, s in specs.items()
+            ):
+                torch.testing.assert_close(
+                    one.state_dict[path].detach(), state[path], rtol=1e-12, atol=1e-12
+                )
     assert (str(program.graph), str(program.graph_signature)) == before[:2]
     for path, (old, same) in before[2].items():
         assert program.state_dict[path] is same and torch.equal(old, same)
@@ -92,7 +113,10 @@ def assert_sound(made, program):
     ]
     assert made.call_spec == program.call_spec
     for path, value in program.state_dict.items():
-        assert type(made.state_dict[path]) is type(value) and made.state_dict[path].requires_grad == value.requires_grad
+        assert (
+            type(made.state_dict[path]) is type(value)
+            and made.state_dict[path].requires_grad == value.requires_grad
+        )
     for node in made.graph.nodes:
         if node.op == "call_function":
             assert "val" in node.meta and node.meta["nn_module_stack"], node
@@ -145,13 +169,25 @@ class Everything(nn.Module):
             a = a + y
         top, at = torch.topk(torch.cat([a, b, *pair], -1), 2)
         token = self.emb(torch.tensor([0, 3])).sum()
-        return {"a": a * times, "b": [b, x], "n": 3, "none": None, "h": self.head(a.repeat(1, 2)) + token, "top": (top, at), "t": x.T}
+        return {
+            "a": a * times,
+            "b": [b, x],
+            "n": 3,
+            "none": None,
+            "h": self.head(a.repeat(1, 2)) + token,
+            "top": (top, at),
+            "t": x.T,
+        }
 
 
 def everything():
     torch.manual_seed(0)
     x = torch.randn(6, 4)
-    return Everything().double(), (x.double(), [x[:, :1].double(), x[:, 1:2].double()], 2), {"y": x[:, 2:].double()}
+    return (
+        Everything().double(),
+        (x.double(), [x[:, :1].double(), x[:, 1:2].double()], 2),
+        {"y": x[:, 2:].double()},
+    )
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
@@ -190,7 +226,9 @@ def x(*shape):
     ids=["classes", "instances", "specs", "both"],
 )
 def test_a_column_and_a_row_need_one_all_reduce(given):
-    for made, rows in zip(equals_one_device(Mlp().double(), (x(5, 4),), {}, TP, given), (3, 3, 1), strict=True):
+    for made, rows in zip(
+        equals_one_device(Mlp().double(), (x(5, 4),), {}, TP, given), (3, 3, 1), strict=True
+    ):
         assert ops(made) == ["_c10d_functional.all_reduce.default"]
         assert {path: tuple(value.shape) for path, value in made.state_dict.items()} == {
             "net1.weight": (rows, 4),
@@ -212,7 +250,9 @@ def test_a_row_whose_sum_is_left_pending():
 def test_every_layer_is_known_by_its_module_and_line():
     """Of equal layers too, of which each op but the first layer's was traced before."""
     program = export(nn.Sequential(*(Mlp() for _ in range(4))).double(), (x(5, 4),))
-    made = ftp.shard_exported(program, TP, {"*.net1": ColwiseParallel, "*.net2": RowwiseParallel}, rank=0)
+    made = ftp.shard_exported(
+        program, TP, {"*.net1": ColwiseParallel, "*.net2": RowwiseParallel}, rank=0
+    )
 
     def module(node):
         return [path for path, _ in node.meta["nn_module_stack"].values()]
@@ -222,7 +262,9 @@ def test_every_layer_is_known_by_its_module_and_line():
     for node in made.graph.nodes:
         if node.op == "call_function":
             assert module(node)[1:2] and node.meta["stack_trace"], node
-    assert {m for node in made.graph.nodes if "relu" in node.name for m in module(node)[1:]} == {str(i) for i in range(4)}
+    assert {m for node in made.graph.nodes if "relu" in node.name for m in module(node)[1:]} == {
+        str(i) for i in range(4)
+    }
 
 
 @pytest.mark.parametrize("decomposed", [False, True])
@@ -230,7 +272,10 @@ def test_every_layer_is_known_by_its_module_and_line():
     ("given", "expected"),
     [
         (
-            {"net1": ColwiseParallel(input_layouts=Shard(0)), "net2": RowwiseParallel(output_layouts=Shard(1))},
+            {
+                "net1": ColwiseParallel(input_layouts=Shard(0)),
+                "net2": RowwiseParallel(output_layouts=Shard(1)),
+            },
             ["gather", "scatter", "gather"],
         ),
         ({"net1": ColwiseParallel(output_layouts=Replicate())}, ["gather"]),
@@ -241,7 +286,10 @@ def test_layouts_of_styles_are_met(given, expected, decomposed):
     if decomposed:
         equals_one_device(Mlp().double(), (x(5, 3, 4),), {}, GRID, given)
     found = [op.removeprefix("_c10d_functional.") for op in ops(made)]
-    assert [{"all_gather_into_tensor.default": "gather", "reduce_scatter_tensor.default": "scatter"}[op] for op in found] == expected
+    assert [
+        {"all_gather_into_tensor.default": "gather", "reduce_scatter_tensor.default": "scatter"}[op]
+        for op in found
+    ] == expected
 
 
 def test_a_style_finds_a_layer_whose_input_is_strided():
@@ -271,23 +319,37 @@ class Lookup(nn.Module):
 @pytest.mark.parametrize("style", [ColwiseParallel, RowwiseParallel])
 def test_embeddings(style):
     given = {"table": style, "out": ColwiseParallel}
-    made, *_ = equals_one_device(Lookup().double(), (torch.arange(10).reshape(2, 5) % 8,), {}, TP, given)
-    assert tuple(made.state_dict["table.weight"].shape) == ((8, 2) if style is ColwiseParallel else (3, 6))
+    made, *_ = equals_one_device(
+        Lookup().double(), (torch.arange(10).reshape(2, 5) % 8,), {}, TP, given
+    )
+    assert tuple(made.state_dict["table.weight"].shape) == (
+        (8, 2) if style is ColwiseParallel else (3, 6)
+    )
 
 
 def test_a_tied_weight_stays_tied():
     model = Everything().double()
-    made = ftp.shard_exported(export(model, *everything()[1:]), TP, {"emb": RowwiseParallel}, rank=2)
+    made = ftp.shard_exported(
+        export(model, *everything()[1:]), TP, {"emb": RowwiseParallel}, rank=2
+    )
     assert made.state_dict["emb.weight"] is made.state_dict["head.weight"]
     assert made.state_dict["emb.weight"].shape == (1, 4)
 
 
 def test_layers_that_keep_activations_whole():
     encoder = nn.TransformerEncoderLayer(12, 3, 20, batch_first=True).double().eval()
-    specs = {"self_attn.in_proj_weight": P("tp"), "linear1.*": P("tp"), "linear2.weight": P(None, "tp")}
+    specs = {
+        "self_attn.in_proj_weight": P("tp"),
+        "linear1.*": P("tp"),
+        "linear2.weight": P(None, "tp"),
+    }
     equals_one_device(encoder, (x(2, 5, 12),), {}, TP, specs)
-    convolution = nn.Sequential(nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 5)).double()
-    made, *_ = equals_one_device(convolution, (x(2, 3, 6, 6),), {}, TP, {"0.*": P("tp"), "1.[wbr]*[!d]": P("tp")})
+    convolution = nn.Sequential(
+        nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Flatten(), nn.Linear(96, 5)
+    ).double()
+    made, *_ = equals_one_device(
+        convolution, (x(2, 3, 6, 6),), {}, TP, {"0.*": P("tp"), "1.[wbr]*[!d]": P("tp")}
+    )
     assert ops(made) == ["_c10d_functional.all_reduce.default"]
 
 
@@ -311,7 +373,9 @@ def test_inputs_and_outputs_as_specs_say():
     coordinates = resolve(GRID).coordinates()
 
     def part(tensor, spec, at):
-        return tensor[tuple(slice(*b) for b in local_bounds(spec, tensor.shape, {"dp": 2, "tp": 2}, at))]
+        return tensor[
+            tuple(slice(*b) for b in local_bounds(spec, tensor.shape, {"dp": 2, "tp": 2}, at))
+        ]
 
     for in_specs, cut, out in (
         (P("dp"), P("dp"), P("dp")),
@@ -322,7 +386,9 @@ def test_inputs_and_outputs_as_specs_say():
         results = simulate(made, GRID, [(part(whole, cut, at),) for at in coordinates])
         for one, result, at in zip(made, results, coordinates, strict=True):
             torch.testing.assert_close(result, part(model(whole), out, at).detach())
-            assert one.example_inputs is not None and torch.equal(one.example_inputs[0][0], part(whole, cut, at))
+            assert one.example_inputs is not None and torch.equal(
+                one.example_inputs[0][0], part(whole, cut, at)
+            )
             assert_sound(one, program)
     (made, *_) = programs(program, GRID, MEGATRON, in_specs=P("dp"), out_specs=None)
     assert ops(made) == ["_c10d_functional.all_reduce.default"]
@@ -390,9 +456,16 @@ def test_no_weights_are_needed():
         model = Lookup()
     program = export(model, (torch.zeros(2, 5, dtype=torch.long, device="meta"),))
     mesh = ftp.AbstractMesh((4, 2), ("dp", "tp"), device_type="cuda")
-    made = ftp.shard_exported(program, mesh, {"table": RowwiseParallel, "out": ColwiseParallel}, rank=5)
-    assert made.state_dict["table.weight"].is_meta and made.state_dict["table.weight"].shape == (4, 6)
-    assert all(n.meta["val"].device.type == "meta" for n in made.graph.nodes if n.op == "call_function")
+    made = ftp.shard_exported(
+        program, mesh, {"table": RowwiseParallel, "out": ColwiseParallel}, rank=5
+    )
+    assert made.state_dict["table.weight"].is_meta and made.state_dict["table.weight"].shape == (
+        4,
+        6,
+    )
+    assert all(
+        n.meta["val"].device.type == "meta" for n in made.graph.nodes if n.op == "call_function"
+    )
 
 
 def test_a_module_called_twice_and_strict_export():
@@ -404,8 +477,14 @@ def test_a_module_called_twice_and_strict_export():
         def forward(self, x):
             return self.a(self.a(x))
 
-    equals_one_device(Twice().double(), (x(3, 4),), {}, TP, {"a": ColwiseParallel(output_layouts=Replicate())})
-    made = ftp.shard_exported(export(Mlp(), (torch.ones(3, 4),), strict=True), TP, {"net1": ColwiseParallel, "net2": RowwiseParallel})
+    equals_one_device(
+        Twice().double(), (x(3, 4),), {}, TP, {"a": ColwiseParallel(output_layouts=Replicate())}
+    )
+    made = ftp.shard_exported(
+        export(Mlp(), (torch.ones(3, 4),), strict=True),
+        TP,
+        {"net1": ColwiseParallel, "net2": RowwiseParallel},
+    )
     issued = next(n for n in made.graph.nodes if "all_reduce" in str(n.target))
     assert [path for path, _ in issued.meta["nn_module_stack"].values()] == ["", "net2"]
 
@@ -422,7 +501,9 @@ def test_an_op_without_a_rule_is_replicated_with_a_warning(monkeypatch):
             return odd(self.a(x))
 
     program = export(Odd().double(), (x(4, 4),))
-    with pytest.warns(ftp.errors.ReplicationWarning, match=r"test_exported.py:\d+  return odd\(self.a\(x\)\)"):
+    with pytest.warns(
+        ftp.errors.ReplicationWarning, match=r"test_exported.py:\d+  return odd\(self.a\(x\)\)"
+    ):
         equals_one_device(Odd().double(), (x(4, 4),), {}, TP, {"a": ColwiseParallel})
     with pytest.raises(ftp.errors.PlanningError, match="has no sharding rule"):
         ftp.shard_exported(program, TP, {"a": ColwiseParallel}, strict=True)
@@ -433,7 +514,9 @@ def test_an_op_without_a_rule_is_replicated_with_a_warning(monkeypatch):
 
 @pytest.mark.parametrize("sequence", [False, True])
 def test_the_whole_plan_of_a_llama(sequence):
-    """torchtitan's; the exporter is told to keep the signature of the modules whose inputs are named by position."""
+    """torchtitan's; the exporter is told to keep the signature of the modules whose inputs are
+    named by position.
+    """
     cfg = titan.Config(layers=1)
     torch.manual_seed(0)
     model, (tokens, _) = titan.Transformer(cfg).double(), titan.batch(cfg)
@@ -444,10 +527,17 @@ def test_the_whole_plan_of_a_llama(sequence):
     for result in simulate(made, mesh, [(tokens,)] * 2):
         torch.testing.assert_close(result, model(tokens).detach(), rtol=1e-12, atol=1e-12)
     # The embedding's and two blocks' sums, and the logits.
-    moves = ["all_reduce"] * 3 if not sequence else ["reduce_scatter_tensor", "all_gather_into_tensor"] * 3
+    moves = (
+        ["all_reduce"] * 3
+        if not sequence
+        else ["reduce_scatter_tensor", "all_gather_into_tensor"] * 3
+    )
     found = [op.removeprefix("_c10d_functional.").removesuffix(".default") for op in ops(made[0])]
     assert found == [*moves, "all_gather_into_tensor"]
-    with pytest.raises(ftp.FtpError, match=r"the module reads .*, .* Export with preserve_module_call_signature=\('layers.0.attention',\)"):
+    with pytest.raises(
+        ftp.FtpError,
+        match=r"the module reads .*, .* Export with preserve_module_call_signature=\('layers.0.attention',\)",
+    ):
         ftp.shard_exported(export(model, (tokens,)), mesh, given)
 
 
@@ -475,8 +565,18 @@ SPLIT, WHOLE = Shard(0), Replicate()
     [
         (PrepareModuleInput(input_layouts=(SPLIT, None), desired_input_layouts=(WHOLE, None)), 2),
         (PrepareModuleInput(input_layouts=(None, SPLIT), desired_input_layouts=(None, WHOLE)), 2),
-        (PrepareModuleInput(input_kwarg_layouts={"scale": SPLIT}, desired_input_kwarg_layouts={"scale": WHOLE}), 2),
-        (PrepareModuleOutput(output_layouts=(SPLIT, SPLIT), desired_output_layouts=(WHOLE, WHOLE)), 4),
+        (
+            PrepareModuleInput(
+                input_kwarg_layouts={"scale": SPLIT}, desired_input_kwarg_layouts={"scale": WHOLE}
+            ),
+            2,
+        ),
+        (
+            PrepareModuleOutput(
+                output_layouts=(SPLIT, SPLIT), desired_output_layouts=(WHOLE, WHOLE)
+            ),
+            4,
+        ),
         (
             PrepareModuleInputOutput(
                 input_layouts=(SPLIT, None),
@@ -502,10 +602,18 @@ def test_layouts_around_a_module_that_is_called_twice(style, gathers):
 @pytest.mark.parametrize(
     ("style", "message"),
     [
-        (PrepareModuleInput(input_layouts=SPLIT, desired_input_layouts=WHOLE), "has 1 inputs, but the module has 2"),
-        (PrepareModuleOutput(output_layouts=(SPLIT,) * 3, desired_output_layouts=(WHOLE,) * 3), "has 3 outputs, but the module has 2"),
         (
-            PrepareModuleInput(input_kwarg_layouts={"scales": SPLIT}, desired_input_kwarg_layouts={"scales": WHOLE}),
+            PrepareModuleInput(input_layouts=SPLIT, desired_input_layouts=WHOLE),
+            "has 1 inputs, but the module has 2",
+        ),
+        (
+            PrepareModuleOutput(output_layouts=(SPLIT,) * 3, desired_output_layouts=(WHOLE,) * 3),
+            "has 3 outputs, but the module has 2",
+        ),
+        (
+            PrepareModuleInput(
+                input_kwarg_layouts={"scales": SPLIT}, desired_input_kwarg_layouts={"scales": WHOLE}
+            ),
             "names the keyword 'scales'; the call has 'scale'",
         ),
     ],
@@ -526,7 +634,11 @@ class Draws(nn.Module):
 
     def forward(self, x, *, scale):
         h = nn.functional.dropout(self.dropout(self.up(x)), 0.3)
-        noise = torch.rand_like(x) + torch.empty(4, dtype=x.dtype).uniform_(1, 2) + torch.randint(0, 9, (5, 4))
+        noise = (
+            torch.rand_like(x)
+            + torch.empty(4, dtype=x.dtype).uniform_(1, 2)
+            + torch.randint(0, 9, (5, 4))
+        )
         return self.down(h) * scale + noise + x.new_zeros(5, 4).bernoulli_(0.3)
 
 
@@ -548,7 +660,9 @@ def test_random_ops_draw_from_a_key_what_one_device_draws(decomposed):
         torch.export.save(alone, file)
         file.seek(0)
         loaded = torch.export.load(file)
-    torch.testing.assert_close(loaded.module()(x(5, 4), scale=x(4), rng=key), fn(params, x(5, 4), scale=x(4), rng=key))
+    torch.testing.assert_close(
+        loaded.module()(x(5, 4), scale=x(4), rng=key), fn(params, x(5, 4), scale=x(4), rng=key)
+    )
 
 
 def test_what_cannot_be_drawn_from_a_key():
@@ -560,7 +674,10 @@ def test_what_cannot_be_drawn_from_a_key():
         def forward(self, rng):
             return torch.rand_like(rng)
 
-    with pytest.raises(ftp.errors.InputError, match=r"aten.poisson.default at .*return torch.poisson\(x\).* cannot be drawn from a key"):
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"aten.poisson.default at .*return torch.poisson\(x\).* cannot be drawn from a key",
+    ):
         ftp.shard_exported(export(Poisson(), (torch.ones(3),)), TP, {}, rng=True)
     with pytest.raises(ftp.errors.InputError, match="has an argument 'rng' of its own"):
         ftp.shard_exported(export(Taken(), (torch.ones(3),)), TP, {}, rng=True)
@@ -593,8 +710,14 @@ class Refused(nn.Module):
     [
         ("cond", "cond at .*torch.cond.* is a higher-order op, which has no sharding rule"),
         ("item", r"aten.item.default at .*x.sum\(\).item\(\) reads a tensor's value"),
-        ("nonzero", r"aten.nonzero.default at .*x.nonzero\(\) gives a shape that depends on values"),
-        ("rand", r"aten.rand_like.default draws random numbers at .*return torch.rand_like\(x\), and other ones on each rank"),
+        (
+            "nonzero",
+            r"aten.nonzero.default at .*x.nonzero\(\) gives a shape that depends on values",
+        ),
+        (
+            "rand",
+            r"aten.rand_like.default draws random numbers at .*return torch.rand_like\(x\), and other ones on each rank",
+        ),
     ],
 )
 def test_what_cannot_be_one_program_is_refused_with_its_line(what, message):
@@ -604,32 +727,82 @@ def test_what_cannot_be_one_program_is_refused_with_its_line(what, message):
 
 def test_dropout_and_dynamic_shapes_are_refused():
     program = export(nn.Sequential(nn.Linear(4, 4), nn.Dropout(0.5)), (torch.ones(3, 4),))
-    with pytest.raises(ftp.errors.InputError, match=r"aten.dropout.default draws random numbers .*\(module '1'\).* export model.eval\(\)"):
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"aten.dropout.default draws random numbers .*\(module '1'\).* export model.eval\(\)",
+    ):
         ftp.shard_exported(program, TP, {})
-    program = export(Mlp(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}})
-    with pytest.raises(ftp.errors.InputError, match=r"input x has dynamic dims \(0\), first used at .*self.net1\(x\)"):
+    program = export(
+        Mlp(), (torch.ones(3, 4),), dynamic_shapes={"x": {0: torch.export.Dim("batch")}}
+    )
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"input x has dynamic dims \(0\), first used at .*self.net1\(x\)",
+    ):
         ftp.shard_exported(program, TP, {})
 
 
 @pytest.mark.parametrize(
     ("given", "options", "message"),
     [
-        ({"net3.weight": P("tp")}, {}, "pattern 'net3.weight' matches no path of the program's state; the nearest are 'net2.weight'"),
-        ({"net3": ColwiseParallel}, {}, "pattern 'net3' matches no path of the program's modules; the nearest are 'net2'"),
+        (
+            {"net3.weight": P("tp")},
+            {},
+            "pattern 'net3.weight' matches no path of the program's state; the nearest are"
+            " 'net2.weight'",
+        ),
+        (
+            {"net3": ColwiseParallel},
+            {},
+            "pattern 'net3' matches no path of the program's modules; the nearest are 'net2'",
+        ),
         (None, {}, r"styles_or_specs is None, a NoneType; .* \{\} replicates everything"),
-        ({"net1": plans.PairwiseParallel()}, {}, "'net1' has PairwiseParallel.*or for a module's path one of torch's ColwiseParallel"),
-        ({"net1": Float8ColwiseParallel}, {}, "It is a subclass of ColwiseParallel, and what it changes of that is unknown"),
-        ({"net1": PrepareModuleOutput}, {}, "the class PrepareModuleOutput, which says nothing without its layouts"),
+        (
+            {"net1": plans.PairwiseParallel()},
+            {},
+            "'net1' has PairwiseParallel.*or for a module's path one of torch's ColwiseParallel",
+        ),
+        (
+            {"net1": Float8ColwiseParallel},
+            {},
+            "It is a subclass of ColwiseParallel, and what it changes of that is unknown",
+        ),
+        (
+            {"net1": PrepareModuleOutput},
+            {},
+            "the class PrepareModuleOutput, which says nothing without its layouts",
+        ),
         (
             {"net1": SequenceParallel(sequence_dim=2)},
             {},
             r"at 'net1' says P\(None, None, 'tp'\) of input 0, but .* 2 dims",
         ),
-        ({"net1": PrepareModuleOutput(output_layouts=Partial(), desired_output_layouts=Partial())}, {}, "desired_output_layouts.*Partial"),
-        ({"": ColwiseParallel}, {}, "ColwiseParallel at '': 'weight' is missing from the program's state, which holds 'net1.weight'"),
+        (
+            {
+                "net1": PrepareModuleOutput(
+                    output_layouts=Partial(), desired_output_layouts=Partial()
+                )
+            },
+            {},
+            "desired_output_layouts.*Partial",
+        ),
+        (
+            {"": ColwiseParallel},
+            {},
+            "ColwiseParallel at '': 'weight' is missing from the program's state, which holds"
+            " 'net1.weight'",
+        ),
         (P("tp"), {}, r"For one spec everywhere give \{'\*\*': P\('tp'\)\}"),
-        ({"net1.weight": P("tp"), "net1": RowwiseParallel}, {}, r"disagree for net1.weight: P\('tp'\) and P\(None, 'tp'\)"),
-        ({"net1.weight": P("pp")}, {}, r"net1.weight has spec P\('pp'\), but the mesh has no axis 'pp'"),
+        (
+            {"net1.weight": P("tp"), "net1": RowwiseParallel},
+            {},
+            r"disagree for net1.weight: P\('tp'\) and P\(None, 'tp'\)",
+        ),
+        (
+            {"net1.weight": P("pp")},
+            {},
+            r"net1.weight has spec P\('pp'\), but the mesh has no axis 'pp'",
+        ),
         ({}, {"rank": 7}, "rank=7 is not on the mesh"),
         ({}, {"in_specs": {"z": P("tp")}}, "in_specs names 'z'; the program's arguments are 'x'"),
         ({}, {"in_specs": P(None, None, "tp")}, "x has spec .* of 3 entries"),
@@ -645,13 +818,22 @@ def test_what_does_not_fit_is_named(given, options, message):
 def test_missing_weights_are_named():
     program = export(Mlp(), (torch.ones(3, 4),))
     del program.state_dict["net1.weight"], program.state_dict["net2.bias"]
-    with pytest.raises(ftp.errors.InputError, match=r"'net1.weight' is missing from the program's state dict.\n'net2.bias' is missing"):
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"'net1.weight' is missing from the program's state dict.\n'net2.bias' is missing",
+    ):
         ftp.shard_exported(program, TP, {})
 
 
 def test_programs_on_another_device_and_other_things_are_refused():
-    with pytest.raises(ftp.errors.SpecError, match=r"The program is on cpu, the mesh on cuda.*move_to_device_pass"):
-        ftp.shard_exported(export(Mlp(), (torch.ones(3, 4),)), ftp.AbstractMesh((2,), ("tp",), device_type="cuda"), {})
+    with pytest.raises(
+        ftp.errors.SpecError, match=r"The program is on cpu, the mesh on cuda.*move_to_device_pass"
+    ):
+        ftp.shard_exported(
+            export(Mlp(), (torch.ones(3, 4),)),
+            ftp.AbstractMesh((2,), ("tp",), device_type="cuda"),
+            {},
+        )
     with pytest.raises(ftp.errors.InputError, match="takes an ExportedProgram, not Mlp"):
         ftp.shard_exported(Mlp(), TP, {})  # type: ignore[arg-type]
 

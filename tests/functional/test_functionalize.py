@@ -1,8 +1,11 @@
-"""A module as a pure function: same numbers as the module, and the module left as it was, byte for byte."""
+"""A module as a pure function: same numbers as the module, and the module left as it was, byte
+for byte.
+"""
 
-# Modules of these tests hold what pyright takes for something else.
-# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false, reportIndexIssue=false
-# pyright: reportArgumentType=false, reportCallIssue=false, reportPrivateImportUsage=false
+# Modules of these tests hold what pyright takes for something else. pyright:
+# reportOperatorIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false,
+# reportIndexIssue=false pyright: reportArgumentType=false, reportCallIssue=false,
+# reportPrivateImportUsage=false
 
 import copy
 import pickle
@@ -66,23 +69,35 @@ def trace(fn, *args):
     return make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(*args)
 
 
-RUNS = {"eager": lambda fn, *args: fn(*args), "grad": lambda fn, *args: grad_and_value(lambda *a: fn(*a).sum())(*args), "trace": trace}
+RUNS = {
+    "eager": lambda fn, *args: fn(*args),
+    "grad": lambda fn, *args: grad_and_value(lambda *a: fn(*a).sum())(*args),
+    "trace": trace,
+}
 
 
 def gradients(model, *args):
     out = model(*args)
     named = dict(model.named_parameters())
-    return out, dict(zip(named, torch.autograd.grad(out.square().sum(), list(named.values())), strict=True))
+    return out, dict(
+        zip(named, torch.autograd.grad(out.square().sum(), list(named.values())), strict=True)
+    )
 
 
 def state_of(model):
     """Everything of the model that could change, as bytes and identities."""
-    tensors = [(name, id(t), t._version, t.detach().numpy().tobytes()) for name, t in (*model.named_parameters(), *model.named_buffers())]
+    tensors = [
+        (name, id(t), t._version, t.detach().numpy().tobytes())
+        for name, t in (*model.named_parameters(), *model.named_buffers())
+    ]
     attributes = [
         (
             id(m),
             id(vars(m)),
-            [(k, id(v), list(v.items()) if isinstance(v, dict) and k != "_parameters" else None) for k, v in vars(m).items()],
+            [
+                (k, id(v), list(v.items()) if isinstance(v, dict) and k != "_parameters" else None)
+                for k, v in vars(m).items()
+            ],
         )
         for m in model.modules()
     ]
@@ -91,7 +106,11 @@ def state_of(model):
 
 @pytest.mark.parametrize(
     ("make", "x"),
-    [(Mlp, torch.randn(3, 4)), (Tied, torch.tensor([[1, 2, 6]])), (lambda: Cnn().eval(), torch.randn(2, 2, 5, 5))],
+    [
+        (Mlp, torch.randn(3, 4)),
+        (Tied, torch.tensor([[1, 2, 6]])),
+        (lambda: Cnn().eval(), torch.randn(2, 2, 5, 5)),
+    ],
     ids=["mlp", "tied", "cnn"],
 )
 def test_values_and_gradients_are_the_models_and_it_traces(make, x):
@@ -131,10 +150,14 @@ def test_a_tied_weight_is_there_once_and_answers_to_each_path():
     with pytest.raises(SpecError) as error:
         plan(params, {"emb.weight": P("tp"), "head.weight": P(None, "tp")})
     assert str(error.value) == (
-        "patterns 'emb.weight' and 'head.weight' disagree for params['emb.weight'], a tied weight with paths 'emb.weight', 'head.weight':"
+        "patterns 'emb.weight' and 'head.weight' disagree for params['emb.weight'], a tied weight"
+        " with paths 'emb.weight', 'head.weight':"
         " P('tp') and P(None, 'tp'). Give both the same value, or narrow one."
     )
-    with pytest.raises(InputError, match=r"params\['head.weight'\] is tied to 'emb.weight' and must be given under that path only\."):
+    with pytest.raises(
+        InputError,
+        match=r"params\['head.weight'\] is tied to 'emb.weight' and must be given under that path only\.",
+    ):
         fn({**params, "head.weight": params["emb.weight"]}, torch.tensor([1]))
 
 
@@ -225,12 +248,15 @@ def test_hooks_on_gradients_that_cannot_run_are_refused():
     with pytest.raises(TraceError) as error:
         torch.func.grad(lambda p: fn(p, x).sum())(params)
     instead = (
-        "which torch.func does not run. Remove the hook; x.register_hook in the function runs, and a step returns its gradients,"
+        "which torch.func does not run. Remove the hook; x.register_hook in the function runs, and"
+        " a step returns its gradients,"
         " for the caller to change."
     )
     assert str(error.value) == (
-        f"Mlp: parameter 'up.bias' has a hook for its accumulated gradient (register_post_accumulate_grad_hook), {instead}\n"
-        f"Mlp: module 'down' (Linear) has a backward hook (register_full_backward_hook and its kin), {instead}"
+        "Mlp: parameter 'up.bias' has a hook for its accumulated gradient"
+        f" (register_post_accumulate_grad_hook), {instead}\n"
+        "Mlp: module 'down' (Linear) has a backward hook (register_full_backward_hook and its"
+        f" kin), {instead}"
     )
 
 
@@ -302,7 +328,11 @@ def test_fn_nests_in_itself_and_in_transforms():
     torch.testing.assert_close(vmap(fn, (None, 0))(params, x), fn(params, x))
     inner = {}
     model = Mlp()
-    model.up.register_forward_hook(lambda m, a, out: out + (inner["fn"](inner["params"], torch.ones(4)).sum() if inner.pop("go", 0) else 0))
+    model.up.register_forward_hook(
+        lambda m, a, out: (
+            out + (inner["fn"](inner["params"], torch.ones(4)).sum() if inner.pop("go", 0) else 0)
+        )
+    )
     inner["fn"], inner["params"] = functionalize(model)
     plain = inner["fn"](inner["params"], torch.ones(4))
     inner["go"] = 1
@@ -317,7 +347,12 @@ def test_buffers_come_back_updated():
     before = state_of(model)
     fn, params, buffers = functionalize(model, buffers=True)
     assert list(params) == ["conv.weight", "norm.weight", "norm.bias"]
-    assert list(buffers) == ["conv.bias", "norm.running_mean", "norm.running_var", "norm.num_batches_tracked"]
+    assert list(buffers) == [
+        "conv.bias",
+        "norm.running_mean",
+        "norm.running_var",
+        "norm.num_batches_tracked",
+    ]
     given = {path: b.clone() for path, b in buffers.items()}
     out, new = fn(params, buffers, x)
 
@@ -327,7 +362,11 @@ def test_buffers_come_back_updated():
 
     joint = functionalize_aten(grad_and_value(loss, has_aux=True), remove="mutations")
     graph = make_fx(joint, tracing_mode="fake", _allow_non_fake_inputs=True)(params, buffers)
-    assert not [n for n in graph.graph.nodes if getattr(n.target, "_schema", None) and n.target._schema.is_mutable]
+    assert not [
+        n
+        for n in graph.graph.nodes
+        if getattr(n.target, "_schema", None) and n.target._schema.is_mutable
+    ]
     _, (_, traced) = graph(params, buffers)
     assert state_of(model) == before
     for path in buffers:
@@ -380,7 +419,8 @@ def test_a_changed_buffer_is_an_error_unless_it_is_returned(how, run):
         does, which = "modifies a", "buffer (through a view)"
     assert str(error.value) == (
         f"Counting {does} {which} while it runs, but buffers are constants of fn."
-        " With fn, params, buffers = functionalize(model, buffers=True) it comes back updated; in eval mode most modules leave it alone."
+        " With fn, params, buffers = functionalize(model, buffers=True) it comes back updated; in"
+        " eval mode most modules leave it alone."
     )
     assert state_of(model) == before
     fn, params, buffers = functionalize(model, buffers=True)
@@ -395,7 +435,10 @@ def test_batch_norm_in_train_mode_needs_buffers(run):
     model = Cnn()
     before = state_of(model)
     fn, params = functionalize(model)
-    with pytest.raises(TraceError, match=r"buffer 'norm.num_batches_tracked' .* functionalize\(model, buffers=True\)"):
+    with pytest.raises(
+        TraceError,
+        match=r"buffer 'norm.num_batches_tracked' .* functionalize\(model, buffers=True\)",
+    ):
         run(fn, params, torch.randn(2, 2, 5, 5))
     model.norm.num_batches_tracked = None
     before = state_of(model)
@@ -419,16 +462,23 @@ def test_a_changed_parameter_or_attribute_is_an_error():
             return self.linear(x)
 
     fn, params = functionalize(Changing("parameter"))
-    with pytest.raises(TraceError, match=r"Changing modifies parameter 'linear.bias' in place while it runs; fn is pure"):
+    with pytest.raises(
+        TraceError,
+        match=r"Changing modifies parameter 'linear.bias' in place while it runs; fn is pure",
+    ):
         fn(params, torch.ones(2))
     fn, params = functionalize(Changing("attribute"))
-    with pytest.raises(TraceError, match=r"modifies attribute 'cache' while it runs; fn is pure\. Make it a buffer"):
+    with pytest.raises(
+        TraceError, match=r"modifies attribute 'cache' while it runs; fn is pure\. Make it a buffer"
+    ):
         fn(params, torch.ones(2))
 
 
 @pytest.fixture
 def pins(monkeypatch):
-    """What was pinned to which spec, in order; pinning doubles the value, so that a result shows where it happened."""
+    """What was pinned to which spec, in order; pinning doubles the value, so that a result shows
+    where it happened.
+    """
     seen = []
 
     def constrain(x, spec, axes=None, grad=True):
@@ -456,7 +506,11 @@ def test_constraints_apply_to_inputs_keywords_and_tuples(pins):
     model = Pair()
     model.register_forward_pre_hook(lambda m, args: (args[0] + 1, args[1]))
     model.register_forward_hook(lambda m, args, out: (out[0] + 100, *out[1:]))
-    constraint = Constraint(inputs=(P("dp"), None), kwargs={"mask": P("tp"), "other": None}, outputs=(P(), None, P("tp")))
+    constraint = Constraint(
+        inputs=(P("dp"), None),
+        kwargs={"mask": P("tp"), "other": None},
+        outputs=(P(), None, P("tp")),
+    )
     fn, params = functionalize(model, constraints={"": constraint})
     out = fn(params, torch.ones(1), "n", mask=torch.ones(1), other=3)
     assert [spec for _, spec in pins] == [P("dp"), P("tp"), P(), P("tp")]
@@ -480,25 +534,47 @@ def error_of(call, kind):
 def test_errors_of_constraints():
     block = "module 'blocks.0' (Mlp), constrained by 'blocks.0'"
     assert error_of(lambda: functionalize(Tied(), constraints={"block.*": P("dp")}), SpecError) == (
-        "pattern 'block.*' matches no path of the modules; the nearest are 'blocks.0', 'blocks.0.up', 'blocks'."
+        "pattern 'block.*' matches no path of the modules; the nearest are 'blocks.0',"
+        " 'blocks.0.up', 'blocks'."
     )
-    assert error_of(lambda: functionalize(Tied(), constraints={"blocks.*": P("dp"), "blocks.0": P("tp")}), SpecError) == (
-        "patterns 'blocks.*' and 'blocks.0' disagree for module 'blocks.0': P('dp') and P('tp'). Give both the same value, or narrow one."
+    assert error_of(
+        lambda: functionalize(Tied(), constraints={"blocks.*": P("dp"), "blocks.0": P("tp")}),
+        SpecError,
+    ) == (
+        "patterns 'blocks.*' and 'blocks.0' disagree for module 'blocks.0': P('dp') and P('tp')."
+        " Give both the same value, or narrow one."
     )
     assert error_of(lambda: functionalize(Tied(), constraints={"head": "dp"}), SpecError) == (  # pyright: ignore
         "constraints['head'] is 'dp', a str; it must be a P (of the output) or an ftp.Constraint."
     )
     for constraint, kind, message in [
-        (Constraint(inputs=(P(), P())), InputError, f"{block}: the constraint has 2 inputs, but it is called with 1 arguments."),
-        (Constraint(kwargs={"shift": P()}), InputError, f"{block}: the constraint names 'shift', but it is called with no keywords."),
-        (Constraint(outputs=(P(), None)), InputError, f"{block}: the constraint has a tuple of outputs, but it returns a Tensor."),
-        (P(None, None, "tp"), SpecError, f"{block}: P(None, None, 'tp') has 3 entries, but its output has 2 dims, shape (1, 4)."),
+        (
+            Constraint(inputs=(P(), P())),
+            InputError,
+            f"{block}: the constraint has 2 inputs, but it is called with 1 arguments.",
+        ),
+        (
+            Constraint(kwargs={"shift": P()}),
+            InputError,
+            f"{block}: the constraint names 'shift', but it is called with no keywords.",
+        ),
+        (
+            Constraint(outputs=(P(), None)),
+            InputError,
+            f"{block}: the constraint has a tuple of outputs, but it returns a Tensor.",
+        ),
+        (
+            P(None, None, "tp"),
+            SpecError,
+            f"{block}: P(None, None, 'tp') has 3 entries, but its output has 2 dims, shape (1, 4).",
+        ),
     ]:
         fn, params = functionalize(Tied(), constraints={"blocks.0": constraint})
         assert error_of(lambda: fn(params, torch.tensor([1])), kind) == message  # noqa: B023
     fn, params = functionalize(Tied(), constraints={"blocks": P("dp")})
     assert error_of(lambda: fn(params, torch.tensor([1])), InputError) == (
-        "module 'blocks' (ModuleList), constrained by 'blocks', was not called, so it pins nothing. Name the module around it."
+        "module 'blocks' (ModuleList), constrained by 'blocks', was not called, so it pins"
+        " nothing. Name the module around it."
     )
     assert error_of(lambda: Constraint(inputs=P("dp")), SpecError) == (  # pyright: ignore
         "Constraint(inputs=P('dp')): it must be a tuple of P or None, as (P('dp'),)."
@@ -518,22 +594,33 @@ def test_errors_of_the_call():
     x = torch.ones(4)
     message = error_of(lambda: fn(params, x, shfit=1.0), InputError)
     assert message.startswith("Mlp does not take the keyword 'shfit': ")
-    assert error_of(lambda: fn({"up.weight": params["up.weight"], "up.bais": x, "up.bias": 3}, x), InputError) == (
+    assert error_of(
+        lambda: fn({"up.weight": params["up.weight"], "up.bais": x, "up.bias": 3}, x), InputError
+    ) == (
         "params of Mlp lack 'down.weight'.\n"
-        "params['up.bais'] is no parameter of Mlp; the nearest are 'up.bias', 'up.weight', 'down.weight'.\n"
+        "params['up.bais'] is no parameter of Mlp; the nearest are 'up.bias', 'up.weight',"
+        " 'down.weight'.\n"
         "params['up.bias'] is 3, an int; it must be a tensor."
     )
-    assert error_of(lambda: fn(x), InputError) == "Mlp takes params as a dict {path: tensor}, as functionalize returned it, not a Tensor."
+    assert (
+        error_of(lambda: fn(x), InputError)
+        == "Mlp takes params as a dict {path: tensor}, as functionalize returned it, not a Tensor."
+    )
     with pytest.raises(TypeError, match="missing 1 required positional argument"):
         fn(params)
 
 
 def test_errors_of_the_model():
-    assert error_of(lambda: functionalize(lambda x: x), InputError).startswith("functionalize takes an nn.Module, not <function")  # pyright: ignore
+    assert error_of(lambda: functionalize(lambda x: x), InputError).startswith(
+        "functionalize takes an nn.Module, not <function"
+    )  # pyright: ignore
     assert error_of(lambda: functionalize(nn.Sequential(nn.LazyLinear(3))), InputError) == (
-        "0.weight, 0.bias have no shape yet (lazy modules). Call the model once before functionalize."
+        "0.weight, 0.bias have no shape yet (lazy modules). Call the model once before"
+        " functionalize."
     )
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     assert "ScriptModule" in error_of(lambda: functionalize(nn.Sequential(scripted)), InputError)
-    assert "torch.compile" in error_of(lambda: functionalize(torch.compile(nn.Linear(2, 2), backend="eager")), InputError)  # pyright: ignore
+    assert "torch.compile" in error_of(
+        lambda: functionalize(torch.compile(nn.Linear(2, 2), backend="eager")), InputError
+    )  # pyright: ignore

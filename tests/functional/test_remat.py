@@ -1,4 +1,6 @@
-"""Recomputed blocks: the values and gradients of plain torch, fewer bytes at the peak, and no more collectives than the policy asks for."""
+"""Recomputed blocks: the values and gradients of plain torch, fewer bytes at the peak, and no
+more collectives than the policy asks for.
+"""
 
 from collections import Counter
 from typing import Any
@@ -15,7 +17,9 @@ LAYERS, DIM, HIDDEN, ROWS = 8, 16, 64, 256
 
 
 def block(p: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """Two sublayers, each with a product whose result Megatron's cut reduces; the second's input needs the first's."""
+    """Two sublayers, each with a product whose result Megatron's cut reduces; the second's input
+    needs the first's.
+    """
     x = x + F.gelu(x @ p["up1"]) @ p["down1"]
     return x + torch.sin(1.5 * F.gelu(x @ p["up2"])) @ p["down2"]
 
@@ -33,13 +37,25 @@ def loss_of(policy: Any):
 
 def inputs() -> tuple[list[dict[str, torch.Tensor]], torch.Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = {"up1": (DIM, HIDDEN), "down1": (HIDDEN, DIM), "up2": (DIM, HIDDEN), "down2": (HIDDEN, DIM)}
-    params = [{k: torch.randn(s, generator=generator, dtype=torch.float64) / 8 for k, s in shapes.items()} for _ in range(LAYERS)]
+    shapes = {
+        "up1": (DIM, HIDDEN),
+        "down1": (HIDDEN, DIM),
+        "up2": (DIM, HIDDEN),
+        "down2": (HIDDEN, DIM),
+    }
+    params = [
+        {k: torch.randn(s, generator=generator, dtype=torch.float64) / 8 for k, s in shapes.items()}
+        for _ in range(LAYERS)
+    ]
     return params, torch.randn(ROWS, DIM, generator=generator, dtype=torch.float64)
 
 
 MEGATRON = [{"up1": P(None, "n"), "down1": P("n"), "up2": P(None, "n"), "down2": P("n")}] * LAYERS
-PLANS: dict[str, tuple[Any, P]] = {"tp": (MEGATRON, P()), "dp": (P(), P("n")), "zero": (P("n"), P("n"))}
+PLANS: dict[str, tuple[Any, P]] = {
+    "tp": (MEGATRON, P()),
+    "dp": (P(), P("n")),
+    "zero": (P("n"), P("n")),
+}
 POLICIES: dict[str, Any] = {
     "nothing": "nothing",
     "products": "products",
@@ -51,30 +67,48 @@ POLICIES: dict[str, Any] = {
 def lowered(plan: str, policy: Any, **options: Any) -> ftp.Lowered:
     specs, batch = PLANS[plan]
     params, x = inputs()
-    return ftp.shard(loss_of(policy), ftp.simulated_mesh((2,), ("n",)), specs, batch_specs=batch, **options).lower(params, x)
+    return ftp.shard(
+        loss_of(policy), ftp.simulated_mesh((2,), ("n",)), specs, batch_specs=batch, **options
+    ).lower(params, x)
 
 
 @pytest.mark.parametrize(
-    ("plan", "policy"), [(plan, policy) for plan in PLANS for policy in POLICIES if plan == "tp" or policy == "nothing"]
+    ("plan", "policy"),
+    [
+        (plan, policy)
+        for plan in PLANS
+        for policy in POLICIES
+        if plan == "tp" or policy == "nothing"
+    ],
 )
 def test_values_gradients_and_peak(plan: str, policy: str):
     specs, batch = PLANS[plan]
     params, x = inputs()
-    step = ftp.shard(loss_of(POLICIES[policy]), ftp.simulated_mesh((2,), ("n",)), specs, batch_specs=batch)
+    step = ftp.shard(
+        loss_of(POLICIES[policy]), ftp.simulated_mesh((2,), ("n",)), specs, batch_specs=batch
+    )
     loss, grads = step(params, x)
     expected, value = torch.func.grad_and_value(loss_of(None))(params, x)
     torch.testing.assert_close(loss, value, rtol=1e-13, atol=0)
     torch.testing.assert_close(grads, expected, rtol=1e-11, atol=1e-14)
     kept, peak = lowered(plan, None).memory, step.lower(params, x).memory
-    # A layer keeps five activations of (rows, hidden), half of each on a rank, and some of (rows, dim). What is left of them:
-    # one layer's, what the policy keeps, and the layers' inputs.
+    # A layer keeps five activations of (rows, hidden), half of each on a rank, and some of (rows,
+    # dim). What is left of them: one layer's, what the policy keeps, and the layers' inputs.
     activation = ROWS * HIDDEN * 8 // 2
-    assert kept - peak >= {"nothing": 4, "collectives": 4, "products": 2.5, "gelu": 2.5}[policy] * activation * LAYERS
+    assert (
+        kept - peak
+        >= {"nothing": 4, "collectives": 4, "products": 2.5, "gelu": 2.5}[policy]
+        * activation
+        * LAYERS
+    )
 
 
 def test_collectives_by_policy():
     """The second sublayer's input comes of an all-reduce: repeated for each block, or kept."""
-    counts = {policy: Counter(c.op for c in lowered("tp", POLICIES[policy]).collectives) for policy in POLICIES}
+    counts = {
+        policy: Counter(c.op for c in lowered("tp", POLICIES[policy]).collectives)
+        for policy in POLICIES
+    }
     plain = Counter(c.op for c in lowered("tp", None).collectives)
     assert plain == counts["collectives"] == counts["products"]
     assert counts["nothing"] - plain == Counter(all_reduce=LAYERS)
@@ -82,33 +116,46 @@ def test_collectives_by_policy():
 
 def test_parameters_are_gathered_as_without():
     """Once for each pass; the very first is in no gradient, but in the recomputation."""
-    plain, repeated = (Counter(c.op for c in lowered("zero", policy).collectives) for policy in (None, "nothing"))
+    plain, repeated = (
+        Counter(c.op for c in lowered("zero", policy).collectives) for policy in (None, "nothing")
+    )
     assert plain["all_gather"] == 8 * LAYERS - 1
     assert repeated - plain == Counter(all_gather=1) and plain - repeated == Counter()
-    held = Counter(c.op for c in lowered("zero", "nothing", reshard_after_forward=False).collectives)
+    held = Counter(
+        c.op for c in lowered("zero", "nothing", reshard_after_forward=False).collectives
+    )
     assert held["all_gather"] == 4 * LAYERS
 
 
 def test_products_are_repeated_once_where_nothing_is_kept():
     def products(policy: Any) -> int:
-        return sum(n.kind == "op" and n.target is torch.ops.aten.mm.default for n in lowered("dp", policy).plan.graph.nodes)
+        return sum(
+            n.kind == "op" and n.target is torch.ops.aten.mm.default
+            for n in lowered("dp", policy).plan.graph.nodes
+        )
 
     assert products(None) == products("products")
     assert products("nothing") == products(None) + 3 * LAYERS
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.script")
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.hessian, torch.func.jacrev, torch.func.jacfwd])
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.hessian, torch.func.jacrev, torch.func.jacfwd]
+)
 def test_transforms(transform: Any):
     x = torch.randn(3, 2, dtype=torch.float64)
     fn = lambda x: (x.sin() * x).sum() ** 2  # noqa: E731
     torch.testing.assert_close(transform(ftp.remat(fn))(x), transform(fn)(x))
-    torch.testing.assert_close(torch.vmap(transform(ftp.remat(fn)))(x), torch.vmap(transform(fn))(x))
+    torch.testing.assert_close(
+        torch.vmap(transform(ftp.remat(fn)))(x), torch.vmap(transform(fn))(x)
+    )
 
 
 def test_nested_and_other_leaves():
     inner = ftp.remat(lambda w, x: torch.tanh(x @ w))
-    outer = ftp.remat(lambda p, x, *, power: (inner(p["w"], x) ** power, x.argmax(), None, "static"))
+    outer = ftp.remat(
+        lambda p, x, *, power: (inner(p["w"], x) ** power, x.argmax(), None, "static")
+    )
     w, x = torch.randn(2, 2, dtype=torch.float64), torch.randn(3, 2, dtype=torch.float64)
     out = outer({"w": w}, x, power=3)
     assert torch.equal(out[1], x.argmax()) and out[2:] == (None, "static")
@@ -125,7 +172,9 @@ def test_a_block_of_blocks(transform: Any):
     body = lambda inner, w, x: inner(w, (inner(w, x * 2) * w).sin()).sum()  # noqa: E731
     w, x = torch.randn(2, 2, 2, dtype=torch.float64)
     expected = transform(lambda w: body(lambda w, x: torch.tanh(x @ w), w, w * x))(w)
-    torch.testing.assert_close(transform(lambda w: ftp.remat(lambda w, x: body(inner, w, x))(w, w * x))(w), expected)
+    torch.testing.assert_close(
+        transform(lambda w: ftp.remat(lambda w, x: body(inner, w, x))(w, w * x))(w), expected
+    )
 
 
 def test_plain_autograd_keeps_the_arguments_alone():
@@ -135,7 +184,9 @@ def test_plain_autograd_keeps_the_arguments_alone():
         y = ftp.remat(lambda w: torch.tanh(torch.tanh(w @ w) @ w))(w)
     assert [k.data_ptr() for k in kept] == [w.data_ptr()]
     y.sum().backward()
-    torch.testing.assert_close(w.grad, torch.func.grad(lambda w: torch.tanh(torch.tanh(w @ w) @ w).sum())(w.detach()))
+    torch.testing.assert_close(
+        w.grad, torch.func.grad(lambda w: torch.tanh(torch.tanh(w @ w) @ w).sum())(w.detach())
+    )
 
 
 def test_captured_tensors_are_refused():
@@ -161,12 +212,17 @@ def test_captured_tensors_are_refused():
 
 
 def test_unknown_policy():
-    with pytest.raises(ftp.FtpError, match="policy is 'dots'; it must be one of 'nothing', 'products', 'collectives'"):
+    with pytest.raises(
+        ftp.FtpError,
+        match="policy is 'dots'; it must be one of 'nothing', 'products', 'collectives'",
+    ):
         ftp.remat(block, "dots")
 
 
 class Layer(nn.Module):
-    """Two sublayers with all that a block may have: dropout, a tied norm, buffers that it updates, a keyword, several results."""
+    """Two sublayers with all that a block may have: dropout, a tied norm, buffers that it
+    updates, a keyword, several results.
+    """
 
     def __init__(self, norm: nn.Module):
         super().__init__()
@@ -193,9 +249,15 @@ class Layers(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("patterns", [{"layers.*": "collectives"}, {"**.up": "nothing", "layers.1": "products"}, {"": "nothing"}], ids=str)
+@pytest.mark.parametrize(
+    "patterns",
+    [{"layers.*": "collectives"}, {"**.up": "nothing", "layers.1": "products"}, {"": "nothing"}],
+    ids=str,
+)
 def test_modules_by_path(patterns: dict[str, Any]):
-    """The numbers, masks and new buffers of a model that keeps everything, on one device and cut."""
+    """The numbers, masks and new buffers of a model that keeps everything, on one device and
+    cut.
+    """
     torch.manual_seed(0)
     model, x, key = Layers().double(), inputs()[1], ftp.random.key(2)
 
@@ -212,9 +274,16 @@ def test_modules_by_path(patterns: dict[str, Any]):
     expected = plain(params, buffers, x)
     again = step_of(patterns)[0]
     torch.testing.assert_close(again(params, buffers, x), expected, rtol=1e-11, atol=1e-14)
-    specs = ftp.plan(params, {"layers.*.up.*": P("n"), "layers.*.down.weight": P(None, "n")}), P(), P()
+    specs = (
+        ftp.plan(params, {"layers.*.up.*": P("n"), "layers.*.down.weight": P(None, "n")}),
+        P(),
+        P(),
+    )
     torch.testing.assert_close(
-        ftp.spmd(again, ftp.simulated_mesh((2,), ("n",)), specs)(params, buffers, x), expected, rtol=1e-11, atol=1e-14
+        ftp.spmd(again, ftp.simulated_mesh((2,), ("n",)), specs)(params, buffers, x),
+        expected,
+        rtol=1e-11,
+        atol=1e-14,
     )
     assert model.layers[0].seen == 0 and expected[1][1]["layers.0.seen"] == 2
 
@@ -224,8 +293,14 @@ def test_peak_and_collectives_of_modules(policy: str):
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up1, self.down1 = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
-            self.up2, self.down2 = nn.Linear(DIM, HIDDEN, bias=False), nn.Linear(HIDDEN, DIM, bias=False)
+            self.up1, self.down1 = (
+                nn.Linear(DIM, HIDDEN, bias=False),
+                nn.Linear(HIDDEN, DIM, bias=False),
+            )
+            self.up2, self.down2 = (
+                nn.Linear(DIM, HIDDEN, bias=False),
+                nn.Linear(HIDDEN, DIM, bias=False),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = x + self.down1(F.gelu(self.up1(x)))
@@ -236,7 +311,9 @@ def test_peak_and_collectives_of_modules(policy: str):
     def lowered_with(remat: Any) -> ftp.Lowered:
         fn, params = ftp.functionalize(model, remat=remat)
         specs = ftp.plan(params, {"**.up*.weight": P("n"), "**.down*.weight": P(None, "n")})
-        return ftp.shard(lambda p, x: fn(p, x).square().mean(), ftp.simulated_mesh((2,), ("n",)), specs).lower(params, x)
+        return ftp.shard(
+            lambda p, x: fn(p, x).square().mean(), ftp.simulated_mesh((2,), ("n",)), specs
+        ).lower(params, x)
 
     kept, found = lowered_with(None), lowered_with({"*": policy})
     assert kept.memory - found.memory >= 4 * ROWS * HIDDEN * 8 // 2 * LAYERS
@@ -246,20 +323,35 @@ def test_peak_and_collectives_of_modules(policy: str):
 def test_a_model_of_torch_by_path():
     """Attention and dropout of torch's own layers, beside its own autograd."""
     torch.manual_seed(0)
-    model = nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False).double()
-    x, mask = torch.randn(2, 5, 8, dtype=torch.float64), nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    model = nn.TransformerEncoder(
+        nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True), 2, enable_nested_tensor=False
+    ).double()
+    x, mask = (
+        torch.randn(2, 5, 8, dtype=torch.float64),
+        nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64),
+    )
     fn, params = ftp.functionalize(model, remat={"layers.*": "nothing"})
     grads = torch.func.grad(lambda p: fn(p, x, mask=mask).square().mean())(params)
     model(x, mask=mask).square().mean().backward()
-    torch.testing.assert_close(grads, {path: p.grad for path, p in model.named_parameters()}, rtol=1e-11, atol=1e-14)
+    torch.testing.assert_close(
+        grads, {path: p.grad for path, p in model.named_parameters()}, rtol=1e-11, atol=1e-14
+    )
 
 
 def test_wrong_patterns_of_modules():
     model = Layers()
-    with pytest.raises(ftp.FtpError, match=r"'layers.\*.upp' matches no path of the modules; the nearest are 'layers.0.up'"):
+    with pytest.raises(
+        ftp.FtpError,
+        match=r"'layers.\*.upp' matches no path of the modules; the nearest are 'layers.0.up'",
+    ):
         ftp.functionalize(model, remat={"layers.*.upp": "nothing"})
-    with pytest.raises(ftp.FtpError, match=r"remat\['layers.\*'\] is 'all'; it must be one of 'nothing'"):
+    with pytest.raises(
+        ftp.FtpError, match=r"remat\['layers.\*'\] is 'all'; it must be one of 'nothing'"
+    ):
         ftp.functionalize(model, remat={"layers.*": "all"})
     fn, params = ftp.functionalize(model.eval(), remat={"layers": "nothing"})
-    with pytest.raises(ftp.FtpError, match=r"'layers' \(ModuleList\), recomputed by 'layers', was not called, so it recomputes nothing"):
+    with pytest.raises(
+        ftp.FtpError,
+        match=r"'layers' \(ModuleList\), recomputed by 'layers', was not called, so it recomputes nothing",
+    ):
         fn(params, inputs()[1].float())

@@ -1,4 +1,6 @@
-"""``scan``: what a loop over layers computes, gradients included, on one device and cut; and planned as one layer is."""
+"""``scan``: what a loop over layers computes, gradients included, on one device and cut; and
+planned as one layer is.
+"""
 
 from collections import Counter
 from functools import partial
@@ -22,7 +24,9 @@ CUTS = {"attn.w[qkv].weight": 0, "attn.wo.weight": 1, "mlp.w[13].weight": 0, "ml
 MESHES = [(2,), (3,), (2, 2), (2, 3)]
 
 
-def decoder(layers: int, cfg: LlamaConfig = CFG) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
+def decoder(
+    layers: int, cfg: LlamaConfig = CFG
+) -> tuple[Any, dict[str, torch.Tensor], torch.Tensor]:
     torch.manual_seed(0)
     blocks = [LlamaBlock(cfg).double() for _ in range(layers)]
     fn, _ = ftp.functionalize(blocks[0])
@@ -31,7 +35,9 @@ def decoder(layers: int, cfg: LlamaConfig = CFG) -> tuple[Any, dict[str, torch.T
 
 
 def specs_of(params: dict[str, torch.Tensor], tp: str | None, zero: str | None) -> Any:
-    patterns = {path: P(None, *[tp if d == dim else zero for d in range(2)]) for path, dim in CUTS.items()}
+    patterns = {
+        path: P(None, *[tp if d == dim else zero for d in range(2)]) for path, dim in CUTS.items()
+    }
     return ftp.plan(params, patterns)
 
 
@@ -47,8 +53,16 @@ def equal(found: Any, expected: Any) -> None:
 
 
 @settings(QUICK, max_examples=8)
-@given(st.sampled_from(MESHES), st.booleans(), st.booleans(), st.sampled_from([None, "nothing", "collectives"]), st.integers(1, 3))
-def test_equals_one_device(shape: tuple[int, ...], is_zero: bool, cuts_batch: bool, remat: str | None, layers: int):
+@given(
+    st.sampled_from(MESHES),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from([None, "nothing", "collectives"]),
+    st.integers(1, 3),
+)
+def test_equals_one_device(
+    shape: tuple[int, ...], is_zero: bool, cuts_batch: bool, remat: str | None, layers: int
+):
     fn, params, x = decoder(layers)
     mesh = ftp.simulated_mesh(shape, ("tp", "dp")[: len(shape)])
     has_dp = len(shape) > 1
@@ -58,19 +72,26 @@ def test_equals_one_device(shape: tuple[int, ...], is_zero: bool, cuts_batch: bo
     def loss(params, x):
         return ftp.scan(fn, params, x, remat=remat).square().mean()
 
-    step = ftp.shard(loss, mesh, specs, batch_specs=rows, data_axes=("dp",) if has_dp else (), certify=True)
+    step = ftp.shard(
+        loss, mesh, specs, batch_specs=rows, data_axes=("dp",) if has_dp else (), certify=True
+    )
     found_loss, found = step(params, x)
     grads, expected = torch.func.grad_and_value(lambda p: looped(fn, p, x))(params)
     torch.testing.assert_close(found_loss, expected, rtol=1e-12, atol=0)
     equal(found, grads)
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # of forward-mode formulas in torch itself
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit:DeprecationWarning"
+)  # of forward-mode formulas in torch itself
 def test_unsharded_under_every_transform():
     def fn(layer, x):
         return x + torch.tanh(x @ layer["up"]) @ layer["down"]
 
-    params = {name: torch.randn(3, *shape, dtype=torch.float64) for name, shape in {"up": (4, 6), "down": (6, 4)}.items()}
+    params = {
+        name: torch.randn(3, *shape, dtype=torch.float64)
+        for name, shape in {"up": (4, 6), "down": (6, 4)}.items()
+    }
     x = torch.randn(5, 4, dtype=torch.float64)
 
     def scanned(params, x):
@@ -86,7 +107,9 @@ def test_unsharded_under_every_transform():
     equal(traced(params, x), expected)
     for transform in (
         lambda f: torch.func.vmap(torch.func.grad(f), (None, 0))(params, x[:, None]),
-        lambda f: torch.func.vmap(torch.func.grad(f), (dict.fromkeys(params, 1), None))({k: p[:, None] for k, p in params.items()}, x),
+        lambda f: torch.func.vmap(torch.func.grad(f), (dict.fromkeys(params, 1), None))(
+            {k: p[:, None] for k, p in params.items()}, x
+        ),
         lambda f: {"": torch.func.jvp(lambda x: f(params, x), (x,), (torch.ones_like(x),))[1]},
     ):
         want = transform(plain)
@@ -95,7 +118,9 @@ def test_unsharded_under_every_transform():
 
 
 def test_outputs_and_keys_for_each_layer():
-    """Each layer drops out by a key of its own; what every layer gives comes back stacked, on a mesh as on one device."""
+    """Each layer drops out by a key of its own; what every layer gives comes back stacked, on a
+    mesh as on one device.
+    """
     fn, params, x = decoder(3)
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
 
@@ -120,7 +145,9 @@ def test_outputs_and_keys_for_each_layer():
 
 
 def test_one_layer_is_moved_at_a_time():
-    """ZeRO-3: a rank gathers and reduces each layer's parameters by themselves, and never holds the stack."""
+    """ZeRO-3: a rank gathers and reduces each layer's parameters by themselves, and never holds
+    the stack.
+    """
     fn, params, _ = decoder(8)
 
     def loss(params, x):
@@ -128,7 +155,9 @@ def test_one_layer_is_moved_at_a_time():
 
     mesh = ftp.AbstractMesh((4,), ("dp",))
     specs = ftp.plan(params, {path: P(None, "dp") for path in params})
-    lowered = ftp.shard(loss, mesh, specs, batch_specs=P("dp")).lower(params, torch.empty(8, 6, 16, dtype=torch.float64))
+    lowered = ftp.shard(loss, mesh, specs, batch_specs=P("dp")).lower(
+        params, torch.empty(8, 6, 16, dtype=torch.float64)
+    )
     gathers = [c for c in lowered.collectives if c.op == "all_gather"]
     assert {c.op for c in lowered.collectives} == {"all_gather", "reduce_scatter", "all_reduce"}
     assert max(c.nbytes for c in lowered.collectives) == max(p[0].nbytes for p in params.values())
@@ -148,11 +177,15 @@ def test_layers_are_planned_as_one(monkeypatch: pytest.MonkeyPatch):
         specs = specs_of(params, "tp", "dp")
 
         def train_step(params, state, x):
-            grads, loss = torch.func.grad_and_value(lambda p: ftp.scan(fn, p, x).square().mean())(params)
+            grads, loss = torch.func.grad_and_value(lambda p: ftp.scan(fn, p, x).square().mean())(
+                params
+            )
             grads, _ = ftp.optim.clip_by_global_norm(grads, 1.0)
             return *opt.update(grads, state, params), loss
 
-        step = ftp.spmd(train_step, mesh, (specs, specs, P("dp")), (specs, specs, P()), donate=(0, 1))
+        step = ftp.spmd(
+            train_step, mesh, (specs, specs, P("dp")), (specs, specs, P()), donate=(0, 1)
+        )
         return step.lower(params, opt.init(params), x)
 
     folded = lowered(9)
@@ -162,7 +195,10 @@ def test_layers_are_planned_as_one(monkeypatch: pytest.MonkeyPatch):
     whole = lowered(9)
     assert not whole.plan.alike
     assert folded.plan.cost == pytest.approx(whole.plan.cost, rel=1e-12)
-    records = [Counter((c.op, c.axes, c.shape, c.dtype, c.source) for c in program.collectives) for program in (folded, whole)]
+    records = [
+        Counter((c.op, c.axes, c.shape, c.dtype, c.source) for c in program.collectives)
+        for program in (folded, whole)
+    ]
     assert records[0] == records[1]
     assert folded.memory == whole.memory
 
@@ -171,17 +207,24 @@ def test_a_cut_of_the_layers_is_right():
     """Specs may cut the stacked dim too; slices are then gathered."""
     fn, params, x = decoder(3)
     mesh = ftp.simulated_mesh((2,), ("dp",))
-    step = ftp.shard(lambda p, x: ftp.scan(fn, p, x).square().mean(), mesh, ftp.plan(params, {path: P("dp") for path in params}))
+    step = ftp.shard(
+        lambda p, x: ftp.scan(fn, p, x).square().mean(),
+        mesh,
+        ftp.plan(params, {path: P("dp") for path in params}),
+    )
     equal(step(params, x)[1], torch.func.grad(lambda p: looped(fn, p, x))(params))
 
 
 def test_errors():
     w, x = torch.ones(3, 2, 2), torch.ones(2)
     with pytest.raises(
-        InputError, match=r"of size 3 in stacked\['a'\] of shape \(3, 2, 2\), but other in stacked\['b'\] of shape \(4, 2\)"
+        InputError,
+        match=r"of size 3 in stacked\['a'\] of shape \(3, 2, 2\), but other in stacked\['b'\] of shape \(4, 2\)",
     ):
         ftp.scan(lambda p, x: x, {"a": w, "b": torch.ones(4, 2), "c": w}, x)
-    with pytest.raises(InputError, match=r"stacked\['n'\] is 3, an int: it has no slices. Close over it."):
+    with pytest.raises(
+        InputError, match=r"stacked\['n'\] is 3, an int: it has no slices. Close over it."
+    ):
         ftp.scan(lambda p, x: x, {"a": w, "n": 3}, x)
     with pytest.raises(InputError, match="0-d tensor"):
         ftp.scan(lambda p, x: x, torch.tensor(1.0), x)

@@ -33,7 +33,13 @@ def once(listed):
     return found
 
 
-@given(st.builds(Pin, st.lists(entries).map(lambda e: P(*once(e))), st.none() | st.lists(names, min_size=1).map(tuple)))
+@given(
+    st.builds(
+        Pin,
+        st.lists(entries).map(lambda e: P(*once(e))),
+        st.none() | st.lists(names, min_size=1).map(tuple),
+    )
+)
 def test_parse_is_the_inverse_of_print(pin):
     parsed = pin_from_str(pin_to_str(pin))
     assert parsed == pin and parsed.spec.entries == pin.spec.entries
@@ -47,7 +53,9 @@ def free(x):
     return x.sin().cos().sum()
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads forward-mode rules
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script"
+)  # torch's own, when it first loads forward-mode rules
 @pytest.mark.parametrize(
     "transform",
     [
@@ -85,9 +93,13 @@ def test_value_and_gradient_are_pinned(functionalized):
     assert specs_in(gm) == [P("dp"), P("dp")]
 
 
-@pytest.mark.parametrize(("dim", "spec"), [(0, P(None, "dp", "tp")), (1, P("dp", None, "tp")), (2, P("dp", "tp"))])
+@pytest.mark.parametrize(
+    ("dim", "spec"), [(0, P(None, "dp", "tp")), (1, P("dp", None, "tp")), (2, P("dp", "tp"))]
+)
 def test_the_mapped_dim_is_not_cut(dim, spec):
-    gm = make_fx(torch.vmap(lambda x: constrain(x, P("dp", "tp")), in_dims=dim), tracing_mode="fake")(torch.ones(2, 3, 4))
+    gm = make_fx(
+        torch.vmap(lambda x: constrain(x, P("dp", "tp")), in_dims=dim), tracing_mode="fake"
+    )(torch.ones(2, 3, 4))
     assert specs_in(gm) == [spec]
 
 
@@ -101,32 +113,48 @@ def test_a_copy():
 def test_errors():
     with pytest.raises(SpecError) as error:
         constrain(torch.ones(2, 3), P("dp", None, "tp"))
-    assert str(error.value).splitlines()[0].endswith('constrain(torch.ones(2, 3), P("dp", None, "tp"))')
+    assert (
+        str(error.value)
+        .splitlines()[0]
+        .endswith('constrain(torch.ones(2, 3), P("dp", None, "tp"))')
+    )
     assert "test_constrain.py:" in str(error.value)
-    assert "P('dp', None, 'tp') has 3 entries, but the tensor that it pins has 2 dims, shape (2, 3). Give at most 2." in str(error.value)
+    assert (
+        "P('dp', None, 'tp') has 3 entries, but the tensor that it pins has 2 dims, shape (2, 3)."
+        " Give at most 2." in str(error.value)
+    )
     with pytest.raises(SpecError, match=r"takes a spec such as P\('dp', None\), not 'dp', a str"):
         constrain(torch.ones(2), "dp")  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="pins a tensor, not 3, a int"):
         constrain(3, P())  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"P\('dp'\) names 'dp', but axes=\('tp',\) says that it speaks of no such axis."):
+    with pytest.raises(
+        SpecError,
+        match=r"P\('dp'\) names 'dp', but axes=\('tp',\) says that it speaks of no such axis.",
+    ):
         constrain(torch.ones(2), P("dp"), axes="tp")
     with pytest.raises(SpecError, match=r"axes=\(\): it takes the name of a mesh axis"):
         constrain(torch.ones(2), P(), axes=())
-    with pytest.raises(SpecError, match=r"P\(\.\.\., 'tp', None\) has 3 entries, but the tensor that it pins has 1 dims"):
+    with pytest.raises(
+        SpecError,
+        match=r"P\(\.\.\., 'tp', None\) has 3 entries, but the tensor that it pins has 1 dims",
+    ):
         constrain(torch.ones(2), P(..., "tp", None))
 
 
 def test_the_last_dims_are_named_from_behind():
-    gm = make_fx(lambda x: constrain(x, P(..., "tp", None)), tracing_mode="fake")(torch.ones(2, 3, 4))
+    gm = make_fx(lambda x: constrain(x, P(..., "tp", None)), tracing_mode="fake")(
+        torch.ones(2, 3, 4)
+    )
     assert specs_in(gm) == [P(None, "tp")]
     gm = make_fx(lambda x: constrain(x, P(..., "dp", "tp")), tracing_mode="fake")(torch.ones(2, 3))
     assert specs_in(gm) == [P("dp", "tp")]
 
 
 def test_a_gradient_may_be_left_to_the_planner():
-    gm = make_fx(torch.func.grad_and_value(lambda x: constrain(x.sin(), P("dp"), grad=False).cos().sum()), tracing_mode="fake")(
-        torch.ones(3, 2)
-    )
+    gm = make_fx(
+        torch.func.grad_and_value(lambda x: constrain(x.sin(), P("dp"), grad=False).cos().sum()),
+        tracing_mode="fake",
+    )(torch.ones(3, 2))
     assert specs_in(gm) == [P("dp")]
 
 
@@ -147,8 +175,15 @@ def test_a_constraint_leaves_alone_the_axes_of_which_it_does_not_speak():
     params, specs = {"w": w, "v": v}, {"w": P(None, "tp"), "v": P("tp", None)}
     expected, value = torch.func.grad_and_value(loss)(params, x)
     found = {}
-    for name, options in {"none": {}, "all": {"axes": None, "grad": True}, "tp": {"axes": "tp"}, "dp": {"axes": "dp"}}.items():
-        step = ftp.shard(lambda p, x, options=options: loss(p, x, **options), mesh, specs, batch_specs=P("dp"))
+    for name, options in {
+        "none": {},
+        "all": {"axes": None, "grad": True},
+        "tp": {"axes": "tp"},
+        "dp": {"axes": "dp"},
+    }.items():
+        step = ftp.shard(
+            lambda p, x, options=options: loss(p, x, **options), mesh, specs, batch_specs=P("dp")
+        )
         found[name] = issued(step, params, x)
         got, grads = step(params, x)
         torch.testing.assert_close(got, value)
@@ -158,11 +193,21 @@ def test_a_constraint_leaves_alone_the_axes_of_which_it_does_not_speak():
 
 
 def test_an_axis_that_the_mesh_has_not():
-    step = ftp.shard(lambda p, x: constrain(x * p, P(), axes="model").sum(), ftp.simulated_mesh(2, "tp"), P())
-    with pytest.raises(SpecError, match=r"speaks of mesh axis 'model', but the mesh is \(tp 2\) on cpu. Give axes= names of its axes."):
+    step = ftp.shard(
+        lambda p, x: constrain(x * p, P(), axes="model").sum(), ftp.simulated_mesh(2, "tp"), P()
+    )
+    with pytest.raises(
+        SpecError,
+        match=r"speaks of mesh axis 'model', but the mesh is \(tp 2\) on cpu. Give axes= names of its axes.",
+    ):
         step.lower(torch.ones(2), torch.ones(2))
 
 
 def test_only_a_constraint_may_begin_with_dots():
-    with pytest.raises(SpecError, match=r"has spec P\(\.\.\., 'tp'\), but only a constraint may begin with '...'. Give P\(None, 'tp'\)."):
-        ftp.shard(lambda p, x: (x * p).sum(), ftp.simulated_mesh(2, "tp"), P(..., "tp")).lower(torch.ones(2, 2), torch.ones(2, 2))
+    with pytest.raises(
+        SpecError,
+        match=r"has spec P\(\.\.\., 'tp'\), but only a constraint may begin with '...'. Give P\(None, 'tp'\).",
+    ):
+        ftp.shard(lambda p, x: (x * p).sum(), ftp.simulated_mesh(2, "tp"), P(..., "tp")).lower(
+            torch.ones(2, 2), torch.ones(2, 2)
+        )

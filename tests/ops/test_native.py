@@ -40,7 +40,9 @@ def works(library: ctypes.CDLL | None) -> bool:
 
 
 @needs_compiler
-def test_what_is_kept_is_loaded_again_and_without_a_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_what_is_kept_is_loaded_again_and_without_a_compiler(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     assert works(compiled())
     (kept,) = files(cache)
     assert kept.stat().st_mode & 0o777 == 0o600 and kept.parent.stat().st_mode & 0o777 == 0o700
@@ -81,7 +83,9 @@ def a_pipe(kept: Path, whole: bytes) -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("damage", [empty, cut_short, of_another_program, writable_by_all, a_link, a_pipe])
+@pytest.mark.parametrize(
+    "damage", [empty, cut_short, of_another_program, writable_by_all, a_link, a_pipe]
+)
 def test_what_is_damaged_or_not_ones_own_is_built_again(cache: Path, damage):
     assert works(compiled())
     (kept,) = files(cache)
@@ -115,7 +119,10 @@ def test_a_folder_that_others_can_write_to_is_not_used(cache: Path):
         refused.mkdir()
         refused.chmod(0o777)
         native._own_folder.cache_clear()
-        said = f"ftp's cache {refused} can be written by others \\(mode 777\\), so that others could plant code in it"
+        said = (
+            f"ftp's cache {refused} can be written by others \\(mode 777\\), so that others"
+            " could plant code in it"
+        )
         with pytest.warns(UserWarning, match=said):
             folder = cache_folder("compiled")
         assert folder == cache.parent / "temporary" / f"ftp-{os.geteuid()}" / "compiled"
@@ -134,11 +141,15 @@ def test_anothers_folder_is_not_used(cache: Path):
     os.chown(private, 65534, 65534)  # that one too
     with pytest.warns(UserWarning, match="belongs to user 65534, not to 0 who runs this"):
         folder = cache_folder("discovery")
-    assert folder.stat().st_uid == 0 and private not in folder.parents and cache not in folder.parents
+    assert (
+        folder.stat().st_uid == 0 and private not in folder.parents and cache not in folder.parents
+    )
 
 
 @needs_compiler
-def test_where_no_cache_can_be_it_is_built_all_the_same(cache: Path, monkeypatch: pytest.MonkeyPatch):
+def test_where_no_cache_can_be_it_is_built_all_the_same(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+):
     cache.touch()  # no folder can be made there
     assert works(compiled())
     (kept,) = files(cache.parent / "temporary")

@@ -1,4 +1,6 @@
-"""Optimizers against torch.optim over twenty steps, unsharded and cut; schedules against torch.optim.lr_scheduler."""
+"""Optimizers against torch.optim over twenty steps, unsharded and cut; schedules against
+torch.optim.lr_scheduler.
+"""
 
 import math
 from collections import Counter
@@ -19,11 +21,20 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW, amsgrad": (torch.optim.AdamW, {"lr": 1e-2, "amsgrad": True, "maximize": True}),
     "Adam": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1}),
     "SGD": (torch.optim.SGD, {"lr": 0.1}),
-    "SGD, nesterov": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
-    "SGD, dampened": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1}),
+    "SGD, nesterov": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "SGD, dampened": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.1},
+    ),
     "RMSprop": (torch.optim.RMSprop, {"lr": 1e-2}),
     "RMSprop, centered": (torch.optim.RMSprop, {"lr": 1e-2, "momentum": 0.9, "centered": True}),
-    "Adagrad": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2}),
+    "Adagrad": (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2},
+    ),
     "NAdam": (torch.optim.NAdam, {"lr": 1e-2, "weight_decay": 0.1, "decoupled_weight_decay": True}),
     "RAdam": (torch.optim.RAdam, {"lr": 1e-2, "weight_decay": 0.1}),
     "Adadelta": (torch.optim.Adadelta, {"lr": 1.0}),
@@ -32,10 +43,19 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "Rprop": (torch.optim.Rprop, {"lr": 1e-2}),
     "Muon": (torch.optim.Muon, {"lr": 1e-2}),
     "AdamW, fused": (torch.optim.AdamW, {"lr": 1e-2, "weight_decay": 0.1, "fused": True}),
-    "Adam, fused, amsgrad": (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True, "fused": True}),
+    "Adam, fused, amsgrad": (
+        torch.optim.Adam,
+        {"lr": 1e-2, "weight_decay": 0.1, "amsgrad": True, "maximize": True, "fused": True},
+    ),
     "SGD, fused": (torch.optim.SGD, {"lr": 0.1, "weight_decay": 0.1, "fused": True}),
-    "SGD, fused, dampened": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "fused": True}),
-    "Adagrad, fused": (torch.optim.Adagrad, {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2, "fused": True}),
+    "SGD, fused, dampened": (
+        torch.optim.SGD,
+        {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "fused": True},
+    ),
+    "Adagrad, fused": (
+        torch.optim.Adagrad,
+        {"lr": 0.1, "lr_decay": 0.1, "initial_accumulator_value": 0.2, "fused": True},
+    ),
     "Adafactor": (torch.optim.Adafactor, {"lr": 1e-2, "weight_decay": 0.1}),
 }
 SPECS = {"up": P("tp"), "down": P(None, "tp"), "scale": P("tp")}
@@ -43,7 +63,9 @@ SPECS = {"up": P("tp"), "down": P(None, "tp"), "scale": P("tp")}
 
 @pytest.fixture(autouse=True)
 def double(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """torch's own counters and Muon's products in float64 too, so that nothing hides behind rounding."""
+    """torch's own counters and Muon's products in float64 too, so that nothing hides behind
+    rounding.
+    """
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda self: self)
     torch.set_default_dtype(torch.float64)
     yield
@@ -59,10 +81,15 @@ def parameters(cls: type = torch.optim.AdamW) -> dict[str, torch.Tensor]:
 
 def gradients(params: dict[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(2)
-    return [{name: torch.randn(p.shape, generator=generator) for name, p in params.items()} for _ in range(STEPS)]
+    return [
+        {name: torch.randn(p.shape, generator=generator) for name, p in params.items()}
+        for _ in range(STEPS)
+    ]
 
 
-def of_torch(opt: torch.optim.Optimizer, leaves: dict[str, torch.Tensor], scheduler: Any = None) -> dict[str, torch.Tensor]:
+def of_torch(
+    opt: torch.optim.Optimizer, leaves: dict[str, torch.Tensor], scheduler: Any = None
+) -> dict[str, torch.Tensor]:
     for grads in gradients(leaves):
         for name, leaf in leaves.items():
             leaf.grad = grads[name]
@@ -88,19 +115,26 @@ def test_as_torch(name: str, scheduled: bool):
     cls, options = OPTIMIZERS[name]
     params, leaves = parameters(cls), leaves_of(parameters(cls))
     theirs = cls(list(leaves.values()), **options)
-    expected = of_torch(theirs, leaves, lr_scheduler.ExponentialLR(theirs, 0.9) if scheduled else None)
+    expected = of_torch(
+        theirs, leaves, lr_scheduler.ExponentialLR(theirs, 0.9) if scheduled else None
+    )
     rate: Any = schedules.exponential(options["lr"], 0.9) if scheduled else options["lr"]
     opt = ftp.optim.from_torch(cls, **{**options, "lr": rate})
     state = opt.init(params)
     specs = {key: SPECS[key] for key in params}
-    update = opt.update if scheduled else ftp.spmd(opt.update, ftp.simulated_mesh((2,), ("tp",)), (specs,) * 3, (specs,) * 2)
+    update = (
+        opt.update
+        if scheduled
+        else ftp.spmd(opt.update, ftp.simulated_mesh((2,), ("tp",)), (specs,) * 3, (specs,) * 2)
+    )
     for grads in gradients(params):
         params, state = update(grads, state, params)
     same(params, expected)
 
 
 REFUSED = {
-    torch.optim.LBFGS: "torch.optim.LBFGS cannot be made pure: it evaluates the loss several times in one step",
+    torch.optim.LBFGS: "torch.optim.LBFGS cannot be made pure: it evaluates the loss several times"
+    " in one step",
     torch.optim.SparseAdam: "torch.optim.SparseAdam cannot be made pure: it takes sparse gradients",
 }
 
@@ -144,16 +178,25 @@ def test_parameters_of_one_shape_start_apart():
     params = {name: torch.randn(3, 2) for name in "abc"}
     state = opt.init(params)
     alone = {name: opt.init({name: value})[name] for name, value in params.items()}
-    assert all(torch.equal(state[name][slot], alone[name][slot]) for name in params for slot in alone[name])
+    assert all(
+        torch.equal(state[name][slot], alone[name][slot]) for name in params for slot in alone[name]
+    )
     slots = [value.data_ptr() for kept in state.values() for value in kept.values()]
     assert len(set(slots)) == len(slots) == 9
 
 
 def test_groups_by_path():
     params, leaves = parameters(), leaves_of(parameters())
-    theirs = torch.optim.AdamW([{"params": [leaves["up"], leaves["down"]]}, {"params": [leaves["scale"]], "weight_decay": 0.0, "lr": 0.3}])
+    theirs = torch.optim.AdamW(
+        [
+            {"params": [leaves["up"], leaves["down"]]},
+            {"params": [leaves["scale"]], "weight_decay": 0.0, "lr": 0.3},
+        ]
+    )
     expected = of_torch(theirs, leaves)
-    opt = ftp.optim.from_torch(torch.optim.AdamW, groups={"scale": {"weight_decay": 0.0, "lr": 0.3}})
+    opt = ftp.optim.from_torch(
+        torch.optim.AdamW, groups={"scale": {"weight_decay": 0.0, "lr": 0.3}}
+    )
     state = opt.init(params)
     for grads in gradients(params):
         params, state = opt.update(grads, state, params)
@@ -163,7 +206,10 @@ def test_groups_by_path():
 def test_another_optimizer_by_path_and_none_for_the_frozen():
     params, leaves = parameters(), leaves_of(parameters())
     expected = of_torch(torch.optim.Muon([leaves["up"]], lr=0.1), {"up": leaves["up"]})
-    muon, adam = ftp.optim.from_torch(torch.optim.Muon, lr=0.1), ftp.optim.from_torch(torch.optim.AdamW)
+    muon, adam = (
+        ftp.optim.from_torch(torch.optim.Muon, lr=0.1),
+        ftp.optim.from_torch(torch.optim.AdamW),
+    )
     opt = ftp.optim.by_path({"up": muon, "down": None, "scale": adam})
     given, state = params, opt.init(params)
     assert {name: sorted(slots) for name, slots in state.items()} == {
@@ -174,29 +220,45 @@ def test_another_optimizer_by_path_and_none_for_the_frozen():
     for grads in gradients({"up": params["up"]}):
         params, state = opt.update({**given, **grads}, state, params)
     same({"up": params["up"]}, expected)
-    assert torch.equal(params["down"], given["down"]) and not torch.equal(params["scale"], given["scale"])
+    assert torch.equal(params["down"], given["down"]) and not torch.equal(
+        params["scale"], given["scale"]
+    )
 
 
 def test_foreach_changes_nothing():
     params = parameters()
-    one, other = (ftp.optim.from_torch(torch.optim.AdamW, lr=0.1, foreach=foreach) for foreach in (True, None))
+    one, other = (
+        ftp.optim.from_torch(torch.optim.AdamW, lr=0.1, foreach=foreach) for foreach in (True, None)
+    )
     same(*(opt.update(gradients(params)[0], opt.init(params), params)[0] for opt in (one, other)))
     with pytest.raises(ftp.FtpError, match=r"refuses its options: .*'foreach'"):
         ftp.optim.from_torch(OwnSigns, foreach=True)
 
 
 def test_errors_name_the_leaf():
-    opt, params = ftp.optim.from_torch(torch.optim.SGD, lr=0.1, groups={"uq": {"lr": 1.0}}), parameters()
-    with pytest.raises(ftp.FtpError, match=r"pattern 'uq' matches no path of params; the nearest are 'up'"):
+    opt, params = (
+        ftp.optim.from_torch(torch.optim.SGD, lr=0.1, groups={"uq": {"lr": 1.0}}),
+        parameters(),
+    )
+    with pytest.raises(
+        ftp.FtpError, match=r"pattern 'uq' matches no path of params; the nearest are 'up'"
+    ):
         opt.init(params)
     opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.1)
-    with pytest.raises(ftp.FtpError, match=r"grads\['up'\] has shape \(3,\), its parameter \(7, 4\)"):
+    with pytest.raises(
+        ftp.FtpError, match=r"grads\['up'\] has shape \(3,\), its parameter \(7, 4\)"
+    ):
         opt.update({**params, "up": torch.ones(3)}, opt.init(params), params)
     with pytest.raises(ftp.FtpError, match="grads is not a tree as params is"):
         opt.update({"up": params["up"]}, opt.init(params), params)
-    with pytest.raises(ftp.FtpError, match=r"params\['scale'\] has no optimizer: no pattern names it"):
+    with pytest.raises(
+        ftp.FtpError, match=r"params\['scale'\] has no optimizer: no pattern names it"
+    ):
         ftp.optim.by_path({"up": opt, "down": None}).init(params)
-    with pytest.raises(ftp.FtpError, match=r"torch.optim.SGD refuses its options: .*unexpected keyword argument 'betas'"):
+    with pytest.raises(
+        ftp.FtpError,
+        match=r"torch.optim.SGD refuses its options: .*unexpected keyword argument 'betas'",
+    ):
         ftp.optim.from_torch(torch.optim.SGD, lr=0.1, betas=(0.9, 0.9))
     with pytest.raises(ftp.FtpError, match=r"AdamW\(capturable=True\) has no meaning in a program"):
         ftp.optim.from_torch(torch.optim.AdamW, capturable=True)
@@ -205,7 +267,10 @@ def test_errors_name_the_leaf():
 def test_specs_of_the_state():
     opt, params = ftp.optim.from_torch(torch.optim.Adafactor), parameters()
     found = opt.specs(params, SPECS)
-    assert found["up"] == {"col_var": P(), "row_var": P(), "step": P()} and found["scale"] == {"step": P(), "variance": P("tp")}
+    assert found["up"] == {"col_var": P(), "row_var": P(), "step": P()} and found["scale"] == {
+        "step": P(),
+        "variance": P("tp"),
+    }
     adam = ftp.optim.from_torch(torch.optim.AdamW)
     found = adam.specs(params, SPECS, {"**.exp_avg_sq": P("dp")})
     assert found["down"] == {"exp_avg": P(None, "tp"), "exp_avg_sq": P("dp"), "step": P()}
@@ -215,10 +280,16 @@ def test_specs_of_the_state():
 
 def test_state_made_on_the_mesh():
     """The parameters' spec tree covers the state: what is no parameter's shape is replicated."""
-    mesh, opt, params = ftp.simulated_mesh((2,), ("tp",)), ftp.optim.from_torch(torch.optim.AdamW), parameters()
+    mesh, opt, params = (
+        ftp.simulated_mesh((2,), ("tp",)),
+        ftp.optim.from_torch(torch.optim.AdamW),
+        parameters(),
+    )
     state = ftp.spmd(opt.init, mesh, (SPECS,), SPECS)(ftp.device_put(params, mesh, SPECS))
     placed = ftp.device_put(opt.init(params), mesh, SPECS)
-    assert state.keys() == placed.keys() and all(torch.equal(state[k][s], placed[k][s]) for k in state for s in state[k])
+    assert state.keys() == placed.keys() and all(
+        torch.equal(state[k][s], placed[k][s]) for k in state for s in state[k]
+    )
 
 
 NORMS = {
@@ -237,12 +308,16 @@ def test_global_norm_counts_every_element_once(case: str):
         leaf.grad = grads[name].clone()
     norm = torch.nn.utils.clip_grad_norm_(list(leaves.values()), 0.5)
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
-    clip = ftp.spmd(lambda grads: ftp.optim.clip_by_global_norm(grads, 0.5), mesh, (specs,), (specs, P()))
+    clip = ftp.spmd(
+        lambda grads: ftp.optim.clip_by_global_norm(grads, 0.5), mesh, (specs,), (specs, P())
+    )
     clipped, found = clip(grads)
     torch.testing.assert_close(found, norm, rtol=1e-14, atol=0)
     same(clipped, {name: leaf.grad for name, leaf in leaves.items() if leaf.grad is not None})
     collectives = clip.lower(grads).collectives
-    assert Counter((c.op, c.shape) for c in collectives) == ({("all_reduce", ()): axes} if axes else {})
+    assert Counter((c.op, c.shape) for c in collectives) == (
+        {("all_reduce", ()): axes} if axes else {}
+    )
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 1.0])
@@ -272,7 +347,12 @@ def test_an_update_from_what_is_not_finite_is_skipped(value: float):
 def test_which_leaf_is_not_finite():
     params = parameters()
     params["down"][1, 2], params["scale"][:3] = float("nan"), float("inf")
-    count = ftp.spmd(lambda p: ftp.optim.count_nonfinite(p, by_leaf=True), ftp.simulated_mesh((3,), ("tp",)), (SPECS,), P())
+    count = ftp.spmd(
+        lambda p: ftp.optim.count_nonfinite(p, by_leaf=True),
+        ftp.simulated_mesh((3,), ("tp",)),
+        (SPECS,),
+        P(),
+    )
     assert {name: int(n) for name, n in count(params).items()} == {"up": 0, "down": 1, "scale": 3}
 
 
@@ -293,17 +373,37 @@ def test_ema():
 
 
 SCHEDULES: dict[str, tuple[Any, Any]] = {
-    "linear": (schedules.linear(0.1, 7, start=0.2, end=0.8), lambda o: lr_scheduler.LinearLR(o, 0.2, 0.8, 7)),
-    "constant": (schedules.constant(0.1, 4, factor=0.3), lambda o: lr_scheduler.ConstantLR(o, 0.3, 4)),
+    "linear": (
+        schedules.linear(0.1, 7, start=0.2, end=0.8),
+        lambda o: lr_scheduler.LinearLR(o, 0.2, 0.8, 7),
+    ),
+    "constant": (
+        schedules.constant(0.1, 4, factor=0.3),
+        lambda o: lr_scheduler.ConstantLR(o, 0.3, 4),
+    ),
     "exponential": (schedules.exponential(0.1, 0.9), lambda o: lr_scheduler.ExponentialLR(o, 0.9)),
-    "steps": (schedules.steps(0.1, [3, 8], 0.5), lambda o: lr_scheduler.MultiStepLR(o, [3, 8], 0.5)),
+    "steps": (
+        schedules.steps(0.1, [3, 8], 0.5),
+        lambda o: lr_scheduler.MultiStepLR(o, [3, 8], 0.5),
+    ),
     "steps, evenly": (schedules.steps(0.1, 7, 0.5), lambda o: lr_scheduler.StepLR(o, 7, 0.5)),
-    "polynomial": (schedules.polynomial(0.1, 9, 2.0), lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0)),
-    "cosine": (schedules.cosine(0.1, 25, end=0.01), lambda o: lr_scheduler.CosineAnnealingLR(o, 25, 0.01)),
-    "cosine_restarts": (schedules.cosine_restarts(0.1, 6, end=0.01), lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6, 1, 0.01)),
+    "polynomial": (
+        schedules.polynomial(0.1, 9, 2.0),
+        lambda o: lr_scheduler.PolynomialLR(o, 9, 2.0),
+    ),
+    "cosine": (
+        schedules.cosine(0.1, 25, end=0.01),
+        lambda o: lr_scheduler.CosineAnnealingLR(o, 25, 0.01),
+    ),
+    "cosine_restarts": (
+        schedules.cosine_restarts(0.1, 6, end=0.01),
+        lambda o: lr_scheduler.CosineAnnealingWarmRestarts(o, 6, 1, 0.01),
+    ),
     "sequence": (
         schedules.sequence([schedules.linear(0.1, 5, start=0.1), schedules.cosine(0.1, 20)], [5]),
-        lambda o: lr_scheduler.SequentialLR(o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.CosineAnnealingLR(o, 20)], [5]),
+        lambda o: lr_scheduler.SequentialLR(
+            o, [lr_scheduler.LinearLR(o, 0.1, 1.0, 5), lr_scheduler.CosineAnnealingLR(o, 20)], [5]
+        ),
     ),
 }
 
@@ -314,7 +414,12 @@ def test_schedules(name: str):
     opt = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.1)
     scheduler = theirs(opt)
     for i in range(STEPS):
-        assert math.isclose(float(mine(torch.tensor(float(i)))), opt.param_groups[0]["lr"], rel_tol=1e-12, abs_tol=1e-15), i
+        assert math.isclose(
+            float(mine(torch.tensor(float(i)))),
+            opt.param_groups[0]["lr"],
+            rel_tol=1e-12,
+            abs_tol=1e-15,
+        ), i
         opt.step()
         scheduler.step()
 
@@ -325,7 +430,10 @@ def test_replicas_under_vmap(name: str):
     cls, options = OPTIMIZERS[name]
     opt, n = ftp.optim.from_torch(cls, **options), 3
     params = {k: torch.stack([v * (i + 1) for i in range(n)]) for k, v in parameters(cls).items()}
-    grads = {k: torch.stack([v * (i - 1) for i in range(n)]) for k, v in gradients(parameters(cls))[0].items()}
+    grads = {
+        k: torch.stack([v * (i - 1) for i in range(n)])
+        for k, v in gradients(parameters(cls))[0].items()
+    }
 
     def run(update: Any, params: Any, state: Any, grads: Any) -> Any:
         for _ in range(2):
@@ -333,16 +441,26 @@ def test_replicas_under_vmap(name: str):
         return params, state
 
     def one(tree: Any, i: int) -> Any:
-        return {k: {s: x[i] for s, x in v.items()} if isinstance(v, dict) else v[i] for k, v in tree.items()}
+        return {
+            k: {s: x[i] for s, x in v.items()} if isinstance(v, dict) else v[i]
+            for k, v in tree.items()
+        }
 
     state = torch.vmap(opt.init)(params)
     found = run(torch.vmap(opt.update), params, state, grads)
     for i in range(n):
         expected = run(opt.update, one(params, i), opt.init(one(params, i)), one(grads, i))
         assert expected[1].keys() == found[1].keys()
-        torch.testing.assert_close((one(found[0], i), one(found[1], i)), (expected[0], {k: dict(v) for k, v in expected[1].items()}))
+        torch.testing.assert_close(
+            (one(found[0], i), one(found[1], i)),
+            (expected[0], {k: dict(v) for k, v in expected[1].items()}),
+        )
     cut = {k: {slot: P("replica") for slot in slots} for k, slots in state.items()}
-    step = ftp.spmd(torch.vmap(opt.update), ftp.simulated_mesh((2,), ("replica",)), (P("replica"), cut, P("replica")))
+    step = ftp.spmd(
+        torch.vmap(opt.update),
+        ftp.simulated_mesh((2,), ("replica",)),
+        (P("replica"), cut, P("replica")),
+    )
     lowered = step.lower(grads, state, params)
     assert not lowered.collectives
     torch.testing.assert_close(run(step, params, state, grads), found, rtol=1e-10, atol=1e-12)

@@ -1,4 +1,6 @@
-"""Whole train steps against one device over several steps, and their collectives: those of the loss, and a number for the clip."""
+"""Whole train steps against one device over several steps, and their collectives: those of the
+loss, and a number for the clip.
+"""
 
 import re
 from collections import Counter
@@ -17,10 +19,14 @@ from ftp import P
 CFG = LlamaConfig(vocab=64, layers=1)
 TOKENS = (8, 20)
 OPT = ftp.optim.from_torch(
-    torch.optim.AdamW, lr=ftp.optim.schedules.linear(1e-2, 4, start=0.1), groups={"**.norm*.weight": {"weight_decay": 0.0}}
+    torch.optim.AdamW,
+    lr=ftp.optim.schedules.linear(1e-2, 4, start=0.1),
+    groups={"**.norm*.weight": {"weight_decay": 0.0}},
 )
 DP, BOTH = ("dp",), ("dp", "tp")
-PLANS: dict[str, tuple[tuple[str, ...], dict[str, str], P, Any]] = {  # axes, what cuts the weights, the batch, the state if otherwise
+PLANS: dict[
+    str, tuple[tuple[str, ...], dict[str, str], P, Any]
+] = {  # axes, what cuts the weights, the batch, the state if otherwise
     "dp": (DP, {}, P("dp"), None),
     "tp": (("tp",), {"tp": "tp"}, P(), None),
     "cp": (("cp",), {}, P(None, "cp"), None),
@@ -51,7 +57,9 @@ def step_of(plan: str, fn: Any, params: Any, **options: Any) -> ftp.Step:
 
 
 def kinds(collectives: Sequence[ftp.Collective]) -> Counter[str]:
-    """Per op, but numbers apart, and small all-reduces of 1-d gradients with the reduce-scatters that they may stand for."""
+    """Per op, but numbers apart, and small all-reduces of 1-d gradients with the reduce-scatters
+    that they may stand for.
+    """
     return Counter("number" if not c.global_shape else c.op for c in collectives)
 
 
@@ -114,19 +122,30 @@ def test_collectives_are_those_of_shard_and_the_clips(plan: str):
     axes, weights, batch_specs, _ = PLANS[plan]
     of_params = ftp.plan(params, specs(cuts(CFG), **weights))  # type: ignore[arg-type]
     mesh, batch = ftp.simulated_mesh((2,) * len(axes), axes), lm_batch(CFG, *TOKENS)
-    of_loss = kinds(ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_specs).lower(params, batch).collectives)
-    step = step_of(plan, partial(train_step, loss_fn), params).lower(params, OPT.init(params), batch)
+    of_loss = kinds(
+        ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_specs)
+        .lower(params, batch)
+        .collectives
+    )
+    step = step_of(plan, partial(train_step, loss_fn), params).lower(
+        params, OPT.init(params), batch
+    )
     found = kinds(step.collectives)
     assert found["number"] - of_loss["number"] == (1 if weights else 0)
     assert found["all_gather"] == of_loss["all_gather"]
-    assert found["all_reduce"] + found["reduce_scatter"] == of_loss["all_reduce"] + of_loss["reduce_scatter"]
+    assert (
+        found["all_reduce"] + found["reduce_scatter"]
+        == of_loss["all_reduce"] + of_loss["reduce_scatter"]
+    )
     assert step.plan.kept_rules[axes[0]]
 
 
 def test_zero_1_reduces_gradients_to_shards_and_gathers_parameters():
     loss_fn, params = model()
     found = kinds(
-        step_of("zero-1", partial(train_step, loss_fn), params).lower(params, OPT.init(params), lm_batch(CFG, *TOKENS)).collectives
+        step_of("zero-1", partial(train_step, loss_fn), params)
+        .lower(params, OPT.init(params), lm_batch(CFG, *TOKENS))
+        .collectives
     )
     assert found["all_gather"] == found["all_reduce"] + found["reduce_scatter"] == len(params)
     assert found["reduce_scatter"] >= sum(p.ndim > 1 for p in params.values())
@@ -136,9 +155,17 @@ def test_zero_1_reduces_gradients_to_shards_and_gathers_parameters():
 def test_microbatches_reduce_gradients_once(plan: str):
     loss_fn, params = model()
     state, batch = OPT.init(params), lm_batch(CFG, *TOKENS)
-    once, twice = (step_of(plan, partial(train_step, loss_fn, micro=n), params, reshard_after_forward=False) for n in (1, 2))
+    once, twice = (
+        step_of(plan, partial(train_step, loss_fn, micro=n), params, reshard_after_forward=False)
+        for n in (1, 2)
+    )
     counts = [
-        Counter(c.op for c in step.lower(params, state, batch).collectives if c.global_shape in shapes(params)) for step in (once, twice)
+        Counter(
+            c.op
+            for c in step.lower(params, state, batch).collectives
+            if c.global_shape in shapes(params)
+        )
+        for step in (once, twice)
     ]
     assert counts[0] == counts[1]
     assert counts[1].total() > 0 or plan == "tp"
@@ -153,18 +180,25 @@ def shapes(params: dict[str, torch.Tensor]) -> set[tuple[int, ...]]:
 
 def test_rows_must_divide_into_microbatches():
     loss_fn, params = model()
-    with pytest.raises(ftp.FtpError, match=r"batch\[0\]\[1\] has shape \(8, 20\): its first dim must divide into 3 microbatches"):
+    with pytest.raises(
+        ftp.FtpError,
+        match=r"batch\[0\]\[1\] has shape \(8, 20\): its first dim must divide into 3 microbatches",
+    ):
         train_step(loss_fn, params, OPT.init(params), lm_batch(CFG, *TOKENS), micro=3)
 
 
 def halved(loss_fn: Any) -> Any:
     """Computes in bfloat16 and keeps float32 parameters."""
-    return lambda params, batch: loss_fn({k: p.bfloat16() for k, p in params.items()}, batch).float()
+    return lambda params, batch: loss_fn(
+        {k: p.bfloat16() for k, p in params.items()}, batch
+    ).float()
 
 
 @pytest.mark.parametrize("reduced", [torch.float32, torch.bfloat16], ids=str)
 def test_mixed_precision(reduced: torch.dtype):
-    """Parameters are gathered in the dtype in which they are used, gradients reduced in the one that the step casts to."""
+    """Parameters are gathered in the dtype in which they are used, gradients reduced in the one
+    that the step casts to.
+    """
     fn, params = ftp.functionalize(build(CFG))
     loss_fn = halved(lm_loss(fn))
 
@@ -186,14 +220,26 @@ def test_mixed_precision(reduced: torch.dtype):
 
 
 def test_muon_rounds_as_torch_does():
-    """Its products are in bfloat16, where each is rounded once: beside a cut batch the steps are torch's own to the last bit."""
+    """Its products are in bfloat16, where each is rounded once: beside a cut batch the steps are
+    torch's own to the last bit.
+    """
     generator = torch.Generator().manual_seed(0)
-    params = {"up": torch.randn(6, 10, generator=generator), "down": torch.randn(10, 6, generator=generator)}
-    grads = [{k: torch.randn(p.shape, generator=generator) for k, p in params.items()} for _ in range(20)]
+    params = {
+        "up": torch.randn(6, 10, generator=generator),
+        "down": torch.randn(10, 6, generator=generator),
+    }
+    grads = [
+        {k: torch.randn(p.shape, generator=generator) for k, p in params.items()} for _ in range(20)
+    ]
     opt = ftp.optim.from_torch(torch.optim.Muon, lr=0.02)
     leaves = {k: torch.nn.Parameter(p.clone()) for k, p in params.items()}
     reference = torch.optim.Muon(leaves.values(), lr=0.02)
-    step = ftp.spmd(lambda g, s, p: opt.update(g, s, p), ftp.simulated_mesh((2,), ("dp",)), (P(), P(), P()), (P(), P()))
+    step = ftp.spmd(
+        lambda g, s, p: opt.update(g, s, p),
+        ftp.simulated_mesh((2,), ("dp",)),
+        (P(), P(), P()),
+        (P(), P()),
+    )
     state = opt.init(params)
     for given in grads:
         for k, leaf in leaves.items():
@@ -205,10 +251,16 @@ def test_muon_rounds_as_torch_does():
 
 # Of a matrix cut along its longer and its shorter dim: what an update moves.
 UPDATES: dict[str, tuple[Any, dict[str, dict[str, int]]]] = {
-    "Muon": (torch.optim.Muon, {"longer": {"number": 1, "all_reduce": 5}, "shorter": {"all_gather": 1}}),
+    "Muon": (
+        torch.optim.Muon,
+        {"longer": {"number": 1, "all_reduce": 5}, "shorter": {"all_gather": 1}},
+    ),
     "Adafactor": (
         torch.optim.Adafactor,
-        {"longer": {"number": 2, "all_reduce": 2, "all_gather": 1}, "shorter": {"number": 2, "all_reduce": 1, "all_gather": 1}},
+        {
+            "longer": {"number": 2, "all_reduce": 2, "all_gather": 1},
+            "shorter": {"number": 2, "all_reduce": 1, "all_gather": 1},
+        },
     ),
 }
 
@@ -221,20 +273,40 @@ def test_what_an_update_of_a_whole_matrix_moves(name: str, cut: str):
     params, spec = {"w": torch.ones(12, 8)}, {"longer": P("n"), "shorter": P(None, "n")}[cut]
     mesh, state = ftp.AbstractMesh((2,), ("n",)), opt.init(params)
     of_state = opt.specs(params, spec)
-    found = ftp.lower(lambda g, s, p: opt.update(g, s, p), mesh, (spec, of_state, spec), params, state, params, out_specs=(spec, of_state))
+    found = ftp.lower(
+        lambda g, s, p: opt.update(g, s, p),
+        mesh,
+        (spec, of_state, spec),
+        params,
+        state,
+        params,
+        out_specs=(spec, of_state),
+    )
     assert kinds(found.collectives) == expected[cut]
 
 
 HEADS, LENGTH = 4, 6
 
 
-def decode(params: dict[str, torch.Tensor], cache: dict[str, torch.Tensor], token: torch.Tensor, at: torch.Tensor) -> Any:
+def decode(
+    params: dict[str, torch.Tensor],
+    cache: dict[str, torch.Tensor],
+    token: torch.Tensor,
+    at: torch.Tensor,
+) -> Any:
     """One token of each row through one layer of attention; keys and values so far are state."""
     x = params["emb"][token]
     q, k, v = ((x @ params[name]).unflatten(-1, (HEADS, -1)).transpose(1, 2) for name in "qkv")
-    cache = {"k": cache["k"].index_copy(2, at.reshape(1), k), "v": cache["v"].index_copy(2, at.reshape(1), v)}
+    cache = {
+        "k": cache["k"].index_copy(2, at.reshape(1), k),
+        "v": cache["v"].index_copy(2, at.reshape(1), v),
+    }
     mask = (torch.arange(LENGTH) <= at)[None, None, None]
-    y = torch.nn.functional.scaled_dot_product_attention(q, cache["k"], cache["v"], attn_mask=mask).transpose(1, 2).flatten(2)
+    y = (
+        torch.nn.functional.scaled_dot_product_attention(q, cache["k"], cache["v"], attn_mask=mask)
+        .transpose(1, 2)
+        .flatten(2)
+    )
     return cache, (x + y @ params["o"]) @ params["head"]
 
 
@@ -254,7 +326,10 @@ def greedy(step: Any, params: dict[str, torch.Tensor]) -> tuple[torch.Tensor, to
 def test_generation_with_a_cache_is_one_program(cut: str):
     generator = torch.Generator().manual_seed(0)
     shapes = {"emb": (11, 8), "head": (8, 11)} | dict.fromkeys("qkvo", (8, 8))
-    params = {name: torch.randn(shape, generator=generator, dtype=torch.float64) for name, shape in shapes.items()}
+    params = {
+        name: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for name, shape in shapes.items()
+    }
     of_cache = {"heads": P(None, "tp"), "sequence": P(None, None, "tp"), "batch": P("tp")}[cut]
     columns = P(None, "tp")
     megatron = {"emb": P(), "q": columns, "k": columns, "v": columns, "o": P("tp"), "head": columns}
@@ -271,16 +346,28 @@ def test_generation_with_a_cache_is_one_program(cut: str):
     assert torch.equal(tokens, expected_tokens) and len(traces) == 1
     cache = {name: torch.zeros(2, HEADS, LENGTH, 2, dtype=torch.float64) for name in "kv"}
     moved = step.lower(params, cache, torch.tensor([[1], [5]]), torch.tensor(0)).collectives
-    # The cache stays where it is: of one query a maximum, a sum and the result are reduced where its keys are cut.
+    # The cache stays where it is: of one query a maximum, a sum and the result are reduced where
+    # its keys are cut.
     gathered = {"all_gather": 1}  # the logits, or the tokens' rows of them
-    assert kinds(moved) == {"heads": {"all_reduce": 1} | gathered, "sequence": {"all_reduce": 3}, "batch": gathered}[cut]
+    assert (
+        kinds(moved)
+        == {
+            "heads": {"all_reduce": 1} | gathered,
+            "sequence": {"all_reduce": 3},
+            "batch": gathered,
+        }[cut]
+    )
     torch.testing.assert_close(logits, expected, rtol=1e-11, atol=1e-12)
 
 
 class Block(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.norm1, self.up, self.down = torch.nn.LayerNorm(8), torch.nn.Linear(8, 16), torch.nn.Linear(16, 8)
+        self.norm1, self.up, self.down = (
+            torch.nn.LayerNorm(8),
+            torch.nn.Linear(8, 16),
+            torch.nn.Linear(16, 8),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.nn.functional.gelu(self.up(self.norm1(x))))
@@ -298,24 +385,42 @@ class Net(torch.nn.Module):
 
 
 def test_the_pages_run():
-    """docs/training.md, docs/random.md and what docs/faults.md says of NaN, in one scope each, on two axes."""
+    """docs/training.md, docs/random.md and what docs/faults.md says of NaN, in one scope each,
+    on two axes.
+    """
 
     def scope() -> dict[str, Any]:
         model, batch = Net(), torch.randn(8, 8)
-        names = {"model": model, "batch": batch, "x": torch.randn(4, 4), "step": 3, "specs": P(), "Block": Block}
-        names |= {"mesh": ftp.simulated_mesh((2, 2), ("dp", "tp")), "torch": torch, "F": torch.nn.functional, "ftp": ftp, "P": P}
+        names = {
+            "model": model,
+            "batch": batch,
+            "x": torch.randn(4, 4),
+            "step": 3,
+            "specs": P(),
+            "Block": Block,
+        }
+        names |= {
+            "mesh": ftp.simulated_mesh((2, 2), ("dp", "tp")),
+            "torch": torch,
+            "F": torch.nn.functional,
+            "ftp": ftp,
+            "P": P,
+        }
         names["loss_fn"] = lambda params, batch: names["fn"](params, batch).square().mean()
         return names
 
     docs = Path(__file__).resolve().parents[2] / "docs"
     training, random, faults = (
-        re.findall(r"```python\n(.*?)```", (docs / f"{page}.md").read_text(), re.S) for page in ("training", "random", "faults")
+        re.findall(r"```python\n(.*?)```", (docs / f"{page}.md").read_text(), re.S)
+        for page in ("training", "random", "faults")
     )
     names = scope()
     exec(training[0], names)
     loss = names["metrics"]["loss"]
     for _ in range(3):
-        names["params"], names["state"], names["metrics"] = names["step"](names["params"], names["state"], names["batch"])
+        names["params"], names["state"], names["metrics"] = names["step"](
+            names["params"], names["state"], names["batch"]
+        )
     assert names["metrics"]["loss"] < loss
     for code in training[1:]:
         exec(code, names)
@@ -326,15 +431,26 @@ def test_the_pages_run():
     names["opt_state"] = names["opt"].init(names["params"])
     before, names["batch"][0, 0] = names["params"], torch.nan
     exec(next(code for code in faults if "nonfinite" in code), names)
-    assert names["nonfinite"] > 0 and all(torch.equal(names["params"][k], p) for k, p in before.items())
+    assert names["nonfinite"] > 0 and all(
+        torch.equal(names["params"][k], p) for k, p in before.items()
+    )
 
 
 @pytest.mark.parametrize("plan", ["dp", "tp", "zero-3×tp"])
 def test_the_norm_is_one_number_an_axis_however_small_the_model(plan: str):
-    """Sums of cut and of whole gradients stay pending to the end, where a latency planned for a toy is a fraction of a nanosecond too."""
-    fn, params = ftp.functionalize(torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8)))
+    """Sums of cut and of whole gradients stay pending to the end, where a latency planned for a
+    toy is a fraction of a nanosecond too.
+    """
+    fn, params = ftp.functionalize(
+        torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.ReLU(), torch.nn.Linear(16, 8))
+    )
     megatron = ftp.plan(params, {"0.*": P("tp"), "2.weight": P(None, "tp")})
-    both = {"0.weight": P("tp", "dp"), "0.bias": P(("tp", "dp")), "2.weight": P("dp", "tp"), "2.bias": P("dp")}
+    both = {
+        "0.weight": P("tp", "dp"),
+        "0.bias": P(("tp", "dp")),
+        "2.weight": P("dp", "tp"),
+        "2.bias": P("dp"),
+    }
     axes, batch, of = {
         "dp": (("dp",), P("dp"), P()),
         "tp": (("tp",), P(), megatron),
@@ -347,7 +463,11 @@ def test_the_norm_is_one_number_an_axis_however_small_the_model(plan: str):
 
     def numbers(clips: bool) -> Counter[tuple[str, ...]]:
         mesh = ftp.AbstractMesh((2,) * len(axes), axes)
-        found = ftp.lower(partial(gradients, clips), mesh, (of, batch), params, torch.ones(8, 8), out_specs=of)
+        found = ftp.lower(
+            partial(gradients, clips), mesh, (of, batch), params, torch.ones(8, 8), out_specs=of
+        )
         return Counter(c.axes for c in found.collectives if not c.shape)
 
-    assert numbers(True) - numbers(False) == Counter({} if plan == "dp" else {(axis,): 1 for axis in axes})
+    assert numbers(True) - numbers(False) == Counter(
+        {} if plan == "dp" else {(axis,): 1 for axis in axes}
+    )

@@ -1,4 +1,6 @@
-"""Products that are one op with the move beside them: simulated, and by torch's plain forms on gloo; the kernels are test_cuda.py's."""
+"""Products that are one op with the move beside them: simulated, and by torch's plain forms on
+gloo; the kernels are test_cuda.py's.
+"""
 
 import os
 from collections import Counter
@@ -21,25 +23,38 @@ def decoder(mesh: Any, **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
     cfg = LlamaConfig(vocab=64, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel())
     of_params = ftp.plan(params, specs(cuts(cfg), tp="tp"))
-    return ftp.shard(lm_loss(fn), mesh, of_params, **options), params, lm_batch(cfg, 4, 8), (lm_loss(fn), of_params)
+    return (
+        ftp.shard(lm_loss(fn), mesh, of_params, **options),
+        params,
+        lm_batch(cfg, 4, 8),
+        (lm_loss(fn), of_params),
+    )
 
 
 @pytest.mark.parametrize(("ranks", "pack", "batch"), [(2, False, 4), (4, True, 1)])
 def test_joined_products_equal_one_device(ranks: int, pack: bool, batch: int):
-    step, params, _, (loss_fn, _) = decoder(ftp.simulated_mesh((ranks,), ("tp",)), async_tp=True, pack=pack)
+    step, params, _, (loss_fn, _) = decoder(
+        ftp.simulated_mesh((ranks,), ("tp",)), async_tp=True, pack=pack
+    )
     data = lm_batch(LlamaConfig(vocab=64, layers=1), batch, 8)
     grads, loss = torch.func.grad_and_value(loss_fn)(params, data)
     compare(step(params, data), (loss, grads))
     joined = step.lower(params, data)
     plain = Lowered(replace(joined._program, async_tp=False))
     targets = Counter(node.target for node in joined.graph.graph.nodes)
-    # A layer has the gathers before q, k and v and before w1 and w3, and the gradients' of wo and w2; the products wo and w2 are summed.
+    # A layer has the gathers before q, k and v and before w1 and w3, and the gradients' of wo and
+    # w2; the products wo and w2 are summed.
     assert targets[gather_products] == 4 + 1, "one for the head"
     assert targets[product_scatter] == 2 + 1, "one for the head's gradient"
     products = torch.ops.aten.mm.default
-    assert targets[products] < Counter(node.target for node in plain.graph.graph.nodes)[products] - 8
+    assert (
+        targets[products] < Counter(node.target for node in plain.graph.graph.nodes)[products] - 8
+    )
     for op in ("all_gather", "reduce_scatter"):
-        before, after = (Counter((c.nbytes, c.axes) for c in found.collectives if c.op == op) for found in (plain, joined))
+        before, after = (
+            Counter((c.nbytes, c.axes) for c in found.collectives if c.op == op)
+            for found in (plain, joined)
+        )
         assert before == after, "the same bytes are moved, and counted"
     assert joined.cost().flops == plain.cost().flops
     assert joined.collectives.wire_nbytes == plain.collectives.wire_nbytes
@@ -54,7 +69,9 @@ def test_what_does_not_divide_is_left_as_it_is():
 
 def test_moves_of_parameters_are_left_as_they_are():
     mesh = ftp.AbstractMesh((2,), ("dp",), device_type="cuda")
-    step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), mesh, P("dp"), batch_specs=P("dp"), async_tp=True)
+    step = ftp.shard(
+        lambda p, x: (x @ p["w"]).sum(), mesh, P("dp"), batch_specs=P("dp"), async_tp=True
+    )
     lowered = step.lower({"w": torch.ones(4, 4)}, torch.ones(4, 4))
     assert gather_products not in {node.target for node in lowered.graph.graph.nodes}
 
@@ -92,7 +109,8 @@ def _on_gloo(compile: bool) -> tuple[int, int]:
 def test_processes_without_gpus_are_refused():
     (rank, *_) = launch(_refused, 1)
     assert rank.value == (
-        "async_tp=True, but the mesh (tp 1) on cpu has no GPUs, between which symmetric memory lies. Leave it out; chunks=n hides the same"
+        "async_tp=True, but the mesh (tp 1) on cpu has no GPUs, between which symmetric memory"
+        " lies. Leave it out; chunks=n hides the same"
         " moves behind products with ordinary collectives."
     ), rank.error
 
@@ -107,8 +125,13 @@ def _refused() -> str:
 
 
 def test_chunks_as_well_are_refused():
-    with pytest.raises(ftp.errors.InputError, match=r"async_tp=True and chunks=2 both take the moves beside products\. Leave one out\."):
-        ftp.shard(lambda p, x: x.sum(), ftp.AbstractMesh((2,), ("tp",)), P(), async_tp=True, chunks=2)
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"async_tp=True and chunks=2 both take the moves beside products\. Leave one out\.",
+    ):
+        ftp.shard(
+            lambda p, x: x.sum(), ftp.AbstractMesh((2,), ("tp",)), P(), async_tp=True, chunks=2
+        )
 
 
 def test_what_is_lacking_is_said(monkeypatch: pytest.MonkeyPatch):

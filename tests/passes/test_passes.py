@@ -1,4 +1,6 @@
-"""Passes over a rank's graph change no value: simulated before and after, on random programs and on train steps."""
+"""Passes over a rank's graph change no value: simulated before and after, on random programs and
+on train steps.
+"""
 
 import itertools
 import math
@@ -37,13 +39,23 @@ FUSED = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2, fused=True)
 Pass = Callable[[fx.Graph], fx.Graph]
 
 
-def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass], donated: Sequence[int] | None = None) -> tuple[Any, list]:
-    """The program's outputs after some passes, whole, and the rank's inputs as the run left them."""
+def run(
+    program: Program,
+    leaves: Sequence[torch.Tensor],
+    passes: Sequence[Pass],
+    donated: Sequence[int] | None = None,
+) -> tuple[Any, list]:
+    """The program's outputs after some passes, whole, and the rank's inputs as the run left
+    them.
+    """
     coordinates, axes = program.mesh.coordinates(), program.mesh.axes
     locals_, inputs = [], []
     for coordinate in coordinates:
         local = program.local(coordinate)
-        shards = [shard_of(x, spec, axes, coordinate).clone() for x, spec in zip(leaves, program.in_specs, strict=True)]
+        shards = [
+            shard_of(x, spec, axes, coordinate).clone()
+            for x, spec in zip(leaves, program.in_specs, strict=True)
+        ]
         inputs.append([*shards, *program.constants, *local.offsets_at(coordinate)])
         graph = local.gm.graph
         for change in passes:
@@ -58,21 +70,36 @@ def run(program: Program, leaves: Sequence[torch.Tensor], passes: Sequence[Pass]
         join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
         for i, (spec, shape) in enumerate(zip(program.out_specs, program.out_shapes, strict=True))
     ]
-    issued = {tuple((n.target, *n.args[1:]) for n in p.gm.graph.nodes if "collective" in n.meta) for p in locals_}
-    assert len({tuple(str(call[0]) for call in calls) for calls in issued}) == 1, "all ranks issue the same collectives"
+    issued = {
+        tuple((n.target, *n.args[1:]) for n in p.gm.graph.nodes if "collective" in n.meta)
+        for p in locals_
+    }
+    assert len({tuple(str(call[0]) for call in calls) for calls in issued}) == 1, (
+        "all ranks issue the same collectives"
+    )
     return whole, inputs
 
 
 def written_in_flight(graph: fx.Graph) -> list[fx.Node]:
-    """What writes to memory that a collective is still reading; a simulated one has read it at once."""
+    """What writes to memory that a collective is still reading; a simulated one has read it at
+    once.
+    """
     family, read, found = families(graph), {}, []
     for node in graph.nodes:
         schema = getattr(node.target, "_schema", None)
         if schema is not None and schema.is_mutable:
-            writes = [v for a, v in zip(schema.arguments, node.args, strict=False) if a.alias_info and a.alias_info.is_write]
-            written = {family[x] for v in writes for x in (v if isinstance(v, list | tuple) else [v])}
+            writes = [
+                v
+                for a, v in zip(schema.arguments, node.args, strict=False)
+                if a.alias_info and a.alias_info.is_write
+            ]
+            written = {
+                family[x] for v in writes for x in (v if isinstance(v, list | tuple) else [v])
+            }
             found += [node] if not written.isdisjoint(read.values()) else []
-        if "collective" in node.meta and node.target is not C10D.all_reduce.default:  # that one works on a copy
+        if (
+            "collective" in node.meta and node.target is not C10D.all_reduce.default
+        ):  # that one works on a copy
             read[node] = family[node.args[0]]
         elif node.target is C10D.wait_tensor.default:
             read.pop(node.args[0], None)
@@ -86,18 +113,38 @@ PASSES = [drop_copies, schedule]  # after `prefetch` and `pack`, which a program
 @given(programs(gradients=False))
 def test_random_programs_keep_their_values(drawn: Drawn):
     mesh = ftp.simulated_mesh(drawn.mesh, AXES[: len(drawn.mesh)])
-    options: dict[str, Any] = {"data_axes": drawn.data_axes, "reshard_after_forward": drawn.reshard_after_forward}
-    step = ftp.spmd(drawn.function, mesh, tuple(i.spec for i in drawn.inputs), drawn.out_specs, **options)
+    options: dict[str, Any] = {
+        "data_axes": drawn.data_axes,
+        "reshard_after_forward": drawn.reshard_after_forward,
+    }
+    step = ftp.spmd(
+        drawn.function, mesh, tuple(i.spec for i in drawn.inputs), drawn.out_specs, **options
+    )
     program = step.lower(*drawn.values)._program
     expected = list(drawn.function(*drawn.values))
-    outputs = [expected[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True) if not static]
+    outputs = [
+        expected[leaf]
+        for leaf, static in zip(program.out_leaves, program.is_static, strict=True)
+        if not static
+    ]
     for donated in ((), range(len(drawn.values))):
         found, inputs = run(replace(program, pack=bool(donated)), drawn.values, PASSES, donated)
-        compare([found[leaf] for leaf, static in zip(program.out_leaves, program.is_static, strict=True) if not static], outputs)
+        compare(
+            [
+                found[leaf]
+                for leaf, static in zip(program.out_leaves, program.is_static, strict=True)
+                if not static
+            ],
+            outputs,
+        )
         if not donated:
-            for x, spec, shards in zip(drawn.values, program.in_specs, zip(*inputs, strict=False), strict=False):
+            for x, spec, shards in zip(
+                drawn.values, program.in_specs, zip(*inputs, strict=False), strict=False
+            ):
                 for coordinate, shard in zip(mesh_of(program), shards, strict=True):
-                    assert torch.equal(shard, shard_of(x, spec, program.mesh.axes, coordinate)), "an input that is kept was written to"
+                    assert torch.equal(shard, shard_of(x, spec, program.mesh.axes, coordinate)), (
+                        "an input that is kept was written to"
+                    )
 
 
 def mesh_of(program: Program) -> list[dict[str, int]]:
@@ -121,17 +168,24 @@ def train_step(loss_fn: Any, params: Any, state: Any, batch: Any, opt: Any = ADA
     return params, state, loss
 
 
-def lowered(plan: str, layers: int = 1, opt: Any = ADAMW, **options: Any) -> tuple[ftp.Lowered, list[torch.Tensor], list[torch.Tensor]]:
+def lowered(
+    plan: str, layers: int = 1, opt: Any = ADAMW, **options: Any
+) -> tuple[ftp.Lowered, list[torch.Tensor], list[torch.Tensor]]:
     """A train step's program, its inputs, and the outputs on one device."""
     shape, axes, weights, batch_specs = PLANS[plan]
     cfg = LlamaConfig(vocab=67, layers=layers)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
-    step, args = partial(train_step, lm_loss(fn), opt=opt), (params, opt.init(params), lm_batch(cfg, 4, 6))
+    step, args = (
+        partial(train_step, lm_loss(fn), opt=opt),
+        (params, opt.init(params), lm_batch(cfg, 4, 6)),
+    )
     of_params = ftp.plan(params, specs(cuts(cfg), **weights))  # type: ignore[arg-type]
     of_state = opt.specs(params, of_params)
     mesh = ftp.simulated_mesh(shape, axes)
     out_specs = (of_params, of_state, P())
-    made = ftp.spmd(step, mesh, (of_params, of_state, batch_specs), out_specs, donate=(0, 1), **options).lower(*args)
+    made = ftp.spmd(
+        step, mesh, (of_params, of_state, batch_specs), out_specs, donate=(0, 1), **options
+    ).lower(*args)
     leaves = [flatten(tree)[0] for tree in (args, step(*args))]
     return made, leaves[0], leaves[1]
 
@@ -145,9 +199,13 @@ def test_train_steps_keep_their_values_and_write_in_place(plan: str, opt: Any):
         program = replace(made._program, pack=pack)
         found, inputs = run(program, leaves, PASSES, program.donated)
         compare([found[leaf] for leaf in program.out_leaves], expected)
-        for at, (shards, spec) in enumerate(zip(zip(*inputs, strict=False), program.in_specs, strict=False)):
+        for at, (shards, spec) in enumerate(
+            zip(zip(*inputs, strict=False), program.in_specs, strict=False)
+        ):
             before = [shard_of(leaves[at], spec, program.mesh.axes, c) for c in mesh_of(program)]
-            assert all(map(torch.equal, shards, before)) == (at not in program.donated), program.plan.graph.inputs[at].name
+            assert all(map(torch.equal, shards, before)) == (at not in program.donated), (
+                program.plan.graph.inputs[at].name
+            )
 
 
 @pytest.mark.parametrize("layers", [1, 3])
@@ -155,7 +213,9 @@ def test_sums_of_the_loss_take_two_collectives(layers: int):
     assert len(lowered("tp", layers)[0].collectives) == 2 + 4 * layers + 3
     packed = lowered("tp", layers, pack=True)[0]
     assert len(packed.collectives) == 2 + 4 * layers + 2
-    assert sum("collective" in node.meta for node in packed.graph.graph.nodes) == len(packed.collectives)
+    assert sum("collective" in node.meta for node in packed.graph.graph.nodes) == len(
+        packed.collectives
+    )
 
 
 def test_gradients_of_data_parallelism_are_few_collectives():
@@ -169,13 +229,20 @@ def test_packed_steps_equal_one_device():
     cfg = LlamaConfig(vocab=67, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
     of_params = ftp.plan(params, specs(cuts(cfg), tp="tp"))
-    step = ftp.shard(lm_loss(fn), ftp.simulated_mesh((3,), ("tp",)), of_params, pack=True, certify=True)
+    step = ftp.shard(
+        lm_loss(fn), ftp.simulated_mesh((3,), ("tp",)), of_params, pack=True, certify=True
+    )
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, lm_batch(cfg))
     compare(step(params, lm_batch(cfg)), (loss, grads))
 
 
 MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
-    "zero over dp × cp": (("dp", "cp"), None, P("dp", "cp"), {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 1}),
+    "zero over dp × cp": (
+        ("dp", "cp"),
+        None,
+        P("dp", "cp"),
+        {"all_gather": 4, "reduce_scatter": 2, "all_reduce": 1},
+    ),
     "the other way round": (("cp", "dp"), None, P("dp", "cp"), {"all_reduce": 1}),
     "sequence parallelism": (("dp", "tp"), "tp", P("dp"), {"all_reduce": 6}),
 }
@@ -185,13 +252,23 @@ MERGED: dict[str, tuple[tuple[str, ...], str | None, P, dict[str, int]]] = {
 def test_moves_over_several_axes_are_one(name: str):
     axes, tp, batch_spec, counts = MERGED[name]
     cfg = LlamaConfig(vocab=64, layers=1)
-    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel(dp="dp") if tp else None)
+    fn, params = ftp.functionalize(
+        build(cfg, dtype=torch.float64), constraints=sequence_parallel(dp="dp") if tp else None
+    )
     of_params = ftp.plan(
-        params, {k: v if tp else P(axes, *list(v)[1:]) for k, v in specs(cuts(cfg), tp=tp, zero=None if tp else "dp").items()}
+        params,
+        {
+            k: v if tp else P(axes, *list(v)[1:])
+            for k, v in specs(cuts(cfg), tp=tp, zero=None if tp else "dp").items()
+        },
     )
     batch = lm_batch(cfg, 4, 8)
     step = ftp.shard(
-        lm_loss(fn), ftp.simulated_mesh((2, 2), sorted(axes, key=("dp", "cp", "tp").index)), of_params, batch_specs=batch_spec, pack=True
+        lm_loss(fn),
+        ftp.simulated_mesh((2, 2), sorted(axes, key=("dp", "cp", "tp").index)),
+        of_params,
+        batch_specs=batch_spec,
+        pack=True,
     )
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, batch)
     compare(step(params, batch), (loss, grads))
@@ -227,7 +304,9 @@ def test_gathers_run_ahead_within_their_limit_and_are_packed(plan: str):
 
 def test_a_gather_is_under_way_while_the_one_before_is_read():
     def gathers_at_products(made: ftp.Lowered) -> list[int]:
-        """Per product of the forward pass how many gathers have started that none has waited for."""
+        """Per product of the forward pass how many gathers have started that none has waited
+        for.
+        """
         open_, found = set(), []
         for node in made._executed[0].nodes:
             if node.meta.get("is_ahead"):
@@ -248,14 +327,23 @@ def test_a_gather_is_under_way_while_the_one_before_is_read():
 @pytest.mark.parametrize("prefetch", [-1, 1.5, True, "all"])
 def test_prefetch_is_a_number_of_bytes(prefetch: Any):
     with pytest.raises(ftp.FtpError, match="a number of bytes"):
-        ftp.shard(lambda p, x: (p * x).sum(), ftp.AbstractMesh((2,), ("dp",)), P(), prefetch=prefetch)
+        ftp.shard(
+            lambda p, x: (p * x).sum(), ftp.AbstractMesh((2,), ("dp",)), P(), prefetch=prefetch
+        )
 
 
 @pytest.mark.parametrize("limit", [8, 100, 3000, 10**6])
 def test_packs_keep_to_their_sizes(limit: int):
     graph = lowered("dp")[0].plan.graph
-    sizes = {n.name: math.prod(n.results[0].shape) * n.results[0].dtype.itemsize for n in graph.nodes if n.kind == "move"}
-    of_one, together = packs(graph, pack_bytes=limit).groups, packs(graph, bucket_bytes=limit).groups
+    sizes = {
+        n.name: math.prod(n.results[0].shape) * n.results[0].dtype.itemsize
+        for n in graph.nodes
+        if n.kind == "move"
+    }
+    of_one, together = (
+        packs(graph, pack_bytes=limit).groups,
+        packs(graph, bucket_bytes=limit).groups,
+    )
     assert all(sizes[name] <= limit for name in itertools.chain(*of_one))
     assert all(sum(sizes[name] for name in group) <= limit for group in together)
     assert sum(map(len, of_one)) == sum(size <= limit for size in sizes.values())
@@ -273,10 +361,17 @@ def test_products_for_weights_stand_between_a_start_and_its_wait():
     for node in nodes:
         if node.target is C10D.all_reduce.default:
             (wait,) = node.users
-            covered += any(n.target is torch.ops.aten.mm.default for n in nodes[position[node] : position[wait]])
+            covered += any(
+                n.target is torch.ops.aten.mm.default
+                for n in nodes[position[node] : position[wait]]
+            )
     assert covered >= 2 * 2
-    first_update = next(at for at, n in enumerate(nodes) if n.target is torch.ops.aten.addcdiv.default)
-    assert first_update < position[[n for n in nodes if "collective" in n.meta][-1]], "weights are updated before the last collective"
+    first_update = next(
+        at for at, n in enumerate(nodes) if n.target is torch.ops.aten.addcdiv.default
+    )
+    assert first_update < position[[n for n in nodes if "collective" in n.meta][-1]], (
+        "weights are updated before the last collective"
+    )
 
 
 def test_what_is_read_later_is_not_written():
@@ -313,7 +408,9 @@ def test_what_a_collective_still_reads_is_not_written(collective: str):
     with FakeTensorMode():
         for node in graph.nodes:
             if node.op != "output":
-                node.meta["val"] = torch.empty(8 if node in (sent, arrived) and collective == "all_gather" else 4)
+                node.meta["val"] = torch.empty(
+                    8 if node in (sent, arrived) and collective == "all_gather" else 4
+                )
     changed = reuse_memory(graph)
     assert not written_in_flight(changed)
     targets = [str(node.target) for node in changed.nodes]
@@ -324,21 +421,34 @@ def test_updates_that_are_ready_together_are_one_call():
     made, leaves, _ = lowered("tp", 2, FUSED)
     graph = schedule(drop_copies(made.graph.graph))
     inputs = [*leaves, *made._program.constants, *made._program.local().offsets_at({"tp": 0})]
-    shards = [shard_of(x, s, {"tp": 2}, {"tp": 0}) for x, s in zip(leaves, made._program.in_specs, strict=True)]
+    shards = [
+        shard_of(x, s, {"tp": 2}, {"tp": 0})
+        for x, s in zip(leaves, made._program.in_specs, strict=True)
+    ]
     graph = with_values(fx.GraphModule({}, graph), [*shards, *inputs[len(shards) :]]).graph
     parameters = sum(node.target in UPDATES for node in graph.nodes)
     merged = list(merge_updates(graph, made._program.donated).nodes)
     updates = [node for node in merged if node.target is torch.ops.aten._fused_adamw_.default]
     assert sum(len(node.args[0]) for node in updates) == parameters  # type: ignore[arg-type]
     assert len(updates) < parameters / 2
-    assert not any(node.target is torch.ops.aten.clone.default and node.args[0].op == "placeholder" for node in merged)  # type: ignore[union-attr]
+    assert not any(
+        node.target is torch.ops.aten.clone.default and node.args[0].op == "placeholder"
+        for node in merged
+    )  # type: ignore[union-attr]
     last = [at for at, node in enumerate(merged) if "collective" in node.meta][-1]
     assert merged.index(updates[0]) < last, "weights are updated before the last collective"
 
 
 def test_an_update_of_what_is_kept_writes_to_a_copy():
     def f(w: torch.Tensor, m: torch.Tensor, g: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        options = {"weight_decay": 0.0, "momentum": 0.9, "lr": 0.1, "dampening": 0.0, "nesterov": False, "maximize": False}
+        options = {
+            "weight_decay": 0.0,
+            "momentum": 0.9,
+            "lr": 0.1,
+            "dampening": 0.0,
+            "nesterov": False,
+            "maximize": False,
+        }
         sgd = partial(torch.ops.ftp.fused_sgd.default, **options, is_first_step=False)
         new, moment = sgd([w, g.t(), m])
         flipped, _ = sgd([w.t(), g, m])  # no longer in the order of its memory
@@ -348,7 +458,9 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
     graph = with_values(fx.GraphModule({}, make_fx(f)(*given).graph), given).graph
     for donated in ((), (0,), (0, 1)):
         mine = [x.clone() for x in given]
-        torch.testing.assert_close(fx.GraphModule({}, merge_updates(copied(graph)[0], donated))(*mine), f(*given))
+        torch.testing.assert_close(
+            fx.GraphModule({}, merge_updates(copied(graph)[0], donated))(*mine), f(*given)
+        )
         assert all(map(torch.equal, mine, given)), "both are read afterwards"
 
 
@@ -357,7 +469,9 @@ def test_products_beside_moves_are_chunked(ranks: int, pack: bool):
     cfg = LlamaConfig(vocab=67, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel())
     of_params, batch = ftp.plan(params, specs(cuts(cfg), tp="tp")), lm_batch(cfg, 4, 8)
-    step = ftp.shard(lm_loss(fn), ftp.simulated_mesh((ranks,), ("tp",)), of_params, chunks=2, pack=pack)
+    step = ftp.shard(
+        lm_loss(fn), ftp.simulated_mesh((ranks,), ("tp",)), of_params, chunks=2, pack=pack
+    )
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, batch)
     compare(step(params, batch), (loss, grads))
     chunked = step.lower(params, batch)
@@ -380,7 +494,9 @@ def test_chunks_that_do_not_divide_the_batch_are_left_out():
     cfg = LlamaConfig(vocab=67, layers=1)
     fn, params = ftp.functionalize(build(cfg, device="meta"), constraints=sequence_parallel())
     of_params, batch = ftp.plan(params, specs(cuts(cfg), tp="tp")), lm_batch(cfg, 3, 8)
-    made = ftp.shard(lm_loss(fn), ftp.AbstractMesh((2,), ("tp",)), of_params, chunks=2).lower(params, batch)
+    made = ftp.shard(lm_loss(fn), ftp.AbstractMesh((2,), ("tp",)), of_params, chunks=2).lower(
+        params, batch
+    )
     assert len(made.collectives) == len(with_options(made, chunks=1).collectives)
     with pytest.raises(ftp.FtpError, match="a number of chunks"):
         ftp.shard(lm_loss(fn), ftp.AbstractMesh((2,), ("tp",)), of_params, chunks=0)
@@ -397,7 +513,15 @@ def _trained(options: dict[str, Any], n: int) -> tuple[float, bool]:
     step = partial(train_step, lm_loss(fn), opt=opt)
     of_params = ftp.plan(full, specs(cuts(cfg), tp="tp"))
     of_state = opt.specs(full, of_params)
-    run = ftp.spmd(step, mesh, (of_params, of_state, P()), (of_params, of_state, P()), donate=(0, 1), pack=True, **options)
+    run = ftp.spmd(
+        step,
+        mesh,
+        (of_params, of_state, P()),
+        (of_params, of_state, P()),
+        donate=(0, 1),
+        pack=True,
+        **options,
+    )
     alone: Any = full, opt.init(full)
     cut: Any = ftp.device_put(full, mesh, of_params), ftp.device_put(opt.init(full), mesh, of_state)
     error, in_place = 0.0, True
@@ -437,13 +561,17 @@ def _gathered_over_both_axes() -> tuple[float, list[tuple[str, ...]]]:
 
     full = (w, w + 1)
     step = ftp.shard(loss_fn, mesh, P(("dp", "cp")), batch_specs=P("dp", "cp"), pack=True)
-    params, batch = ftp.device_put(full, mesh, P(("dp", "cp"))), ftp.device_put(x, mesh, P("dp", "cp"))
+    params, batch = (
+        ftp.device_put(full, mesh, P(("dp", "cp"))),
+        ftp.device_put(x, mesh, P("dp", "cp")),
+    )
     axes = [c.axes for c in step.lower(params, batch).collectives]
     loss, grads = step(params, batch)
     expected, value = torch.func.grad_and_value(loss_fn)(full, x)
     whole = ftp.device_get(grads, mesh, P(("dp", "cp")))
     error = max(
-        float((loss - value).abs() / value), *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(whole, expected, strict=True))
+        float((loss - value).abs() / value),
+        *(float((a - b).abs().max() / b.abs().max()) for a, b in zip(whole, expected, strict=True)),
     )
     ftp.destroy_process_group()
     return error, axes
@@ -483,7 +611,10 @@ def test_products_by_onednn_equal_one_device_and_are_timed_once(tmp_path, monkey
     assert sorted(done) == [False, True, True]
     exact = fn(x.double(), w.double(), v.double())
     for got, expected in zip(fx.GraphModule({}, other)(x, w, v), exact, strict=True):
-        assert torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-4) and got.shape == expected.shape
+        assert (
+            torch.allclose(got.double(), expected, rtol=1e-4, atol=1e-4)
+            and got.shape == expected.shape
+        )
     chosen = products.measured(found, tmp_path)
     assert set(chosen) <= set(found)
     monkeypatch.setattr(products, "_is_faster", None)  # would raise

@@ -1,4 +1,6 @@
-"""Per-rank code inside global programs: values, gradients and collectives equal plain torch on one device, and claims are checked."""
+"""Per-rank code inside global programs: values, gradients and collectives equal plain torch on
+one device, and claims are checked.
+"""
 
 import itertools
 import math
@@ -20,7 +22,9 @@ IDS = ["2", "3", "2×2"]
 
 
 def drawn(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + math.prod(shape)))
+    return torch.randn(
+        shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed + math.prod(shape))
+    )
 
 
 def close(got: torch.Tensor, expected: torch.Tensor) -> None:
@@ -28,12 +32,16 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 
 def check(layer, plain, mesh, specs, batch_specs, params, batch, **options) -> ftp.Lowered:
-    """A step with ``layer``, and ``layer`` on whole tensors, have the loss and gradients that ``plain`` has without ftp."""
+    """A step with ``layer``, and ``layer`` on whole tensors, have the loss and gradients that
+    ``plain`` has without ftp.
+    """
 
     def loss_of(f):
         def loss(params, batch):
             y = f(params, batch)
-            return (y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).reshape(y.shape)).sum() + y.square().mean()
+            return (
+                y * torch.linspace(0, 1, y.numel(), dtype=y.dtype).reshape(y.shape)
+            ).sum() + y.square().mean()
 
         return loss
 
@@ -75,7 +83,11 @@ def test_megatron_mlp(shape, names):
     # One in each pass, as Megatron has; the loss and the gradients over dp besides.
     counts = Counter(c.op for c in program.collectives if c.axes == ("tp",))
     assert counts == {"all_reduce": 2}
-    assert all(math.prod(c.shape) == 4 * 5 // (2 if "dp" in names else 1) for c in program.collectives if c.axes == ("tp",))
+    assert all(
+        math.prod(c.shape) == 4 * 5 // (2 if "dp" in names else 1)
+        for c in program.collectives
+        if c.axes == ("tp",)
+    )
 
 
 def test_weights_cut_as_zero_are_gathered_around_it():
@@ -90,10 +102,13 @@ def test_weights_cut_as_zero_are_gathered_around_it():
         {"up": drawn(6, 8), "down": drawn(8, 6)},
         drawn(4, 6),
     )
-    assert Counter(c.op for c in program.collectives if c.axes == ("dp",) and math.prod(c.shape) > 1) == {
-        "all_gather": 3,  # down for both passes, up for the forward one alone: the gradient of x is not asked for
-        "reduce_scatter": 2,
-    }
+    assert (
+        Counter(c.op for c in program.collectives if c.axes == ("dp",) and math.prod(c.shape) > 1)
+        == {
+            "all_gather": 3,  # down for both passes, up for the forward one alone: the gradient of x is not asked for
+            "reduce_scatter": 2,
+        }
+    )
 
 
 def routed(x, router):
@@ -118,15 +133,22 @@ def experts_of_all_ranks(x, router, up, down, axis):
 
 def experts_plain(x, router, up, down):
     weight, expert, _ = routed(x, router)
-    return weight[:, None] * torch.einsum("th,thd->td", F.gelu(torch.einsum("td,tdh->th", x, up[expert])), down[expert])
+    return weight[:, None] * torch.einsum(
+        "th,thd->td", F.gelu(torch.einsum("td,tdh->th", x, up[expert])), down[expert]
+    )
 
 
-@pytest.mark.parametrize(("shape", "names"), [((2,), ("dp",)), ((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=IDS)
+@pytest.mark.parametrize(
+    ("shape", "names"), [((2,), ("dp",)), ((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=IDS
+)
 def test_tokens_travel_to_experts_that_are_cut_on_the_data_axis(shape, names):
     mesh = ftp.simulated_mesh(shape, names)
     specs = {"router": P(), "up": P("dp"), "down": P("dp")}
     layer = ftp.local(
-        lambda x, router, up, down: experts_of_all_ranks(x, router, up, down, "dp"), mesh, (P("dp"), P(), P("dp"), P("dp")), P("dp")
+        lambda x, router, up, down: experts_of_all_ranks(x, router, up, down, "dp"),
+        mesh,
+        (P("dp"), P(), P("dp"), P("dp")),
+        P("dp"),
     )
     params = {"router": drawn(4, 6), "up": drawn(6, 4, 3), "down": drawn(6, 3, 4)}
     program = check(
@@ -138,7 +160,8 @@ def test_tokens_travel_to_experts_that_are_cut_on_the_data_axis(shape, names):
         params,
         drawn(12, 4),
     )
-    # Two ways in the forward pass, one in the backward: the gradient of x is not asked for. Nothing is sent again for it.
+    # Two ways in the forward pass, one in the backward: the gradient of x is not asked for. Nothing
+    # is sent again for it.
     counts = Counter(c.op for c in program.collectives)
     assert counts["all_to_all"] == 3
     assert counts["all_gather"] == 0
@@ -162,7 +185,9 @@ def ring_attention(q, k, v, axis):
         out = out * shrink[..., None] + weights @ v
         top = new_top
         if step < n - 1:
-            k, v = (ftp.axis.ppermute(t, axis, [(i, (i + 1) % n) for i in range(n)]) for t in (k, v))
+            k, v = (
+                ftp.axis.ppermute(t, axis, [(i, (i + 1) % n) for i in range(n)]) for t in (k, v)
+            )
     return out / total[..., None]
 
 
@@ -174,7 +199,9 @@ def test_ring_attention(shape, names):
 
     def block(attend):
         def f(p, x):
-            q, k, v = ((x @ p[name]).unflatten(-1, (2, 3)).transpose(1, 2) for name in ("q", "k", "v"))
+            q, k, v = (
+                (x @ p[name]).unflatten(-1, (2, 3)).transpose(1, 2) for name in ("q", "k", "v")
+            )
             return attend(q, k, v).transpose(1, 2).flatten(2) @ p["o"]
 
         return f
@@ -189,7 +216,9 @@ def test_ring_attention(shape, names):
         drawn(2, 12, 6),
     )
     n = shape[-1]
-    assert Counter(c.op for c in program.collectives if c.axes == ("tp",))["ppermute"] == 4 * (n - 1)
+    assert Counter(c.op for c in program.collectives if c.axes == ("tp",))["ppermute"] == 4 * (
+        n - 1
+    )
     assert "all_gather" not in {c.op for c in program.collectives}
 
 
@@ -202,11 +231,27 @@ def zeros(parts):
 
 COLLECTIVES = {
     "all_reduce": (lambda x: ftp.axis.all_reduce(x, "tp"), P(), sum),
-    "max": (lambda x: ftp.axis.all_reduce(x, "tp", "max"), P(), lambda parts: torch.stack(parts).amax(0)),
-    "min": (lambda x: ftp.axis.all_reduce(x, "tp", "min"), P(), lambda parts: torch.stack(parts).amin(0)),
+    "max": (
+        lambda x: ftp.axis.all_reduce(x, "tp", "max"),
+        P(),
+        lambda parts: torch.stack(parts).amax(0),
+    ),
+    "min": (
+        lambda x: ftp.axis.all_reduce(x, "tp", "min"),
+        P(),
+        lambda parts: torch.stack(parts).amin(0),
+    ),
     "all_gather": (lambda x: ftp.axis.all_gather(x, "tp"), P(), torch.cat),
-    "all_gather, dim": (lambda x: ftp.axis.all_gather(x, "tp", dim=-1), P(), lambda parts: torch.cat(parts, -1)),
-    "all_gather, cut": (lambda x: ftp.axis.all_gather(x, "tp")[None], P("tp"), lambda parts: torch.stack([torch.cat(parts)] * len(parts))),
+    "all_gather, dim": (
+        lambda x: ftp.axis.all_gather(x, "tp", dim=-1),
+        P(),
+        lambda parts: torch.cat(parts, -1),
+    ),
+    "all_gather, cut": (
+        lambda x: ftp.axis.all_gather(x, "tp")[None],
+        P("tp"),
+        lambda parts: torch.stack([torch.cat(parts)] * len(parts)),
+    ),
     "reduce_scatter": (lambda x: ftp.axis.reduce_scatter(x, "tp"), P("tp"), sum),
     "reduce_scatter, dim": (lambda x: ftp.axis.reduce_scatter(x, "tp", dim=1), P(None, "tp"), sum),
     "all_to_all": (lambda x: ftp.axis.all_to_all(x, "tp", 1, 0), P(None, "tp"), torch.cat),
@@ -225,8 +270,16 @@ COLLECTIVES = {
         P("tp"),
         lambda parts: torch.cat([*zeros(parts[:1]), parts[0], *zeros(parts[2:])]),
     ),
-    "axis_index": (lambda x: x * ftp.axis.axis_index("tp"), P("tp"), lambda parts: torch.cat([i * p for i, p in enumerate(parts)])),
-    "axis_size": (lambda x: x * ftp.axis.axis_size("tp"), P("tp"), lambda parts: len(parts) * torch.cat(parts)),
+    "axis_index": (
+        lambda x: x * ftp.axis.axis_index("tp"),
+        P("tp"),
+        lambda parts: torch.cat([i * p for i, p in enumerate(parts)]),
+    ),
+    "axis_size": (
+        lambda x: x * ftp.axis.axis_size("tp"),
+        P("tp"),
+        lambda parts: len(parts) * torch.cat(parts),
+    ),
 }
 
 
@@ -262,17 +315,28 @@ def test_several_axes_count_from_major_to_minor():
         both = ("dp", "tp")
         here = ftp.axis.axis_index(both) * torch.ones_like(x)
         assert ftp.axis.axis_size(both) == 6
-        return here, ftp.axis.all_gather(x, both), ftp.axis.reduce_scatter(ftp.axis.all_gather(x, both), both)
+        return (
+            here,
+            ftp.axis.all_gather(x, both),
+            ftp.axis.reduce_scatter(ftp.axis.all_gather(x, both), both),
+        )
 
     x = torch.arange(12.0)
-    here, whole, parts = ftp.local(f, mesh, P(("dp", "tp")), (P(("dp", "tp")), P(), P(("dp", "tp"))))(x)
+    here, whole, parts = ftp.local(
+        f, mesh, P(("dp", "tp")), (P(("dp", "tp")), P(), P(("dp", "tp")))
+    )(x)
     assert here.tolist() == [i // 2 for i in range(12)]
     assert whole.tolist() == x.tolist()
     assert parts.tolist() == (6 * x).tolist()
 
 
 def test_ties_share_the_gradient_of_the_largest():
-    largest = ftp.local(lambda x: ftp.axis.all_reduce(x, "tp", "max").sum(), ftp.simulated_mesh(3, "tp"), P("tp"), P())
+    largest = ftp.local(
+        lambda x: ftp.axis.all_reduce(x, "tp", "max").sum(),
+        ftp.simulated_mesh(3, "tp"),
+        P("tp"),
+        P(),
+    )
     x = torch.tensor([[2.0, 1.0], [2.0, 3.0], [0.0, 3.0]])
     close(torch.func.grad(largest)(x), torch.func.grad(lambda x: x.amax(0).sum())(x))
 
@@ -286,7 +350,10 @@ def test_gradients_inside_are_of_the_sum_over_ranks():
         return w - 0.1 * ftp.axis.all_reduce(grad, "dp")
 
     w, x = drawn(4), drawn(6, 4)
-    close(ftp.local(step, mesh, (P(), P("dp")), P())(w, x), w - 0.1 * torch.func.grad(lambda w: (x @ w).sin().sum())(w))
+    close(
+        ftp.local(step, mesh, (P(), P("dp")), P())(w, x),
+        w - 0.1 * torch.func.grad(lambda w: (x @ w).sin().sum())(w),
+    )
 
 
 def test_inside_a_reduction_differentiates_as_its_transpose():
@@ -342,7 +409,12 @@ def test_trees_and_static_leaves():
         y = ftp.axis.all_reduce(p["w"].sum() * times + p["b"], "tp")
         return {"y": y, "w": p["w"], "name": name, "i": ftp.axis.axis_index("tp")[None]}
 
-    layer = ftp.local(f, mesh, ({"w": P("tp"), "b": P()}, P(), P()), {"y": P(), "w": P("tp"), "name": P(), "i": P("tp")})
+    layer = ftp.local(
+        f,
+        mesh,
+        ({"w": P("tp"), "b": P()}, P(), P()),
+        {"y": P(), "w": P("tp"), "name": P(), "i": P("tp")},
+    )
     p = {"w": torch.arange(4.0), "b": torch.tensor(1.0)}
     out = layer(p, 3, "n")
     assert float(out["y"]) == 20.0
@@ -377,7 +449,9 @@ def test_packs_and_units():
         {"w": w},
         x,
     )
-    assert "its packs are equal" in failing(lambda x: x, drawn(12), in_specs=P(ftp.units("tp", 1, pack=(4, 8))))
+    assert "its packs are equal" in failing(
+        lambda x: x, drawn(12), in_specs=P(ftp.units("tp", 1, pack=(4, 8)))
+    )
 
 
 def test_captured_tensors_are_constants():
@@ -418,31 +492,59 @@ def test_unchecked_claims_are_believed():
     with pytest.raises(ftp.errors.SpecError, match="says that all ranks along 'tp' hold the same"):
         ftp.local(rolled, mesh, P("tp"), P())(drawn(4))
     layer = ftp.local(rolled, mesh, P("tp"), P(), check=False)
-    check(lambda p, x: layer(p["w"]) * x, lambda p, x: p["w"].sin() * x, mesh, P("tp"), P(), {"w": drawn(4)}, drawn(4, seed=2))
+    check(
+        lambda p, x: layer(p["w"]) * x,
+        lambda p, x: p["w"].sin() * x,
+        mesh,
+        P("tp"),
+        P(),
+        {"w": drawn(4)},
+        drawn(4, seed=2),
+    )
 
 
 # What is wrong is said.
 
 
 def failing(
-    f, *args, in_specs: Any = P("tp"), out_specs: Any = P("tp"), mesh=None, error: type[Exception] = ftp.errors.SpecError, **options
+    f,
+    *args,
+    in_specs: Any = P("tp"),
+    out_specs: Any = P("tp"),
+    mesh=None,
+    error: type[Exception] = ftp.errors.SpecError,
+    **options,
 ):
     with pytest.raises(error) as e:
-        ftp.local(f, mesh or ftp.simulated_mesh((2, 2), ("dp", "tp")), in_specs, out_specs, **options)(*args)
+        ftp.local(
+            f, mesh or ftp.simulated_mesh((2, 2), ("dp", "tp")), in_specs, out_specs, **options
+        )(*args)
     return str(e.value)
 
 
 def test_claims_that_cannot_be_shown():
     def f(x, w):
         y = x * 2
-        return {"mean": y.mean(), "rank": ftp.axis.axis_index("dp"), "sum": ftp.axis.all_reduce(y, "tp")}
+        return {
+            "mean": y.mean(),
+            "rank": ftp.axis.axis_index("dp"),
+            "sum": ftp.axis.all_reduce(y, "tp"),
+        }
 
     text = failing(f, torch.ones(4), torch.ones(2), in_specs=(P("tp"), P()), out_specs=P())
-    assert "the result['mean'] has out spec P(), which says that all ranks along 'tp' hold the same, but it varies there" in text
-    assert "it comes from x, which in_specs cut as P('tp'), at tests/per_rank/test_local.py:" in text
+    assert (
+        "the result['mean'] has out spec P(), which says that all ranks along 'tp' hold the same,"
+        " but it varies there" in text
+    )
+    assert (
+        "it comes from x, which in_specs cut as P('tp'), at tests/per_rank/test_local.py:" in text
+    )
     assert "y.mean()" in text
     assert "Reduce it with ftp.axis.all_reduce(x, 'tp'), or pass check=False" in text
-    assert "the result['rank'] has out spec P(), which says that all ranks along 'dp' hold the same" in text
+    assert (
+        "the result['rank'] has out spec P(), which says that all ranks along 'dp' hold the same"
+        in text
+    )
     assert "it comes from ftp.axis.axis_index('dp')" in text
     assert "the result['sum']" not in text
     text = failing(lambda x: x + 1, torch.ones(4, 2), out_specs=P())
@@ -450,8 +552,13 @@ def test_claims_that_cannot_be_shown():
 
 
 def test_specs_that_do_not_fit():
-    text = failing(lambda x, y: x, torch.ones(3, 2), torch.ones(5), in_specs=(P("tp"), P(("dp", "tp"))))
-    assert "x of shape (3, 2) has spec P('tp'), which cuts dim 0 of size 3 in 2: the parts are not equal." in text
+    text = failing(
+        lambda x, y: x, torch.ones(3, 2), torch.ones(5), in_specs=(P("tp"), P(("dp", "tp")))
+    )
+    assert (
+        "x of shape (3, 2) has spec P('tp'), which cuts dim 0 of size 3 in 2: the parts are not"
+        " equal." in text
+    )
     assert "y of shape (5,) has spec P(('dp', 'tp')), which cuts dim 0 of size 5 in 4" in text
     assert "the mesh has no axis 'pp'" in failing(lambda x: x, torch.ones(4), in_specs=P("pp"))
     assert "the mesh has no axis 'pp'" in failing(lambda x: x, torch.ones(4), out_specs=P("pp"))
@@ -462,44 +569,70 @@ def test_collectives_that_do_not_fit():
     assert "names axis 'pp', but the mesh of ftp.local has 'dp' (size 2), 'tp' (size 2)" in failing(
         lambda x: ftp.axis.all_reduce(x, "pp"), torch.ones(4), error=ftp.errors.MeshError
     )
-    assert "does not divide it" in failing(lambda x: ftp.axis.reduce_scatter(x, "tp"), torch.ones(6), error=ftp.errors.InputError)
-    assert "at most once" in failing(lambda x: ftp.axis.ppermute(x, "tp", [(0, 1), (1, 1)]), torch.ones(4), error=ftp.errors.InputError)
+    assert "does not divide it" in failing(
+        lambda x: ftp.axis.reduce_scatter(x, "tp"), torch.ones(6), error=ftp.errors.InputError
+    )
+    assert "at most once" in failing(
+        lambda x: ftp.axis.ppermute(x, "tp", [(0, 1), (1, 1)]),
+        torch.ones(4),
+        error=ftp.errors.InputError,
+    )
     assert "dim 1, but its tensor has 1 dims" in failing(
         lambda x: ftp.axis.all_gather(x, "tp", dim=1), torch.ones(4), error=ftp.errors.InputError
     )
     with pytest.raises(
-        ftp.errors.MeshError, match=r"ftp.axis.all_reduce is for one rank's code: it works in a function given to ftp.local"
+        ftp.errors.MeshError,
+        match=r"ftp.axis.all_reduce is for one rank's code: it works in a function given to ftp.local",
     ):
         ftp.axis.all_reduce(torch.ones(2), "tp")
 
 
 def test_another_mesh_than_the_step_has():
     layer = ftp.local(lambda x: x, ftp.simulated_mesh(4, "tp"), P("tp"), P("tp"))
-    with pytest.raises(ftp.errors.MeshError, match=r"is given a mesh \(tp 4\), but runs in a step on \(tp 2\) on cpu"):
+    with pytest.raises(
+        ftp.errors.MeshError,
+        match=r"is given a mesh \(tp 4\), but runs in a step on \(tp 2\) on cpu",
+    ):
         ftp.spmd(layer, ftp.simulated_mesh(2, "tp"), P("tp"))(torch.ones(4))
 
 
 def test_nesting_and_tensors_of_the_surrounding_function():
     mesh = ftp.simulated_mesh(2, "tp")
     inner = ftp.local(lambda x: x, mesh, P("tp"), P("tp"))
-    assert "in one rank's code" in failing(inner, torch.ones(4), mesh=mesh, error=ftp.errors.TraceError)
+    assert "in one rank's code" in failing(
+        inner, torch.ones(4), mesh=mesh, error=ftp.errors.TraceError
+    )
 
     def captures(x):
         y = x.sin()
         return ftp.local(lambda z: z + y.sum(), mesh, P("tp"), P("tp"))(x).sum()
 
-    for step in (ftp.spmd(captures, mesh, P()), ftp.shard(captures, mesh), torch.func.grad(captures)):
-        with pytest.raises(ftp.errors.TraceError, match=r"given to ftp.local uses .*, a tensor of the surrounding function"):
+    for step in (
+        ftp.spmd(captures, mesh, P()),
+        ftp.shard(captures, mesh),
+        torch.func.grad(captures),
+    ):
+        with pytest.raises(
+            ftp.errors.TraceError,
+            match=r"given to ftp.local uses .*, a tensor of the surrounding function",
+        ):
             step(torch.ones(4))
 
 
 def test_second_derivatives_are_refused():
-    square = ftp.local(lambda x: ftp.axis.all_reduce(x.pow(3).sum(), "tp"), ftp.simulated_mesh(2, "tp"), P("tp"), P())
+    square = ftp.local(
+        lambda x: ftp.axis.all_reduce(x.pow(3).sum(), "tp"),
+        ftp.simulated_mesh(2, "tp"),
+        P("tp"),
+        P(),
+    )
     with pytest.raises(ftp.errors.TraceError, match="second derivative"):
         torch.func.grad(lambda x: torch.func.grad(square)(x).sum())(torch.ones(4))
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads forward-mode rules
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script"
+)  # torch's own, when it first loads forward-mode rules
 def test_other_transforms_around_it_are_refused():
     double = ftp.local(lambda x: 2 * x, ftp.simulated_mesh(2, "tp"), P("tp"), P("tp"))
     for batch in (torch.ones(3, 4), torch.ones(3, 4).long()):
@@ -517,7 +650,10 @@ def test_a_kernel_that_cannot_be_seen_through_is_wrapped(monkeypatch):
     torch.library.impl("ftp_tests::thrice", "CompositeExplicitAutograd")(lambda x: 3 * x)
     thrice = torch.ops.ftp_tests.thrice.default
     mesh, x = ftp.simulated_mesh(2, "tp"), drawn(4)
-    with pytest.warns(ftp.errors.ReplicationWarning, match=r"ftp.rule\(torch.ops.ftp_tests.thrice.default, (.|\n)*ftp.local\(fn, mesh"):
+    with pytest.warns(
+        ftp.errors.ReplicationWarning,
+        match=r"ftp.rule\(torch.ops.ftp_tests.thrice.default, (.|\n)*ftp.local\(fn, mesh",
+    ):
         close(ftp.spmd(thrice, mesh, P("tp"))(x), 3 * x)
     close(ftp.spmd(ftp.local(thrice, mesh, P("tp"), P("tp")), mesh, P("tp"), strict=True)(x), 3 * x)
 
@@ -527,7 +663,8 @@ def test_a_kernel_that_cannot_be_seen_through_is_wrapped(monkeypatch):
 
 @st.composite
 def bodies(draw):
-    """Steps of per-rank code on a (dp 2, tp 2) mesh that keep the local shape (4, 4), with what they do to the four ranks' values.
+    """Steps of per-rank code on a (dp 2, tp 2) mesh that keep the local shape (4, 4), with what
+    they do to the four ranks' values.
 
     The plain form works on a tensor of (dp, tp, 4, 4).
     """
@@ -547,7 +684,9 @@ def bodies(draw):
         return torch.stack(new, at)
 
     def exchanged(v):
-        halves = [p.chunk(2, dim + 1) for p in parts(v)]  # dims of a part: the other axis, rows, columns
+        halves = [
+            p.chunk(2, dim + 1) for p in parts(v)
+        ]  # dims of a part: the other axis, rows, columns
         return torch.stack([torch.cat([h[i] for h in halves], dim + 1) for i in range(2)], at)
 
     def scattered(v):
@@ -561,30 +700,52 @@ def bodies(draw):
     return draw(
         st.sampled_from(
             [
-                (lambda x, w: ftp.axis.all_reduce(x, axis), lambda v, w: v.sum(at, keepdim=True).expand_as(v)),
-                (lambda x, w: x + ftp.axis.all_reduce(x, axis, "max"), lambda v, w: v + v.amax(at, keepdim=True)),
+                (
+                    lambda x, w: ftp.axis.all_reduce(x, axis),
+                    lambda v, w: v.sum(at, keepdim=True).expand_as(v),
+                ),
+                (
+                    lambda x, w: x + ftp.axis.all_reduce(x, axis, "max"),
+                    lambda v, w: v + v.amax(at, keepdim=True),
+                ),
                 (lambda x, w: ftp.axis.ppermute(x, axis, perm), lambda v, w: permuted(v)),
                 (lambda x, w: ftp.axis.all_to_all(x, axis, dim, dim), lambda v, w: exchanged(v)),
                 (
                     lambda x, w: torch.cat([h := ftp.axis.reduce_scatter(x, axis, dim), -h], dim),
                     lambda v, w: scattered(v),
                 ),
-                (lambda x, w: ftp.axis.all_gather(x, axis, dim).narrow(dim, 2, 4), lambda v, w: gathered(v)),
+                (
+                    lambda x, w: ftp.axis.all_gather(x, axis, dim).narrow(dim, 2, 4),
+                    lambda v, w: gathered(v),
+                ),
                 (lambda x, w: (x @ w).tanh(), lambda v, w: (v @ w).tanh()),
                 (lambda x, w: x * w + x.detach().sin(), lambda v, w: v * w + v.detach().sin()),
                 (lambda x, w: x.softmax(dim), lambda v, w: v.softmax(dim + 2)),
-                (lambda x, w: x * (1.5 + ftp.axis.axis_index(axis)), lambda v, w: v * (1.5 + index)),
+                (
+                    lambda x, w: x * (1.5 + ftp.axis.axis_index(axis)),
+                    lambda v, w: v * (1.5 + index),
+                ),
             ]
         )
     )
 
 
-IN = [P(), P("dp"), P(None, "tp"), P("dp", "tp"), P("tp", "dp"), P(("dp", "tp")), P(None, ("tp", "dp"))]
+IN = [
+    P(),
+    P("dp"),
+    P(None, "tp"),
+    P("dp", "tp"),
+    P("tp", "dp"),
+    P(("dp", "tp")),
+    P(None, ("tp", "dp")),
+]
 
 
 def split(x, spec):
     """The ranks' parts, as (dp, tp, ...)."""
-    return torch.stack([torch.stack([x[part_of(x, spec, dp, tp)] for tp in range(2)]) for dp in range(2)])
+    return torch.stack(
+        [torch.stack([x[part_of(x, spec, dp, tp)] for tp in range(2)]) for dp in range(2)]
+    )
 
 
 def part_of(x, spec, dp, tp):

@@ -20,7 +20,10 @@ def model(p: Any, x: Tensor) -> Tensor:
     gates = (x @ p["router"]).softmax(-1)
     chosen = F.one_hot(gates.argmax(-1), experts)
     place = chosen.cumsum(1) * chosen - 1
-    slots = F.one_hot(place.clamp(0, ROOM - 1), ROOM).to(x.dtype) * ((place >= 0) & (place < ROOM)).to(x.dtype)[..., None]
+    slots = (
+        F.one_hot(place.clamp(0, ROOM - 1), ROOM).to(x.dtype)
+        * ((place >= 0) & (place < ROOM)).to(x.dtype)[..., None]
+    )
     tokens = torch.einsum("gsec,gsd->egcd", slots, x)
     hidden = torch.einsum("egcd,edf->egcf", tokens, p["up"]).relu()
     made = torch.einsum("egcf,efd->egcd", hidden, p["down"])
@@ -38,9 +41,17 @@ def drawn(groups: int, experts: int, dim: int = 8, hidden: int = 16) -> tuple[An
         return torch.randn(shape, dtype=torch.float64, generator=generator)
 
     def layer() -> dict[str, Tensor]:
-        return {"router": randn(dim, experts), "up": randn(experts, dim, hidden), "down": randn(experts, hidden, dim)}
+        return {
+            "router": randn(dim, experts),
+            "up": randn(experts, dim, hidden),
+            "down": randn(experts, hidden, dim),
+        }
 
-    return {"in": randn(dim, dim), "first": layer(), "second": layer()}, randn(groups, 6, dim), randn(groups, 6, dim)
+    return (
+        {"in": randn(dim, dim), "first": layer(), "second": layer()},
+        randn(groups, 6, dim),
+        randn(groups, 6, dim),
+    )
 
 
 def specs(tp: str | None) -> Any:
@@ -50,12 +61,23 @@ def specs(tp: str | None) -> Any:
 
 @pytest.mark.parametrize(
     ("mesh", "axes", "groups", "experts"),
-    [((4,), ("dp",), 4, 4), ((2,), ("dp",), 4, 4), ((3,), ("dp",), 5, 7), ((2, 2), ("dp", "tp"), 4, 6), ((3, 2), ("dp", "tp"), 4, 5)],
+    [
+        ((4,), ("dp",), 4, 4),
+        ((2,), ("dp",), 4, 4),
+        ((3,), ("dp",), 5, 7),
+        ((2, 2), ("dp", "tp"), 4, 6),
+        ((3, 2), ("dp", "tp"), 4, 5),
+    ],
     ids=str,
 )
 def test_tokens_travel(mesh: tuple[int, ...], axes: tuple[str, ...], groups: int, experts: int):
     params, *batch = drawn(groups, experts)
-    step = ftp.shard(loss, ftp.simulated_mesh(mesh, axes), specs("tp" if "tp" in axes else None), batch_specs=P("dp"))
+    step = ftp.shard(
+        loss,
+        ftp.simulated_mesh(mesh, axes),
+        specs("tp" if "tp" in axes else None),
+        batch_specs=P("dp"),
+    )
     grads, value = torch.func.grad_and_value(loss)(params, *batch)
     torch.testing.assert_close(step(params, *batch), (value, grads), rtol=1e-10, atol=1e-10)
     moved = Counter(c.op for c in step.lower(params, *batch).collectives if c.axes == ("dp",))
@@ -67,4 +89,7 @@ def test_weights_of_experts_never_move():
     params, *batch = drawn(8, 8, dim=64, hidden=256)
     step = ftp.shard(loss, ftp.AbstractMesh((8,), ("dp",)), specs(None), batch_specs=P("dp"))
     weight = params["first"]["up"].numel()
-    assert all(torch.Size(c.global_shape).numel() < weight or c.op == "all_to_all" for c in step.lower(params, *batch).collectives)
+    assert all(
+        torch.Size(c.global_shape).numel() < weight or c.op == "all_to_all"
+        for c in step.lower(params, *batch).collectives
+    )

@@ -1,4 +1,6 @@
-"""The minimum of a cost network is brute force's and the integer program's; a wide one has an answer and a bound."""
+"""The minimum of a cost network is brute force's and the integer program's; a wide one has an
+answer and a bound.
+"""
 
 import itertools
 import os
@@ -27,11 +29,22 @@ def networks(draw: st.DrawFn, most: int = 7, values: int = 4) -> Network:
     domains = draw(st.lists(st.integers(1, values), min_size=1, max_size=most))
     unary = [np.array(draw(st.lists(costs, min_size=n, max_size=n))) for n in domains]
     edges = [edge for edge in itertools.combinations(range(len(domains)), 2) if draw(st.booleans())]
-    tables = {(i, j): draw(st.lists(costs, min_size=domains[i] * domains[j], max_size=domains[i] * domains[j])) for i, j in edges}
-    return domains, unary, {(i, j): np.array(t).reshape(domains[i], domains[j]) for (i, j), t in tables.items()}
+    tables = {
+        (i, j): draw(
+            st.lists(costs, min_size=domains[i] * domains[j], max_size=domains[i] * domains[j])
+        )
+        for i, j in edges
+    }
+    return (
+        domains,
+        unary,
+        {(i, j): np.array(t).reshape(domains[i], domains[j]) for (i, j), t in tables.items()},
+    )
 
 
-def random_network(seed: int, n: int, values: tuple[int, int], edges: list[tuple[int, int]], forbidden: float) -> Network:
+def random_network(
+    seed: int, n: int, values: tuple[int, int], edges: list[tuple[int, int]], forbidden: float
+) -> Network:
     rng = np.random.default_rng(seed)
     domains = [int(k) for k in rng.integers(*values, size=n, endpoint=True)]
     pairs = {(i, j): rng.random((domains[i], domains[j])) for i, j in edges}
@@ -57,7 +70,9 @@ def random_edges(seed: int, n: int, count: int) -> list[tuple[int, int]]:
 
 
 def recurrence(steps: int, width: int) -> list[tuple[int, int]]:
-    """Each step a path, each variable tied to itself a step before, and a few to the first step's, as shared weights are."""
+    """Each step a path, each variable tied to itself a step before, and a few to the first
+    step's, as shared weights are.
+    """
     edges = dict.fromkeys(grid(steps, width))
     edges.update({(w, s * width + w): None for s in range(2, steps) for w in range(0, width, 4)})
     return list(edges)
@@ -65,15 +80,21 @@ def recurrence(steps: int, width: int) -> list[tuple[int, int]]:
 
 def cost_of(network: Network, choice: list[int]) -> float:
     _, unary, pairs = network
-    return sum(u[x] for u, x in zip(unary, choice, strict=True)) + sum(t[choice[i], choice[j]] for (i, j), t in pairs.items())
+    return sum(u[x] for u, x in zip(unary, choice, strict=True)) + sum(
+        t[choice[i], choice[j]] for (i, j), t in pairs.items()
+    )
 
 
 def brute_force(network: Network) -> float:
-    return min(cost_of(network, list(choice)) for choice in itertools.product(*map(range, network[0])))
+    return min(
+        cost_of(network, list(choice)) for choice in itertools.product(*map(range, network[0]))
+    )
 
 
 def integer_program(network: Network) -> float:
-    """Over the local polytope: binary x[v, a], y[i, j, a, b] >= 0 with the x as margins; forbidden ones are fixed to 0."""
+    """Over the local polytope: binary x[v, a], y[i, j, a, b] >= 0 with the x as margins;
+    forbidden ones are fixed to 0.
+    """
     domains, unary, pairs = network
     start = np.cumsum([0, *domains])
     cost, rows, columns, signs, totals = list(np.concatenate(unary)), [], [], [], []
@@ -126,8 +147,16 @@ def test_is_brute_force(network: Network, max_table: int) -> None:
 
 
 @settings(max_examples=15, deadline=None)
-@given(st.integers(0, 10_000), st.integers(8, 30), st.floats(1.0, 2.0), st.sampled_from([0.0, 0.2, 0.4]), st.sampled_from([50, 1_000_000]))
-def test_is_the_integer_program(seed: int, n: int, density: float, forbidden: float, max_table: int) -> None:
+@given(
+    st.integers(0, 10_000),
+    st.integers(8, 30),
+    st.floats(1.0, 2.0),
+    st.sampled_from([0.0, 0.2, 0.4]),
+    st.sampled_from([50, 1_000_000]),
+)
+def test_is_the_integer_program(
+    seed: int, n: int, density: float, forbidden: float, max_table: int
+) -> None:
     network = random_network(seed, n, (2, 4), random_edges(seed, n, int(n * density)), forbidden)
     expected = integer_program(network)
     try:
@@ -146,18 +175,29 @@ def test_min_marginals(network: Network) -> None:
     for v in range(len(domains)):
         for value, solution in enumerate(min_marginals(*network, v)):
             fixed = [
-                np.where(np.arange(n) == value, u, np.inf) if w == v else u for w, (n, u) in enumerate(zip(domains, unary, strict=True))
+                np.where(np.arange(n) == value, u, np.inf) if w == v else u
+                for w, (n, u) in enumerate(zip(domains, unary, strict=True))
             ]
             expected = brute_force((domains, fixed, pairs))
-            assert (np.inf if solution is None else solution.cost) == pytest.approx(expected, abs=1e-9)
+            assert (np.inf if solution is None else solution.cost) == pytest.approx(
+                expected, abs=1e-9
+            )
 
 
 @settings(deadline=None)
-@given(st.integers(0, 10_000), st.integers(3, 6), st.sampled_from([0.0, 0.2]), st.permutations(range(6)))
+@given(
+    st.integers(0, 10_000),
+    st.integers(3, 6),
+    st.sampled_from([0.0, 0.2]),
+    st.permutations(range(6)),
+)
 def test_bounds_hold(seed: int, n: int, forbidden: float, shuffled: list[int]) -> None:
     edges = list(itertools.combinations(range(n), 2))
     domains, unary, pairs = network = random_network(seed, n, (2, 4), edges, forbidden)
-    tables = {v: {j if i == v else i: t if i == v else t.T for (i, j), t in pairs.items() if v in (i, j)} for v in range(n)}
+    tables = {
+        v: {j if i == v else i: t if i == v else t.T for (i, j), t in pairs.items() if v in (i, j)}
+        for v in range(n)
+    }
     if any(t.min(axis=1).max() == np.inf for near in tables.values() for t in near.values()):
         return  # not arc consistent
     order = [v for v in shuffled if v < n]
@@ -173,11 +213,17 @@ def test_bounds_hold(seed: int, n: int, forbidden: float, shuffled: list[int]) -
         assert brute_force(network) == np.inf
     else:
         chosen = [choice[v] for v in range(n)]
-        same = cost_of((domains, [shared[v] for v in range(n)], {(i, j): moved[i][j] for i, j in pairs}), chosen)
+        same = cost_of(
+            (domains, [shared[v] for v in range(n)], {(i, j): moved[i][j] for i, j in pairs}),
+            chosen,
+        )
         assert same == pytest.approx(cost_of(network, chosen)) and same < np.inf
     for v, floor in zip(order, sweeps.floor, strict=True):
         for value in range(domains[v]):
-            fixed = [np.where(np.arange(len(u)) == value, u, np.inf) if w == v else u for w, u in enumerate(unary)]
+            fixed = [
+                np.where(np.arange(len(u)) == value, u, np.inf) if w == v else u
+                for w, u in enumerate(unary)
+            ]
             assert floor[value] <= brute_force((domains, fixed, pairs)) + 1e-9
 
 
@@ -196,7 +242,8 @@ def test_wide_ones_have_an_answer(name: str) -> None:
     start = time.perf_counter()
     solution = minimize(*network)
     print(
-        f"{name}: {time.perf_counter() - start:.1f} s, gap {1 - solution.bound / solution.cost:.2%}, tables to {solution.largest_table:,}"
+        f"{name}: {time.perf_counter() - start:.1f} s, gap"
+        f" {1 - solution.bound / solution.cost:.2%}, tables to {solution.largest_table:,}"
     )
     check(network, solution)
     assert solution.largest_table <= 1_000_000
@@ -207,26 +254,36 @@ def test_long_ones_are_exact(width: int) -> None:
     network = random_network(4, 1500, (3, 5), grid(1500 // width, width), 0.1)
     start = time.perf_counter()
     solution = minimize(*network)
-    print(f"width {width}: {time.perf_counter() - start:.1f} s, tables to {solution.largest_table:,}")
+    print(
+        f"width {width}: {time.perf_counter() - start:.1f} s, tables to {solution.largest_table:,}"
+    )
     check(network, solution)
     assert solution.optimal
 
 
 def test_ties_keep_the_lower_value() -> None:
     free = np.zeros(3)
-    assert minimize([3, 3, 3], [free] * 3, {(0, 1): np.zeros((3, 3)), (0, 2): np.eye(3)}).choice == [0, 0, 1]
+    assert minimize(
+        [3, 3, 3], [free] * 3, {(0, 1): np.zeros((3, 3)), (0, 2): np.eye(3)}
+    ).choice == [0, 0, 1]
 
 
 def test_hash_seed_does_not_matter() -> None:
     program = (
         "import test_eliminate as t; from ftp.eliminate import minimize\n"
-        "print([minimize(*t.random_network(0, 40, (2, 5), t.random_edges(0, 40, 75), 0.1), max_table=m) for m in (500, 1000000)])"
+        "print([minimize(*t.random_network(0, 40, (2, 5), t.random_edges(0, 40, 75), 0.1),"
+        " max_table=m) for m in (500, 1000000)])"
     )
     here = os.path.dirname(__file__)
     path = os.pathsep.join([here, os.path.dirname(here)])
     seeds = ("0", "1")
     environments = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path} for seed in seeds]
-    outputs = [subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, check=True).stdout for env in environments]
+    outputs = [
+        subprocess.run(
+            [sys.executable, "-c", program], env=env, capture_output=True, check=True
+        ).stdout
+        for env in environments
+    ]
     assert len(set(outputs)) == 1 and b"Solution" in outputs[0]
 
 

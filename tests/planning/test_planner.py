@@ -1,4 +1,6 @@
-"""The planner against an integer program that shares none of its search, and on programs that are wide."""
+"""The planner against an integer program that shares none of its search, and on programs that
+are wide.
+"""
 
 import itertools
 import math
@@ -19,15 +21,20 @@ from ftp.sharding.layout import PARTIAL, R
 
 
 class IntegerProgram:
-    """Binary ``x[op, strategy]``; continuous ``y[value, home -> copy]``, at most the strategies with that home.
+    """Binary ``x[op, strategy]``; continuous ``y[value, home -> copy]``, at most the strategies
+    with that home.
 
-    Each need of a consumer's strategy is at most what its home and the copies that satisfy it add up to. What is forbidden has no variable.
+    Each need of a consumer's strategy is at most what its home and the copies that satisfy it add
+    up to. What is forbidden has no variable.
     """
 
     def __init__(self, net: network._Network):
         self.net, self.costs, self.rows, self.n = net, [], [], 0
         self.integral: list[int] = []
-        self.x = {node: [self.variable(c, 1) for c in net._op_prices(node)] for node in net.problem.graph.nodes}
+        self.x = {
+            node: [self.variable(c, 1) for c in net._op_prices(node)]
+            for node in net.problem.graph.nodes
+        }
         self.y = {}
         for node in net.problem.graph.nodes:
             self.row(dict.fromkeys(self.x[node], 1.0), 1.0, 1.0)
@@ -36,10 +43,18 @@ class IntegerProgram:
         for node in net.problem.graph.nodes:
             for slot, value in enumerate(node.operands):
                 for s, x in zip(net.options[node], self.x[node], strict=True):
-                    self.need(value, {x: 1.0}, lambda have, n=node, s=s, i=slot: net._use_price(n, s, i, (have,)))
+                    self.need(
+                        value,
+                        {x: 1.0},
+                        lambda have, n=node, s=s, i=slot: net._use_price(n, s, i, (have,)),
+                    )
         for value, layouts in net.required.items():
             for layout in layouts:
-                self.need(value, 1.0, lambda have, layout=layout: 0.0 if _meets(have, layout) else math.inf)
+                self.need(
+                    value,
+                    1.0,
+                    lambda have, layout=layout: 0.0 if _meets(have, layout) else math.inf,
+                )
 
     def variable(self, cost: float, integral: int) -> int | None:
         if not math.isfinite(cost):
@@ -57,21 +72,29 @@ class IntegerProgram:
         homes: dict = {}
         for s, x in zip(net.options[value.node], self.x[value.node], strict=True):
             homes.setdefault(s.results[value.index], []).append(x)
-        wanted = {s.operands[slot] for user, slot in net.users.get(value, ()) for s in net.options[user]}
+        wanted = {
+            s.operands[slot] for user, slot in net.users.get(value, ()) for s in net.options[user]
+        }
         wanted |= {layout for layout in net.required.get(value, ()) if layout is not None} | {R}
-        self.y[value] = [(home, {x: 1.0 for x in xs if x is not None}) for home, xs in homes.items()]
+        self.y[value] = [
+            (home, {x: 1.0 for x in xs if x is not None}) for home, xs in homes.items()
+        ]
         for home, xs in homes.items():
             for copy in sorted((wanted - {PARTIAL, network.GATHERED}) | {R}, key=repr):
                 if copy == home or home.kind == "R":
                     continue
                 gathered = copy == R and home.kind == "S"
-                y = self.variable(net._collective(value, home, network.GATHERED if gathered else copy, nbytes), 0)
+                y = self.variable(
+                    net._collective(value, home, network.GATHERED if gathered else copy, nbytes), 0
+                )
                 if y is not None:
                     self.row({y: 1.0, **dict.fromkeys(xs, -1.0)}, -np.inf, 0.0)
                     self.y[value].append((network.GATHERED if gathered else copy, {y: 1.0}))
 
     def need(self, value, wants, price) -> None:
-        """``wants <= what satisfies it``; a satisfaction that costs is paid by a variable of its own."""
+        """``wants <= what satisfies it``; a satisfaction that costs is paid by a variable of its
+        own.
+        """
         left: dict = {}
         for have, amount in self.y[value]:
             cost = price(have)
@@ -92,7 +115,11 @@ class IntegerProgram:
             self.row(left, -np.inf, -wants)
 
     def solve(self) -> float:
-        data = [(i, v, c) for i, (coefficients, _, _) in enumerate(self.rows) for v, c in coefficients.items()]
+        data = [
+            (i, v, c)
+            for i, (coefficients, _, _) in enumerate(self.rows)
+            for v, c in coefficients.items()
+        ]
         rows, columns, values = zip(*data, strict=True)
         matrix = csr_array((values, (rows, columns)), shape=(len(self.rows), len(self.costs)))
         scale = max(self.costs) or 1.0
@@ -100,7 +127,9 @@ class IntegerProgram:
             np.array(self.costs) / scale,
             integrality=self.integral,
             bounds=Bounds(0, 1),
-            constraints=LinearConstraint(matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]),
+            constraints=LinearConstraint(
+                matrix, [low for _, low, _ in self.rows], [high for _, _, high in self.rows]
+            ),
             options={"time_limit": 60, "mip_rel_gap": 0},
         )
         assert result.success, result.message
@@ -114,7 +143,9 @@ def _meets(have, layout) -> bool:
 
 
 def check_optimal(monkeypatch, build) -> int:
-    """Every axis' network of the program that ``build`` lowers is solved to the integer program's cost; the number compared."""
+    """Every axis' network of the program that ``build`` lowers is solved to the integer
+    program's cost; the number compared.
+    """
     compared = []
     solve = network.solve
 
@@ -139,17 +170,28 @@ def check_optimal(monkeypatch, build) -> int:
 CASES = [
     pytest.param({"tp": "tp"}, ("tp",), P(), id="tp"),
     pytest.param({"zero": "dp"}, ("dp",), P("dp"), id="zero"),
-    pytest.param({"tp": "tp", "zero": "dp", "order": "tp zero"}, ("dp", "tp"), P("dp"), id="zero x tp"),
+    pytest.param(
+        {"tp": "tp", "zero": "dp", "order": "tp zero"}, ("dp", "tp"), P("dp"), id="zero x tp"
+    ),
 ]
 
 
 @pytest.mark.parametrize(("cut", "axes", "batch_specs"), CASES)
-@pytest.mark.parametrize("cfg", [models.MLPConfig(), models.CNNConfig(blocks=1), models.LlamaConfig(layers=1)], ids=["mlp", "cnn", "llama"])
+@pytest.mark.parametrize(
+    "cfg",
+    [models.MLPConfig(), models.CNNConfig(blocks=1), models.LlamaConfig(layers=1)],
+    ids=["mlp", "cnn", "llama"],
+)
 def test_plan_costs_what_the_integer_program_costs(monkeypatch, cfg, cut, axes, batch_specs):
     fn, params = ftp.functionalize(models.build(cfg))
     batch = models.lm_batch(cfg) if isinstance(cfg, models.LlamaConfig) else models.class_batch(cfg)
     specs = ftp.plan(params, models.specs(models.cuts(cfg), **cut))
-    step = ftp.shard(models.loss(cfg, fn), ftp.AbstractMesh((2,) * len(axes), axes), specs, batch_specs=batch_specs)
+    step = ftp.shard(
+        models.loss(cfg, fn),
+        ftp.AbstractMesh((2,) * len(axes), axes),
+        specs,
+        batch_specs=batch_specs,
+    )
     assert check_optimal(monkeypatch, lambda: step.lower(params, batch)) == len(axes)
 
 
@@ -164,7 +206,9 @@ def test_random_specs_cost_what_the_integer_program_costs(monkeypatch, data):
         at = data.draw(st.sampled_from([None, *range(leaf.ndim)]))
         specs[name] = P(*["a" if d == at else None for d in range(leaf.ndim)])
     batch_specs = P(data.draw(entry))
-    step = ftp.shard(models.loss(cfg, fn), ftp.AbstractMesh((2,), ("a",)), specs, batch_specs=batch_specs)
+    step = ftp.shard(
+        models.loss(cfg, fn), ftp.AbstractMesh((2,), ("a",)), specs, batch_specs=batch_specs
+    )
     check_optimal(monkeypatch, lambda: step.lower(params, models.class_batch(cfg)))
 
 
@@ -179,7 +223,10 @@ def gru(steps: int, width: int):
             h = (1 - torch.sigmoid(z)) * torch.tanh(n * torch.sigmoid(r)) + torch.sigmoid(z) * h
         return h.sum()
 
-    params = {"w": torch.empty(width, 3 * width, device="meta"), "u": torch.empty(width, 3 * width, device="meta")}
+    params = {
+        "w": torch.empty(width, 3 * width, device="meta"),
+        "u": torch.empty(width, 3 * width, device="meta"),
+    }
     return loss, params
 
 
@@ -197,10 +244,12 @@ def test_plans_do_not_depend_on_string_hashes():
     import sys
 
     program = (
-        "import sys; sys.path[:0] = sys.argv[1:]; import models, ftp; cfg = models.LlamaConfig(layers=1);"
+        "import sys; sys.path[:0] = sys.argv[1:]; import models, ftp; cfg ="
+        " models.LlamaConfig(layers=1);"
         "fn, params = ftp.functionalize(models.build(cfg, device='meta'));"
         "specs = ftp.plan(params, models.specs(models.cuts(cfg), tp='tp', zero='dp'));"
-        "step = ftp.shard(models.lm_loss(fn), ftp.AbstractMesh((2, 2), ('dp', 'tp')), specs, batch_specs=ftp.P('dp'));"
+        "step = ftp.shard(models.lm_loss(fn), ftp.AbstractMesh((2, 2), ('dp', 'tp')), specs,"
+        " batch_specs=ftp.P('dp'));"
         "print(step.lower(params, models.lm_batch(cfg))._program.fingerprint)"
     )
     found = {
@@ -226,7 +275,9 @@ def test_shapes_of_tables_stay_small():
         specs = ftp.plan(params, models.specs(models.cuts(cfg), **cut))
         batch_specs = P("tp") if "zero" in cut else P()
         plan = (
-            ftp.shard(models.lm_loss(fn), ftp.AbstractMesh((4,), ("tp",)), specs, batch_specs=batch_specs)
+            ftp.shard(
+                models.lm_loss(fn), ftp.AbstractMesh((4,), ("tp",)), specs, batch_specs=batch_specs
+            )
             .lower(params, models.lm_batch(cfg))
             .plan
         )

@@ -1,4 +1,6 @@
-"""Layers that repeat are planned once: the same plan as layer by layer, at a cost that does not grow with the depth."""
+"""Layers that repeat are planned once: the same plan as layer by layer, at a cost that does not
+grow with the depth.
+"""
 
 from collections import Counter
 from typing import Any
@@ -14,7 +16,9 @@ from ftp.planning.layers import repeats
 
 LLAMA = LlamaConfig(vocab=4096, dim=512, heads=8, kv_heads=4, hidden=1536, layers=10)
 OPT = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
-PLANS: dict[str, tuple[dict[str, int], dict[str, str], P, dict[str, P]]] = {  # axes, what cuts the weights, the batch, constraints
+PLANS: dict[
+    str, tuple[dict[str, int], dict[str, str], P, dict[str, P]]
+] = {  # axes, what cuts the weights, the batch, constraints
     "dp": ({"dp": 4}, {}, P("dp"), {}),
     "tp": ({"tp": 4}, {"tp": "tp"}, P(), {}),
     "sp": ({"tp": 4}, {"tp": "tp"}, P(), models.sequence_parallel()),
@@ -25,10 +29,15 @@ PLANS: dict[str, tuple[dict[str, int], dict[str, str], P, dict[str, P]]] = {  # 
 
 def lowered(plan: str, cfg: LlamaConfig, *, train: bool = False) -> ftp.Lowered:
     axes, weights, batch_specs, constraints = PLANS[plan]
-    fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"), constraints=constraints)
+    fn, params = ftp.functionalize(
+        build(cfg, dtype=torch.bfloat16, device="meta"), constraints=constraints
+    )
     mesh = ftp.AbstractMesh(tuple(axes.values()), tuple(axes))
     of_params = ftp.plan(params, specs(cuts(cfg), **weights))  # type: ignore[arg-type]
-    loss_fn, batch = models.lm_loss(fn), tuple(torch.empty(16, 512, dtype=torch.int64, device="meta") for _ in range(2))
+    loss_fn, batch = (
+        models.lm_loss(fn),
+        tuple(torch.empty(16, 512, dtype=torch.int64, device="meta") for _ in range(2)),
+    )
     if not train:
         return ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_specs).lower(params, batch)
 
@@ -36,7 +45,13 @@ def lowered(plan: str, cfg: LlamaConfig, *, train: bool = False) -> ftp.Lowered:
         grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
         return *OPT.update(grads, state, params), loss
 
-    step = ftp.spmd(train_step, mesh, (of_params, of_params, batch_specs), (of_params, of_params, P()), donate=(0, 1))
+    step = ftp.spmd(
+        train_step,
+        mesh,
+        (of_params, of_params, batch_specs),
+        (of_params, of_params, P()),
+        donate=(0, 1),
+    )
     return step.lower(params, OPT.init(params), batch)
 
 
@@ -44,14 +59,26 @@ def facts(program: ftp.Lowered) -> Any:
     """What must not depend on how it was planned."""
     plan = program.plan
     values = Counter(
-        (n.kind, str(n.target), tuple(n.cuts), str(n.pending), n.phase, n.source, tuple(n.sizes.values())) for n in plan.graph.nodes
+        (
+            n.kind,
+            str(n.target),
+            tuple(n.cuts),
+            str(n.pending),
+            n.phase,
+            n.source,
+            tuple(n.sizes.values()),
+        )
+        for n in plan.graph.nodes
     )
     records = Counter((c.op, c.axes, c.shape, c.dtype, c.source) for c in program.collectives)
     inputs = [(n.name, tuple(n.cuts)) for n in plan.graph.inputs]
     return values, records, inputs, plan.out_specs, plan.kept_rules
 
 
-@pytest.mark.parametrize("plan", ["tp", "zero-3×tp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dp", "sp", "cp"))])
+@pytest.mark.parametrize(
+    "plan",
+    ["tp", "zero-3×tp", *(pytest.param(p, marks=pytest.mark.slow) for p in ("dp", "sp", "cp"))],
+)
 def test_the_plan_is_that_of_layer_by_layer(plan: str, monkeypatch: pytest.MonkeyPatch):
     train = plan == "zero-3×tp"
     folded = lowered(plan, LLAMA, train=train)
@@ -70,7 +97,13 @@ def test_a_folded_program_equals_one_device():
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
     loss_fn, batch = models.lm_loss(fn), lm_batch(cfg, 4, 6)
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
-    step = ftp.shard(loss_fn, mesh, ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp")), batch_specs=P("dp"), certify=True)
+    step = ftp.shard(
+        loss_fn,
+        mesh,
+        ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp")),
+        batch_specs=P("dp"),
+        certify=True,
+    )
     assert step.lower(params, batch).plan.alike
     grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
     found_loss, found = step(params, batch)
@@ -84,7 +117,9 @@ def test_layers_that_differ_are_planned_one_by_one():
     fn, params = ftp.functionalize(build(cfg))
     mesh, batch = ftp.simulated_mesh((2,), ("tp",)), models.class_batch(cfg)
     alternating = {
-        name: P("tp") if name.endswith("up.weight") and int(name.split(".")[1]) % 2 else P() for name in params if "layers" in name
+        name: P("tp") if name.endswith("up.weight") and int(name.split(".")[1]) % 2 else P()
+        for name in params
+        if "layers" in name
     }
     of_params = ftp.plan(params, alternating)
     step = ftp.shard(models.class_loss(fn), mesh, of_params, certify=True)
@@ -106,7 +141,13 @@ def test_clipping_leaves_layers_alike():
         grads, norm = ftp.optim.clip_by_global_norm(grads, 1.0)
         return *OPT.update(grads, state, params), loss, norm
 
-    step = ftp.spmd(train_step, mesh, (of_params, of_params, P("dp")), (of_params, of_params, P(), P()), donate=(0, 1))
+    step = ftp.spmd(
+        train_step,
+        mesh,
+        (of_params, of_params, P("dp")),
+        (of_params, of_params, P(), P()),
+        donate=(0, 1),
+    )
     assert step.lower(params, OPT.init(params), lm_batch(cfg)).plan.alike > 6
 
 

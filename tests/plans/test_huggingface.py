@@ -1,4 +1,6 @@
-"""Plans of transformers' models: read as specs, and the models equal to plain torch in loss and every gradient."""
+"""Plans of transformers' models: read as specs, and the models equal to plain torch in loss and
+every gradient.
+"""
 
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -17,17 +19,33 @@ def check(name: str, mesh: str, **options: Any) -> Any:
     case = transformer(name, "sdpa")
     specs, constraints = ftp.from_hf(case.model, **options)
     fn, params = ftp.functionalize(case.model, constraints=constraints)
-    expected = case.loss(lambda params, *args, **kwargs: case.model(*args, **kwargs))(params, *case.batch)
+    expected = case.loss(lambda params, *args, **kwargs: case.model(*args, **kwargs))(
+        params, *case.batch
+    )
     trained = dict(case.model.named_parameters())
     found = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
     shape, axes = MESHES[mesh]
-    step = ftp.shard(case.loss(fn), ftp.simulated_mesh(shape, axes), specs, batch_specs=case.batch_specs if "dp" in axes else P())
+    step = ftp.shard(
+        case.loss(fn),
+        ftp.simulated_mesh(shape, axes),
+        specs,
+        batch_specs=case.batch_specs if "dp" in axes else P(),
+    )
     loss, grads = step(params, *case.batch)
     close("the loss", loss, expected.detach(), float(expected.detach().abs()), case.tolerance)
-    reference = {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)}
+    reference = {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(trained.items(), found, strict=True)
+    }
     largest = max(float(g.abs().max()) for g in reference.values())
     for path, grad in reference.items():
-        close(f"gradient of {path}", grads[path], grad, max(float(grad.abs().max()), 1e-3 * largest), case.tolerance)
+        close(
+            f"gradient of {path}",
+            grads[path],
+            grad,
+            max(float(grad.abs().max()), 1e-3 * largest),
+            case.tolerance,
+        )
     return step.lower(params, *case.batch)
 
 
@@ -37,7 +55,11 @@ FEW = {("Llama", "tp4"), ("GPT-2", "tp3")}
 
 @pytest.mark.parametrize(
     ("name", "mesh"),
-    [pytest.param(n, m, marks=() if (n, m) in FEW else pytest.mark.slow, id=f"{n} | {m}") for n in NAMES for m in MESHES],
+    [
+        pytest.param(n, m, marks=() if (n, m) in FEW else pytest.mark.slow, id=f"{n} | {m}")
+        for n in NAMES
+        for m in MESHES
+    ],
 )
 def test_transformers(name: str, mesh: str):
     pytest.importorskip("transformers")
@@ -64,7 +86,10 @@ class Attention(nn.Module):
     def __init__(self, config: Any):
         super().__init__()
         self.config, self.head_dim = config, config.head_dim
-        wide, narrow = config.num_attention_heads * config.head_dim, config.num_key_value_heads * config.head_dim
+        wide, narrow = (
+            config.num_attention_heads * config.head_dim,
+            config.num_key_value_heads * config.head_dim,
+        )
         self.q_proj, self.k_proj = nn.Linear(8, wide), nn.Linear(8, narrow)
         self.v_proj, self.o_proj = nn.Linear(8, narrow), nn.Linear(wide, 8)
 
@@ -72,7 +97,10 @@ class Attention(nn.Module):
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_up_proj, self.down_proj = nn.Parameter(torch.ones(4, 12, 8)), nn.Parameter(torch.ones(4, 8, 6))
+        self.gate_up_proj, self.down_proj = (
+            nn.Parameter(torch.ones(4, 12, 8)),
+            nn.Parameter(torch.ones(4, 8, 6)),
+        )
 
 
 class Layer(nn.Module):
@@ -89,7 +117,9 @@ class Base(nn.Module):
 
 
 class Model(nn.Module):
-    """A head on a base model whose config has the plan, as transformers' models before they merge it into ``tp_plan``."""
+    """A head on a base model whose config has the plan, as transformers' models before they
+    merge it into ``tp_plan``.
+    """
 
     base_model_prefix = "model"
     _tp_plan = MappingProxyType({"lm_head": "colwise_gather_output"})
@@ -98,7 +128,11 @@ class Model(nn.Module):
         super().__init__()
         named = {f"layers.*.{key.replace('__', '.')}": style for key, style in plan.items()}
         sizes = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 3}
-        self.config = SimpleNamespace(base_model_tp_plan=named, base_model_ep_plan={"layers.*.experts.down_proj": "grouped_gemm"}, **sizes)
+        self.config = SimpleNamespace(
+            base_model_tp_plan=named,
+            base_model_ep_plan={"layers.*.experts.down_proj": "grouped_gemm"},
+            **sizes,
+        )
         self.model, self.lm_head = Base(self.config), nn.Linear(8, 16, bias=False)
 
     def get_input_embeddings(self) -> nn.Module:
@@ -132,7 +166,9 @@ def test_styles_units_and_packs():
         "model.layers.0.norm.weight": P(),
         "model.layers.0.norm.bias": P(),
     }
-    expected |= {f"model.layers.0.self_attn.{n}_proj.{p}": P(head) for n in "qkv" for p in ("weight", "bias")}
+    expected |= {
+        f"model.layers.0.self_attn.{n}_proj.{p}": P(head) for n in "qkv" for p in ("weight", "bias")
+    }
     assert dict(specs) == expected
     pinned = ftp.Constraint(inputs=(P(None, "t"), ...), outputs=P(None, "t"), axes="t")
     assert constraints == {"model.layers.0.norm": pinned}
@@ -142,9 +178,20 @@ def test_styles_units_and_packs():
 def test_choices():
     model = Model(experts__gate_up_proj="packed_colwise", experts__down_proj="rowwise")
     specs, _ = ftp.from_hf(model, experts="whole", vocab_parallel=False)
-    assert specs["model.layers.0.experts.down_proj"] == P("tp") and specs["lm_head.weight"] == P() == specs["model.embed_tokens.weight"]
-    specs, _ = ftp.from_hf(model, plan={"model.layers.*.experts.gate_up_proj": "replicate", "model.layers.*.self_attn": "replicate"})
-    assert specs["model.layers.0.experts.gate_up_proj"] == P() and specs["model.layers.0.experts.down_proj"] == P(None, None, "tp")
+    assert (
+        specs["model.layers.0.experts.down_proj"] == P("tp")
+        and specs["lm_head.weight"] == P() == specs["model.embed_tokens.weight"]
+    )
+    specs, _ = ftp.from_hf(
+        model,
+        plan={
+            "model.layers.*.experts.gate_up_proj": "replicate",
+            "model.layers.*.self_attn": "replicate",
+        },
+    )
+    assert specs["model.layers.0.experts.gate_up_proj"] == P() and specs[
+        "model.layers.0.experts.down_proj"
+    ] == P(None, None, "tp")
 
 
 def test_tied_weights_are_cut_as_either_name_says():
@@ -158,16 +205,31 @@ def test_what_has_no_meaning_is_named():
     with pytest.raises(ftp.FtpError) as caught:
         ftp.from_hf(model, plan={"model.layers.*.self_attn.qproj": "colwise"})
     text = str(caught.value)
-    assert "'model.layers.*.self_attn.q_proj' has style 'colwize', which ftp does not know; the nearest are 'colwise'" in text
+    assert (
+        "'model.layers.*.self_attn.q_proj' has style 'colwize', which ftp does not know; the"
+        " nearest are 'colwise'" in text
+    )
     assert "'model.layers.*.norm' has style 'spiral'" in text
-    assert "plan['model.layers.*.self_attn.qproj'] names no module and no parameter; the nearest are 'model.layers.0.self_attn.q" in text
+    assert (
+        "plan['model.layers.*.self_attn.qproj'] names no module and no parameter; the nearest are"
+        " 'model.layers.0.self_attn.q" in text
+    )
 
 
 @pytest.mark.parametrize(
     ("model", "options", "text"),
     [
-        (nn.Linear(2, 2), {}, "Linear has no tensor-parallel plan: no tp_plan, and no base_model_tp_plan in its config."),
-        (Model(norm="replicate"), {"experts": "some"}, "it is 'columns', each expert cut, or 'whole'"),
+        (
+            nn.Linear(2, 2),
+            {},
+            "Linear has no tensor-parallel plan: no tp_plan, and no base_model_tp_plan in its"
+            " config.",
+        ),
+        (
+            Model(norm="replicate"),
+            {"experts": "some"},
+            "it is 'columns', each expert cut, or 'whole'",
+        ),
         (3, {}, "from_hf takes a model, not 3, an int."),
     ],
 )

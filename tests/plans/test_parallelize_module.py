@@ -1,4 +1,6 @@
-"""Plans of parallelize_module over whole models: what their keys match, how they merge, and one device's numbers."""
+"""Plans of parallelize_module over whole models: what their keys match, how they merge, and one
+device's numbers.
+"""
 
 import re
 from pathlib import Path
@@ -9,7 +11,13 @@ import titan  # type: ignore[import-not-found]
 import torch
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, PrepareModuleOutput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    PrepareModuleOutput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 
 import ftp
 from ftp import P, plans, units
@@ -31,7 +39,12 @@ class Model(nn.Module):
         super().__init__()
         self.w1, self.wq = nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)
         self.blk = Pair()
-        self.layers = nn.ModuleList([nn.ModuleDict({"attn": nn.ModuleDict({"wq": nn.Linear(4, 4, bias=False)})}) for _ in range(2)])
+        self.layers = nn.ModuleList(
+            [
+                nn.ModuleDict({"attn": nn.ModuleDict({"wq": nn.Linear(4, 4, bias=False)})})
+                for _ in range(2)
+            ]
+        )
 
 
 def cut(plan, model=None):
@@ -49,13 +62,18 @@ def test_keys_match_whole_paths():
     assert cut({"blk.w1": COLUMNS}) == {"blk.w1.weight"}
     assert cut({"w1": COLUMNS}) == {"w1.weight"}
     assert cut({"blk.*": COLUMNS}) == {"blk.w1.weight", "blk.w2.weight"}
-    assert cut({"layers.*.attn.wq": COLUMNS}) == {"layers.0.attn.wq.weight", "layers.1.attn.wq.weight"}
+    assert cut({"layers.*.attn.wq": COLUMNS}) == {
+        "layers.0.attn.wq.weight",
+        "layers.1.attn.wq.weight",
+    }
     assert cut({"layers.[1-9].attn.w?": COLUMNS}) == {"layers.1.attn.wq.weight"}
     assert cut({"*.w[12]": COLUMNS}) == {"blk.w1.weight", "blk.w2.weight"}
     assert cut({"": SequenceParallel()}) == cut({}) == set()
     assert cut(COLUMNS, nn.Linear(4, 4, bias=False)) == {"weight"}
     # The pattern of everything styles no container above what it names.
-    assert "ColwiseParallel: it shards nn.Linear and nn.Embedding, not a Pair" in error_of({"b*": COLUMNS})
+    assert "ColwiseParallel: it shards nn.Linear and nn.Embedding, not a Pair" in error_of(
+        {"b*": COLUMNS}
+    )
 
 
 def test_two_stars_are_any_depth_as_in_every_other_pattern():
@@ -64,31 +82,49 @@ def test_two_stars_are_any_depth_as_in_every_other_pattern():
     assert cut({"layers.**.wq": COLUMNS}) == {"layers.0.attn.wq.weight", "layers.1.attn.wq.weight"}
     params = ftp.functionalize(model)[1]
     for pattern in ("**.w1", "**.w[1q]", "layers.**.wq", "**.attn.*", "**.layers.*.*.wq"):
-        assert cut({pattern: COLUMNS}) == {path for path, spec in ftp.plan(params, {f"{pattern}.weight": P("tp")}).items() if spec}
+        assert cut({pattern: COLUMNS}) == {
+            path for path, spec in ftp.plan(params, {f"{pattern}.weight": P("tp")}).items() if spec
+        }
     assert "pattern '**.w3' matches no module; " in error_of({"**.w3": COLUMNS})
 
 
 @pytest.mark.parametrize("pattern", ["blk..w1", ".blk.w1", "blk.w1."])
 def test_an_empty_element_is_an_error(pattern):
-    assert error_of({pattern: COLUMNS}) == f"pattern {pattern!r} has an empty element. Try 'blk.w1'."
+    assert (
+        error_of({pattern: COLUMNS}) == f"pattern {pattern!r} has an empty element. Try 'blk.w1'."
+    )
 
 
 def test_all_that_is_wrong_is_said_at_once():
-    message = error_of({"blk.w3": COLUMNS, "attn.wq": COLUMNS, "zzz.zzz.zzz.zzz.zzz": COLUMNS, 3: COLUMNS, "w1": None, "layers.0": COLUMNS})
+    message = error_of(
+        {
+            "blk.w3": COLUMNS,
+            "attn.wq": COLUMNS,
+            "zzz.zzz.zzz.zzz.zzz": COLUMNS,
+            3: COLUMNS,
+            "w1": None,
+            "layers.0": COLUMNS,
+        }
+    )
     assert "pattern 'blk.w3' matches no module; did you mean 'blk.w1', which matches 1?" in message
-    assert "pattern 'attn.wq' matches no module; did you mean 'layers.*.attn.wq'? A pattern is a whole path." in message
+    assert (
+        "pattern 'attn.wq' matches no module; did you mean 'layers.*.attn.wq'? A pattern is a"
+        " whole path." in message
+    )
     assert "pattern 'zzz.zzz.zzz.zzz.zzz' matches no module; the nearest are" in message
     assert "3 is no pattern" in message
     assert "plan['w1']: None is a NoneType; it must be a style" in message
     assert (
-        "plan['layers.0']: ColwiseParallel: it shards nn.Linear and nn.Embedding, not a ModuleDict. Style what is in it: 'attn.wq'."
-        in message
+        "plan['layers.0']: ColwiseParallel: it shards nn.Linear and nn.Embedding, not a"
+        " ModuleDict. Style what is in it: 'attn.wq'." in message
     )
 
 
 def test_a_path_of_a_parameter_and_names_of_numbers():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    assert error_of({"0.weight": COLUMNS}, model).endswith("a plan styles modules, and 'weight' is a parameter of '0'. Style '0'.")
+    assert error_of({"0.weight": COLUMNS}, model).endswith(
+        "a plan styles modules, and 'weight' is a parameter of '0'. Style '0'."
+    )
     assert error_of({"9": COLUMNS}, model) == "pattern '9' matches no module; the nearest are '0'."
 
 
@@ -111,8 +147,10 @@ def test_a_style_function_that_does_not_fit_is_named_with_its_path():
         return {"weight": P(None, None, "tp")}, {}
 
     assert error_of({"blk.w1": narrow, "blk.w2": long}) == (
-        "plan['blk.w1']: narrow(path) does not take (path, module), with which a style is called: too many positional arguments.\n"
-        "plan['blk.w2']: long('blk.w2', ...) gives P(None, None, 'tp'), of 3 entries, for 'weight', whose shape (4, 4) has 2 dims."
+        "plan['blk.w1']: narrow(path) does not take (path, module), with which a style is called:"
+        " too many positional arguments.\n"
+        "plan['blk.w2']: long('blk.w2', ...) gives P(None, None, 'tp'), of 3 entries, for"
+        " 'weight', whose shape (4, 4) has 2 dims."
         " Give at most 2."
     )
 
@@ -166,42 +204,70 @@ def prepared(layouts, desired):
     ids=["in order", "by name"],
 )
 def test_outputs_in_a_dict_and_a_sum_that_stays_pending(style, outputs):
-    model, x, mesh = AroundDict().double(), torch.randn(2, 4, dtype=torch.float64), ftp.simulated_mesh((2,), ("tp",))
-    plan = {"inner.up": COLUMNS, "inner.down": RowwiseParallel(output_layouts=Partial()), "inner": style}
+    model, x, mesh = (
+        AroundDict().double(),
+        torch.randn(2, 4, dtype=torch.float64),
+        ftp.simulated_mesh((2,), ("tp",)),
+    )
+    plan = {
+        "inner.up": COLUMNS,
+        "inner.down": RowwiseParallel(output_layouts=Partial()),
+        "inner": style,
+    }
     specs, constraints = ftp.from_parallelize_plan(model, plan)
     assert constraints["inner"].outputs == outputs and constraints["inner.down"].outputs is None
     fn, params = ftp.functionalize(model, constraints=constraints)
     loss, grads = ftp.shard(fn, mesh, specs)(params, x)
     expected = model(x)
     torch.testing.assert_close(loss, expected.detach())
-    for path, grad in zip(grads, torch.autograd.grad(expected, list(model.parameters())), strict=True):
+    for path, grad in zip(
+        grads, torch.autograd.grad(expected, list(model.parameters())), strict=True
+    ):
         torch.testing.assert_close(grads[path], grad)
-    assert [c.op for c in ftp.shard(fn, mesh, specs).lower(params, x).collectives] == ["all_reduce", "all_gather"]
+    assert [c.op for c in ftp.shard(fn, mesh, specs).lower(params, x).collectives] == [
+        "all_reduce",
+        "all_gather",
+    ]
 
 
 def test_outputs_in_a_dict_that_do_not_fit():
     def said(layouts):
-        _, constraints = ftp.from_parallelize_plan(AroundDict(), {"inner": prepared(layouts, layouts)})
+        _, constraints = ftp.from_parallelize_plan(
+            AroundDict(), {"inner": prepared(layouts, layouts)}
+        )
         fn, params = ftp.functionalize(AroundDict(), constraints=constraints)
         with pytest.raises(InputError) as error:
             fn(params, torch.ones(2, 4))
         return str(error.value)
 
     where = "module 'inner' (OfDict), constrained by 'inner': "
-    assert said({"logits": Shard(0)}) == where + "the constraint names output 'logits'; it returns 'hidden', 'out'."
-    assert said((Shard(0), Shard(0), Shard(0))) == where + "the constraint has 3 outputs, but it returns a dict of 2."
-    assert said((Shard(0),)) == (
-        where + "its output is a dict; P('tp') can pin a tensor only. Give ftp.Constraint(outputs=...) a spec or None for each."
+    assert (
+        said({"logits": Shard(0)})
+        == where + "the constraint names output 'logits'; it returns 'hidden', 'out'."
     )
-    fn, params = ftp.functionalize(AroundDict(), constraints={"inner.up": ftp.Constraint(outputs={"out": P()})})
-    with pytest.raises(InputError, match="the constraint names outputs, 'out', but it returns a Tensor"):
+    assert (
+        said((Shard(0), Shard(0), Shard(0)))
+        == where + "the constraint has 3 outputs, but it returns a dict of 2."
+    )
+    assert said((Shard(0),)) == (
+        where
+        + "its output is a dict; P('tp') can pin a tensor only. Give ftp.Constraint(outputs=...) a"
+        " spec or None for each."
+    )
+    fn, params = ftp.functionalize(
+        AroundDict(), constraints={"inner.up": ftp.Constraint(outputs={"out": P()})}
+    )
+    with pytest.raises(
+        InputError, match="the constraint names outputs, 'out', but it returns a Tensor"
+    ):
         fn(params, torch.ones(2, 4))
 
 
 def test_two_styles_that_disagree():
     message = error_of({"blk.w1": COLUMNS, "blk.*": RowwiseParallel()})
     assert message == (
-        "'blk.w1': ColwiseParallel gives P('tp') for parameter 'blk.w1.weight', and 'blk.*': RowwiseParallel gives P(None, 'tp')."
+        "'blk.w1': ColwiseParallel gives P('tp') for parameter 'blk.w1.weight', and 'blk.*':"
+        " RowwiseParallel gives P(None, 'tp')."
         " Give both the same, or narrow one."
     )
 
@@ -216,11 +282,27 @@ def test_plans_of_several_calls_merge_into_the_one_wildcard_plan():
     assert merged == whole
     assert plans.merge(dict(reversed(calls.items()))) == whole
     assert str(merged[0]).count("ColwiseParallel") == str(whole[0]).count("ColwiseParallel") == 16
-    with pytest.raises(SpecError, match=r"plans\['layers.0'\] gives P\(None, 'tp'\) for 'layers.0.feed_forward.w1.weight', and one before"):
-        plans.merge({"": whole, "layers.0": ftp.from_parallelize_plan(model.layers["0"], {"feed_forward.w1": RowwiseParallel()})})
-    with pytest.raises(SpecError, match=r"plans\['a'\] is a dict; it must be the pair that from_parallelize_plan gives."):
+    with pytest.raises(
+        SpecError,
+        match=r"plans\['layers.0'\] gives P\(None, 'tp'\) for 'layers.0.feed_forward.w1.weight', and one before",
+    ):
+        plans.merge(
+            {
+                "": whole,
+                "layers.0": ftp.from_parallelize_plan(
+                    model.layers["0"], {"feed_forward.w1": RowwiseParallel()}
+                ),
+            }
+        )
+    with pytest.raises(
+        SpecError,
+        match=r"plans\['a'\] is a dict; it must be the pair that from_parallelize_plan gives.",
+    ):
         plans.merge({"a": {}})  # type: ignore[dict-item]
-    with pytest.raises(SpecError, match=r"speaks of 'layer.0.attention.wq.weight', .*; the nearest is 'layers.0.attention.wq.weight'"):
+    with pytest.raises(
+        SpecError,
+        match=r"speaks of 'layer.0.attention.wq.weight', .*; the nearest is 'layers.0.attention.wq.weight'",
+    ):
         plans.merge({"": calls[""], "layer.0": calls["layers.0"]})
     with pytest.raises(SpecError, match="3 is no prefix"):
         plans.merge({3: whole})  # type: ignore[dict-item]
@@ -271,7 +353,10 @@ def test_a_row_wise_output_of_shard_1_is_a_reduce_scatter():
     plan = {"0": COLUMNS, "1": RowwiseParallel(output_layouts=Shard(1))}
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     lowered = equal_to_one_device(net, plan, ftp.simulated_mesh(2, "tp"), x)
-    assert sorted(c.op for c in lowered.collectives if c.op != "all_reduce") == ["all_gather", "reduce_scatter"]
+    assert sorted(c.op for c in lowered.collectives if c.op != "all_reduce") == [
+        "all_gather",
+        "reduce_scatter",
+    ]
 
 
 class Named(nn.Module):
@@ -292,8 +377,16 @@ class Inner(nn.Module):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ((Shard(1), Replicate(), None), "the constraint has 3 inputs, but it is called with 2 arguments and the keywords 'scale'."),
-        ((Shard(1),), "the constraint has 1 inputs, but it is called with 2 arguments and the keywords 'scale'."),
+        (
+            (Shard(1), Replicate(), None),
+            "the constraint has 3 inputs, but it is called with 2 arguments and the keywords"
+            " 'scale'.",
+        ),
+        (
+            (Shard(1),),
+            "the constraint has 1 inputs, but it is called with 2 arguments and the keywords"
+            " 'scale'.",
+        ),
         ((Shard(1), ...), None),
         ((None, Shard(0)), None),
     ],
@@ -335,11 +428,28 @@ def attend(fn, p, x):
 def test_multihead_attention_is_cut_by_heads(style):
     torch.manual_seed(0)
     x = torch.randn(4, 2, 8, dtype=torch.float64)
-    lowered = equal_to_one_device(nn.MultiheadAttention(8, 4), style, ftp.simulated_mesh(2, "tp"), x, call=attend)
-    assert max(c.global_shape[0] for c in lowered.collectives if len(c.global_shape) == 2 and c.global_shape[-1] == 8) <= 8
-    specs, _ = ftp.from_parallelize_plan(nn.MultiheadAttention(8, 4), {"out_proj": RowwiseParallel()})
+    lowered = equal_to_one_device(
+        nn.MultiheadAttention(8, 4), style, ftp.simulated_mesh(2, "tp"), x, call=attend
+    )
+    assert (
+        max(
+            c.global_shape[0]
+            for c in lowered.collectives
+            if len(c.global_shape) == 2 and c.global_shape[-1] == 8
+        )
+        <= 8
+    )
+    specs, _ = ftp.from_parallelize_plan(
+        nn.MultiheadAttention(8, 4), {"out_proj": RowwiseParallel()}
+    )
     assert specs["out_proj.weight"] == P(None, "tp")
-    equal_to_one_device(nn.MultiheadAttention(8, 4), {"out_proj": RowwiseParallel()}, ftp.simulated_mesh(2, "tp"), x, call=attend)
+    equal_to_one_device(
+        nn.MultiheadAttention(8, 4),
+        {"out_proj": RowwiseParallel()},
+        ftp.simulated_mesh(2, "tp"),
+        x,
+        call=attend,
+    )
 
 
 def test_a_transformer_from_a_plan():
@@ -350,10 +460,13 @@ def test_a_transformer_from_a_plan():
     assert specs["decoder.layers.0.multihead_attn.in_proj_weight"] == P(units("tp", 4, pack=3))
     assert specs["encoder.layers.0.linear2.weight"] == P(None, "tp")
     mesh = ftp.simulated_mesh(2, "tp")
-    # Each of five blocks reduces activations forward, and backward too, but for the first, whose input needs no gradient.
+    # Each of five blocks reduces activations forward, and backward too, but for the first, whose
+    # input needs no gradient.
     lowered = equal_to_one_device(model, plans.PairwiseParallel(), mesh, src, tgt)
     assert [c.op for c in lowered.collectives] == ["all_reduce"] * 9
-    assert all(len(c.global_shape) == 3 or c.global_shape in ((8, 8), (12, 8)) for c in lowered.collectives)
+    assert all(
+        len(c.global_shape) == 3 or c.global_shape in ((8, 8), (12, 8)) for c in lowered.collectives
+    )
     lowered = equal_to_one_device(model.encoder, plans.PairwiseParallel(), mesh, src)
     assert {c.op for c in lowered.collectives} == {"all_reduce"}
 
@@ -363,6 +476,9 @@ def test_the_page_runs(capsys):
     scope: dict[str, Any] = {}
     for block in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S):
         exec(compile(block, "docs/from_parallelize_module.md", "exec"), scope)
-    assert re.search(r"layers.0.w2.weight +P\(None, 'tp'\) +\(16, 32\) +'layers.\*.w2': RowwiseParallel", capsys.readouterr().out)
+    assert re.search(
+        r"layers.0.w2.weight +P\(None, 'tp'\) +\(16, 32\) +'layers.\*.w2': RowwiseParallel",
+        capsys.readouterr().out,
+    )
     plain, params = ftp.functionalize(scope["model"])
     assert plain(params, torch.ones(2, 3, 16)).shape == (2, 3, 8) and scope["loss"].isfinite()

@@ -1,11 +1,24 @@
-"""Loss and every gradient of models that others wrote, on simulated meshes, against plain torch on one device."""
+"""Loss and every gradient of models that others wrote, on simulated meshes, against plain torch
+on one device.
+"""
 
 from typing import Any
 
 import model_table
 import pytest
 import torch
-from real_models import MODULES, RESNET_CUTS, Case, OldDouble, ResNet, float64, randn, tokens, transformer, with_function
+from real_models import (
+    MODULES,
+    RESNET_CUTS,
+    Case,
+    OldDouble,
+    ResNet,
+    float64,
+    randn,
+    tokens,
+    transformer,
+    with_function,
+)
 from torch.nn import functional as F
 
 import ftp
@@ -21,7 +34,9 @@ MESHES: dict[str, tuple[tuple[int, ...], tuple[str, ...]]] = {
 
 def check(case: Case, mesh: str) -> None:
     fn, params = ftp.functionalize(case.model)
-    expected = case.loss(lambda params, *args, **kwargs: case.model(*args, **kwargs))(params, *case.batch)
+    expected = case.loss(lambda params, *args, **kwargs: case.model(*args, **kwargs))(
+        params, *case.batch
+    )
     trained = {name: p for name, p in case.model.named_parameters() if p.requires_grad}
     found = torch.autograd.grad(expected, list(trained.values()), allow_unused=True)
     shape, axes = MESHES[mesh]
@@ -31,26 +46,46 @@ def check(case: Case, mesh: str) -> None:
     loss, grads = step(params, *case.batch)
     assert grads.keys() == trained.keys()
     close("the loss", loss, expected.detach(), float(expected.detach().abs()), case.tolerance)
-    reference = {name: torch.zeros_like(p) if g is None else g for (name, p), g in zip(trained.items(), found, strict=True)}
+    reference = {
+        name: torch.zeros_like(p) if g is None else g
+        for (name, p), g in zip(trained.items(), found, strict=True)
+    }
     largest = max(float(g.abs().max()) for g in reference.values())
     for name, grad in reference.items():
-        close(f"gradient of {name}", grads[name], grad, max(float(grad.abs().max()), 1e-3 * largest), case.tolerance)
+        close(
+            f"gradient of {name}",
+            grads[name],
+            grad,
+            max(float(grad.abs().max()), 1e-3 * largest),
+            case.tolerance,
+        )
 
 
-def close(what: str, found: torch.Tensor, expected: torch.Tensor, scale: float, tolerance: float) -> None:
+def close(
+    what: str, found: torch.Tensor, expected: torch.Tensor, scale: float, tolerance: float
+) -> None:
     assert found.shape == expected.shape and found.dtype == expected.dtype, what
     error = float((found - expected).abs().max()) / scale
     assert error <= tolerance, f"{what} is off by {error:.1e}"
 
 
-@pytest.mark.parametrize("mesh", [mesh if mesh in ("tp3", "dp2×tp2") else pytest.param(mesh, marks=pytest.mark.slow) for mesh in MESHES])
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        mesh if mesh in ("tp3", "dp2×tp2") else pytest.param(mesh, marks=pytest.mark.slow)
+        for mesh in MESHES
+    ],
+)
 @pytest.mark.parametrize("name", MODULES)
 def test_modules(name: str, mesh: str):
     check(MODULES[name](), mesh)
 
 
 def test_a_function_with_ctx_in_forward_is_refused():
-    with pytest.raises(ftp.errors.TraceError, match=r"^OldDouble \(.* forward takes ctx at .*real_models.py:(.|\n)*setup_context"):
+    with pytest.raises(
+        ftp.errors.TraceError,
+        match=r"^OldDouble \(.* forward takes ctx at .*real_models.py:(.|\n)*setup_context",
+    ):
         check(with_function(OldDouble), "tp2")
 
 
@@ -73,14 +108,22 @@ def test_resnet_with_its_buffers(train: bool, mesh: str):
     shape, axes = RESNET_MESHES[mesh]
     cut = P("dp") if "dp" in axes else P()
     plan = ftp.plan(params, RESNET_CUTS if "tp" in axes else {})
-    step = ftp.shard(loss, ftp.simulated_mesh(shape, axes), plan, batch_specs=(P(), cut, cut), has_aux=True)
+    step = ftp.shard(
+        loss, ftp.simulated_mesh(shape, axes), plan, batch_specs=(P(), cut, cut), has_aux=True
+    )
     (value, new), grads = step(params, buffers, x, y)
     expected = F.cross_entropy(model(x), y)
     found = torch.autograd.grad(expected, list(model.parameters()))
     close("the loss", value, expected.detach(), float(expected.detach()), 1e-10)
     largest = max(float(g.abs().max()) for g in found)
     for (name, _), grad in zip(model.named_parameters(), found, strict=True):
-        close(f"gradient of {name}", grads[name], grad, max(float(grad.abs().max()), 1e-3 * largest), 1e-10)
+        close(
+            f"gradient of {name}",
+            grads[name],
+            grad,
+            max(float(grad.abs().max()), 1e-3 * largest),
+            1e-10,
+        )
     for name, buffer in model.named_buffers():
         close(f"buffer {name}", new[name], buffer, max(float(buffer.abs().max()), 1.0), 1e-10)
 
@@ -91,7 +134,11 @@ TABLE = [(name, attention, mesh) for name, attention in model_table.forms() for 
 
 
 @pytest.mark.parametrize(
-    ("name", "attention", "mesh"), [pytest.param(*row, marks=() if row in FEW else pytest.mark.slow, id=" | ".join(row)) for row in TABLE]
+    ("name", "attention", "mesh"),
+    [
+        pytest.param(*row, marks=() if row in FEW else pytest.mark.slow, id=" | ".join(row))
+        for row in TABLE
+    ],
 )
 def test_transformers(name: str, attention: str, mesh: str):
     pytest.importorskip("transformers")
@@ -101,6 +148,8 @@ def test_transformers(name: str, attention: str, mesh: str):
 def test_the_table_of_models():
     """``python tests/support/model_table.py`` runs what is missing and writes both files."""
     results = model_table.read()
-    assert {row[0] for row, found in results.items() if found != model_table.EQUAL} == {"Bloom"}  # a Function with ctx in its forward
+    assert {row[0] for row, found in results.items() if found != model_table.EQUAL} == {
+        "Bloom"
+    }  # a Function with ctx in its forward
     assert list(results) == list(model_table.rows())
     assert model_table.DOCS.read_text() == model_table.document()

@@ -78,7 +78,9 @@ def word(key, n):
     """A word of a key's stream, an int at a time."""
     k, t = key.tolist()
     block = n // 4
-    return philox.block((block & MASK, block >> 32, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK))[n % 4]
+    return philox.block(
+        (block & MASK, block >> 32, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK)
+    )[n % 4]
 
 
 keys = st.tuples(*[st.integers(-(1 << 63), (1 << 63) - 1)] * 2).map(torch.tensor)
@@ -86,7 +88,12 @@ steps = st.integers(0, 70) | st.sampled_from([1 << 30, (1 << 33) + 2])
 
 
 @settings(max_examples=60, deadline=None)
-@given(keys, st.lists(st.tuples(st.integers(0, 9), steps), max_size=3), st.integers(0, 1 << 40), st.integers(0, 3))
+@given(
+    keys,
+    st.lists(st.tuples(st.integers(0, 9), steps), max_size=3),
+    st.integers(0, 1 << 40),
+    st.integers(0, 3),
+)
 def test_any_part_of_a_stream(key, dims, offset, batch):
     size, stride = [n for n, _ in dims], [step for _, step in dims]
     many = torch.stack([key + i for i in range(batch)]) if batch else key
@@ -99,23 +106,31 @@ def test_any_part_of_a_stream(key, dims, offset, batch):
     one = made[0] if batch else made
     at = [int(torch.randint(n, ())) for n in size if n]
     if len(at) == len(size):
-        assert int(one[tuple(at)]) == signed(word(key, offset + sum(i * s for i, s in zip(at, stride, strict=True))), 32)
+        assert int(one[tuple(at)]) == signed(
+            word(key, offset + sum(i * s for i, s in zip(at, stride, strict=True))), 32
+        )
 
 
-@pytest.mark.parametrize(("keys", "blocks"), [(1, philox.CHUNK + 3), (3, philox.CHUNK // 2 + 1), (70, 5)])
+@pytest.mark.parametrize(
+    ("keys", "blocks"), [(1, philox.CHUNK + 3), (3, philox.CHUNK // 2 + 1), (70, 5)]
+)
 def test_parts_larger_than_a_chunk(keys, blocks):
     many = random.split(KEY, keys)
     with without_compiler():
         made = philox.random_bits(many, (4 * blocks,), (1,), 2)
     assert torch.equal(made, philox.random_bits(many, (4 * blocks,), (1,), 2))
-    assert torch.equal(made, torch.stack([philox.bits_by_index(k, (4 * blocks,), (1,), 2) for k in many]))
+    assert torch.equal(
+        made, torch.stack([philox.bits_by_index(k, (4 * blocks,), (1,), 2) for k in many])
+    )
 
 
 def test_what_cannot_be_compiled_is_done_without(tmp_path, monkeypatch):
     build = native.compiled.__wrapped__
     monkeypatch.setenv("FTP_CACHE", str(tmp_path))
     if philox._native() is not None:
-        assert build("philox") is not None and [p.suffix for p in tmp_path.glob("compiled/*")] == [".so"]
+        assert build("philox") is not None and [p.suffix for p in tmp_path.glob("compiled/*")] == [
+            ".so"
+        ]
     monkeypatch.setenv("FTP_CACHE", str(tmp_path / "another"))
     for name in ("CC", "PATH"):
         monkeypatch.setenv(name, "/nowhere")
@@ -136,8 +151,12 @@ def test_uniform_by_its_definition():
         assert random.uniform(KEY, (3, 4), dtype).flatten().tolist() == expected
     pairs = [words[2 * i] | words[2 * i + 1] << 32 for i in range(6)]
     assert random.uniform(KEY, (6,), torch.float64).tolist() == [(w >> 11) / 2**53 for w in pairs]
-    assert random.randint(KEY, -5, 20, (6,)).tolist() == [(w & ((1 << 63) - 1)) % 25 - 5 for w in pairs]
-    assert random.permutation(KEY, 6).tolist() == sorted(range(6), key=lambda i: signed(pairs[i], 64))
+    assert random.randint(KEY, -5, 20, (6,)).tolist() == [
+        (w & ((1 << 63) - 1)) % 25 - 5 for w in pairs
+    ]
+    assert random.permutation(KEY, 6).tolist() == sorted(
+        range(6), key=lambda i: signed(pairs[i], 64)
+    )
 
 
 def test_bernoulli_by_its_definition():
@@ -145,7 +164,10 @@ def test_bernoulli_by_its_definition():
     for p in (0.0, 1e-3, 0.3, 0.5, 1.0):
         expected = [w < round(p * 2**32) for w in words]
         assert random.bernoulli(KEY, p, (4, 16)).flatten().tolist() == expected
-        assert random.bernoulli(KEY, torch.full((4, 16), p, dtype=torch.float64)).flatten().tolist() == expected
+        assert (
+            random.bernoulli(KEY, torch.full((4, 16), p, dtype=torch.float64)).flatten().tolist()
+            == expected
+        )
         kept = [0.0 if w else 1 / (1 - p) for w in expected]
         assert random.dropout(KEY, torch.ones(64, dtype=torch.float64), p).tolist() == kept
 
@@ -153,21 +175,35 @@ def test_bernoulli_by_its_definition():
 def test_normal_by_its_definition():
     words = [word(KEY, n) for n in range(400)]
     first = [math.sqrt(-2 * math.log((w + 1) / 2**32)) for w in words[::2]]
-    expected = [r * math.cos(2 * math.pi * (w >> 8) / 2**24) for r, w in zip(first, words[1::2], strict=True)]
-    torch.testing.assert_close(random.normal(KEY, (200,)).double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=3e-6)
-    words = [(words[2 * i] | words[2 * i + 1] << 32) >> 11 for i in range(200)]
     expected = [
-        math.sqrt(-2 * math.log((a + 1) / 2**53)) * math.cos(2 * math.pi * b / 2**53) for a, b in zip(words[::2], words[1::2], strict=True)
+        r * math.cos(2 * math.pi * (w >> 8) / 2**24)
+        for r, w in zip(first, words[1::2], strict=True)
     ]
     torch.testing.assert_close(
-        random.normal(KEY, (100,), torch.float64), torch.tensor(expected, dtype=torch.float64), rtol=1e-13, atol=1e-13
+        random.normal(KEY, (200,)).double(),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=0,
+        atol=3e-6,
+    )
+    words = [(words[2 * i] | words[2 * i + 1] << 32) >> 11 for i in range(200)]
+    expected = [
+        math.sqrt(-2 * math.log((a + 1) / 2**53)) * math.cos(2 * math.pi * b / 2**53)
+        for a, b in zip(words[::2], words[1::2], strict=True)
+    ]
+    torch.testing.assert_close(
+        random.normal(KEY, (100,), torch.float64),
+        torch.tensor(expected, dtype=torch.float64),
+        rtol=1e-13,
+        atol=1e-13,
     )
 
 
 def test_keys_by_their_definition():
     def made(counter):
         k, t = KEY.tolist()
-        w = philox.block((counter & MASK, counter >> 32, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK))
+        w = philox.block(
+            (counter & MASK, counter >> 32, t & MASK, t >> 32 & MASK), (k & MASK, k >> 32 & MASK)
+        )
         return [pair(*w[:2]), pair(*w[2:])]
 
     assert random.split(KEY, 3).tolist() == [made((1 << 62) + i) for i in range(3)]
@@ -180,12 +216,17 @@ def test_keys_by_their_definition():
 # Meshes and specs.
 
 
-MESHES = {shape: ftp.simulated_mesh(shape, ("a", "b")[: len(shape)]) for shape in [(2,), (3,), (2, 2), (3, 2), (2, 3)]}
+MESHES = {
+    shape: ftp.simulated_mesh(shape, ("a", "b")[: len(shape)])
+    for shape in [(2,), (3,), (2, 2), (3, 2), (2, 3)]
+}
 
 
 @st.composite
 def cuts(draw, axes, ndim):
-    """A spec that gives each axis to one dim or to none, several to one dim in any order, in units or not."""
+    """A spec that gives each axis to one dim or to none, several to one dim in any order, in
+    units or not.
+    """
     entries: list = [()] * ndim
     for axis in draw(st.permutations(axes)):
         d = draw(st.integers(-1, ndim - 1))
@@ -230,7 +271,13 @@ def test_a_mask_takes_the_layout_of_what_it_multiplies():
     mesh = ftp.AbstractMesh((4, 8), ("dp", "tp"))
     x, w = torch.empty(64, 512, device="meta"), torch.empty(512, 2048, device="meta")
     lowered = ftp.lower(
-        lambda key, x, w: random.dropout(key, x @ w, 0.1).sum(), mesh, (P(), P("dp"), P(None, "tp")), KEY, x, w, out_specs=P()
+        lambda key, x, w: random.dropout(key, x @ w, 0.1).sum(),
+        mesh,
+        (P(), P("dp"), P(None, "tp")),
+        KEY,
+        x,
+        w,
+        out_specs=P(),
     )
     (made,) = [n for n in lowered.graph.graph.nodes if n.target is philox.random_bits]
     assert math.prod(made.args[1]) == 64 * 2048 // 32
@@ -258,7 +305,13 @@ def test_a_mask_seen_through_views_and_units():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.sampled_from([(2, 2), (3, 2), (2, 3)]), st.integers(1, 13), st.integers(1, 5), st.permutations("ab"), st.booleans())
+@given(
+    st.sampled_from([(2, 2), (3, 2), (2, 3)]),
+    st.integers(1, 13),
+    st.integers(1, 5),
+    st.permutations("ab"),
+    st.booleans(),
+)
 def test_nested_cuts_of_flattened_dims(mesh, n, m, axes, outer):
     """The inner dim of a flattened pair is cut, unevenly, twice: parts with holes in them."""
     spec = P(tuple(axes)) if outer else P(None, tuple(axes))
@@ -276,7 +329,11 @@ def test_whole_draws_are_the_same_on_any_mesh():
     logits = torch.linspace(-2, 2, 60).reshape(5, 12)
 
     def f(key, logits):
-        return random.permutation(key, 11), random.categorical(key, logits), random.permutation(key, logits)
+        return (
+            random.permutation(key, 11),
+            random.categorical(key, logits),
+            random.permutation(key, logits),
+        )
 
     step = ftp.spmd(f, mesh, (P(), P("dp", "tp")), P(), strict=True)
     for got, expected in zip(step(KEY, logits), f(KEY, logits), strict=True):
@@ -318,13 +375,22 @@ def test_under_vmap_each_key_draws_its_own():
 
     def f(key, x):
         a, b = random.split(key)
-        return random.dropout(a, x, 0.5), random.normal(b, (2,)), random.fold_in(key, 9), random.permutation(key, 4)
+        return (
+            random.dropout(a, x, 0.5),
+            random.normal(b, (2,)),
+            random.fold_in(key, 9),
+            random.permutation(key, 4),
+        )
 
-    for got, expected in zip(torch.vmap(f)(many, x), zip(*map(f, many, x), strict=True), strict=True):
+    for got, expected in zip(
+        torch.vmap(f)(many, x), zip(*map(f, many, x), strict=True), strict=True
+    ):
         assert torch.equal(got, torch.stack(expected))
     by_index = torch.vmap(lambda i: random.fold_in(KEY, i))(torch.arange(4))
     assert torch.equal(by_index, torch.stack([random.fold_in(KEY, i) for i in range(4)]))
-    nested = torch.vmap(torch.vmap(lambda key, i: random.fold_in(key, i), (None, 0)), (0, None))(many, torch.arange(4))
+    nested = torch.vmap(torch.vmap(lambda key, i: random.fold_in(key, i), (None, 0)), (0, None))(
+        many, torch.arange(4)
+    )
     assert torch.equal(nested[2, 3], random.fold_in(many[2], 3))
     same = torch.vmap(lambda x: random.dropout(KEY, x, 0.5))(x)
     assert torch.equal(same, torch.stack([random.dropout(KEY, row, 0.5) for row in x]))
@@ -343,7 +409,9 @@ def test_under_vmap_and_sharded():
     assert not step.lower(many, x).collectives
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads forward-mode rules
+@pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script"
+)  # torch's own, when it first loads forward-mode rules
 def test_under_grad_jvp_and_make_fx():
     x = torch.randn(4, 3, dtype=torch.float64)
     mask = random.dropout(KEY, torch.ones_like(x), 0.3)
@@ -352,7 +420,9 @@ def test_under_grad_jvp_and_make_fx():
     assert torch.equal(torch.func.jvp(f, (x,), (torch.ones_like(x),))[1], mask)
     assert torch.equal(torch.func.jacrev(f)(x).sum((2, 3)), mask)
     for mode in ("real", "fake"):
-        traced = make_fx(torch.func.functionalize(lambda key, x: random.dropout(key, x, 0.3)), tracing_mode=mode)(KEY, x)
+        traced = make_fx(
+            torch.func.functionalize(lambda key, x: random.dropout(key, x, 0.3)), tracing_mode=mode
+        )(KEY, x)
         other = random.key(5)
         assert torch.equal(traced(other, x), random.dropout(other, x, 0.3))
         assert len(traced.graph.nodes) < 10
@@ -381,10 +451,18 @@ def test_compiled_with_the_ops_taken_apart():
 def test_compiled_by_inductor():
     """The ops taken apart, and whole in a rank's graph whose offset is an input."""
     x = torch.randn(40, 8)
-    lowered = ftp.lower(lambda key, x: random.dropout(key, x, 0.3), ftp.AbstractMesh((2,), ("tp",)), (P(), P(None, "tp")), KEY, x)
+    lowered = ftp.lower(
+        lambda key, x: random.dropout(key, x, 0.3),
+        ftp.AbstractMesh((2,), ("tp",)),
+        (P(), P(None, "tp")),
+        KEY,
+        x,
+    )
     (part,) = torch.compile(lowered.graph, dynamic=False)(KEY, x[:, 4:].contiguous(), 4)
     assert torch.equal(part, random.dropout(KEY, x, 0.3)[:, 4:])
-    for got, expected in zip(torch.compile(everything, fullgraph=True)(KEY, x), everything(KEY, x), strict=True):
+    for got, expected in zip(
+        torch.compile(everything, fullgraph=True)(KEY, x), everything(KEY, x), strict=True
+    ):
         assert torch.equal(got, expected)
 
 
@@ -415,7 +493,10 @@ def test_uniform_is_uniform():
         assert math.sqrt(N) * float(gaps.abs().max()) < 2.2
         # Neighbours, in pairs of 16 bins.
         pairs = (u.view(-1, 2) * 16).long()
-        assert chi2(torch.bincount(pairs[:, 0] * 16 + pairs[:, 1], minlength=256), N / 512) < 255 + 5 * 22.6
+        assert (
+            chi2(torch.bincount(pairs[:, 0] * 16 + pairs[:, 1], minlength=256), N / 512)
+            < 255 + 5 * 22.6
+        )
 
 
 def test_every_bit_is_a_fair_coin():
@@ -428,7 +509,12 @@ def test_every_bit_is_a_fair_coin():
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_normal_has_its_moments(dtype):
     z = random.normal(KEY, (N,), dtype).double()
-    for power, moment, deviation in ((1, 0, 1), (2, 1, math.sqrt(2)), (3, 0, math.sqrt(15)), (4, 3, math.sqrt(96))):
+    for power, moment, deviation in (
+        (1, 0, 1),
+        (2, 1, math.sqrt(2)),
+        (3, 0, math.sqrt(15)),
+        (4, 3, math.sqrt(96)),
+    ):
         slack = 0.01 if dtype in (torch.bfloat16, torch.float16) else 0.0
         assert abs(float((z**power).mean()) - moment) < 5 * deviation / math.sqrt(N) + slack
     inside = [float((z.abs() < s).double().mean()) for s in (1, 2, 3)]
@@ -446,16 +532,30 @@ def test_other_distributions():
     assert float(t.mean()) == pytest.approx((density(1) - density(2)) / mass, abs=5 / math.sqrt(N))
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0])
     drawn = random.categorical(KEY, logits, (N,))
-    assert chi2(torch.bincount(drawn, minlength=4), logits.softmax(0) * N) < 3 + 5 * math.sqrt(6) * 2
-    assert chi2(torch.bincount(random.randint(KEY, 10, 17, (N,)) - 10), N / 7) < 6 + 5 * math.sqrt(12) * 2
-    orders = torch.vmap(lambda key: random.permutation(key, 3))(random.split(KEY, 6000)) @ torch.tensor([9, 3, 1])
+    assert (
+        chi2(torch.bincount(drawn, minlength=4), logits.softmax(0) * N) < 3 + 5 * math.sqrt(6) * 2
+    )
+    assert (
+        chi2(torch.bincount(random.randint(KEY, 10, 17, (N,)) - 10), N / 7)
+        < 6 + 5 * math.sqrt(12) * 2
+    )
+    orders = torch.vmap(lambda key: random.permutation(key, 3))(
+        random.split(KEY, 6000)
+    ) @ torch.tensor([9, 3, 1])
     assert chi2(torch.bincount(orders)[orders.unique()], 1000) < 5 + 5 * math.sqrt(10) * 2
     assert len(orders.unique()) == 6
 
 
 def test_keys_are_independent():
-    many = [KEY, *random.split(KEY, 8), *(random.fold_in(KEY, i) for i in range(8)), *(random.key(s) for s in range(8))]
-    many += [random.fold_in(random.fold_in(KEY, 0), i) for i in range(4)] + list(random.split(random.fold_in(KEY, 1), 4))
+    many = [
+        KEY,
+        *random.split(KEY, 8),
+        *(random.fold_in(KEY, i) for i in range(8)),
+        *(random.key(s) for s in range(8)),
+    ]
+    many += [random.fold_in(random.fold_in(KEY, 0), i) for i in range(4)] + list(
+        random.split(random.fold_in(KEY, 1), 4)
+    )
     draws = torch.stack([random.uniform(k, (N // 4,), torch.float64) for k in many])
     off = torch.corrcoef(draws) - torch.eye(len(many))
     assert float(off.abs().max()) < 5.5 / math.sqrt(N // 4)
@@ -463,9 +563,21 @@ def test_keys_are_independent():
 
 def test_streams_do_not_overlap():
     first = random.split(KEY, 2000)
-    many = torch.cat([first, torch.stack([random.fold_in(KEY, i) for i in range(2000)]), random.split(first[0], 2000)])
+    many = torch.cat(
+        [
+            first,
+            torch.stack([random.fold_in(KEY, i) for i in range(2000)]),
+            random.split(first[0], 2000),
+        ]
+    )
     assert len(many.unique(dim=0)) == 6000
-    words = torch.cat([philox.random_bits(many[:2000], (4,), (1,), 0), random.bits(KEY, (2000, 4)), many[:4000].view(torch.int32)])
+    words = torch.cat(
+        [
+            philox.random_bits(many[:2000], (4,), (1,), 0),
+            random.bits(KEY, (2000, 4)),
+            many[:4000].view(torch.int32),
+        ]
+    )
     assert len(words.unique(dim=0)) == len(words)
 
 
@@ -482,17 +594,34 @@ def test_shards_are_independent():
     ("call", "message"),
     [
         (lambda: random.key(1.5), "key takes an integer seed of 64 bits, not 1.5, a float."),  # type: ignore[arg-type]
-        (lambda: random.uniform(3), "uniform takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not an int."),  # type: ignore[arg-type]
+        (
+            lambda: random.uniform(3),
+            "uniform takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not"
+            " an int.",
+        ),  # type: ignore[arg-type]
         (
             lambda: random.normal(random.split(KEY, 3), (2,)),
-            "normal takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not torch.int64 of shape (3, 2)."
+            "normal takes a key, an int64 tensor of shape (2,) as ftp.random.key(seed) makes, not"
+            " torch.int64 of shape (3, 2)."
             " Take one of the keys, or torch.vmap over them.",
         ),
-        (lambda: random.fold_in(KEY, -1), "fold_in takes an integer from 0 to 2**61 - 1 or a 0-d integer tensor, not -1, an int."),
-        (lambda: random.dropout(KEY, torch.ones(2), 1.5), "dropout takes a probability from 0 to 1, not p=1.5."),
-        (lambda: random.uniform(KEY, (2,), torch.int64), "uniform draws float64, float32, bfloat16 or float16, not torch.int64."),
+        (
+            lambda: random.fold_in(KEY, -1),
+            "fold_in takes an integer from 0 to 2**61 - 1 or a 0-d integer tensor, not -1, an int.",
+        ),
+        (
+            lambda: random.dropout(KEY, torch.ones(2), 1.5),
+            "dropout takes a probability from 0 to 1, not p=1.5.",
+        ),
+        (
+            lambda: random.uniform(KEY, (2,), torch.int64),
+            "uniform draws float64, float32, bfloat16 or float16, not torch.int64.",
+        ),
         (lambda: random.randint(KEY, 3, 3), "randint takes low < high, not 3 and 3."),
-        (lambda: random.uniform(KEY, (-1,)), "uniform takes a shape of sizes from 0 on, not (-1,)."),
+        (
+            lambda: random.uniform(KEY, (-1,)),
+            "uniform takes a shape of sizes from 0 on, not (-1,).",
+        ),
     ],
 )
 def test_messages(call, message):
@@ -508,7 +637,9 @@ def test_megatron_streams():
     mesh = ftp.simulated_mesh((2, 4), ("dp", "tp"))
     streams = random.megatron_compat(1234, mesh)
     assert torch.equal(streams.default, random.key(1234))
-    assert torch.equal(streams.model_parallel, torch.stack([random.key(1234 + 2718 + rank) for rank in range(4)]))
+    assert torch.equal(
+        streams.model_parallel, torch.stack([random.key(1234 + 2718 + rank) for rank in range(4)])
+    )
     generators = streams.generators(rank=3)
     assert [g.initial_seed() for g in generators] == [1234, 1234 + 2718 + 3]
     with pytest.raises(InputError, match="takes a rank from 0 to 3 where there are no processes"):

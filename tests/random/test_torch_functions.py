@@ -1,4 +1,6 @@
-"""Models that draw at random: ``fn(params, ..., rng=key)`` plain on one device against any mesh, and what each function draws."""
+"""Models that draw at random: ``fn(params, ..., rng=key)`` plain on one device against any mesh,
+and what each function draws.
+"""
 
 import math
 from typing import Any
@@ -43,33 +45,62 @@ class Attention(nn.Module):
 
 
 def noise(x):
-    y = x * torch.rand_like(x) + torch.randn(8, dtype=x.dtype) + torch.randint(0, 5, (8,)).to(x.dtype)
-    return y + torch.bernoulli(torch.full_like(x, 0.3)) + torch.empty_like(x).normal_() + torch.empty_like(x).uniform_(-1, 1)
+    y = (
+        x * torch.rand_like(x)
+        + torch.randn(8, dtype=x.dtype)
+        + torch.randint(0, 5, (8,)).to(x.dtype)
+    )
+    return (
+        y
+        + torch.bernoulli(torch.full_like(x, 0.3))
+        + torch.empty_like(x).normal_()
+        + torch.empty_like(x).uniform_(-1, 1)
+    )
 
 
 def all_dropouts(x):
-    y = F.dropout1d(x, 0.3) + F.dropout2d(x.unsqueeze(2), 0.3).squeeze(2) + F.dropout3d(x.unsqueeze(2).unsqueeze(2), 0.3).flatten(2)
-    return y + F.alpha_dropout(x, 0.3, training=True) + F.feature_alpha_dropout(x, 0.3, training=True) + F.dropout(x * 2, 0.1, inplace=True)
+    y = (
+        F.dropout1d(x, 0.3)
+        + F.dropout2d(x.unsqueeze(2), 0.3).squeeze(2)
+        + F.dropout3d(x.unsqueeze(2).unsqueeze(2), 0.3).flatten(2)
+    )
+    return (
+        y
+        + F.alpha_dropout(x, 0.3, training=True)
+        + F.feature_alpha_dropout(x, 0.3, training=True)
+        + F.dropout(x * 2, 0.1, inplace=True)
+    )
 
 
 def attention(x):
     q, k = x.unsqueeze(1), x.unsqueeze(1) * 0.5
     y = F.scaled_dot_product_attention(q, k, q, dropout_p=0.4, is_causal=True)
     mask = (torch.arange(x.shape[1]) != 1).unsqueeze(0)
-    return (y + F.scaled_dot_product_attention(q.expand(-1, 4, -1, -1), k, q, mask, 0.2, enable_gqa=True).sum(1, keepdim=True)).squeeze(1)
+    return (
+        y
+        + F.scaled_dot_product_attention(
+            q.expand(-1, 4, -1, -1), k, q, mask, 0.2, enable_gqa=True
+        ).sum(1, keepdim=True)
+    ).squeeze(1)
 
 
 BODIES = {
     "encoder": lambda: nn.TransformerEncoderLayer(8, 2, 12, dropout=0.3, batch_first=True),
     "multihead": Attention,
     "multihead weights": lambda: Attention(need_weights=True, average_attn_weights=False),
-    "lstm": lambda: nn.Sequential(nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True), First()),
-    "gru": lambda: nn.Sequential(nn.GRU(8, 4, num_layers=2, dropout=0.4, batch_first=True, bidirectional=True), First()),
+    "lstm": lambda: nn.Sequential(
+        nn.LSTM(8, 8, num_layers=2, dropout=0.4, batch_first=True), First()
+    ),
+    "gru": lambda: nn.Sequential(
+        nn.GRU(8, 4, num_layers=2, dropout=0.4, batch_first=True, bidirectional=True), First()
+    ),
     "dropouts": lambda: all_dropouts,
     "noise": lambda: noise,
     "attention": lambda: attention,
     "gumbel": lambda: lambda x: F.gumbel_softmax(x, dim=-1) + F.rrelu(x, training=True),
-    "sampling": lambda: lambda x: x + torch.multinomial(torch.arange(1.0, 9), 3).sum() + torch.randperm(8),
+    "sampling": lambda: (
+        lambda x: x + torch.multinomial(torch.arange(1.0, 9), 3).sum() + torch.randperm(8)
+    ),
 }
 
 
@@ -99,8 +130,12 @@ def test_a_model_draws_the_same_on_any_mesh(name):
     loss = squares(fn)
     expected = torch.func.grad_and_value(loss)(params, X, KEY)
     both = ftp.simulated_mesh((2, 3), ("dp", "tp"))
-    for mesh, spec, batch in ((both, P("tp"), P("dp")), (both, P(("tp", "dp")), P("dp")))[: 1 if name in ("lstm", "gru", "encoder") else 2]:
-        step = ftp.shard(loss, mesh, ftp.plan(params, {"up.weight": spec}), batch_specs=(batch, P()))
+    for mesh, spec, batch in ((both, P("tp"), P("dp")), (both, P(("tp", "dp")), P("dp")))[
+        : 1 if name in ("lstm", "gru", "encoder") else 2
+    ]:
+        step = ftp.shard(
+            loss, mesh, ftp.plan(params, {"up.weight": spec}), batch_specs=(batch, P())
+        )
         got_loss, got = step(params, X, KEY)
         torch.testing.assert_close((got, got_loss), expected, rtol=1e-10, atol=1e-12)
 
@@ -110,18 +145,32 @@ axes = st.permutations(["dp", "tp", None])
 
 @settings(max_examples=4, deadline=None)
 @given(
-    st.sampled_from([(2, 2), (3, 2), (1, 4)]), axes, axes, st.sampled_from([P(), P("dp"), P(None, "dp"), P("dp", "tp"), P(("tp", "dp"))])
+    st.sampled_from([(2, 2), (3, 2), (1, 4)]),
+    axes,
+    axes,
+    st.sampled_from([P(), P("dp"), P(None, "dp"), P("dp", "tp"), P(("tp", "dp"))]),
 )
 def test_an_encoder_under_random_specs(shape, up, down, batch):
     fn, params = model_of("encoder")
     loss = squares(fn)
     mesh = ftp.simulated_mesh(shape, ("dp", "tp"))
-    specs = ftp.plan(params, {"up.weight": P(*up[:2]), "body.linear1.weight": P(*down[:2]), "body.linear2.weight": P(*down[1:])})
+    specs = ftp.plan(
+        params,
+        {
+            "up.weight": P(*up[:2]),
+            "body.linear1.weight": P(*down[:2]),
+            "body.linear2.weight": P(*down[1:]),
+        },
+    )
     got_loss, got = ftp.shard(loss, mesh, specs, batch_specs=(batch, P()))(params, X, KEY)
-    torch.testing.assert_close((got, got_loss), torch.func.grad_and_value(loss)(params, X, KEY), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(
+        (got, got_loss), torch.func.grad_and_value(loss)(params, X, KEY), rtol=1e-10, atol=1e-12
+    )
 
 
-@pytest.mark.parametrize("name", ["encoder", "multihead", "dropouts", "noise", "attention", "gumbel"])
+@pytest.mark.parametrize(
+    "name", ["encoder", "multihead", "dropouts", "noise", "attention", "gumbel"]
+)
 def test_a_key_for_each_sample(name):
     fn, params = model_of(name)
     many = random.split(KEY, 4)
@@ -130,11 +179,16 @@ def test_a_key_for_each_sample(name):
     torch.testing.assert_close(got, expected)
     grads = torch.vmap(torch.func.grad(squares(fn)), (None, 0, 0))(params, X.unsqueeze(1), many)
     for i in range(4):
-        torch.testing.assert_close({k: g[i] for k, g in grads.items()}, torch.func.grad(squares(fn))(params, X[i : i + 1], many[i]))
+        torch.testing.assert_close(
+            {k: g[i] for k, g in grads.items()},
+            torch.func.grad(squares(fn))(params, X[i : i + 1], many[i]),
+        )
 
 
 def test_attention_without_its_dropout_is_the_fused_one():
-    """What dropout leaves of the math form, compared by dropping nothing: p below what 32 bits tell."""
+    """What dropout leaves of the math form, compared by dropping nothing: p below what 32 bits
+    tell.
+    """
     x = X.unsqueeze(1)
     tiny = 1e-12
     variants: tuple[dict[str, Any], ...] = (
@@ -152,7 +206,12 @@ def test_attention_without_its_dropout_is_the_fused_one():
 
 def test_layers_of_a_recurrence_are_the_fused_ones():
     for kind in (nn.LSTM, nn.GRU, nn.RNN):
-        for options in ({}, {"bidirectional": True}, {"bias": False}, *([{"proj_size": 3}] if kind is nn.LSTM else [])):
+        for options in (
+            {},
+            {"bidirectional": True},
+            {"bias": False},
+            *([{"proj_size": 3}] if kind is nn.LSTM else []),
+        ):
             model = kind(6, 8, num_layers=3, **options).double()
             expected = model(X)
             model.dropout = 1e-12
@@ -186,7 +245,9 @@ class Parallel(nn.Module):
 def test_a_shared_module_draws_anew():
     drop = nn.Dropout(0.5)
     fn, params = ftp.functionalize(nn.Sequential(drop, drop))
-    assert float((fn(params, torch.ones(N), rng=KEY) != 0).double().mean()) == pytest.approx(0.25, abs=0.03)
+    assert float((fn(params, torch.ones(N), rng=KEY) != 0).double().mean()) == pytest.approx(
+        0.25, abs=0.03
+    )
 
 
 def test_eval_mode_and_zero_probability_take_no_key():
@@ -206,9 +267,14 @@ def test_without_a_key():
         text = str(error.value)
         assert text.startswith("dropout draws random numbers at ")
         assert "test_torch_functions.py:" in text
-        assert "in module '1' of Sequential, which has no key to draw them from. Call fn(params, ..., rng=key)" in text
+        assert (
+            "in module '1' of Sequential, which has no key to draw them from. Call fn(params, ...,"
+            " rng=key)" in text
+        )
         assert "model.eval()" in text
-    with pytest.raises(InputError, match=r"Sequential\(\.\.\., rng=\) takes a key, .* not an int\."):
+    with pytest.raises(
+        InputError, match=r"Sequential\(\.\.\., rng=\) takes a key, .* not an int\."
+    ):
         fn(params, X, rng=3)
 
 
@@ -232,11 +298,16 @@ def test_what_cannot_be_drawn_from_a_key():
 
 def test_a_recomputed_block_draws_the_same():
     fn, params = model_of("encoder")
-    plain, again = squares(fn), squares(lambda p, x, rng: ftp.remat(lambda p, x, key: fn(p, x, rng=key))(p, x, rng))
+    plain, again = (
+        squares(fn),
+        squares(lambda p, x, rng: ftp.remat(lambda p, x, key: fn(p, x, rng=key))(p, x, rng)),
+    )
     expected = torch.func.grad_and_value(plain)(params, X, KEY)
     torch.testing.assert_close(torch.func.grad_and_value(again)(params, X, KEY), expected)
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
-    step = ftp.shard(again, mesh, ftp.plan(params, {"up.weight": P("tp")}), batch_specs=(P("dp"), P()))
+    step = ftp.shard(
+        again, mesh, ftp.plan(params, {"up.weight": P("tp")}), batch_specs=(P("dp"), P())
+    )
     got_loss, got = step(params, X, KEY)
     torch.testing.assert_close((got, got_loss), expected, rtol=1e-10, atol=1e-12)
 
@@ -267,7 +338,9 @@ CASES = {
     "normal std": lambda: torch.normal(3.0, torch.full((N,), 2.0)),
     "bernoulli": lambda: torch.bernoulli(torch.full((N,), 0.3)),
     "bernoulli method": lambda: torch.ones(N, dtype=torch.float64).bernoulli(0.2),
-    "multinomial": lambda: torch.multinomial(torch.tensor([[1.0, 2.0, 3.0], [3.0, 0.0, 1.0]]), N, replacement=True),
+    "multinomial": lambda: torch.multinomial(
+        torch.tensor([[1.0, 2.0, 3.0], [3.0, 0.0, 1.0]]), N, replacement=True
+    ),
     "multinomial without": lambda: torch.multinomial(torch.tensor([1.0, 2.0, 5.0]).expand(N, 3), 2),
     "uniform_": lambda: torch.empty(N).uniform_(-2, 3),
     "uniform_ keywords": lambda: torch.empty(N).uniform_(to=3.0),
@@ -309,7 +382,11 @@ def test_a_function_keeps_its_distribution(name):
     spread = float(expected.double().std())
     slack = torch.tensor([spread, 3 * spread**2, 1.0]) * 7 / math.sqrt(N)
     middle = float(expected.double().mean())
-    middle = math.floor(middle) + 0.5 if torch.equal(expected.double(), expected.double().round()) else middle
+    middle = (
+        math.floor(middle) + 0.5
+        if torch.equal(expected.double(), expected.double().round())
+        else middle
+    )
     assert bool(((moments(got, middle) - moments(expected, middle)).abs() <= slack).all()), (
         moments(got, middle),
         moments(expected, middle),
@@ -317,7 +394,9 @@ def test_a_function_keeps_its_distribution(name):
 
 
 def test_every_random_function_of_torch_is_known():
-    """What torch itself tags as random, and its public functions that reach it, is drawn from the key or refused."""
+    """What torch itself tags as random, and its public functions that reach it, is drawn from
+    the key or refused.
+    """
     names = {func.__name__ for func in DRAWN}
     seen = set()
     for name in torch._C._dispatch_get_all_op_names():
@@ -326,7 +405,9 @@ def test_every_random_function_of_torch_is_known():
             overload = getattr(packet, "default", None)
             if overload is not None and torch.Tag.nondeterministic_seeded in overload.tags:
                 seen.add(name[6:])
-    public = {n for n in seen if not n.startswith("_") and (hasattr(torch, n) or hasattr(torch.Tensor, n))}
+    public = {
+        n for n in seen if not n.startswith("_") and (hasattr(torch, n) or hasattr(torch.Tensor, n))
+    }
     # Kernels beneath the functions that are known, and dropout's own.
     beneath = {
         "native_dropout",

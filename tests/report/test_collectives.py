@@ -1,4 +1,6 @@
-"""The collectives of a program as records, as a table and as claims; their reasons; the printed program folded."""
+"""The collectives of a program as records, as a table and as claims; their reasons; the printed
+program folded.
+"""
 
 import io
 import json
@@ -12,11 +14,15 @@ from ftp import P
 from ftp.report.text import folded
 
 
-def lowered(layers: int = 3, *, pins: bool = False, dp: str | None = None, **cut: str) -> ftp.Lowered:
+def lowered(
+    layers: int = 3, *, pins: bool = False, dp: str | None = None, **cut: str
+) -> ftp.Lowered:
     cfg = LlamaConfig(layers=layers)
     fn, params = ftp.functionalize(build(cfg), constraints=sequence_parallel() if pins else None)
     mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
-    step = ftp.shard(lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=P(dp))  # type: ignore[arg-type]
+    step = ftp.shard(
+        lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=P(dp)
+    )  # type: ignore[arg-type]
     return step.lower(params, lm_batch(cfg))
 
 
@@ -28,7 +34,11 @@ def test_the_records_are_a_tuple_and_the_rows_fold_them():
     assert len(found) == 2 + 4 * 3 + 3 and found[0].op == "all_reduce" and found[-1] in list(found)
     assert isinstance(found[:2], tuple) and tuple(found) == found
     assert sum(row.count for row in found.rows) == len(found)
-    assert sum(row.count * row.wire_nbytes for row in found.rows) == found.wire_nbytes == sum(c.wire_nbytes for c in found)
+    assert (
+        sum(row.count * row.wire_nbytes for row in found.rows)
+        == found.wire_nbytes
+        == sum(c.wire_nbytes for c in found)
+    )
     assert {row.count for row in found.rows} == {1, 3}
 
 
@@ -43,16 +53,34 @@ def test_every_collective_has_a_reason_that_names_what_is_cut():
     gathers = [c for c in zero if c.op == "all_gather"]
     assert gathers and all("cut by params['" in c.cause for c in gathers)
     scattered = [c for c in zero if c.op == "reduce_scatter"]
-    assert all("batch[0] P('dp')" in c.cause and "for the result[1]['" in c.cause for c in scattered)
+    assert all(
+        "batch[0] P('dp')" in c.cause and "for the result[1]['" in c.cause for c in scattered
+    )
     constrained = lowered(pins=True, tp="tp").collectives
-    assert any("for the constraint P(None, 'tp', None)" in c.cause for c in constrained if c.op == "reduce_scatter")
-    assert any("cut by the constraint P(None, 'tp', None)" in c.cause for c in constrained if c.op == "all_gather")
+    assert any(
+        "for the constraint P(None, 'tp', None)" in c.cause
+        for c in constrained
+        if c.op == "reduce_scatter"
+    )
+    assert any(
+        "cut by the constraint P(None, 'tp', None)" in c.cause
+        for c in constrained
+        if c.op == "all_gather"
+    )
 
 
 def test_the_table_shows_itself_as_text_html_rich_and_json():
     table = TP.collectives
     lines = str(table).splitlines()
-    assert len(lines) == 1 + len(table.rows) + 1 and lines[0].split() == ["op", "axes", "shape", "bytes", "sent", "count", "why"]
+    assert len(lines) == 1 + len(table.rows) + 1 and lines[0].split() == [
+        "op",
+        "axes",
+        "shape",
+        "bytes",
+        "sent",
+        "count",
+        "why",
+    ]
     html = table._repr_html_()
     assert html.count("<tr>") == 1 + len(table.rows) and "&#x27;" in html and "params['" not in html
     facts = json.loads(json.dumps(table.to_dict()))
@@ -66,12 +94,18 @@ def test_the_table_shows_itself_as_text_html_rich_and_json():
 
 
 def test_no_collectives_print_too():
-    empty = ftp.lower(lambda x: x + 1, ftp.AbstractMesh((2,), ("dp",)), P(), torch.ones(3)).collectives
-    assert len(empty) == 0 and "0 collectives" in str(empty) and "0 collectives" in empty._repr_html_()
+    empty = ftp.lower(
+        lambda x: x + 1, ftp.AbstractMesh((2,), ("dp",)), P(), torch.ones(3)
+    ).collectives
+    assert (
+        len(empty) == 0 and "0 collectives" in str(empty) and "0 collectives" in empty._repr_html_()
+    )
 
 
 def test_claims_that_hold_pass():
-    TP.assert_collectives(all_reduce=17, all_gather=0, reduce_scatter=0, all_to_all=0, max_bytes=10**6, none_over="dp")
+    TP.assert_collectives(
+        all_reduce=17, all_gather=0, reduce_scatter=0, all_to_all=0, max_bytes=10**6, none_over="dp"
+    )
     TP.assert_collectives()
 
 
@@ -79,8 +113,13 @@ def test_every_claim_that_does_not_hold_is_named_with_its_lines():
     with pytest.raises(AssertionError) as e:
         TP.assert_collectives(all_reduce=2, all_gather=1, max_bytes=10, none_over=["dp", "tp"])
     text = str(e.value)
-    assert "17 all_reduce where 2 are claimed:" in text and "0 all_gather where 1 is claimed:\n  (none)" in text
-    assert f"{TP.collectives.wire_nbytes:,} bytes sent per rank where at most 10 are claimed:" in text
+    assert (
+        "17 all_reduce where 2 are claimed:" in text
+        and "0 all_gather where 1 is claimed:\n  (none)" in text
+    )
+    assert (
+        f"{TP.collectives.wire_nbytes:,} bytes sent per rank where at most 10 are claimed:" in text
+    )
     assert "17 over 'tp' where none is claimed:" in text and "over 'dp'" not in text
     assert ">> %embedding_all_reduce_tp" in text and "models.py" in text
     assert isinstance(e.value, ftp.FtpError)
@@ -95,7 +134,12 @@ def test_the_printed_program_folds_layers_and_can_be_had_whole():
 
 
 def test_folding_loses_nothing():
-    lines = ["a", *[f"%{op}_{i} = {op}(%x_{i})" for i in range(5) for op in ("mm", "add", "relu")], "b", "b"]
+    lines = [
+        "a",
+        *[f"%{op}_{i} = {op}(%x_{i})" for i in range(5) for op in ("mm", "add", "relu")],
+        "b",
+        "b",
+    ]
     assert folded(lines) == ["a", "  x 5:", *lines[1:4], "  end of what repeats 5 times", "b", "b"]
     assert folded(lines[:6]) == lines[:6]
     assert folded([]) == []

@@ -49,10 +49,19 @@ def test_a_tensor_shows_who_holds_what():
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
     placed = ftp.device_put(torch.ones(5, 4), mesh, P("dp", "tp"))
     text = str(ftp.visualize(placed))
-    assert [line for line in text.splitlines() if ":" in line] == ["| 0:3, 0:2 | 0:3, 2:4 |", "| 3:5, 0:2 | 3:5, 2:4 |"]
+    assert [line for line in text.splitlines() if ":" in line] == [
+        "| 0:3, 0:2 | 0:3, 2:4 |",
+        "| 3:5, 0:2 | 3:5, 2:4 |",
+    ]
     assert "rank 0" in text and "rank 3" in text
-    both = ftp.visualize({"a": torch.ones(4), "b": torch.ones(2, 2)}, mesh, {"a": P(("dp", "tp")), "b": P()})
-    assert "tensor['a'] (4,) as" in str(both) and "ranks 0,1,2,3" in str(both) and "rank 2" in str(both)
+    both = ftp.visualize(
+        {"a": torch.ones(4), "b": torch.ones(2, 2)}, mesh, {"a": P(("dp", "tp")), "b": P()}
+    )
+    assert (
+        "tensor['a'] (4,) as" in str(both)
+        and "ranks 0,1,2,3" in str(both)
+        and "rank 2" in str(both)
+    )
     scalar = ftp.visualize(torch.tensor(1.0), mesh, P())
     assert "ranks 0,1,2,3" in str(scalar)
     with pytest.raises(ftp.errors.InputError, match="was not placed"):
@@ -84,7 +93,10 @@ def test_the_page_is_self_contained_and_escapes_names(file: str, tmp_path: Path,
 
 
 def test_the_command_gives_json(file: str, capsys):
-    assert main(["report", f"{file}:report", "--mesh", "dp=4,tp=2", "--json", "--hardware", "h100"]) == 0
+    assert (
+        main(["report", f"{file}:report", "--mesh", "dp=4,tp=2", "--json", "--hardware", "h100"])
+        == 0
+    )
     facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"] == 8 and facts["mesh"] == {"dp": 4, "tp": 2}
     assert facts["memory"]["totals"]["parameters"] == 2 * 64 * 256 * 4 // 2
@@ -97,7 +109,10 @@ def test_the_command_gives_json(file: str, capsys):
         (["{file}:report", "--mesh", "dp:4"], "'dp:4' is no axis. Give distinct name=size pairs"),
         (["{file}:report", "--mesh", "dp=4,dp=2"], "'dp=2' is no axis"),
         (["{file}:missing", "--mesh", "dp=4"], "has no function 'missing'"),
-        (["{file}:broken", "--mesh", "dp=4"], "returned int. The function takes the mesh and returns a Lowered, or a tuple"),
+        (
+            ["{file}:broken", "--mesh", "dp=4"],
+            "returned int. The function takes the mesh and returns a Lowered, or a tuple",
+        ),
         (["nowhere.py:report", "--mesh", "dp=4"], "There is no file 'nowhere.py'"),
         (["report", "--mesh", "dp=4"], "is no FILE:FUNCTION"),
         (["--mesh", "dp=4"], "Give either FILE:FUNCTION or --hf CONFIG.json"),
@@ -105,14 +120,22 @@ def test_the_command_gives_json(file: str, capsys):
         (["{file}:report", "--mesh", "tp=4"], "'dp'"),
     ],
 )
-def test_what_is_wrong_with_a_command_is_said(arguments: list[str], message: str, file: str, capsys):
+def test_what_is_wrong_with_a_command_is_said(
+    arguments: list[str], message: str, file: str, capsys
+):
     assert main(["report", *(a.replace("{file}", file) for a in arguments)]) == 1
     assert message in capsys.readouterr().err
 
 
 def test_a_reader_that_has_seen_enough_is_no_error():
-    """As ``head`` in ``python -m ftp ops | head``: the pipe is closed while there is more to write."""
-    process = subprocess.Popen([sys.executable, "-m", "ftp", "ops", "aten.mm.default"], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    """As ``head`` in ``python -m ftp ops | head``: the pipe is closed while there is more to
+    write.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-m", "ftp", "ops", "aten.mm.default"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
     assert process.stdout is not None and process.stderr is not None
     process.stdout.close()
     with process.stderr as errors:
@@ -122,16 +145,35 @@ def test_a_reader_that_has_seen_enough_is_no_error():
 
 def test_a_config_of_transformers(tmp_path: Path, capsys):
     pytest.importorskip("transformers")
-    config = {"model_type": "llama", "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2}
+    config = {
+        "model_type": "llama",
+        "vocab_size": 64,
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+    }
     config |= {"num_attention_heads": 4, "num_key_value_heads": 2}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    command = ["report", "--hf", str(path), "--mesh", "dp=2,fsdp=2,tp=2", "--batch", "8", "--seq", "16", "--json"]
+    command = [
+        "report",
+        "--hf",
+        str(path),
+        "--mesh",
+        "dp=2,fsdp=2,tp=2",
+        "--batch",
+        "8",
+        "--seq",
+        "16",
+        "--json",
+    ]
     assert main(command) == 0
     facts = json.loads(capsys.readouterr().out)
     count = 2 * (2 * 32 * 32 + 2 * 16 * 32 + 3 * 32 * 64 + 2 * 32) + 32 + 2 * 64 * 32
     replicated = 5 * 32  # the norms, which tp leaves whole
-    assert facts["memory"]["totals"]["parameters"] == 2 * ((count - replicated) // 4 + replicated // 2)
+    assert facts["memory"]["totals"]["parameters"] == 2 * (
+        (count - replicated) // 4 + replicated // 2
+    )
 
 
 def browser():
@@ -144,7 +186,9 @@ def browser():
     options.binary_location = binary
     for flag in ("--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"):
         options.add_argument(flag)
-    return webdriver.Chrome(options=options, service=webdriver.ChromeService(executable_path=driver))
+    return webdriver.Chrome(
+        options=options, service=webdriver.ChromeService(executable_path=driver)
+    )
 
 
 def decoder(layers: int) -> ftp.Lowered:
@@ -152,7 +196,9 @@ def decoder(layers: int) -> ftp.Lowered:
     fn, params = ftp.functionalize(models.build(cfg))
     mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
     specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp"))
-    return ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=P("dp")).lower(params, models.lm_batch(cfg))
+    return ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=P("dp")).lower(
+        params, models.lm_batch(cfg)
+    )
 
 
 def test_collectives_by_layer():
@@ -187,31 +233,53 @@ def test_what_the_head_moves_is_of_no_layer():
             return self.head(x)
 
     fn, params = ftp.functionalize(Model())
-    mesh, specs = ftp.simulated_mesh((2,), ("tp",)), {"layers.*.w1.*": P("tp"), "layers.*.w2.weight": P(None, "tp"), "head.*": P("tp")}
+    mesh, specs = (
+        ftp.simulated_mesh((2,), ("tp",)),
+        {"layers.*.w1.*": P("tp"), "layers.*.w2.weight": P(None, "tp"), "head.*": P("tp")},
+    )
     specs = ftp.plan(params, specs)
     forward = ftp.lower(fn, mesh, (specs, P()), params, torch.ones(4, 6), out_specs=P())
     one = [("all_reduce", (4, 6))]
-    found = {name: [(c.op, c.global_shape) for c in records] for name, records in forward.by_layer.items()}
-    assert found == {"layers.0": one, "layers.1": one, "layers.2": one, "": [("all_gather", (4, 8))]}
-    step = ftp.shard(lambda p, x: fn(p, x).square().mean(), mesh, specs).lower(params, torch.ones(4, 6))
+    found = {
+        name: [(c.op, c.global_shape) for c in records]
+        for name, records in forward.by_layer.items()
+    }
+    assert found == {
+        "layers.0": one,
+        "layers.1": one,
+        "layers.2": one,
+        "": [("all_gather", (4, 8))],
+    }
+    step = ftp.shard(lambda p, x: fn(p, x).square().mean(), mesh, specs).lower(
+        params, torch.ones(4, 6)
+    )
     of_head = [c for c in step.collectives if "self.head(x)" in c.source]
     assert of_head and all(c in step.by_layer[""] for c in of_head)
 
 
 def test_layers_that_are_alike_are_one_branch_of_the_outline():
     mesh = ftp.AbstractMesh((4,), ("tp",))
-    shapes = {f"blocks.{i}.{name}": torch.empty(8, 4, device="meta") for i in range(12) for name in ("up", "down")} | {
-        "out": torch.empty(4)
+    shapes = {
+        f"blocks.{i}.{name}": torch.empty(8, 4, device="meta")
+        for i in range(12)
+        for name in ("up", "down")
+    } | {"out": torch.empty(4)}
+    specs = {name: P("tp") if name.endswith("up") else P() for name in shapes} | {
+        "blocks.7.up": P(None, "tp")
     }
-    specs = {name: P("tp") if name.endswith("up") else P() for name in shapes} | {"blocks.7.up": P(None, "tp")}
     text = ftp.visualize(shapes, mesh, specs).html
-    assert "<code>0 to 6, 8 to 11</code> <small>2 tensors, 160 B a rank (62% of 256 B) each, 11 alike" in text
+    assert (
+        "<code>0 to 6, 8 to 11</code> <small>2 tensors, 160 B a rank (62% of 256 B) each, 11 alike"
+        in text
+    )
     assert "<code>7</code>" in text and "f32[8@tp, 4]" in text and "f32[8, 4@tp]" in text
     assert "<code>tensor</code> <small>25 tensors, 1.89 KiB a rank" in text
 
 
 @pytest.mark.dist
-@pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.filterwarnings(
+    "ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"
+)
 def test_a_browser_shows_the_page(file: str, tmp_path: Path, capsys):
     seen = browser()
     out = tmp_path / "out.html"
@@ -225,7 +293,11 @@ def test_a_browser_shows_the_page(file: str, tmp_path: Path, capsys):
         ][1 if not seen.find_elements("id", "findings") else 0 :]  # fmt: skip
         assert seen.find_element("id", "timeline").size["width"] > 300
         first = seen.find_element("css selector", "#parameters ~ details[open] table")
-        assert first.is_displayed() and "P(None, 'tp')" in first.text and "<script>alert(1)</script>" in first.text
+        assert (
+            first.is_displayed()
+            and "P(None, 'tp')" in first.text
+            and "<script>alert(1)</script>" in first.text
+        )
         holders = first.find_element("css selector", "details")
         holders.find_element("css selector", "summary").click()
         assert "rank" in holders.find_element("css selector", "table.holders").text

@@ -1,4 +1,6 @@
-"""What a report finds odd, what strict=True refuses, and that the plans that everyone uses are neither."""
+"""What a report finds odd, what strict=True refuses, and that the plans that everyone uses are
+neither.
+"""
 
 import pytest
 import torch
@@ -22,10 +24,14 @@ PLANS = {
 @pytest.mark.parametrize("plan", PLANS)
 def test_the_plans_that_everyone_uses_are_strict(plan: str):
     cut, batch, pins = PLANS[plan]
-    cfg = LlamaConfig(vocab=32_768, dim=1024, layers=2, heads=8, hidden=2816)  # large enough for warnings
+    cfg = LlamaConfig(
+        vocab=32_768, dim=1024, layers=2, heads=8, hidden=2816
+    )  # large enough for warnings
     fn, params = ftp.functionalize(build(cfg, device="meta"), constraints=pins)
     mesh = ftp.AbstractMesh((4, 4), ("dp", "tp"))
-    step = ftp.shard(lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=batch, strict=True)
+    step = ftp.shard(
+        lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=batch, strict=True
+    )
     lowered = step.lower(params, lm_batch(cfg, 8, 256))
     assert not [f for f in lowered.lint if f.severity == "warning"]
     assert "warning:" not in str(lowered)
@@ -40,7 +46,10 @@ def lower(params, specs, x, *, fn=two_layers, strict=False, mesh=MESH, batch=P()
 
 
 def weights(hidden: int = 4096):
-    return {"up": torch.empty(1024, hidden, device="meta"), "down": torch.empty(hidden, 1024, device="meta")}
+    return {
+        "up": torch.empty(1024, hidden, device="meta"),
+        "down": torch.empty(hidden, 1024, device="meta"),
+    }
 
 
 def refused(*args, **options) -> str:
@@ -56,9 +65,20 @@ def test_a_large_parameter_on_every_rank():
         return two_layers(params, x) + (x @ params["extra"].t()).mean()
 
     given = {"up": P(None, "tp"), "down": P("tp"), "extra": P()}
-    (finding,) = [f for f in lower(params, given, torch.empty(64, 1024), fn=fn).lint if f.severity == "warning"]
-    assert (finding.kind, finding.where, finding.nbytes) == ("replicated", "params['extra']", 8 << 20)
-    assert "8.00 MiB, 20% of all parameters" in finding.text and "P('tp') would cut it in 4." in finding.text
+    (finding,) = [
+        f
+        for f in lower(params, given, torch.empty(64, 1024), fn=fn).lint
+        if f.severity == "warning"
+    ]
+    assert (finding.kind, finding.where, finding.nbytes) == (
+        "replicated",
+        "params['extra']",
+        8 << 20,
+    )
+    assert (
+        "8.00 MiB, 20% of all parameters" in finding.text
+        and "P('tp') would cut it in 4." in finding.text
+    )
     assert finding.text in refused(params, given, torch.empty(64, 1024), fn=fn)
     lower(params, {**given, "extra": P("tp")}, torch.empty(64, 1024), fn=fn, strict=True)
 
@@ -67,25 +87,45 @@ def test_uneven_shards_say_what_they_waste_and_what_would_divide():
     specs = {"up": P(None, "tp"), "down": P("tp")}
     lint = lower(weights(4097), specs, torch.empty(64, 1024)).lint
     assert {f.severity for f in lint} == {"note"}
-    (up,) = [f for f in lower(weights(9), specs, torch.empty(64, 1024)).lint if f.where == "params['up']"]
-    assert "has 9 in dim 1 for 4 ranks: the largest shard has 3, so that 25.0% of its memory and time" in up.text
+    (up,) = [
+        f for f in lower(weights(9), specs, torch.empty(64, 1024)).lint if f.where == "params['up']"
+    ]
+    assert (
+        "has 9 in dim 1 for 4 ranks: the largest shard has 3, so that 25.0% of its memory and time"
+        in up.text
+    )
     assert "8 or 12 would divide" in up.text
     mesh = ftp.AbstractMesh((1000,), ("tp",))
-    assert any("has 4097 in dim 1 for 1000 ranks" in f.text for f in lower(weights(4097), specs, torch.empty(64, 1024), mesh=mesh).lint)
+    assert any(
+        "has 4097 in dim 1 for 1000 ranks" in f.text
+        for f in lower(weights(4097), specs, torch.empty(64, 1024), mesh=mesh).lint
+    )
 
 
 def test_uneven_shards_that_waste_much_are_refused():
-    wide = {"up": torch.empty(524288, 41, device="meta"), "down": torch.empty(41, 524288, device="meta")}
-    text = refused(wide, {"up": P(None, "tp"), "down": P("tp")}, torch.empty(4, 524288), mesh=ftp.AbstractMesh((40,), ("tp",)))
+    wide = {
+        "up": torch.empty(524288, 41, device="meta"),
+        "down": torch.empty(41, 524288, device="meta"),
+    }
+    text = refused(
+        wide,
+        {"up": P(None, "tp"), "down": P("tp")},
+        torch.empty(4, 524288),
+        mesh=ftp.AbstractMesh((40,), ("tp",)),
+    )
     assert "params['up'] has 41 in dim 1 for 40 ranks" in text and "40 or 80 would divide" in text
 
 
 def test_specs_that_shard_nothing():
     one = ftp.AbstractMesh((1,), ("tp",))
-    lint = lower(weights(), {"up": P(None, "tp"), "down": P("tp")}, torch.empty(64, 1024), mesh=one).lint
+    lint = lower(
+        weights(), {"up": P(None, "tp"), "down": P("tp")}, torch.empty(64, 1024), mesh=one
+    ).lint
     assert [(f.kind, f.severity) for f in lint] == [("shards nothing", "note")] * 2
     thin = {"up": torch.empty(1024, 1, device="meta"), "down": torch.empty(1, 1024, device="meta")}
-    assert "cuts dim 1 of size 1: one rank holds all of it" in refused(thin, {"up": P(None, "tp"), "down": P("tp")}, torch.empty(64, 1024))
+    assert "cuts dim 1 of size 1: one rank holds all of it" in refused(
+        thin, {"up": P(None, "tp"), "down": P("tp")}, torch.empty(64, 1024)
+    )
 
 
 def test_inputs_that_disagree_need_a_constraint_and_the_one_printed_will_do():
@@ -94,13 +134,17 @@ def test_inputs_that_disagree_need_a_constraint_and_the_one_printed_will_do():
     text = refused(weights(), column, x)
     assert "(aten.mm.default)" in text and "cut by params['up'] P(None, 'tp')" in text
     assert "Say what you mean: x = ftp.constrain(x, P())" in text
-    assert "is an activation of shape (512, 4096) that is gathered whole over 'tp', 8.00 MiB" in text
+    assert (
+        "is an activation of shape (512, 4096) that is gathered whole over 'tp', 8.00 MiB" in text
+    )
 
     def constrained(params, x):
         hidden = ftp.constrain(torch.relu(x @ params["up"]), P())
         return (hidden @ params["down"]).square().mean()
 
-    assert not [f for f in lower(weights(), column, x, fn=constrained).lint if f.kind == "disagreement"]
+    assert not [
+        f for f in lower(weights(), column, x, fn=constrained).lint if f.kind == "disagreement"
+    ]
 
 
 def test_layers_that_repeat_are_one_finding():
@@ -112,7 +156,10 @@ def test_layers_that_repeat_are_one_finding():
         return x.mean()
 
     lint = lower(
-        params, {"layers.0": P(None, "tp"), "layers.1": P(None, "tp"), "layers.2": P(None, "tp")}, torch.empty(512, 1024), fn=fn
+        params,
+        {"layers.0": P(None, "tp"), "layers.1": P(None, "tp"), "layers.2": P(None, "tp")},
+        torch.empty(512, 1024),
+        fn=fn,
     ).lint
     assert max(f.count for f in lint) >= 3 and len(lint) < 9
 
@@ -124,7 +171,10 @@ def test_a_packed_weight_cut_across_its_parts_is_told_how_to_be_cut():
         q, k, v = (x @ params["qkv"]).chunk(3, dim=-1)
         return ((q * k.tanh() * v) @ params["down"]).square().mean()
 
-    params = {"qkv": torch.empty(256, 1536, device="meta"), "down": torch.empty(512, 256, device="meta")}
+    params = {
+        "qkv": torch.empty(256, 1536, device="meta"),
+        "down": torch.empty(512, 256, device="meta"),
+    }
     mesh = ftp.AbstractMesh((2, 4), ("dp", "tp"))
 
     def lint(qkv: P) -> str:
@@ -132,6 +182,12 @@ def test_a_packed_weight_cut_across_its_parts_is_told_how_to_be_cut():
         return "\n".join(map(str, step.lower(params, torch.empty(1024, 256, device="meta")).lint))
 
     text = lint(P(None, "tp"))
-    assert "warning" in text and "an activation of shape (1024, 1536) that is gathered whole over 'tp', 3.00 MiB" in text
-    assert "There dim 1 falls into 3 parts: units('tp', pack=3) in that spec cuts each of them, units('tp', 512) none." in text
+    assert (
+        "warning" in text
+        and "an activation of shape (1024, 1536) that is gathered whole over 'tp', 3.00 MiB" in text
+    )
+    assert (
+        "There dim 1 falls into 3 parts: units('tp', pack=3) in that spec cuts each of them,"
+        " units('tp', 512) none." in text
+    )
     assert "gathered" not in lint(P(None, ftp.units("tp", pack=3)))

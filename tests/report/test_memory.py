@@ -1,4 +1,6 @@
-"""What a report says of memory, against a measured run of the rank's program and against sums done by hand."""
+"""What a report says of memory, against a measured run of the rank's program and against sums
+done by hand.
+"""
 
 import json
 import os
@@ -22,25 +24,44 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def run(names: list[str]) -> list[dict]:
     environment = {k: v for k, v in os.environ.items() if k not in {"RANK", "WORLD_SIZE"}}
-    environment |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")])}
+    environment |= {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests/support")]),
+    }
     done = subprocess.run(
-        [sys.executable, str(ROOT / "tests/support/memory_run.py"), *names], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, str(ROOT / "tests/support/memory_run.py"), *names],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
 
 
-FEW = ["llama on one", "llama sp", "llama zero × tp", "cnn dp", "mlp tp uneven", "gpt2 dropout train"]
+FEW = [
+    "llama on one",
+    "llama sp",
+    "llama zero × tp",
+    "cnn dp",
+    "mlp tp uneven",
+    "gpt2 dropout train",
+]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("names", [FEW, pytest.param([n for n in PROGRAMS if n not in FEW], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "names", [FEW, pytest.param([n for n in PROGRAMS if n not in FEW], marks=pytest.mark.slow)]
+)
 def test_the_peak_is_what_the_allocator_measures(names: list[str]):
     found = run(names)
     assert [row["name"] for row in found] == names
     for row in found:
-        # oneDNN's convolutions need memory of their own, in layouts that differ from one CPU to the next.
-        assert row["predicted"] == pytest.approx(row["measured"], rel=0.1 if row["name"].startswith("cnn") else 0), row
+        # oneDNN's convolutions need memory of their own, in layouts that differ from one CPU to the
+        # next.
+        assert row["predicted"] == pytest.approx(
+            row["measured"], rel=0.1 if row["name"].startswith("cnn") else 0
+        ), row
 
 
 @pytest.mark.parametrize("name", ["llama tp", "llama zero × tp", "mlp tp uneven"])
@@ -69,7 +90,14 @@ def test_a_train_step_tells_optimizer_and_gradients_from_the_rest():
         grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
         return *adamw.update(grads, state, params), loss
 
-    lowered = ftp.lower(partial(train, lm_loss(fn)), ftp.AbstractMesh((1,), ("dp",)), P(), params, state, lm_batch(cfg))
+    lowered = ftp.lower(
+        partial(train, lm_loss(fn)),
+        ftp.AbstractMesh((1,), ("dp",)),
+        P(),
+        params,
+        state,
+        lm_batch(cfg),
+    )
     size = sum(p.numel() * p.element_size() for p in params.values())
     memory = lowered.memory
     assert memory.parameters == memory.gradients == size
@@ -80,7 +108,11 @@ def test_a_train_step_tells_optimizer_and_gradients_from_the_rest():
 def test_memory_is_an_int_that_shows_itself():
     memory = lowered("llama tp", ftp.AbstractMesh).memory
     assert isinstance(memory, int) and memory > 0 and f"{memory:,}" == f"{int(memory):,}"
-    assert memory.activations > 0 and "activations" in memory.report() and memory.peak_op in memory.report()
+    assert (
+        memory.activations > 0
+        and "activations" in memory.report()
+        and memory.peak_op in memory.report()
+    )
     assert len(memory.picture(40, 5).splitlines()) == 6
     assert "<pre>" in memory._repr_html_()
     assert json.loads(json.dumps(memory.to_dict()))["peak"] == memory
@@ -96,7 +128,9 @@ def test_sequence_parallelism_and_remat_keep_less():
 def test_a_mesh_of_gpus_needs_no_gpu():
     mesh = ftp.AbstractMesh((64, 8), ("dp", "tp"), device_type="cuda")
     w = {"w": torch.empty(1024, 4096, device="meta")}
-    step = ftp.shard(lambda p, x: (x @ p["w"]).square().mean(), mesh, {"w": P(None, "tp")}, batch_specs=P("dp"))
+    step = ftp.shard(
+        lambda p, x: (x @ p["w"]).square().mean(), mesh, {"w": P(None, "tp")}, batch_specs=P("dp")
+    )
     lowered = step.lower(w, torch.empty(512, 1024, device="meta"))
     assert lowered.memory.parameters == 1024 * 512 * 4
     assert 0 < lowered.cost(ftp.Hardware.h100()).mfu < 1

@@ -1,4 +1,6 @@
-"""Ops without a rule: what trials find, what is never tried, and that only what is proven is used."""
+"""Ops without a rule: what trials find, what is never tried, and that only what is proven is
+used.
+"""
 
 import json
 import os
@@ -101,7 +103,12 @@ def floats(*shape: int) -> Tensor:
         (aten.cumsum.default, (floats(16, 32), 0), "[b] a -> [c] a", ((0,),)),
         (aten.add.Tensor, (floats(9, 4), floats(9, 4)), "a b, a b -> a b", ((0, 1),)),
         (aten.renorm.default, (floats(16, 32), 2, 0, 0.3), "a [b] -> a [c]", ()),
-        (torch.ops.ftp_tests.scaled_rows.default, (floats(4, 8, 3), floats(3, 9)), "a b [d], [e] c -> a b c", ((1,),)),
+        (
+            torch.ops.ftp_tests.scaled_rows.default,
+            (floats(4, 8, 3), floats(3, 9)),
+            "a b [d], [e] c -> a b c",
+            ((1,),),
+        ),
     ],
 )
 def test_what_is_found(op, args, rule, linear):
@@ -123,10 +130,16 @@ def test_what_is_found(op, args, rule, linear):
         (lambda: call(aten.view.default, floats(4, 3), [12]), "changes or aliases"),
         (lambda: call(torch.ops.ftp_tests.writes.default, floats(4)), "changes or aliases"),
         (lambda: call(torch.ops.ftp_tests.noisy.default, floats(4, 3)), "gives the same twice"),
-        (lambda: call(torch.ops.ftp_tests.writes_unsaid.default, floats(4, 3)), "gives the same twice"),
+        (
+            lambda: call(torch.ops.ftp_tests.writes_unsaid.default, floats(4, 3)),
+            "gives the same twice",
+        ),
         (lambda: call(torch.ops.ftp_tests.far_out.default, floats(4, 3)), "not only zeros"),
         (lambda: call(torch.ops.ftp_tests.whole.default, floats(4, 3)), "no placement holds"),
-        (lambda: call(torch.ops.ftp_tests.aborts.default, floats(4), results=(floats(4),)), "ended early: signal 6"),
+        (
+            lambda: call(torch.ops.ftp_tests.aborts.default, floats(4), results=(floats(4),)),
+            "ended early: signal 6",
+        ),
     ],
 )
 def test_what_is_never_used(made, reason):
@@ -142,11 +155,21 @@ def test_what_holds_on_some_sizes_only_is_not_proven():
 
 def test_an_op_in_a_program_is_divided():
     x, w = torch.randn(5, 3, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
-    step = ftp.spmd(lambda x, w: torch.ops.ftp_tests.scaled_rows(x, w), ftp.simulated_mesh((2,), ("dp",)), (P("dp"), P()), P("dp"))
-    with pytest.warns(DiscoveryWarning, match="found by trial, is proven on 15 generated calls, and is used") as caught:
+    step = ftp.spmd(
+        lambda x, w: torch.ops.ftp_tests.scaled_rows(x, w),
+        ftp.simulated_mesh((2,), ("dp",)),
+        (P("dp"), P()),
+        P("dp"),
+    )
+    with pytest.warns(
+        DiscoveryWarning, match="found by trial, is proven on 15 generated calls, and is used"
+    ) as caught:
         got, collectives = step(x, w), step.lower(x, w).collectives
     torch.testing.assert_close(got, scaled_rows(x, w))
-    assert "ftp.rule(torch.ops.ftp_tests.scaled_rows.default, 'a [c], [d] b -> a b', linear=[(1,)])" in str(caught[0].message)
+    assert (
+        "ftp.rule(torch.ops.ftp_tests.scaled_rows.default, 'a [c], [d] b -> a b', linear=[(1,)])"
+        in str(caught[0].message)
+    )
     assert "test_discover.py" in str(caught[0].message)
     assert collectives == ()
 
@@ -154,22 +177,37 @@ def test_an_op_in_a_program_is_divided():
 def test_an_op_without_placements_is_replicated():
     x = torch.randn(5, 3, dtype=torch.float64)
     step = ftp.spmd(torch.ops.ftp_tests.whole, ftp.simulated_mesh((2,), ("dp",)), P("dp"), P("dp"))
-    with pytest.warns(ReplicationWarning, match="None was found by trial: no placement holds on all generated calls") as caught:
+    with pytest.warns(
+        ReplicationWarning,
+        match="None was found by trial: no placement holds on all generated calls",
+    ) as caught:
         got = step(x)
     torch.testing.assert_close(got, whole(x))
-    assert "ftp.rule(torch.ops.ftp_tests.whole.default, '[a] [b] -> [c] [d]')" in str(caught[0].message)
+    assert "ftp.rule(torch.ops.ftp_tests.whole.default, '[a] [b] -> [c] [d]')" in str(
+        caught[0].message
+    )
 
 
 def test_strict_names_what_was_found():
-    step = ftp.spmd(lambda x, w: torch.ops.ftp_tests.scaled_rows(x, w), ftp.simulated_mesh((2,), ("dp",)), (P("dp"), P()), strict=True)
-    with pytest.raises(PlanningError, match=r"has no sharding rule\. It is called at .*\n  State one, such as this one proven on 15"):
+    step = ftp.spmd(
+        lambda x, w: torch.ops.ftp_tests.scaled_rows(x, w),
+        ftp.simulated_mesh((2,), ("dp",)),
+        (P("dp"), P()),
+        strict=True,
+    )
+    with pytest.raises(
+        PlanningError,
+        match=r"has no sharding rule\. It is called at .*\n  State one, such as this one proven on 15",
+    ):
         step(floats(5, 3), floats(3, 4))
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("FTP_DISCOVERY", "0")
     monkeypatch.setattr(discovery, "apart", lambda *_: pytest.fail("nothing is to be tried"))
-    assert discover(call(aten.mm.default, floats(2, 3), floats(3, 4))) == Finding(reason="FTP_DISCOVERY is 0")
+    assert discover(call(aten.mm.default, floats(2, 3), floats(3, 4))) == Finding(
+        reason="FTP_DISCOVERY is 0"
+    )
 
 
 def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -178,8 +216,12 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert torch.__version__ in json.loads(written.read_text())["key"]
     monkeypatch.setattr(discovery, "_known", {})
     monkeypatch.setattr(discovery, "_search", lambda *_: pytest.fail("it is in the cache"))
-    assert discover(call(aten.mm.default, floats(64, 128), floats(128, 7))) == found, "other sizes are the same form"
-    assert signature(call(aten.mm.default, floats(4, 4), floats(4, 4))) != signature(call(aten.mm.default, floats(4, 3), floats(3, 4)))
+    assert discover(call(aten.mm.default, floats(64, 128), floats(128, 7))) == found, (
+        "other sizes are the same form"
+    )
+    assert signature(call(aten.mm.default, floats(4, 4), floats(4, 4))) != signature(
+        call(aten.mm.default, floats(4, 3), floats(3, 4))
+    )
     written.write_text("{")
     monkeypatch.undo()
     monkeypatch.setattr(discovery, "_known", {})
@@ -194,8 +236,20 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     [
         (torch.ops.ftp_tests.whole.default, (floats(4, 3),), "a b -> a b", (), ""),
         (aten._softmax.default, (floats(16, 32), 1, False), "a b -> a b", (), "a [b] -> a [c]"),
-        (aten._softmax.default, (floats(16, 32), 1, False), "a [b] -> a [c]", ((0,),), "a [b] -> a [c]"),
-        (aten._softmax.default, (floats(16, 32), 1, False), "a b, c -> d", ((7,),), "a [b] -> a [c]"),
+        (
+            aten._softmax.default,
+            (floats(16, 32), 1, False),
+            "a [b] -> a [c]",
+            ((0,),),
+            "a [b] -> a [c]",
+        ),
+        (
+            aten._softmax.default,
+            (floats(16, 32), 1, False),
+            "a b, c -> d",
+            ((7,),),
+            "a [b] -> a [c]",
+        ),
     ],
 )
 def test_what_is_cached_is_proven_before_it_is_used(op, args, planted, linear, right):
@@ -211,7 +265,10 @@ def test_a_finding_that_others_can_write_is_passed_over():
     made = call(aten._softmax.default, floats(16, 32), 1, False)
     discovery.save(signature(made), Finding(reason="planted"))
     cache_file(signature(made)).chmod(0o666)
-    with pytest.warns(UserWarning, match=r"is passed over: PermissionError: .* can be written by others \(mode 666\)"):
+    with pytest.warns(
+        UserWarning,
+        match=r"is passed over: PermissionError: .* can be written by others \(mode 666\)",
+    ):
         assert discover(made).rule == "a [b] -> a [c]"
     assert cache_file(signature(made)).stat().st_mode & 0o777 == 0o600
 
@@ -226,7 +283,9 @@ def test_a_folder_that_cannot_be_written(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 def test_a_child_that_hangs():
     started = time.monotonic()
-    assert apart(lambda: time.sleep(60), cpu_seconds=5, seconds=0.2) == Ended(True, "more than 0.2 s")
+    assert apart(lambda: time.sleep(60), cpu_seconds=5, seconds=0.2) == Ended(
+        True, "more than 0.2 s"
+    )
 
     def spins() -> None:
         while True:
@@ -237,13 +296,21 @@ def test_a_child_that_hangs():
 
 
 def test_a_child_that_fails():
-    assert apart(lambda: 1 / 0, cpu_seconds=5, seconds=30) == Ended(False, "ZeroDivisionError: division by zero")
+    assert apart(lambda: 1 / 0, cpu_seconds=5, seconds=30) == Ended(
+        False, "ZeroDivisionError: division by zero"
+    )
     assert apart(lambda: os.abort(), cpu_seconds=5, seconds=30) == Ended(False, "signal 6")
 
 
 def test_trials_that_run_too_long_are_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setattr(discovery, "apart", lambda *_: Ended(True, "more than 45 s"))
     for args in ((floats(2, 3), floats(3, 4)), (floats(3, 3), floats(3, 3))):
-        assert discover(call(aten.mm.default, *args)).reason == "the trial ended early: more than 45 s"
-    assert discover(call(aten.exp.default, floats(2))).reason == "trials of 2 other ops ran too long"
-    assert not any((tmp_path / "discovery").iterdir()), "a busy machine is no reason to give an op up for good"
+        assert (
+            discover(call(aten.mm.default, *args)).reason == "the trial ended early: more than 45 s"
+        )
+    assert (
+        discover(call(aten.exp.default, floats(2))).reason == "trials of 2 other ops ran too long"
+    )
+    assert not any((tmp_path / "discovery").iterdir()), (
+        "a busy machine is no reason to give an op up for good"
+    )

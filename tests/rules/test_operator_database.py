@@ -1,4 +1,6 @@
-"""PyTorch's operator database, sharded at random: every case right, or refused with an error that says why."""
+"""PyTorch's operator database, sharded at random: every case right, or refused with an error
+that says why.
+"""
 
 import json
 import statistics
@@ -24,13 +26,23 @@ EVERY = 3  # of the ops, for the subset that runs by default
 def _report(outcomes: list[Outcome]) -> str:
     counts = summary(outcomes)
     judged = sum(n for status, n in counts.items() if status != "skipped")
-    shares = ", ".join(f"{n} {status} ({100 * n / judged:.1f} %)" for status, n in counts.most_common() if status != "skipped")
-    return f"{judged} cases of {len({o.op for o in outcomes})} ops: {shares}; {counts['skipped']} skipped"
+    shares = ", ".join(
+        f"{n} {status} ({100 * n / judged:.1f} %)"
+        for status, n in counts.most_common()
+        if status != "skipped"
+    )
+    return (
+        f"{judged} cases of {len({o.op for o in outcomes})} ops: {shares}; {counts['skipped']}"
+        " skipped"
+    )
 
 
 def _failures(outcomes: list[Outcome]) -> list[str]:
     bad = [o for o in outcomes if o.status not in ("right", "refused", "skipped")]
-    return [f"{o.op}, sample {o.sample}, mesh {o.mesh}, {o.specs}: {o.status}: {o.message[:300]}" for o in bad]
+    return [
+        f"{o.op}, sample {o.sample}, mesh {o.mesh}, {o.specs}: {o.status}: {o.message[:300]}"
+        for o in bad
+    ]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -41,7 +53,9 @@ def test_a_part_of_the_database(capsys: pytest.CaptureFixture[str]):
         print(f"\n{_report(outcomes)}")
     assert not _failures(outcomes)
     refused = {o.op for o in outcomes if o.status == "refused"}
-    assert refused <= set(json.loads(RESULTS.read_text())["refused"]), "more ops are refused than the whole database's results name"
+    assert refused <= set(json.loads(RESULTS.read_text())["refused"]), (
+        "more ops are refused than the whole database's results name"
+    )
     assert summary(outcomes)["right"] > len(outcomes) / 2
 
 
@@ -62,7 +76,9 @@ def test_the_work_of_a_part_of_the_database_is_divided():
     assert len(found) > 10
     assert statistics.median(found.values()) <= 0.55
     above = json.loads(SHARES.read_text())["above"]
-    assert {name for name, share in found.items() if share > 0.55} <= set(above), "ops are divided less than the reviewed results say"
+    assert {name for name, share in found.items() if share > 0.55} <= set(above), (
+        "ops are divided less than the reviewed results say"
+    )
 
 
 @pytest.mark.slow
@@ -71,7 +87,10 @@ def test_the_work_of_the_database_is_divided(capsys: pytest.CaptureFixture[str])
     write_shares(found)
     median = statistics.median(found.values())
     with capsys.disabled():
-        print(f"\n{len(found)} ops cut in two: median share {median:.3f}, {sum(s <= 0.55 for s in found.values())} at most 0.55")
+        print(
+            f"\n{len(found)} ops cut in two: median share {median:.3f},"
+            f" {sum(s <= 0.55 for s in found.values())} at most 0.55"
+        )
     assert median <= 0.55
 
 
@@ -94,7 +113,10 @@ def write(outcomes: list[Outcome], path: Path = RESULTS) -> None:
         "ops": len({o.op for o in judged}),
         "cases": len(judged),
         "counts": dict(summary(judged).most_common()),
-        "by mesh": {mesh: dict(summary(o for o in judged if o.mesh == mesh).most_common()) for mesh in op_sweep.MESHES},
+        "by mesh": {
+            mesh: dict(summary(o for o in judged if o.mesh == mesh).most_common())
+            for mesh in op_sweep.MESHES
+        },
         "replicated": sorted({op for o in judged for op in o.replicated}),
         "refused": sorted({o.op for o in judged if o.status == "refused"}),
         "failed": sorted({o.op for o in judged if o.status not in ("right", "refused")}),
@@ -108,14 +130,23 @@ def test_the_sweep_finds_a_wrong_rule(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(op_sweep, "draw_spec", lambda draw, t, axes: op_sweep.P(*axes))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        outcomes = [run_case("cumsum", i, s, "2") for i, s in op_sweep.samples("cumsum", 24) if s.input.ndim == 3]
+        outcomes = [
+            run_case("cumsum", i, s, "2")
+            for i, s in op_sweep.samples("cumsum", 24)
+            if s.input.ndim == 3
+        ]
     assert any(o.status == "wrong" for o in outcomes), outcomes
 
 
 def test_the_table_of_ops(capsys: pytest.CaptureFixture[str]):
     assert main(["ops", "aten.transpose.int", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == [
-        {"op": "aten.transpose.int", "rule": "i j k -> j i k, such as for (2, 3, 5)", "source": "rule", "proven": True}
+        {
+            "op": "aten.transpose.int",
+            "rule": "i j k -> j i k, such as for (2, 3, 5)",
+            "source": "rule",
+            "proven": True,
+        }
     ]
     assert main(["ops", "aten.mm.default"]) == 0
     out = capsys.readouterr().out

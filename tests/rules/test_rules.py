@@ -10,7 +10,18 @@ from typing import Any
 import op_sweep
 import pytest
 import torch
-from op_calls import ELSEWHERE, FORMS, NAMESPACES, NOT_DRAWN, STAND_INS, Proof, prove_apart, prove_op, recorded, write
+from op_calls import (
+    ELSEWHERE,
+    FORMS,
+    NAMESPACES,
+    NOT_DRAWN,
+    STAND_INS,
+    Proof,
+    prove_apart,
+    prove_op,
+    recorded,
+    write,
+)
 from strategies import samples
 from torch._ops import OpOverload
 from torch._subclasses import FakeTensorMode
@@ -40,12 +51,16 @@ def test_rule_holds(op: OpOverload):
     check_rule(op, cases, kernel=STAND_INS.get(op))
 
 
-WITH_DIMS = [op for op in PROVABLE if _dim_arguments(op) and "_fft_" not in str(op)]  # FFTs crash where dims are negative
+WITH_DIMS = [
+    op for op in PROVABLE if _dim_arguments(op) and "_fft_" not in str(op)
+]  # FFTs crash where dims are negative
 
 
 @pytest.mark.parametrize("op", WITH_DIMS, ids=str)
 def test_dims_are_counted_from_the_front(op: OpOverload):
-    """Of calls that torch takes with their dims counted from the end; kernels may read beyond a shape, by chance."""
+    """Of calls that torch takes with their dims counted from the end; kernels may read beyond a
+    shape, by chance.
+    """
     torch.manual_seed(0)
     for args, kwargs in samples(op):
         front, named = from_the_front(op, tuple(args), kwargs, lambda x: x)
@@ -64,32 +79,55 @@ def test_dims_are_counted_from_the_front(op: OpOverload):
             torch.testing.assert_close(op(*found, **names), results, equal_nan=True)
 
 
-def _shifted(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], by: int) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _shifted(
+    op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], by: int
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
     def moved(dims: Any) -> Any:
-        return dims + by if isinstance(dims, int) else [d + by for d in dims] if dims is not None else None
+        return (
+            dims + by
+            if isinstance(dims, int)
+            else [d + by for d in dims]
+            if dims is not None
+            else None
+        )
 
     at = {i for i, _ in _dim_arguments(op)}
     names = {name for _, name in _dim_arguments(op)}
-    return tuple(moved(a) if i in at else a for i, a in enumerate(args)), {k: moved(v) if k in names else v for k, v in kwargs.items()}
+    return tuple(moved(a) if i in at else a for i, a in enumerate(args)), {
+        k: moved(v) if k in names else v for k, v in kwargs.items()
+    }
 
 
 def _dims_of(op: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in _dim_arguments(op)]
-    return [d for dims in given if dims is not None for d in ([dims] if isinstance(dims, int) else dims)]
+    return [
+        d for dims in given if dims is not None for d in ([dims] if isinstance(dims, int) else dims)
+    ]
 
 
 def test_kernels_get_no_dims_counted_from_the_end():
     def fn(x: torch.Tensor) -> list[torch.Tensor]:
-        return [torch.norm(x, torch.inf, -1), x.sum((-1, -2)), torch.stack([x, x], -1).softmax(-2), x.unsqueeze(-1).std(-2)]
+        return [
+            torch.norm(x, torch.inf, -1),
+            x.sum((-1, -2)),
+            torch.stack([x, x], -1).softmax(-2),
+            x.unsqueeze(-1).std(-2),
+        ]
 
     x = torch.randn(4, 4, dtype=torch.float64)
     step = ftp.spmd(fn, ftp.simulated_mesh((3,), ("tp",)), (ftp.P("tp"),))
     torch.testing.assert_close(step(x), fn(x))
     nodes = [n for n in step.lower(x).graph.graph.nodes if n.op == "call_function"]
-    assert all(d >= 0 for n in nodes if isinstance(n.target, OpOverload) for d in _dims_of(n.target, n.args, n.kwargs))
+    assert all(
+        d >= 0
+        for n in nodes
+        if isinstance(n.target, OpOverload)
+        for d in _dims_of(n.target, n.args, n.kwargs)
+    )
 
 
-# The whole registry, decompositions too, on calls that hypothesis draws and that the operator database makes forward and backward.
+# The whole registry, decompositions too, on calls that hypothesis draws and that the operator
+# database makes forward and backward.
 
 PROVEN = Path(ftp.__file__).parent.parent / "proven.json"
 PARTS = 6
@@ -107,17 +145,27 @@ def test_rules_hold_on_other_calls(part: int):
     calls = database_calls(every=2, forms=1)
     proofs = {op: prove_apart(op, calls.get(op, []), draws=1) for op in EVERY_OP[part::PARTS]}
     assert not failures(proofs)
-    assert {op for op, p in proofs.items() if p.drawn + p.database == 0} <= ELSEWHERE | set(NOT_DRAWN)
+    assert {op for op, p in proofs.items() if p.drawn + p.database == 0} <= ELSEWHERE | set(
+        NOT_DRAWN
+    )
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_rules_hold_on_many_calls(capsys: pytest.CaptureFixture[str]):
     calls = database_calls(every=1, forms=FORMS)
-    proofs = {op: prove_apart(op, [*calls.get(op, []), *([] if op in ELSEWHERE else samples(op))], draws=6) for op in EVERY_OP}
+    proofs = {
+        op: prove_apart(
+            op, [*calls.get(op, []), *([] if op in ELSEWHERE else samples(op))], draws=6
+        )
+        for op in EVERY_OP
+    }
     write(proofs, PROVEN)
     with capsys.disabled():
-        cases, strategies = sum(p.drawn + p.database for p in proofs.values()), sum(p.strategies for p in proofs.values())
+        cases, strategies = (
+            sum(p.drawn + p.database for p in proofs.values()),
+            sum(p.strategies for p in proofs.values()),
+        )
         print(f"\n{len(proofs)} rules, {strategies} strategies on {cases} calls")
     assert not failures(proofs)
     assert {op for op, p in proofs.items() if p.drawn + p.database == 0} == ELSEWHERE
@@ -142,7 +190,9 @@ def without_whole(rule: Rule) -> Rule:
 
 
 def without_pending(rule: Rule) -> Rule:
-    return replace(rule, notation=replace(rule.notation, pending=((),) * len(rule.notation.results)))
+    return replace(
+        rule, notation=replace(rule.notation, pending=((),) * len(rule.notation.results))
+    )
 
 
 def with_maximum(rule: Rule) -> Rule:
@@ -175,7 +225,11 @@ WRONG = [
     ("norm", aten.native_layer_norm_backward.default, without_pending),
     ("norm", aten.native_group_norm.default, without_whole),
     ("attention", aten._scaled_dot_product_flash_attention_for_cpu.default, without_whole),
-    ("attention", aten._scaled_dot_product_flash_attention_for_cpu_backward.default, without_pending),
+    (
+        "attention",
+        aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+        without_pending,
+    ),
     ("conv", aten.convolution.default, without_whole),
     ("conv", aten.convolution_backward.default, without_pending),
     ("conv", aten.avg_pool2d.default, without_whole),
@@ -191,8 +245,12 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("family", "op", "mutate"), WRONG, ids=lambda v: getattr(v, "__name__", str(v)))
-def test_a_wrong_rule_of_each_family_is_found(monkeypatch: pytest.MonkeyPatch, family: str, op: OpOverload, mutate: Callable[[Rule], Rule]):
+@pytest.mark.parametrize(
+    ("family", "op", "mutate"), WRONG, ids=lambda v: getattr(v, "__name__", str(v))
+)
+def test_a_wrong_rule_of_each_family_is_found(
+    monkeypatch: pytest.MonkeyPatch, family: str, op: OpOverload, mutate: Callable[[Rule], Rule]
+):
     entry = RULES[op]
     changed = []
 
@@ -218,7 +276,9 @@ def test_a_wrong_rule_of_each_family_is_found(monkeypatch: pytest.MonkeyPatch, f
 
 
 def test_every_family_has_a_wrong_rule():
-    families = {p.stem for p in (Path(ftp.__file__).parent.parent / "rules").glob("*.py")} - {"__init__"}
+    families = {p.stem for p in (Path(ftp.__file__).parent.parent / "rules").glob("*.py")} - {
+        "__init__"
+    }
     assert families == {family for family, _, _ in WRONG}
 
 
@@ -231,7 +291,9 @@ def test_decomposition_equals_the_op(op: OpOverload, dtype: torch.dtype):
         args, kwargs = _cast(args, dtype), _cast(kwargs, dtype)
         expected, made = op(*args, **kwargs), DECOMPOSITIONS[op](*args, **kwargs)
         close = 1e-7 if dtype is torch.float64 else 3e-2
-        torch.testing.assert_close(made, expected, rtol=close, atol=close, equal_nan=True, check_stride=False)
+        torch.testing.assert_close(
+            made, expected, rtol=close, atol=close, equal_nan=True, check_stride=False
+        )
 
 
 def _cast(tree: Any, dtype: torch.dtype) -> Any:
@@ -245,18 +307,26 @@ def _cast(tree: Any, dtype: torch.dtype) -> Any:
 
 
 def test_rms_norm_backward_is_the_gradient():
-    x, w = torch.randn(4, 5, dtype=torch.float64, requires_grad=True), torch.randn(5, dtype=torch.float64, requires_grad=True)
+    x, w = (
+        torch.randn(4, 5, dtype=torch.float64, requires_grad=True),
+        torch.randn(5, dtype=torch.float64, requires_grad=True),
+    )
     y, rstd = DECOMPOSITIONS[aten._fused_rms_norm.default](x, [5], w, 1e-5)
     grad = torch.randn(4, 5, dtype=torch.float64)
     expected = torch.autograd.grad(y, (x, w), grad)
-    made = DECOMPOSITIONS[aten._fused_rms_norm_backward.default](grad, x.detach(), [5], rstd.detach(), w.detach(), [True, True])
+    made = DECOMPOSITIONS[aten._fused_rms_norm_backward.default](
+        grad, x.detach(), [5], rstd.detach(), w.detach(), [True, True]
+    )
     torch.testing.assert_close(made, expected)
 
 
 def bound(op: OpOverload, *args, **kwargs) -> BoundRule:
     results = op(*args, **kwargs)
     results = results if isinstance(results, tuple) else (results,)
-    metas = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else Meta((), torch.int64) for r in results)
+    metas = tuple(
+        Meta(tuple(r.shape), r.dtype) if isinstance(r, torch.Tensor) else Meta((), torch.int64)
+        for r in results
+    )
     found = lookup(Call(op, tuple(_metas(args)), _metas(kwargs), metas))
     assert found is not None
     return found
@@ -290,7 +360,22 @@ def test_attention_kernels_of_other_devices_are_cut_by_batch_and_heads(kind: str
                 args = (out, q, q, q, None, out, lse, *rest, 0.0, [True, True, True, False], True)
             case _:
                 cum_q, cum_k, max_q, max_k, seed, offset, _ = rest
-                args = (out, q, q, q, out, lse, seed, offset, None, cum_q, cum_k, max_q, max_k, *last)
+                args = (
+                    out,
+                    q,
+                    q,
+                    q,
+                    out,
+                    lse,
+                    seed,
+                    offset,
+                    None,
+                    cum_q,
+                    cum_k,
+                    max_q,
+                    max_k,
+                    *last,
+                )
         assert _free(bound(backward, *args)) == {"b", "h"}
 
 
@@ -322,7 +407,9 @@ def test_an_op_without_a_rule_is_named(monkeypatch):
 
 
 def test_rule_refuses_what_is_no_op():
-    with pytest.raises(RuleError, match=r"op overload such as torch.ops.aten.mm.default, not .*OpOverloadPacket"):
+    with pytest.raises(
+        RuleError, match=r"op overload such as torch.ops.aten.mm.default, not .*OpOverloadPacket"
+    ):
         rule(aten.mm, "m k, k n -> m n {k}")  # pyright: ignore[reportArgumentType]
 
 

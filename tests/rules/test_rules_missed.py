@@ -1,4 +1,6 @@
-"""Placements that hold, found by trying them all, and that no rule states: each is in a reviewed file with the reason it is left."""
+"""Placements that hold, found by trying them all, and that no rule states: each is in a reviewed
+file with the reason it is left.
+"""
 
 import json
 from pathlib import Path
@@ -27,7 +29,11 @@ def new_misses(ops: list[OpOverload]) -> list[str]:
                 found.append(f"{op}: {answer.how}")
             continue
         known = reviewed["missed"].get(str(op), {}).get("placements", {})
-        found += [f"{op}: {placement} for {shapes}" for placement, shapes in answer.items() if placement not in known]
+        found += [
+            f"{op}: {placement} for {shapes}"
+            for placement, shapes in answer.items()
+            if placement not in known
+        ]
     return found
 
 
@@ -43,7 +49,10 @@ def test_no_new_placement_is_missed():
 def test_every_miss_has_a_reason():
     reviewed = json.loads(REVIEWED.read_text())
     names = {str(op) for op in RULES}
-    assert all(op in names and entry["placements"] and len(entry["reason"]) > 20 for op, entry in reviewed["missed"].items())
+    assert all(
+        op in names and entry["placements"] and len(entry["reason"]) > 20
+        for op, entry in reviewed["missed"].items()
+    )
     assert all(op in names and reason for op, reason in reviewed["not tried"].items())
 
 

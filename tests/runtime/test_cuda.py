@@ -1,4 +1,6 @@
-"""On real GPUs: steps on a mesh of one, ranks that share a GPU over gloo, and NCCL's where there are two; left out where there is none."""
+"""On real GPUs: steps on a mesh of one, ranks that share a GPU over gloo, and NCCL's where there
+are two; left out where there is none.
+"""
 
 import os
 from collections.abc import Callable, Iterator
@@ -23,7 +25,9 @@ from ftp.sharding.mesh import mesh_device, resolve
 DEVICE = "cuda"
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-    pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning"),  # inductor's, as it is imported
+    pytest.mark.filterwarnings(
+        "ignore:.torch.jit:DeprecationWarning"
+    ),  # inductor's, as it is imported
 ]
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs")
 
@@ -65,7 +69,9 @@ def nothing_waits() -> Iterator[None]:
 @pytest.mark.parametrize("way", WAYS, ids=ids)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 def test_a_train_step_on_one_gpu_equals_one_cpu(way: Any, dtype: torch.dtype):
-    """Dropout's masks too, whose bits are the same on every device; nothing in a step waits for the GPU."""
+    """Dropout's masks too, whose bits are the same on every device; nothing in a step waits for
+    the GPU.
+    """
     fn, full = ftp.functionalize(perceptron().to(dtype))
     step, count = train_step(fn), 6
     data = [(torch.randn(8, 32, dtype=dtype), ftp.random.key(i)) for i in range(count)]
@@ -92,7 +98,9 @@ def test_bits_are_those_of_a_cpu():
     there = key.to(DEVICE)
     for shape in ((5,), (3, 1000), (2, 3, 4)):
         assert torch.equal(ftp.random.bits(there, shape).cpu(), ftp.random.bits(key, shape))
-        assert torch.equal(ftp.random.bernoulli(there, 0.3, shape).cpu(), ftp.random.bernoulli(key, 0.3, shape))
+        assert torch.equal(
+            ftp.random.bernoulli(there, 0.3, shape).cpu(), ftp.random.bernoulli(key, 0.3, shape)
+        )
         assert torch.equal(ftp.random.uniform(there, shape).cpu(), ftp.random.uniform(key, shape))
     assert torch.equal(ftp.random.split(there, 5).cpu(), ftp.random.split(key, 5))
     assert torch.equal(ftp.random.fold_in(there, 3).cpu(), ftp.random.fold_in(key, 3))
@@ -141,13 +149,19 @@ class Seen(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def decoder(mesh: Any, dtype: torch.dtype, how: str = "", **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
-    """Cut as Megatron cuts it, with ``how="sequence"`` along the sequence too, with ``how="fsdp"`` as ZeRO-3 does."""
+def decoder(
+    mesh: Any, dtype: torch.dtype, how: str = "", **options: Any
+) -> tuple[ftp.Step, Any, Any, Any]:
+    """Cut as Megatron cuts it, with ``how="sequence"`` along the sequence too, with
+    ``how="fsdp"`` as ZeRO-3 does.
+    """
     cfg = LlamaConfig(vocab=64, dim=128, heads=4, hidden=96, layers=2)
     constraints = sequence_parallel() if how == "sequence" or options.get("async_tp") else None
     fn, full = ftp.functionalize(build(cfg, dtype=dtype), constraints=constraints)
     of_params = ftp.plan(full, {"**": P("tp")} if how == "fsdp" else specs(cuts(cfg), tp="tp"))
-    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=P("tp") if how == "fsdp" else P(), **options)
+    step = ftp.shard(
+        lm_loss(fn), mesh, of_params, batch_specs=P("tp") if how == "fsdp" else P(), **options
+    )
     return step, full, lm_batch(cfg, 4, 16), (lm_loss(fn), of_params)
 
 
@@ -172,12 +186,16 @@ def test_simulated_ranks_on_one_gpu_equal_it():
 
 def test_shards_on_a_gpu_are_saved_and_loaded(tmp_path: Path):
     mesh = ftp.simulated_mesh((2,), ("tp",), device_type=DEVICE)
-    tree = ftp.device_put({"w": torch.randn(6, 4), "n": torch.arange(3)}, mesh, {"w": P("tp"), "n": P()})
+    tree = ftp.device_put(
+        {"w": torch.randn(6, 4), "n": torch.arange(3)}, mesh, {"w": P("tp"), "n": P()}
+    )
     saving = ftp.save(tmp_path, tree, mesh, {"w": P("tp"), "n": P()}, wait=False)
     before = {k: v.clone() for k, v in tree.items()}
     tree["w"].zero_()  # what is saved was copied
     saving.result()
-    found = ftp.load(tmp_path, {k: torch.empty_like(v, device="meta") for k, v in tree.items()}, mesh)
+    found = ftp.load(
+        tmp_path, {k: torch.empty_like(v, device="meta") for k, v in tree.items()}, mesh
+    )
     assert all(v.device.type == DEVICE for v in found.values())
     torch.testing.assert_close(found, before)
 
@@ -194,11 +212,20 @@ def test_pinned_batches_are_placed_without_waiting():
 
 
 def test_ranks_share_a_gpu_over_gloo():
-    for way in ({}, {"compile": True}, {"how": "sequence"}, {"how": "fsdp"}, {"how": "fsdp", "compile": True}):
+    for way in (
+        {},
+        {"compile": True},
+        {"how": "sequence"},
+        {"how": "fsdp"},
+        {"how": "fsdp", "compile": True},
+    ):
         for rank in launch(_ranks, 2, "gloo", way, timeout=240):
             assert rank.exit == 0, rank.error or rank.stderr[-2000:]
     refused = launch(_ranks, 2, "gloo", {"cuda_graph": True}, timeout=120)
-    assert all("go through gloo, which works on the host and cannot be recorded" in (rank.error or "") for rank in refused)
+    assert all(
+        "go through gloo, which works on the host and cannot be recorded" in (rank.error or "")
+        for rank in refused
+    )
 
 
 def test_one_rank_over_nccl_is_recorded_and_ends():
@@ -223,7 +250,15 @@ def _one_rank() -> None:
 
 
 @two_gpus
-@pytest.mark.parametrize("way", [*WAYS, {"async_tp": True}, {"async_tp": True, "cuda_graph": True}, {"pack": True, "cuda_graph": True}])
+@pytest.mark.parametrize(
+    "way",
+    [
+        *WAYS,
+        {"async_tp": True},
+        {"async_tp": True, "cuda_graph": True},
+        {"pack": True, "cuda_graph": True},
+    ],
+)
 def test_gpus_over_nccl_equal_one(way: Any):
     for rank in launch(_ranks, 2, "nccl", way, timeout=300):
         assert rank.exit == 0, rank.error or rank.stderr[-2000:]

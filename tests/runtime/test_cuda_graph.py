@@ -1,4 +1,6 @@
-"""Steps recorded as one CUDA graph and replayed, by a stand-in that runs on a CPU; test_cuda.py records real ones where there is a GPU."""
+"""Steps recorded as one CUDA graph and replayed, by a stand-in that runs on a CPU; test_cuda.py
+records real ones where there is a GPU.
+"""
 
 import gc
 import os
@@ -26,7 +28,9 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tape], Tape]:
     """Has steps on a CPU recorded by a stand-in."""
 
     def install(graphs: Tape) -> Tape:
-        monkeypatch.setattr("ftp.api.shard._checked_cuda_graph", lambda cuda_graph, mesh, check_inputs: cuda_graph)
+        monkeypatch.setattr(
+            "ftp.api.shard._checked_cuda_graph", lambda cuda_graph, mesh, check_inputs: cuda_graph
+        )
         monkeypatch.setattr("ftp.runtime.program._check_recordable", lambda graph, device: None)
         monkeypatch.setattr("ftp.runtime.program.graphs_of", lambda device: graphs)
         return graphs
@@ -70,7 +74,9 @@ def test_a_replayed_train_step_equals_one_device(stands_in: Any, compile: bool):
         mine, own, loss = sharded(mine, own, x, key)
         losses.append(loss)
         addresses.add(tuple(p.data_ptr() for p in mine.values()))
-    torch.testing.assert_close(losses, expected)  # the first ones too: no replay has changed what was returned
+    torch.testing.assert_close(
+        losses, expected
+    )  # the first ones too: no replay has changed what was returned
     torch.testing.assert_close(mine, params)
     assert graphs.replays == [6 - WARM_UP]
     assert len(addresses) == 1, "donated parameters are updated where they lie"
@@ -121,7 +127,10 @@ def _two_ranks() -> list[int]:
     specs = ftp.plan(full, {"0.*": P("tp"), "3.weight": P(None, "tp")})
     of_state = OPT.specs(full, specs)
     train = ftp.spmd(step, mesh, (specs, of_state, P(), P()), donate=(0, 1), cuda_graph=True)
-    params, state = ftp.device_put(full, mesh, specs), ftp.device_put(OPT.init(full), mesh, of_state)
+    params, state = (
+        ftp.device_put(full, mesh, specs),
+        ftp.device_put(OPT.init(full), mesh, of_state),
+    )
     expected, whole = full, OPT.init(full)
     for x, key in data:
         x = ftp.device_put(x, mesh, P(), src=0)
@@ -199,7 +208,10 @@ def test_state_that_never_comes_back_is_told():
     *others, last = [torch.full((3,), float(i)) for i in range(WARM_UP + PATIENCE)]
     for i, a in enumerate(others):
         assert run([a, torch.ones(3)])[0].tolist() == [i + 1.0] * 3
-    with pytest.warns(UserWarning, match=r"recorded 8 times as a CUDA graph, as donated arguments \(a, ...\) lie elsewhere"):
+    with pytest.warns(
+        UserWarning,
+        match=r"recorded 8 times as a CUDA graph, as donated arguments \(a, ...\) lie elsewhere",
+    ):
         assert run([last, torch.ones(3)])[0].tolist() == [WARM_UP + PATIENCE + 0.0] * 3
 
 
@@ -217,7 +229,10 @@ def test_a_mesh_without_gpus_is_refused():
 
 def test_checks_at_every_call_are_refused():
     mesh = ftp.AbstractMesh((2,), ("tp",), device_type="cuda")
-    with pytest.raises(ftp.errors.InputError, match=r"cuda_graph=True and check_inputs=True: the check reads digests on the host"):
+    with pytest.raises(
+        ftp.errors.InputError,
+        match=r"cuda_graph=True and check_inputs=True: the check reads digests on the host",
+    ):
         ftp.spmd(lambda x: x, mesh, P(), cuda_graph=True, check_inputs=True)
 
 
@@ -228,15 +243,19 @@ def test_collectives_of_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, ba
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
     monkeypatch.setattr("ftp.runtime.program._resolve_process_group", lambda name: group)
     mesh = ftp.AbstractMesh((2,), ("tp",), device_type="cuda")
-    lowered = ftp.lower(lambda x: x.sum(), mesh, P("tp"), torch.empty(4, device="meta"), out_specs=P())
+    lowered = ftp.lower(
+        lambda x: x.sum(), mesh, P("tp"), torch.empty(4, device="meta"), out_specs=P()
+    )
     if backend == "nccl":
         _check_recordable(lowered.graph.graph, torch.device("cuda"))
         return
     with pytest.raises(ftp.errors.MeshError) as error:
         _check_recordable(lowered.graph.graph, torch.device("cuda"))
     assert str(error.value) == (
-        "cuda_graph=True, but of the step's collectives those over tp go through gloo, which works on the host and cannot be recorded."
-        " Initialise the process group with NCCL, as ftp.make_mesh does where every process has a GPU of its own, or leave cuda_graph out."
+        "cuda_graph=True, but of the step's collectives those over tp go through gloo, which works"
+        " on the host and cannot be recorded."
+        " Initialise the process group with NCCL, as ftp.make_mesh does where every process has a"
+        " GPU of its own, or leave cuda_graph out."
     )
 
 
@@ -250,10 +269,15 @@ def test_an_op_that_waits_for_the_gpu_is_named(stands_in: Any, tape: type[Tape])
         step(torch.eye(2))
     first, second = str(error.value).splitlines()
     assert first.startswith(
-        "The step cannot be recorded as a CUDA graph, for aten.linalg_inv_ex.default at tests/runtime/test_cuda_graph.py:"
+        "The step cannot be recorded as a CUDA graph, for aten.linalg_inv_ex.default at"
+        " tests/runtime/test_cuda_graph.py:"
     )
     assert first.endswith(f": {REFUSED}")
-    assert second == "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out cuda_graph=True, or the op."
+    assert (
+        second
+        == "  What is recorded may not wait for the GPU, nor copy from or to the host. Leave out"
+        " cuda_graph=True, or the op."
+    )
 
 
 # Recordings that fail, and the end of a process group.
@@ -298,8 +322,13 @@ def test_recordings_end_before_their_process_group(driver: Driver, monkeypatch: 
     assert recorded() is not None
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("ftp.sharding.process_group.talks_nccl", lambda: False)
-    monkeypatch.setattr("torch.distributed.barrier", lambda device_ids: driver.done.append("barrier"))
-    monkeypatch.setattr("torch.distributed.destroy_process_group", lambda: driver.done.append("alive" if recorded() else "destroyed"))
+    monkeypatch.setattr(
+        "torch.distributed.barrier", lambda device_ids: driver.done.append("barrier")
+    )
+    monkeypatch.setattr(
+        "torch.distributed.destroy_process_group",
+        lambda: driver.done.append("alive" if recorded() else "destroyed"),
+    )
     driver.done.clear()
     ftp.destroy_process_group()
     assert driver.done == ["barrier", "synchronize", "destroyed"]

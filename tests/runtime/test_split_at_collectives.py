@@ -1,4 +1,6 @@
-"""Pieces of a rank's graph: run one by one they give what the graph gives, and repeated layers are equal pieces."""
+"""Pieces of a rank's graph: run one by one they give what the graph gives, and repeated layers
+are equal pieces.
+"""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,10 +38,19 @@ def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
     return run
 
 
-def in_pieces(graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]) -> tuple[list[Piece], fx.Graph]:
-    graph = merge_updates(small_updates(with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs).graph), donated)
+def in_pieces(
+    graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]
+) -> tuple[list[Piece], fx.Graph]:
+    graph = merge_updates(
+        small_updates(with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs).graph),
+        donated,
+    )
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    numbers = {node: x for node, x in zip(placeholders, inputs, strict=True) if not isinstance(x, torch.Tensor)}
+    numbers = {
+        node: x
+        for node, x in zip(placeholders, inputs, strict=True)
+        if not isinstance(x, torch.Tensor)
+    }
     return split(graph, numbers, _written(graph, [placeholders[i] for i in donated])), graph
 
 
@@ -52,10 +63,20 @@ def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):
     locals_, inputs = [], []
     for coordinate in mesh_of(program):
         local = program.local(coordinate)
-        shards = [shard_of(x, spec, axes, coordinate).clone() for x, spec in zip(leaves, program.in_specs, strict=True)]
+        shards = [
+            shard_of(x, spec, axes, coordinate).clone()
+            for x, spec in zip(leaves, program.in_specs, strict=True)
+        ]
         inputs.append([*shards, *program.constants, *local.offsets_at(coordinate)])
         pieces, graph = in_pieces(local.gm.graph, inputs[-1], program.donated)
-        locals_.append(replace(local, gm=fx.GraphModule({}, with_pieces(graph, pieces, [interpreted(piece) for piece in pieces]))))
+        locals_.append(
+            replace(
+                local,
+                gm=fx.GraphModule(
+                    {}, with_pieces(graph, pieces, [interpreted(piece) for piece in pieces])
+                ),
+            )
+        )
     before = [shards[program.donated[0]].data_ptr() for shards in inputs]
     outputs = simulate(locals_, inputs, groups_of(program.mesh))
     whole = [
@@ -63,7 +84,9 @@ def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):
         for i, (spec, shape) in enumerate(zip(program.out_specs, program.out_shapes, strict=True))
     ]
     compare([whole[leaf] for leaf in program.out_leaves], expected)
-    assert [rank[0].data_ptr() for rank in outputs] == before, "a donated weight is updated where it lies"
+    assert [rank[0].data_ptr() for rank in outputs] == before, (
+        "a donated weight is updated where it lies"
+    )
 
 
 def test_repeated_layers_are_equal_pieces():
@@ -71,7 +94,10 @@ def test_repeated_layers_are_equal_pieces():
     for layers in (2, 5):
         made, leaves, _ = lowered("tp", layers, FUSED)
         program = made._program
-        shards = [shard_of(x, spec, {"tp": 2}, {"tp": 0}) for x, spec in zip(leaves, program.in_specs, strict=True)]
+        shards = [
+            shard_of(x, spec, {"tp": 2}, {"tp": 0})
+            for x, spec in zip(leaves, program.in_specs, strict=True)
+        ]
         inputs = [*shards, *program.constants, *program.local().offsets_at({"tp": 0})]
         pieces, _ = in_pieces(program.local().gm.graph, inputs, program.donated)
         counts.append((len(pieces), len({piece.key() for piece in pieces})))
@@ -80,7 +106,10 @@ def test_repeated_layers_are_equal_pieces():
 
 
 def test_an_input_that_a_later_piece_reads_is_not_written():
-    reduce, wait = torch.ops._c10d_functional.all_reduce.default, torch.ops._c10d_functional.wait_tensor.default
+    reduce, wait = (
+        torch.ops._c10d_functional.all_reduce.default,
+        torch.ops._c10d_functional.wait_tensor.default,
+    )
     for reads_later in (True, False):
         graph = fx.Graph()
         w, g = graph.placeholder("w"), graph.placeholder("g")
@@ -117,7 +146,13 @@ def test_kernels_of_several_graphs_are_one_library():
             for op in (torch.ops.aten.exp.default, torch.ops.aten.sin.default):
                 graph = fx.Graph()
                 x, y = graph.placeholder("x"), graph.placeholder("y")
-                graph.output((graph.call_function(torch.ops.aten.add.Tensor, (graph.call_function(op, (x,)), y)),))
+                graph.output(
+                    (
+                        graph.call_function(
+                            torch.ops.aten.add.Tensor, (graph.call_function(op, (x,)), y)
+                        ),
+                    )
+                )
                 for node in (x, y):
                     node.meta["val"] = values[0]
                 added = next(iter(x.users)).users
@@ -139,7 +174,11 @@ def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pyte
 
     due = f(x, key)
     monkeypatch.setattr("ftp.ops.philox._read_natively", None)
-    program = ftp.spmd(f, ftp.simulated_mesh((2,), ("dp",)), (ftp.P("dp"), ftp.P()), ftp.P("dp")).lower(x, key)._program
+    program = (
+        ftp.spmd(f, ftp.simulated_mesh((2,), ("dp",)), (ftp.P("dp"), ftp.P()), ftp.P("dp"))
+        .lower(x, key)
+        ._program
+    )
     local = program.local({"dp": 1})
     given = [x[3:], key, *program.constants, *local.offsets_at({"dp": 1})]
     run = compiled(local.gm.graph, given, (), lambda products: ())
@@ -149,18 +188,29 @@ def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pyte
 # Small products and updates.
 
 
-@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.0, "maximize": True}, {"betas": (0.5, 0.9), "eps": 1e-3}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"weight_decay": 0.0, "maximize": True}, {"betas": (0.5, 0.9), "eps": 1e-3}],
+    ids=str,
+)
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 def test_small_updates_are_what_the_kernel_does(name: str, options: dict[str, Any]):
-    opt = ftp.optim.from_torch(getattr(torch.optim, name), **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **options})
-    params = {"small": torch.randn(UPDATE, dtype=torch.float64), "large": torch.randn(UPDATE + 1, dtype=torch.float64)}
+    opt = ftp.optim.from_torch(
+        getattr(torch.optim, name), **{"lr": 1e-2, "weight_decay": 0.1, "fused": True, **options}
+    )
+    params = {
+        "small": torch.randn(UPDATE, dtype=torch.float64),
+        "large": torch.randn(UPDATE + 1, dtype=torch.float64),
+    }
     made = ftp.spmd(opt.update, ftp.simulated_mesh((1,), ("tp",)))
     expected: Any = params, opt.init(params)
     given = optree.tree_map(torch.clone, expected, namespace="ftp")
     for _ in range(3):
         grads = {name: torch.randn_like(p) for name, p in params.items()}
         leaves = flatten((grads, given[1], given[0]))[0]
-        graph = small_updates(with_values(made.lower(grads, given[1], given[0]).graph, leaves).graph)
+        graph = small_updates(
+            with_values(made.lower(grads, given[1], given[0]).graph, leaves).graph
+        )
         assert sum(node.target in UPDATES for node in graph.nodes) == 1, "the large one is left"
         found = fx.GraphModule({}, graph)(*leaves)
         new_params, state = opt.update(grads, expected[1], expected[0])
@@ -171,8 +221,16 @@ def test_small_updates_are_what_the_kernel_does(name: str, options: dict[str, An
 
 @pytest.mark.parametrize("more", [0, 1])
 def test_small_products_are_loops(more: int):
-    a, b, bias = torch.randn(8, 16).double(), torch.randn(PRODUCT // 128 + more, 16).double().t(), torch.randn(1).double()
-    traced = make_fx(lambda a, b, bias: (a @ b, torch.addmm(bias, a, b)), decomposition_table=small_products())(a, b, bias)
+    a, b, bias = (
+        torch.randn(8, 16).double(),
+        torch.randn(PRODUCT // 128 + more, 16).double().t(),
+        torch.randn(1).double(),
+    )
+    traced = make_fx(
+        lambda a, b, bias: (a @ b, torch.addmm(bias, a, b)), decomposition_table=small_products()
+    )(a, b, bias)
     compare(traced(a, b, bias), [a @ b, torch.addmm(bias, a, b)])
-    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {node.target for node in traced.graph.nodes}
+    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {
+        node.target for node in traced.graph.nodes
+    }
     assert len(products) == 2 * more

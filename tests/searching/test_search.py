@@ -18,7 +18,11 @@ TOKENS = 16, 2048
 
 def program(cfg: LlamaConfig = CFG):
     fn, params = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"))
-    return lm_loss(fn), params, tuple(torch.empty(TOKENS, dtype=torch.int64, device="meta") for _ in range(2))
+    return (
+        lm_loss(fn),
+        params,
+        tuple(torch.empty(TOKENS, dtype=torch.int64, device="meta") for _ in range(2)),
+    )
 
 
 MEGATRON = {
@@ -33,12 +37,18 @@ MEGATRON = {
 
 
 def by_hand(loss_fn, params, batch, mesh, batch_specs, **weights) -> ftp.Lowered:
-    return ftp.shard(loss_fn, mesh, ftp.plan(params, specs(cuts(CFG), **weights)), batch_specs=batch_specs).lower(params, batch)
+    return ftp.shard(
+        loss_fn, mesh, ftp.plan(params, specs(cuts(CFG), **weights)), batch_specs=batch_specs
+    ).lower(params, batch)
 
 
 def is_the_cheapest(found: Found) -> bool:
     """Whether no other layout is said to be better than what was found by more than the gap."""
-    return all(seconds >= -found.gap[axis] for (axis, _), others in found.alternatives.items() for seconds in others.values())
+    return all(
+        seconds >= -found.gap[axis]
+        for (axis, _), others in found.alternatives.items()
+        for seconds in others.values()
+    )
 
 
 def test_megatron_is_found():
@@ -51,12 +61,17 @@ def test_megatron_is_found():
     assert found.gap == {"tp": 0.0}
     assert is_the_cheapest(found)
     assert found.alternatives["tp", "layers.*.mlp.w1.weight"].keys() == {"whole", "dim 1"}
-    assert all("layers.*.mlp.w1.weight" not in line or "whole over tp +" in line for line in str(found).splitlines())
+    assert all(
+        "layers.*.mlp.w1.weight" not in line or "whole over tp +" in line
+        for line in str(found).splitlines()
+    )
 
 
 def test_fewer_heads_of_keys_than_ranks():
     """Their weights stay whole: cut, the keys would be gathered."""
-    loss_fn, params, batch = program(LlamaConfig(vocab=32000, dim=512, heads=8, kv_heads=4, hidden=1408, layers=1))
+    loss_fn, params, batch = program(
+        LlamaConfig(vocab=32000, dim=512, heads=8, kv_heads=4, hidden=1408, layers=1)
+    )
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((8,), ("tp",)), P(), batch)
     whole = {f"layers.*.attn.w{name}.weight": P(None, None) for name in "kv"}
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON | whole
@@ -77,7 +92,10 @@ def test_zero_is_found_where_memory_forces_it():
     assert all("dp" in found.patterns[p].axes for p in MEGATRON if "mlp" in p)
     assert found.cost <= zero.cost()
     assert is_the_cheapest(found)
-    with pytest.raises(ftp.errors.PlanningError, match="No plan found fits in 1,000 bytes a rank; the smallest takes"):
+    with pytest.raises(
+        ftp.errors.PlanningError,
+        match="No plan found fits in 1,000 bytes a rank; the smallest takes",
+    ):
         ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=1000)
 
 
@@ -115,15 +133,24 @@ def test_sequence_parallelism_is_found_where_memory_forces_it():
     assert found.memory <= int(free.memory * 0.97)
     assert found.constraints == {"layers.*": ftp.Constraint(outputs=P(None, "tp"), axes=("tp",))}
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
-    assert "returns P(None, 'tp') over tp" in str(found) and "tensor parallel over tp, sequence parallel over tp" in str(found)
-    # Written into the model by hand the constraints make the same program, and so does the loss that has them.
-    by_hand, _ = ftp.functionalize(build(cfg, dtype=torch.bfloat16, device="meta"), constraints=found.constraints)
+    assert "returns P(None, 'tp') over tp" in str(
+        found
+    ) and "tensor parallel over tp, sequence parallel over tp" in str(found)
+    # Written into the model by hand the constraints make the same program, and so does the loss
+    # that has them.
+    by_hand, _ = ftp.functionalize(
+        build(cfg, dtype=torch.bfloat16, device="meta"), constraints=found.constraints
+    )
     for loss_fn in (lm_loss(by_hand), found.loss_fn):
-        lowered = ftp.shard(loss_fn, mesh, found.specs(params), batch_specs=P()).lower(params, batch)
+        lowered = ftp.shard(loss_fn, mesh, found.specs(params), batch_specs=P()).lower(
+            params, batch
+        )
         assert lowered.memory == found.memory and float(lowered.cost()) == found.cost
         assert [c.op for c in lowered.collectives] == [c.op for c in found.lowered.collectives]
     with pytest.raises(ftp.errors.PlanningError, match="No plan found fits"):
-        ftp.search(lambda p, b: lm_loss(fn)(p, b), params, mesh, P(), batch, memory=free.memory // 8)
+        ftp.search(
+            lambda p, b: lm_loss(fn)(p, b), params, mesh, P(), batch, memory=free.memory // 8
+        )
 
 
 def test_what_is_promised_is_what_is_lowered():
@@ -133,7 +160,12 @@ def test_what_is_promised_is_what_is_lowered():
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((2, 2), ("dp", "tp")), P("dp"), batch)
     assert len(found.rivals) == 3
     for rival in found.rivals.values():
-        step = ftp.shard(loss_fn, ftp.AbstractMesh((2, 2), ("dp", "tp")), ftp.plan(params, dict(rival.patterns)), batch_specs=P("dp"))
+        step = ftp.shard(
+            loss_fn,
+            ftp.AbstractMesh((2, 2), ("dp", "tp")),
+            ftp.plan(params, dict(rival.patterns)),
+            batch_specs=P("dp"),
+        )
         lowered = step.lower(params, batch)
         assert lowered.plan.alike
         assert int(lowered.memory) == rival.nbytes
@@ -142,7 +174,9 @@ def test_what_is_promised_is_what_is_lowered():
 
 
 def test_heads_that_do_not_divide_are_cut_whole():
-    loss_fn, params, batch = program(LlamaConfig(vocab=32000, dim=1536, heads=12, kv_heads=12, hidden=4096, layers=1))
+    loss_fn, params, batch = program(
+        LlamaConfig(vocab=32000, dim=1536, heads=12, kv_heads=12, hidden=4096, layers=1)
+    )
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((8,), ("tp",)), P(), batch)
     heads = ftp.units("tp", 128)
     assert found.patterns["layers.*.attn.wq.weight"] == P(heads, None)
@@ -153,11 +187,20 @@ def test_the_page():
     cfg = LlamaConfig(layers=1, vocab=64)
     fn, params = ftp.functionalize(build(cfg, device="meta"))
     page = (Path(__file__).resolve().parents[2] / "docs/search.md").read_text()
-    names = {"ftp": ftp, "P": P, "loss_fn": lm_loss(fn), "params": params, "batch": lm_batch(cfg, 4, 6)}
+    names = {
+        "ftp": ftp,
+        "P": P,
+        "loss_fn": lm_loss(fn),
+        "params": params,
+        "batch": lm_batch(cfg, 4, 6),
+    }
     names["mesh"] = ftp.AbstractMesh((2, 2), ("dp", "tp"))
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(compile(block, "docs/search.md", "exec"), names)
-    assert names["step"].lower(params, names["batch"]).collectives == names["found"].lowered.collectives
+    assert (
+        names["step"].lower(params, names["batch"]).collectives
+        == names["found"].lowered.collectives
+    )
 
 
 def test_a_batch_that_knows_its_specs():
@@ -166,11 +209,32 @@ def test_a_batch_that_knows_its_specs():
     mesh, batch = ftp.AbstractMesh((2, 2), ("dp", "tp")), lm_batch(cfg, 4, 6)
     placed = ftp.device_put(tuple(x.to("meta") for x in batch), mesh, P("dp"))
     limit = 10**9
-    found = ftp.search(lm_loss(fn), params, mesh, placed, memory=limit, hardware=ftp.Hardware.h100())
-    assert found.patterns == ftp.search(lm_loss(fn), params, mesh, P("dp"), batch, memory=limit, hardware=ftp.Hardware.h100()).patterns
+    found = ftp.search(
+        lm_loss(fn), params, mesh, placed, memory=limit, hardware=ftp.Hardware.h100()
+    )
+    assert (
+        found.patterns
+        == ftp.search(
+            lm_loss(fn), params, mesh, P("dp"), batch, memory=limit, hardware=ftp.Hardware.h100()
+        ).patterns
+    )
     fn2 = lm_loss(fn)
-    two = ftp.search(lambda params, x, y: fn2(params, (x, y)), params, mesh, placed, memory=limit, hardware=ftp.Hardware.h100())
+    two = ftp.search(
+        lambda params, x, y: fn2(params, (x, y)),
+        params,
+        mesh,
+        placed,
+        memory=limit,
+        hardware=ftp.Hardware.h100(),
+    )
     assert two.patterns == found.patterns
-    for given, what in ((P("dp"), r"batch\[0\] is P\('dp'\)"), (batch, r"batch\[0\]\[0\] is a Tensor"), ((), "there is no tensor")):
-        with pytest.raises(ftp.errors.InputError, match=f"search needs the shapes of a batch beside its specs, and {what}"):
+    for given, what in (
+        (P("dp"), r"batch\[0\] is P\('dp'\)"),
+        (batch, r"batch\[0\]\[0\] is a Tensor"),
+        ((), "there is no tensor"),
+    ):
+        with pytest.raises(
+            ftp.errors.InputError,
+            match=f"search needs the shapes of a batch beside its specs, and {what}",
+        ):
             ftp.search(lm_loss(fn), params, mesh, given, memory=limit)

@@ -23,19 +23,28 @@ def attention(params, x):
 
 
 def tensors(**shapes):
-    return {name: torch.empty(shape, dtype=torch.bfloat16, device="meta") for name, shape in shapes.items()}
+    return {
+        name: torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        for name, shape in shapes.items()
+    }
 
 
 MLP = mlp, tensors(up=(1024, 4096), down=(4096, 1024)), tensors(x=(8192, 1024))["x"]
 WIDE = mlp, tensors(up=(1024, 16384), down=(16384, 1024)), tensors(x=(64, 1024))["x"]
-ATTENTION = attention, tensors(q=(512, 512), k=(512, 512), v=(512, 512), out=(512, 512)), tensors(x=(4, 1024, 512))["x"]
+ATTENTION = (
+    attention,
+    tensors(q=(512, 512), k=(512, 512), v=(512, 512), out=(512, 512)),
+    tensors(x=(4, 1024, 512))["x"],
+)
 
 
 def every_spec(ndim, axes):
     """Each axis on each dim or on none; where two cut one dim, in both orders."""
     for places in itertools.product([None, *range(ndim)], repeat=len(axes)):
         for order in {tuple(o) for o in (axes, axes[::-1])}:
-            entries = [tuple(a for a in order if places[axes.index(a)] == d) or None for d in range(ndim)]
+            entries = [
+                tuple(a for a in order if places[axes.index(a)] == d) or None for d in range(ndim)
+            ]
             if order == axes or any(e is not None and len(e) > 1 for e in entries):
                 yield P(*entries)
 
@@ -46,7 +55,9 @@ def everything(program, mesh, batch_specs):
     axes = tuple(mesh.axes)
     found = []
     for specs in itertools.product(*(every_spec(w.ndim, axes) for w in params.values())):
-        lowered = ftp.shard(loss_fn, mesh, dict(zip(params, specs, strict=True)), batch_specs=batch_specs).lower(params, x)
+        lowered = ftp.shard(
+            loss_fn, mesh, dict(zip(params, specs, strict=True)), batch_specs=batch_specs
+        ).lower(params, x)
         found.append((float(lowered.cost(HARDWARE)), int(lowered.memory), specs))
     return found
 
@@ -92,12 +103,16 @@ def test_attention_on_one_axis(batch_specs):
 
 
 def test_no_plan_is_below_the_bound():
-    """The networks' own costs of all that there is, on the hardware that programs are planned for."""
+    """The networks' own costs of all that there is, on the hardware that programs are planned
+    for.
+    """
     loss_fn, params, x = MLP
     for batch_specs in (P(), P("a")):
         mesh = ftp.AbstractMesh((2,), ("a",))
         found = ftp.search(loss_fn, params, mesh, batch_specs, x)
         assert 0 < found.bound <= found.planned * (1 + 1e-9)
         for specs in itertools.product(*(every_spec(2, ("a",)) for _ in params)):
-            step = ftp.shard(loss_fn, mesh, dict(zip(params, specs, strict=True)), batch_specs=batch_specs)
+            step = ftp.shard(
+                loss_fn, mesh, dict(zip(params, specs, strict=True)), batch_specs=batch_specs
+            )
             assert step.lower(params, x).plan.cost >= found.bound

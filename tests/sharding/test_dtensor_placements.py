@@ -1,4 +1,6 @@
-"""Specs and DTensor's placements say the same of every rank's part, as DTensor's own chunking tells it."""
+"""Specs and DTensor's placements say the same of every rank's part, as DTensor's own chunking
+tells it.
+"""
 
 from contextlib import suppress
 from itertools import permutations
@@ -26,11 +28,16 @@ def as_dtensor_cuts(size, placements, mesh, coordinate):
 
 
 def as_spec_cuts(size, spec, mesh, coordinate):
-    return [i for a, b in local_pieces(spec, (size,), mesh.axes, coordinate)[0] for i in range(a, b)]
+    return [
+        i for a, b in local_pieces(spec, (size,), mesh.axes, coordinate)[0] for i in range(a, b)
+    ]
 
 
 def same_on_all(size, spec, placements, mesh):
-    return all(as_dtensor_cuts(size, placements, mesh, c) == as_spec_cuts(size, spec, mesh, c) for c in mesh.coordinates())
+    return all(
+        as_dtensor_cuts(size, placements, mesh, c) == as_spec_cuts(size, spec, mesh, c)
+        for c in mesh.coordinates()
+    )
 
 
 def attempt(convert, given, mesh, size):
@@ -93,7 +100,13 @@ def test_every_order_of_axes_is_found():
 
 def test_what_no_spec_or_placement_states():
     mesh = resolve(ftp.AbstractMesh((3, 2), ("dp", "tp")))
-    with pytest.raises(ftp.errors.SpecError, match=r"x is Partial\(sum\) over 'tp', a pending sum.*Reduce it first: redistribute it to"):
+    with pytest.raises(
+        ftp.errors.SpecError,
+        match=r"x is Partial\(sum\) over 'tp', a pending sum.*Reduce it first: redistribute it to",
+    ):
         spec_of_placements((Replicate(), Partial()), mesh, (4,), "x")
-    with pytest.raises(ftp.errors.SpecError, match=r"x, of spec P\(\('tp', 'dp'\)\) and shape \(7,\): DTensor has no placements for it"):
+    with pytest.raises(
+        ftp.errors.SpecError,
+        match=r"x, of spec P\(\('tp', 'dp'\)\) and shape \(7,\): DTensor has no placements for it",
+    ):
         placements_of_spec(P(("tp", "dp")), mesh, (7,), "x")

@@ -10,7 +10,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ftp.errors import MeshError
 from ftp.sharding.launcher import launched
-from ftp.sharding.mesh import AbstractMesh, SimulatedMesh, make_mesh, mesh_device, require_coordinate, resolve, simulated_mesh, use_mesh
+from ftp.sharding.mesh import (
+    AbstractMesh,
+    SimulatedMesh,
+    make_mesh,
+    mesh_device,
+    require_coordinate,
+    resolve,
+    simulated_mesh,
+    use_mesh,
+)
 from ftp.sharding.process_group import _own_device, default_device_type, init_process_group
 
 
@@ -63,7 +72,10 @@ def test_use_mesh_supplies_the_mesh_and_nests():
         with use_mesh(inner):
             assert resolve(None).axes == {"tp": 3}
         assert resolve(None).axes == {"dp": 2}
-    with pytest.raises(MeshError, match=r"No mesh is given\. Pass one, .* or call inside `with ftp\.use_mesh\(mesh\):`"):
+    with pytest.raises(
+        MeshError,
+        match=r"No mesh is given\. Pass one, .* or call inside `with ftp\.use_mesh\(mesh\):`",
+    ):
         resolve(None)
 
 
@@ -87,10 +99,18 @@ def test_malformed(make, shape, names, message):
 def test_unsupported_device_types():
     with pytest.raises(MeshError) as failure:
         AbstractMesh((2,), ("tp",), "xla")
-    assert str(failure.value) == "AbstractMesh: device type 'xla' is not supported. Supported are 'cpu', 'cuda', 'meta'."
-    with pytest.raises(MeshError, match=r"make_mesh: device type 'xla' is not supported. Supported are 'cpu', 'cuda'."):
+    assert (
+        str(failure.value)
+        == "AbstractMesh: device type 'xla' is not supported. Supported are 'cpu', 'cuda', 'meta'."
+    )
+    with pytest.raises(
+        MeshError,
+        match=r"make_mesh: device type 'xla' is not supported. Supported are 'cpu', 'cuda'.",
+    ):
         make_mesh((2,), ("tp",), device_type="xla")
-    with pytest.raises(MeshError, match=r"'meta' is for ftp.AbstractMesh, which plans without devices"):
+    with pytest.raises(
+        MeshError, match=r"'meta' is for ftp.AbstractMesh, which plans without devices"
+    ):
         make_mesh((2,), ("tp",), device_type="meta")
     with pytest.raises(MeshError, match="DeviceMesh: device type 'xla' is not supported"):
         resolve(DeviceMesh("xla", [0], mesh_dim_names=("tp",), _init_backend=False))
@@ -106,7 +126,12 @@ def test_device_mesh_resolves_to_an_equal_value():
     mesh = make_mesh((2, 2), ("dp", "tp"))
     assert isinstance(mesh, DeviceMesh)
     resolved = resolve(mesh)
-    assert (resolved.kind, resolved.ranks, resolved.rank, resolved.torch) == ("process", (0, 1, 2, 3), 1, mesh)
+    assert (resolved.kind, resolved.ranks, resolved.rank, resolved.torch) == (
+        "process",
+        (0, 1, 2, 3),
+        1,
+        mesh,
+    )
     assert resolved.coordinate == require_coordinate(resolved) == {"dp": 0, "tp": 1}
     again = resolve(init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp")))
     assert again == resolved
@@ -163,14 +188,21 @@ def test_rank_outside_the_mesh():
 
 @pytest.mark.usefixtures("fake_world")
 def test_device_meshes_that_cannot_be_used():
-    with pytest.raises(MeshError, match=r"has no axis names. Make it with mesh_dim_names=\('dp', 'tp'\)"):
+    with pytest.raises(
+        MeshError, match=r"has no axis names. Make it with mesh_dim_names=\('dp', 'tp'\)"
+    ):
         resolve(init_device_mesh("cpu", (2, 2)))
-    with pytest.raises(MeshError, match=r"holds ranks \[3, 2, 1, 0\], but their process group has them as \[0, 1, 2, 3\]"):
+    with pytest.raises(
+        MeshError,
+        match=r"holds ranks \[3, 2, 1, 0\], but their process group has them as \[0, 1, 2, 3\]",
+    ):
         resolve(DeviceMesh("cpu", [3, 2, 1, 0], mesh_dim_names=("tp",)))
 
 
 def test_init_process_group_without_a_launcher():
-    with pytest.raises(MeshError, match=r"RANK and WORLD_SIZE are not in the environment. Launch with torchrun"):
+    with pytest.raises(
+        MeshError, match=r"RANK and WORLD_SIZE are not in the environment. Launch with torchrun"
+    ):
         init_process_group()
 
 
@@ -183,15 +215,21 @@ def test_open_mpi_and_slurm():
     mpi = {f"OMPI_COMM_WORLD_{name}": value for name, value in OPEN_MPI.items()}
     found = launched(mpi)
     assert found is not None and (found.rank, found.world, found.local_rank) == (2, 4, 0)
-    assert found.meets_at.startswith("tcp://127.0.0.1:") and found.meets_at.endswith("?rank=2&world_size=4")
+    assert found.meets_at.startswith("tcp://127.0.0.1:") and found.meets_at.endswith(
+        "?rank=2&world_size=4"
+    )
     apart = {**mpi, "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}
-    with pytest.raises(MeshError, match=r"mpirun has launched 4 ranks on several hosts.*mpirun -x MASTER_ADDR=HOST"):
+    with pytest.raises(
+        MeshError, match=r"mpirun has launched 4 ranks on several hosts.*mpirun -x MASTER_ADDR=HOST"
+    ):
         launched(apart)
     found = launched({**apart, "MASTER_ADDR": "first", "MASTER_PORT": "1234"})
     assert found is not None and found.meets_at == "tcp://first:1234?rank=2&world_size=4"
     torchrun = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1"}
     found = launched({**mpi, **torchrun})
-    assert found is not None and (found.rank, found.meets_at) == (1, "env://"), "torchrun inside of it has the word"
+    assert found is not None and (found.rank, found.meets_at) == (1, "env://"), (
+        "torchrun inside of it has the word"
+    )
     batch = {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "7"}
     step = {**batch, "SLURM_STEP_NODELIST": "n[1-2]", "SLURM_STEP_NUM_TASKS": "1"}
     assert launched({}) is launched(batch) is launched(step) is None
@@ -201,7 +239,9 @@ def test_a_mesh_on_a_gpu_has_its_number(monkeypatch):
     assert mesh_device(resolve(AbstractMesh((2,), ("tp",), "cuda"))) == torch.device("cuda")
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.current_device", lambda: 1)
-    assert mesh_device(resolve(simulated_mesh((2,), ("tp",), device_type="cuda"))) == torch.device("cuda", 1)
+    assert mesh_device(resolve(simulated_mesh((2,), ("tp",), device_type="cuda"))) == torch.device(
+        "cuda", 1
+    )
 
 
 @pytest.mark.usefixtures("fake_world")
@@ -209,13 +249,19 @@ def test_a_group_made_without_a_backend_is_of_gpus_where_they_are(monkeypatch):
     """torch gives it gloo and NCCL, and calls its backend undefined."""
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "undefined")
-    monkeypatch.setattr("torch.distributed.distributed_c10d.get_backend_config", lambda: "cpu:gloo,cuda:nccl")
+    monkeypatch.setattr(
+        "torch.distributed.distributed_c10d.get_backend_config", lambda: "cpu:gloo,cuda:nccl"
+    )
     assert default_device_type() == "cuda"
-    monkeypatch.setattr("torch.distributed.distributed_c10d.get_backend_config", lambda: "cpu:gloo,cuda:gloo")
+    monkeypatch.setattr(
+        "torch.distributed.distributed_c10d.get_backend_config", lambda: "cpu:gloo,cuda:gloo"
+    )
     assert default_device_type() == "cpu"
 
 
-@pytest.mark.parametrize(("devices", "local_rank", "own"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (2, 3, None)])
+@pytest.mark.parametrize(
+    ("devices", "local_rank", "own"), [(1, 0, 0), (1, 3, 0), (4, 3, 3), (2, 3, None)]
+)
 def test_the_gpu_of_a_process(monkeypatch, devices, local_rank, own):
     """One alone is its own, as srun --gpus-per-task=1 shows it."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: devices)

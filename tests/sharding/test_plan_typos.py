@@ -1,4 +1,6 @@
-"""Every kind of plan with one letter wrong: refused, and what is suggested first is what was meant."""
+"""Every kind of plan with one letter wrong: refused, and what is suggested first is what was
+meant.
+"""
 
 import fnmatch
 import re
@@ -22,7 +24,11 @@ Read = Callable[[dict[str, Any]], Any]
 def typos(name: str) -> list[str]:
     """A letter left out, doubled, or swapped with the next."""
     at = len(name) // 2
-    return [name[:at] + name[at + 1 :], name[:at] + name[at] + name[at:], name[: at - 1] + name[at] + name[at - 1] + name[at + 1 :]]
+    return [
+        name[:at] + name[at + 1 :],
+        name[:at] + name[at] + name[at:],
+        name[: at - 1] + name[at] + name[at - 1] + name[at + 1 :],
+    ]
 
 
 def mistaken(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -35,7 +41,10 @@ def mistaken(plan: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
             for wrong in dict.fromkeys(typos(element)):
                 misspelt = ".".join((*elements[:i], wrong, *elements[i + 1 :]))
                 if wrong != element and misspelt not in plan:
-                    yield pattern, {**{k: v for k, v in plan.items() if k != pattern}, misspelt: value}
+                    yield (
+                        pattern,
+                        {**{k: v for k, v in plan.items() if k != pattern}, misspelt: value},
+                    )
 
 
 def message_of(read: Read, plan: dict[str, Any]) -> str:
@@ -57,7 +66,9 @@ def test_plans_of_parallelize_module(case):
     for pattern, plan in mistaken(case.plan):
         misspelt = next(k for k in plan if k not in case.plan)
         assert not any(fnmatch.fnmatchcase(path, misspelt) for path in paths)
-        assert message_of(read, plan).startswith(f"pattern {misspelt!r} matches no module; did you mean {pattern!r}, which matches ")
+        assert message_of(read, plan).startswith(
+            f"pattern {misspelt!r} matches no module; did you mean {pattern!r}, which matches "
+        )
         tried += 1
     assert tried >= 3
 
@@ -83,8 +94,15 @@ class Net(nn.Module):
         return self.head(x)
 
 
-SPECS = {"layers.*.up.weight": P("tp"), "layers.*.up.bias": P("tp"), "layers.*.down.weight": P(None, "tp"), "head.weight": P("tp")}
-LLAMA = [f"layers.0.self_attn.{n}_proj.weight" for n in "qkvo"] + [f"layers.0.mlp.{n}_proj.weight" for n in ("gate", "up", "down")]
+SPECS = {
+    "layers.*.up.weight": P("tp"),
+    "layers.*.up.bias": P("tp"),
+    "layers.*.down.weight": P(None, "tp"),
+    "head.weight": P("tp"),
+}
+LLAMA = [f"layers.0.self_attn.{n}_proj.weight" for n in "qkvo"] + [
+    f"layers.0.mlp.{n}_proj.weight" for n in ("gate", "up", "down")
+]
 
 
 def kinds() -> dict[str, tuple[dict[str, Any], Read]]:
@@ -94,12 +112,19 @@ def kinds() -> dict[str, tuple[dict[str, Any], Read]]:
         warnings.simplefilter("ignore")  # torch's own, of its own deprecated functions
         program = torch.export.export(net, (torch.ones(2, 4),))
     llama = {name: torch.ones(8, 8) for name in (*LLAMA, "embed_tokens.weight", "lm_head.weight")}
-    styles = {"layers.*.up": ColwiseParallel, "layers.*.down": RowwiseParallel(), "head": ColwiseParallel}
+    styles = {
+        "layers.*.up": ColwiseParallel,
+        "layers.*.down": RowwiseParallel(),
+        "head": ColwiseParallel,
+    }
     names = {"layers.*.up": "colwise", "layers.*.down": "rowwise", "head": "replicate"}
     return {
         "plan": (SPECS, lambda plan: ftp.plan(params, plan)),
         "plans.llama": (dict(plans.llama({"head_dim": 4})), lambda plan: ftp.plan(llama, plan)),
-        "constraints": ({"layers.*.up": P(), "head": P()}, lambda plan: ftp.functionalize(net, constraints=plan)),
+        "constraints": (
+            {"layers.*.up": P(), "head": P()},
+            lambda plan: ftp.functionalize(net, constraints=plan),
+        ),
         "from_hf": (names, lambda plan: ftp.from_hf(net, plan=plan)),
         "lora": (SPECS, lambda plan: plans.lora(net, plan)),
         "exported specs": (SPECS, lambda plan: ftp.shard_exported(program, mesh, plan)),
@@ -116,7 +141,9 @@ def test_other_plans(kind):
     read(plan)
     tried = 0
     for pattern, wrong in mistaken(plan):
-        suggested = re.findall(r"'([^']+)'", re.split("nearest (?:is|are)", message_of(read, wrong))[1])[0]
+        suggested = re.findall(
+            r"'([^']+)'", re.split("nearest (?:is|are)", message_of(read, wrong))[1]
+        )[0]
         assert matches(pattern, tuple(suggested.split("."))), (pattern, list(wrong), suggested)
         tried += 1
     assert tried >= 6

@@ -12,7 +12,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ftp.errors import SpecError
-from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names, leaf_paths, matches, plan, remember_tied
+from ftp.sharding.pytree import (
+    broadcast_specs,
+    check_specs,
+    flatten,
+    leaf_names,
+    leaf_paths,
+    matches,
+    plan,
+    remember_tied,
+)
 from ftp.sharding.spec import P
 
 PARAMS = {
@@ -23,7 +32,11 @@ PARAMS = {
     "layers.1.attn.wo.weight": torch.ones(4, 4),
     "norm.weight": torch.ones(4),
 }
-NESTED = {"mlp": {"up": torch.ones(4, 8), "down": torch.ones(8, 4)}, "norms": [torch.ones(4), torch.ones(4)], "steps": 3}
+NESTED = {
+    "mlp": {"up": torch.ones(4, 8), "down": torch.ones(8, 4)},
+    "norms": [torch.ones(4), torch.ones(4)],
+    "steps": 3,
+}
 
 
 def error_of(call):
@@ -34,7 +47,9 @@ def error_of(call):
 
 elements = st.text("ab0", min_size=1, max_size=3)
 pattern_elements = st.one_of(
-    st.just("**"), st.text("ab0*?", min_size=1, max_size=3).filter(lambda e: "**" not in e), st.sampled_from(["[ab]", "[!a]0"])
+    st.just("**"),
+    st.text("ab0*?", min_size=1, max_size=3).filter(lambda e: "**" not in e),
+    st.sampled_from(["[ab]", "[!a]0"]),
 )
 
 
@@ -74,9 +89,20 @@ def test_patterns_give_specs(pattern, matched):
 
 def test_a_plan_has_the_structure_of_its_params():
     Pair = namedtuple("Pair", "a b")
-    for params in (PARAMS, NESTED, OrderedDict(NESTED), [torch.ones(2)], Pair(torch.ones(2), {"c": torch.ones(1)}), torch.ones(3)):
+    for params in (
+        PARAMS,
+        NESTED,
+        OrderedDict(NESTED),
+        [torch.ones(2)],
+        Pair(torch.ones(2), {"c": torch.ones(1)}),
+        torch.ones(3),
+    ):
         specs = plan(params, {})
-        assert broadcast_specs(specs, params, "params") == flatten(specs)[0] == [P()] * len(flatten(params)[0])
+        assert (
+            broadcast_specs(specs, params, "params")
+            == flatten(specs)[0]
+            == [P()] * len(flatten(params)[0])
+        )
     specs = plan(NESTED, {"mlp.*": P("tp"), "norms.1": P("dp")})
     assert specs == {"mlp": {"up": P("tp"), "down": P("tp")}, "norms": [P(), P("dp")], "steps": P()}
     assert specs["norms"][1] == P("dp")
@@ -85,7 +111,11 @@ def test_a_plan_has_the_structure_of_its_params():
     for same in (copy.deepcopy(specs), pickle.loads(pickle.dumps(specs)), copy.copy(specs)):
         assert same == specs
         assert str(same) == str(specs)
-    assert broadcast_specs({"m": specs, "n": P("dp")}, {"m": NESTED, "n": [1, 2]}, "state") == [*flatten(specs)[0], P("dp"), P("dp")]
+    assert broadcast_specs({"m": specs, "n": P("dp")}, {"m": NESTED, "n": [1, 2]}, "state") == [
+        *flatten(specs)[0],
+        P("dp"),
+        P("dp"),
+    ]
 
 
 def test_a_plan_prints_as_a_table():
@@ -110,8 +140,14 @@ def test_a_function_gives_specs():
     specs = plan(PARAMS, cut_matrices, strict=True)
     assert specs["emb.weight"] == P("dp")
     assert "norm.weight              P()      (4,)    cut_matrices()" in str(specs)
-    message = error_of(lambda: plan(PARAMS, lambda path, leaf: ("dp", None) if path == "emb.weight" else P()))  # pyright: ignore
-    assert message == "<lambda>() gives ('dp', None), a tuple, for path 'emb.weight'; it must give a P. Try P('dp', None)."
+    message = error_of(
+        lambda: plan(PARAMS, lambda path, leaf: ("dp", None) if path == "emb.weight" else P())
+    )  # pyright: ignore
+    assert (
+        message
+        == "<lambda>() gives ('dp', None), a tuple, for path 'emb.weight'; it must give a P. Try"
+        " P('dp', None)."
+    )
 
 
 def test_equal_specs_do_not_disagree():
@@ -119,7 +155,10 @@ def test_equal_specs_do_not_disagree():
 
 
 def test_two_keys_may_have_the_same_path():
-    specs = plan({"a.b": torch.ones(2), "a": {"b": torch.ones(2, 2)}}, lambda path, leaf: P("tp") if leaf.ndim == 2 else P())
+    specs = plan(
+        {"a.b": torch.ones(2), "a": {"b": torch.ones(2, 2)}},
+        lambda path, leaf: P("tp") if leaf.ndim == 2 else P(),
+    )
     assert specs == {"a.b": P(), "a": {"b": P("tp")}}
 
 
@@ -141,23 +180,29 @@ def test_every_failure_of_a_plan_is_reported_at_once():
         "pattern 'wo.weight' matches no path of params; '**.wo.weight' matches 2.",
         "patterns['emb.weight'] is ('tp', None), a tuple; it must be a P. Try P('tp', None).",
         "3 is no pattern; a pattern is a str of path elements joined by '.'.",
-        "patterns 'layers.*.attn.wq.weight' and 'layers.**' disagree for params['layers.0.attn.wq.weight'],"
-        " params['layers.1.attn.wq.weight']: P('tp') and P(None, 'tp'). Give both the same value, or narrow one.",
-        "params['norm.weight'] gets P('tp', None, 'dp') of 3 entries from 'norm.*', but its shape (4,) has 1 dims. Give at most 1.",
-        "strict=True, and no pattern matches params['emb.weight']. Give a pattern for each; P() replicates.",
+        "patterns 'layers.*.attn.wq.weight' and 'layers.**' disagree for"
+        " params['layers.0.attn.wq.weight'],"
+        " params['layers.1.attn.wq.weight']: P('tp') and P(None, 'tp'). Give both the same value,"
+        " or narrow one.",
+        "params['norm.weight'] gets P('tp', None, 'dp') of 3 entries from 'norm.*', but its shape"
+        " (4,) has 1 dims. Give at most 1.",
+        "strict=True, and no pattern matches params['emb.weight']. Give a pattern for each; P()"
+        " replicates.",
     ]
 
 
 def test_only_tensors_are_cut():
     assert error_of(lambda: plan(NESTED, {"**": P("dp")})) == (
-        "params['steps'] is 3, an int, and gets P('dp') from '**'; only a tensor can be cut. Give P()."
+        "params['steps'] is 3, an int, and gets P('dp') from '**'; only a tensor can be cut. Give"
+        " P()."
     )
     assert plan(NESTED, {"mlp.**": P("dp"), "steps": P()})["steps"] == P()
 
 
 def test_patterns_are_a_dict_or_a_function():
     assert error_of(lambda: plan(PARAMS, P("dp"))) == (  # pyright: ignore
-        "plan(params, patterns) takes a dict of patterns or a function, not P('dp'), a PartitionSpec."
+        "plan(params, patterns) takes a dict of patterns or a function, not P('dp'), a"
+        " PartitionSpec."
         " For one spec everywhere give {'**': P('dp')}."
     )
     assert error_of(lambda: plan({}, {"a": P()})) == "pattern 'a' matches nothing: params is empty."
@@ -171,8 +216,11 @@ def test_a_tied_weight_answers_to_each_of_its_paths():
     assert "'model.emb.weight', 'model.head.weight'" in error_of(
         lambda: plan(params, {"model.emb.weight": P("tp"), "model.head.weight": P("dp")})
     )
-    assert error_of(lambda: plan(params, lambda path, leaf: P("tp") if "head" in path else P())) == (
-        "params['model']['emb']['weight'] is one tied weight, and <lambda>() gives P() for 'model.emb.weight' and P('tp') for"
+    assert error_of(
+        lambda: plan(params, lambda path, leaf: P("tp") if "head" in path else P())
+    ) == (
+        "params['model']['emb']['weight'] is one tied weight, and <lambda>() gives P() for"
+        " 'model.emb.weight' and P('tp') for"
         " 'model.head.weight'. Give the same spec for each of its paths."
     )
 
@@ -181,7 +229,9 @@ def test_a_prefix_covers_what_is_below_it():
     assert broadcast_specs(P("dp"), NESTED, "params") == [P("dp")] * 5
     specs = {"mlp": P("tp"), "norms": [P(), P("dp")], "steps": P()}
     assert broadcast_specs(specs, NESTED, "params") == [P("tp"), P("tp"), P(), P("dp"), P()]
-    assert broadcast_specs(OrderedDict(steps=P(), norms=P(), mlp=P("tp")), NESTED, "params")[:2] == [P("tp"), P("tp")]
+    assert broadcast_specs(OrderedDict(steps=P(), norms=P(), mlp=P("tp")), NESTED, "params")[
+        :2
+    ] == [P("tp"), P("tp")]
     assert broadcast_specs({"a": None, "b": P()}, {"a": None, "b": None}, "state") == []
     assert broadcast_specs((P("dp"),), ({"x": 1, "y": None},), "batch") == [P("dp")]
 
@@ -189,7 +239,9 @@ def test_a_prefix_covers_what_is_below_it():
 trees = st.recursive(
     st.integers(0, 9),
     lambda children: st.one_of(
-        st.lists(children, max_size=3), st.dictionaries(elements, children, max_size=3), st.tuples(children, children)
+        st.lists(children, max_size=3),
+        st.dictionaries(elements, children, max_size=3),
+        st.tuples(children, children),
     ),
     max_leaves=8,
 )
@@ -207,9 +259,11 @@ def test_errors_of_a_spec_tree():
     specs = {"mlp": {"upp": P("tp"), "down": ("tp", None)}, "norms": (P(), P()), "steps": None}
     assert error_of(lambda: broadcast_specs(specs, NESTED, "params")).split("\n") == [
         "the specs name params['mlp']['upp'], which does not exist; the nearest is 'up'.",
-        "the specs go deeper than the tree: params['mlp']['down'] is a leaf, a Tensor, its spec is a tuple. Try P('tp', None).",
+        "the specs go deeper than the tree: params['mlp']['down'] is a leaf, a Tensor, its spec is"
+        " a tuple. Try P('tp', None).",
         "no spec is given for params['mlp']['up']. Give one; P() replicates.",
-        "params['norms'] is a list, its specs are a tuple; give a list of specs, or one P for all of it.",
+        "params['norms'] is a list, its specs are a tuple; give a list of specs, or one P for all"
+        " of it.",
         "the spec for params['steps'] is None; it must be a P. P() replicates.",
     ]
 
@@ -217,11 +271,15 @@ def test_errors_of_a_spec_tree():
 def test_specs_are_checked_against_leaves_and_axes_all_at_once():
     message = error_of(
         lambda: check_specs(
-            [P("tp", None, None), P("x"), P("tp"), P()], [torch.ones(4, 4), torch.ones(2), 3, "s"], ["a", "b", "c", "d"], {"tp": 2}
+            [P("tp", None, None), P("x"), P("tp"), P()],
+            [torch.ones(4, 4), torch.ones(2), 3, "s"],
+            ["a", "b", "c", "d"],
+            {"tp": 2},
         )
     )
     assert message.split("\n") == [
-        "a has spec P('tp', None, None) of 3 entries, but its shape (4, 4) has 2 dims. Give at most 2 entries.",
+        "a has spec P('tp', None, None) of 3 entries, but its shape (4, 4) has 2 dims. Give at"
+        " most 2 entries.",
         "b has spec P('x'), but the mesh has no axis 'x'; its axes are 'tp' (size 2).",
         "c has spec P('tp'), but is 3, an int; only a tensor can be cut. Give P().",
     ]

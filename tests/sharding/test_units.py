@@ -1,4 +1,6 @@
-"""Cuts in whole units, of packs, and of fewer units than ranks: placed, moved and trained as one device does."""
+"""Cuts in whole units, of packs, and of fewer units than ranks: placed, moved and trained as one
+device does.
+"""
 
 import math
 
@@ -52,7 +54,9 @@ def cases(draw):
     shape = (size, other)
     if check_spec(old, shape, axes, "x"):
         old = P(cut)
-    new = draw(st.sampled_from([P(), P(first), P(None, first), P(units(first, math.gcd(size, 2))), old]))
+    new = draw(
+        st.sampled_from([P(), P(first), P(None, first), P(units(first, math.gcd(size, 2))), old])
+    )
     return mesh, shape, old, new
 
 
@@ -82,7 +86,9 @@ def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
     x, weight = tensor(*shape), tensor(*shape, seed=1)
     placed = ftp.device_put(x, mesh, old)
     assert torch.equal(ftp.device_get(ftp.reshard(placed, mesh, old, new), mesh, new), x)
-    step = ftp.shard(lambda p, w: (ftp.constrain(p["x"], new) * w).sum(), mesh, {"x": old}, batch_specs=P())
+    step = ftp.shard(
+        lambda p, w: (ftp.constrain(p["x"], new) * w).sum(), mesh, {"x": old}, batch_specs=P()
+    )
     value, grads = step({"x": x}, weight)
     torch.testing.assert_close(value, (x * weight).sum())
     assert torch.equal(grads["x"], weight)
@@ -94,11 +100,21 @@ def test_text_of_a_spec_with_packs():
 
 
 def attention(p, x, heads, kv_heads, head_dim):
-    """Grouped attention whose q, k and v lie one after another in one weight: (batch, tokens, dim)."""
+    """Grouped attention whose q, k and v lie one after another in one weight: (batch, tokens,
+    dim).
+    """
     b, t, _ = x.shape
-    q, k, v = (x @ p["qkv"].T + p["bias"]).split([heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1)
+    q, k, v = (x @ p["qkv"].T + p["bias"]).split(
+        [heads * head_dim, kv_heads * head_dim, kv_heads * head_dim], -1
+    )
     q = q.view(b, t, heads, head_dim).transpose(1, 2)
-    k, v = (y.view(b, t, kv_heads, 1, head_dim).expand(-1, -1, -1, heads // kv_heads, -1).flatten(2, 3).transpose(1, 2) for y in (k, v))
+    k, v = (
+        y.view(b, t, kv_heads, 1, head_dim)
+        .expand(-1, -1, -1, heads // kv_heads, -1)
+        .flatten(2, 3)
+        .transpose(1, 2)
+        for y in (k, v)
+    )
     y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return y.transpose(1, 2).flatten(2) @ p["out"].T
 
@@ -127,7 +143,11 @@ def check(loss, mesh, specs, params, *batch, batch_specs=P()):
 def test_fused_grouped_attention(kv_heads, group, head_dim, shape):
     heads, dim = kv_heads * group, 5
     widths = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-    params = {"qkv": tensor(sum(widths), dim), "bias": tensor(sum(widths), seed=1), "out": tensor(dim, widths[0], seed=2)}
+    params = {
+        "qkv": tensor(sum(widths), dim),
+        "bias": tensor(sum(widths), seed=1),
+        "out": tensor(dim, widths[0], seed=2),
+    }
     cut = units("tp", head_dim, pack=3 if group == 1 else widths)
     specs = {"qkv": P(cut), "bias": P(cut), "out": P(None, units("tp", head_dim))}
     mesh = ftp.simulated_mesh(shape, ("dp", "tp")[-len(shape) :])
@@ -140,24 +160,43 @@ def test_fused_grouped_attention(kv_heads, group, head_dim, shape):
 
 
 def grouped(p, x, heads, kv_heads, head_dim):
-    return attention({"qkv": torch.cat([p["q"], p["k"], p["v"]]), "bias": x.new_zeros(()), "out": p["out"]}, x, heads, kv_heads, head_dim)
+    return attention(
+        {"qkv": torch.cat([p["q"], p["k"], p["v"]]), "bias": x.new_zeros(()), "out": p["out"]},
+        x,
+        heads,
+        kv_heads,
+        head_dim,
+    )
 
 
 @pytest.mark.parametrize(("kv_heads", "n"), [(1, 2), (2, 4), (1, 3), (2, 3), (3, 4)])
 def test_fewer_heads_than_ranks(kv_heads, n):
     heads, head_dim, dim = 6 * kv_heads, 2, 5
-    params = {name: tensor((heads if name == "q" else kv_heads) * head_dim, dim, seed=i) for i, name in enumerate("qkv")}
+    params = {
+        name: tensor((heads if name == "q" else kv_heads) * head_dim, dim, seed=i)
+        for i, name in enumerate("qkv")
+    }
     params["out"] = tensor(dim, heads * head_dim, seed=4)
     head = units("tp", head_dim)
     specs = {"q": P(head), "k": P(head), "v": P(head), "out": P(None, head)}
     mesh = ftp.simulated_mesh((n,), ("tp",))
     held = [local_shape(P(head), params["k"].shape, mesh.axes, {"tp": i})[0] for i in range(n)]
-    assert held == ([head_dim] * n if n % kv_heads == 0 else [head_dim] * kv_heads + [0] * (n - kv_heads))
-    check(lambda p, x: grouped(p, x, heads, kv_heads, head_dim).square().sum(), mesh, specs, params, tensor(2, 3, dim, seed=5))
+    assert held == (
+        [head_dim] * n if n % kv_heads == 0 else [head_dim] * kv_heads + [0] * (n - kv_heads)
+    )
+    check(
+        lambda p, x: grouped(p, x, heads, kv_heads, head_dim).square().sum(),
+        mesh,
+        specs,
+        params,
+        tensor(2, 3, dim, seed=5),
+    )
 
 
 def test_equal_packs_need_no_move_of_activations():
-    """Fused q, k, v and fused gate and up cut as packs cost what the unfused ones cost: one all-reduce a block each way."""
+    """Fused q, k, v and fused gate and up cut as packs cost what the unfused ones cost: one
+    all-reduce a block each way.
+    """
     dim, heads, head_dim, hidden = 8, 4, 2, 6
     params = {
         "qkv": tensor(3 * dim, dim),
@@ -167,7 +206,13 @@ def test_equal_packs_need_no_move_of_activations():
         "down": tensor(dim, hidden),
     }
     qkv = P(units("tp", head_dim, pack=3))
-    specs = {"qkv": qkv, "bias": qkv, "out": P(None, units("tp", head_dim)), "up": P(units("tp", pack=2)), "down": P(None, "tp")}
+    specs = {
+        "qkv": qkv,
+        "bias": qkv,
+        "out": P(None, units("tp", head_dim)),
+        "up": P(units("tp", pack=2)),
+        "down": P(None, "tp"),
+    }
 
     def loss(p, x):
         x = x + attention(p, x, heads, heads, head_dim)
@@ -183,12 +228,22 @@ def test_equal_packs_need_no_move_of_activations():
 @pytest.mark.parametrize(
     ("spec", "text"),
     [
-        (P(units("tp", 4)), "units of 4 do not divide dim 0 of size 6. Pad the dim, or cut it by 'tp' alone."),
-        (P(units("tp", pack=4)), "4 equal packs do not make up dim 0 of size 6. Give the size of each, as pack=(...)."),
-        (P(units("tp", pack=(4, 1))), "packs of 4 + 1 = 5 do not make up dim 0 of size 6. Give the size of each."),
+        (
+            P(units("tp", 4)),
+            "units of 4 do not divide dim 0 of size 6. Pad the dim, or cut it by 'tp' alone.",
+        ),
+        (
+            P(units("tp", pack=4)),
+            "4 equal packs do not make up dim 0 of size 6. Give the size of each, as pack=(...).",
+        ),
+        (
+            P(units("tp", pack=(4, 1))),
+            "packs of 4 + 1 = 5 do not make up dim 0 of size 6. Give the size of each.",
+        ),
         (
             P(units("tp", 2, pack=2)),
-            "units of 2 do not divide the packs of 3 + 3 along dim 0 of size 6. Pad them, or cut it by 'tp' alone.",
+            "units of 2 do not divide the packs of 3 + 3 along dim 0 of size 6. Pad them, or cut"
+            " it by 'tp' alone.",
         ),
     ],
 )
@@ -198,7 +253,9 @@ def test_what_does_not_fit(spec, text):
     assert str(caught.value) == f"tree['w'] has spec {spec}: {text}"
 
 
-@pytest.mark.parametrize("arguments", [{"size": 0}, {"size": 2.0}, {"pack": 0}, {"pack": ()}, {"pack": (2, 0)}])
+@pytest.mark.parametrize(
+    "arguments", [{"size": 0}, {"size": 2.0}, {"pack": 0}, {"pack": ()}, {"pack": (2, 0)}]
+)
 def test_what_is_no_unit(arguments):
     with pytest.raises(ftp.FtpError, match="takes a mesh axis name, a positive int"):
         units("tp", **arguments)

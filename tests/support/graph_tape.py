@@ -1,4 +1,6 @@
-"""CUDA graphs on a CPU: what is recorded is not done until it is replayed, on the very memory of the recording."""
+"""CUDA graphs on a CPU: what is recorded is not done until it is replayed, on the very memory of
+the recording.
+"""
 
 import sys
 import weakref
@@ -23,7 +25,8 @@ def poison(x: Tensor) -> None:
 
 
 class Tape:
-    """Notes every op with its tensors; a replay runs the same ops on the same tensors and writes to the same results.
+    """Notes every op with its tensors; a replay runs the same ops on the same tensors and writes to
+    the same results.
 
     Attributes:
         replays: of each recording.
@@ -32,7 +35,11 @@ class Tape:
 
     def __init__(self, waiting: Collection[Any] = ()):
         self.replays: list[int] = []
-        self.waiting = {torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default, *waiting}
+        self.waiting = {
+            torch.ops.aten._local_scalar_dense.default,
+            torch.ops.aten.nonzero.default,
+            *waiting,
+        }
 
     def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
         return run(given)
@@ -97,7 +104,8 @@ class Driver:
     Source: torch 2.13, ``CUDAGraph.cpp`` and ``CUDACachingAllocator.cpp``.
 
     Attributes:
-        spoils: whether an error inside a recording is one of CUDA's, so that the recording cannot be ended.
+        spoils: whether an error inside a recording is one of CUDA's, so that the recording cannot
+            be ended.
         pools: those that an allocation may go to now.
         done: what was done, in order.
     """
@@ -119,7 +127,9 @@ class Driver:
 
             def capture_begin(self, pool: tuple[int, int], **how: Any) -> None:
                 if pool in driver.pools:
-                    raise RuntimeError(f"beginAllocateToPool: already recording to mempool_id {pool}")
+                    raise RuntimeError(
+                        f"beginAllocateToPool: already recording to mempool_id {pool}"
+                    )
                 if driver._stream.is_spoiled:
                     raise RuntimeError("CUDA error: the stream is capturing")
                 driver.pools.add(pool)

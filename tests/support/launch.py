@@ -1,4 +1,6 @@
-"""Runs a function or a snippet on n gloo processes that can hang, die or print without harm to the tests."""
+"""Runs a function or a snippet on n gloo processes that can hang, die or print without harm to
+the tests.
+"""
 
 import atexit
 import contextlib
@@ -20,7 +22,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Rank:
-    """How one process went: ``exit`` is None if it was killed at the timeout, negative for a signal."""
+    """How one process went: ``exit`` is None if it was killed at the timeout, negative for a
+    signal.
+    """
 
     exit: int | None
     stdout: str
@@ -30,21 +34,42 @@ class Rank:
     seconds: float = 0.0
 
 
-def launch(job: Callable[..., Any] | str, n: int, *args: Any, timeout: float = 60.0, env: dict[str, str] | None = None) -> list[Rank]:
-    """Runs ``job`` in n processes, with RANK and the like in their environment, and says how each went.
+def launch(
+    job: Callable[..., Any] | str,
+    n: int,
+    *args: Any,
+    timeout: float = 60.0,
+    env: dict[str, str] | None = None,
+) -> list[Rank]:
+    """Runs ``job`` in n processes, with RANK and the like in their environment, and says how each
+    went.
 
-    A function is called with ``args`` and its result comes back as ``value``, pickled; a string is run as source.
-    The processes are forked from one that has imported torch already, so a launch takes a fraction of a second.
+    A function is called with ``args`` and its result comes back as ``value``, pickled; a string is
+    run as source. The processes are forked from one that has imported torch already, so a launch
+    takes a fraction of a second.
     """
     context = _context()
     source = job if isinstance(job, str) else (inspect.getfile(job), job.__qualname__)
     with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
         free.close()
-        common = {"WORLD_SIZE": str(n), "LOCAL_WORLD_SIZE": str(n), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), **(env or {})}
+        common = {
+            "WORLD_SIZE": str(n),
+            "LOCAL_WORLD_SIZE": str(n),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+            **(env or {}),
+        }
         processes = [
             context.Process(
-                target=_main, args=(source, args, {"RANK": str(r), "LOCAL_RANK": str(r), **common}, f"{folder}/{r}"), daemon=True
+                target=_main,
+                args=(
+                    source,
+                    args,
+                    {"RANK": str(r), "LOCAL_RANK": str(r), **common},
+                    f"{folder}/{r}",
+                ),
+                daemon=True,
             )
             for r in range(n)
         ]
@@ -65,7 +90,9 @@ def launch(job: Callable[..., Any] | str, n: int, *args: Any, timeout: float = 6
 
 def _context() -> Any:
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.device_mesh", "torch.distributed._functional_collectives"])
+    context.set_forkserver_preload(
+        ["torch", "torch.distributed.device_mesh", "torch.distributed._functional_collectives"]
+    )
     # The server reads the number of threads when it imports torch, at the first launch.
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     return context
@@ -84,7 +111,8 @@ def _main(source: Any, args: tuple, env: dict[str, str], stem: str) -> None:
         code, error = 1, f"{type(e).__name__}: {e}"
         traceback.print_exc()
     Path(f"{stem}.result").write_bytes(pickle.dumps((value, error, time.monotonic() - start)))
-    # Processes of this kind end without the functions registered for the end; programs of users run them.
+    # Processes of this kind end without the functions registered for the end; programs of users run
+    # them.
     atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -109,7 +137,12 @@ def _run(source: Any, args: tuple) -> Any:
 
 
 def _read(stem: str, code: int | None) -> Rank:
-    texts = [Path(f"{stem}.{name}").read_text(errors="replace") if os.path.exists(f"{stem}.{name}") else "" for name in ("out", "err")]
+    texts = [
+        Path(f"{stem}.{name}").read_text(errors="replace")
+        if os.path.exists(f"{stem}.{name}")
+        else ""
+        for name in ("out", "err")
+    ]
     value, error, seconds = None, None, 0.0
     with contextlib.suppress(FileNotFoundError, EOFError):
         value, error, seconds = pickle.loads(Path(f"{stem}.result").read_bytes())

@@ -1,6 +1,8 @@
-"""Measured memory of one rank's program, beside what a report says: ``python memory_run.py NAME ...`` prints a line of JSON for each.
+"""Measured memory of one rank's program, beside what a report says: ``python memory_run.py NAME
+...`` prints a line of JSON for each.
 
-The rank runs on the CPU, alone in a world of torch's fake process group: its collectives allocate what they would, and move nothing.
+The rank runs on the CPU, alone in a world of torch's fake process group: its collectives allocate
+what they would, and move nothing.
 """
 
 import json
@@ -12,7 +14,19 @@ from typing import Any
 import optree
 import torch
 import torch.distributed as dist
-from models import CNNConfig, GPT2Config, LlamaConfig, MLPConfig, build, class_batch, cuts, lm_batch, loss, sequence_parallel, specs
+from models import (
+    CNNConfig,
+    GPT2Config,
+    LlamaConfig,
+    MLPConfig,
+    build,
+    class_batch,
+    cuts,
+    lm_batch,
+    loss,
+    sequence_parallel,
+    specs,
+)
 from torch.nn import functional as F
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -59,7 +73,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "gpt2 dropout train": {"dropout": 0.1, **TRAIN},
     "cnn dp train": TRAIN,
 }
-"""What is beside a loss and its gradients: ``optimizer``, ``remat`` of the blocks, ``dropout`` after them, and the step's own options."""
+"""What is beside a loss and its gradients: ``optimizer``, ``remat`` of the blocks, ``dropout``
+after them, and the step's own options.
+"""
 
 
 def lowered(name: str, mesh_of: Callable[..., Any]) -> ftp.Lowered:
@@ -73,31 +89,55 @@ def lowered(name: str, mesh_of: Callable[..., Any]) -> ftp.Lowered:
     loss_fn = loss(cfg, partial(fn, rng=ftp.random.key(0)) if share else fn)
     if options.pop("remat", False):
         loss_fn = partial(_recomputed, ftp.remat(ftp.functionalize(model.layers[0])[0]), cfg.layers)  # type: ignore[index, union-attr]
-    batch = lm_batch(cfg, 6 if cfg is ODD else 8, 64) if isinstance(cfg, LlamaConfig | GPT2Config) else class_batch(cfg, 64)
+    batch = (
+        lm_batch(cfg, 6 if cfg is ODD else 8, 64)
+        if isinstance(cfg, LlamaConfig | GPT2Config)
+        else class_batch(cfg, 64)
+    )
     mesh = mesh_of(tuple(axes.values()), tuple(axes))
     of_params = ftp.plan(params, specs(cuts(cfg), **cut))
     if kind := options.pop("optimizer", None):
         adamw = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-3, fused=kind == "fused")
         of_state = adamw.specs(params, of_params)
-        step = ftp.spmd(partial(_train, loss_fn, adamw), mesh, (of_params, of_state, batch_spec), (of_params, of_state, P()), **options)
+        step = ftp.spmd(
+            partial(_train, loss_fn, adamw),
+            mesh,
+            (of_params, of_state, batch_spec),
+            (of_params, of_state, P()),
+            **options,
+        )
         given: tuple[Any, ...] = (params, adamw.init(params), batch)
     else:
-        step, given = ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_spec, **options), (params, batch)
+        step, given = (
+            ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_spec, **options),
+            (params, batch),
+        )
     if mesh_of is ftp.AbstractMesh:
         return step.lower(*given)
     metas = optree.tree_map(lambda t: torch.empty_like(t, device="meta"), given)  # type: ignore[arg-type]
     return step.lower(*metas)
 
 
-def _recomputed(block: Callable[..., Any], layers: int, params: dict[str, Any], batch: Any) -> torch.Tensor:
+def _recomputed(
+    block: Callable[..., Any], layers: int, params: dict[str, Any], batch: Any
+) -> torch.Tensor:
     """The MLP's loss, its blocks computed again for the backward pass."""
     x, labels = batch
     for i in range(layers):
-        x = block({name.removeprefix(f"layers.{i}."): p for name, p in params.items() if name.startswith(f"layers.{i}.")}, x)
+        x = block(
+            {
+                name.removeprefix(f"layers.{i}."): p
+                for name, p in params.items()
+                if name.startswith(f"layers.{i}.")
+            },
+            x,
+        )
     return F.cross_entropy(F.linear(x, params["head.weight"], params["head.bias"]), labels)
 
 
-def _train(loss_fn: Callable[..., Any], optimizer: Any, params: Any, state: Any, batch: Any) -> tuple[Any, ...]:
+def _train(
+    loss_fn: Callable[..., Any], optimizer: Any, params: Any, state: Any, batch: Any
+) -> tuple[Any, ...]:
     grads, value = torch.func.grad_and_value(loss_fn)(params, batch)
     return *optimizer.update(grads, state, params), value
 
@@ -108,7 +148,9 @@ def measured(lowered: ftp.Lowered) -> int:
     given = [*inputs, *lowered._local_offsets]
     run = eager(lowered.graph.graph, given, lowered._program.donated)
     run(given)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
         outputs = run(given)
     del outputs
     events = [e for e in profile.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
@@ -126,9 +168,19 @@ def main(names: list[str]) -> None:
             world *= size
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
         program = lowered(name, lambda shape, names: ftp.make_mesh(shape, names))
-        inputs = sum(program.memory.totals.get(kind, 0) for kind in ("parameters", "optimizer", "batch", "constants"))
+        inputs = sum(
+            program.memory.totals.get(kind, 0)
+            for kind in ("parameters", "optimizer", "batch", "constants")
+        )
         print(
-            json.dumps({"name": name, "predicted": int(program.memory) - inputs, "measured": measured(program), "inputs": inputs}),
+            json.dumps(
+                {
+                    "name": name,
+                    "predicted": int(program.memory) - inputs,
+                    "measured": measured(program),
+                    "inputs": inputs,
+                }
+            ),
             flush=True,
         )
         dist.destroy_process_group()

@@ -1,7 +1,9 @@
-"""The table of models: which equal one device, on which meshes; run here, kept as JSON, written to docs/models.md and the README.
+"""The table of models: which equal one device, on which meshes; run here, kept as JSON, written to
+docs/models.md and the README.
 
 python tests/support/model_table.py            runs what the results lack
-python tests/support/model_table.py NAME ...   runs the models whose name has one of these in it, again
+python tests/support/model_table.py NAME ...   runs the models whose name has one of these in it,
+again
 """
 
 import json
@@ -27,7 +29,11 @@ Row = tuple[str, str, str]  # model, attention ("" for modules), mesh
 def forms() -> list[tuple[str, str]]:
     """Models of transformers with their attention."""
     both = [(name, attention) for name in TRANSFORMERS | MORE for attention in ("eager", "sdpa")]
-    return [(name, attention) for name, attention in both if attention == "eager" or name not in WITHOUT_SDPA]
+    return [
+        (name, attention)
+        for name, attention in both
+        if attention == "eager" or name not in WITHOUT_SDPA
+    ]
 
 
 def rows() -> dict[Row, Callable[[], Case]]:
@@ -35,7 +41,9 @@ def rows() -> dict[Row, Callable[[], Case]]:
     found: dict[Row, Callable[[], Case]] = {}
     for mesh in MESHES:
         for name, attention in forms():
-            found[name, attention, mesh] = lambda name=name, attention=attention: transformer(name, attention)
+            found[name, attention, mesh] = lambda name=name, attention=attention: transformer(
+                name, attention
+            )
         for name, made in MODULES.items():
             found[name, "", mesh] = made
     return found
@@ -68,7 +76,9 @@ def write(results: dict[Row, str]) -> None:
 
     versions = {"torch": torch.__version__.split("+")[0], "transformers": transformers.__version__}
     kept = [[*row, results[row]] for row in rows() if row in results]
-    RESULTS.write_text(json.dumps({"versions": versions, "rows": kept}, indent=0, ensure_ascii=False) + "\n")
+    RESULTS.write_text(
+        json.dumps({"versions": versions, "rows": kept}, indent=0, ensure_ascii=False) + "\n"
+    )
     DOCS.parent.mkdir(exist_ok=True)
     DOCS.write_text(document())
 
@@ -79,8 +89,10 @@ def document() -> str:
     results = read()
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     head = (
-        "# Models\n\nLoss and every gradient on a simulated mesh against plain torch on one device, in float64, to 1e-10 of each gradient;"
-        " random weights, two layers, a vocabulary of 37 cut on `tp` with embedding and head, heads that three ranks cannot share.\n"
+        "# Models\n\nLoss and every gradient on a simulated mesh against plain torch on one"
+        " device, in float64, to 1e-10 of each gradient;"
+        " random weights, two layers, a vocabulary of 37 cut on `tp` with embedding and head,"
+        " heads that three ranks cannot share.\n"
         f"Written by `tests/support/model_table.py` with {versions}.\n"
     )
     parts = [
@@ -96,9 +108,21 @@ def _table(models: list[tuple[str, str]], results: dict[Row, str]) -> str:
     lines = [heads, ["---"] * len(heads)]
     for name, attention in models:
         cells = [results.get((name, attention, mesh), "not run") for mesh in MESHES]
-        lines.append([name, *([attention] if with_attention else []), *(cell.split(":")[0] for cell in cells)])
-    why = {f"{name}: {found}" for (name, attention, _), found in results.items() if (name, attention) in models and found != EQUAL}
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(f"\n{line}\n" for line in sorted(why))
+        lines.append(
+            [
+                name,
+                *([attention] if with_attention else []),
+                *(cell.split(":")[0] for cell in cells),
+            ]
+        )
+    why = {
+        f"{name}: {found}"
+        for (name, attention, _), found in results.items()
+        if (name, attention) in models and found != EQUAL
+    }
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines) + "".join(
+        f"\n{line}\n" for line in sorted(why)
+    )
 
 
 def missing(wanted: list[str]) -> Iterator[tuple[Row, Callable[[], Case]]]:

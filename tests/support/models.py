@@ -1,12 +1,12 @@
 """Small models in plain torch, with the specs that the tests and benchmarks cut them by.
 
-Each model comes with a config (tiny by default), its ``CUTS`` (see `specs`), and a loss builder. Nothing here imports the engine:
-a spec is a value, and constraints are the dict that ``ftp.functionalize(model, constraints=...)`` takes.
+Each model comes with a config (tiny by default), its ``CUTS`` (see `specs`), and a loss builder.
+Nothing here imports the engine: a spec is a value, and constraints are the dict that
+``ftp.functionalize(model, constraints=...)`` takes.
 
-    cfg = LlamaConfig(layers=2)
-    fn, params = ftp.functionalize(build(cfg))
-    step = ftp.shard(lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp")), batch_specs=P("dp"))
-    loss, grads = step(params, lm_batch(cfg))
+    cfg = LlamaConfig(layers=2) fn, params = ftp.functionalize(build(cfg)) step =
+    ftp.shard(lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp")),
+    batch_specs=P("dp")) loss, grads = step(params, lm_batch(cfg))
 """
 
 from collections.abc import Callable, Mapping
@@ -61,7 +61,11 @@ def rotary(x_bhsd: Tensor, base: float = 10000.0) -> Tensor:
 class LlamaAttention(nn.Module):
     def __init__(self, cfg: LlamaConfig):
         super().__init__()
-        self.heads, self.kv_heads, self.head_dim = cfg.heads, cfg.kv_heads or cfg.heads, cfg.head_dim
+        self.heads, self.kv_heads, self.head_dim = (
+            cfg.heads,
+            cfg.kv_heads or cfg.heads,
+            cfg.head_dim,
+        )
         self.wq = nn.Linear(cfg.dim, self.heads * self.head_dim, bias=False)
         self.wk = nn.Linear(cfg.dim, self.kv_heads * self.head_dim, bias=False)
         self.wv = nn.Linear(cfg.dim, self.kv_heads * self.head_dim, bias=False)
@@ -135,7 +139,9 @@ LLAMA_CUTS: Cuts = {
 
 @dataclass(frozen=True)
 class GPT2Config:
-    """``qkv``: three layers; one of (3, heads, head_dim) as GPT-2's; one of (heads, 3, head_dim), which tp cuts in whole heads."""
+    """``qkv``: three layers; one of (3, heads, head_dim) as GPT-2's; one of (heads, 3,
+    head_dim), which tp cuts in whole heads.
+    """
 
     vocab: int = 32
     dim: int = 16
@@ -167,7 +173,9 @@ class GPT2Attention(nn.Module):
 
     def _qkv(self, x: Tensor) -> tuple[Tensor, ...]:
         if self.layout == "separate":
-            return tuple(w(x).unflatten(-1, (self.heads, self.head_dim)) for w in (self.wq, self.wk, self.wv))
+            return tuple(
+                w(x).unflatten(-1, (self.heads, self.head_dim)) for w in (self.wq, self.wk, self.wv)
+            )
         if self.layout == "fused":
             return self.wqkv(x).unflatten(-1, (3, self.heads, self.head_dim)).unbind(-3)
         return self.wqkv(x).unflatten(-1, (self.heads, 3, self.head_dim)).unbind(-2)
@@ -329,9 +337,18 @@ MLP_CUTS: Cuts = {
 Config = LlamaConfig | GPT2Config | CNNConfig | MLPConfig
 
 
-def build(cfg: Config, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> nn.Module:
-    """The config's model; on ``meta`` nothing is allocated. Leaves torch's global generator as it was."""
-    kinds: dict[type, Callable[..., nn.Module]] = {LlamaConfig: Llama, GPT2Config: GPT2, CNNConfig: CNN, MLPConfig: MLP}
+def build(
+    cfg: Config, *, dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0
+) -> nn.Module:
+    """The config's model; on ``meta`` nothing is allocated. Leaves torch's global generator as
+    it was.
+    """
+    kinds: dict[type, Callable[..., nn.Module]] = {
+        LlamaConfig: Llama,
+        GPT2Config: GPT2,
+        CNNConfig: CNN,
+        MLPConfig: MLP,
+    }
     with torch.random.fork_rng(devices=[]), torch.device(device):
         torch.manual_seed(seed)
         return kinds[type(cfg)](cfg).to(dtype)
@@ -344,12 +361,17 @@ def cuts(cfg: Config) -> Cuts:
 
 
 def specs(
-    cuts: Cuts, *, tp: str | None = None, zero: str | None = None, order: Literal["free", "tp zero", "zero tp"] = "free"
+    cuts: Cuts,
+    *,
+    tp: str | None = None,
+    zero: str | None = None,
+    order: Literal["free", "tp zero", "zero tp"] = "free",
 ) -> dict[str, P]:
-    """Patterns for ``ftp.plan``: Megatron on axis ``tp``, ZeRO-3 on axis ``zero``, both, or neither.
+    """Patterns for ``ftp.plan``: Megatron on axis ``tp``, ZeRO-3 on axis ``zero``, both, or
+    neither.
 
-    Where both cut one weight, ``order`` says how: ZeRO on a dim that tp leaves free, or on tp's dim with tp or zero as the major axis.
-    Alone, and for what tp leaves whole, ZeRO cuts dim 0.
+    Where both cut one weight, ``order`` says how: ZeRO on a dim that tp leaves free, or on tp's dim
+    with tp or zero as the major axis. Alone, and for what tp leaves whole, ZeRO cuts dim 0.
 
     >>> specs({"w": (2, 1)}, tp="tp", zero="dp"), specs({"w": (2, 1)}, tp="tp", zero="dp", order="tp zero")
     ({'w': P('dp', 'tp')}, {'w': P(None, ('tp', 'dp'))})
@@ -374,12 +396,16 @@ def _spec(ndim: int, dim: int | None, tp: str | None, zero: str | None, order: s
 
 
 def sequence_parallel(*, tp: str = "tp", dp: str | None = None) -> dict[str, P]:
-    """``functionalize``'s constraints for a decoder: each block's output (batch, seq, dim) is cut on its tokens."""
+    """``functionalize``'s constraints for a decoder: each block's output (batch, seq, dim) is
+    cut on its tokens.
+    """
     return {"layers.*": P(dp, tp, None)}
 
 
 def lm_loss(fn: Callable[..., Tensor], **options) -> Callable[..., Tensor]:
-    """``loss_fn(params, (tokens, targets))``; options are ``F.cross_entropy``'s: ignore_index, label_smoothing, weight, reduction."""
+    """``loss_fn(params, (tokens, targets))``; options are ``F.cross_entropy``'s: ignore_index,
+    label_smoothing, weight, reduction.
+    """
 
     def loss_fn(params, batch):
         tokens, targets = batch
@@ -402,15 +428,28 @@ def loss(cfg: Config, fn: Callable[..., Tensor], **options) -> Callable[..., Ten
     return (lm_loss if isinstance(cfg, LlamaConfig | GPT2Config) else class_loss)(fn, **options)
 
 
-def lm_batch(cfg: LlamaConfig | GPT2Config, batch: int = 4, seq: int = 8, *, seed: int = 0, ignored: float = 0.0) -> tuple[Tensor, Tensor]:
-    """Random (tokens, targets), each (batch, seq); about the fraction ``ignored`` of the targets is -100."""
+def lm_batch(
+    cfg: LlamaConfig | GPT2Config,
+    batch: int = 4,
+    seq: int = 8,
+    *,
+    seed: int = 0,
+    ignored: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """Random (tokens, targets), each (batch, seq); about the fraction ``ignored`` of the targets
+    is -100.
+    """
     generator = torch.Generator().manual_seed(seed)
-    tokens, targets = (torch.randint(cfg.vocab, (batch, seq), generator=generator) for _ in range(2))
+    tokens, targets = (
+        torch.randint(cfg.vocab, (batch, seq), generator=generator) for _ in range(2)
+    )
     mask = torch.rand(batch, seq, generator=generator) < ignored
     return tokens, targets.masked_fill(mask, -100)
 
 
-def class_batch(cfg: CNNConfig | MLPConfig, batch: int = 4, *, seed: int = 0, dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def class_batch(
+    cfg: CNNConfig | MLPConfig, batch: int = 4, *, seed: int = 0, dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Random (inputs, labels)."""
     generator = torch.Generator().manual_seed(seed)
     shape = (cfg.in_channels, cfg.size, cfg.size) if isinstance(cfg, CNNConfig) else (cfg.dim,)

@@ -1,4 +1,6 @@
-"""Calls of ATen ops, as PyTorch's operator database makes them forward and backward and as hypothesis draws them, and proofs on them."""
+"""Calls of ATen ops, as PyTorch's operator database makes them forward and backward and as
+hypothesis draws them, and proofs on them.
+"""
 
 import json
 import warnings
@@ -27,7 +29,9 @@ from ftp.rules.rule import tensors
 from ftp.testing import op_inputs
 
 aten = torch.ops.aten
-STAND_INS = {aten._fused_rms_norm_backward.default: DECOMPOSITIONS[aten._fused_rms_norm_backward.default]}
+STAND_INS = {
+    aten._fused_rms_norm_backward.default: DECOMPOSITIONS[aten._fused_rms_norm_backward.default]
+}
 NAMESPACES = ("aten", "ftp", "prims")  # of the registry's own rules; tests register ops of theirs
 ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensors
     getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
@@ -36,11 +40,14 @@ ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensor
 }
 NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._grouped_mm.default: "its offsets must rise to the number of rows",
-    aten._scaled_dot_product_flash_attention_for_cpu.default: "it takes heads that do not divide, and reads beyond them",
+    aten._scaled_dot_product_flash_attention_for_cpu.default: "it takes heads that do not divide,"
+    " and reads beyond them",
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "the same",
-    aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit each other",
+    aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit"
+    " each other",
     aten._embedding_bag_per_sample_weights_backward.default: "the same",
-    aten.reflection_pad3d_backward.default: "it takes gradients of other shapes than the padded one, and reads beyond them",
+    aten.reflection_pad3d_backward.default: "it takes gradients of other shapes than the padded"
+    " one, and reads beyond them",
     torch.ops.ftp.random_bits.default: "a key is two words",
     torch.ops.ftp.random_keys.default: "the same",
     aten._reshape_alias.default: "its sizes and strides are not checked",
@@ -63,26 +70,38 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         known = (
             self.calls.setdefault(func, {})
-            if (func in RULES or func in DECOMPOSITIONS) and len(self.calls.get(func, ())) < self.forms
+            if (func in RULES or func in DECOMPOSITIONS)
+            and len(self.calls.get(func, ())) < self.forms
             else None
         )
         if known is not None and _small((args, kwargs)):
-            copied = pytree.tree_map(lambda x: x.detach().clone() if isinstance(x, Tensor) else x, (list(args), dict(kwargs)))
+            copied = pytree.tree_map(
+                lambda x: x.detach().clone() if isinstance(x, Tensor) else x,
+                (list(args), dict(kwargs)),
+            )
             known.setdefault(_form(copied), copied)
         return func(*args, **kwargs)
 
 
 def _small(tree: Any) -> bool:
     found = [x for x in pytree.tree_leaves(tree) if isinstance(x, Tensor)]
-    return sum(x.numel() for x in found) <= LARGEST and all(x.layout is torch.strided and type(x) is Tensor for x in found)
+    return sum(x.numel() for x in found) <= LARGEST and all(
+        x.layout is torch.strided and type(x) is Tensor for x in found
+    )
 
 
 def _form(tree: Any) -> str:
-    return repr(pytree.tree_map(lambda x: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x, tree))
+    return repr(
+        pytree.tree_map(lambda x: (tuple(x.shape), x.dtype) if isinstance(x, Tensor) else x, tree)
+    )
 
 
-def recorded(names: Iterable[str], forms: int = FORMS, count: int = 6) -> dict[OpOverload, list[Call]]:
-    """What the database's ops call, ``count`` samples of each, in double precision where they have it."""
+def recorded(
+    names: Iterable[str], forms: int = FORMS, count: int = 6
+) -> dict[OpOverload, list[Call]]:
+    """What the database's ops call, ``count`` samples of each, in double precision where they
+    have it.
+    """
     calls: dict[OpOverload, dict[str, Call]] = {}
     for name in names:
         info = op_sweep.database()[name]
@@ -98,8 +117,16 @@ def recorded(names: Iterable[str], forms: int = FORMS, count: int = 6) -> dict[O
 
 def _run(info: Any, sample: Any) -> None:
     leaves, tree = pytree.tree_flatten((sample.input, tuple(sample.args), sample.kwargs))
-    differentiable = [isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex()) and info.supports_autograd for x in leaves]
-    leaves = [x.detach().clone().requires_grad_() if d else x for x, d in zip(leaves, differentiable, strict=True)]
+    differentiable = [
+        isinstance(x, Tensor)
+        and (x.is_floating_point() or x.is_complex())
+        and info.supports_autograd
+        for x in leaves
+    ]
+    leaves = [
+        x.detach().clone().requires_grad_() if d else x
+        for x, d in zip(leaves, differentiable, strict=True)
+    ]
     given, args, kwargs = pytree.tree_unflatten(leaves, tree)
     out = info.op(given, *args, **kwargs)
     ends = [x for x in pytree.tree_leaves(out) if isinstance(x, Tensor) and x.requires_grad]
@@ -120,7 +147,11 @@ def drawn(op: OpOverload, count: int, seed: int = 0) -> list[Call]:
         deadline=None,
         database=None,
         phases=[Phase.generate],
-        suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+        suppress_health_check=[
+            HealthCheck.too_slow,
+            HealthCheck.data_too_large,
+            HealthCheck.filter_too_much,
+        ],
         print_blob=False,
     )
     @seeded(seed)
@@ -137,9 +168,15 @@ def drawn(op: OpOverload, count: int, seed: int = 0) -> list[Call]:
 
 
 def prove_op(
-    op: OpOverload, calls: Sequence[Any], pairs: bool, ranks: Sequence[int] = (2, 3), made_up: bool = False
+    op: OpOverload,
+    calls: Sequence[Any],
+    pairs: bool,
+    ranks: Sequence[int] = (2, 3),
+    made_up: bool = False,
 ) -> tuple[int, int, str]:
-    """Strategies proven, calls proven, and the first failure; calls that the op itself refuses are left out."""
+    """Strategies proven, calls proven, and the first failure; calls that the op itself refuses
+    are left out.
+    """
     strategies = proven = 0
     generator = torch.Generator().manual_seed(0)
     for args, kwargs in calls:
@@ -173,14 +210,18 @@ def _difference(op: OpOverload, args: Any, kwargs: Any) -> str:
     """How an op's decomposition differs from it, empty where it does not."""
     expected, made = results_of(op, args, kwargs), results_of(DECOMPOSITIONS[op], args, kwargs)
     try:
-        torch.testing.assert_close(made, expected, rtol=1e-6, atol=1e-7, equal_nan=True, check_stride=False)
+        torch.testing.assert_close(
+            made, expected, rtol=1e-6, atol=1e-7, equal_nan=True, check_stride=False
+        )
     except AssertionError as error:
         return f"The decomposition of {op} differs from it: {error}"
     return ""
 
 
 def missed(op: OpOverload, calls: Sequence[Any]) -> dict[str, str]:
-    """Placements that hold for calls of the op, on other values too, and that its rule does not state; each with the shapes of a call."""
+    """Placements that hold for calls of the op, on other values too, and that its rule does not
+    state; each with the shapes of a call.
+    """
     found: dict[str, str] = {}
     for args, kwargs in calls:
         kernel = STAND_INS.get(op, op)
@@ -193,11 +234,17 @@ def missed(op: OpOverload, calls: Sequence[Any]) -> dict[str, str]:
             except Exception:  # no rule for this call, or other values are none of its
                 continue
             known = {held.operands for held in stated(case.rule)}
-            shapes = ", ".join(str(tuple(x.shape)) for x in tensors((case.args, case.kwargs), Tensor))
+            shapes = ", ".join(
+                str(tuple(x.shape)) for x in tensors((case.args, case.kwargs), Tensor)
+            )
             held = set(holding(kernel, case.args, case.kwargs, case.results))
             for sample, made in zip(again, results, strict=True):
                 held &= set(holding(kernel, *sample, made))
-            found |= {str(h): shapes for h in sorted(held, key=str) if h.operands not in known and str(h) not in found}
+            found |= {
+                str(h): shapes
+                for h in sorted(held, key=str)
+                if h.operands not in known and str(h) not in found
+            }
     return found
 
 
@@ -233,12 +280,19 @@ def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
     _warm()
 
     def work(count: int) -> list[Any]:
-        return [*prove_op(op, calls, pairs=False), *prove_op(op, drawn(op, count) if count else [], pairs=False, made_up=True)]
+        return [
+            *prove_op(op, calls, pairs=False),
+            *prove_op(op, drawn(op, count) if count else [], pairs=False, made_up=True),
+        ]
 
     limits = {"cpu_seconds": SECONDS, "seconds": 3 * SECONDS}
     answer = apart(lambda: work(draws), **limits)
-    if isinstance(answer, Ended) and isinstance(apart(lambda: len(drawn(op, draws)), **limits), Ended):
-        answer = apart(lambda: work(0), **limits)  # the op by itself, uncut, does not survive what was drawn
+    if isinstance(answer, Ended) and isinstance(
+        apart(lambda: len(drawn(op, draws)), **limits), Ended
+    ):
+        answer = apart(
+            lambda: work(0), **limits
+        )  # the op by itself, uncut, does not survive what was drawn
     if isinstance(answer, Ended):
         return Proof(failure=answer.how)
     strategies, database, failure, more, cases, wrong = answer
@@ -247,14 +301,22 @@ def prove_apart(op: OpOverload, calls: Sequence[Any], draws: int) -> Proof:
 
 @cache
 def _warm() -> None:
-    """What hypothesis sets up at its first draw and torch at a first call, once for all children."""
+    """What hypothesis sets up at its first draw and torch at a first call, once for all
+    children.
+    """
     prove_op(aten.mm.default, drawn(aten.mm.default, 2), pairs=False)
     prove_op(aten.exp.default, drawn(aten.exp.default, 2), pairs=False)
 
 
 def write(proofs: Mapping[OpOverload, Proof], path: Path) -> None:
-    """What ``python -m ftp ops`` reads: the ops whose rule was proven, with strategies and calls."""
-    known = sorted((str(op), p) for op, p in proofs.items() if not p.failure and p.drawn + p.database)
+    """What ``python -m ftp ops`` reads: the ops whose rule was proven, with strategies and
+    calls.
+    """
+    known = sorted(
+        (str(op), p) for op, p in proofs.items() if not p.failure and p.drawn + p.database
+    )
     proven = {op: [p.strategies, p.drawn + p.database] for op, p in known}
     lines = ",\n".join(f"  {json.dumps(op)}: {json.dumps(counts)}" for op, counts in proven.items())
-    path.write_text(f'{{\n "torch": "{torch.__version__.split("+")[0]}",\n "proven": {{\n{lines}\n }}\n}}\n')
+    path.write_text(
+        f'{{\n "torch": "{torch.__version__.split("+")[0]}",\n "proven": {{\n{lines}\n }}\n}}\n'
+    )

@@ -1,6 +1,7 @@
 """PyTorch's own operator database under random shardings: values and gradients against one device.
 
-A worker writes a line before and after each case, so that a native crash or a hang costs its parent one case.
+A worker writes a line before and after each case, so that a native crash or a hang costs its parent
+one case.
 """
 
 import argparse
@@ -31,7 +32,14 @@ MESHES = {"2": ((2,), ("x",)), "3": ((3,), ("x",)), "2x2": ((2, 2), ("x", "y"))}
 DTYPES = (torch.float64, torch.complex128, torch.int64, torch.bool, torch.float32)
 SECONDS = 60  # for one case; a native loop is ended by the parent after twice that
 LARGEST = 50_000  # elements; larger samples prove nothing more
-UNDEFINED = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted")  # values mean nothing
+UNDEFINED = (
+    "empty",
+    "new_empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty_strided",
+    "empty_permuted",
+)  # values mean nothing
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,13 @@ def database() -> dict[str, Any]:
 
 
 def op_names() -> list[str]:
-    return [n for n in database() if n.split(".")[0].removeprefix("_refs.") not in UNDEFINED and "sparse" not in n and "quantized" not in n]
+    return [
+        n
+        for n in database()
+        if n.split(".")[0].removeprefix("_refs.") not in UNDEFINED
+        and "sparse" not in n
+        and "quantized" not in n
+    ]
 
 
 @cache
@@ -74,7 +88,9 @@ def samples(name: str, count: int) -> tuple[tuple[int, Any], ...]:
         warnings.simplefilter("ignore")
         for i, sample in enumerate(islice(_given(info, dtype), 24)):
             leaves = pytree.tree_leaves((sample.input, sample.args, sample.kwargs))
-            sizes = [t.numel() for t in leaves if isinstance(t, Tensor) and t.layout is torch.strided]
+            sizes = [
+                t.numel() for t in leaves if isinstance(t, Tensor) and t.layout is torch.strided
+            ]
             strided = all(t.layout is torch.strided for t in leaves if isinstance(t, Tensor))
             if sizes and strided and max(sizes) <= LARGEST:
                 found.append((i, sample))
@@ -94,11 +110,26 @@ def run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int = 0) 
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         status, message, specs = _run_case(name, index, sample, mesh_name, seed)
-    marked = {str(w.message).split(" ", 1)[0] for w in caught if issubclass(w.category, ReplicationWarning)}
-    return Outcome(name, index, mesh_name, status, message, specs, tuple(sorted(marked)), round(time.perf_counter() - started, 2))
+    marked = {
+        str(w.message).split(" ", 1)[0]
+        for w in caught
+        if issubclass(w.category, ReplicationWarning)
+    }
+    return Outcome(
+        name,
+        index,
+        mesh_name,
+        status,
+        message,
+        specs,
+        tuple(sorted(marked)),
+        round(time.perf_counter() - started, 2),
+    )
 
 
-def _run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int) -> tuple[str, str, str]:
+def _run_case(
+    name: str, index: int, sample: Any, mesh_name: str, seed: int
+) -> tuple[str, str, str]:
     leaves, tree = pytree.tree_flatten((sample.input, tuple(sample.args), sample.kwargs))
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     tensors = [leaves[i].detach().clone() for i in at]
@@ -109,7 +140,9 @@ def _run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int) -> 
         for i, value in zip(at, values, strict=True):
             filled[i] = value
         given, args, kwargs = pytree.tree_unflatten(filled, tree)
-        return [t for t in pytree.tree_leaves(info.op(given, *args, **kwargs)) if isinstance(t, Tensor)]
+        return [
+            t for t in pytree.tree_leaves(info.op(given, *args, **kwargs)) if isinstance(t, Tensor)
+        ]
 
     try:
         torch.manual_seed(0)
@@ -137,7 +170,9 @@ def _run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int) -> 
     said = ", ".join(f"{tuple(t.shape)}:{s!r}" for t, s in zip(arguments, specs, strict=True))
     out_specs = None if draw.random() < 0.5 else P()
     try:
-        made = ftp.spmd(fn, ftp.simulated_mesh(shape, axes), specs, out_specs)(*(t.clone() for t in arguments))
+        made = ftp.spmd(fn, ftp.simulated_mesh(shape, axes), specs, out_specs)(
+            *(t.clone() for t in arguments)
+        )
     except ftp.FtpError as error:
         if "draws random numbers" in str(error):
             return "skipped", "random", ""
@@ -155,7 +190,9 @@ def _run_case(name: str, index: int, sample: Any, mesh_name: str, seed: int) -> 
 
 
 def _with_gradient(apply: Any, tensors: Sequence[Tensor], plain: Sequence[Tensor]) -> Any:
-    """Results and gradients of the sum of results times weights; the weights are arguments after the op's own."""
+    """Results and gradients of the sum of results times weights; the weights are arguments after
+    the op's own.
+    """
     at = [i for i, t in enumerate(tensors) if t.is_floating_point()]
 
     def weighted(*values: Tensor) -> list[Tensor]:
@@ -166,10 +203,15 @@ def _with_gradient(apply: Any, tensors: Sequence[Tensor], plain: Sequence[Tensor
             for i, leaf in zip(at, leaves, strict=True):
                 filled[i] = leaf
             out = apply(*filled)
-            terms = [(t * w).sum() for t, w in zip((t for t in out if t.is_floating_point()), weights, strict=True)]
+            terms = [
+                (t * w).sum()
+                for t, w in zip((t for t in out if t.is_floating_point()), weights, strict=True)
+            ]
             return reduce(torch.add, terms), out
 
-        grads, out = torch.func.grad(loss, argnums=tuple(range(len(at))), has_aux=True)(*(given[i] for i in at))
+        grads, out = torch.func.grad(loss, argnums=tuple(range(len(at))), has_aux=True)(
+            *(given[i] for i in at)
+        )
         return [*out, *grads]
 
     return weighted
@@ -195,14 +237,21 @@ def _difference(got: Tensor, expected: Tensor) -> str:
     try:
         rtol, atol = (1e-4, 1e-5) if low else (1e-7, 1e-8)
         torch.testing.assert_close(
-            got.resolve_conj().resolve_neg(), expected.detach(), rtol=rtol, atol=atol, equal_nan=True, check_stride=False
+            got.resolve_conj().resolve_neg(),
+            expected.detach(),
+            rtol=rtol,
+            atol=atol,
+            equal_nan=True,
+            check_stride=False,
         )
     except AssertionError as error:
         return " ".join(str(error).split())
     return ""
 
 
-def cases(names: Iterable[str], count: int, every_mesh: bool) -> Iterator[tuple[str, int, Any, str]]:
+def cases(
+    names: Iterable[str], count: int, every_mesh: bool
+) -> Iterator[tuple[str, int, Any, str]]:
     """Every sample on every mesh, or each on the next mesh."""
     meshes = list(MESHES)
     turn = 0
@@ -213,12 +262,23 @@ def cases(names: Iterable[str], count: int, every_mesh: bool) -> Iterator[tuple[
             turn += 1
 
 
-def sweep(names: Sequence[str], out: Path, count: int, every_mesh: bool, seconds: float = 3600.0) -> list[Outcome]:
+def sweep(
+    names: Sequence[str], out: Path, count: int, every_mesh: bool, seconds: float = 3600.0
+) -> list[Outcome]:
     """Run cases in child processes, another one after each native crash or hang."""
     out.unlink(missing_ok=True)
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        command = [sys.executable, __file__, "--out", str(out), "--count", str(count), *(["--every-mesh"] if every_mesh else []), *names]
+        command = [
+            sys.executable,
+            __file__,
+            "--out",
+            str(out),
+            "--count",
+            str(count),
+            *(["--every-mesh"] if every_mesh else []),
+            *names,
+        ]
         child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         last, since = -1, time.monotonic()
         while child.poll() is None and time.monotonic() < deadline:
@@ -235,7 +295,10 @@ def sweep(names: Sequence[str], out: Path, count: int, every_mesh: bool, seconds
         if child.returncode == 0:
             break
         with out.open("a") as f:
-            f.write(json.dumps({"ended": "hung" if killed else "crashed", "code": child.returncode}) + "\n")
+            f.write(
+                json.dumps({"ended": "hung" if killed else "crashed", "code": child.returncode})
+                + "\n"
+            )
     return read(out)
 
 
@@ -249,7 +312,9 @@ def read(out: Path) -> list[Outcome]:
             begun = record["begin"]
         elif "ended" in record:
             if begun is not None:
-                found.append(Outcome(**begun, status=record["ended"], message=f"exit code {record['code']}"))
+                found.append(
+                    Outcome(**begun, status=record["ended"], message=f"exit code {record['code']}")
+                )
             begun = None
         else:
             found.append(Outcome(**{**record, "replicated": tuple(record["replicated"])}))
@@ -289,7 +354,13 @@ def main() -> None:
             except TimeoutError:
                 outcome = Outcome(name, index, mesh, "hung", f"more than {SECONDS} s")
             except Exception as error:
-                outcome = Outcome(name, index, mesh, "crashed", f"in the sweep itself: {type(error).__name__}: {error}")
+                outcome = Outcome(
+                    name,
+                    index,
+                    mesh,
+                    "crashed",
+                    f"in the sweep itself: {type(error).__name__}: {error}",
+                )
             signal.alarm(0)
             f.write(json.dumps(asdict(outcome)) + "\n")
 

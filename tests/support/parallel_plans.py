@@ -1,4 +1,6 @@
-"""Plans of parallelize_module, one per style, argument and older helper, each with what torch is given for the same thing."""
+"""Plans of parallelize_module, one per style, argument and older helper, each with what torch is
+given for the same thing.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,11 +33,18 @@ class Mlp(nn.Module):
 
 
 class Net(nn.Module):
-    """tokens (batch, seq) -> logits (batch, seq, vocab), with a keyword argument and a norm on the way."""
+    """tokens (batch, seq) -> logits (batch, seq, vocab), with a keyword argument and a norm on
+    the way.
+    """
 
     def __init__(self, vocab: int = 32, dim: int = 16, hidden: int = 24):
         super().__init__()
-        self.emb, self.norm, self.mlp, self.head = nn.Embedding(vocab, dim), nn.LayerNorm(dim), Mlp(dim, hidden), nn.Linear(dim, vocab)
+        self.emb, self.norm, self.mlp, self.head = (
+            nn.Embedding(vocab, dim),
+            nn.LayerNorm(dim),
+            Mlp(dim, hidden),
+            nn.Linear(dim, vocab),
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.norm(self.emb(tokens))
@@ -86,7 +95,9 @@ BOTH = SEQUENCE | {
 
 
 class Stack(nn.Module):
-    """A pair of layers between two of an even size, so that a plan may cut what enters and leaves the pair."""
+    """A pair of layers between two of an even size, so that a plan may cut what enters and
+    leaves the pair.
+    """
 
     def __init__(self, dim: int = 16, hidden: int = 24):
         super().__init__()
@@ -101,13 +112,18 @@ class Stack(nn.Module):
 
 
 def older(prepare_input: Any, prepare_output: Any) -> dict[str, Any]:
-    """The embedding's rows before the pair and the head's columns behind it, so that each helper has something to do."""
+    """The embedding's rows before the pair and the head's columns behind it, so that each helper
+    has something to do.
+    """
     return {"mlp": plans.PairwiseParallel(prepare_input, prepare_output)}
 
 
 def around(first: Any, last: Any) -> dict[str, Any]:
     """The same pair in today's styles."""
-    return {"mlp.0": ColwiseParallel(input_layouts=first), "mlp.2": RowwiseParallel(output_layouts=last)}
+    return {
+        "mlp.0": ColwiseParallel(input_layouts=first),
+        "mlp.2": RowwiseParallel(output_layouts=last),
+    }
 
 
 def enters(layout: Any) -> dict[str, Any]:
@@ -119,7 +135,12 @@ def leaves(layout: Any) -> dict[str, Any]:
 
 
 OLDER = [
-    Case("PairwiseParallel(make_input_replicate_1d, make_output_tensor)", {"mlp": plans.PairwiseParallel()}, around(WHOLE, WHOLE), Stack),
+    Case(
+        "PairwiseParallel(make_input_replicate_1d, make_output_tensor)",
+        {"mlp": plans.PairwiseParallel()},
+        around(WHOLE, WHOLE),
+        Stack,
+    ),
     Case(
         "PairwiseSequenceParallel(make_input_reshard_replicate, make_output_reshard_tensor)",
         {"mlp": plans.PairwiseSequenceParallel(), **enters(Shard(0)), **leaves(Shard(0))},
@@ -130,7 +151,9 @@ OLDER = [
         "make_input_shard_1d(dim=2), make_output_shard_1d(dim=1)",
         {
             "mlp.0": plans.older.ColwiseParallel(),
-            "mlp.2": plans.older.RowwiseParallel(plans.make_input_shard_1d(dim=2), plans.make_output_shard_1d(dim=1)),
+            "mlp.2": plans.older.RowwiseParallel(
+                plans.make_input_shard_1d(dim=2), plans.make_output_shard_1d(dim=1)
+            ),
             **leaves(ROWS),
         },
         around(WHOLE, ROWS) | leaves(ROWS),
@@ -139,8 +162,12 @@ OLDER = [
     Case(
         "make_sharded_output_tensor, make_input_shard_1d_last_dim, make_output_replicate_1d",
         {
-            "mlp.0": plans.older.ColwiseParallel(plans.make_input_replicate_1d, plans.make_sharded_output_tensor),
-            "mlp.2": plans.older.RowwiseParallel(plans.make_input_shard_1d_last_dim, plans.make_output_replicate_1d),
+            "mlp.0": plans.older.ColwiseParallel(
+                plans.make_input_replicate_1d, plans.make_sharded_output_tensor
+            ),
+            "mlp.2": plans.older.RowwiseParallel(
+                plans.make_input_shard_1d_last_dim, plans.make_output_replicate_1d
+            ),
         },
         around(WHOLE, WHOLE),
         Stack,
@@ -154,8 +181,13 @@ OLDER = [
 ]
 STYLES = [
     Case("ColwiseParallel, RowwiseParallel", PAIR),
-    Case("ColwiseParallel(output_layouts=Replicate())", {"head": ColwiseParallel(output_layouts=WHOLE)}),
-    Case("RowwiseParallel(input_layouts=Replicate())", {"head": RowwiseParallel(input_layouts=WHOLE)}),
+    Case(
+        "ColwiseParallel(output_layouts=Replicate())",
+        {"head": ColwiseParallel(output_layouts=WHOLE)},
+    ),
+    Case(
+        "RowwiseParallel(input_layouts=Replicate())", {"head": RowwiseParallel(input_layouts=WHOLE)}
+    ),
     Case("RowwiseParallel of an embedding", {"emb": RowwiseParallel(input_layouts=WHOLE)}),
     Case("ColwiseParallel of an embedding", {"emb": ColwiseParallel(output_layouts=WHOLE)}),
     Case("SequenceParallel, PrepareModuleInput", SEQUENCE),
@@ -163,12 +195,17 @@ STYLES = [
     Case("PrepareModuleInputOutput", BOTH),
     Case(
         "use_local_output=False",
-        PAIR | {"mlp.down": RowwiseParallel(use_local_output=False), "head": ColwiseParallel(output_layouts=WHOLE)},
+        PAIR
+        | {
+            "mlp.down": RowwiseParallel(use_local_output=False),
+            "head": ColwiseParallel(output_layouts=WHOLE),
+        },
     ),
 ]
 TORCHTITAN = [
     Case(
-        f"torchtitan's Llama{', sequence parallel' if sequence else ''}{', loss parallel' if loss else ''}",
+        "torchtitan's"
+        f" Llama{', sequence parallel' if sequence else ''}{', loss parallel' if loss else ''}",
         titan.plan(sequence, loss),
         build=lambda: titan.Transformer(titan.Config(layers=1)),
         loss_parallel=loss,

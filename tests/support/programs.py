@@ -29,7 +29,15 @@ def positions(*shape: int, below: int) -> torch.Tensor:
     return (torch.arange(math.prod(shape)) * 7 + 3).remainder(below).reshape(shape)
 
 
-NAMES: dict[str, Any] = {"torch": torch, "F": F, "constrain": constrain, "P": P, "units": units, "ramp": ramp, "positions": positions}
+NAMES: dict[str, Any] = {
+    "torch": torch,
+    "F": F,
+    "constrain": constrain,
+    "P": P,
+    "units": units,
+    "ramp": ramp,
+    "positions": positions,
+}
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,9 @@ class Drawn:
     @property
     def source(self) -> str:
         head = f"def program({', '.join(i.name for i in self.inputs)}):"
-        return "\n    ".join([head, *live(self.lines, self.returned), f"return {', '.join(self.returned)},"])
+        return "\n    ".join(
+            [head, *live(self.lines, self.returned), f"return {', '.join(self.returned)},"]
+        )
 
     @property
     def function(self) -> Callable[..., tuple[torch.Tensor, ...]]:
@@ -76,10 +86,17 @@ class Drawn:
 
     def __repr__(self) -> str:
         inputs = [
-            f"  {i.name}: {'parameter' if i.is_parameter else 'index' if i.is_index else 'data'} {i.shape} {i.spec}" for i in self.inputs
+            f"  {i.name}: {'parameter' if i.is_parameter else 'index' if i.is_index else 'data'}"
+            f" {i.shape} {i.spec}"
+            for i in self.inputs
         ]
-        options = f"out_specs={self.out_specs}, data_axes={self.data_axes}, reshard_after_forward={self.reshard_after_forward}"
-        return "\n".join(["", f"mesh {self.mesh} {AXES[: len(self.mesh)]}, {options}", *inputs, self.source, ""])
+        options = (
+            f"out_specs={self.out_specs}, data_axes={self.data_axes},"
+            f" reshard_after_forward={self.reshard_after_forward}"
+        )
+        return "\n".join(
+            ["", f"mesh {self.mesh} {AXES[: len(self.mesh)]}, {options}", *inputs, self.source, ""]
+        )
 
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
         printer.text(repr(self))
@@ -113,7 +130,9 @@ class Env:
         self.values[name] = value
         (self.floats if value.is_floating_point() else self.indices).append(name)
 
-    def pick(self, fits: Callable[[torch.Tensor], bool] = lambda _: True, *, index: bool = False) -> str | None:
+    def pick(
+        self, fits: Callable[[torch.Tensor], bool] = lambda _: True, *, index: bool = False
+    ) -> str | None:
         """A value that fits; late ones when nothing shrinks."""
         found = [n for n in (self.indices if index else self.floats) if fits(self.values[n])]
         return self.draw(st.sampled_from(found)) if found else None
@@ -189,7 +208,13 @@ def matmul(e: Env) -> str | None:
     x = e.pick(has_dims(1))
     if x is None:
         return None
-    y = e.pick(lambda t: t.ndim >= 1 and t.shape[max(t.ndim - 2, 0)] == e.shape(x)[-1] and broadcasts(t.shape[:-2], e.shape(x)[:-2]))
+    y = e.pick(
+        lambda t: (
+            t.ndim >= 1
+            and t.shape[max(t.ndim - 2, 0)] == e.shape(x)[-1]
+            and broadcasts(t.shape[:-2], e.shape(x)[:-2])
+        )
+    )
     if y is not None:
         return f"{x} @ {y}"
     return f"{x} @ {x}.mT" if len(e.shape(x)) > 1 else None
@@ -211,7 +236,11 @@ def einsum(e: Env) -> str | None:
     first = "pqrstu"[: len(e.shape(x))]
     free, second = list("abcdef"), ""
     for size in e.shape(y):
-        shared = [letter for letter, s in zip(first, e.shape(x), strict=True) if s == size and letter not in second]
+        shared = [
+            letter
+            for letter, s in zip(first, e.shape(x), strict=True)
+            if s == size and letter not in second
+        ]
         second += e.choose(*shared, free[0])
         free = [f for f in free if f not in second]
     letters = sorted(set(first + second))
@@ -254,7 +283,11 @@ def reorder(e: Env) -> str | None:
         return None
     n = len(e.shape(x))
     dims = tuple(e.draw(st.permutations(range(n))))
-    return e.choose(f"{x}.transpose({e.dim(x)}, {e.dim(x)})", f"{x}.permute({dims})", f"{x}.permute({dims}).contiguous()")
+    return e.choose(
+        f"{x}.transpose({e.dim(x)}, {e.dim(x)})",
+        f"{x}.permute({dims})",
+        f"{x}.permute({dims}).contiguous()",
+    )
 
 
 def stretch(e: Env) -> str:
@@ -270,7 +303,10 @@ def expand(e: Env) -> str | None:
     if x is None:
         return None
     sizes = tuple(e.up_to(4, 1) if s == 1 else e.choose(s, -1) for s in e.shape(x))
-    return e.choose(f"{x}.expand({sizes})", f"{x}.squeeze({e.choose(*(d for d, s in enumerate(e.shape(x)) if s == 1))})")
+    return e.choose(
+        f"{x}.expand({sizes})",
+        f"{x}.squeeze({e.choose(*(d for d, s in enumerate(e.shape(x)) if s == 1))})",
+    )
 
 
 def join(e: Env) -> str | None:
@@ -281,7 +317,12 @@ def join(e: Env) -> str | None:
         return f"torch.stack([{x}, {y}], {e.up_to(len(e.shape(x)))})"
     d = e.dim(x)
     y = e.pick(
-        lambda t: t.ndim == len(e.shape(x)) and all(a == b for i, (a, b) in enumerate(zip(t.shape, e.shape(x), strict=True)) if i != d)
+        lambda t: (
+            t.ndim == len(e.shape(x))
+            and all(
+                a == b for i, (a, b) in enumerate(zip(t.shape, e.shape(x), strict=True)) if i != d
+            )
+        )
     )
     return e.choose(f"torch.cat([{x}, {y}], {d})", f"torch.cat([{y}, {x}, {x}], {d})")
 
@@ -368,7 +409,9 @@ def lookup(e: Env) -> str | None:
         options += [f"F.embedding({i} % {e.shape(x)[0]}, {x})"] * 2
     if len(e.shape(i)) == 1:
         options.append(f"{x}.index_select({d}, {i} % {n})")
-    if len(e.shape(i)) == len(e.shape(x)) and all(a <= b for k, (a, b) in enumerate(zip(e.shape(i), e.shape(x), strict=True)) if k != d):
+    if len(e.shape(i)) == len(e.shape(x)) and all(
+        a <= b for k, (a, b) in enumerate(zip(e.shape(i), e.shape(x), strict=True)) if k != d
+    ):
         options += [f"{x}.gather({d}, {i} % {n})"] * 2
     if broadcasts(e.shape(i), e.shape(x)):
         options += [f"{x}.masked_fill({i} % 2 == 0, 0.5)", f"torch.where({i} < 3, {x}, {x}.sin())"]
@@ -405,7 +448,10 @@ def scatter(e: Env) -> str | None:
         return None
     d = e.dim(x)
     index = f"{i} % {e.shape(x)[d]}"
-    return e.choose(f"{x}.index_add({d}, {index}, {x}.index_select({d}, {index}))", f"{x}.index_fill({d}, {index}, 0.5)")
+    return e.choose(
+        f"{x}.index_add({d}, {index}, {x}.index_select({d}, {index}))",
+        f"{x}.index_fill({d}, {index}, 0.5)",
+    )
 
 
 def pin(e: Env) -> str | None:
@@ -433,11 +479,22 @@ def programs(draw: st.DrawFn, *, gradients: bool, longest: int = 8) -> Drawn:
     sizes = draw(st.lists(size, min_size=1, max_size=3))  # shared, so that operands fit
     for k in range(draw(st.integers(1, 4))):
         is_index = k > 0 and draw(st.integers(0, 3)) == 3
-        shape = tuple(draw(st.lists(st.sampled_from(sizes), min_size=1 if is_index else 0, max_size=2 if is_index else 4)))
+        shape = tuple(
+            draw(
+                st.lists(
+                    st.sampled_from(sizes),
+                    min_size=1 if is_index else 0,
+                    max_size=2 if is_index else 4,
+                )
+            )
+        )
         is_parameter = gradients and not is_index and (k == 0 or draw(st.booleans()))
         name = f"{'i' if is_index else 'x'}{k}"
         inputs.append(Input(name, shape, draw(specs(shape, mesh)), is_index, is_parameter))
-        env.give(name, torch.empty(shape, dtype=torch.int64 if is_index else torch.float64, device="meta"))
+        env.give(
+            name,
+            torch.empty(shape, dtype=torch.int64 if is_index else torch.float64, device="meta"),
+        )
     for _ in range(draw(st.integers(1, longest))):
         expression = draw(st.sampled_from(INSTRUCTIONS))(env)
         if expression is not None:
@@ -454,4 +511,6 @@ def programs(draw: st.DrawFn, *, gradients: bool, longest: int = 8) -> Drawn:
     axes = AXES[: len(mesh)]
     data_axes = draw(st.sampled_from([None, None, (), *((a,) for a in axes), axes]))
     inputs.sort(key=lambda i: not i.is_parameter)
-    return Drawn(mesh, tuple(inputs), tuple(env.lines), returned, out_specs, data_axes, draw(st.booleans()))
+    return Drawn(
+        mesh, tuple(inputs), tuple(env.lines), returned, out_specs, data_axes, draw(st.booleans())
+    )

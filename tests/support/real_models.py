@@ -1,7 +1,9 @@
-"""Models that others wrote: transformers' with random weights and torch.nn's, each with a plan and a loss.
+"""Models that others wrote: transformers' with random weights and torch.nn's, each with a plan and
+a loss.
 
-A ``Case`` is built in float64. ``cuts`` is the Megatron plan: ``{path pattern: spec}`` over the mesh axis "tp", the embedding and the
-head cut along the vocabulary; what it does not name is whole on every rank.
+A ``Case`` is built in float64. ``cuts`` is the Megatron plan: ``{path pattern: spec}`` over the
+mesh axis "tp", the embedding and the head cut along the vocabulary; what it does not name is whole
+on every rank.
 """
 
 from collections.abc import Callable, Mapping
@@ -23,7 +25,9 @@ COLUMN, ROW, BIAS = P("tp", None), P(None, "tp"), P("tp")
 
 @dataclass(frozen=True)
 class Case:
-    """``loss(fn)`` is ``(params, *batch) -> scalar``; ``batch_specs`` cut the batch on a mesh that has "dp"."""
+    """``loss(fn)`` is ``(params, *batch) -> scalar``; ``batch_specs`` cut the batch on a mesh
+    that has "dp".
+    """
 
     model: nn.Module
     cuts: Specs
@@ -66,16 +70,23 @@ _LLAMA: Specs = {
 }
 _QWEN2: Specs = _LLAMA | {"**.self_attn.[qkv]_proj.bias": BIAS}
 # Its q, k and v are one layer of three widths, its gate and up another of two equal ones.
-_PHI3: Specs = {k: v for k, v in _LLAMA.items() if "[qkv]" not in k and "gate" not in k and "up_proj" not in k} | {
+_PHI3: Specs = {
+    k: v for k, v in _LLAMA.items() if "[qkv]" not in k and "gate" not in k and "up_proj" not in k
+} | {
     "**.self_attn.qkv_proj.weight": P(units("tp", 4, pack=(16, 8, 8)), None),
     "**.mlp.gate_up_proj.weight": P(units("tp", pack=2), None),
 }
-_GEMMA: Specs = {k: v for k, v in _LLAMA.items() if k != "lm_head.weight"}  # its head is the embedding
+_GEMMA: Specs = {
+    k: v for k, v in _LLAMA.items() if k != "lm_head.weight"
+}  # its head is the embedding
 _MIXTRAL: Specs = {k: v for k, v in _LLAMA.items() if ".mlp." not in k} | {
     "**.experts.gate_up_proj": P(None, "tp", None),
     "**.experts.down_proj": P(None, None, "tp"),
 }
-_MIXTRAL_EP: Specs = _MIXTRAL | {"**.experts.gate_up_proj": P("tp", None, None), "**.experts.down_proj": P("tp", None, None)}
+_MIXTRAL_EP: Specs = _MIXTRAL | {
+    "**.experts.gate_up_proj": P("tp", None, None),
+    "**.experts.down_proj": P("tp", None, None),
+}
 # GPT-2's layers are input by output.
 _GPT2: Specs = {
     "**.wte.weight": COLUMN,
@@ -155,8 +166,17 @@ _FUSED: Specs = {
     "**.dense_4h_to_h.weight": ROW,
 }
 
-_SMALL: dict[str, Any] = {"vocab_size": VOCAB, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
-_DECODER = _SMALL | {"intermediate_size": 24, "num_key_value_heads": 2, "max_position_embeddings": 32}
+_SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_DECODER = _SMALL | {
+    "intermediate_size": 24,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+}
 _NO_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 # Class of the config, class of the model, the config's arguments, the plan.
@@ -166,14 +186,42 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Specs]] = {
     "Qwen3": ("Qwen3Config", "Qwen3ForCausalLM", _DECODER | {"head_dim": 4}, _LLAMA),
     "Phi3": ("Phi3Config", "Phi3ForCausalLM", _DECODER | {"pad_token_id": 0}, _PHI3),
     "Gemma": ("GemmaConfig", "GemmaForCausalLM", _DECODER | {"head_dim": 4}, _GEMMA),
-    "Mixtral": ("MixtralConfig", "MixtralForCausalLM", _DECODER | {"num_local_experts": 4}, _MIXTRAL),
-    "Mixtral, experts": ("MixtralConfig", "MixtralForCausalLM", _DECODER | {"num_local_experts": 4}, _MIXTRAL_EP),
-    "GPT-2": ("GPT2Config", "GPT2LMHeadModel", {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32}, _GPT2),
-    "BERT": ("BertConfig", "BertForMaskedLM", _SMALL | _NO_DROPOUT | {"intermediate_size": 24, "max_position_embeddings": 32}, _BERT),
+    "Mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        _DECODER | {"num_local_experts": 4},
+        _MIXTRAL,
+    ),
+    "Mixtral, experts": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        _DECODER | {"num_local_experts": 4},
+        _MIXTRAL_EP,
+    ),
+    "GPT-2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
+        {"vocab_size": VOCAB, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": 32},
+        _GPT2,
+    ),
+    "BERT": (
+        "BertConfig",
+        "BertForMaskedLM",
+        _SMALL | _NO_DROPOUT | {"intermediate_size": 24, "max_position_embeddings": 32},
+        _BERT,
+    ),
     "T5": (
         "T5Config",
         "T5ForConditionalGeneration",
-        {"vocab_size": VOCAB, "d_model": 16, "d_kv": 4, "d_ff": 24, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 0},
+        {
+            "vocab_size": VOCAB,
+            "d_model": 16,
+            "d_kv": 4,
+            "d_ff": 24,
+            "num_layers": 2,
+            "num_heads": 4,
+            "decoder_start_token_id": 0,
+        },
         _T5,
     ),
     "ViT": (
@@ -192,12 +240,18 @@ MORE: dict[str, tuple[str, str, dict[str, Any], Specs]] = {
     "Qwen3 MoE": (
         "Qwen3MoeConfig",
         "Qwen3MoeForCausalLM",
-        _DECODER | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
+        _DECODER
+        | {"head_dim": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12},
         _QWEN_MOE,
     ),
     "Gemma 2": ("Gemma2Config", "Gemma2ForCausalLM", _DECODER | {"head_dim": 4}, _GEMMA),
     "Gemma 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", _DECODER | {"head_dim": 4}, _GEMMA),
-    "Phi": ("PhiConfig", "PhiForCausalLM", _DECODER | {"resid_pdrop": 0.0, "embd_pdrop": 0.0}, _PHI),
+    "Phi": (
+        "PhiConfig",
+        "PhiForCausalLM",
+        _DECODER | {"resid_pdrop": 0.0, "embd_pdrop": 0.0},
+        _PHI,
+    ),
     "GPT-NeoX": (
         "GPTNeoXConfig",
         "GPTNeoXForCausalLM",
@@ -210,29 +264,52 @@ MORE: dict[str, tuple[str, str, dict[str, Any], Specs]] = {
         {"vocab_size": VOCAB, "hidden_size": 16, "n_layer": 2, "n_head": 4},
         _FUSED | {"transformer.word_embeddings.weight": COLUMN},
     ),
-    "OPT": ("OPTConfig", "OPTForCausalLM", _SMALL | {"ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 16}, _OPT),
+    "OPT": (
+        "OPTConfig",
+        "OPTForCausalLM",
+        _SMALL | {"ffn_dim": 24, "max_position_embeddings": 32, "word_embed_proj_dim": 16},
+        _OPT,
+    ),
     "BART": (
         "BartConfig",
         "BartForConditionalGeneration",
         {"vocab_size": VOCAB, "d_model": 16, "max_position_embeddings": 32}
-        | {f"{part}_{what}": n for part in ("encoder", "decoder") for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 24))}
+        | {
+            f"{part}_{what}": n
+            for part in ("encoder", "decoder")
+            for what, n in (("layers", 2), ("attention_heads", 4), ("ffn_dim", 24))
+        }
         | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
         _BART,
     ),
     "DistilBERT": (
         "DistilBertConfig",
         "DistilBertForMaskedLM",
-        {"vocab_size": VOCAB, "dim": 16, "n_layers": 2, "n_heads": 4, "hidden_dim": 24, "max_position_embeddings": 32},
+        {
+            "vocab_size": VOCAB,
+            "dim": 16,
+            "n_layers": 2,
+            "n_heads": 4,
+            "hidden_dim": 24,
+            "max_position_embeddings": 32,
+        },
         _DISTILBERT,
     ),
-    "RoBERTa": ("RobertaConfig", "RobertaForMaskedLM", _SMALL | _NO_DROPOUT | {"intermediate_size": 24}, _ROBERTA),
+    "RoBERTa": (
+        "RobertaConfig",
+        "RobertaForMaskedLM",
+        _SMALL | _NO_DROPOUT | {"intermediate_size": 24},
+        _ROBERTA,
+    ),
 }
 _MASKED = ("BERT", "DistilBERT", "RoBERTa")
 _ENCODERS = (*_MASKED, "ViT")
 
 
 class _InFloat64(TorchFunctionMode):
-    """Models go to float32 for norms, softmaxes and losses; with these left in float64 a comparison can be exact to 1e-10."""
+    """Models go to float32 for norms, softmaxes and losses; with these left in float64 a
+    comparison can be exact to 1e-10.
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.float:
@@ -242,7 +319,9 @@ class _InFloat64(TorchFunctionMode):
 
 
 def transformer(name: str, attention: str) -> Case:
-    """A model of transformers in eval mode with its own loss; ``attention`` is "eager" or "sdpa"."""
+    """A model of transformers in eval mode with its own loss; ``attention`` is "eager" or
+    "sdpa".
+    """
     import transformers  # pyright: ignore[reportMissingImports]
 
     config_class, model_class, arguments, cuts = (TRANSFORMERS | MORE)[name]
@@ -256,9 +335,15 @@ def transformer(name: str, attention: str) -> Case:
     elif name in _MASKED:
         mask = torch.ones(BATCH, SEQ, dtype=torch.int64)
         mask[1, 4:] = 0
-        batch, call = (tokens(VOCAB, BATCH, SEQ), tokens(VOCAB, BATCH, SEQ, seed=2), mask), ("input_ids", "labels", "attention_mask")
+        batch, call = (
+            (tokens(VOCAB, BATCH, SEQ), tokens(VOCAB, BATCH, SEQ, seed=2), mask),
+            ("input_ids", "labels", "attention_mask"),
+        )
     else:
-        batch, call = (tokens(VOCAB, BATCH, SEQ), tokens(VOCAB, BATCH, SEQ, seed=2)), ("input_ids", "labels")
+        batch, call = (
+            (tokens(VOCAB, BATCH, SEQ), tokens(VOCAB, BATCH, SEQ, seed=2)),
+            ("input_ids", "labels"),
+        )
     options = {} if name in _ENCODERS else {"use_cache": False}
 
     def loss(fn: Callable[..., Any]) -> Callable[..., Tensor]:
@@ -285,7 +370,11 @@ def _squared(fn: Callable[..., Any]) -> Callable[..., Tensor]:
 
 
 def _tensors(out: Any) -> list[Tensor]:
-    return [out] if isinstance(out, Tensor) else [t for item in out if item is not None for t in _tensors(item)]
+    return (
+        [out]
+        if isinstance(out, Tensor)
+        else [t for item in out if item is not None for t in _tensors(item)]
+    )
 
 
 class _SelfAttention(nn.Module):
@@ -295,12 +384,20 @@ class _SelfAttention(nn.Module):
         self.options = options
 
     def forward(self, x: Tensor) -> Any:
-        mask = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1) if self.options.pop("causal", None) else None
+        mask = (
+            torch.ones(x.shape[1], x.shape[1], dtype=torch.bool, device=x.device).triu(1)
+            if self.options.pop("causal", None)
+            else None
+        )
         return self.attention(x, x, x, attn_mask=mask, **self.options)
 
 
 def _attention(**options: Any) -> Case:
-    cuts = {"attention.in_proj_weight": COLUMN, "attention.in_proj_bias": BIAS, "attention.out_proj.weight": ROW}
+    cuts = {
+        "attention.in_proj_weight": COLUMN,
+        "attention.in_proj_bias": BIAS,
+        "attention.out_proj.weight": ROW,
+    }
     return Case(float64(_SelfAttention(**options)), cuts, (randn(4, 5, 16),), _squared, (P("dp"),))
 
 
@@ -326,8 +423,14 @@ def _recurrent(cls: type[nn.Module], **options: Any) -> Case:
 class _Block(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
-        self.conv1, self.norm1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
-        self.conv2, self.norm2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False), nn.BatchNorm2d(channels)
+        self.conv1, self.norm1 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
+        self.conv2, self.norm2 = (
+            nn.Conv2d(channels, channels, 3, padding=1, bias=False),
+            nn.BatchNorm2d(channels),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         y = F.relu(self.norm1(self.conv1(x)), inplace=True)
@@ -339,7 +442,12 @@ class ResNet(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.stem = nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(inplace=True), nn.MaxPool2d(2))
+        self.stem = nn.Sequential(
+            nn.Conv2d(3, 8, 3, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(inplace=True),
+            nn.MaxPool2d(2),
+        )
         self.block = _Block(8)
         self.pool, self.head = nn.AdaptiveAvgPool2d(1), nn.Linear(8, 7)
 
@@ -347,7 +455,12 @@ class ResNet(nn.Module):
         return self.head(self.pool(self.block(self.stem(x))).flatten(1))
 
 
-RESNET_CUTS: Specs = {"block.conv1.weight": P("tp"), "block.norm1.*": BIAS, "block.conv2.weight": P(None, "tp"), "head.weight": COLUMN}
+RESNET_CUTS: Specs = {
+    "block.conv1.weight": P("tp"),
+    "block.norm1.*": BIAS,
+    "block.conv2.weight": P(None, "tp"),
+    "head.weight": COLUMN,
+}
 
 
 class _Pools(nn.Module):
@@ -373,7 +486,9 @@ class _Pools(nn.Module):
 
 
 class _Double(torch.autograd.Function):
-    """A function whose gradient is its own: three times what it ought to be, so that a trace through the forward pass is seen."""
+    """A function whose gradient is its own: three times what it ought to be, so that a trace
+    through the forward pass is seen.
+    """
 
     generate_vmap_rule = True
 
@@ -454,12 +569,24 @@ class _Bend(torch.autograd.Function):
 
 def _bag(mode: str, **options: Any) -> Case:
     batch = (tokens(VOCAB, 4, 5),)
-    return Case(float64(nn.EmbeddingBag(VOCAB, 6, mode=mode, **options)), {"weight": COLUMN}, batch, _squared, (P("dp"),))
+    return Case(
+        float64(nn.EmbeddingBag(VOCAB, 6, mode=mode, **options)),
+        {"weight": COLUMN},
+        batch,
+        _squared,
+        (P("dp"),),
+    )
 
 
 def _bag_of_offsets() -> Case:
     batch = (tokens(VOCAB, 12), torch.tensor([0, 2, 2, 7]))
-    return Case(float64(nn.EmbeddingBag(VOCAB, 6, mode="sum")), {"weight": COLUMN}, batch, _squared, (P(), P()))
+    return Case(
+        float64(nn.EmbeddingBag(VOCAB, 6, mode="sum")),
+        {"weight": COLUMN},
+        batch,
+        _squared,
+        (P(), P()),
+    )
 
 
 def _with_loss(make: Callable[[Tensor, Tensor], Tensor], target: Tensor) -> Case:
@@ -479,15 +606,25 @@ _POSITIVE = torch.linspace(0.5, 2, 7, dtype=torch.float64)
 MODULES: dict[str, Callable[[], Case]] = {
     "MultiheadAttention": _attention,
     "MultiheadAttention, no weights": lambda: _attention(need_weights=False),
-    "MultiheadAttention, causal": lambda: _attention(need_weights=False, is_causal=True, causal=True),
+    "MultiheadAttention, causal": lambda: _attention(
+        need_weights=False, is_causal=True, causal=True
+    ),
     "TransformerEncoderLayer, train": lambda: _encoder_layer(True),
     "TransformerEncoderLayer, eval": lambda: _encoder_layer(False),
-    "TransformerEncoderLayer, eval, norm first, gelu": lambda: _encoder_layer(False, norm_first=True, activation="gelu"),
+    "TransformerEncoderLayer, eval, norm first, gelu": lambda: _encoder_layer(
+        False, norm_first=True, activation="gelu"
+    ),
     "LSTM": lambda: _recurrent(nn.LSTM),
     "LSTM, both ways": lambda: _recurrent(nn.LSTM, bidirectional=True),
     "GRU": lambda: _recurrent(nn.GRU),
     "RNN": lambda: _recurrent(nn.RNN),
-    "pools": lambda: Case(float64(_Pools()), {"conv.weight": P("tp"), "conv.bias": BIAS}, (randn(4, 3, 9, 9),), _squared, (P("dp"),)),
+    "pools": lambda: Case(
+        float64(_Pools()),
+        {"conv.weight": P("tp"), "conv.bias": BIAS},
+        (randn(4, 3, 9, 9),),
+        _squared,
+        (P("dp"),),
+    ),
     "autograd.Function": lambda: with_function(_Double),
     "custom op": lambda: with_function(_Bend),
     "EmbeddingBag, sum": lambda: _bag("sum"),
@@ -498,15 +635,23 @@ MODULES: dict[str, Callable[[], Case]] = {
     "l1_loss": lambda: _with_loss(F.l1_loss, randn(5, 7)),
     "huber_loss": lambda: _with_loss(F.huber_loss, randn(5, 7)),
     "smooth_l1_loss": lambda: _with_loss(F.smooth_l1_loss, randn(5, 7)),
-    "binary_cross_entropy_with_logits": lambda: _with_loss(F.binary_cross_entropy_with_logits, randn(5, 7).sigmoid()),
-    "binary_cross_entropy_with_logits, weights": lambda: _with_loss(
-        lambda x, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=_POSITIVE), randn(5, 7).sigmoid()
+    "binary_cross_entropy_with_logits": lambda: _with_loss(
+        F.binary_cross_entropy_with_logits, randn(5, 7).sigmoid()
     ),
-    "kl_div": lambda: _with_loss(lambda x, y: F.kl_div(x.log_softmax(-1), y, reduction="batchmean"), randn(5, 7).softmax(-1)),
+    "binary_cross_entropy_with_logits, weights": lambda: _with_loss(
+        lambda x, y: F.binary_cross_entropy_with_logits(x, y, pos_weight=_POSITIVE),
+        randn(5, 7).sigmoid(),
+    ),
+    "kl_div": lambda: _with_loss(
+        lambda x, y: F.kl_div(x.log_softmax(-1), y, reduction="batchmean"), randn(5, 7).softmax(-1)
+    ),
     "kl_div, sum": lambda: _with_loss(
-        lambda x, y: F.kl_div(x.log_softmax(-1), y.log(), reduction="sum", log_target=True), randn(5, 7).softmax(-1)
+        lambda x, y: F.kl_div(x.log_softmax(-1), y.log(), reduction="sum", log_target=True),
+        randn(5, 7).softmax(-1),
     ),
     "nll_loss": lambda: _with_loss(lambda x, y: F.nll_loss(x.log_softmax(-1), y), _CLASSES),
-    "nll_loss, weights": lambda: _with_loss(lambda x, y: F.nll_loss(x.log_softmax(-1), y, weight=_POSITIVE), _CLASSES),
+    "nll_loss, weights": lambda: _with_loss(
+        lambda x, y: F.nll_loss(x.log_softmax(-1), y, weight=_POSITIVE), _CLASSES
+    ),
     "soft cross_entropy": lambda: _with_loss(F.cross_entropy, randn(5, 7).softmax(-1)),
 }

@@ -20,11 +20,19 @@ FACTORS = ["a", "b", "c", "d", "k", "n1", "~0", "~x"]
 def notations(draw: st.DrawFn) -> Notation:
     """Any rule that can be written."""
     dim = st.one_of(st.just((BATCH,)), st.lists(st.sampled_from(FACTORS), max_size=3).map(tuple))
-    tensor = st.lists(dim, max_size=4).filter(lambda dims: sum(BATCH in d for d in dims) <= 1).map(tuple)
-    operands, results = tuple(draw(st.lists(tensor, max_size=3))), tuple(draw(st.lists(tensor, min_size=1, max_size=3)))
+    tensor = (
+        st.lists(dim, max_size=4).filter(lambda dims: sum(BATCH in d for d in dims) <= 1).map(tuple)
+    )
+    operands, results = (
+        tuple(draw(st.lists(tensor, max_size=3))),
+        tuple(draw(st.lists(tensor, min_size=1, max_size=3))),
+    )
     named = sorted({f for dims in (*operands, *results) for d in dims for f in d})
     some = st.lists(st.sampled_from(named), unique=True, max_size=3) if named else st.just([])
-    pending = tuple(tuple((f, draw(st.sampled_from(["sum", "max", "min"]))) for f in draw(some)) for _ in results)
+    pending = tuple(
+        tuple((f, draw(st.sampled_from(["sum", "max", "min"]))) for f in draw(some))
+        for _ in results
+    )
     return Notation(operands, results, frozenset(draw(some)), pending)
 
 
@@ -94,13 +102,23 @@ INTEGRAL = ("bitwise", "gcd", "lcm", "shift__")
 
 def generic(op: OpOverload) -> list[Sample]:
     """Samples from the schema: equal shapes, broadcasting ones, a vector, a scalar."""
-    make: Callable[..., Tensor] = (lambda *shape: ints(*shape, low=1)) if any(i in str(op) for i in INTEGRAL) else x
+    make: Callable[..., Tensor] = (
+        (lambda *shape: ints(*shape, low=1)) if any(i in str(op) for i in INTEGRAL) else x
+    )
     if "bitwise_not" in str(op):
         make = lambda *shape: ints(*shape)  # noqa: E731
     tensors = [a for a in op._schema.arguments if str(a.type) == "Tensor"]
-    shapes = [[(5, 4)] * len(tensors), [(3,)] * len(tensors), [()] * len(tensors), [(1, 0, 2)] * len(tensors)]
+    shapes = [
+        [(5, 4)] * len(tensors),
+        [(3,)] * len(tensors),
+        [()] * len(tensors),
+        [(1, 0, 2)] * len(tensors),
+    ]
     if len(tensors) > 1 and "backward" not in str(op):
-        shapes += [[(5, 1, 4), (3, 4), (3, 1)][: len(tensors)], [(1,), (3, 1), (3, 2)][: len(tensors)]]
+        shapes += [
+            [(5, 1, 4), (3, 4), (3, 1)][: len(tensors)],
+            [(1,), (3, 1), (3, 2)][: len(tensors)],
+        ]
     out = []
     for case in shapes:
         given, args, kwargs = iter(case), [], {}
@@ -123,7 +141,10 @@ def _elementwise_index() -> tuple[Tensor, Tensor]:
 
 
 def _softmax_like(*_: Any) -> list[Sample]:
-    return [s(normal(4, 5, 2), d, False) for d in (0, 1, -1)] + [s(normal(3), 0, False), s(normal(()) if False else normal(), 0, False)]
+    return [s(normal(4, 5, 2), d, False) for d in (0, 1, -1)] + [
+        s(normal(3), 0, False),
+        s(normal(()) if False else normal(), 0, False),
+    ]
 
 
 def _convolutions() -> list[tuple[Tensor, Tensor, Tensor | None, list[Any]]]:
@@ -179,7 +200,10 @@ def _layer_norm_backward() -> list[Sample]:
 def _rms_norm_backward() -> list[Sample]:
     a, w = normal(4, 3, 5), normal(5)
     _, rstd = aten._fused_rms_norm(a, [5], w, 1e-5)
-    return [s(normal(4, 3, 5), a, [5], rstd, w, [True, True]), s(normal(4, 3, 5), a, [5], rstd, w, [True, False])]
+    return [
+        s(normal(4, 3, 5), a, [5], rstd, w, [True, True]),
+        s(normal(4, 3, 5), a, [5], rstd, w, [True, False]),
+    ]
 
 
 def _group_norm_backward() -> list[Sample]:
@@ -203,7 +227,11 @@ def _nll(backward: bool, two_d: bool) -> list[Sample]:
                 if target.ndim and reduction:
                     target.view(-1)[0] = -100
                 y, total = forward(a, target, weight, reduction, -100)
-                out.append(s(x(*y.shape), a, target, weight, reduction, -100, total) if backward else s(a, target, weight, reduction, -100))
+                out.append(
+                    s(x(*y.shape), a, target, weight, reduction, -100, total)
+                    if backward
+                    else s(a, target, weight, reduction, -100)
+                )
     return out
 
 
@@ -217,13 +245,25 @@ def _pooled(dims: int, backward: str = "") -> list[Sample]:
     if backward == "avg":
         pool = getattr(aten, f"avg_pool{dims}d")
         return [
-            s(normal(*pool(i, [2] * dims, [2] * dims).shape), i, [2] * dims, [2] * dims, [0] * dims, False, True, None)
+            s(
+                normal(*pool(i, [2] * dims, [2] * dims).shape),
+                i,
+                [2] * dims,
+                [2] * dims,
+                [0] * dims,
+                False,
+                True,
+                None,
+            )
             for i in (image, unbatched)
         ]
     if backward == "max":
         pool = getattr(aten, f"max_pool{dims}d_with_indices")
         made = [(i, *pool(i, [2] * dims, [2] * dims)) for i in (image, unbatched)]
-        return [s(normal(*y.shape), i, [2] * dims, [2] * dims, [0] * dims, [1] * dims, False, at) for i, y, at in made]
+        return [
+            s(normal(*y.shape), i, [2] * dims, [2] * dims, [0] * dims, [1] * dims, False, at)
+            for i, y, at in made
+        ]
     return [s(image, [2] * dims, [2] * dims), s(unbatched, [3] * dims, [1] * dims, [1] * dims)]
 
 
@@ -263,15 +303,22 @@ def _indexed(accumulate: bool | None = None) -> list[Sample]:
         ((2, 5, 4), [None, torch.tensor([1, 4, 0]), torch.tensor([0, 2, -1])], (2, 3)),
     ]
     if accumulate is None:
-        return [s(normal(*shape), index) for shape, index, _ in cases] + [s(normal(7, 3), [torch.tensor([3, 3, 0])])]
+        return [s(normal(*shape), index) for shape, index, _ in cases] + [
+            s(normal(7, 3), [torch.tensor([3, 3, 0])])
+        ]
     puts = [s(normal(*shape), index, normal(*values), accumulate) for shape, index, values in cases]
     puts.append(s(normal(7, 3), [torch.tensor([1, 6, 3])], normal(1), accumulate))
     puts.append(s(normal(5, 3), [bools(5, 3)], normal(), accumulate))
     puts.append(s(normal(4, 5, 3), [None, bools(5)], normal(1), accumulate))
-    puts.append(s(normal(5, 3), [torch.tensor([True, False, True, False, False])], normal(2, 3), accumulate))
+    puts.append(
+        s(normal(5, 3), [torch.tensor([True, False, True, False, False])], normal(2, 3), accumulate)
+    )
     puts.append(s(normal(7, 3), [torch.tensor([1, 6, 3])], normal(3, 1), accumulate))
     puts.append(s(normal(7, 3), [torch.tensor([1, 6, 3])], normal(), accumulate))
-    return [*puts, *([s(normal(7, 3), [torch.tensor([3, 3, 0])], normal(3, 3), True)] if accumulate else [])]
+    return [
+        *puts,
+        *([s(normal(7, 3), [torch.tensor([3, 3, 0])], normal(3, 3), True)] if accumulate else []),
+    ]
 
 
 VIEWS = [
@@ -289,7 +336,9 @@ VIEWS = [
 COPIES = {"view_copy", "_unsafe_view", "reshape", "view", "_reshape_copy"}
 
 
-def _alike(*names: str, samples: Callable[[], list[Sample]]) -> dict[str, Callable[[], list[Sample]]]:
+def _alike(
+    *names: str, samples: Callable[[], list[Sample]]
+) -> dict[str, Callable[[], list[Sample]]]:
     return dict.fromkeys(names, samples)
 
 
@@ -310,15 +359,31 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(normal(2, 1, 3), normal(2, 4, 5), normal(2, 5, 3)),
     ],
     "_grouped_mm.default": lambda: [
-        s(normal(6, 8, dtype=torch.float32), normal(2, 8, 16, dtype=torch.float32), torch.tensor([2, 6], dtype=torch.int32)),
+        s(
+            normal(6, 8, dtype=torch.float32),
+            normal(2, 8, 16, dtype=torch.float32),
+            torch.tensor([2, 6], dtype=torch.int32),
+        ),
         s(normal(2, 6, 8, dtype=torch.float32), normal(2, 8, 16, dtype=torch.float32)),
-        s(normal(2, 4, 8, dtype=torch.float32), normal(8, 8, dtype=torch.float32), torch.tensor([4, 8], dtype=torch.int32)),
-        s(normal(4, 8, dtype=torch.float32), normal(8, 8, dtype=torch.float32), torch.tensor([4, 8], dtype=torch.int32)),
+        s(
+            normal(2, 4, 8, dtype=torch.float32),
+            normal(8, 8, dtype=torch.float32),
+            torch.tensor([4, 8], dtype=torch.int32),
+        ),
+        s(
+            normal(4, 8, dtype=torch.float32),
+            normal(8, 8, dtype=torch.float32),
+            torch.tensor([4, 8], dtype=torch.int32),
+        ),
     ],
     # pointwise
     "acosh.default": lambda: [s(x(4, 3, low=1.1, high=3))],
     "bitwise_not.default": lambda: [s(ints(4, 3))],
-    "where.self": lambda: [s(bools(4, 3), x(4, 3), x(4, 3)), s(bools(3), x(4, 1), x()), s(bools(), x(3), x(3))],
+    "where.self": lambda: [
+        s(bools(4, 3), x(4, 3), x(4, 3)),
+        s(bools(3), x(4, 1), x()),
+        s(bools(), x(3), x(3)),
+    ],
     "where.ScalarOther": lambda: [s(bools(4, 3), x(4, 3), 0), s(bools(4, 3), x(3), 2.0)],
     "where.ScalarSelf": lambda: [s(bools(4, 3), 0, x(4, 3)), s(bools(4, 3), 2.0, x(3))],
     "masked_fill.Scalar": lambda: [s(x(4, 3), bools(4, 3), 0), s(x(4, 3), bools(3), 2.0)],
@@ -345,16 +410,31 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "_neg_view.default",
         samples=lambda: [s(normal(4, 3, dtype=torch.complex128))],
     ),
-    **_alike("view_as_complex.default", "view_as_complex_copy.default", samples=lambda: [s(normal(4, 3, 2))]),
+    **_alike(
+        "view_as_complex.default",
+        "view_as_complex_copy.default",
+        samples=lambda: [s(normal(4, 3, 2))],
+    ),
     "polygamma.default": lambda: [s(1, x(4, 3))],
     "mvlgamma.default": lambda: [s(x(4, 3, low=2, high=3), 2)],
     "round.decimals": lambda: [s(x(4, 3), decimals=1)],
     "native_dropout_backward.default": lambda: [s(x(4, 3), bools(4, 3), 2.0)],
-    "div.Tensor_mode": lambda: [s(x(4, 3), x(3), rounding_mode=m) for m in ("floor", "trunc", None)],
+    "div.Tensor_mode": lambda: [
+        s(x(4, 3), x(3), rounding_mode=m) for m in ("floor", "trunc", None)
+    ],
     "div.Scalar_mode": lambda: [s(x(4, 3), 0.3, rounding_mode="floor")],
     "lerp.Tensor": lambda: [s(x(4, 3), x(4, 3), x(3)), s(x(4, 1), x(3), x())],
-    "add.Tensor": lambda: [*generic(aten.add.Tensor), s(x(4, 3), x(4, 3), alpha=3), s(ints(4, 3), ints(3)), s(bools(4), bools(4))],
-    "mul.Tensor": lambda: [*generic(aten.mul.Tensor), s(ints(4, 3), ints(3)), s(normal(3, dtype=torch.complex128), normal(3))],
+    "add.Tensor": lambda: [
+        *generic(aten.add.Tensor),
+        s(x(4, 3), x(4, 3), alpha=3),
+        s(ints(4, 3), ints(3)),
+        s(bools(4), bools(4)),
+    ],
+    "mul.Tensor": lambda: [
+        *generic(aten.mul.Tensor),
+        s(ints(4, 3), ints(3)),
+        s(normal(3, dtype=torch.complex128), normal(3)),
+    ],
     # reductions
     **_alike(
         "sum.default",
@@ -380,10 +460,18 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "amax.default",
         "amin.default",
         "logsumexp.default",
-        samples=lambda: [s(normal(4, 3, 2), [0, 2]), s(normal(4, 3), [-1], True), s(normal(5), [0])],
+        samples=lambda: [
+            s(normal(4, 3, 2), [0, 2]),
+            s(normal(4, 3), [-1], True),
+            s(normal(5), [0]),
+        ],
     ),
     **_alike("count_nonzero.dim_IntList", samples=lambda: [s(ints(4, 3, 2, high=2), [0, 2])]),
-    **_alike("all.dims", "any.dims", samples=lambda: [s(bools(4, 3, 2), [0, 2]), s(bools(4, 3), None, True)]),
+    **_alike(
+        "all.dims",
+        "any.dims",
+        samples=lambda: [s(bools(4, 3, 2), [0, 2]), s(bools(4, 3), None, True)],
+    ),
     **_alike("all.dim", "any.dim", samples=lambda: [s(bools(4, 3, 2), 1), s(bools(4, 3), 0, True)]),
     **_alike(
         "prod.dim_int",
@@ -403,11 +491,25 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "std.correction",
         "var_mean.correction",
         "std_mean.correction",
-        samples=lambda: [s(normal(4, 3, 2), [1], correction=1, keepdim=True), s(normal(4, 3), None, correction=0)],
+        samples=lambda: [
+            s(normal(4, 3, 2), [1], correction=1, keepdim=True),
+            s(normal(4, 3), None, correction=0),
+        ],
     ),
-    **_alike("var.dim", "std.dim", "var_mean.dim", samples=lambda: [s(normal(4, 3, 2), [1], True, True), s(normal(4, 3), [0], False)]),
+    **_alike(
+        "var.dim",
+        "std.dim",
+        "var_mean.dim",
+        samples=lambda: [s(normal(4, 3, 2), [1], True, True), s(normal(4, 3), [0], False)],
+    ),
     "linalg_vector_norm.default": lambda: [
-        s(normal(4, 3), p, d, k) for p, d, k in ((2, None, False), (1, [1], True), (float("inf"), [0], False), (3, [0, 1], False))
+        s(normal(4, 3), p, d, k)
+        for p, d, k in (
+            (2, None, False),
+            (1, [1], True),
+            (float("inf"), [0], False),
+            (3, [0, 1], False),
+        )
     ],
     "norm.ScalarOpt_dim": lambda: [s(normal(4, 3), 2, [1], True)],
     # views
@@ -420,16 +522,36 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         samples=lambda: [s(normal(*a), b) for a, b in VIEWS],
     ),
     "_reshape_alias.default": lambda: [s(normal(4, 6), [24], [1])],
-    **_alike("t.default", "t_copy.default", samples=lambda: [s(normal(4, 3)), s(normal(3)), s(normal())]),
-    **_alike("adjoint.default", "mT.default", samples=lambda: [s(normal(2, 4, 3))]),
-    **_alike("transpose.int", "transpose_copy.int", samples=lambda: [s(normal(2, 4, 3), 0, -1), s(normal(), 0, 0)]),
-    **_alike("permute.default", "permute_copy.default", samples=lambda: [s(normal(2, 4, 3), [2, 0, -2])]),
     **_alike(
-        "expand.default", "expand_copy.default", samples=lambda: [s(normal(4, 1), [2, -1, 3]), s(normal(), [3]), s(normal(4, 3), [4, 3])]
+        "t.default", "t_copy.default", samples=lambda: [s(normal(4, 3)), s(normal(3)), s(normal())]
     ),
-    **_alike("unsqueeze.default", "unsqueeze_copy.default", samples=lambda: [s(normal(4, 3), 1), s(normal(4, 3), -1), s(normal(), 0)]),
-    **_alike("squeeze.default", "squeeze_copy.default", samples=lambda: [s(normal(4, 1, 2)), s(normal())]),
-    **_alike("squeeze.dim", "squeeze_copy.dim", samples=lambda: [s(normal(4, 1, 2), 1), s(normal(2, 1), 0)]),
+    **_alike("adjoint.default", "mT.default", samples=lambda: [s(normal(2, 4, 3))]),
+    **_alike(
+        "transpose.int",
+        "transpose_copy.int",
+        samples=lambda: [s(normal(2, 4, 3), 0, -1), s(normal(), 0, 0)],
+    ),
+    **_alike(
+        "permute.default", "permute_copy.default", samples=lambda: [s(normal(2, 4, 3), [2, 0, -2])]
+    ),
+    **_alike(
+        "expand.default",
+        "expand_copy.default",
+        samples=lambda: [s(normal(4, 1), [2, -1, 3]), s(normal(), [3]), s(normal(4, 3), [4, 3])],
+    ),
+    **_alike(
+        "unsqueeze.default",
+        "unsqueeze_copy.default",
+        samples=lambda: [s(normal(4, 3), 1), s(normal(4, 3), -1), s(normal(), 0)],
+    ),
+    **_alike(
+        "squeeze.default", "squeeze_copy.default", samples=lambda: [s(normal(4, 1, 2)), s(normal())]
+    ),
+    **_alike(
+        "squeeze.dim",
+        "squeeze_copy.dim",
+        samples=lambda: [s(normal(4, 1, 2), 1), s(normal(2, 1), 0)],
+    ),
     **_alike("squeeze.dims", "squeeze_copy.dims", samples=lambda: [s(normal(4, 1, 2), [0, 1])]),
     **_alike(
         "slice.Tensor",
@@ -437,26 +559,52 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         samples=lambda: (
             [
                 s(normal(6, 4), 0, a, b, step)
-                for a, b, step in ((0, 9223372036854775807, 1), (0, 3, 1), (2, 4, 1), (-3, 9, 1), (1, 4, 1), (0, 6, 2), (4, 2, 1))
+                for a, b, step in (
+                    (0, 9223372036854775807, 1),
+                    (0, 3, 1),
+                    (2, 4, 1),
+                    (-3, 9, 1),
+                    (1, 4, 1),
+                    (0, 6, 2),
+                    (4, 2, 1),
+                )
             ]
             + [s(normal(4, 6), 1, 3, 6), s(normal(2, 12), 1, 4, 12)]
         ),
     ),
     "slice_backward.default": lambda: [
         s(normal(n, 4), [6, 4], 0, a, b, step)
-        for n, a, b, step in ((6, 0, 9223372036854775807, 1), (3, 0, 3, 1), (2, 2, 4, 1), (3, 1, 4, 1), (3, 0, 6, 2), (4, 2, 6, 1))
+        for n, a, b, step in (
+            (6, 0, 9223372036854775807, 1),
+            (3, 0, 3, 1),
+            (2, 2, 4, 1),
+            (3, 1, 4, 1),
+            (3, 0, 6, 2),
+            (4, 2, 6, 1),
+        )
     ],
     **_alike(
         "split.Tensor",
         "split_copy.Tensor",
         "unsafe_split.Tensor",
-        samples=lambda: [s(normal(6, 4), 3), s(normal(6, 4), 4), s(normal(2, 6), 2, 1), s(normal(4, 3), 4), s(normal(10, 2), 4)],
+        samples=lambda: [
+            s(normal(6, 4), 3),
+            s(normal(6, 4), 4),
+            s(normal(2, 6), 2, 1),
+            s(normal(4, 3), 4),
+            s(normal(10, 2), 4),
+        ],
     ),
     **_alike(
         "split_with_sizes.default",
         "split_with_sizes_copy.default",
         "unsafe_split_with_sizes.default",
-        samples=lambda: [s(normal(6, 4), [3, 3]), s(normal(6, 4), [1, 5]), s(normal(2, 6), [2, 2, 2], 1), s(normal(2, 12), [4, 8], 1)],
+        samples=lambda: [
+            s(normal(6, 4), [3, 3]),
+            s(normal(6, 4), [1, 5]),
+            s(normal(2, 6), [2, 2, 2], 1),
+            s(normal(2, 12), [4, 8], 1),
+        ],
     ),
     "cat.default": lambda: [
         s([normal(4, 3), normal(4, 3)]),
@@ -467,57 +615,123 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s([normal(2, 3), normal(4, 3), normal(2, 3)]),
     ],
     "stack.default": lambda: [s([normal(4, 3), normal(4, 3)]), s([normal(4, 3), normal(4, 3)], -1)],
-    **_alike("unbind.int", "unbind_copy.int", samples=lambda: [s(normal(4, 3)), s(normal(4, 3), 1)]),
-    **_alike("select.int", "select_copy.int", samples=lambda: [s(normal(4, 3), 0, 2), s(normal(4, 6), 1, -1), s(normal(5), 0, 0)]),
-    "select_backward.default": lambda: [s(normal(3), [4, 3], 0, 2), s(normal(4), [4, 6], 1, -1), s(normal(), [5], 0, 0)],
+    **_alike(
+        "unbind.int", "unbind_copy.int", samples=lambda: [s(normal(4, 3)), s(normal(4, 3), 1)]
+    ),
+    **_alike(
+        "select.int",
+        "select_copy.int",
+        samples=lambda: [s(normal(4, 3), 0, 2), s(normal(4, 6), 1, -1), s(normal(5), 0, 0)],
+    ),
+    "select_backward.default": lambda: [
+        s(normal(3), [4, 3], 0, 2),
+        s(normal(4), [4, 6], 1, -1),
+        s(normal(), [5], 0, 0),
+    ],
     "flip.default": lambda: [s(normal(4, 3), [0]), s(normal(4, 3, 2), [0, -1])],
     "roll.default": lambda: [s(normal(4, 3), [1], [0]), s(normal(4, 3), [1])],
-    "constant_pad_nd.default": lambda: [s(normal(4, 3, 2), [1, 0]), s(normal(4, 3, 2), [0, 0, 1, 2], 3.0), s(normal(4, 5), [-1, -1])],
+    "constant_pad_nd.default": lambda: [
+        s(normal(4, 3, 2), [1, 0]),
+        s(normal(4, 3, 2), [0, 0, 1, 2], 3.0),
+        s(normal(4, 5), [-1, -1]),
+    ],
     "repeat.default": lambda: [s(normal(4, 3), [2, 1]), s(normal(3), [2, 3]), s(normal(), [3])],
-    **_alike("diagonal.default", "diagonal_copy.default", samples=lambda: [s(normal(4, 3)), s(normal(4, 3, 5), 1, 0, 2)]),
-    "diagonal_backward.default": lambda: [s(normal(3), [4, 3], 0, 0, 1), s(normal(3, 4), [4, 3, 5], 1, 0, 2)],
     **_alike(
-        "unfold.default", "unfold_copy.default", samples=lambda: [s(normal(4, 7), 1, 3, 2), s(normal(7, 4), 0, 2, 1), s(normal(), 0, 1, 1)]
+        "diagonal.default",
+        "diagonal_copy.default",
+        samples=lambda: [s(normal(4, 3)), s(normal(4, 3, 5), 1, 0, 2)],
+    ),
+    "diagonal_backward.default": lambda: [
+        s(normal(3), [4, 3], 0, 0, 1),
+        s(normal(3, 4), [4, 3, 5], 1, 0, 2),
+    ],
+    **_alike(
+        "unfold.default",
+        "unfold_copy.default",
+        samples=lambda: [s(normal(4, 7), 1, 3, 2), s(normal(7, 4), 0, 2, 1), s(normal(), 0, 1, 1)],
     ),
     "pixel_shuffle.default": lambda: [s(normal(2, 8, 3, 2), 2), s(normal(12, 2, 2), 2)],
     "pixel_unshuffle.default": lambda: [s(normal(2, 2, 6, 4), 2), s(normal(3, 4, 4), 2)],
     "channel_shuffle.default": lambda: [s(normal(2, 6, 3), 2), s(normal(2, 8, 3, 2), 4)],
     "narrow_copy.default": lambda: [s(normal(4, 6), 1, 2, 3)],
-    "diag_embed.default": lambda: [s(normal(3)), s(normal(2, 3), 1), s(normal(2, 3), -2, 0, 2), s(normal(2, 3), 1, 2, 0)],
+    "diag_embed.default": lambda: [
+        s(normal(3)),
+        s(normal(2, 3), 1),
+        s(normal(2, 3), -2, 0, 2),
+        s(normal(2, 3), 1, 2, 0),
+    ],
     "trace.default": lambda: [s(normal(3, 4))],
     "rot90.default": lambda: [s(normal(3, 4, 2), k, [0, 2]) for k in range(-1, 4)],
     "addbmm.default": lambda: [
         s(normal(3, 2), normal(4, 3, 5), normal(4, 5, 2)),
         s(normal(2), normal(4, 3, 5), normal(4, 5, 2), beta=2, alpha=3),
     ],
-    "addr.default": lambda: [s(normal(3, 2), normal(3), normal(2)), s(normal(2), normal(3), normal(2), beta=2, alpha=3)],
-    "_unsafe_masked_index.default": lambda: [s(normal(4, 6), bools(5, 1), [ints(5, 1, low=-2), ints(3, low=-1)], 2.0)],
+    "addr.default": lambda: [
+        s(normal(3, 2), normal(3), normal(2)),
+        s(normal(2), normal(3), normal(2), beta=2, alpha=3),
+    ],
+    "_unsafe_masked_index.default": lambda: [
+        s(normal(4, 6), bools(5, 1), [ints(5, 1, low=-2), ints(3, low=-1)], 2.0)
+    ],
     "_unsafe_masked_index_put_accumulate.default": lambda: [
         s(normal(4, 6), bools(5, 3), [ints(5, 1, low=-2), ints(3, low=-1)], normal(5, 3))
     ],
-    **_alike("max_unpool2d.default", samples=lambda: [s(normal(2, 3, 2, 2), torch.tensor([[0, 3], [9, 14]]).expand(2, 3, 2, 2), [4, 4])]),
+    **_alike(
+        "max_unpool2d.default",
+        samples=lambda: [
+            s(normal(2, 3, 2, 2), torch.tensor([[0, 3], [9, 14]]).expand(2, 3, 2, 2), [4, 4])
+        ],
+    ),
     "max_unpool3d.default": lambda: [
-        s(normal(2, 3, 1, 2, 2), torch.tensor([[[0, 3], [9, 14]]]).expand(2, 3, 1, 2, 2), [1, 4, 4], [1, 2, 2], [0, 0, 0])
+        s(
+            normal(2, 3, 1, 2, 2),
+            torch.tensor([[[0, 3], [9, 14]]]).expand(2, 3, 1, 2, 2),
+            [1, 4, 4],
+            [1, 2, 2],
+            [0, 0, 0],
+        )
     ],
     "grid_sampler_2d.default": lambda: [s(normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False)],
-    "grid_sampler_3d.default": lambda: [s(normal(2, 3, 4, 5, 2), normal(2, 6, 4, 2, 3), 0, 1, True)],
+    "grid_sampler_3d.default": lambda: [
+        s(normal(2, 3, 4, 5, 2), normal(2, 6, 4, 2, 3), 0, 1, True)
+    ],
     "grid_sampler_2d_backward.default": lambda: [
         s(normal(2, 3, 6, 4), normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False, [True, True]),
         s(normal(2, 3, 6, 4), normal(2, 3, 4, 5), normal(2, 6, 4, 2), 0, 0, False, [False, True]),
     ],
     "grid_sampler_3d_backward.default": lambda: [
-        s(normal(2, 3, 6, 4, 2), normal(2, 3, 4, 5, 2), normal(2, 6, 4, 2, 3), 0, 0, False, [True, True])
+        s(
+            normal(2, 3, 6, 4, 2),
+            normal(2, 3, 4, 5, 2),
+            normal(2, 6, 4, 2, 3),
+            0,
+            0,
+            False,
+            [True, True],
+        )
     ],
-    "unfold_backward.default": lambda: [s(normal(4, 3, 3), [4, 7], 1, 3, 2), s(normal(1), [], 0, 1, 1)],
+    "unfold_backward.default": lambda: [
+        s(normal(4, 3, 3), [4, 7], 1, 3, 2),
+        s(normal(1), [], 0, 1, 1),
+    ],
     "view.dtype": lambda: [s(normal(4, 3), torch.int64), s(normal(4, 3), torch.int32)],
-    **_alike("tril.default", "triu.default", samples=lambda: [s(normal(4, 5)), s(normal(2, 6, 4), -1), s(normal(4, 4), 1)]),
+    **_alike(
+        "tril.default",
+        "triu.default",
+        samples=lambda: [s(normal(4, 5)), s(normal(2, 6, 4), -1), s(normal(4, 4), 1)],
+    ),
     "slice_scatter.default": lambda: [s(normal(6, 4), normal(2, 4), 0, 1, 3)],
     "select_scatter.default": lambda: [s(normal(6, 4), normal(4), 0, 2)],
     "diagonal_scatter.default": lambda: [s(normal(5, 4), normal(4))],
     "glu.default": lambda: [s(normal(4, 6)), s(normal(6, 4, 2), 0)],
-    "glu_backward.default": lambda: [s(normal(4, 3), normal(4, 6), -1), s(normal(3, 4), normal(6, 4), 0)],
+    "glu_backward.default": lambda: [
+        s(normal(4, 3), normal(4, 6), -1),
+        s(normal(3, 4), normal(6, 4), 0),
+    ],
     "_prelu_kernel.default": lambda: [s(normal(4, 5, 3), normal(1, 5, 1))],
-    "_prelu_kernel_backward.default": lambda: [s(normal(4, 5, 3), normal(4, 5, 3), normal(1, 5, 1))],
+    "_prelu_kernel_backward.default": lambda: [
+        s(normal(4, 5, 3), normal(4, 5, 3), normal(1, 5, 1))
+    ],
     "isin.Tensor_Tensor": lambda: [s(ints(4, 5), ints(3))],
     **_alike(
         "mse_loss.default",
@@ -526,19 +740,27 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "soft_margin_loss.default",
         samples=lambda: [s(normal(4, 5), normal(4, 5), r) for r in (0, 1, 2)],
     ),
-    "binary_cross_entropy.default": lambda: [s(x(4, 5), x(4, 5), w, r) for r in (0, 1, 2) for w in (None, x(5))],
+    "binary_cross_entropy.default": lambda: [
+        s(x(4, 5), x(4, 5), w, r) for r in (0, 1, 2) for w in (None, x(5))
+    ],
     **_alike(
         "mse_loss_backward.default",
         "soft_margin_loss_backward.default",
-        samples=lambda: [s(x(*g), normal(4, 5), normal(4, 5), r) for r, g in ((0, (4, 5)), (1, ()), (2, ()))],
+        samples=lambda: [
+            s(x(*g), normal(4, 5), normal(4, 5), r) for r, g in ((0, (4, 5)), (1, ()), (2, ()))
+        ],
     ),
     **_alike(
         "huber_loss_backward.default",
         "smooth_l1_loss_backward.default",
-        samples=lambda: [s(x(*g), normal(4, 5), normal(4, 5), r, 1.0) for r, g in ((0, (4, 5)), (1, ()), (2, ()))],
+        samples=lambda: [
+            s(x(*g), normal(4, 5), normal(4, 5), r, 1.0) for r, g in ((0, (4, 5)), (1, ()), (2, ()))
+        ],
     ),
     "binary_cross_entropy_backward.default": lambda: [
-        s(x(*g), x(4, 5), x(4, 5), w, r) for r, g in ((0, (4, 5)), (1, ()), (2, ())) for w in (None, x(4, 5))
+        s(x(*g), x(4, 5), x(4, 5), w, r)
+        for r, g in ((0, (4, 5)), (1, ()), (2, ()))
+        for w in (None, x(4, 5))
     ],
     # scans
     **_alike(
@@ -549,13 +771,26 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "cummin.default",
         samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5, 2), -1), s(normal(5), 0)],
     ),
-    **_alike("sort.default", "argsort.default", samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5), -1, True)]),
-    **_alike("sort.stable", "argsort.stable", samples=lambda: [s(normal(4, 5), stable=True, dim=0)]),
+    **_alike(
+        "sort.default",
+        "argsort.default",
+        samples=lambda: [s(normal(4, 5), 0), s(normal(4, 5), -1, True)],
+    ),
+    **_alike(
+        "sort.stable", "argsort.stable", samples=lambda: [s(normal(4, 5), stable=True, dim=0)]
+    ),
     "topk.default": lambda: [s(normal(4, 5), 2), s(normal(4, 5), 3, 0, False)],
     # index
-    "embedding.default": lambda: [s(normal(7, 3), ints(2, 3, high=7)), s(normal(6, 3), ints(4, high=6), 1), s(normal(2, 3), ints(high=2))],
+    "embedding.default": lambda: [
+        s(normal(7, 3), ints(2, 3, high=7)),
+        s(normal(6, 3), ints(4, high=6), 1),
+        s(normal(2, 3), ints(high=2)),
+    ],
     "embedding_dense_backward.default": lambda: (
-        [s(normal(2, 3, 4), ints(2, 3, high=7), 7, pad, freq) for pad, freq in ((-1, False), (2, False), (2, True), (-1, True))]
+        [
+            s(normal(2, 3, 4), ints(2, 3, high=7), 7, pad, freq)
+            for pad, freq in ((-1, False), (2, False), (2, True), (-1, True))
+        ]
         + [s(normal(6, 2), torch.arange(6), 6, 0, False)]
     ),
     "gather.default": lambda: [
@@ -570,7 +805,12 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(normal(4, 6), 1, ints(4, 3, high=6), normal(4, 5)),
     ],
     "scatter.src": lambda: [
-        s(normal(4, 6, 3), 1, torch.stack([torch.randperm(6)[:5]] * 4)[:, :, None].repeat(1, 1, 3), normal(4, 5, 3)),
+        s(
+            normal(4, 6, 3),
+            1,
+            torch.stack([torch.randperm(6)[:5]] * 4)[:, :, None].repeat(1, 1, 3),
+            normal(4, 5, 3),
+        ),
         s(normal(6), 0, torch.randperm(6)[:4], normal(4)),
     ],
     "scatter.value": lambda: [s(normal(4, 6, 3), 1, ints(4, 5, 3, high=6), v) for v in (0, 2.5)],
@@ -590,28 +830,48 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "index_fill.int_Scalar": lambda: [s(normal(4, 6), 1, ints(3, high=6), 2.0)],
     "index_reduce.default": lambda: [s(normal(4, 6), 1, ints(3, high=6), normal(4, 3), "prod")],
     **_alike("index.Tensor", "_unsafe_index.Tensor", samples=_indexed),
-    **_alike("index_put.default", "_unsafe_index_put.default", samples=lambda: [*_indexed(True), *_indexed(False)]),
+    **_alike(
+        "index_put.default",
+        "_unsafe_index_put.default",
+        samples=lambda: [*_indexed(True), *_indexed(False)],
+    ),
     "ftp.stack.default": lambda: [s([normal(4, 3) for _ in range(3)])],
     "unstack.default": lambda: [s(normal(3, 5, 4)), s(normal(2))],
-    "nonzero_static.default": lambda: [s(ints(4, 3, high=2), size=5), s(ints(4, high=2), size=2, fill_value=7)],
+    "nonzero_static.default": lambda: [
+        s(ints(4, 3, high=2), size=5),
+        s(ints(4, high=2), size=2, fill_value=7),
+    ],
     "take.default": lambda: [s(normal(4, 3), ints(5, high=12))],
     "put.default": lambda: [s(normal(4, 3), ints(5, high=12), normal(5), True)],
     "masked_scatter.default": lambda: [s(normal(4, 3), bools(4, 3), normal(12))],
     "bincount.default": lambda: [s(ints(6, high=5))],
     "histc.default": lambda: [s(x(4, 3), 4, 0, 1), s(normal(9), 3)],
-    "searchsorted.Tensor": lambda: [s(normal(6).sort().values, normal(4, 3)), s(normal(4, 6).sort(-1).values, normal(4, 3))],
+    "searchsorted.Tensor": lambda: [
+        s(normal(6).sort().values, normal(4, 3)),
+        s(normal(4, 6).sort(-1).values, normal(4, 3)),
+    ],
     "bucketize.Tensor": lambda: [s(normal(4, 3), normal(6).sort().values)],
     # norms
     **_alike("_softmax.default", "_log_softmax.default", samples=_softmax_like),
-    "_safe_softmax.default": lambda: [s(normal(4, 5, 2), 1), s(torch.full((3, 4), float("-inf"), dtype=torch.float64), -1)],
-    **_alike("_softmax_backward_data.default", "_log_softmax_backward_data.default", samples=_softmax_backward),
+    "_safe_softmax.default": lambda: [
+        s(normal(4, 5, 2), 1),
+        s(torch.full((3, 4), float("-inf"), dtype=torch.float64), -1),
+    ],
+    **_alike(
+        "_softmax_backward_data.default",
+        "_log_softmax_backward_data.default",
+        samples=_softmax_backward,
+    ),
     "native_layer_norm.default": lambda: [
         s(normal(4, 3, 5), [5], normal(5), normal(5), 1e-5),
         s(normal(4, 3, 5), [3, 5], normal(3, 5), None, 1e-5),
         s(normal(4, 5), [5], None, None, 1e-5),
     ],
     "native_layer_norm_backward.default": _layer_norm_backward,
-    "_fused_rms_norm.default": lambda: [s(normal(4, 3, 5), [5], normal(5), 1e-5), s(normal(4, 3, 5), [3, 5], None, None)],
+    "_fused_rms_norm.default": lambda: [
+        s(normal(4, 3, 5), [5], normal(5), 1e-5),
+        s(normal(4, 3, 5), [3, 5], None, None),
+    ],
     "_fused_rms_norm_backward.default": _rms_norm_backward,
     "native_group_norm.default": lambda: [
         s(normal(3, 6, 2, 2), normal(6), normal(6), 3, 6, 4, 3, 1e-5),
@@ -625,19 +885,40 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     **_alike(
         "native_batch_norm.default",
         "_native_batch_norm_legit_functional.default",
-        samples=lambda: [s(normal(4, 3, 2, 2), normal(3), normal(3), normal(3), x(3), t, 0.1, 1e-5) for t in (True, False)],
+        samples=lambda: [
+            s(normal(4, 3, 2, 2), normal(3), normal(3), normal(3), x(3), t, 0.1, 1e-5)
+            for t in (True, False)
+        ],
     ),
-    "_embedding_bag.default": lambda: [s(x(7, 3), *_bags(), False, mode, False, None, False, 3) for mode in (1, 2)],
-    "_embedding_bag_forward_only.default": lambda: [s(x(7, 3), *_bags(), False, mode, False, None, False, 3) for mode in (1, 2)],
+    "_embedding_bag.default": lambda: [
+        s(x(7, 3), *_bags(), False, mode, False, None, False, 3) for mode in (1, 2)
+    ],
+    "_embedding_bag_forward_only.default": lambda: [
+        s(x(7, 3), *_bags(), False, mode, False, None, False, 3) for mode in (1, 2)
+    ],
     "_embedding_bag_backward.default": lambda: [
-        s(x(4, 3), *_bags(), *aten._embedding_bag.default(x(7, 3), *_bags(), False, mode)[1:], 7, False, mode, False, None, 3)
+        s(
+            x(4, 3),
+            *_bags(),
+            *aten._embedding_bag.default(x(7, 3), *_bags(), False, mode)[1:],
+            7,
+            False,
+            mode,
+            False,
+            None,
+            3,
+        )
         for mode in (1, 2)
     ],
     "_embedding_bag_per_sample_weights_backward.default": lambda: [
         s(x(4, 3), x(7, 3), *_bags(), aten._embedding_bag.default(x(7, 3), *_bags())[1], 0, 3)
     ],
-    "_native_batch_norm_legit.no_stats": lambda: [s(normal(4, 3, 2), normal(3), None, True, 0.1, 1e-5)],
-    "_native_batch_norm_legit_no_training.default": lambda: [s(normal(4, 3, 2), normal(3), normal(3), normal(3), x(3), 0.1, 1e-5)],
+    "_native_batch_norm_legit.no_stats": lambda: [
+        s(normal(4, 3, 2), normal(3), None, True, 0.1, 1e-5)
+    ],
+    "_native_batch_norm_legit_no_training.default": lambda: [
+        s(normal(4, 3, 2), normal(3), normal(3), normal(3), x(3), 0.1, 1e-5)
+    ],
     "native_batch_norm_backward.default": lambda: [
         s(
             normal(4, 3, 2, 2),
@@ -667,7 +948,10 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         samples=lambda: [s(normal(4, 3, 3)), s(normal(3, 3))],
     ),
     "linalg_eig.default": lambda: [
-        s(torch.eye(3, dtype=torch.float64) * torch.arange(1.0, 4.0, dtype=torch.float64) + 0.1 * normal(4, 3, 3))
+        s(
+            torch.eye(3, dtype=torch.float64) * torch.arange(1.0, 4.0, dtype=torch.float64)
+            + 0.1 * normal(4, 3, 3)
+        )
     ],
     **_alike(
         "_linalg_eigh.default",
@@ -675,7 +959,9 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "linalg_cholesky_ex.default",
         "cholesky_inverse.default",
         "linalg_ldl_factor_ex.default",
-        samples=lambda: [s((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3)))],
+        samples=lambda: [
+            s((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3)))
+        ],
     ),
     "linalg_householder_product.default": lambda: [s(normal(4, 3, 3), normal(4, 3))],
     "linalg_solve_triangular.default": lambda: [
@@ -684,31 +970,61 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     ],
     "triangular_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).triu() + torch.eye(3))],
     "cholesky_solve.default": lambda: [s(normal(4, 3, 2), normal(4, 3, 3).tril() + torch.eye(3))],
-    "_linalg_solve_ex.default": lambda: [s(normal(4, 3, 3), normal(4, 3, 2)), s(normal(4, 3, 3), normal(4, 3))],
+    "_linalg_solve_ex.default": lambda: [
+        s(normal(4, 3, 3), normal(4, 3, 2)),
+        s(normal(4, 3, 3), normal(4, 3)),
+    ],
     "lstsq.default": lambda: [
         s(normal(4, 5, 3), normal(4, 5, 2), None, "gelsy"),
         s(normal(4, 5, 3), normal(4, 5, 2), None, "gels"),
         s(normal(4, 3, 3), normal(4, 3), None, "gelsd"),
     ],
-    "linalg_lu_solve.default": lambda: [s(*torch.linalg.lu_factor(normal(4, 3, 3)), normal(4, 3, 2))],
-    "linalg_ldl_solve.default": lambda: [
-        s(*torch.linalg.ldl_factor((lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3))), normal(4, 3, 2))
+    "linalg_lu_solve.default": lambda: [
+        s(*torch.linalg.lu_factor(normal(4, 3, 3)), normal(4, 3, 2))
     ],
-    "lu_unpack.default": lambda: [s(*torch.linalg.lu_factor(normal(4, 3, 3))), s(*torch.linalg.lu_factor(normal(4, 3, 3)), True, False)],
-    "linalg_pinv.atol_rtol_tensor": lambda: [s(normal(4, 3, 2)), s(normal(4, 3, 3), rtol=torch.tensor(0.1, dtype=torch.float64))],
+    "linalg_ldl_solve.default": lambda: [
+        s(
+            *torch.linalg.ldl_factor(
+                (lambda a: a @ a.mT + torch.eye(3, dtype=torch.float64))(normal(4, 3, 3))
+            ),
+            normal(4, 3, 2),
+        )
+    ],
+    "lu_unpack.default": lambda: [
+        s(*torch.linalg.lu_factor(normal(4, 3, 3))),
+        s(*torch.linalg.lu_factor(normal(4, 3, 3)), True, False),
+    ],
+    "linalg_pinv.atol_rtol_tensor": lambda: [
+        s(normal(4, 3, 2)),
+        s(normal(4, 3, 3), rtol=torch.tensor(0.1, dtype=torch.float64)),
+    ],
     "_fft_c2c.default": lambda: [s(normal(4, 5, dtype=torch.complex128), [1], 0, True)],
-    "_fft_r2c.default": lambda: [s(normal(4, 5), [1], 0, True), s(normal(4, 5, 3), [0, 1], 0, True)],
+    "_fft_r2c.default": lambda: [
+        s(normal(4, 5), [1], 0, True),
+        s(normal(4, 5, 3), [0, 1], 0, True),
+    ],
     "_fft_c2r.default": lambda: [s(normal(4, 3, dtype=torch.complex128), [1], 0, 5)],
     "linalg_cross.default": lambda: [s(normal(4, 3), normal(4, 3)), s(normal(1, 3), normal(4, 3))],
-    "_cdist_forward.default": lambda: [s(normal(4, 3, 2), normal(4, 5, 2), 2.0, None), s(normal(3, 2), normal(28, 2), 2.0, None)],
-    "_euclidean_dist.default": lambda: [s(normal(4, 3, 2), normal(4, 5, 2)), s(normal(3, 2), normal(1, 5, 2))],
-    "_cdist_backward.default": lambda: [s(normal(4, 3, 5), a := normal(4, 3, 2), b := normal(4, 5, 2), 2.0, torch.cdist(a, b))],
+    "_cdist_forward.default": lambda: [
+        s(normal(4, 3, 2), normal(4, 5, 2), 2.0, None),
+        s(normal(3, 2), normal(28, 2), 2.0, None),
+    ],
+    "_euclidean_dist.default": lambda: [
+        s(normal(4, 3, 2), normal(4, 5, 2)),
+        s(normal(3, 2), normal(1, 5, 2)),
+    ],
+    "_cdist_backward.default": lambda: [
+        s(normal(4, 3, 5), a := normal(4, 3, 2), b := normal(4, 5, 2), 2.0, torch.cdist(a, b))
+    ],
     # attention
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda: _attention(False),
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: _attention(True),
     # factories
     **_alike(
-        "zeros.default", "ones.default", "empty.memory_format", samples=lambda: [s([4, 3], dtype=torch.float64), s([], dtype=torch.float64)]
+        "zeros.default",
+        "ones.default",
+        "empty.memory_format",
+        samples=lambda: [s([4, 3], dtype=torch.float64), s([], dtype=torch.float64)],
     ),
     "full.default": lambda: [s([4, 3], 2.5, dtype=torch.float64)],
     "empty_strided.default": lambda: [s([4, 3], [1, 4], dtype=torch.float64)],
@@ -737,8 +1053,15 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "arange.default": lambda: [s(7), s(6), s(5.5, dtype=torch.float64)],
     "arange.start": lambda: [s(2, 9), s(0.5, 6.0, dtype=torch.float64)],
     "arange.start_step": lambda: [s(2, 13, 2), s(9, 1, -2), s(0.5, 6.0, 0.5, dtype=torch.float64)],
-    "ctc_loss.default": lambda: [s(*_ctc()[:4], 0, False), s(*_ctc()[:4], 1, True), s(*_ctc(one_row=True)[:4], 0, False)],
-    "ctc_loss_backward.default": lambda: [s(normal(3), *_ctc(), 0, False), s(normal(3), *_ctc(one_row=True), 0, True)],
+    "ctc_loss.default": lambda: [
+        s(*_ctc()[:4], 0, False),
+        s(*_ctc()[:4], 1, True),
+        s(*_ctc(one_row=True)[:4], 0, False),
+    ],
+    "ctc_loss_backward.default": lambda: [
+        s(normal(3), *_ctc(), 0, False),
+        s(normal(3), *_ctc(one_row=True), 0, True),
+    ],
     "random_bits.default": lambda: [
         s(ints(2, high=1 << 40), [5, 4], [4, 1], 0),
         s(ints(3, 2, high=1 << 40), [7, 3], [12, 3], 2),
@@ -752,34 +1075,63 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     ],
     "eye.default": lambda: [s(4, dtype=torch.float64)],
     "eye.m": lambda: [s(4, 6, dtype=torch.float64)],
-    **_alike("linspace.default", "logspace.default", samples=lambda: [s(0, 1, 5, dtype=torch.float64)]),
+    **_alike(
+        "linspace.default", "logspace.default", samples=lambda: [s(0, 1, 5, dtype=torch.float64)]
+    ),
     **_alike("tril_indices.default", "triu_indices.default", samples=lambda: [s(4, 3)]),
     # convolutions
     "convolution.default": lambda: [s(i, w, b, *rest) for i, w, b, rest in _convolutions()],
     "convolution_backward.default": lambda: [
-        s(normal(*aten.convolution(i, w, b, *rest).shape), i, w, None if b is None else list(b.shape), *rest, [True, True, b is not None])
+        s(
+            normal(*aten.convolution(i, w, b, *rest).shape),
+            i,
+            w,
+            None if b is None else list(b.shape),
+            *rest,
+            [True, True, b is not None],
+        )
         for i, w, b, rest in _convolutions()
     ],
     **{f"max_pool{d}d_with_indices.default": (lambda d=d: _pooled(d)) for d in (2, 3)},
     **{f"avg_pool{d}d.default": (lambda d=d: _pooled(d)) for d in (2, 3)},
-    **{f"max_pool{d}d_with_indices_backward.default": (lambda d=d: _pooled(d, "max")) for d in (2, 3)},
+    **{
+        f"max_pool{d}d_with_indices_backward.default": (lambda d=d: _pooled(d, "max"))
+        for d in (2, 3)
+    },
     **{f"avg_pool{d}d_backward.default": (lambda d=d: _pooled(d, "avg")) for d in (2, 3)},
     **{
         f"{name}{d}d.default": (lambda d=d: [s(normal(2, 3, *(5, 6, 4)[:d]), [2] * d)])
         for d in (2, 3)
         for name in ("_adaptive_avg_pool", "adaptive_max_pool")
     },
-    **{f"_adaptive_avg_pool{d}d_backward.default": (lambda d=d: [s(normal(2, 3, *[2] * d), normal(2, 3, *(5, 6, 4)[:d]))]) for d in (2, 3)},
+    **{
+        f"_adaptive_avg_pool{d}d_backward.default": (
+            lambda d=d: [s(normal(2, 3, *[2] * d), normal(2, 3, *(5, 6, 4)[:d]))]
+        )
+        for d in (2, 3)
+    },
     **{
         f"adaptive_max_pool{d}d_backward.default": (
             lambda d=d: [
-                s(normal(2, 3, *[2] * d), i := normal(2, 3, *(5, 6, 4)[:d]), getattr(aten, f"adaptive_max_pool{d}d")(i, [2] * d)[1])
+                s(
+                    normal(2, 3, *[2] * d),
+                    i := normal(2, 3, *(5, 6, 4)[:d]),
+                    getattr(aten, f"adaptive_max_pool{d}d")(i, [2] * d)[1],
+                )
             ]
         )
         for d in (2, 3)
     },
-    **{f"{name}{d}d.default": (lambda d=d: _resized(d)) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
-    **{f"{name}{d}d.vec": (lambda d=d: _resized_vec(d)) for d in (1, 2, 3) for name in ("upsample_nearest", "_upsample_nearest_exact")},
+    **{
+        f"{name}{d}d.default": (lambda d=d: _resized(d))
+        for d in (1, 2, 3)
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+    },
+    **{
+        f"{name}{d}d.vec": (lambda d=d: _resized_vec(d))
+        for d in (1, 2, 3)
+        for name in ("upsample_nearest", "_upsample_nearest_exact")
+    },
     **{
         f"{name}{d}d_backward.default": (lambda d=d: _resized_backward(d))
         for d in (1, 2, 3)
@@ -798,7 +1150,12 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     },
     **{
         f"{name}.vec": (lambda d=d: _resized_vec(d, False))
-        for name, d in (("upsample_linear1d", 1), ("upsample_bilinear2d", 2), ("upsample_bicubic2d", 2), ("upsample_trilinear3d", 3))
+        for name, d in (
+            ("upsample_linear1d", 1),
+            ("upsample_bilinear2d", 2),
+            ("upsample_bicubic2d", 2),
+            ("upsample_trilinear3d", 3),
+        )
     },
     **{
         f"{name}_backward.default": (lambda d=d: _resized_backward(d, False))
@@ -811,15 +1168,25 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
             ("upsample_trilinear3d", 3),
         )
     },
-    **{f"{name}_pad{d}d.default": (lambda d=d: _padded(d)) for d in (1, 2, 3) for name in ("reflection", "replication")},
-    **{f"{name}_pad{d}d_backward.default": (lambda d=d: _padded_backward(d)) for d in (1, 2, 3) for name in ("reflection", "replication")},
+    **{
+        f"{name}_pad{d}d.default": (lambda d=d: _padded(d))
+        for d in (1, 2, 3)
+        for name in ("reflection", "replication")
+    },
+    **{
+        f"{name}_pad{d}d_backward.default": (lambda d=d: _padded_backward(d))
+        for d in (1, 2, 3)
+        for name in ("reflection", "replication")
+    },
     "im2col.default": lambda: [s(normal(2, 3, 4, 5), [2, 2], [1, 1], [0, 0], [1, 1])],
     "col2im.default": lambda: [s(normal(2, 12, 12), [4, 5], [2, 2], [1, 1], [0, 0], [1, 1])],
 }
 
 
 def _update(op: OpOverload) -> list[Sample]:
-    """An optimizer's fused update of one parameter, with all its columns and without the one that may be missing."""
+    """An optimizer's fused update of one parameter, with all its columns and without the one
+    that may be missing.
+    """
     from ftp.ops.fused_optimizer import UPDATES
 
     update = UPDATES[op]
@@ -864,7 +1231,12 @@ def _ctc(one_row: bool = False) -> tuple[torch.Tensor, ...]:
     lengths = torch.tensor([7, 5, 6]), torch.tensor([3, 1, 2])
     if one_row:
         targets = targets.flatten()[:6]
-    return log_probs, targets, *lengths, *torch.ops.ftp.ctc_loss.default(log_probs, targets, *lengths, 0, False)
+    return (
+        log_probs,
+        targets,
+        *lengths,
+        *torch.ops.ftp.ctc_loss.default(log_probs, targets, *lengths, 0, False),
+    )
 
 
 def _bags() -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,4 +1,6 @@
-"""A Llama with torchtitan's module names, and torchtitan's tensor-parallel plan for it as torchtitan states it."""
+"""A Llama with torchtitan's module names, and torchtitan's tensor-parallel plan for it as
+torchtitan states it.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, PrepareModuleInput, RowwiseParallel, SequenceParallel
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
 from torch.nn import functional as F
 
 
@@ -30,16 +37,22 @@ class RMSNorm(nn.Module):
 
 
 class Attention(nn.Module):
-    """``heads`` is what the views are written with: the model's, or a rank's share of it in an edited model."""
+    """``heads`` is what the views are written with: the model's, or a rank's share of it in an
+    edited model.
+    """
 
     def __init__(self, cfg: Config):
         super().__init__()
         self.heads, self.head_dim = cfg.heads, cfg.dim // cfg.heads
-        self.wq, self.wk, self.wv, self.wo = (nn.Linear(cfg.dim, cfg.dim, bias=False) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = (
+            nn.Linear(cfg.dim, cfg.dim, bias=False) for _ in range(4)
+        )
 
     def forward(self, x: Tensor, angles: Tensor) -> Tensor:
         batch, seq, _ = x.shape
-        q, k, v = (w(x).view(batch, seq, self.heads, self.head_dim) for w in (self.wq, self.wk, self.wv))
+        q, k, v = (
+            w(x).view(batch, seq, self.heads, self.head_dim) for w in (self.wq, self.wk, self.wv)
+        )
         q, k, v = (t.transpose(1, 2) for t in (rotated(q, angles), rotated(k, angles), v))
         out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         return self.wo(out.transpose(1, 2).reshape(batch, seq, self.heads * self.head_dim))
@@ -99,7 +112,11 @@ def root_plan(sequence: bool, loss: bool) -> dict[str, Any]:
     return {
         "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=layout),
         **({"norm": SequenceParallel()} if sequence else {}),
-        "output": ColwiseParallel(input_layouts=layout, output_layouts=Shard(-1) if loss else Replicate(), use_local_output=not loss),
+        "output": ColwiseParallel(
+            input_layouts=layout,
+            output_layouts=Shard(-1) if loss else Replicate(),
+            use_local_output=not loss,
+        ),
     }
 
 
@@ -108,13 +125,17 @@ def layer_plan(sequence: bool) -> dict[str, Any]:
     layout = Shard(1) if sequence else Replicate()
     return {
         **({"attention_norm": SequenceParallel()} if sequence else {}),
-        "attention": PrepareModuleInput(input_layouts=(layout, None), desired_input_layouts=(Replicate(), None)),
+        "attention": PrepareModuleInput(
+            input_layouts=(layout, None), desired_input_layouts=(Replicate(), None)
+        ),
         "attention.wq": ColwiseParallel(),
         "attention.wk": ColwiseParallel(),
         "attention.wv": ColwiseParallel(),
         "attention.wo": RowwiseParallel(output_layouts=layout),
         **({"ffn_norm": SequenceParallel()} if sequence else {}),
-        "feed_forward": PrepareModuleInput(input_layouts=(layout,), desired_input_layouts=(Replicate(),)),
+        "feed_forward": PrepareModuleInput(
+            input_layouts=(layout,), desired_input_layouts=(Replicate(),)
+        ),
         "feed_forward.w1": ColwiseParallel(),
         "feed_forward.w2": RowwiseParallel(output_layouts=layout),
         "feed_forward.w3": ColwiseParallel(),
@@ -123,7 +144,9 @@ def layer_plan(sequence: bool) -> dict[str, Any]:
 
 def plan(sequence: bool, loss: bool) -> dict[str, Any]:
     """Both calls as one plan."""
-    return root_plan(sequence, loss) | {f"layers.*.{path}": style for path, style in layer_plan(sequence).items()}
+    return root_plan(sequence, loss) | {
+        f"layers.*.{path}": style for path, style in layer_plan(sequence).items()
+    }
 
 
 def loss(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -1,6 +1,8 @@
-"""Inductor's Triton code for a GPU that is not there, and what its kernels compute, an op at a time on a CPU.
+"""Inductor's Triton code for a GPU that is not there, and what its kernels compute, an op at a time
+on a CPU.
 
-Nothing of it takes Triton or a driver: the code is text, and integers are as wide here as in Triton.
+Nothing of it takes Triton or a driver: the code is text, and integers are as wide here as in
+Triton.
 """
 
 import re
@@ -53,8 +55,18 @@ def triton_code(run: Callable[..., Any], *example: Tensor) -> str:
     real = device_interface.get_interface_for_device
     with ExitStack() as stack:
         enter = stack.enter_context
-        for module in [m for m in sys.modules.values() if m.__name__.startswith("torch.") and vars(m).get(real.__name__) is real]:
-            enter(mock.patch.object(module, real.__name__, lambda device: Faked if torch.device(device).type == "cuda" else real(device)))
+        for module in [
+            m
+            for m in sys.modules.values()
+            if m.__name__.startswith("torch.") and vars(m).get(real.__name__) is real
+        ]:
+            enter(
+                mock.patch.object(
+                    module,
+                    real.__name__,
+                    lambda device: Faked if torch.device(device).type == "cuda" else real(device),
+                )
+            )
         enter(mock.patch("torch.cuda.is_available", return_value=True))
         enter(mock.patch("torch.cuda.get_device_properties", return_value=_H200))
         enter(mock.patch("torch.cuda.get_device_capability", return_value=(9, 0)))
@@ -62,8 +74,13 @@ def triton_code(run: Callable[..., Any], *example: Tensor) -> str:
         enter(mock.patch("torch.utils._triton.triton_hash_with_backend", return_value=""))
         enter(mock.patch("torch._inductor.scheduler.has_triton", return_value=True))
         mode = enter(FakeTensorMode())
-        fake = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0") for x in example]
-        gm = make_fx(run, decomposition_table={**select_decomp_table(), **AS_TENSOR_OPS}, tracing_mode="real")(*fake)
+        fake = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cuda:0")
+            for x in example
+        ]
+        gm = make_fx(
+            run, decomposition_table={**select_decomp_table(), **AS_TENSOR_OPS}, tracing_mode="real"
+        )(*fake)
         enter(torch.no_grad())
         enter(tracing(TracingContext(mode)))
         enter(config.patch({"triton.cudagraphs": False}))
@@ -75,15 +92,21 @@ def triton_code(run: Callable[..., Any], *example: Tensor) -> str:
 
 
 def run_kernel(code: str, operands: Sequence[Tensor], result: Tensor) -> Tensor:
-    """Runs the only kernel of the code, all programs as one, on memory in the order of its pointers; returns ``result``, written to."""
+    """Runs the only kernel of the code, all programs as one, on memory in the order of its
+    pointers; returns ``result``, written to.
+    """
     (kernel,) = re.findall(r"@triton\.jit\n(def .*?)'''", code, re.DOTALL)
     (signature,) = re.findall(r"def \w+\((.*)\):", kernel)
     names = [name.split(":")[0].strip() for name in signature.split(",")]
     pointers = [_Pointer(x) for x in (*operands, result)]
-    assert len(pointers) == sum(name.endswith("numel") is False and name != "XBLOCK" for name in names), signature
+    assert len(pointers) == sum(
+        name.endswith("numel") is False and name != "XBLOCK" for name in names
+    ), signature
     scope: dict[str, Any] = {"tl": _language(), "triton": SimpleNamespace(jit=lambda f: f)}
     exec(kernel, scope)
-    scope[kernel.split("(")[0].removeprefix("def ")](*pointers, result.numel(), XBLOCK=result.numel())
+    scope[kernel.split("(")[0].removeprefix("def ")](
+        *pointers, result.numel(), XBLOCK=result.numel()
+    )
     return result
 
 
@@ -114,11 +137,32 @@ def _tensor(x: Any) -> Tensor:
     return torch.tensor([x], dtype=torch.int32 if -(2**31) <= x < 2**31 else torch.int64)
 
 
-for name in ["add", "sub", "mul", "floordiv", "mod", "and", "or", "xor", "lshift", "rshift", "eq", "ne", "lt", "le", "gt", "ge"]:
+for name in [
+    "add",
+    "sub",
+    "mul",
+    "floordiv",
+    "mod",
+    "and",
+    "or",
+    "xor",
+    "lshift",
+    "rshift",
+    "eq",
+    "ne",
+    "lt",
+    "le",
+    "gt",
+    "ge",
+]:
     dunder = f"__{name}__"
     setattr(_Block, dunder, lambda a, b, at=dunder: _Block(getattr(_tensor(a), at)(_tensor(b))))
     if name in ("add", "sub", "mul", "and", "or", "xor"):
-        setattr(_Block, f"__r{name}__", lambda a, b, at=dunder: _Block(getattr(_tensor(b), at)(_tensor(a))))
+        setattr(
+            _Block,
+            f"__r{name}__",
+            lambda a, b, at=dunder: _Block(getattr(_tensor(b), at)(_tensor(a))),
+        )
 
 
 def _language() -> SimpleNamespace:

@@ -1,4 +1,6 @@
-"""device_put and device_get without processes: copies, any dtype and layout, and nothing cut twice."""
+"""device_put and device_get without processes: copies, any dtype and layout, and nothing cut
+twice.
+"""
 
 from types import SimpleNamespace
 
@@ -16,16 +18,36 @@ from ftp.tensors.replicas import compare_copies
 MESH = ftp.simulated_mesh((2, 2), ("dp", "tp"))
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float64, torch.bfloat16, torch.int16, torch.bool, torch.complex64]
+)
 def test_there_and_back_is_the_identity(dtype):
     x = (torch.arange(24).reshape(4, 6) % 3).to(dtype)
-    tree = {"plain": x, "strided": x.T, "expanded": x[:1].expand(4, 6), "empty": x[:0], "scalar": x[0, 0], "n": 3, "none": None}
-    specs = {"plain": P("dp", "tp"), "strided": P("tp"), "expanded": P("dp"), "empty": P("dp"), "scalar": P(), "n": P(), "none": None}
+    tree = {
+        "plain": x,
+        "strided": x.T,
+        "expanded": x[:1].expand(4, 6),
+        "empty": x[:0],
+        "scalar": x[0, 0],
+        "n": 3,
+        "none": None,
+    }
+    specs = {
+        "plain": P("dp", "tp"),
+        "strided": P("tp"),
+        "expanded": P("dp"),
+        "empty": P("dp"),
+        "scalar": P(),
+        "n": P(),
+        "none": None,
+    }
     placed = ftp.device_put(tree, MESH, specs)
     back = ftp.device_get(placed, MESH, specs)
     for name in ("plain", "strided", "expanded", "empty", "scalar"):
         assert torch.equal(back[name], tree[name]) and back[name].dtype == dtype
-        assert name == "empty" or (placed[name].is_contiguous() and placed[name].data_ptr() != tree[name].data_ptr())
+        assert name == "empty" or (
+            placed[name].is_contiguous() and placed[name].data_ptr() != tree[name].data_ptr()
+        )
     assert back["n"] == 3 and back["none"] is None
 
 
@@ -36,7 +58,9 @@ def test_what_is_placed_is_returned_as_it_is():
     assert where is not None and where.shape == (4,) and where.spec == P("tp")
 
 
-@pytest.mark.parametrize("mesh", [MESH, ftp.AbstractMesh((2,), ("tp",))], ids=["simulated", "abstract"])
+@pytest.mark.parametrize(
+    "mesh", [MESH, ftp.AbstractMesh((2,), ("tp",))], ids=["simulated", "abstract"]
+)
 def test_what_requires_a_gradient_still_does(mesh):
     tree = {
         "trained": nn.Parameter(torch.ones(4)),
@@ -47,49 +71,76 @@ def test_what_requires_a_gradient_still_does(mesh):
     }
     placed = ftp.device_put(tree, mesh, P("tp"))
     for name, x in tree.items():
-        assert type(placed[name]) is type(x) and placed[name].requires_grad == x.requires_grad and placed[name].is_leaf
+        assert (
+            type(placed[name]) is type(x)
+            and placed[name].requires_grad == x.requires_grad
+            and placed[name].is_leaf
+        )
         assert placed[name] is not x and x.grad is None
     if isinstance(mesh, ftp.AbstractMesh) and not isinstance(mesh, type(MESH)):
         return
     real = {name: x for name, x in placed.items() if name != "meta"}
     for name, x in ftp.reshard(real, mesh, P("tp"), P("dp")).items():
-        assert type(x) is type(tree[name]) and x.requires_grad == tree[name].requires_grad and x.is_leaf
+        assert (
+            type(x) is type(tree[name])
+            and x.requires_grad == tree[name].requires_grad
+            and x.is_leaf
+        )
 
 
 def test_what_cannot_be_placed_is_refused():
     with pytest.raises(
-        ftp.errors.InputError, match=r"tree\['a'\] is computed from tensors that require a gradient \(MulBackward0\).*ftp.constrain"
+        ftp.errors.InputError,
+        match=r"tree\['a'\] is computed from tensors that require a gradient \(MulBackward0\).*ftp.constrain",
     ):
         ftp.device_put({"a": torch.ones(4, requires_grad=True) * 2}, MESH, P("tp"))
     with pytest.raises(
-        ftp.errors.InputError, match=r"belongs to a trace and has no values; pin values inside a function with ftp.constrain"
+        ftp.errors.InputError,
+        match=r"belongs to a trace and has no values; pin values inside a function with ftp.constrain",
     ):
         torch.func.grad(lambda x: ftp.device_put(x, MESH, P("tp")).sum())(torch.ones(4))
     with pytest.raises(ftp.errors.InputError, match=r"belongs to a trace"):
         make_fx(lambda x: ftp.device_put(x, MESH, P("tp")), tracing_mode="fake")(torch.ones(4))
     placed = ftp.device_put(torch.ones(4, 4), MESH, P("tp"))
-    with pytest.raises(ftp.errors.PlacementError, match=r"Move it with ftp.reshard\(tree, mesh, P\('tp'\), P\('tp', 'dp'\)\)"):
+    with pytest.raises(
+        ftp.errors.PlacementError,
+        match=r"Move it with ftp.reshard\(tree, mesh, P\('tp'\), P\('tp', 'dp'\)\)",
+    ):
         ftp.device_put(placed, MESH, P("tp", "dp"))
-    with pytest.raises(ftp.errors.MeshError, match=r"src=9 is not on the mesh .*, which holds ranks 0 to"):
+    with pytest.raises(
+        ftp.errors.MeshError, match=r"src=9 is not on the mesh .*, which holds ranks 0 to"
+    ):
         ftp.device_put(torch.ones(4, 4), MESH, P("tp"), src=9)
 
 
 def test_placements_stand_for_specs():
     tree = {"w": torch.ones(4, 6), "layers": [torch.ones(3), torch.ones(2, 4, 2)], "n": 3}
     placed = ftp.device_put(tree, MESH, (Replicate(), Shard(-1)))
-    assert ftp.specs_of(placed) == {"w": P(None, "tp"), "layers": [P("tp"), P(None, None, "tp")], "n": P()}
+    assert ftp.specs_of(placed) == {
+        "w": P(None, "tp"),
+        "layers": [P("tp"), P(None, None, "tp")],
+        "n": P(),
+    }
     placed = ftp.device_put(tree, MESH, {"w": [Shard(1), Shard(-1)], "layers": P("dp"), "n": P()})
     assert ftp.specs_of(placed)["w"] == P(None, ("dp", "tp"))
-    with pytest.raises(ftp.errors.SpecError, match=r"tree\['w'\] is Shard\(dim=2\) over 'dp', but its shape \(4, 6\) has 2 dims"):
+    with pytest.raises(
+        ftp.errors.SpecError,
+        match=r"tree\['w'\] is Shard\(dim=2\) over 'dp', but its shape \(4, 6\) has 2 dims",
+    ):
         ftp.device_put({"w": torch.ones(4, 6)}, MESH, (Shard(2), Replicate()))
     with pytest.raises(ftp.errors.SpecError, match=r"has 1 placements, but the mesh is"):
         ftp.device_put({"w": torch.ones(4, 6)}, MESH, [Shard(0)])
-    with pytest.raises(ftp.errors.PlacementError, match=r"tree\['w'\] is a tensor of shape \(4, 6\) that was never placed"):
+    with pytest.raises(
+        ftp.errors.PlacementError,
+        match=r"tree\['w'\] is a tensor of shape \(4, 6\) that was never placed",
+    ):
         ftp.specs_of({"w": torch.ones(4, 6)})
 
 
 def test_meta_tensors_stay_meta():
-    placed = ftp.device_put(torch.empty(5, 3, device="meta"), ftp.AbstractMesh((2,), ("tp",)), P("tp"))
+    placed = ftp.device_put(
+        torch.empty(5, 3, device="meta"), ftp.AbstractMesh((2,), ("tp",)), P("tp")
+    )
     assert placed.device.type == "meta"
     assert ftp.device_get(placed, ftp.AbstractMesh((2,), ("tp",)), P("tp")).shape == (5, 3)
 
@@ -104,11 +155,19 @@ def test_digests_of_host_tensors_are_compared_on_the_device_of_the_mesh(monkeypa
     """A group over NCCL takes nothing else, of a tree whose leaves lie on host and GPU alike."""
     seen = []
     mesh = SimpleNamespace(
-        kind="process", axis_names=("dp",), axes={"dp": 2}, size=lambda: 2, torch=SimpleNamespace(get_group=lambda axis: None)
+        kind="process",
+        axis_names=("dp",),
+        axes={"dp": 2},
+        size=lambda: 2,
+        torch=SimpleNamespace(get_group=lambda axis: None),
     )
-    monkeypatch.setattr("ftp.tensors.replicas.mesh_device", lambda mesh: torch.device("meta"), raising=False)
+    monkeypatch.setattr(
+        "ftp.tensors.replicas.mesh_device", lambda mesh: torch.device("meta"), raising=False
+    )
     monkeypatch.setattr("ftp.tensors.replicas.dist.get_backend", lambda: "nccl")
-    monkeypatch.setattr("ftp.tensors.replicas.dist.all_reduce", lambda x, op, group: seen.append(x.device.type))
+    monkeypatch.setattr(
+        "ftp.tensors.replicas.dist.all_reduce", lambda x, op, group: seen.append(x.device.type)
+    )
     leaves = [torch.ones(2), torch.arange(3)]
     with pytest.raises(RuntimeError, match="meta"):  # which has no values to read
         compare_copies(leaves, [P(), P()], ["a", "b"], mesh, None)  # type: ignore[arg-type]

@@ -13,7 +13,16 @@ from hypothesis import strategies as st
 import ftp
 from ftp import P
 from ftp.rules.registry import RULES, make
-from ftp.testing import assert_equal_to_one_device, check_rule, meshes, op_inputs, shapes, spec_trees, specs, tensors
+from ftp.testing import (
+    assert_equal_to_one_device,
+    check_rule,
+    meshes,
+    op_inputs,
+    shapes,
+    spec_trees,
+    specs,
+    tensors,
+)
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,10 +49,15 @@ def test_inputs_of_ops_are_calls(sample):
 
 
 def loss(params, batch):
-    return torch.nn.functional.cross_entropy((batch @ params["w"]).relu() @ params["head"], torch.arange(5) % 3)
+    return torch.nn.functional.cross_entropy(
+        (batch @ params["w"]).relu() @ params["head"], torch.arange(5) % 3
+    )
 
 
-PARAMS = {"w": torch.randn(3, 4, dtype=torch.float64), "head": torch.randn(4, 3, dtype=torch.float64)}
+PARAMS = {
+    "w": torch.randn(3, 4, dtype=torch.float64),
+    "head": torch.randn(4, 3, dtype=torch.float64),
+}
 BATCH = torch.randn(5, 3, dtype=torch.float64)
 
 
@@ -52,25 +66,37 @@ def test_a_program_equals_one_device():
 
 
 def test_integer_results_and_static_arguments():
-    assert_equal_to_one_device(lambda x, n: {"top": x.argmax(-1), "scaled": x * n}, (BATCH, 3), examples=8)
+    assert_equal_to_one_device(
+        lambda x, n: {"top": x.argmax(-1), "scaled": x * n}, (BATCH, 3), examples=8
+    )
 
 
 def test_given_specs_and_meshes():
     mesh = ftp.simulated_mesh((2,), ("dp",))
-    assert_equal_to_one_device(loss, (PARAMS, BATCH), meshes=[mesh], in_specs=(P(), P("dp")), examples=2)
+    assert_equal_to_one_device(
+        loss, (PARAMS, BATCH), meshes=[mesh], in_specs=(P(), P("dp")), examples=2
+    )
 
 
 def test_a_wrong_rule_is_seen_in_a_program(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(RULES, aten.cumsum.default, make("a b -> a b"))
     with pytest.raises(AssertionError) as error:
-        assert_equal_to_one_device(lambda tree: {"y": tree["x"].cumsum(0)}, ({"x": BATCH},), examples=40)
+        assert_equal_to_one_device(
+            lambda tree: {"y": tree["x"].cumsum(0)}, ({"x": BATCH},), examples=40
+        )
     said = str(error.value)
-    assert "differs from one device on a mesh of a=2, with specs\n  args[0]['x'] (5, 3): P('a'" in said
-    assert re.search(r"result\['y'\]: max error [\d.e+-]+, at \(\d, \d\): -?[\d.]+, on one device -?[\d.]+", said), said
+    assert (
+        "differs from one device on a mesh of a=2, with specs\n  args[0]['x'] (5, 3): P('a'" in said
+    )
+    assert re.search(
+        r"result\['y'\]: max error [\d.e+-]+, at \(\d, \d\): -?[\d.]+, on one device -?[\d.]+", said
+    ), said
 
 
 class Doubled(torch.autograd.Function):
-    """Twice its input, with a gradient that is summed along the first dim: what one device makes of it is right by definition."""
+    """Twice its input, with a gradient that is summed along the first dim: what one device makes
+    of it is right by definition.
+    """
 
     generate_vmap_rule = True
 
@@ -98,11 +124,14 @@ def test_without_hypothesis():
     program = (
         "import sys; sys.modules['hypothesis'] = None\n"
         "import torch, ftp\n"
-        "for use in (lambda: ftp.testing.meshes, lambda: ftp.testing.assert_equal_to_one_device(torch.sin, (torch.ones(3),))):\n"
+        "for use in (lambda: ftp.testing.meshes, lambda:"
+        " ftp.testing.assert_equal_to_one_device(torch.sin, (torch.ones(3),))):\n"
         "    try: use()\n"
         "    except ImportError as e: print(e)\n"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
+    )
     assert done.stdout.count("pip install hypothesis") == 2, done.stdout
 
 
@@ -112,9 +141,29 @@ def test_an_unknown_name():
 
 
 def test_the_guide_runs(tmp_path: Path):
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "testing.md").read_text(), flags=re.M | re.S)
+    blocks = re.findall(
+        r"^```python\n(.*?)^```", (ROOT / "docs" / "testing.md").read_text(), flags=re.M | re.S
+    )
     (tmp_path / "test_guide.py").write_text("\n".join(blocks))
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=", "test_guide.py"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env={**__import__("os").environ, "PYTHONPATH": str(ROOT)})
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "pythonpath=",
+        "test_guide.py",
+    ]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**__import__("os").environ, "PYTHONPATH": str(ROOT)},
+    )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{len(re.findall('^def test_', chr(10).join(blocks), flags=re.M))} passed" in done.stdout
+    assert (
+        f"{len(re.findall('^def test_', chr(10).join(blocks), flags=re.M))} passed" in done.stdout
+    )

@@ -1,4 +1,6 @@
-"""Calls recorded from memory give the graph that tracing each of them would: the same program with nothing to remember is the reference."""
+"""Calls recorded from memory give the graph that tracing each of them would: the same program
+with nothing to remember is the reference.
+"""
 
 from collections.abc import Callable
 
@@ -20,9 +22,14 @@ def traced(fn: Callable, *args) -> list[tuple]:
     lines = []
     for node in gm.graph.nodes:
         vals = node.meta.get("val", ())
-        known = [(tuple(v.shape), v.dtype, v.stride()) for v in (vals if isinstance(vals, tuple | list) else [vals])]
+        known = [
+            (tuple(v.shape), v.dtype, v.stride())
+            for v in (vals if isinstance(vals, tuple | list) else [vals])
+        ]
         facts = [node.meta.get(key) for key in ("source", "phase")]
-        lines.append((node.op, str(node.target), str(node.args), str(dict(node.kwargs)), known, facts))
+        lines.append(
+            (node.op, str(node.target), str(node.args), str(dict(node.kwargs)), known, facts)
+        )
     return lines
 
 
@@ -53,7 +60,16 @@ def repeated_parts(xs: list[Tensor]) -> list[Tensor]:
         a, b = x.split(2, dim=0)
         top, at = x.topk(2)
         norm = F.layer_norm(x, (4,))
-        found += [a + b.flip(0), top, at, norm, x.addmm(x, x.t() @ x), x.mean(0), torch.arange(4) / 3 + x, x * torch.tensor(2.0)]
+        found += [
+            a + b.flip(0),
+            top,
+            at,
+            norm,
+            x.addmm(x, x.t() @ x),
+            x.mean(0),
+            torch.arange(4) / 3 + x,
+            x * torch.tensor(2.0),
+        ]
         found += [torch.full((2,), 0.0), torch.full((2,), -0.0), x.std(), x.where(x > 0, -0.0)]
     return found
 

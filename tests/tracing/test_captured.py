@@ -1,4 +1,6 @@
-"""A tensor that a function captured, and that is another object at a later call, is told of; nothing else is."""
+"""A tensor that a function captured, and that is another object at a later call, is told of;
+nothing else is.
+"""
 
 import functools
 import warnings
@@ -54,8 +56,10 @@ def test_another_tensor_in_a_variable():
     (warning,) = caught
     assert warning.filename == __file__
     assert str(warning.message) == (
-        f"'mask', which loss (test_captured.py:{line}) reads, is another object now, a tensor of shape (3,). The step goes on with"
-        " the tensor that it captured when it was traced, of shape (3,). Give what changes as an argument of the step, or make the step"
+        f"'mask', which loss (test_captured.py:{line}) reads, is another object now, a tensor of"
+        " shape (3,). The step goes on with"
+        " the tensor that it captured when it was traced, of shape (3,). Give what changes as an"
+        " argument of the step, or make the step"
         " anew."
     )
     with warnings.catch_warnings():
@@ -83,7 +87,10 @@ def test_a_train_loop_whose_calls_are_known_at_a_glance():
     [
         ("'self.tensor', which loss ", lambda held: setattr(held, "tensor", torch.zeros(3))),
         ("'self.others[0]', which loss ", lambda held: held.others.__setitem__(0, None)),
-        ("\"self.others[1]['deep']\", which loss ", lambda held: held.others[1].update(deep=torch.zeros(2))),
+        (
+            "\"self.others[1]['deep']\", which loss ",
+            lambda held: held.others[1].update(deep=torch.zeros(2)),
+        ),
     ],
 )
 def test_another_tensor_in_an_attribute_or_a_container(name, change):
@@ -116,6 +123,8 @@ def test_where_tensors_are_found():
 
     found = places_of(Callable(), [*tensors, module.weight])
     assert {id(place.tensor) for place in found} == {id(t) for t in (*tensors[:3], module.weight)}
-    assert [place.name.split(",")[0] for place in found if place.tensor is module.weight] == ["'module.weight'"]
+    assert [place.name.split(",")[0] for place in found if place.tensor is module.weight] == [
+        "'module.weight'"
+    ]
     kept.clear()
     assert all(place.now() is place.tensor for place in found)  # what is gone is not another object

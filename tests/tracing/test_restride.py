@@ -24,7 +24,9 @@ def is_left(gm):
 
 @st.composite
 def dense(draw):
-    """A permuted contiguous tensor's shape and strides, and another such layout of as many elements."""
+    """A permuted contiguous tensor's shape and strides, and another such layout of as many
+    elements.
+    """
 
     def layout(sizes):
         order = draw(st.permutations(range(len(sizes))))

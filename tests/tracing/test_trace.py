@@ -1,4 +1,6 @@
-"""The tracer: one functional graph, equal to the function, and an error for everything that cannot be one."""
+"""The tracer: one functional graph, equal to the function, and an error for everything that
+cannot be one.
+"""
 
 # optree's types say nothing of what is in a tree.
 # pyright: reportArgumentType=false, reportCallIssue=false, reportAttributeAccessIssue=false
@@ -35,8 +37,15 @@ def traced(fn, *args, names=("params", "x", "y"), device="cpu"):
 
 def run(t, *args):
     with torch.no_grad():
-        outputs = t.gm(*[leaf for leaf in flatten(args)[0] if isinstance(leaf, torch.Tensor)], *t.constants)
-    return t.out_tree.unflatten([leaf if static else outputs[leaf] for leaf, static in zip(t.out_leaves, t.is_static, strict=True)])
+        outputs = t.gm(
+            *[leaf for leaf in flatten(args)[0] if isinstance(leaf, torch.Tensor)], *t.constants
+        )
+    return t.out_tree.unflatten(
+        [
+            leaf if static else outputs[leaf]
+            for leaf, static in zip(t.out_leaves, t.is_static, strict=True)
+        ]
+    )
 
 
 def same(fn, *args):
@@ -78,16 +87,28 @@ def test_llama():
     t = same(grad_and_value(loss_of(model)), params, x)
     targets = ops(t)
     assert all(not op._schema.is_mutable for op in targets if isinstance(op, torch._ops.OpOverload))
-    assert not targets.keys() & {aten.detach.default, aten.alias.default, aten.mean.dim, aten._unsafe_view.default, aten.empty_like.default}
+    assert not targets.keys() & {
+        aten.detach.default,
+        aten.alias.default,
+        aten.mean.dim,
+        aten._unsafe_view.default,
+        aten.empty_like.default,
+    }
     assert targets[aten.embedding_dense_backward.default] == targets[aten._log_softmax.default] == 1
-    assert all("val" in n.meta and "source" in n.meta for n in t.gm.graph.nodes if n.op == "call_function")
-    assert [n.name for n in t.gm.graph.nodes if n.op == "call_function" and not n.meta["source"]] == ["ones_like"]
+    assert all(
+        "val" in n.meta and "source" in n.meta for n in t.gm.graph.nodes if n.op == "call_function"
+    )
+    assert [
+        n.name for n in t.gm.graph.nodes if n.op == "call_function" and not n.meta["source"]
+    ] == ["ones_like"]
     assert sources(t)[aten.embedding_dense_backward.default] == sources(t)[aten.embedding.default]
     assert sources(t)[aten.silu.default].endswith("return self.w2(F.silu(self.w1(x)) * self.w3(x))")
 
 
 def test_inputs_are_named_by_path():
-    t = same(lambda params, x: params["mlp"]["up"] @ x, {"mlp": {"up": torch.ones(2, 3)}}, torch.ones(3))
+    t = same(
+        lambda params, x: params["mlp"]["up"] @ x, {"mlp": {"up": torch.ones(2, 3)}}, torch.ones(3)
+    )
     assert inputs(t) == ["params_mlp_up", "x"]
 
 
@@ -113,7 +134,12 @@ def test_one_tensor_as_two_leaves_is_two_inputs():
 
 
 def test_static_leaves():
-    t = traced(lambda params, n, s: {"y": params * n, "n": n, "s": s, "none": None}, torch.ones(2), 3, "text")
+    t = traced(
+        lambda params, n, s: {"y": params * n, "n": n, "s": s, "none": None},
+        torch.ones(2),
+        3,
+        "text",
+    )
     assert run(t, torch.ones(2), 3, "text")["y"].tolist() == [3, 3]
     assert t.is_static == (True, True, False)
     assert t.out_leaves == (3, "text", 0)
@@ -121,7 +147,10 @@ def test_static_leaves():
 
 def test_no_inputs_and_outputs_that_are_inputs():
     assert run(traced(lambda: torch.arange(3))).tolist() == [0, 1, 2]
-    assert run(traced(lambda x: (x, x.detach()), torch.ones(2)), torch.ones(2))[1].tolist() == [1, 1]
+    assert run(traced(lambda x: (x, x.detach()), torch.ones(2)), torch.ones(2))[1].tolist() == [
+        1,
+        1,
+    ]
 
 
 def test_custom_containers():
@@ -130,7 +159,9 @@ def test_custom_containers():
         a: torch.Tensor
         b: torch.Tensor
 
-    optree.register_pytree_node(Pair, lambda p: ((p.a, p.b), None, ("a", "b")), lambda _, c: Pair(*c), namespace="ftp")
+    optree.register_pytree_node(
+        Pair, lambda p: ((p.a, p.b), None, ("a", "b")), lambda _, c: Pair(*c), namespace="ftp"
+    )
     t = traced(lambda p: Pair(p.b, p.a * 2), Pair(torch.ones(2), torch.zeros(3)))
     out = run(t, Pair(torch.ones(2), torch.zeros(3)))
     assert (out.a.tolist(), out.b.tolist()) == ([0, 0, 0], [2, 2])
@@ -156,15 +187,25 @@ def test_fewer_primitives(fn, dtype):
     x = torch.randn(5, 4, generator=torch.Generator().manual_seed(0)).to(dtype)
     f = grad_and_value(lambda x: (fn(x).float() ** 2).sum())
     t = traced(f, x)
-    for ours, theirs in zip(run(t, x), f(x), strict=True):  # primitives round in between: bfloat16 has eight bits, of the largest element
-        tolerance = {"atol": 0.02 * float(theirs.abs().max()), "rtol": 0.02} if dtype is torch.bfloat16 else {}
+    for ours, theirs in zip(
+        run(t, x), f(x), strict=True
+    ):  # primitives round in between: bfloat16 has eight bits, of the largest element
+        tolerance = (
+            {"atol": 0.02 * float(theirs.abs().max()), "rtol": 0.02}
+            if dtype is torch.bfloat16
+            else {}
+        )
         torch.testing.assert_close(ours, theirs, **tolerance)
     fused = () if dtype is torch.bfloat16 else ("addmm",)  # which rounds once there
     assert not any(op in str(o) for o in ops(t) for op in (*fused, "mean", "var", "std"))
 
 
 def test_constraints_are_kept_in_both_directions():
-    t = traced(grad_and_value(lambda w, x: constrain(x @ w, P("dp", "tp")).square().sum()), torch.ones(3, 4), torch.ones(2, 3))
+    t = traced(
+        grad_and_value(lambda w, x: constrain(x @ w, P("dp", "tp")).square().sum()),
+        torch.ones(3, 4),
+        torch.ones(2, 3),
+    )
     nodes = [n for n in t.gm.graph.nodes if n.target is torch.ops.ftp.constrain.default]
     assert [n.args[1] for n in nodes] == ["P('dp', 'tp')"] * 2
     assert nodes[0].meta["source"] == nodes[1].meta["source"] != ""
@@ -191,13 +232,19 @@ def test_autograd_functions():
 
 
 def test_aux():
-    f = grad_and_value(lambda p, x: ((p["a"] * x).sum(), {"n": 3, "y": p["a"] + 1, "x": x}), has_aux=True)
+    f = grad_and_value(
+        lambda p, x: ((p["a"] * x).sum(), {"n": 3, "y": p["a"] + 1, "x": x}), has_aux=True
+    )
     t = same(f, {"a": torch.ones(2), "b": torch.ones(3)}, torch.ones(2))
     assert ops(t)[aten.zeros_like.default] == 1
 
 
 def test_no_dependence_gives_zeros():
-    (loss, grads) = run(traced(grad_and_value(lambda p, x: x.sum()), torch.ones(2), torch.ones(3)), torch.ones(2), torch.ones(3))
+    (loss, grads) = run(
+        traced(grad_and_value(lambda p, x: x.sum()), torch.ones(2), torch.ones(3)),
+        torch.ones(2),
+        torch.ones(3),
+    )
     assert (loss.item(), grads.tolist()) == (3, [0, 0])
 
 
@@ -219,8 +266,17 @@ def test_leaves_without_gradient(params, message):
 @pytest.mark.parametrize(
     ("loss", "has_aux", "message"),
     [
-        (lambda p: p, False, "returns a tensor of shape (2,); a gradient needs a scalar, of shape (). Reduce it with .mean() or .sum()"),
-        (lambda p: (p.sum(), p), False, "returns a tuple of 2. Return the loss alone, or (loss, aux) with has_aux=True."),
+        (
+            lambda p: p,
+            False,
+            "returns a tensor of shape (2,); a gradient needs a scalar, of shape (). Reduce it"
+            " with .mean() or .sum()",
+        ),
+        (
+            lambda p: (p.sum(), p),
+            False,
+            "returns a tuple of 2. Return the loss alone, or (loss, aux) with has_aux=True.",
+        ),
         (lambda p: 3.0, False, "returns a float, not a tensor"),
         (lambda p: p.sum(), True, "must return a pair (loss, aux), not a Tensor"),
         (lambda p: p.sum().long(), False, "returns torch.int64; a gradient needs a real"),
@@ -256,7 +312,9 @@ def test_constants_that_are_not_used_go():
 
 
 def test_numbers_made_inside_are_no_inputs():
-    t = same(lambda x: x * torch.tensor(3.0) + torch.tensor([True]) + torch.tensor([1, 2]), torch.ones(2))
+    t = same(
+        lambda x: x * torch.tensor(3.0) + torch.tensor([True]) + torch.tensor([1, 2]), torch.ones(2)
+    )
     assert len(t.constants) == 1
     assert ops(t)[aten.full.default] == 2
     same(lambda x: x * float(torch.tensor(3.0)), torch.ones(2))
@@ -270,11 +328,21 @@ def test_values_of_captured_tensors_are_known():
 def test_meta_model():
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)).eval()
-    t = traced(lambda p, x: torch.func.functional_call(model, p, (x,)), dict(model.named_parameters()), torch.ones(2, 3))
-    assert all(n.meta["val"].device.type == "cpu" for n in t.gm.graph.nodes if isinstance(n.meta.get("val"), torch.Tensor))
+    t = traced(
+        lambda p, x: torch.func.functional_call(model, p, (x,)),
+        dict(model.named_parameters()),
+        torch.ones(2, 3),
+    )
+    assert all(
+        n.meta["val"].device.type == "cpu"
+        for n in t.gm.graph.nodes
+        if isinstance(n.meta.get("val"), torch.Tensor)
+    )
     assert len(t.constants) == 2
     position = torch.arange(3.0, device="meta")
-    same_device = traced(lambda x: x * position * torch.arange(3, device=position.device), torch.ones(3))
+    same_device = traced(
+        lambda x: x * position * torch.arange(3, device=position.device), torch.ones(3)
+    )
     assert all(str(n.kwargs.get("device", "cpu")) == "cpu" for n in same_device.gm.graph.nodes)
 
 
@@ -285,7 +353,12 @@ def test_a_device_that_this_machine_lacks():
         o = F.scaled_dot_product_attention(q @ w, q, q, is_causal=True)
         return (o + torch.arange(16, device=o.device)).float().sum()
 
-    t = traced(grad_and_value(loss), torch.empty(16, 16, device="meta", dtype=torch.bfloat16), q, device="cuda")
+    t = traced(
+        grad_and_value(loss),
+        torch.empty(16, 16, device="meta", dtype=torch.bfloat16),
+        q,
+        device="cuda",
+    )
     assert any("_scaled_dot_product" in str(op) for op in ops(t))
     devices = [n.kwargs["device"] for n in t.gm.graph.nodes if n.kwargs.get("device") is not None]
     assert devices
@@ -315,7 +388,11 @@ def test_in_place_ops_keep_their_dtype():
         return y, z, x.clone().gt_(0.5)
 
     t = same(fn, torch.rand(3))
-    assert [n.meta["val"].dtype for n in next(reversed(t.gm.graph.nodes)).args[0]] == [torch.float32, torch.float64, torch.float32]
+    assert [n.meta["val"].dtype for n in next(reversed(t.gm.graph.nodes)).args[0]] == [
+        torch.float32,
+        torch.float64,
+        torch.float32,
+    ]
 
 
 def test_an_in_place_op_whose_namesake_takes_something_else():
@@ -337,7 +414,15 @@ def test_in_place_ops_on_views():
     same(grad_and_value(lambda x: (fn(x)[0] ** 2).sum()), torch.randn(2, 3))
 
 
-@pytest.mark.parametrize("write", [lambda x: x.add_(1), lambda x: x.t().mul_(2), lambda x: x[0].zero_(), lambda x: torch.relu_(x.view(-1))])
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda x: x.add_(1),
+        lambda x: x.t().mul_(2),
+        lambda x: x[0].zero_(),
+        lambda x: torch.relu_(x.view(-1)),
+    ],
+)
 def test_inputs_are_not_written(write):
     def fn(params, x):
         write(x["deep"])
@@ -346,16 +431,22 @@ def test_inputs_are_not_written(write):
     for f in (fn, grad_and_value(lambda p, x: fn(p, x).sum())):
         with pytest.raises(TraceError) as error:
             traced(f, torch.ones(2), {"deep": torch.ones(2, 2)})
-        assert str(error.value).startswith("x['deep'] is changed in place at test_trace.py:") or "tests/tracing/test_trace.py:" in str(
-            error.value
-        )
+        assert str(error.value).startswith(
+            "x['deep'] is changed in place at test_trace.py:"
+        ) or "tests/tracing/test_trace.py:" in str(error.value)
         assert "x = x.clone()" in str(error.value)
 
 
 def test_parameters_and_captured_tensors_are_not_written():
     a = torch.ones(2)
-    for f in (grad_and_value(lambda p: p.add_(1).sum()), grad_and_value(lambda p: (a.add_(1) * p).sum()), lambda p: p * a.add_(1)):
-        with pytest.raises(TraceError, match=r"changed in place|changes an input or a captured tensor in place"):
+    for f in (
+        grad_and_value(lambda p: p.add_(1).sum()),
+        grad_and_value(lambda p: (a.add_(1) * p).sum()),
+        lambda p: p * a.add_(1),
+    ):
+        with pytest.raises(
+            TraceError, match=r"changed in place|changes an input or a captured tensor in place"
+        ):
             traced(f, torch.ones(2))
     assert a.tolist() == [1, 1]
 
@@ -363,7 +454,10 @@ def test_parameters_and_captured_tensors_are_not_written():
 # What cannot be traced.
 
 
-INTEGERS, POSITIVE = torch.tensor([[2, 0, 3], [1, 1, 0]]), torch.tensor([[0.5, 2.0, 1.0], [1e-9, 3.0, 0.0]], dtype=torch.float64)
+INTEGERS, POSITIVE = (
+    torch.tensor([[2, 0, 3], [1, 1, 0]]),
+    torch.tensor([[0.5, 2.0, 1.0], [1e-9, 3.0, 0.0]], dtype=torch.float64),
+)
 
 
 @pytest.mark.parametrize(
@@ -371,7 +465,9 @@ INTEGERS, POSITIVE = torch.tensor([[2, 0, 3], [1, 1, 0]]), torch.tensor([[0.5, 2
     [
         lambda x: F.one_hot(INTEGERS, 4) * x.sum(),
         lambda x: F.gaussian_nll_loss(x, x.exp(), POSITIVE * x.cos().square(), eps=1e-3),
-        lambda x: F.gaussian_nll_loss(x, x.exp(), POSITIVE[0].expand(2, 3)[:, 0], full=True, reduction="none"),
+        lambda x: F.gaussian_nll_loss(
+            x, x.exp(), POSITIVE[0].expand(2, 3)[:, 0], full=True, reduction="none"
+        ),
         lambda x: F.gaussian_nll_loss(x, x.exp(), 2.0, reduction="sum"),
         lambda x: torch.cov(x),
         lambda x: x[0].cov(correction=0),
@@ -390,15 +486,28 @@ def test_values_that_are_only_checked(fn):
 
 
 def test_batch_norm_of_other_devices_is_the_one_that_all_have():
-    x, w, b, mean, var = torch.randn(4, 3, 5), torch.rand(3), torch.rand(3), torch.zeros(3), torch.ones(3)
+    x, w, b, mean, var = (
+        torch.randn(4, 3, 5),
+        torch.rand(3),
+        torch.rand(3),
+        torch.zeros(3),
+        torch.ones(3),
+    )
 
     def loss(kernel, p, mean, var):
-        return kernel(p["x"], p["w"], p["b"], mean.clone(), var.clone(), True, 0.1, 1e-5)[0].sin().sum()
+        return (
+            kernel(p["x"], p["w"], p["b"], mean.clone(), var.clone(), True, 0.1, 1e-5)[0]
+            .sin()
+            .sum()
+        )
 
     params = {"x": x, "w": w, "b": b}
-    made = traced(grad_and_value(lambda *args: loss(torch.cudnn_batch_norm, *args)), params, mean, var)
+    made = traced(
+        grad_and_value(lambda *args: loss(torch.cudnn_batch_norm, *args)), params, mean, var
+    )
     torch.testing.assert_close(
-        run(made, params, mean, var), grad_and_value(lambda *args: loss(torch.native_batch_norm, *args))(params, mean, var)
+        run(made, params, mean, var),
+        grad_and_value(lambda *args: loss(torch.native_batch_norm, *args))(params, mean, var),
     )
 
 
@@ -407,7 +516,10 @@ def test_operators_of_functions():
         return torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,))
 
     for fn in (branch, grad_and_value(lambda x: branch(x).sum())):
-        with pytest.raises(TraceError, match=r"takes functions, into which a trace does not see at(.|\n)*test_trace.py(.|\n)*torch.where"):
+        with pytest.raises(
+            TraceError,
+            match=r"takes functions, into which a trace does not see at(.|\n)*test_trace.py(.|\n)*torch.where",
+        ):
             traced(fn, torch.ones(3))
 
 
@@ -419,7 +531,9 @@ def test_operators_of_functions():
     ],
 )
 def test_shapes_that_depend_on_values(fn, advice):
-    with pytest.raises(TraceError, match=r"gives a shape that depends on values at(.|\n)*test_trace.py") as error:
+    with pytest.raises(
+        TraceError, match=r"gives a shape that depends on values at(.|\n)*test_trace.py"
+    ) as error:
         traced(fn, torch.ones(2, 3))
     assert advice in str(error.value)
 
@@ -446,9 +560,19 @@ def test_values_are_not_known(fn):
         assert "torch.where" in str(error.value)
 
 
-@pytest.mark.parametrize("fn", [lambda x: x[x > 0], lambda x: x.nonzero(), lambda x: x.unique(), lambda x: torch.masked_select(x, x > 0)])
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x.unique(),
+        lambda x: torch.masked_select(x, x > 0),
+    ],
+)
 def test_shapes_are_known(fn):
-    with pytest.raises(TraceError, match=r"gives a shape that depends on values at .*test_trace.py:") as error:
+    with pytest.raises(
+        TraceError, match=r"gives a shape that depends on values at .*test_trace.py:"
+    ) as error:
         traced(fn, torch.ones(3))
     assert "torch.where(mask, x, 0)" in str(error.value)
 
@@ -508,7 +632,11 @@ def test_mixed_dtypes_that_torch_refuses(fn):
     with pytest.raises((TraceError, RuntimeError)) as error:
         traced(fn, x, y)
     if isinstance(error.value, TraceError):
-        assert "float32 and bfloat16" in str(error.value) or "bfloat16 and" in str(error.value) or "and bfloat16" in str(error.value)
+        assert (
+            "float32 and bfloat16" in str(error.value)
+            or "bfloat16 and" in str(error.value)
+            or "and bfloat16" in str(error.value)
+        )
         assert "test_trace.py:" in str(error.value)
 
 
@@ -517,8 +645,14 @@ def test_what_an_earlier_trace_left_behind():
     for outer in (lambda f: f, lambda f: grad_and_value(lambda x: f(x).sum())):
         left.clear()
         traced(outer(lambda x: (left.append(x * 2), x)[1]), torch.ones(2))
-        for f in (lambda x: x + left[0], lambda x: (x, left[0]), grad_and_value(lambda x: (x * left[0]).sum())):
-            with pytest.raises(TraceError, match="a tensor that an earlier trace left behind: it has no values"):
+        for f in (
+            lambda x: x + left[0],
+            lambda x: (x, left[0]),
+            grad_and_value(lambda x: (x * left[0]).sum()),
+        ):
+            with pytest.raises(
+                TraceError, match="a tensor that an earlier trace left behind: it has no values"
+            ):
                 traced(f, torch.ones(2))
 
 
@@ -534,19 +668,36 @@ class Slotted:
         self.x = x
 
 
-@pytest.mark.parametrize("kind", [Box, Slotted, lambda x: Box([x]), lambda x: {"set": frozenset([x])}, lambda x: Box({"deep": {"er": x}})])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Box,
+        Slotted,
+        lambda x: Box([x]),
+        lambda x: {"set": frozenset([x])},
+        lambda x: Box({"deep": {"er": x}}),
+    ],
+)
 def test_containers_that_optree_does_not_know(kind):
     x = torch.ones(2)
     with pytest.raises(InputError, match=r"which optree does not know, and holds tensors"):
         traced(lambda p: x, kind(x))
-    with pytest.raises(TraceError, match=r"result.* is a .* which optree does not know, and holds tensors"):
+    with pytest.raises(
+        TraceError, match=r"result.* is a .* which optree does not know, and holds tensors"
+    ):
         traced(lambda p: kind(p), x)
 
 
 def test_leaves_that_are_no_values():
-    with pytest.raises(InputError, match=r"params is a module, Linear. Give its parameters: fn, params = ftp.functionalize"):
+    with pytest.raises(
+        InputError,
+        match=r"params is a module, Linear. Give its parameters: fn, params = ftp.functionalize",
+    ):
         traced(lambda m: m, nn.Linear(2, 2))
-    with pytest.raises(InputError, match=r"params\['a'\] is a set, neither a tensor, .* nor a hashable static value"):
+    with pytest.raises(
+        InputError,
+        match=r"params\['a'\] is a set, neither a tensor, .* nor a hashable static value",
+    ):
         traced(lambda m: 1, {"a": {1}})
     with pytest.raises(InputError, match=r"x is a torch.sparse_coo tensor"):
         traced(lambda m, x: m, torch.ones(2), torch.ones(2).to_sparse())
@@ -557,7 +708,9 @@ def test_ordinary_mistakes_stay_as_they_are():
         traced(lambda x, y: x + y, torch.ones(2), torch.ones(3))
     assert "lambda x, y: x + y" in raised_line(error.value)
     with pytest.raises(TypeError, match="unexpected keyword"):
-        traced(lambda x: torch.func.functional_call(nn.ReLU(), {}, (x,), {"wrong": 1}), torch.ones(2))
+        traced(
+            lambda x: torch.func.functional_call(nn.ReLU(), {}, (x,), {"wrong": 1}), torch.ones(2)
+        )
 
 
 def test_transformers_masks_are_told(monkeypatch):
@@ -577,7 +730,12 @@ def test_decompose():
     assert gm is not None
     torch.testing.assert_close(gm(x)[0], F.log_softmax(x, 1))
     assert decompose(aten.mm.default, [Meta((3, 4)), Meta((4, 5))], {}) is None
-    gm = decompose(aten.add.Tensor, [Meta((3, 4)), Meta((3, 4))], {"alpha": 2}, by=lambda a, b, alpha: (a.clone().add_(b * alpha), None))
+    gm = decompose(
+        aten.add.Tensor,
+        [Meta((3, 4)), Meta((3, 4))],
+        {"alpha": 2},
+        by=lambda a, b, alpha: (a.clone().add_(b * alpha), None),
+    )
     assert gm is not None
     assert [n.op for n in gm.graph.nodes].count("placeholder") == 2
     assert gm(x, x)[1] is None
@@ -600,7 +758,9 @@ def write_through_a_view(h):
     h.view(2, 2, 3)[1, :, 2].copy_(h[:2, 0])
 
 
-@pytest.mark.parametrize("write", [write_row, write_columns, write_diagonal_of_transposed, write_through_a_view])
+@pytest.mark.parametrize(
+    "write", [write_row, write_columns, write_diagonal_of_transposed, write_through_a_view]
+)
 @pytest.mark.parametrize("spec", [P(), P("a"), P(None, "a")], ids=str)
 def test_writes_to_views_have_gradients(write, spec):
     def loss(w, x):
@@ -608,7 +768,10 @@ def test_writes_to_views_have_gradients(write, spec):
         write(h)
         return h.square().sum()
 
-    w, x = (torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) for seed in (0, 1))
+    w, x = (
+        torch.randn(4, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        for seed in (0, 1)
+    )
     leaf = w.clone().requires_grad_()
     expected = loss(leaf, x)
     expected.backward()

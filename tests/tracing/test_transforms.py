@@ -1,4 +1,6 @@
-"""torch.func's transforms inside a program: a grid of transform × model × mesh against one device."""
+"""torch.func's transforms inside a program: a grid of transform × model × mesh against one
+device.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,9 @@ from torch.nn import functional as F
 import ftp
 from ftp import P
 
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's own, when it first loads forward-mode rules
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.torch.jit.script"
+)  # torch's own, when it first loads forward-mode rules
 
 Params = dict[str, Tensor]
 
@@ -25,7 +29,11 @@ def norm_mlp(params: Params, x: Tensor) -> Tensor:
     return F.layer_norm(mlp(params, F.layer_norm(x, (x.shape[-1],))), (3,))
 
 
-MODELS: dict[str, Callable[[Params, Tensor], Tensor]] = {"mlp": mlp, "norms": norm_mlp, "remat": ftp.remat(mlp)}
+MODELS: dict[str, Callable[[Params, Tensor], Tensor]] = {
+    "mlp": mlp,
+    "norms": norm_mlp,
+    "remat": ftp.remat(mlp),
+}
 MESHES: dict[str, tuple[tuple[str, ...], Params | dict[str, P], P]] = {
     "dp": (("dp",), {"up": P(), "bias": P(), "down": P()}, P("dp")),
     "tp": (("tp",), {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp")}, P()),
@@ -37,9 +45,10 @@ def inputs(models: int | None = None) -> tuple[Params, Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = {"up": (4, 6), "bias": (6,), "down": (6, 3)}
     lead = () if models is None else (models,)
-    return {k: torch.randn(*lead, *s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}, torch.randn(
-        5, 4, generator=generator, dtype=torch.float64
-    )
+    return {
+        k: torch.randn(*lead, *s, generator=generator, dtype=torch.float64)
+        for k, s in shapes.items()
+    }, torch.randn(5, 4, generator=generator, dtype=torch.float64)
 
 
 Model = Callable[[Params, Tensor], Tensor]
@@ -58,15 +67,23 @@ def per_sample_gradients(model: Model) -> Any:
 
 
 def jvp(model: Model) -> Any:
-    return lambda params, x: torch.func.jvp(lambda p: model(p, x), (params,), ({k: p.cos() for k, p in params.items()},))
+    return lambda params, x: torch.func.jvp(
+        lambda p: model(p, x), (params,), ({k: p.cos() for k, p in params.items()},)
+    )
 
 
 def jacobian(transform: Any) -> Any:
-    return lambda model: lambda params, x: transform(lambda bias: model({**params, "bias": bias}, x).sum(0))(params["bias"])
+    return lambda model: (
+        lambda params, x: transform(lambda bias: model({**params, "bias": bias}, x).sum(0))(
+            params["bias"]
+        )
+    )
 
 
 def hessian(model: Model) -> Any:
-    return lambda params, x: torch.func.hessian(lambda bias: loss_of(model)({**params, "bias": bias}, x))(params["bias"])
+    return lambda params, x: torch.func.hessian(
+        lambda bias: loss_of(model)({**params, "bias": bias}, x)
+    )(params["bias"])
 
 
 def inner_loop(model: Model) -> Any:
@@ -105,10 +122,16 @@ def test_equals_one_device(transform: str, model: str, mesh: str):
 
 @pytest.mark.parametrize("spec", [P("n"), P(None, None, "n"), P(None, "n")], ids=str)
 def test_ensembles(spec: P):
-    """Models stacked along a dim of their own, one of the dims cut: between models nothing is moved."""
+    """Models stacked along a dim of their own, one of the dims cut: between models nothing is
+    moved.
+    """
     params, x = inputs(models=4)
     fn = torch.vmap(torch.func.grad_and_value(loss_of(mlp)), in_dims=(0, None))
-    specs = {"up": spec, "bias": P("n") if spec == P("n") else P(), "down": P("n") if spec == P("n") else P()}
+    specs = {
+        "up": spec,
+        "bias": P("n") if spec == P("n") else P(),
+        "down": P("n") if spec == P("n") else P(),
+    }
     step = ftp.spmd(fn, ftp.simulated_mesh((2,), ("n",)), (specs, P()))
     torch.testing.assert_close(step(params, x), fn(params, x), rtol=1e-12, atol=1e-14)
     if spec == P("n"):
@@ -116,7 +139,9 @@ def test_ensembles(spec: P):
 
 
 def _by_jvp(fn: Any, *primals: Any) -> Any:
-    """What torch.func.linearize gives; under torch.func.grad and vmap its own is without tangents, or refused."""
+    """What torch.func.linearize gives; under torch.func.grad and vmap its own is without
+    tangents, or refused.
+    """
     return fn(*primals), lambda *tangents: torch.func.jvp(fn, primals, tangents)[1]
 
 
@@ -126,7 +151,10 @@ LINEARIZED = {
         make(lambda q: (x @ q).tanh(), w),
     ),
     "trees": lambda make, w, x: (
-        lambda out, linear: sum((out["o"] * t["o"]).sum() + t["p"][0].square().sum() for t in (linear(w, x), linear(w.cos(), 0 * x))),
+        lambda out, linear: sum(
+            (out["o"] * t["o"]).sum() + t["p"][0].square().sum()
+            for t in (linear(w, x), linear(w.cos(), 0 * x))
+        ),
         make(lambda q, y: {"o": (y @ q).tanh(), "p": [q.sin() * y.sum()]}, w, 2 * x),
     ),
     "mapped tangents": lambda make, w, x: (
@@ -149,9 +177,13 @@ def test_linearize(name: str):
         return value(*linearized)
 
     grad, value = torch.func.grad_and_value(lambda w, x: loss(w, x, _by_jvp))(w, x)
-    found, found_grad = ftp.shard(lambda w, x: loss(w, x), ftp.simulated_mesh((2,), ("tp",)), P("tp"))(w, x)
+    found, found_grad = ftp.shard(
+        lambda w, x: loss(w, x), ftp.simulated_mesh((2,), ("tp",)), P("tp")
+    )(w, x)
     torch.testing.assert_close((found, found_grad), (value, grad))
-    assert eager_transforms.lazy_dynamo_disallow.__module__ == eager_transforms.__name__  # torch's own is as it was
+    assert (
+        eager_transforms.lazy_dynamo_disallow.__module__ == eager_transforms.__name__
+    )  # torch's own is as it was
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -165,6 +197,8 @@ def test_helpers_under_compile_are_seen_through():
     flag = torch._dynamo.config.error_on_nested_fx_trace
     w, x = torch.randn(4, 4, dtype=torch.float64), torch.randn(3, 4, dtype=torch.float64)
     grad, value = torch.func.grad_and_value(lambda w: helper(x @ w).square().sum())(w)
-    found = ftp.shard(lambda w, x: compiled(x @ w).square().sum(), ftp.simulated_mesh((2,), ("tp",)), P("tp"))(w, x)
+    found = ftp.shard(
+        lambda w, x: compiled(x @ w).square().sum(), ftp.simulated_mesh((2,), ("tp",)), P("tp")
+    )(w, x)
     torch.testing.assert_close(found, (value, grad))
     assert torch._dynamo.config.error_on_nested_fx_trace is flag

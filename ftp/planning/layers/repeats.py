@@ -1,9 +1,11 @@
 """Layers that repeat: a graph with most of them left out, to plan, and the plan with them put back.
 
-The inputs' names say which layer they belong to (``layers.3.attn.wq``), or their places in a stack (``ftp.scan``); every other node
-belongs to the last layer that it is computed from, in a backward pass to the first one. What layers far apart read, such as a global
-norm, belongs to none. Two layers are alike where all of their nodes are, in order and down to the layers beside them that each operand
-comes from. Of a run of alike layers a few are kept, one of which counts for those that are left out.
+The inputs' names say which layer they belong to (``layers.3.attn.wq``), or their places in a stack
+(``ftp.scan``); every other node belongs to the last layer that it is computed from, in a backward
+pass to the first one. What layers far apart read, such as a global norm, belongs to none. Two
+layers are alike where all of their nodes are, in order and down to the layers beside them that each
+operand comes from. Of a run of alike layers a few are kept, one of which counts for those that are
+left out.
 """
 
 import re
@@ -20,7 +22,8 @@ from ftp.rules.rule import BoundRule
 FEWEST = 6  # alike layers in a row that are worth it
 KEPT = 2  # of them at each end: one beside the layers that differ, and one that is planned as those left out are
 
-# A number after a word: layers.3, layers[3], layers']['3; of nn.Sequential after the tree itself: params['3
+# A number after a word: layers.3, layers[3], layers']['3; of nn.Sequential after the tree itself:
+# params['3
 _INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[['\"]?|\"\]\[)(\d+)(?=\W|$)")
 
 _Layer = list[Any]
@@ -28,7 +31,9 @@ _Layer = list[Any]
 
 @dataclass
 class Layers:
-    """The nodes of each layer, in order; what belongs to none is shared. Of the ``stacks`` each slice belongs to a layer."""
+    """The nodes of each layer, in order; what belongs to none is shared. Of the ``stacks`` each
+    slice belongs to a layer.
+    """
 
     of: dict[Node, int]
     at: dict[Node, int]  # its place in the layer
@@ -41,7 +46,8 @@ class Layers:
 
 @dataclass(frozen=True)
 class Ties:
-    """Two layers beside each other that stand for a run of them: what is decided for one is decided for all.
+    """Two layers beside each other that stand for a run of them: what is decided for one is decided
+    for all.
 
     Attributes:
         twins: of each node of the later layer the one of the earlier.
@@ -69,7 +75,9 @@ class Ties:
         return self.left_out + 1 if self.layers.of_value(value) == self.earlier else 1
 
     def weight_between(self, value: Value, user: Node) -> int:
-        """How many uses of the whole graph one stands for; those across the two layers stand for those between all that are left out."""
+        """How many uses of the whole graph one stands for; those across the two layers stand for
+        those between all that are left out.
+        """
         here, there = self.layers.of.get(user), self.layers.of_value(value)
         tied = (self.earlier, self.earlier + 1)
         if here is None:
@@ -105,7 +113,9 @@ class Folded:
     layers: Layers
 
     def ties(self, graph: Graph) -> Ties | None:
-        """What is to be decided alike in a graph on its way to a plan; None where the two layers are not alike any more."""
+        """What is to be decided alike in a graph on its way to a plan; None where the two layers
+        are not alike any more.
+        """
         layers = label(graph, self.labels, self.slices)
         t = self.stands_for
         if describe_layer(t, layers, decisions) != describe_layer(t + 1, layers, decisions):
@@ -125,9 +135,21 @@ def label(graph: Graph, of_inputs: Mapping[Node, int], slices: int) -> Layers:
     return _labelled(graph, of_inputs, slices, users, shared)
 
 
-def _labelled(graph: Graph, of_inputs: Mapping[Node, int], slices: int, users: Mapping[Node, int], shared: set[Node]) -> Layers:
-    """Each node's layer; of operands from layers far apart the one that most read is ``shared`` from then on."""
-    stacks = {node for node in graph.nodes if slices and node.target is UNSTACK and len(node.results) == slices}
+def _labelled(
+    graph: Graph,
+    of_inputs: Mapping[Node, int],
+    slices: int,
+    users: Mapping[Node, int],
+    shared: set[Node],
+) -> Layers:
+    """Each node's layer; of operands from layers far apart the one that most read is ``shared``
+    from then on.
+    """
+    stacks = {
+        node
+        for node in graph.nodes
+        if slices and node.target is UNSTACK and len(node.results) == slices
+    }
     found = Layers({}, {}, [[] for _ in range(slices or max(of_inputs.values()) + 1)], stacks)
     for node in graph.nodes:
         if node.kind == "input":
@@ -142,8 +164,14 @@ def _labelled(graph: Graph, of_inputs: Mapping[Node, int], slices: int, users: M
     return found
 
 
-def _layer_of(node: Node, layers: Layers, users: Mapping[Node, int], shared: set[Node]) -> int | None:
-    read = {v.node: layer for v in node.operands if (layer := layers.of_value(v)) is not None and v.node not in shared}
+def _layer_of(
+    node: Node, layers: Layers, users: Mapping[Node, int], shared: set[Node]
+) -> int | None:
+    read = {
+        v.node: layer
+        for v in node.operands
+        if (layer := layers.of_value(v)) is not None and v.node not in shared
+    }
     while read and max(read.values()) - min(read.values()) > 1:
         most = max(read, key=lambda n: users[n])
         if most.kind == "input" or users[most] <= FEWEST - 2:
@@ -154,7 +182,9 @@ def _layer_of(node: Node, layers: Layers, users: Mapping[Node, int], shared: set
 
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
-    """The layer of each input that has one: the number in its path after the word that has most of them."""
+    """The layer of each input that has one: the number in its path after the word that has most
+    of them.
+    """
     _, found = _word_and_numbers(names)
     order = {number: i for i, number in enumerate(sorted(set(found.values())))}
     return {node: order[number] for node, number in found.items()}
@@ -173,7 +203,9 @@ def _word_and_numbers(names: Mapping[Node, str]) -> tuple[str, dict[Node, int]]:
 
 
 def named_layers(graph: Graph) -> dict[Node, str]:
-    """What the layer of each node is called that belongs to one, such as ``layers.3``; slices of stacks are ``layer 3``."""
+    """What the layer of each node is called that belongs to one, such as ``layers.3``; slices of
+    stacks are ``layer 3``.
+    """
     names = {node: node.name for node in graph.inputs}
     word, numbers = _word_and_numbers(names)
     labels = numbered(names)
@@ -185,13 +217,19 @@ def named_layers(graph: Graph) -> dict[Node, str]:
     called = {layer: f"{word}.{numbers[node]}" for node, layer in labels.items()}
     of = label(graph, labels, 0).of
     beside = _beside_layers(of, labels)
-    return {node: called[layer] for node, layer in of.items() if (layer, _computed(node).source) not in beside}
+    return {
+        node: called[layer]
+        for node, layer in of.items()
+        if (layer, _computed(node).source) not in beside
+    }
 
 
 def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
-    """Lines before the first layer or after the last one that read what a layer gives, such as the head's: (layer, line).
+    """Lines before the first layer or after the last one that read what a layer gives, such as the
+    head's: (layer, line).
 
-    They are lines of no other layer, and read no parameter of this one. Backward ops have the lines of their forward ops.
+    They are lines of no other layer, and read no parameter of this one. Backward ops have the lines
+    of their forward ops.
     """
     layers: dict[str, set[int]] = {}
     reading: set[tuple[int, str]] = set()
@@ -200,7 +238,10 @@ def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tu
             layers.setdefault(node.source, set()).add(layer)
             if any(_computed(value.node) in labels for value in node.operands):
                 reading.add((layer, node.source))
-    ends, is_one = {0, max(labels.values())}, {line for line, found in layers.items() if len(found) == 1}
+    ends, is_one = (
+        {0, max(labels.values())},
+        {line for line, found in layers.items() if len(found) == 1},
+    )
     if len(is_one) == len(layers):  # each layer is written out
         return set()
     return {(layer, line) for line in is_one for layer in layers[line] & ends} - reading
@@ -240,7 +281,18 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
     found = []
     for node in layers.nodes[layer]:
         region = None if node.region is None else regions.setdefault(node.region, len(regions))
-        found.append((node.kind, node.target, refer(node.args), refer(dict(node.kwargs)), node.results, node.phase, region, facts(node)))
+        found.append(
+            (
+                node.kind,
+                node.target,
+                refer(node.args),
+                refer(dict(node.kwargs)),
+                node.results,
+                node.phase,
+                region,
+                facts(node),
+            )
+        )
     return found
 
 
@@ -261,7 +313,13 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
     return found
 
 
-def _fold(graph: Graph, labels: dict[Node, int], slices: int, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -> Folded | None:
+def _fold(
+    graph: Graph,
+    labels: dict[Node, int],
+    slices: int,
+    facts: Callable[[Node], Any],
+    out_facts: Sequence[Any],
+) -> Folded | None:
     layers = label(graph, labels, slices)
     returned: dict[Node, list[Any]] = {}
     for value, fact in zip(graph.outputs, out_facts, strict=True):
@@ -285,28 +343,50 @@ def _fold(graph: Graph, labels: dict[Node, int], slices: int, facts: Callable[[N
         if here is None:
             target = there if there < start else there - gone
         else:
-            target = (here if here < start else here - gone) + there - here  # as the folded graph counts
+            target = (
+                (here if here < start else here - gone) + there - here
+            )  # as the folded graph counts
         if value.node in layers.stacks:
             return Value(copies[value.node], target)
         is_near = here is None or here == there
-        old = value.node if is_near else layers.nodes[target if target < start else target + gone][layers.at[value.node]]
+        old = (
+            value.node
+            if is_near
+            else layers.nodes[target if target < start else target + gone][layers.at[value.node]]
+        )
         return Value(copies[old], value.index)
 
     for node in graph.nodes:
         if not start <= layers.of.get(node, -1) < end:
             copy = copies[node] = node.copy()
             if node in layers.stacks:
-                copy.results, copy.rule = _shortened(node.results, gone), _with_slices(node.rule, slices - gone)
+                copy.results, copy.rule = (
+                    _shortened(node.results, gone),
+                    _with_slices(node.rule, slices - gone),
+                )
             elif is_stack_of(node, slices):
                 shift = stack_shift(node, layers, start - 1)
                 kept = [v for i, v in enumerate(node.operands) if not start <= i + shift < end]
-                copy.args, copy.operands, copy.rule = (kept,), tuple(kept), _with_slices(node.rule, slices - gone)
+                copy.args, copy.operands, copy.rule = (
+                    (kept,),
+                    tuple(kept),
+                    _with_slices(node.rule, slices - gone),
+                )
             copy.replace_operands([moved(node, v) for v in copy.operands])
     kept = [i for i, v in enumerate(graph.outputs) if not start <= layers.of.get(v.node, -1) < end]
-    small = Graph(list(copies.values()), [Value(copies[graph.outputs[i].node], graph.outputs[i].index) for i in kept])
-    inputs = {copies[node]: (r if r < start else r - gone) for node, r in labels.items() if not start <= r < end}
+    small = Graph(
+        list(copies.values()),
+        [Value(copies[graph.outputs[i].node], graph.outputs[i].index) for i in kept],
+    )
+    inputs = {
+        copies[node]: (r if r < start else r - gone)
+        for node, r in labels.items()
+        if not start <= r < end
+    }
     origin = {copy: node for node, copy in copies.items()}
-    return Folded(small, origin, kept, gone, start - 1, inputs, slices and slices - gone, graph, layers)
+    return Folded(
+        small, origin, kept, gone, start - 1, inputs, slices and slices - gone, graph, layers
+    )
 
 
 def is_stack_of(node: Node, slices: int) -> bool:
@@ -314,9 +394,18 @@ def is_stack_of(node: Node, slices: int) -> bool:
 
 
 def stack_shift(node: Node, layers: Layers, layer: int) -> int:
-    """How far the slices of a stack are from the layers that compute them: a bias' gradient belongs to the layer behind it."""
+    """How far the slices of a stack are from the layers that compute them: a bias' gradient
+    belongs to the layer behind it.
+    """
     found = {v.node: layers.of.get(v.node) for v in node.operands}
-    return next((d for d in (0, 1, -1) if 0 <= layer - d < len(node.operands) and found[node.operands[layer - d].node] == layer), 0)
+    return next(
+        (
+            d
+            for d in (0, 1, -1)
+            if 0 <= layer - d < len(node.operands) and found[node.operands[layer - d].node] == layer
+        ),
+        0,
+    )
 
 
 def _shortened(results: Sequence[Any], by: int) -> tuple[Any, ...]:
@@ -342,7 +431,9 @@ def _longest(same: Sequence[bool]) -> tuple[int, int]:
 
 
 def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
-    """Whether layers that are left out, and those beside them, use and are used by what is next to them alone."""
+    """Whether layers that are left out, and those beside them, use and are used by what is next
+    to them alone.
+    """
     slices = len(layers.nodes) if layers.stacks else 0
     for node in graph.nodes:
         here = layers.of.get(node)
@@ -351,7 +442,11 @@ def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
             one = node.operands[start - 1 - shift]
             for layer in range(start - 1, min(end + 1, slices + shift)):
                 value = node.operands[layer - shift]
-                if (layers.of.get(value.node), layers.at.get(value.node), value.index) != (layer, layers.at.get(one.node), one.index):
+                if (layers.of.get(value.node), layers.at.get(value.node), value.index) != (
+                    layer,
+                    layers.at.get(one.node),
+                    one.index,
+                ):
                     return False
             continue
         for value in node.operands:
@@ -361,10 +456,18 @@ def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
             if here is None:
                 if start - KEPT <= there < end + KEPT:
                     return False
-            elif abs(there - here) > 1 and max(here, there) >= start - KEPT and min(here, there) < end + KEPT:
+            elif (
+                abs(there - here) > 1
+                and max(here, there) >= start - KEPT
+                and min(here, there) < end + KEPT
+            ):
                 return False
     return True
 
 
 def decisions(node: Node) -> Any:
-    return (tuple(node.sizes.items()), tuple(node.cuts), tuple((i, tuple(p)) for i, p in node.pending.items()))
+    return (
+        tuple(node.sizes.items()),
+        tuple(node.cuts),
+        tuple((i, tuple(p)) for i, p in node.pending.items()),
+    )

@@ -5,11 +5,20 @@ from collections.abc import Mapping, Sequence
 
 from ftp.functional.remat import Region
 from ftp.planning.graph import Graph, Node, Value
-from ftp.planning.layers.repeats import Folded, Layers, decisions, describe_layer, is_stack_of, label, stack_shift
+from ftp.planning.layers.repeats import (
+    Folded,
+    Layers,
+    decisions,
+    describe_layer,
+    is_stack_of,
+    label,
+    stack_shift,
+)
 
 
 def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
-    """The plan of the whole graph, and per output the output of the folded graph that it is like; None where layers came out different.
+    """The plan of the whole graph, and per output the output of the folded graph that it is like;
+    None where layers came out different.
 
     Args:
         planned: the folded graph, with the moves and cuts that were decided.
@@ -22,7 +31,9 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     made = [stamp.layer(step) for step in range(gone)]
 
     def placed(value: Value, user: int) -> Value:
-        """What a node of layer ``user``, as the whole graph counts, takes in place of ``value``, which layer t or another is given."""
+        """What a node of layer ``user``, as the whole graph counts, takes in place of ``value``,
+        which layer t or another is given.
+        """
         there = layers.of_value(value)
         if there is None:
             return value
@@ -45,7 +56,9 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
     for node in planned.nodes:
         here = layers.of.get(node)
         if here is not None:
-            node.replace_operands([placed(v, here if here <= t else here + gone) for v in node.operands])
+            node.replace_operands(
+                [placed(v, here if here <= t else here + gone) for v in node.operands]
+            )
         elif is_stack_of(node, folded.slices):
             last = t - stack_shift(folded.origin[node], folded.layers, t)
             like = node.operands[last]
@@ -58,7 +71,9 @@ def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
             whole = folded.origin[node]
             node.results, node.rule = whole.results, whole.rule
             node.pending = {i if i <= t else i + gone: p for i, p in node.pending.items()}
-            node.pending |= {i: node.pending[t] for i in range(t + 1, t + 1 + gone) if t in node.pending}
+            node.pending |= {
+                i: node.pending[t] for i in range(t + 1, t + 1 + gone) if t in node.pending
+            }
     return stamp.assembled(made)
 
 
@@ -72,7 +87,9 @@ class _Stamp:
         self.anchors = self._anchors()
 
     def _anchors(self) -> dict[Node, tuple[Node | None, int]]:
-        """Per node an original one and how many places it comes after (or, negative, before) it: the next, or the last of its own layer."""
+        """Per node an original one and how many places it comes after (or, negative, before) it:
+        the next, or the last of its own layer.
+        """
         layers, nodes = self.layers.of, self.planned.nodes
         found: dict[Node, tuple[Node | None, int]] = {}
         following: list[tuple[Node | None, int]] = [(None, 0)] * len(nodes)
@@ -83,10 +100,18 @@ class _Stamp:
         before: tuple[Node | None, int] = None, 0
         for node, after in zip(nodes, following, strict=True):
             before = (node, 0) if node in self.folded.origin else (before[0], before[1] + 1)
-            is_behind = before[0] and layers.get(node) == layers.get(before[0]) and after[0] and layers.get(node) != layers.get(after[0])
+            is_behind = (
+                before[0]
+                and layers.get(node) == layers.get(before[0])
+                and after[0]
+                and layers.get(node) != layers.get(after[0])
+            )
             found[node] = before if is_behind or after[0] is None else after
             anchor, seq = before if after[0] is None else after
-            self.order[node] = (0 if anchor is None else self.number[self.folded.origin[anchor]], seq)
+            self.order[node] = (
+                0 if anchor is None else self.number[self.folded.origin[anchor]],
+                seq,
+            )
         return found
 
     def _counterpart(self, node: Node, step: int) -> Node:
@@ -97,7 +122,9 @@ class _Stamp:
         return origin if layer is None else whole.nodes[layer + 1 + step][whole.at[origin]]
 
     def layer(self, step: int) -> dict[Node, Node]:
-        """Of each node of layer t its copy in the n-th layer left out; operands are still those of layer t."""
+        """Of each node of layer t its copy in the n-th layer left out; operands are still those
+        of layer t.
+        """
         copies: dict[Node, Node] = {}
         names: dict[str, str] = {}
         regions: dict[Region, Region] = {}
@@ -120,11 +147,18 @@ class _Stamp:
                 self.order[copy] = self.order[node]
             else:
                 is_near = abs(self.layers.of.get(anchor, t) - t) <= 1
-                self.order[copy] = self.number[self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]], seq
+                self.order[copy] = (
+                    self.number[
+                        self._counterpart(anchor, step) if is_near else self.folded.origin[anchor]
+                    ],
+                    seq,
+                )
         return copies
 
     def assembled(self, made: Sequence[Mapping[Node, Node]]) -> tuple[Graph, list[int]] | None:
-        """All outputs in their places; nodes in an order in which they can run, near that of the whole graph."""
+        """All outputs in their places; nodes in an order in which they can run, near that of the
+        whole graph.
+        """
         folded, t = self.folded, self.folded.stands_for
         whole = folded.layers
         place = {i: at for at, i in enumerate(folded.kept)}

@@ -1,7 +1,9 @@
-"""Bounds and a feasible assignment for a cost network that is too wide to eliminate; knows no tensors.
+"""Bounds and a feasible assignment for a cost network that is too wide to eliminate; knows no
+tensors.
 
-The network is given as ``unary[v]``, costs of shape (values of v,), and ``tables[v][u]``, costs of shape (values of v, values of u),
-with ``tables[u][v]`` the transpose. It is connected and arc consistent: unary costs are finite, and no row of a table is all infinite.
+The network is given as ``unary[v]``, costs of shape (values of v,), and ``tables[v][u]``, costs of
+shape (values of v, values of u), with ``tables[u][v]`` the transpose. It is connected and arc
+consistent: unary costs are finite, and no row of a table is all infinite.
 """
 
 import math
@@ -16,22 +18,30 @@ Messages = Mapping[tuple[int, int], np.ndarray]
 
 
 class Sweeps:
-    """Sequential tree-reweighted message passing, TRW-S (Kolmogorov 2006), over the variables in the given order.
+    """Sequential tree-reweighted message passing, TRW-S (Kolmogorov 2006), over the variables in
+    the given order.
 
-    The network is read as a sum of chains, each ascending in the order. A variable's visit makes the chains through it agree on what its
-    values cost, and sends the messages to the variables ahead. Variables that no message orders are visited together.
+    The network is read as a sum of chains, each ascending in the order. A variable's visit makes
+    the chains through it agree on what its values cost, and sends the messages to the variables
+    ahead. Variables that no message orders are visited together.
 
     - ``bound``: the sum of the chains' minima, which a pass never lowers.
-    - ``slack[n, a]``: how much dearer value a of the n-th variable makes the chains through it, as of its last visit.
-    - ``floor[n, a]``: a lower bound on every assignment with that value: on a visit the chains through the variable cost their minima
-      and the slack, and all minima add up to no less than after the pass before.
+    - ``slack[n, a]``: how much dearer value a of the n-th variable makes the chains through it, as
+      of its last visit.
+    - ``floor[n, a]``: a lower bound on every assignment with that value: on a visit the chains
+      through the variable cost their minima and the slack, and all minima add up to no less than
+      after the pass before.
     """
 
     def __init__(self, unary: Unary, tables: Tables, order: Sequence[int], warm: Messages):
         self.order, self._tables = list(order), tables
         self._place = {v: n for n, v in enumerate(order)}
         shape = len(self.order), max(len(unary[v]) for v in order)
-        self._unary, self.slack, self.floor = np.full(shape, np.inf), np.full(shape, np.inf), np.full(shape, -np.inf)
+        self._unary, self.slack, self.floor = (
+            np.full(shape, np.inf),
+            np.full(shape, np.inf),
+            np.full(shape, -np.inf),
+        )
         self.bound = -math.inf
         level = [0] * len(self.order)
         for n, v in enumerate(order):
@@ -54,7 +64,9 @@ class Sweeps:
         for visits in self._passes:
             bound = 0.0
             for visit in visits:
-                belief = self._unary[visit.nodes] + np.add.reduceat(self._messages[visit.received], visit.starts, axis=0)
+                belief = self._unary[visit.nodes] + np.add.reduceat(
+                    self._messages[visit.received], visit.starts, axis=0
+                )
                 low = belief.min(axis=1, keepdims=True)
                 bound += float(low.sum())
                 self.slack[visit.nodes] = belief = belief - low
@@ -71,20 +83,29 @@ class Sweeps:
 
     def messages(self) -> dict[tuple[int, int], np.ndarray]:
         """Per (sender, receiver), over the receiver's values."""
-        return {(v, u): self._messages[row, : self._tables[v][u].shape[1]] for (v, u), row in self._row.items()}
+        return {
+            (v, u): self._messages[row, : self._tables[v][u].shape[1]]
+            for (v, u), row in self._row.items()
+        }
 
     def shares(self) -> tuple[dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """The same network with costs moved into the tables as the last pass, downwards, left them: their minima add up to its bound."""
+        """The same network with costs moved into the tables as the last pass, downwards, left
+        them: their minima add up to its bound.
+        """
         unary: dict[int, np.ndarray] = {}
         tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.order}
         messages = self.messages()
         for n, v in enumerate(self.order):
-            belief = self._unary[n, : next(iter(self._tables[v].values())).shape[0]] + sum(messages[u, v] for u in self._tables[v])
+            belief = self._unary[n, : next(iter(self._tables[v].values())).shape[0]] + sum(
+                messages[u, v] for u in self._tables[v]
+            )
             below = [u for u in self._tables[v] if self._place[u] < n]
             share = belief / max(len(below), len(self._tables[v]) - len(below))
             unary[v] = belief - share * len(below)
             for u in below:
-                tables[v][u] = self._tables[v][u] + (share - messages[u, v])[:, None] - messages[v, u]
+                tables[v][u] = (
+                    self._tables[v][u] + (share - messages[u, v])[:, None] - messages[v, u]
+                )
                 tables[u][v] = tables[v][u].T
         return unary, tables
 
@@ -98,9 +119,17 @@ class Sweeps:
             leaving = np.bincount(source, minlength=len(group))
             chains = np.maximum(leaving, degree - leaving)
             own = [self._tables[v][u] for _, v, u in ahead]
-            tables = np.zeros((len(own), max((t.shape[0] for t in own), default=0), max((t.shape[1] for t in own), default=0)))
+            tables = np.zeros(
+                (
+                    len(own),
+                    max((t.shape[0] for t in own), default=0),
+                    max((t.shape[1] for t in own), default=0),
+                )
+            )
             for padded, table in zip(tables, own, strict=True):
-                padded[:] = table.max(initial=-np.inf, where=table < np.inf)  # never below a row's minimum
+                padded[:] = table.max(
+                    initial=-np.inf, where=table < np.inf
+                )  # never below a row's minimum
                 padded[: table.shape[0], : table.shape[1]] = table
             visits.append(
                 _Visit(
@@ -119,7 +148,9 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Variables visited together: rows of the messages they receive, each's from ``starts`` on, and what each message sent takes."""
+    """Variables visited together: rows of the messages they receive, each's from ``starts`` on,
+    and what each message sent takes.
+    """
 
     nodes: np.ndarray
     received: np.ndarray
@@ -131,13 +162,21 @@ class _Visit:
     tables: np.ndarray
 
 
-def feasible(unary: Unary, tables: Tables, order: Sequence[int], messages: Messages) -> dict[int, int] | int:
-    """An assignment of finite cost, as positions, or if there is none a variable that is left without a value.
+def feasible(
+    unary: Unary, tables: Tables, order: Sequence[int], messages: Messages
+) -> dict[int, int] | int:
+    """An assignment of finite cost, as positions, or if there is none a variable that is left
+    without a value.
 
-    Depth-first with arcs kept consistent; first the value that is cheapest by the choices made so far and the messages of variables still
-    open. It restarts with the variables that lost all values in front and twice the patience, so it ends.
+    Depth-first with arcs kept consistent; first the value that is cheapest by the choices made so
+    far and the messages of variables still open. It restarts with the variables that lost all
+    values in front and twice the patience, so it ends.
     """
-    masks = {(v, u): [sum(1 << int(b) for b in np.flatnonzero(row)) for row in tables[v][u] < np.inf] for v in order for u in tables[v]}
+    masks = {
+        (v, u): [sum(1 << int(b) for b in np.flatnonzero(row)) for row in tables[v][u] < np.inf]
+        for v in order
+        for u in tables[v]
+    }
     failures_at = dict.fromkeys(order, 0)
     patience = 100 + len(order)
     while True:
@@ -178,14 +217,20 @@ def _restrict(
     tables: Tables,
     trail: list[tuple[int, int]],
 ) -> int | None:
-    """Leaves v the values of the mask, and the others what is consistent with it; the variable that lost all values, if any."""
+    """Leaves v the values of the mask, and the others what is consistent with it; the variable
+    that lost all values, if any.
+    """
     trail.append((v, domain[v]))
     domain[v] = mask
     stack = [v] if mask else []
     while stack:
         u = stack.pop()
         for w in tables[u]:
-            left = sum(1 << a for a, allowed in enumerate(masks[w, u]) if domain[w] >> a & 1 and allowed & domain[u])
+            left = sum(
+                1 << a
+                for a, allowed in enumerate(masks[w, u])
+                if domain[w] >> a & 1 and allowed & domain[u]
+            )
             if left != domain[w]:
                 trail.append((w, domain[w]))
                 domain[w] = left

@@ -1,16 +1,20 @@
 """Exact minimum of a cost network by variable elimination; knows no tensors.
 
-A cost network has variables with a few values each, a cost per value and a cost per pair of values of neighbouring variables;
-infinity forbids. The minimum over all assignments is found in three stages:
+A cost network has variables with a few values each, a cost per value and a cost per pair of values
+of neighbouring variables; infinity forbids. The minimum over all assignments is found in three
+stages:
 
-1. *Reduce* until nothing changes: drop values without support (arc consistency) and values than which another is never worse
-   (dominance), fold variables with at most two neighbours into those.
-2. *Eliminate* what is left, component by component: bucket elimination (Dechter 1999) along the best of several greedy orders.
-3. Where a table would be too large, *bound* (``bounds.py``): TRW-S and mini-buckets (Dechter and Rish 2003) give a lower bound, repeated
-   elimination of all but a cutset (Bidyuk and Dechter 2004) an upper one. Values that cost more than the upper bound go, and the
-   component returns to stage 1. What resists is left with its gap.
+1. *Reduce* until nothing changes: drop values without support (arc consistency) and values than
+   which another is never worse (dominance), fold variables with at most two neighbours into those.
+2. *Eliminate* what is left, component by component: bucket elimination (Dechter 1999) along the
+   best of several greedy orders.
+3. Where a table would be too large, *bound* (``bounds.py``): TRW-S and mini-buckets (Dechter and
+   Rish 2003) give a lower bound, repeated elimination of all but a cutset (Bidyuk and Dechter 2004)
+   an upper one. Values that cost more than the upper bound go, and the component returns to stage
+   1. What resists is left with its gap.
 
-Everything is deterministic: no clock, no hash order, ties keep the lower index. Effort is counted in rounds and table entries.
+Everything is deterministic: no clock, no hash order, ties keep the lower index. Effort is counted
+in rounds and table entries.
 """
 
 import math
@@ -32,7 +36,9 @@ ROUNDING = 1e-9  # relative; a gap below it counts as none
 
 @dataclass(frozen=True)
 class Solution:
-    """The assignment found: ``choice[i]`` is the index of variable i's value, ``largest_table`` the entries of the largest table formed."""
+    """The assignment found: ``choice[i]`` is the index of variable i's value, ``largest_table``
+    the entries of the largest table formed.
+    """
 
     choice: list[int]
     cost: float
@@ -53,7 +59,8 @@ def minimize(
     Args:
         unary: per variable its values' costs, shape (domains[i],).
         pairs: costs of shape (domains[i], domains[j]) for i < j; infinity forbids.
-        max_table: entries of the largest table to form; where that does not do, the result may have ``bound < cost``.
+        max_table: entries of the largest table to form; where that does not do, the result may have
+            ``bound < cost``.
 
     >>> solution = minimize([2, 2], [np.array([0.0, 1.0]), np.array([0.0, 0.5])], {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])})
     >>> solution.choice, solution.cost, solution.optimal
@@ -78,7 +85,10 @@ def minimize(
             continue
         rounds, left, known = _tighten(net, part, rounds, known)
         if rounds:
-            todo += [(sub, rounds, known) for sub in reversed(net.components(v for v in part if v in net.tables))]
+            todo += [
+                (sub, rounds, known)
+                for sub in reversed(net.components(v for v in part if v in net.tables))
+            ]
         else:
             gap += left
             choice.update(known.choice)
@@ -86,7 +96,10 @@ def minimize(
         at = tuple(int(np.searchsorted(values, choice[u])) for u, values in fold.scope)
         choice[fold.variable] = int(fold.best[at])
     result = [choice[v] for v in range(len(domains))]
-    cost = math.fsum([u[x] for u, x in zip(unary, result, strict=True)] + [t[result[i], result[j]] for (i, j), t in pairs.items()])
+    cost = math.fsum(
+        [u[x] for u, x in zip(unary, result, strict=True)]
+        + [t[result[i], result[j]] for (i, j), t in pairs.items()]
+    )
     return Solution(result, cost, cost - gap, gap == 0.0, net.largest)
 
 
@@ -98,7 +111,8 @@ def min_marginals(
     *,
     max_table: int = 1_000_000,
 ) -> list[Solution | None]:
-    """Per value of the variable the cheapest assignment with that value, None where there is none: what any other choice would cost.
+    """Per value of the variable the cheapest assignment with that value, None where there is none:
+    what any other choice would cost.
 
     >>> network = [2, 2], [np.array([0.0, 1.0]), np.array([0.0, 0.5])], {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])}
     >>> [solution.cost for solution in min_marginals(*network, 0) if solution]
@@ -109,25 +123,39 @@ def min_marginals(
         fixed = np.full(domains[variable], np.inf)
         fixed[value] = unary[variable][value]
         try:
-            found.append(minimize(domains, [*unary[:variable], fixed, *unary[variable + 1 :]], pairs, max_table=max_table))
+            found.append(
+                minimize(
+                    domains,
+                    [*unary[:variable], fixed, *unary[variable + 1 :]],
+                    pairs,
+                    max_table=max_table,
+                )
+            )
         except Infeasible:
             found.append(None)
     return found
 
 
-_Factor = tuple[tuple[int, ...], np.ndarray]  # variables by their place in the order, and a table over them
+_Factor = tuple[
+    tuple[int, ...], np.ndarray
+]  # variables by their place in the order, and a table over them
 
 
-def _eliminate(order: list[int], unary: Unary, tables: Tables, limit: float = math.inf) -> tuple[float, dict[int, int], int]:
-    """The minimum over the variables of the order, where it is (positions among their values), and the entries of the largest table.
+def _eliminate(
+    order: list[int], unary: Unary, tables: Tables, limit: float = math.inf
+) -> tuple[float, dict[int, int], int]:
+    """The minimum over the variables of the order, where it is (positions among their values), and
+    the entries of the largest table.
 
-    Where a table would pass the limit, the tables of a variable are minimised in groups (mini-buckets): the number is then a lower bound,
-    the assignment a guess.
+    Where a table would pass the limit, the tables of a variable are minimised in groups
+    (mini-buckets): the number is then a lower bound, the assignment a guess.
     """
     place = {v: n for n, v in enumerate(order)}
     buckets: dict[int, list[_Factor]] = {v: [((v,), unary[v])] for v in order}
     for v in order:
-        buckets[v] += [((v, u), table) for u, table in tables[v].items() if place.get(u, -1) > place[v]]
+        buckets[v] += [
+            ((v, u), table) for u, table in tables[v].items() if place.get(u, -1) > place[v]
+        ]
     steps: list[tuple[int, list[_Factor], bool]] = []
     minimum, largest = 0.0, 0
     for v in order:
@@ -167,17 +195,39 @@ def _eliminate(order: list[int], unary: Unary, tables: Tables, limit: float = ma
 
 @dataclass(frozen=True)
 class _Known:
-    """Of a component, by original value: the best assignment so far and the messages of the last sweeps."""
+    """Of a component, by original value: the best assignment so far and the messages of the last
+    sweeps.
+    """
 
     choice: dict[int, int]
-    messages: dict[tuple[int, int], tuple[np.ndarray, np.ndarray]]  # the receiver's values then, and the message
+    messages: dict[
+        tuple[int, int], tuple[np.ndarray, np.ndarray]
+    ]  # the receiver's values then, and the message
 
 
-def _tighten(net: Network, part: list[int], rounds: int, known: _Known) -> tuple[int, float, _Known]:
-    """Bounds for a component too wide to eliminate, until values are dropped or little is gained: rounds left (then 0), gap, best."""
-    at = {v: int(np.searchsorted(net.values[v], known.choice[v])) for v in part} if known.choice else {}
-    warm = {(v, u): known.messages[v, u] for v in part for u in net.tables[v] if (v, u) in known.messages}
-    sweeps = Sweeps(net.unary, net.tables, part, {e: m[np.searchsorted(values, net.values[e[1]])] for e, (values, m) in warm.items()})
+def _tighten(
+    net: Network, part: list[int], rounds: int, known: _Known
+) -> tuple[int, float, _Known]:
+    """Bounds for a component too wide to eliminate, until values are dropped or little is
+    gained: rounds left (then 0), gap, best.
+    """
+    at = (
+        {v: int(np.searchsorted(net.values[v], known.choice[v])) for v in part}
+        if known.choice
+        else {}
+    )
+    warm = {
+        (v, u): known.messages[v, u]
+        for v in part
+        for u in net.tables[v]
+        if (v, u) in known.messages
+    }
+    sweeps = Sweeps(
+        net.unary,
+        net.tables,
+        part,
+        {e: m[np.searchsorted(values, net.values[e[1]])] for e, (values, m) in warm.items()},
+    )
     limit = min(net.max_table, max(20_000, SEARCH_WORK // len(part)))
     fixed = dict.fromkeys(part, 0)
     lower, gap = -math.inf, math.inf
@@ -206,12 +256,18 @@ def _tighten(net: Network, part: list[int], rounds: int, known: _Known) -> tuple
         before, gap = gap, max(upper - lower, 0.0)
         rounding = ROUNDING * (abs(upper) + abs(lower))
         rounds -= 1 if gap < 0.98 * before else 2  # a round that gains little counts twice
-        known = _Known(net.original(at), {(v, u): (net.values[u], m.copy()) for (v, u), m in sweeps.messages().items()})
+        known = _Known(
+            net.original(at),
+            {(v, u): (net.values[u], m.copy()) for (v, u), m in sweeps.messages().items()},
+        )
         if gap <= rounding:
             return 0, 0.0, known
         if rounds <= 0:
             return 0, gap, known
-        masks = [floor[: len(net.values[v])] <= upper + rounding for v, floor in zip(part, sweeps.floor, strict=True)]
+        masks = [
+            floor[: len(net.values[v])] <= upper + rounding
+            for v, floor in zip(part, sweeps.floor, strict=True)
+        ]
         if not all(mask.all() for mask in masks):
             seen = len(net.replaced)
             for v, mask in zip(part, masks, strict=True):

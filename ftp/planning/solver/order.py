@@ -12,7 +12,9 @@ EXACT_WORK = 400  # times max_table: entries that an exact elimination may form 
 
 @dataclass(frozen=True)
 class Order:
-    """An elimination order, the cutset of variables to fix beforehand, and the entries of the largest and of all tables."""
+    """An elimination order, the cutset of variables to fix beforehand, and the entries of the
+    largest and of all tables.
+    """
 
     order: list[int]
     cutset: list[int]
@@ -32,16 +34,27 @@ def fill_in(near: Neighbours, size: Mapping[int, int], v: int) -> tuple[float, .
 
 
 def table_size(near: Neighbours, size: Mapping[int, int], v: int) -> tuple[float, ...]:
-    return (math.prod(size[u] for u in near[v]) * size[v] if len(near[v]) <= 64 else math.inf, len(near[v]))
+    return (
+        math.prod(size[u] for u in near[v]) * size[v] if len(near[v]) <= 64 else math.inf,
+        len(near[v]),
+    )
 
 
 def best_order(net: Network, part: list[int]) -> Order | None:
     """The order with the smallest largest table, or None if none fits."""
     place = {v: n for n, v in enumerate(part)}
     best = None
-    for score in (fill_in, table_size, lambda near, size, v: (-place[v],)):  # the last against the breadth-first search, for ladders
+    for score in (
+        fill_in,
+        table_size,
+        lambda near, size, v: (-place[v],),
+    ):  # the last against the breadth-first search, for ladders
         plan = elimination_order(net, part, score, net.max_table)
-        if plan and plan.work <= EXACT_WORK * net.max_table and (best is None or (plan.largest, plan.work) < (best.largest, best.work)):
+        if (
+            plan
+            and plan.work <= EXACT_WORK * net.max_table
+            and (best is None or (plan.largest, plan.work) < (best.largest, best.work))
+        ):
             best = plan
         if best and best.work <= 1000 * len(part):  # to try another order costs more
             break
@@ -49,9 +62,15 @@ def best_order(net: Network, part: list[int]) -> Order | None:
 
 
 def elimination_order(
-    net: Network, part: list[int], score: Callable[..., tuple[float, ...]], limit: int, fixed: dict[int, int] | None = None
+    net: Network,
+    part: list[int],
+    score: Callable[..., tuple[float, ...]],
+    limit: int,
+    fixed: dict[int, int] | None = None,
 ) -> Order | None:
-    """A greedy order by lowest score. Where a table would pass the limit: None, or a variable joins the cutset, least ``fixed`` first."""
+    """A greedy order by lowest score. Where a table would pass the limit: None, or a variable
+    joins the cutset, least ``fixed`` first.
+    """
     near = {v: set(net.tables[v]) for v in part}
     size = {v: len(net.values[v]) for v in part}
     now = {v: score(near, size, v) for v in part}

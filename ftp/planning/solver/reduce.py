@@ -13,13 +13,17 @@ class Infeasible(Exception):
     """No assignment has a finite cost; ``variable`` is one that is left without a value."""
 
     def __init__(self, variable: int):
-        super().__init__(f"no assignment has a finite cost: variable {variable} is left without a value")
+        super().__init__(
+            f"no assignment has a finite cost: variable {variable} is left without a value"
+        )
         self.variable = variable
 
 
 @dataclass(frozen=True)
 class _Fold:
-    """A variable's best value, by the positions of its neighbours' choices among the values that they had then."""
+    """A variable's best value, by the positions of its neighbours' choices among the values that
+    they had then.
+    """
 
     variable: int
     scope: tuple[tuple[int, np.ndarray], ...]
@@ -27,13 +31,21 @@ class _Fold:
 
 
 class Network:
-    """What is left of the network, reduced in place, and how to undo each step. Tables are never written to.
+    """What is left of the network, reduced in place, and how to undo each step. Tables are never
+    written to.
 
-    ``tables[v][u]`` has shape (values of v, values of u), ``tables[u][v]`` is its transpose; a folded variable is not in ``tables``.
-    ``values[v]`` are the original indices of the values left, ascending.
+    ``tables[v][u]`` has shape (values of v, values of u), ``tables[u][v]`` is its transpose; a
+    folded variable is not in ``tables``. ``values[v]`` are the original indices of the values left,
+    ascending.
     """
 
-    def __init__(self, domains: Sequence[int], unary: Sequence[np.ndarray], pairs: Mapping[tuple[int, int], np.ndarray], max_table: int):
+    def __init__(
+        self,
+        domains: Sequence[int],
+        unary: Sequence[np.ndarray],
+        pairs: Mapping[tuple[int, int], np.ndarray],
+        max_table: int,
+    ):
         self.max_table = max_table
         self.largest = 0
         self.unary = [np.asarray(u, dtype=np.float64) for u in unary]
@@ -41,28 +53,41 @@ class Network:
         self.tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in range(len(domains))}
         for v, n in enumerate(domains):
             if self.unary[v].shape != (n,) or not (self.unary[v] > -np.inf).all():
-                raise ValueError(f"unary[{v}] needs shape {(n,)} without NaN or -inf, is {self.unary[v]}")
+                raise ValueError(
+                    f"unary[{v}] needs shape {(n,)} without NaN or -inf, is {self.unary[v]}"
+                )
         for (i, j), table in pairs.items():
             table = np.asarray(table, dtype=np.float64)
             if not i < j or table.shape != (domains[i], domains[j]) or not (table > -np.inf).all():
-                raise ValueError(f"pairs[{i}, {j}] needs i < j and shape {(domains[i], domains[j])} without NaN or -inf, is {table}")
+                raise ValueError(
+                    f"pairs[{i}, {j}] needs i < j and shape {(domains[i], domains[j])} without NaN"
+                    f" or -inf, is {table}"
+                )
             self.tables[i][j], self.tables[j][i] = table, table.T
         self.folds: list[_Fold] = []
-        self.replaced: list[tuple[int, int, int]] = []  # (variable, value, the value that is never worse)
+        self.replaced: list[
+            tuple[int, int, int]
+        ] = []  # (variable, value, the value that is never worse)
         self._queue: list[tuple[int, int]] = []
         self._queued = [False] * len(domains)
         for v in self.tables:
             self._touch(v)
 
     def reduce(self) -> None:
-        """Arc consistency, dominance and folding until nothing changes; fewest neighbours first, so that a hub waits for its spokes."""
+        """Arc consistency, dominance and folding until nothing changes; fewest neighbours first,
+        so that a hub waits for its spokes.
+        """
         while self._queue:
             _, v = heapq.heappop(self._queue)
             self._queued[v] = False
             if v in self.tables:
                 self._prune(v)
                 near = self.tables[v]
-                if len(near) <= 2 and math.prod(len(self.values[u]) for u in near) * len(self.values[v]) <= self.max_table:
+                if (
+                    len(near) <= 2
+                    and math.prod(len(self.values[u]) for u in near) * len(self.values[v])
+                    <= self.max_table
+                ):
                     self._fold(v)
 
     def keep(self, v: int, mask: np.ndarray) -> None:
@@ -116,7 +141,10 @@ class Network:
         for u, table in list(self.tables[v].items()):
             facts = _facts(table.tobytes(), table.shape)
             if facts.split is not None:
-                self.unary[v], self.unary[u] = self.unary[v] + facts.split[0], self.unary[u] + facts.split[1]
+                self.unary[v], self.unary[u] = (
+                    self.unary[v] + facts.split[0],
+                    self.unary[u] + facts.split[1],
+                )
                 self._join(v, u, None)
             elif facts.dead is not None:
                 mask &= ~facts.dead
@@ -133,7 +161,11 @@ class Network:
             return
         alive = np.ones(len(cost), dtype=bool)
         for a in reversed(range(len(cost))):
-            better = [b for b in np.flatnonzero(covers[a] & alive) if b < a or (b > a and not covers[b, a])]
+            better = [
+                b
+                for b in np.flatnonzero(covers[a] & alive)
+                if b < a or (b > a and not covers[b, a])
+            ]
             if better:
                 alive[a] = False
                 self.replaced.append((v, int(self.values[v][a]), int(self.values[v][better[0]])))
@@ -143,9 +175,13 @@ class Network:
         near = tuple(self.tables[v])
         joint = self.unary[v].reshape(-1, *[1] * len(near))
         for axis, u in enumerate(near):
-            joint = joint + self.tables[v][u].reshape(len(joint), *[-1 if axis == a else 1 for a in range(len(near))])
+            joint = joint + self.tables[v][u].reshape(
+                len(joint), *[-1 if axis == a else 1 for a in range(len(near))]
+            )
         self.largest = max(self.largest, joint.size)
-        self.folds.append(_Fold(v, tuple((u, self.values[u]) for u in near), self.values[v][joint.argmin(0)]))
+        self.folds.append(
+            _Fold(v, tuple((u, self.values[u]) for u in near), self.values[v][joint.argmin(0)])
+        )
         message = joint.min(0)
         for u in near:
             self._join(v, u, None)
@@ -159,7 +195,9 @@ class Network:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Of one table: f and g if it is f(row) + g(column); the rows that are infinite; at [a, b], by how much row b can be worse than a."""
+    """Of one table: f and g if it is f(row) + g(column); the rows that are infinite; at [a, b],
+    by how much row b can be worse than a.
+    """
 
     split: tuple[np.ndarray, np.ndarray] | None
     dead: np.ndarray | None

@@ -1,4 +1,6 @@
-"""Live bytes over a program as a picture in HTML: what holds them, stacked, with the op at each place."""
+"""Live bytes over a program as a picture in HTML: what holds them, stacked, with the op at each
+place.
+"""
 
 from collections.abc import Sequence
 from html import escape
@@ -6,7 +8,17 @@ from html import escape
 from ftp.report.memory import KINDS, Memory, in_bytes
 
 WIDTH, HEIGHT, LEFT, TOP = 860, 220, 80, 16  # pixels of the areas, and the margins of their labels
-_COLOURS = ("#1d4ed8", "#7c3aed", "#0f766e", "#64748b", "#dc2626", "#be185d", "#60a5fa", "#f59e0b", "#a3a3a3")
+_COLOURS = (
+    "#1d4ed8",
+    "#7c3aed",
+    "#0f766e",
+    "#64748b",
+    "#dc2626",
+    "#be185d",
+    "#60a5fa",
+    "#f59e0b",
+    "#a3a3a3",
+)
 
 
 def timeline(memory: Memory) -> str:
@@ -18,9 +30,13 @@ def timeline(memory: Memory) -> str:
     shown = [kind for kind in KINDS if any(moment.parts.get(kind) for moment in columns)]
     for kind in shown:
         upper = [b + moment.parts.get(kind, 0) for b, moment in zip(base, columns, strict=True)]
-        ahead = [f"{LEFT + at * step:.1f},{_y(n, top)} {LEFT + (at + 1) * step:.1f},{_y(n, top)}" for at, n in enumerate(upper)]
+        ahead = [
+            f"{LEFT + at * step:.1f},{_y(n, top)} {LEFT + (at + 1) * step:.1f},{_y(n, top)}"
+            for at, n in enumerate(upper)
+        ]
         back = [
-            f"{LEFT + (at + 1) * step:.1f},{_y(n, top)} {LEFT + at * step:.1f},{_y(n, top)}" for at, n in reversed(list(enumerate(base)))
+            f"{LEFT + (at + 1) * step:.1f},{_y(n, top)} {LEFT + at * step:.1f},{_y(n, top)}"
+            for at, n in reversed(list(enumerate(base)))
         ]
         areas.append(f'<polygon points="{" ".join(ahead + back)}" fill="{_colour(kind)}"/>')
         base = upper
@@ -42,16 +58,23 @@ def timeline(memory: Memory) -> str:
     )
     rows = "".join(
         f'<tr><td><span class="key" style="background:{_colour(kind)}"></span>{escape(kind)}</td>'
-        f"<td class='n'>{in_bytes(memory.parts.get(kind, 0))}</td><td class='n'>{memory.parts.get(kind, 0) / top:.1%}</td></tr>"
+        f"<td class='n'>{in_bytes(memory.parts.get(kind, 0))}</td><td"
+        f" class='n'>{memory.parts.get(kind, 0) / top:.1%}</td></tr>"
         for kind in sorted(shown, key=lambda kind: -memory.parts.get(kind, 0))
     )
     peak = f"<p>Peak {in_bytes(int(memory))} a rank, at <code>{escape(memory.peak_op)}</code></p>"
-    return f"{peak}{svg}<table><tr><th>at the peak</th><th>bytes</th><th>share</th></tr>{rows}</table>"
+    return (
+        f"{peak}{svg}<table><tr><th>at the peak</th><th>bytes</th><th>share</th></tr>{rows}</table>"
+    )
 
 
 def _steps(heights: Sequence[float], step: float, top: float) -> list[str]:
     """Two corners for each column."""
-    return [f"{LEFT + (at + side) * step:.1f},{_y(n, top)}" for at, n in enumerate(heights) for side in (0, 1)]
+    return [
+        f"{LEFT + (at + side) * step:.1f},{_y(n, top)}"
+        for at, n in enumerate(heights)
+        for side in (0, 1)
+    ]
 
 
 def _y(nbytes: float, top: float) -> str:

@@ -1,4 +1,6 @@
-"""One self-contained HTML page about a program: no scripts or styles from elsewhere, every name escaped."""
+"""One self-contained HTML page about a program: no scripts or styles from elsewhere, every name
+escaped.
+"""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -55,7 +57,9 @@ def page(
     if cost is not None:
         parts.append(f'<h2 id="cost">Cost</h2><pre>{escape(cost.report())}</pre>')
     if program:
-        parts.append(f'<h2 id="program">Program</h2><details><summary>every op</summary><pre>{escape(program)}</pre></details>')
+        parts.append(
+            f'<h2 id="program">Program</h2><details><summary>every op</summary><pre>{escape(program)}</pre></details>'
+        )
     return (
         f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head>'
         f"<body>{''.join(parts)}</body></html>\n"
@@ -66,18 +70,28 @@ def _figures(collectives: Collectives | None, memory: Memory | None, cost: Cost 
     """What a reader looks for first."""
     found = {}
     if memory is not None:
-        found |= {"at the peak, a rank": in_bytes(int(memory)), "of parameters, a rank": in_bytes(memory.parameters)}
+        found |= {
+            "at the peak, a rank": in_bytes(int(memory)),
+            "of parameters, a rank": in_bytes(memory.parameters),
+        }
     if collectives is not None:
-        found |= {"collectives a step": f"{len(collectives):,}", "sent by a rank": in_bytes(collectives.wire_nbytes)}
+        found |= {
+            "collectives a step": f"{len(collectives):,}",
+            "sent by a rank": in_bytes(collectives.wire_nbytes),
+        }
     if cost is not None:
         found |= {f"a step, estimated on {cost.hardware.name}": in_seconds(cost)}
     return (
-        f'<ul class="figures">{"".join(f"<li><b>{escape(n)}</b> {escape(what)}</li>" for what, n in found.items())}</ul>' if found else ""
+        f'<ul class="figures">{"".join(f"<li><b>{escape(n)}</b> {escape(what)}</li>" for what, n in found.items())}</ul>'
+        if found
+        else ""
     )
 
 
 def _layers(by_layer: Mapping[str, Collectives]) -> str:
-    """A row for each layer: how many collectives of each kind over each axis, and the bytes that a rank sends for them."""
+    """A row for each layer: how many collectives of each kind over each axis, and the bytes that
+    a rank sends for them.
+    """
     kinds = list(dict.fromkeys((c.op, c.axes) for found in by_layer.values() for c in found))
     head = "".join(f"<th>{escape(op)} {escape(', '.join(axes))}</th>" for op, axes in kinds)
     rows = []
@@ -88,6 +102,9 @@ def _layers(by_layer: Mapping[str, Collectives]) -> str:
             sent = in_bytes(sum(c.wire_nbytes for c in mine))
             cells += f"<td class='n'>{f'{len(mine)}, {sent}' if mine else ''}</td>"
         total = in_bytes(found.wire_nbytes)
-        rows.append(f"<tr><td><code>{escape(name) or 'no layer'}</code></td>{cells}<td class='n'>{total}</td></tr>")
+        rows.append(
+            f"<tr><td><code>{escape(name) or 'no layer'}</code></td>{cells}<td"
+            f" class='n'>{total}</td></tr>"
+        )
     table = f"<table><tr><th>layer</th>{head}<th>bytes sent</th></tr>{''.join(rows)}</table>"
     return f"<details><summary>{len(by_layer)} rows</summary>{table}</details>"

@@ -1,4 +1,6 @@
-"""The tensors of a program as a tree of their paths, in HTML; layers that are alike are shown once."""
+"""The tensors of a program as a tree of their paths, in HTML; layers that are alike are shown
+once.
+"""
 
 import math
 import re
@@ -16,7 +18,9 @@ _KEYS = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)")
 
 @dataclass(frozen=True)
 class Leaf:
-    """A tensor of the arguments: its name in messages, spec, global shape and bytes of an element."""
+    """A tensor of the arguments: its name in messages, spec, global shape and bytes of an
+    element.
+    """
 
     name: str
     spec: PartitionSpec
@@ -35,13 +39,18 @@ class Leaf:
         >>> Leaf("x", PartitionSpec(None, "tp"), (4, 6), 4, "f32").typed
         'f32[4, 6@tp]'
         """
-        cuts = [",".join(cut.axis for cut in self.spec.cuts(dim)) if dim < len(self.spec) else "" for dim in range(len(self.shape))]
+        cuts = [
+            ",".join(cut.axis for cut in self.spec.cuts(dim)) if dim < len(self.spec) else ""
+            for dim in range(len(self.shape))
+        ]
         return f"{self.dtype}[{', '.join(f'{n}@{c}' if c else str(n) for n, c in zip(self.shape, cuts, strict=True))}]"
 
 
 @dataclass
 class Branch:
-    """What lies under one part of a path; ``alike`` are the names of siblings that it stands for."""
+    """What lies under one part of a path; ``alike`` are the names of siblings that it stands
+    for.
+    """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     branches: dict[str, "Branch"] = field(default_factory=dict)
@@ -54,7 +63,10 @@ class Branch:
 
     def totals(self, axes: Mapping[str, int]) -> tuple[int, int, int]:
         """Tensors, bytes of a rank and bytes in all."""
-        found = [(1, leaf.nbytes(axes), math.prod(leaf.shape) * leaf.itemsize) for leaf in self.leaves.values()]
+        found = [
+            (1, leaf.nbytes(axes), math.prod(leaf.shape) * leaf.itemsize)
+            for leaf in self.leaves.values()
+        ]
         for branch in self.branches.values():
             times = max(1, len(branch.alike))
             found.append(tuple(times * n for n in branch.totals(axes)))  # pyright: ignore[reportArgumentType]
@@ -87,7 +99,9 @@ def outline(leaves: Sequence[Leaf], axes: Mapping[str, int]) -> str:
         at.leaves[last] = leaf
     _merge(root)
     alone = _table(root.leaves, axes) if root.leaves else ""
-    return alone + "".join(_branch(name, branch, axes, opened=True) for name, branch in root.branches.items())
+    return alone + "".join(
+        _branch(name, branch, axes, opened=True) for name, branch in root.branches.items()
+    )
 
 
 def _merge(branch: Branch) -> None:
@@ -111,7 +125,10 @@ def _branch(part: str, branch: Branch, axes: Mapping[str, int], opened: bool = F
     count, held, total = branch.totals(axes)
     times = f" each, {len(branch.alike)} alike" if len(branch.alike) > 1 else ""
     share = f" ({held / total:.0%} of {in_bytes(total)})" if total else ""
-    head = f"<code>{escape(name)}</code> <small>{count} tensor{'s' if count != 1 else ''}, {in_bytes(held)} a rank{share}{times}</small>"
+    head = (
+        f"<code>{escape(name)}</code> <small>{count} tensor{'s' if count != 1 else ''},"
+        f" {in_bytes(held)} a rank{share}{times}</small>"
+    )
     below = "".join(_branch(part, child, axes) for part, child in branch.branches.items())
     table = _table(branch.leaves, axes) if branch.leaves else ""
     return f"<details{' open' if opened else ''}><summary>{head}</summary>{below}{table}</details>"
@@ -125,11 +142,19 @@ def _table(leaves: Mapping[str, Leaf], axes: Mapping[str, int]) -> str:
     few = math.prod(axes.values()) <= MOST_RANKS
     rows = []
     for name, leaf in leaves.items():
-        cells = [f"<code>{escape(text)}</code>" for text in (name.rstrip(), leaf.typed, str(leaf.spec))]
+        cells = [
+            f"<code>{escape(text)}</code>" for text in (name.rstrip(), leaf.typed, str(leaf.spec))
+        ]
         holders = as_html(leaf.spec, leaf.shape, axes) if few else "too many ranks"
-        cells += [in_bytes(leaf.nbytes(axes)), f"<details><summary>who holds what</summary>{holders}</details>"]
+        cells += [
+            in_bytes(leaf.nbytes(axes)),
+            f"<details><summary>who holds what</summary>{holders}</details>",
+        ]
         rows.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
-    return f"<table><tr><th>name</th><th>global shape</th><th>spec</th><th>bytes a rank</th><th></th></tr>{''.join(rows)}</table>"
+    return (
+        "<table><tr><th>name</th><th>global shape</th><th>spec</th><th>bytes a"
+        f" rank</th><th></th></tr>{''.join(rows)}</table>"
+    )
 
 
 def _numbers(numbers: Sequence[int]) -> str:
@@ -143,4 +168,6 @@ def _numbers(numbers: Sequence[int]) -> str:
             runs[-1].append(n)
         else:
             runs.append([n])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs)
+    return ", ".join(
+        f"{run[0]} to {run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in runs
+    )

@@ -16,7 +16,9 @@ def index_fill(x: Tensor, dim: int, index: Tensor, value: float) -> Tensor:
     shape = [1] * max(x.ndim, 1)
     size = shape[dim] = x.shape[dim] if x.ndim else 1
     index = index.reshape(-1)
-    filled = torch.zeros((size,), dtype=torch.bool, device=x.device).scatter(0, torch.where(index < 0, index + size, index), True)
+    filled = torch.zeros((size,), dtype=torch.bool, device=x.device).scatter(
+        0, torch.where(index < 0, index + size, index), True
+    )
     return x.masked_fill(filled.reshape(shape[: x.ndim]), value)
 
 
@@ -33,11 +35,14 @@ def masked_index(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], fill
 
 
 @decomposition(aten._unsafe_masked_index_put_accumulate.default)
-def masked_index_put(x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor) -> Tensor:
+def masked_index_put(
+    x: Tensor, mask: Tensor, indices: Sequence[Tensor | None], values: Tensor
+) -> Tensor:
     return aten.index_put.default(x, _clamped(x, indices), values.masked_fill(~mask, 0), True)
 
 
-# Bags of embeddings: rows are looked up, then added to the bag that they belong to, so that the table may be cut along either dim.
+# Bags of embeddings: rows are looked up, then added to the bag that they belong to, so that the
+# table may be cut along either dim.
 
 MAX = 2
 
@@ -58,7 +63,12 @@ def embedding_bag(
     bags, width = starts.shape[0], weight.shape[1]
     bag = _bag_of(indices, starts)
     kept = indices != padding_idx
-    count = torch.index_add(torch.zeros((bags,), dtype=indices.dtype, device=indices.device), 0, bag, kept.to(indices.dtype))
+    count = torch.index_add(
+        torch.zeros((bags,), dtype=indices.dtype, device=indices.device),
+        0,
+        bag,
+        kept.to(indices.dtype),
+    )
     rows = aten.embedding.default(weight, indices)
     if mode == MAX:
         at = torch.arange(indices.shape[0], device=indices.device, dtype=indices.dtype)
@@ -66,14 +76,20 @@ def embedding_bag(
         rows = rows.masked_fill(~kept.unsqueeze(1), -math.inf)
         least = torch.full((bags, width), -math.inf, dtype=rows.dtype, device=rows.device)
         top = torch.scatter_reduce(least, 0, spread, rows, "amax")
-        beyond = torch.full((bags, width), indices.shape[0], dtype=indices.dtype, device=indices.device)
+        beyond = torch.full(
+            (bags, width), indices.shape[0], dtype=indices.dtype, device=indices.device
+        )
         wins = (rows == aten.index.Tensor(top, [bag])) & kept.unsqueeze(1)
-        first = torch.scatter_reduce(beyond, 0, spread, torch.where(wins, at.unsqueeze(1), indices.shape[0]), "amin")
+        first = torch.scatter_reduce(
+            beyond, 0, spread, torch.where(wins, at.unsqueeze(1), indices.shape[0]), "amin"
+        )
         winner = aten.index.Tensor(torch.nn.functional.pad(indices, (0, 1)), [first])
         return top.masked_fill((count == 0).unsqueeze(1), 0), bag, count, winner
     rows = rows.masked_fill(~kept.unsqueeze(1), 0)
     rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(1)
-    out = torch.index_add(torch.zeros((bags, width), dtype=rows.dtype, device=rows.device), 0, bag, rows)
+    out = torch.index_add(
+        torch.zeros((bags, width), dtype=rows.dtype, device=rows.device), 0, bag, rows
+    )
     if mode == MEAN:
         out = out / count.clamp(min=1).unsqueeze(1).to(out.dtype)
     return out, bag, count, count
@@ -96,19 +112,34 @@ def embedding_bag_backward(
 ) -> Tensor:
     if mode == MAX:
         grad = grad.masked_fill((count == 0).unsqueeze(1), 0)
-        return torch.scatter_add(torch.zeros((num_weights, grad.shape[1]), dtype=grad.dtype, device=grad.device), 0, winner, grad)
+        return torch.scatter_add(
+            torch.zeros((num_weights, grad.shape[1]), dtype=grad.dtype, device=grad.device),
+            0,
+            winner,
+            grad,
+        )
     if mode == MEAN:
         grad = grad / count.clamp(min=1).unsqueeze(1).to(grad.dtype)
     rows = aten.index.Tensor(grad, [_bag_of(indices, offsets)])
     rows = rows if per_sample_weights is None else rows * per_sample_weights.unsqueeze(1)
-    return aten.embedding_dense_backward.default(rows, indices, num_weights, padding_idx, scale_grad_by_freq)
+    return aten.embedding_dense_backward.default(
+        rows, indices, num_weights, padding_idx, scale_grad_by_freq
+    )
 
 
 @decomposition(aten._embedding_bag_per_sample_weights_backward.default)
 def embedding_bag_weights_backward(
-    grad: Tensor, weight: Tensor, indices: Tensor, offsets: Tensor, bag: Tensor, mode: int, padding_idx: int = -1
+    grad: Tensor,
+    weight: Tensor,
+    indices: Tensor,
+    offsets: Tensor,
+    bag: Tensor,
+    mode: int,
+    padding_idx: int = -1,
 ) -> Tensor:
-    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets)]) * aten.embedding.default(weight, indices)
+    rows = aten.index.Tensor(grad, [_bag_of(indices, offsets)]) * aten.embedding.default(
+        weight, indices
+    )
     return rows.sum(1).masked_fill(indices == padding_idx, 0)
 
 

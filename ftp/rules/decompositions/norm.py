@@ -35,7 +35,11 @@ def _statistics_dtype(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> 
 
 @decomposition(aten.native_layer_norm.default)
 def layer_norm(
-    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     dims = list(range(x.ndim - len(normalized_shape), x.ndim))
     centred, mean, rstd = _statistics(widened(x), dims, eps)
@@ -57,12 +61,17 @@ def layer_norm_backward(
     bias: Tensor | None,
     output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    batch, dims = list(range(x.ndim - len(normalized_shape))), list(range(x.ndim - len(normalized_shape), x.ndim))
+    batch, dims = (
+        list(range(x.ndim - len(normalized_shape))),
+        list(range(x.ndim - len(normalized_shape), x.ndim)),
+    )
     wide, rstd = widened(dy), widened(rstd)
     normal = (widened(x) - mean) * rstd
     dx = dweight = dbias = None
     if output_mask[0]:
-        dx = _normalised_backward(wide if weight is None else wide * weight, normal, rstd, dims).to(x.dtype)
+        dx = _normalised_backward(wide if weight is None else wide * weight, normal, rstd, dims).to(
+            x.dtype
+        )
     if output_mask[1]:
         assert weight is not None
         dweight = _sum(wide * normal, batch).to(weight.dtype)
@@ -77,25 +86,40 @@ def _sum(x: Tensor, dims: list[int]) -> Tensor:
 
 
 @decomposition(aten._fused_rms_norm.default)
-def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None) -> tuple[Tensor, Tensor]:
+def rms_norm(
+    x: Tensor, normalized_shape: Sequence[int], weight: Tensor | None, eps: float | None
+) -> tuple[Tensor, Tensor]:
     dims = list(range(x.ndim - len(normalized_shape), x.ndim))
     wide = widened(x)
-    rstd = torch.rsqrt((wide * wide).sum(dims, True) / element_count(x, dims) + (torch.finfo(wide.dtype).eps if eps is None else eps))
+    rstd = torch.rsqrt(
+        (wide * wide).sum(dims, True) / element_count(x, dims)
+        + (torch.finfo(wide.dtype).eps if eps is None else eps)
+    )
     y = wide * rstd
     return (y if weight is None else y * weight).to(x.dtype), rstd
 
 
 @decomposition(aten._fused_rms_norm_backward.default)
 def rms_norm_backward(
-    dy: Tensor, x: Tensor, normalized_shape: Sequence[int], rstd: Tensor, weight: Tensor | None, output_mask: Sequence[bool]
+    dy: Tensor,
+    x: Tensor,
+    normalized_shape: Sequence[int],
+    rstd: Tensor,
+    weight: Tensor | None,
+    output_mask: Sequence[bool],
 ) -> tuple[Tensor | None, Tensor | None]:
-    batch, dims = list(range(x.ndim - len(normalized_shape))), list(range(x.ndim - len(normalized_shape), x.ndim))
+    batch, dims = (
+        list(range(x.ndim - len(normalized_shape))),
+        list(range(x.ndim - len(normalized_shape), x.ndim)),
+    )
     wide = widened(dy)
     normal = widened(x) * rstd
     dx = dweight = None
     if output_mask[0]:
         grad = wide if weight is None else wide * weight
-        dx = ((grad - normal * ((grad * normal).sum(dims, True) / element_count(x, dims))) * rstd).to(x.dtype)
+        dx = (
+            (grad - normal * ((grad * normal).sum(dims, True) / element_count(x, dims))) * rstd
+        ).to(x.dtype)
     if output_mask[1]:
         assert weight is not None
         dweight = _sum(wide * normal, batch).to(weight.dtype)
@@ -104,7 +128,14 @@ def rms_norm_backward(
 
 @decomposition(aten.native_group_norm.default)
 def group_norm(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, n: int, c: int, hxw: int, group: int, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    n: int,
+    c: int,
+    hxw: int,
+    group: int,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     space = x.shape[2:]
     grouped = widened(x).reshape(n, group, c // group, *space)
@@ -138,11 +169,15 @@ def group_norm_backward(
     normal = (widened(x).reshape(shape) - mean.reshape(n, group, *ones)) * rstd
     dx = dweight = dbias = None
     if output_mask[0]:
-        scaled = wide if weight is None else wide * weight.reshape(group, c // group, *(1,) * len(space))
+        scaled = (
+            wide if weight is None else wide * weight.reshape(group, c // group, *(1,) * len(space))
+        )
         dx = _normalised_backward(scaled, normal, rstd, dims).reshape(x.shape).to(x.dtype)
     over = [0, *range(3, len(shape))]
     if output_mask[1]:
-        dweight = (wide * normal).sum(over).reshape(c).to(x.dtype if weight is None else weight.dtype)
+        dweight = (
+            (wide * normal).sum(over).reshape(c).to(x.dtype if weight is None else weight.dtype)
+        )
     if output_mask[2]:
         dbias = wide.sum(over).reshape(c).to(x.dtype if weight is None else weight.dtype)
     return dx, dweight, dbias
@@ -169,7 +204,12 @@ def batch_norm(
 
 @decomposition(aten._native_batch_norm_legit.no_stats)
 def batch_norm_without_statistics(
-    x: Tensor, weight: Tensor | None, bias: Tensor | None, training: bool, momentum: float, eps: float
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    training: bool,
+    momentum: float,
+    eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     return _batch_norm(x, weight, bias, None, None, training, momentum, eps)[:3]
 
@@ -185,7 +225,9 @@ def _batch_norm(
     momentum: float,
     eps: float,
 ) -> tuple[Tensor, ...]:
-    """With the statistics that it leaves, whose variance is divided by one less than the number of elements."""
+    """With the statistics that it leaves, whose variance is divided by one less than the number
+    of elements.
+    """
     dims, wide = [0, *range(2, x.ndim)], widened(x)
     if training:
         centred, mean, rstd = _statistics(wide, dims, eps)
@@ -197,7 +239,11 @@ def _batch_norm(
     y = y if weight is None else y * _of_channels(x, weight)[0]
     y = y if bias is None else y + _of_channels(x, bias)[0]
     kept = _statistics_dtype(x, weight, bias)
-    saved = (mean.flatten().to(kept), rstd.flatten().to(kept)) if training else (x.new_zeros((0,), dtype=kept),) * 2
+    saved = (
+        (mean.flatten().to(kept), rstd.flatten().to(kept))
+        if training
+        else (x.new_zeros((0,), dtype=kept),) * 2
+    )
     if running_mean is None or running_var is None:
         return y.to(x.dtype), *saved
     if not training:
@@ -234,7 +280,9 @@ def batch_norm_backward(
     dx = dweight = dbias = None
     if output_mask[0]:
         scale = rstd if weight is None else rstd * _of_channels(x, weight)[0]
-        dx = (_normalised_backward(wide, normal, scale, dims) if train else wide * scale).to(x.dtype)
+        dx = (_normalised_backward(wide, normal, scale, dims) if train else wide * scale).to(
+            x.dtype
+        )
     kept = x.dtype if weight is None else weight.dtype
     if output_mask[1]:
         dweight = (wide * normal).sum(dims).to(kept)

@@ -44,7 +44,11 @@ def trace(x: Tensor) -> Tensor:
 def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
     padded = torch.constant_pad_nd(x, [offset, 0] if offset > 0 else [0, -offset])
     at = torch.arange(padded.shape[-1], device=x.device)
-    made = torch.where(at.unsqueeze(0) == at.unsqueeze(1) + offset, padded.unsqueeze(-2), torch.zeros((), dtype=x.dtype, device=x.device))
+    made = torch.where(
+        at.unsqueeze(0) == at.unsqueeze(1) + offset,
+        padded.unsqueeze(-2),
+        torch.zeros((), dtype=x.dtype, device=x.device),
+    )
     return made.movedim((-2, -1), (dim1, dim2))
 
 

@@ -31,7 +31,9 @@ def _real(dtype: torch.dtype) -> torch.dtype:
     return dtype.to_real() if dtype.is_complex else dtype
 
 
-def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> tuple[Tensor, Tensor]:
+def _variance(
+    x: Tensor, dim: Any, correction: float | None, keepdim: bool
+) -> tuple[Tensor, Tensor]:
     dims = wrapped_dims(x, dim)
     n = element_count(x, dims)
     mean = x.sum(dims, True) / n
@@ -43,23 +45,31 @@ def _variance(x: Tensor, dim: Any, correction: float | None, keepdim: bool) -> t
 
 
 @decomposition(aten.var.correction)
-def var(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+def var(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
     return _variance(widened(x), dim, correction, keepdim)[0].to(_real(x.dtype))
 
 
 @decomposition(aten.var_mean.correction)
-def var_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def var_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     var, mean = _variance(widened(x), dim, correction, keepdim)
     return var.to(_real(x.dtype)), mean.to(x.dtype)
 
 
 @decomposition(aten.std.correction)
-def std(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> Tensor:
+def std(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> Tensor:
     return torch.sqrt(_variance(widened(x), dim, correction, keepdim)[0]).to(_real(x.dtype))
 
 
 @decomposition(aten.std_mean.correction)
-def std_mean(x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def std_mean(
+    x: Tensor, dim: Any = None, *, correction: float | None = None, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     var, mean = _variance(widened(x), dim, correction, keepdim)
     return torch.sqrt(var).to(_real(x.dtype)), mean.to(x.dtype)
 
@@ -85,7 +95,9 @@ def std_all(x: Tensor, unbiased: bool = True) -> Tensor:
 
 
 @decomposition(aten.var_mean.dim)
-def var_mean_dim(x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+def var_mean_dim(
+    x: Tensor, dim: Any, unbiased: bool = True, keepdim: bool = False
+) -> tuple[Tensor, Tensor]:
     return var_mean(x, dim, correction=int(unbiased), keepdim=keepdim)
 
 
@@ -95,7 +107,14 @@ def var_mean_all(x: Tensor, unbiased: bool = True) -> tuple[Tensor, Tensor]:
 
 
 @decomposition(aten.linalg_vector_norm.default)
-def vector_norm(x: Tensor, ord: float = 2, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Tensor:
+def vector_norm(
+    x: Tensor,
+    ord: float = 2,
+    dim: Any = None,
+    keepdim: bool = False,
+    *,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     dims = wrapped_dims(x, dim)
     x = x if dtype is None else x.to(dtype)
     size = widened(torch.abs(x))
@@ -140,11 +159,15 @@ def all_(x: Tensor, dim: Any = None, keepdim: bool = False) -> Tensor:
     return _of_bytes(torch.amin, x, dim, keepdim, of_none=True)
 
 
-def _of_bytes(extreme: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, of_none: bool) -> Tensor:
+def _of_bytes(
+    extreme: Callable[..., Tensor], x: Tensor, dim: Any, keepdim: bool, of_none: bool
+) -> Tensor:
     dims = wrapped_dims(x, dim)
     dtype = torch.uint8 if x.dtype is torch.uint8 else torch.bool
     if any(x.shape[d] == 0 for d in dims):
-        shape = [1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims]
+        shape = [
+            1 if d in dims else size for d, size in enumerate(x.shape) if keepdim or d not in dims
+        ]
         return x.new_full(shape, of_none, dtype=dtype)
     return extreme((x != 0).to(torch.uint8), dims, keepdim).to(dtype)
 
@@ -173,7 +196,9 @@ def _arg(x: Tensor, dim: int | None, keepdim: bool, extremum: Callable[..., Tens
         return torch.zeros((), dtype=torch.int64, device=x.device)
     if dim is None:
         flat = x.reshape(-1)
-        return _first_of(flat, extremum(flat, [0], True), 0, False).reshape([1] * x.ndim if keepdim else [])
+        return _first_of(flat, extremum(flat, [0], True), 0, False).reshape(
+            [1] * x.ndim if keepdim else []
+        )
     dim = dim % x.ndim
     return _first_of(x, extremum(x, [dim], True), dim, keepdim)
 
@@ -188,7 +213,9 @@ def min_dim(x: Tensor, dim: int, keepdim: bool = False) -> tuple[Tensor, Tensor]
     return _extremum(x, dim, keepdim, torch.amin)
 
 
-def _extremum(x: Tensor, dim: int, keepdim: bool, extremum: Callable[..., Tensor]) -> tuple[Tensor, Tensor]:
+def _extremum(
+    x: Tensor, dim: int, keepdim: bool, extremum: Callable[..., Tensor]
+) -> tuple[Tensor, Tensor]:
     if x.ndim == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
     dim = dim % x.ndim

@@ -6,7 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.rules.decompositions.registry import MEAN, NONE, decomposition, largest, widened, wrapped_dims
+from ftp.rules.decompositions.registry import (
+    MEAN,
+    NONE,
+    decomposition,
+    largest,
+    widened,
+    wrapped_dims,
+)
 
 aten = torch.ops.aten
 
@@ -43,10 +50,14 @@ def attention(
     attn_mask: Tensor | None = None,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Each key's product with its value waits for no other: where keys are cut, a maximum, a sum and the result are reduced."""
+    """Each key's product with its value waits for no other: where keys are cut, a maximum, a sum
+    and the result are reduced.
+    """
     if k.shape[1] != q.shape[1]:
         k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], 1) for t in (k, v))
-    scores = widened(q @ k.transpose(-2, -1)) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
+    scores = widened(q @ k.transpose(-2, -1)) * (
+        1 / math.sqrt(q.shape[-1]) if scale is None else scale
+    )
     if is_causal:
         rows, columns = (torch.arange(n, device=q.device) for n in scores.shape[-2:])
         scores = scores.masked_fill(columns > rows.unsqueeze(1), -math.inf)
@@ -64,7 +75,9 @@ def attention(
 def log_softmax(x: Tensor, dim: int, half_to_float: bool) -> Tensor:
     wide = widened(x)
     shifted = wide - largest(wide, dim)
-    return (shifted - torch.log(torch.exp(shifted).sum(dim, True))).to(torch.float32 if half_to_float else x.dtype)
+    return (shifted - torch.log(torch.exp(shifted).sum(dim, True))).to(
+        torch.float32 if half_to_float else x.dtype
+    )
 
 
 @decomposition(aten._softmax_backward_data.default)
@@ -84,7 +97,9 @@ def log_softmax_backward(grad: Tensor, out: Tensor, dim: int, input_dtype: torch
 
 
 @decomposition(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
-def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int) -> tuple[Tensor, Tensor]:
+def nll_loss(
+    x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, Tensor]:
     dim = min(1, x.ndim - 1)
     kept = target != ignore_index
     safe = target.masked_fill(~kept, 0)
@@ -101,7 +116,13 @@ def nll_loss(x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, i
 
 @decomposition(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
 def nll_loss_backward(
-    grad: Tensor, x: Tensor, target: Tensor, weight: Tensor | None, reduction: int, ignore_index: int, total_weight: Tensor
+    grad: Tensor,
+    x: Tensor,
+    target: Tensor,
+    weight: Tensor | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Tensor,
 ) -> Tensor:
     dim = min(1, x.ndim - 1)
     kept = target != ignore_index
@@ -110,7 +131,9 @@ def nll_loss_backward(
         grad = grad / total_weight
     grad = -grad if weight is None else -grad * aten.index.Tensor(weight, [safe])
     grad = grad.expand(target.shape).masked_fill(~kept, 0)
-    return torch.scatter_add(torch.zeros_like(x), dim, safe.unsqueeze(dim), grad.to(x.dtype).unsqueeze(dim))
+    return torch.scatter_add(
+        torch.zeros_like(x), dim, safe.unsqueeze(dim), grad.to(x.dtype).unsqueeze(dim)
+    )
 
 
 @decomposition(aten.logsumexp.default)

@@ -1,7 +1,9 @@
-"""Rules for ops that have none: placements found by trial on small calls, and used only where they are proven on more of them.
+"""Rules for ops that have none: placements found by trial on small calls, and used only where they
+are proven on more of them.
 
-What is found depends on the call's form alone (seeds are fixed, limits are counted in processor time), so that all ranks find the same;
-if one does not, the ranks' programs differ, and they are compared before they run.
+What is found depends on the call's form alone (seeds are fixed, limits are counted in processor
+time), so that all ranks find the same; if one does not, the ranks' programs differ, and they are
+compared before they run.
 """
 
 import hashlib
@@ -36,8 +38,19 @@ SECONDS = 45.0
 TIMEOUTS = 2  # after as many in one process nothing more is tried
 LARGEST_RANK = 6
 OPERANDS = 6
-TORCH = ("aten", "prims", "prim", "quantized", "torch_nn")  # ops that change with torch's version only
-TAGS = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.nondeterministic_seeded, torch.Tag.inplace_view)
+TORCH = (
+    "aten",
+    "prims",
+    "prim",
+    "quantized",
+    "torch_nn",
+)  # ops that change with torch's version only
+TAGS = (
+    torch.Tag.data_dependent_output,
+    torch.Tag.dynamic_output_shape,
+    torch.Tag.nondeterministic_seeded,
+    torch.Tag.inplace_view,
+)
 
 
 @dataclass(frozen=True)
@@ -71,10 +84,12 @@ _timeouts = 0
 
 
 def discover(call: Call) -> Finding:
-    """What trials find for a call: from memory, from the cache on disk, or by running the op in a child process for a few seconds.
+    """What trials find for a call: from memory, from the cache on disk, or by running the op in a
+    child process for a few seconds.
 
-    Never tried: ops whose result's shape depends on values, that draw random numbers, or that change or alias an argument. Set
-    ``FTP_DISCOVERY=0`` to try none, and ``FTP_CACHE`` to another folder than the user's cache.
+    Never tried: ops whose result's shape depends on values, that draw random numbers, or that
+    change or alias an argument. Set ``FTP_DISCOVERY=0`` to try none, and ``FTP_CACHE`` to another
+    folder than the user's cache.
     """
     if os.environ.get("FTP_DISCOVERY", "1") == "0":
         return Finding(reason="FTP_DISCOVERY is 0")
@@ -117,13 +132,22 @@ def _unfit(call: Call) -> str:
     op, schema = call.target, call.target._schema
     if any(tag in op.tags for tag in TAGS):
         return "its result depends on values in shape, or on random numbers"
-    if schema.is_mutable or any(a.alias_info is not None for a in (*schema.arguments, *schema.returns)):
+    if schema.is_mutable or any(
+        a.alias_info is not None for a in (*schema.arguments, *schema.returns)
+    ):
         return "it changes or aliases an argument"
     if "generator" in {a.name for a in schema.arguments}:
         return "it draws random numbers"
     operands = call.operands
-    if not operands or len(operands) > OPERANDS or any(m.ndim > LARGEST_RANK for m in (*operands, *call.results)):
-        return f"it has no tensor operand, more than {OPERANDS} of them, or tensors of more than {LARGEST_RANK} dims"
+    if (
+        not operands
+        or len(operands) > OPERANDS
+        or any(m.ndim > LARGEST_RANK for m in (*operands, *call.results))
+    ):
+        return (
+            f"it has no tensor operand, more than {OPERANDS} of them, or tensors of more than"
+            f" {LARGEST_RANK} dims"
+        )
     return ""
 
 
@@ -132,7 +156,11 @@ def signature(call: Call) -> str:
     names: dict[int, str] = {}
 
     def size(s: Any) -> Any:
-        return s if not isinstance(s, int) or isinstance(s, bool) or s in (0, 1) else names.setdefault(s, f"s{len(names)}")
+        return (
+            s
+            if not isinstance(s, int) or isinstance(s, bool) or s in (0, 1)
+            else names.setdefault(s, f"s{len(names)}")
+        )
 
     def form(tree: Any, sizes: bool) -> Any:
         if isinstance(tree, Meta):
@@ -144,8 +172,13 @@ def signature(call: Call) -> str:
     metas = [form(m, False) for m in (*call.operands, *call.results)]
     fields = [a.name for a in call.target._schema.arguments if not a.kwarg_only]
     known = size_arguments(call.target)
-    given = [(n, form(a, n in known)) for n, a in (*zip(fields, call.args, strict=False), *sorted(call.kwargs.items()))]
-    return json.dumps([FORMAT, str(call.target), str(call.target._schema), torch.__version__, metas, given])
+    given = [
+        (n, form(a, n in known))
+        for n, a in (*zip(fields, call.args, strict=False), *sorted(call.kwargs.items()))
+    ]
+    return json.dumps(
+        [FORMAT, str(call.target), str(call.target._schema), torch.__version__, metas, given]
+    )
 
 
 # On disk.
@@ -156,7 +189,9 @@ def cache_file(key: str) -> Path:
 
 
 def load(key: str) -> Finding | None:
-    """What the cache says, or None; a file that is another user's or cannot be read is passed over with a warning."""
+    """What the cache says, or None; a file that is another user's or cannot be read is passed
+    over with a warning.
+    """
     path = cache_file(key)
     try:
         record = json.loads(read_own(path))
@@ -168,7 +203,10 @@ def load(key: str) -> Finding | None:
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError, RuleError) as error:
-        warnings.warn(f"{path} is passed over: {type(error).__name__}: {error}. It is written anew.", stacklevel=2)
+        warnings.warn(
+            f"{path} is passed over: {type(error).__name__}: {error}. It is written anew.",
+            stacklevel=2,
+        )
         return None
 
 
@@ -198,7 +236,12 @@ def cached_findings() -> dict[str, Finding]:
 
 
 def _finding(record: dict[str, Any]) -> Finding:
-    return Finding(str(record["rule"]), tuple(tuple(map(int, g)) for g in record["linear"]), int(record["cases"]), str(record["reason"]))
+    return Finding(
+        str(record["rule"]),
+        tuple(tuple(map(int, g)) for g in record["linear"]),
+        int(record["cases"]),
+        str(record["reason"]),
+    )
 
 
 # In the child.
@@ -211,12 +254,23 @@ DRAWS = ("normal", "positive", "ties")
 def _search(call: Call) -> dict[str, Any]:
     cases = _trials(call)
     if not cases:
-        return asdict(Finding(reason="no small call of it could be made that gives the same twice, new tensors, and not only zeros"))
+        return asdict(
+            Finding(
+                reason="no small call of it could be made that gives the same twice, new tensors,"
+                " and not only zeros"
+            )
+        )
     few = _one_of_each_size(cases)
-    held = [h for h in holding(cases[0].op, cases[0].args, cases[0].kwargs, cases[0].results) if _useful(h)]
+    held = [
+        h
+        for h in holding(cases[0].op, cases[0].args, cases[0].kwargs, cases[0].results)
+        if _useful(h)
+    ]
     chosen: list[Held] = []
     for candidate in sorted(held, key=_preference):
-        if all(_apart(candidate, other) for other in chosen) and _holds(few, _notation(call, [candidate]), ()):
+        if all(_apart(candidate, other) for other in chosen) and _holds(
+            few, _notation(call, [candidate]), ()
+        ):
             chosen.append(candidate)
     linear = tuple(g for g in _groups(call) if _holds(few, _notation(call, []), (g,)))
     while chosen or linear:
@@ -230,8 +284,8 @@ def _search(call: Call) -> dict[str, Any]:
 def _proven_again(call: Call, cached: Finding) -> dict[str, Any]:
     """What is cached, where it holds; else what is found now.
 
-    Torch's own ops change with its version only and are tried on few calls; the code behind another op
-    may have changed under its name.
+    Torch's own ops change with its version only and are tried on few calls; the code behind another
+    op may have changed under its name.
     """
     cases, rule = _trials(call), parse(cached.rule)
     few = _one_of_each_size(cases)
@@ -242,17 +296,31 @@ def _proven_again(call: Call, cached: Finding) -> dict[str, Any]:
 
 
 def _trials(call: Call) -> "list[_Trial]":
-    """Small calls of several sizes and values, in double precision and with sizes among the arguments renamed if the op takes that."""
+    """Small calls of several sizes and values, in double precision and with sizes among the
+    arguments renamed if the op takes that.
+    """
     for exact, renamed in itertools.product((True, False), (True, False)):
         make = partial(_Trial.of, call, renamed=renamed, exact=exact)
-        cases = [t for seed in range(2) for draw in DRAWS if (t := make(sizes=EVEN, draw=draw, seed=seed))]
+        cases = [
+            t
+            for seed in range(2)
+            for draw in DRAWS
+            if (t := make(sizes=EVEN, draw=draw, seed=seed))
+        ]
         if cases:
-            return cases + [t for sizes in OTHERS for draw in DRAWS if (t := make(sizes=sizes, draw=draw, seed=7))]
+            return cases + [
+                t
+                for sizes in OTHERS
+                for draw in DRAWS
+                if (t := make(sizes=sizes, draw=draw, seed=7))
+            ]
     return []
 
 
 def _one_of_each_size(cases: "Sequence[_Trial]") -> "list[_Trial]":
-    by_shapes = {tuple(x.shape for x in tensors((t.args, t.kwargs), Tensor)): t for t in reversed(cases)}
+    by_shapes = {
+        tuple(x.shape for x in tensors((t.args, t.kwargs), Tensor)): t for t in reversed(cases)
+    }
     return list(by_shapes.values())[::-1]
 
 
@@ -266,9 +334,15 @@ class _Trial:
     results: tuple[Any, ...]
 
     @classmethod
-    def of(cls, call: Call, sizes: Sequence[int], renamed: bool, exact: bool, draw: str, seed: int) -> "_Trial | None":
-        """None where the op takes no such call, what it gives is not a function of it, or says nothing."""
-        distinct = dict.fromkeys(s for m in (*call.operands, *call.results) for s in m.shape if s > 1)
+    def of(
+        cls, call: Call, sizes: Sequence[int], renamed: bool, exact: bool, draw: str, seed: int
+    ) -> "_Trial | None":
+        """None where the op takes no such call, what it gives is not a function of it, or says
+        nothing.
+        """
+        distinct = dict.fromkeys(
+            s for m in (*call.operands, *call.results) for s in m.shape if s > 1
+        )
         if len(distinct) > len(sizes):
             return None
         names = dict(zip(distinct, sizes, strict=False))
@@ -287,7 +361,11 @@ class _Trial:
             return None
         again = tuple(shared) if isinstance(shared, list | tuple) else (shared,)
         made = [r for r in again if isinstance(r, Tensor)]
-        if len(made) != len(again) or len(results) != len(call.results) or any(r.layout is not torch.strided for r in made):
+        if (
+            len(made) != len(again)
+            or len(results) != len(call.results)
+            or any(r.layout is not torch.strided for r in made)
+        ):
             return None
         if any(r.ndim != m.ndim for r, m in zip(made, call.results, strict=True)):
             return None
@@ -304,7 +382,14 @@ class _Trial:
         return cls(call.target, args, kwargs, results)
 
 
-def _drawn(shape: tuple[int, ...], meta: Meta, draw: str, below: int, exact: bool, generator: torch.Generator) -> Tensor:
+def _drawn(
+    shape: tuple[int, ...],
+    meta: Meta,
+    draw: str,
+    below: int,
+    exact: bool,
+    generator: torch.Generator,
+) -> Tensor:
     dtype = meta.dtype
     if dtype is torch.bool:
         return torch.rand(shape, generator=generator) < 0.5
@@ -321,12 +406,22 @@ def _drawn(shape: tuple[int, ...], meta: Meta, draw: str, below: int, exact: boo
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.allclose(a, b, rtol=0, atol=0, equal_nan=True)
+    )
 
 
 def _tells(result: Any) -> bool:
-    """Whether a result can tell placements apart: what is zero or undefined everywhere is so whatever is cut."""
-    return not isinstance(result, Tensor) or not result.numel() or bool((result.nan_to_num() != 0).any())
+    """Whether a result can tell placements apart: what is zero or undefined everywhere is so
+    whatever is cut.
+    """
+    return (
+        not isinstance(result, Tensor)
+        or not result.numel()
+        or bool((result.nan_to_num() != 0).any())
+    )
 
 
 def _useful(held: Held) -> bool:
@@ -334,9 +429,15 @@ def _useful(held: Held) -> bool:
 
 
 def _preference(held: Held) -> tuple[Any, ...]:
-    """Cut results before pending ones before whole ones; the more operands cut the better, as they move less."""
+    """Cut results before pending ones before whole ones; the more operands cut the better, as
+    they move less.
+    """
     kinds = [sum(r is None for r in held.results), sum(isinstance(r, str) for r in held.results)]
-    return (*kinds, sum(d is None for d in held.operands), [99 if d is None else d for d in held.operands])
+    return (
+        *kinds,
+        sum(d is None for d in held.operands),
+        [99 if d is None else d for d in held.operands],
+    )
 
 
 def _apart(a: Held, b: Held) -> bool:
@@ -354,19 +455,33 @@ def _notation(call: Call, chosen: Sequence[Held]) -> Notation:
     def dims(places: Callable[[Held], Any], ndim: int) -> tuple[tuple[str, ...], ...]:
         out = []
         for d in range(ndim):
-            factor = next((f for f, held in zip(named, chosen, strict=True) if places(held) == d and places(held) is not None), None)
+            factor = next(
+                (
+                    f
+                    for f, held in zip(named, chosen, strict=True)
+                    if places(held) == d and places(held) is not None
+                ),
+                None,
+            )
             if factor is None:
                 factor = next(letters)
                 whole.append(factor)
             out.append((factor,))
         return tuple(out)
 
-    operands = tuple(dims(lambda h, i=i: h.operands[i], m.ndim) for i, m in enumerate(call.operands))
+    operands = tuple(
+        dims(lambda h, i=i: h.operands[i], m.ndim) for i, m in enumerate(call.operands)
+    )
     results = tuple(
-        dims(lambda h, i=i: h.results[i] if isinstance(h.results[i], int) else None, m.ndim) for i, m in enumerate(call.results)
+        dims(lambda h, i=i: h.results[i] if isinstance(h.results[i], int) else None, m.ndim)
+        for i, m in enumerate(call.results)
     )
     pending = tuple(
-        tuple((f, op) for f, held in zip(named, chosen, strict=True) if isinstance(op := held.results[i], str))
+        tuple(
+            (f, op)
+            for f, held in zip(named, chosen, strict=True)
+            if isinstance(op := held.results[i], str)
+        )
         for i in range(len(call.results))
     )
     return Notation(operands, results, frozenset(whole), pending)
@@ -374,13 +489,20 @@ def _notation(call: Call, chosen: Sequence[Held]) -> Notation:
 
 def _groups(call: Call) -> list[tuple[int, ...]]:
     """The operands that may be sums: each alone, and all floating ones together."""
-    floats = [i for i, m in enumerate(call.operands) if m.dtype.is_floating_point or m.dtype.is_complex]
+    floats = [
+        i for i, m in enumerate(call.operands) if m.dtype.is_floating_point or m.dtype.is_complex
+    ]
     if not all(m.dtype.is_floating_point or m.dtype.is_complex for m in call.results):
         return []
     return [(i,) for i in floats] + ([tuple(floats)] if len(floats) > 1 else [])
 
 
-def _holds(cases: Sequence[_Trial], notation: Notation, linear: tuple[tuple[int, ...], ...], pairs: bool = False) -> bool:
+def _holds(
+    cases: Sequence[_Trial],
+    notation: Notation,
+    linear: tuple[tuple[int, ...], ...],
+    pairs: bool = False,
+) -> bool:
     generator = torch.Generator().manual_seed(0)
     try:
         for trial in cases:

@@ -33,9 +33,11 @@ def check_rule(
 ) -> list[str]:
     """Prove the rule that is stated for ``op`` on samples of its arguments.
 
-    For every strategy that follows from the rule (each factor that may be cut, also as a part of ``[outer, f, inner]``, in uneven and empty
-    shards, over two axes at once; each linear group with its operands as random sums) the op's local form runs on every rank's shards, and
-    the results are joined and compared with the op on the whole. Give floats as float64, sizes small and not all alike.
+    For every strategy that follows from the rule (each factor that may be cut, also as a part of
+    ``[outer, f, inner]``, in uneven and empty shards, over two axes at once; each linear group with
+    its operands as random sums) the op's local form runs on every rank's shards, and the results
+    are joined and compared with the op on the whole. Give floats as float64, sizes small and not
+    all alike.
 
     Args:
         op: such as ``torch.ops.aten.mm.default``.
@@ -97,7 +99,11 @@ class _FactorCut:
     def __str__(self) -> str:
         if self.size < 0:
             return f"cut the rest of {self.factor} in {self.n}"
-        seen = f" of [{self.outer}, {self.size}, {self.inner}]" if self.outer * self.inner != 1 else f" of {self.size}"
+        seen = (
+            f" of [{self.outer}, {self.size}, {self.inner}]"
+            if self.outer * self.inner != 1
+            else f" of {self.size}"
+        )
         return f"cut {self.factor}{seen} in {self.n}"
 
 
@@ -114,37 +120,64 @@ class Case:
 
     @classmethod
     def of(
-        cls, op: OpOverload, args: list[Any], kwargs: dict[str, Any], kernel: Callable[..., Any] | None = None, rule: Rule | None = None
+        cls,
+        op: OpOverload,
+        args: list[Any],
+        kwargs: dict[str, Any],
+        kernel: Callable[..., Any] | None = None,
+        rule: Rule | None = None,
     ) -> "Case":
         """Runs the op; the rule is the one that is stated for it where none is given."""
         kernel = kernel or op
         results = results_of(kernel, args, kwargs)
         call = call_of(op, args, kwargs, results)
-        found = lookup(call) if rule is None else bind(rule, [m.shape for m in call.operands], [m.shape for m in call.results], str(op))
+        found = (
+            lookup(call)
+            if rule is None
+            else bind(
+                rule, [m.shape for m in call.operands], [m.shape for m in call.results], str(op)
+            )
+        )
         if found is None:
-            raise RuleError(f"{op} has no sharding rule to prove. State one with ftp.rule(torch.ops.{op}, 'operands -> results').")
+            raise RuleError(
+                f"{op} has no sharding rule to prove. State one with ftp.rule(torch.ops.{op},"
+                " 'operands -> results')."
+            )
         case = cls(op, kernel, args, kwargs, results, found)
         for dims in (*found.operands, *found.results):
             named = [f for dim in dims for f in dim]
             if len(set(named)) < len(named):
-                raise RuleError(f"The rule {str(found)!r} of {op} has a factor twice in one tensor, so that a cut of it would be two cuts.")
+                raise RuleError(
+                    f"The rule {str(found)!r} of {op} has a factor twice in one tensor, so that a"
+                    " cut of it would be two cuts."
+                )
         for group in found.linear:
             if any(i >= len(found.operands) for i in group):
                 raise RuleError(
-                    f"The rule {str(found)!r} of {op} says that operands {group} are linear; the call has {len(found.operands)}."
+                    f"The rule {str(found)!r} of {op} says that operands {group} are linear; the"
+                    f" call has {len(found.operands)}."
                 )
         return case
 
 
 def results_of(kernel: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Any, ...]:
     """What the op returns, on arguments of its own."""
-    return _tuple(kernel(*replaced(args, Tensor, Tensor.clone), **replaced(kwargs, Tensor, Tensor.clone)))
+    return _tuple(
+        kernel(*replaced(args, Tensor, Tensor.clone), **replaced(kwargs, Tensor, Tensor.clone))
+    )
 
 
-def call_of(op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]) -> Call:
+def call_of(
+    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any]
+) -> Call:
     """A call as a rule sees it."""
-    metas = tuple(Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64) for r in results)
-    return Call(op, tuple(replaced(list(args), Tensor, _meta)), replaced(dict(kwargs), Tensor, _meta), metas)
+    metas = tuple(
+        Meta(tuple(r.shape), r.dtype) if isinstance(r, Tensor) else Meta((), torch.int64)
+        for r in results
+    )
+    return Call(
+        op, tuple(replaced(list(args), Tensor, _meta)), replaced(dict(kwargs), Tensor, _meta), metas
+    )
 
 
 def _strategies(case: Case, ranks: Sequence[int], pairs: bool) -> Iterator[tuple[_FactorCut, ...]]:
@@ -194,13 +227,16 @@ class _Rank:
         outer, inner = (cut.outer, cut.inner) if cut.size >= 0 else (1, 1)
         size = len(held) // (outer * inner)
         begin, length = chunk(size, cut.n, at)
-        self.held[cut.factor] = held.reshape(outer, size, inner)[:, begin : begin + length].reshape(-1)
+        self.held[cut.factor] = held.reshape(outer, size, inner)[:, begin : begin + length].reshape(
+            -1
+        )
         self.cuts.setdefault(cut.factor, []).append(Cut(outer, size, inner, start(begin), length))
         self.levels.append((outer, length, inner))
 
 
 def chunk(size: int, n: int, at: int) -> tuple[int, int]:
-    """Start and length of part ``at`` of ``size`` cut in ``n`` as ``torch.chunk`` does: equal parts, the last ones smaller or empty.
+    """Start and length of part ``at`` of ``size`` cut in ``n`` as ``torch.chunk`` does: equal
+    parts, the last ones smaller or empty.
 
     >>> [chunk(5, 4, at) for at in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]
@@ -210,7 +246,11 @@ def chunk(size: int, n: int, at: int) -> tuple[int, int]:
     return start, min(step, size - start)
 
 
-def _prove(case: Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int, ...], int, torch.Generator] | None) -> None:
+def _prove(
+    case: Case,
+    strategy: Sequence[_FactorCut],
+    pending: tuple[tuple[int, ...], int, torch.Generator] | None,
+) -> None:
     operands = list(tensors((case.args, case.kwargs), Tensor))
     how = [str(cut) for cut in strategy]
     try:
@@ -220,27 +260,42 @@ def _prove(case: Case, strategy: Sequence[_FactorCut], pending: tuple[tuple[int,
             group, n, generator = pending
             how.append(f"operands {', '.join(map(str, group))} as sums over {n}")
             parts = {i: random_sum(operands[i], n, generator) for i in group}
-            shares = [_sharded(case, strategy, [parts[i][r] if i in parts else x for i, x in enumerate(operands)]) for r in range(n)]
-            results = tuple(None if r[0] is None else sum(r[1:], r[0]) for r in zip(*shares, strict=True))
+            shares = [
+                _sharded(
+                    case,
+                    strategy,
+                    [parts[i][r] if i in parts else x for i, x in enumerate(operands)],
+                )
+                for r in range(n)
+            ]
+            results = tuple(
+                None if r[0] is None else sum(r[1:], r[0]) for r in zip(*shares, strict=True)
+            )
         _compare(case, results)
     except Exception as error:
         shapes = ", ".join(str(tuple(x.shape)) for x in operands)
         rest = [a for a in (*case.args, *case.kwargs.items()) if not isinstance(a, Tensor)]
         raise RuleError(
-            f"The rule {str(case.rule)!r} of {case.op} does not hold for operands of shapes {shapes or 'none'} (other arguments {rest}),"
+            f"The rule {str(case.rule)!r} of {case.op} does not hold for operands of shapes"
+            f" {shapes or 'none'} (other arguments {rest}),"
             f" {'; '.join(how) or 'nothing cut'}:\n"
             f"  {type(error).__name__}: {error}"
         ) from error
 
 
-def _sharded(case: Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]) -> tuple[Any, ...]:
+def _sharded(
+    case: Case, strategy: Sequence[_FactorCut], operands: Sequence[Tensor]
+) -> tuple[Any, ...]:
     """The op done by all ranks."""
     coordinates = itertools.product(*(range(cut.n) for cut in strategy))
     return _join(case.rule, strategy, {c: _run(case, strategy, c, operands) for c in coordinates})
 
 
 def _run(
-    case: Case, strategy: Sequence[_FactorCut], coordinate: tuple[int, ...], operands: Sequence[Tensor]
+    case: Case,
+    strategy: Sequence[_FactorCut],
+    coordinate: tuple[int, ...],
+    operands: Sequence[Tensor],
 ) -> tuple[_Rank, tuple[Any, ...]]:
     """The op's local form on one rank's shards."""
     rule, graph, env = case.rule, fx.Graph(), {}
@@ -254,8 +309,16 @@ def _run(
     for cut, at in zip(strategy, coordinate, strict=True):
         rank.cut(cut, at, given, rule.sizes[cut.factor])
     sizes = {f: len(rank.held[f]) if f in rank.held else s for f, s in rule.sizes.items()}
-    nodes = iter([given(_shard(x, dims, rule.sizes, rank.held)) for x, dims in zip(operands, rule.operands, strict=True)])
-    args, kwargs = replaced(case.args, Tensor, lambda _: next(nodes)), replaced(case.kwargs, Tensor, lambda _: next(nodes))
+    nodes = iter(
+        [
+            given(_shard(x, dims, rule.sizes, rank.held))
+            for x, dims in zip(operands, rule.operands, strict=True)
+        ]
+    )
+    args, kwargs = (
+        replaced(case.args, Tensor, lambda _: next(nodes)),
+        replaced(case.kwargs, Tensor, lambda _: next(nodes)),
+    )
     device = next((x.device for x in operands), torch.device("cpu"))
     op = LocalOp(graph, case.op, tuple(args), kwargs, rule, sizes, rank.cuts, device)
     made = localize(op)
@@ -265,11 +328,17 @@ def _run(
             env[node] = (case.kernel if node.target is case.op else node.target)(*a, **k)
             if str(node.target).startswith(UNDEFINED):
                 env[node].zero_()
-    value = tuple(None if m is None else env[m] for m in made) if isinstance(made, tuple) else _tuple(env[made])
+    value = (
+        tuple(None if m is None else env[m] for m in made)
+        if isinstance(made, tuple)
+        else _tuple(env[made])
+    )
     for r, dims in zip(value, rule.results, strict=True):
         shape = tuple(math.prod(sizes[f] for f in dim) for dim in dims)
         if isinstance(r, Tensor) and tuple(r.shape) != shape:
-            raise AssertionError(f"rank {coordinate} makes a result of shape {tuple(r.shape)}, not {shape}")
+            raise AssertionError(
+                f"rank {coordinate} makes a result of shape {tuple(r.shape)}, not {shape}"
+            )
     return rank, value
 
 
@@ -283,7 +352,11 @@ def _shard(x: Tensor, dims: Dims, sizes: Mapping[str, int], held: Mapping[str, T
     return part.reshape(shape).contiguous().clone()
 
 
-def _join(rule: BoundRule, strategy: Sequence[_FactorCut], ranks: dict[tuple[int, ...], tuple[_Rank, tuple[Any, ...]]]) -> tuple[Any, ...]:
+def _join(
+    rule: BoundRule,
+    strategy: Sequence[_FactorCut],
+    ranks: dict[tuple[int, ...], tuple[_Rank, tuple[Any, ...]]],
+) -> tuple[Any, ...]:
     """All ranks' results as one, the last axis first."""
     joined = {c: values for c, (_, values) in ranks.items()}
     levels = {c: rank.levels for c, (rank, _) in ranks.items()}
@@ -296,8 +369,12 @@ def _join(rule: BoundRule, strategy: Sequence[_FactorCut], ranks: dict[tuple[int
             for index, dims in enumerate(rule.results):
                 parts = [joined[g][index] for g in group]
                 cuts = [levels[(*g, *(0,) * (len(strategy) - axis - 1))][axis] for g in group]
-                sizes = _sizes_within(rule, strategy[:axis], ranks[(*c, *(0,) * (len(strategy) - axis - 1))][0])
-                values.append(_joined(parts, cuts, dims, factor, rule.pending[index].get(factor), sizes))
+                sizes = _sizes_within(
+                    rule, strategy[:axis], ranks[(*c, *(0,) * (len(strategy) - axis - 1))][0]
+                )
+                values.append(
+                    _joined(parts, cuts, dims, factor, rule.pending[index].get(factor), sizes)
+                )
             shorter[c[:axis]] = tuple(values)
         joined = shorter
     return joined[()]
@@ -311,7 +388,12 @@ def _sizes_within(rule: BoundRule, strategy: Sequence[_FactorCut], rank: _Rank) 
 
 
 def _joined(
-    parts: Sequence[Any], cuts: Sequence[tuple[int, int, int]], dims: Dims, factor: str, op: str | None, sizes: Mapping[str, int]
+    parts: Sequence[Any],
+    cuts: Sequence[tuple[int, int, int]],
+    dims: Dims,
+    factor: str,
+    op: str | None,
+    sizes: Mapping[str, int],
 ) -> Any:
     if not isinstance(parts[0], Tensor):
         return parts[0]
@@ -331,7 +413,10 @@ def _joined(
         return total
     for part in parts[1:]:
         torch.testing.assert_close(
-            part, parts[0], equal_nan=True, msg=lambda m: f"ranks differ in a result that none of them holds a part of: {m}"
+            part,
+            parts[0],
+            equal_nan=True,
+            msg=lambda m: f"ranks differ in a result that none of them holds a part of: {m}",
         )
     return parts[0]
 
@@ -341,17 +426,32 @@ def _compare(case: Case, results: Sequence[Any]) -> None:
         if not isinstance(whole, Tensor):
             continue
         if str(case.op).startswith(UNDEFINED):
-            assert whole.shape == joined.shape and whole.dtype == joined.dtype, (whole.shape, joined.shape)
+            assert whole.shape == joined.shape and whole.dtype == joined.dtype, (
+                whole.shape,
+                joined.shape,
+            )
             continue
-        torch.testing.assert_close(joined, whole, equal_nan=True, check_stride=False, msg=lambda m, i=index: f"result {i}: {m}")
+        torch.testing.assert_close(
+            joined,
+            whole,
+            equal_nan=True,
+            check_stride=False,
+            msg=lambda m, i=index: f"result {i}: {m}",
+        )
 
 
 def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
     """``n`` tensors that add up to ``x``, of its order of magnitude."""
     if x.dtype.is_floating_point or x.dtype.is_complex:
-        parts = [torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device) for _ in range(n - 1)]
+        parts = [
+            torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+            for _ in range(n - 1)
+        ]
     else:
-        parts = [torch.randint(-5, 6, x.shape, generator=generator).to(x.device, x.dtype) for _ in range(n - 1)]
+        parts = [
+            torch.randint(-5, 6, x.shape, generator=generator).to(x.device, x.dtype)
+            for _ in range(n - 1)
+        ]
     return [*parts, x - sum(parts[1:], parts[0])]
 
 

@@ -1,4 +1,6 @@
-"""Work in a forked child with a time limit: a native kernel that crashes or hangs costs the child, not the program."""
+"""Work in a forked child with a time limit: a native kernel that crashes or hangs costs the
+child, not the program.
+"""
 
 import contextlib
 import json
@@ -30,12 +32,15 @@ class Ended:
 
 
 def apart(work: Callable[[], Any], cpu_seconds: int, seconds: float) -> Any:
-    """What ``work`` returns, as JSON has it, computed on one thread of a forked child; ``Ended`` where it crashed or ran too long.
+    """What ``work`` returns, as JSON has it, computed on one thread of a forked child; ``Ended``
+    where it crashed or ran too long.
 
-    The child is a copy of this process, so ops that were registered here are known there. It must use CPU tensors only.
+    The child is a copy of this process, so ops that were registered here are known there. It must
+    use CPU tensors only.
 
     Args:
-        cpu_seconds: limit on the processor time that the child uses, so that a busy machine changes no answer.
+        cpu_seconds: limit on the processor time that the child uses, so that a busy machine changes
+            no answer.
         seconds: limit on the time that passes, for work that hangs without computing.
 
     >>> apart(lambda: [1, 2], cpu_seconds=5, seconds=5)
@@ -45,7 +50,9 @@ def apart(work: Callable[[], Any], cpu_seconds: int, seconds: float) -> Any:
         return Ended(False, f"there is no safe fork on {sys.platform}")
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # the child starts no thread and waits for none
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # the child starts no thread and waits for none
         pid = os.fork()
     if pid == 0:
         os.close(reader)
@@ -65,7 +72,12 @@ def apart(work: Callable[[], Any], cpu_seconds: int, seconds: float) -> Any:
     except ValueError:
         if os.WIFSIGNALED(status) and os.WTERMSIG(status) in (signal.SIGXCPU, signal.SIGKILL):
             return Ended(True, f"more than {cpu_seconds} s of processor time")
-        return Ended(False, f"signal {os.WTERMSIG(status)}" if os.WIFSIGNALED(status) else text.decode(errors="replace") or "no answer")
+        return Ended(
+            False,
+            f"signal {os.WTERMSIG(status)}"
+            if os.WIFSIGNALED(status)
+            else text.decode(errors="replace") or "no answer",
+        )
 
 
 def _work(work: Callable[[], Any], writer: int, cpu_seconds: int) -> None:
@@ -74,7 +86,15 @@ def _work(work: Callable[[], Any], writer: int, cpu_seconds: int) -> None:
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         used = int(time.process_time()) + 1
         resource.setrlimit(resource.RLIMIT_CPU, (used + cpu_seconds, used + cpu_seconds + 1))
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGSEGV, signal.SIGABRT, signal.SIGFPE, signal.SIGBUS, signal.SIGXCPU):
+        for number in (
+            signal.SIGINT,
+            signal.SIGTERM,
+            signal.SIGSEGV,
+            signal.SIGABRT,
+            signal.SIGFPE,
+            signal.SIGBUS,
+            signal.SIGXCPU,
+        ):
             signal.signal(number, signal.SIG_DFL)
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, 1)

@@ -1,4 +1,6 @@
-"""Which placements an op upholds, by trying them: every way to cut its operands, and what its results then are."""
+"""Which placements an op upholds, by trying them: every way to cut its operands, and what its
+results then are.
+"""
 
 import itertools
 import re
@@ -23,7 +25,8 @@ class Held:
 
     Attributes:
         operands: per operand the dim that is cut, None where it is whole.
-        results: per result the dim that comes out cut, a reduction that is pending, or None: equal on all ranks.
+        results: per result the dim that comes out cut, a reduction that is pending, or None: equal
+            on all ranks.
     """
 
     operands: tuple[int | None, ...]
@@ -31,12 +34,20 @@ class Held:
 
     def __str__(self) -> str:
         def text(places: Sequence[int | str | None]) -> str:
-            return ", ".join("R" if p is None else f"S({p})" if isinstance(p, int) else f"P({p})" for p in places)
+            return ", ".join(
+                "R" if p is None else f"S({p})" if isinstance(p, int) else f"P({p})" for p in places
+            )
 
         return f"{text(self.operands)} -> {text(self.results)}"
 
 
-def holding(kernel: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], results: Sequence[Any], n: int = 2) -> list[Held]:
+def holding(
+    kernel: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    results: Sequence[Any],
+    n: int = 2,
+) -> list[Held]:
     """The placements that hold for one call, over an axis of ``n``; cut operands share one size.
 
     A kernel may crash on shards that make no sense: call it in a child process (``ftp.child``).
@@ -73,11 +84,15 @@ def _outcome(
     parts = []
     for at in range(n):
         mine = iter(
-            [x.clone() if d is None else x.narrow(d, *chunk(x.shape[d], n, at)).contiguous() for x, d in zip(operands, dims, strict=True)]
+            [
+                x.clone() if d is None else x.narrow(d, *chunk(x.shape[d], n, at)).contiguous()
+                for x, d in zip(operands, dims, strict=True)
+            ]
         )
         try:
             made = kernel(
-                *replaced(list(args), _TENSORS, lambda _, m=mine: next(m)), **replaced(dict(kwargs), _TENSORS, lambda _, m=mine: next(m))
+                *replaced(list(args), _TENSORS, lambda _, m=mine: next(m)),
+                **replaced(dict(kwargs), _TENSORS, lambda _, m=mine: next(m)),
             )
         except Exception:
             return None
@@ -104,11 +119,15 @@ def _place(whole: Tensor, parts: Sequence[Tensor]) -> int | str | bool | None:
         return None
     for d in range(whole.ndim):
         rest = [(*p.shape[:d], *p.shape[d + 1 :]) for p in parts]
-        if all(r == (*whole.shape[:d], *whole.shape[d + 1 :]) for r in rest) and _same(torch.cat(list(parts), d), whole):
+        if all(r == (*whole.shape[:d], *whole.shape[d + 1 :]) for r in rest) and _same(
+            torch.cat(list(parts), d), whole
+        ):
             return d
     if any(p.shape != whole.shape for p in parts) or whole.dtype is torch.bool:
         return False
-    reductions = {"sum": torch.add} | ({} if whole.is_complex() else {"max": torch.maximum, "min": torch.minimum})
+    reductions = {"sum": torch.add} | (
+        {} if whole.is_complex() else {"max": torch.maximum, "min": torch.minimum}
+    )
     for name, reduce in reductions.items():
         total = parts[0]
         for p in parts[1:]:
@@ -124,11 +143,15 @@ def _same(a: Tensor, b: Tensor) -> bool:
     if not (b.is_floating_point() or b.is_complex()):
         return bool(torch.equal(a, b))
     low = b.dtype not in (torch.float64, torch.complex128)
-    return torch.allclose(a, b, rtol=1e-4 if low else 1e-8, atol=1e-5 if low else 1e-10, equal_nan=True)
+    return torch.allclose(
+        a, b, rtol=1e-4 if low else 1e-8, atol=1e-5 if low else 1e-10, equal_nan=True
+    )
 
 
 def stated(rule: BoundRule) -> set[Held]:
-    """The contiguous cuts that a rule states: those of factors that come first in every dim they are in."""
+    """The contiguous cuts that a rule states: those of factors that come first in every dim they
+    are in.
+    """
     found = set()
     for factor in rule.sizes:
         if factor in rule.whole:
@@ -138,16 +161,23 @@ def stated(rule: BoundRule) -> set[Held]:
             return next((d for d, dim in enumerate(dims) if factor in dim), None)
 
         results = [
-            at if (at := place(dims)) is not None else pending.get(factor) for dims, pending in zip(rule.results, rule.pending, strict=True)
+            at if (at := place(dims)) is not None else pending.get(factor)
+            for dims, pending in zip(rule.results, rule.pending, strict=True)
         ]
         found.add(Held(tuple(place(dims) for dims in rule.operands), tuple(results)))
     return found
 
 
 def resized(
-    op: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], sizes: Mapping[int, int], fill: Fill, arguments: bool = True
+    op: OpOverload,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    sizes: Mapping[int, int],
+    fill: Fill,
+    arguments: bool = True,
 ) -> tuple[list[Any], dict[str, Any]]:
-    """A call of the same form: sizes renamed wherever they occur, each tensor made anew by ``fill(shape, old tensor)``.
+    """A call of the same form: sizes renamed wherever they occur, each tensor made anew by
+    ``fill(shape, old tensor)``.
 
     Args:
         arguments: whether to rename sizes among the arguments that the schema says are sizes, too.
@@ -160,7 +190,9 @@ def resized(
     def renamed(tree: Any) -> Any:
         if isinstance(tree, list | tuple):
             return type(tree)(map(renamed, tree))
-        return sizes.get(tree, tree) if isinstance(tree, int) and not isinstance(tree, bool) else tree
+        return (
+            sizes.get(tree, tree) if isinstance(tree, int) and not isinstance(tree, bool) else tree
+        )
 
     def argument(name: str, value: Any) -> Any:
         if arguments and name in size_arguments(op):
@@ -168,7 +200,9 @@ def resized(
         return replaced(value, _TENSORS, lambda x: fill(tuple(sizes.get(s, s) for s in x.shape), x))
 
     names = [a.name for a in op._schema.arguments if not a.kwarg_only]
-    return [argument(n, a) for n, a in zip(names, args, strict=False)], {k: argument(k, a) for k, a in kwargs.items()}
+    return [argument(n, a) for n, a in zip(names, args, strict=False)], {
+        k: argument(k, a) for k, a in kwargs.items()
+    }
 
 
 def size_arguments(op: OpOverload) -> set[str]:
