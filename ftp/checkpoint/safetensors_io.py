@@ -16,7 +16,8 @@ from torch import Tensor
 from ftp.errors import CheckpointError, DamagedError
 from ftp.tensors.boxes import Shape
 
-OFFSETS = "DCP_SHARDING_INFO"  # where torch.distributed.checkpoint's safetensors reader looks for the offsets of chunks
+# Where torch.distributed.checkpoint's safetensors reader looks for the offsets of chunks.
+OFFSETS = "DCP_SHARDING_INFO"
 MAX_HEADER = 100_000_000  # bytes, as the safetensors library has it
 _BLOCK = 4 * 2**20  # bytes hashed at a time
 

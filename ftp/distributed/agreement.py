@@ -52,7 +52,9 @@ from ftp.sharding.process_group import (
     timeouts,
 )
 
-_WATCH = 0.5  # seconds between two looks of the watching thread, while an agreement that this rank has not joined is open
+# Seconds between two looks of the watching thread, while an agreement that this rank has not joined
+# is open.
+_WATCH = 0.5
 _USUAL = (
     0.25  # seconds that an agreement may take before the threads of all ranks are woken to look
 )
@@ -86,7 +88,8 @@ class Calls:
         self._thread: int | None = None  # the thread that is inside a call
         self._caller: int | None = None  # the thread that made the last one
         self._is_overlapped = False
-        self._skipped = ""  # how this rank failed in the call after number `call` before it sent anything, if so
+        # How this rank failed in the call after number `call` before it sent anything, if so.
+        self._skipped = ""
         self._finished: set[str] = set()
         self._agreed_call = 0
         self._joined = 0

@@ -3,7 +3,8 @@
 import time
 from collections.abc import Callable
 
-QUESTIONS = 10_000  # a second that all ranks together ask the store while they wait; it takes more (docs/faults.md)
+# A second that all ranks together ask the store while they wait; it takes more (docs/faults.md).
+QUESTIONS = 10_000
 LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
 
 RESTART = (

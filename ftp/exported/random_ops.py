@@ -19,16 +19,21 @@ aten = torch.ops.aten
 # torch's functions with the arguments of the op of the same name; in-place ones are ops of their
 # own without the mutation.
 _SAME: dict[Any, Any] = {
-    aten.alpha_dropout: torch.alpha_dropout, aten.bernoulli: torch.bernoulli, aten.dropout: torch.dropout,
-    aten.feature_alpha_dropout: torch.feature_alpha_dropout, aten.feature_dropout: torch.feature_dropout, aten.gru: torch.gru,
-    aten.lstm: torch.lstm, aten.multinomial: torch.multinomial, aten.normal: torch.normal, aten.rand: torch.rand,
-    aten.rand_like: torch.rand_like, aten.randint: torch.randint, aten.randint_like: torch.randint_like, aten.randn: torch.randn,
-    aten.randn_like: torch.randn_like, aten.randperm: torch.randperm, aten.rnn_relu: torch.rnn_relu, aten.rnn_tanh: torch.rnn_tanh,
-    aten.rrelu: torch.rrelu, aten.scaled_dot_product_attention: F.scaled_dot_product_attention,
+    aten.alpha_dropout: torch.alpha_dropout, aten.bernoulli: torch.bernoulli,
+    aten.dropout: torch.dropout, aten.feature_alpha_dropout: torch.feature_alpha_dropout,
+    aten.feature_dropout: torch.feature_dropout, aten.gru: torch.gru, aten.lstm: torch.lstm,
+    aten.multinomial: torch.multinomial, aten.normal: torch.normal, aten.rand: torch.rand,
+    aten.rand_like: torch.rand_like, aten.randint: torch.randint,
+    aten.randint_like: torch.randint_like, aten.randn: torch.randn,
+    aten.randn_like: torch.randn_like, aten.randperm: torch.randperm, aten.rnn_relu: torch.rnn_relu,
+    aten.rnn_tanh: torch.rnn_tanh, aten.rrelu: torch.rrelu,
+    aten.scaled_dot_product_attention: F.scaled_dot_product_attention,
 }  # fmt: skip
 _FILLED = {
-    aten.cauchy: Tensor.cauchy_, aten.exponential: Tensor.exponential_, aten.geometric: Tensor.geometric_,
-    aten.log_normal: Tensor.log_normal_, aten.normal_functional: Tensor.normal_, aten.random: Tensor.random_, aten.uniform: Tensor.uniform_,
+    aten.cauchy: Tensor.cauchy_, aten.exponential: Tensor.exponential_,
+    aten.geometric: Tensor.geometric_, aten.log_normal: Tensor.log_normal_,
+    aten.normal_functional: Tensor.normal_, aten.random: Tensor.random_,
+    aten.uniform: Tensor.uniform_,
 }  # fmt: skip
 _IN_PLACE = {
     aten.bernoulli_,

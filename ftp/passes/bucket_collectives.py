@@ -25,7 +25,9 @@ PACK_BYTES = (
     2 << 20
 )  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
 BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
-BUCKETS = 4  # at the least, where they are larger than PACK_BYTES: the first ones travel while the last are computed
+# At the least, where they are larger than PACK_BYTES: the first ones travel while the last are
+# computed.
+BUCKETS = 4
 FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 

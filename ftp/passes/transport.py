@@ -12,6 +12,7 @@ c10d = torch.ops._c10d_functional
 REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 # Taken by every backend. The choice depends on the dtype alone, so that ranks make the same.
 TAKEN = frozenset(
+
     (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
 )  # fmt: skip
 # Sums of integers that overflow wrap around in the wider dtype, cut off, as in their own.

@@ -46,10 +46,11 @@ class Pair:
 
 # Cheaper to do again than to keep.
 _REPEATED = {
-    aten.view.default, aten.reshape.default, aten.t.default, aten.transpose.int, aten.permute.default, aten.expand.default,
-    aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.full.default,
-    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.arange.start_step, aten.arange.default,
-    getitem,
+    aten.view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.full.default,
+    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.arange.start_step,
+    aten.arange.default, getitem,
 }  # fmt: skip
 
 

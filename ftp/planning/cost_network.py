@@ -27,7 +27,9 @@ from ftp.sharding.layout import PARTIAL, Layout, R, nominal
 
 MOVE_OF_VIEW = 1e-10  # ties move what is not a view of it
 REPLICATED_PRODUCT = 1e4  # times its time, for a product on batch data that could be cut
-PAD_LATENCIES = 3  # the price of a shard as a term of a pending sum, beside a gather's: padding must not stand in for a gather
+# The price of a shard as a term of a pending sum, beside a gather's: padding must not stand in for
+# a gather.
+PAD_LATENCIES = 3
 TOO_NARROW = (
     2.0  # times a sum's price in the dtype to which it is widened, where it is reduced before
 )
@@ -489,7 +491,9 @@ class _Network:
         if have.kind == "R":
             return 0.0
         if self.problem.open and not self._may_move(node.operands[slot], have):
-            return self.violation  # padded and reduced it would be gathered after all, and every such way is one more to search
+            # Padded and reduced it would be gathered after all, and every such way is one more to
+            # search.
+            return self.violation
         nbytes = self._nbytes(node.operands[slot])
         return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds(
             "all_gather", nbytes, self.problem.n, self.problem.hardware.link

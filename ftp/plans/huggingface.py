@@ -30,8 +30,9 @@ EXPERTS = {"grouped_gemm"}
 # Whole on every rank, and moves of activations and sums of gradients that a global program has no
 # need to state.
 WHOLE = {
-    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts", "moe_identity_expert", "local_params",
-    "ep_dispatch_experts", "ep_router", "gather", "local", "isolated",
+    "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts",
+    "moe_identity_expert", "local_params", "ep_dispatch_experts", "ep_router", "gather", "local",
+    "isolated",
 }  # fmt: skip
 SEQUENCE = {"sequence_parallel"}
 

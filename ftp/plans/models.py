@@ -35,12 +35,14 @@ class Names:
 
 NAMES = {
     "hf": Names(
-        "self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", "mlp", ("gate_proj", "up_proj"), "down_proj", "embed_tokens", "lm_head",
+        "self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", "mlp", ("gate_proj", "up_proj"),
+        "down_proj", "embed_tokens", "lm_head",
         "layers.*",
     ),
     "torchtitan": Names("attention", ("wq", "wk", "wv"), "wo", "feed_forward", ("w1", "w3"), "w2", "tok_embeddings", "output", "layers.*"),
     "megatron": Names(
-        "self_attention", ("linear_qkv",), "linear_proj", "mlp", ("linear_fc1",), "linear_fc2", "embedding.word_embeddings", "output_layer",
+        "self_attention", ("linear_qkv",), "linear_proj", "mlp", ("linear_fc1",), "linear_fc2",
+        "embedding.word_embeddings", "output_layer",
         "layers.*",
     ),
 }  # fmt: skip

@@ -45,7 +45,8 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
         SpecError: what is no style, a subclass of one of torch's, a style that cannot shard the
             module, a layout that no spec states.
     """
-    import torch.distributed.tensor.parallel as torch_styles  # 0.2 s that `import ftp` does not need
+    # 0.2 s that `import ftp` does not need.
+    import torch.distributed.tensor.parallel as torch_styles
 
     readers: dict[type, Callable[[Any, nn.Module, str], Part]] = {
         torch_styles.ColwiseParallel: _colwise,

@@ -135,9 +135,10 @@ def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
 
 # Python functions that draw through others.
 COMPOSITE = {
-    F.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.fractional_max_pool2d_with_indices,
-    F.fractional_max_pool3d_with_indices, F.gumbel_softmax, F.multi_head_attention_forward, F.rrelu, nn.init.constant_,
-    nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_,
+    F.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout,
+    F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, F.gumbel_softmax,
+    F.multi_head_attention_forward, F.rrelu, nn.init.constant_, nn.init.kaiming_uniform_,
+    nn.init.normal_, nn.init.uniform_,
 }  # fmt: skip
 
 Drawn = Callable[..., Any]

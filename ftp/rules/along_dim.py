@@ -17,7 +17,8 @@ def cumsum(call: Call) -> Rule:
 
 @rule(
     aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default,
-    aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable, aten.topk.default,
+    aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable,
+    aten.topk.default,
 )  # fmt: skip
 def ordered(call: Call) -> Rule:
     return acting_on(call, [call.arg("dim")], local=unless_empty(call))

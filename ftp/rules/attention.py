@@ -116,7 +116,8 @@ def _masked_by_position(call: Call, at: int) -> LocalHook:
 
 
 @rule(
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
 )  # fmt: skip
 def by_heads(call: Call) -> Rule:
@@ -127,7 +128,8 @@ def by_heads(call: Call) -> Rule:
 
 
 @rule(
-    aten._scaled_dot_product_flash_attention_backward.default, aten._scaled_dot_product_efficient_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
 )  # fmt: skip
 def by_heads_backward(call: Call) -> Rule:

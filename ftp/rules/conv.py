@@ -151,9 +151,9 @@ def max_pool3d_backward(call: Call) -> Rule:
 
 
 @rule(
-    aten.avg_pool2d.default, aten.avg_pool2d_backward.default,
-    aten._adaptive_avg_pool2d.default, aten._adaptive_avg_pool2d_backward.default,
-    aten.upsample_nearest2d.default, aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec,
+    aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default,
+    aten._adaptive_avg_pool2d_backward.default, aten.upsample_nearest2d.default,
+    aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec,
     aten.upsample_bicubic2d.default, aten.upsample_bicubic2d.vec,
     aten._upsample_nearest_exact2d.default, aten._upsample_nearest_exact2d.vec,
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default,
@@ -165,9 +165,9 @@ def plane(call: Call) -> Rule:
 
 
 @rule(
-    aten.avg_pool3d.default, aten.avg_pool3d_backward.default,
-    aten._adaptive_avg_pool3d.default, aten._adaptive_avg_pool3d_backward.default,
-    aten.upsample_nearest3d.default, aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.default, aten.upsample_trilinear3d.vec,
+    aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d.default,
+    aten._adaptive_avg_pool3d_backward.default, aten.upsample_nearest3d.default,
+    aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.default, aten.upsample_trilinear3d.vec,
     aten._upsample_nearest_exact3d.default, aten._upsample_nearest_exact3d.vec,
     aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default,
     aten.replication_pad3d.default, aten.replication_pad3d_backward.default,
@@ -177,10 +177,11 @@ def volume(call: Call) -> Rule:
 
 
 @rule(
-    aten.upsample_nearest1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.default, aten.upsample_linear1d.vec,
-    aten._upsample_nearest_exact1d.default, aten._upsample_nearest_exact1d.vec,
-    aten.reflection_pad1d.default, aten.reflection_pad1d_backward.default,
-    aten.replication_pad1d.default, aten.replication_pad1d_backward.default,
+    aten.upsample_nearest1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.default,
+    aten.upsample_linear1d.vec, aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact1d.vec, aten.reflection_pad1d.default,
+    aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
+    aten.replication_pad1d_backward.default,
 )  # fmt: skip
 def line(call: Call) -> Rule:
     return _spatial(call, 1, linear=True)
@@ -253,8 +254,8 @@ rule(
     aten._upsample_nearest_exact1d_backward.default,
 )(_resample_backward(1))
 rule(
-    aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default, aten.upsample_bicubic2d_backward.default,
-    aten._upsample_nearest_exact2d_backward.default,
+    aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default,
+    aten.upsample_bicubic2d_backward.default, aten._upsample_nearest_exact2d_backward.default,
     aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default,
 )(_resample_backward(2))  # fmt: skip
 rule(

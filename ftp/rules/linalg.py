@@ -14,10 +14,11 @@ aten = torch.ops.aten
 
 
 @rule(
-    aten._linalg_det.default, aten._linalg_eigh.default, aten._linalg_slogdet.default, aten._linalg_svd.default, aten.cholesky.default,
-    aten.linalg_cholesky_ex.default, aten.linalg_eig.default,
-    aten.linalg_inv_ex.default, aten.linalg_lu.default, aten.linalg_lu_factor_ex.default,
-    aten.linalg_qr.default, aten.linalg_householder_product.default, aten.cholesky_inverse.default, aten.geqrf.default,
+    aten._linalg_det.default, aten._linalg_eigh.default, aten._linalg_slogdet.default,
+    aten._linalg_svd.default, aten.cholesky.default, aten.linalg_cholesky_ex.default,
+    aten.linalg_eig.default, aten.linalg_inv_ex.default, aten.linalg_lu.default,
+    aten.linalg_lu_factor_ex.default, aten.linalg_qr.default,
+    aten.linalg_householder_product.default, aten.cholesky_inverse.default, aten.geqrf.default,
     aten.linalg_ldl_factor_ex.default, aten.linalg_matrix_exp.default,
 )  # fmt: skip
 def matrices(call: Call) -> Rule:

@@ -29,22 +29,27 @@ def overloads(names: str, kinds: str = "default") -> list[OpOverload]:
 
 # f(x): no partial sum passes.
 UNARY = """
-    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu erf erfc erfinv exp exp2 expm1 floor
-    frac gelu hardshrink hardsigmoid hardswish hardtanh i0 isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p
-    log2 log_sigmoid logical_not logit mish mvlgamma nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt selu sgn sigmoid
-    sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh threshold trunc special_bessel_j0 special_bessel_j1
-    special_bessel_y0 special_bessel_y1 special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
-    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0 special_modified_bessel_k1 special_ndtri
-    special_scaled_modified_bessel_k0 special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai
+    abs acos acosh angle asin asinh atan atanh bitwise_not ceil celu cos cosh deg2rad digamma elu
+    erf erfc erfinv exp exp2 expm1 floor frac gelu hardshrink hardsigmoid hardswish hardtanh i0
+    isfinite isinf isnan isneginf isposinf leaky_relu lgamma log log10 log1p log2 log_sigmoid
+    logical_not logit mish mvlgamma nan_to_num polygamma rad2deg reciprocal relu relu6 round rsqrt
+    selu sgn sigmoid sign signbit silu sin sinc sinh softplus softshrink sqrt square tan tanh
+    threshold trunc special_bessel_j0 special_bessel_j1 special_bessel_y0 special_bessel_y1
+    special_entr special_erfcx special_i0e special_i1 special_i1e special_log_ndtr
+    special_modified_bessel_i0 special_modified_bessel_i1 special_modified_bessel_k0
+    special_modified_bessel_k1 special_ndtri special_scaled_modified_bessel_k0
+    special_scaled_modified_bessel_k1 special_spherical_bessel_j0 special_airy_ai
 """
 BINARY = """
-    atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp logaddexp2 logical_and logical_or
-    logical_xor maximum minimum nextafter pow remainder special_chebyshev_polynomial_t special_hermite_polynomial_h special_xlog1py
-    special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w special_hermite_polynomial_he
-    special_laguerre_polynomial_l special_legendre_polynomial_p special_shifted_chebyshev_polynomial_t
-    special_shifted_chebyshev_polynomial_u special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w
-    special_zeta xlogy polar ldexp bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor eq ge gt le lt ne
-    __lshift__ __rshift__
+    atan2 copysign floor_divide fmax fmin fmod gcd heaviside hypot igamma igammac lcm logaddexp
+    logaddexp2 logical_and logical_or logical_xor maximum minimum nextafter pow remainder
+    special_chebyshev_polynomial_t special_hermite_polynomial_h special_xlog1py
+    special_chebyshev_polynomial_u special_chebyshev_polynomial_v special_chebyshev_polynomial_w
+    special_hermite_polynomial_he special_laguerre_polynomial_l special_legendre_polynomial_p
+    special_shifted_chebyshev_polynomial_t special_shifted_chebyshev_polynomial_u
+    special_shifted_chebyshev_polynomial_v special_shifted_chebyshev_polynomial_w special_zeta xlogy
+    polar ldexp bitwise_and bitwise_left_shift bitwise_or bitwise_right_shift bitwise_xor eq ge gt
+    le lt ne __lshift__ __rshift__
 """
 pointwise(*overloads(UNARY))
 pointwise(
@@ -91,9 +96,9 @@ pointwise(aten.copy.default, aten.fill.Tensor, linear=[(1,)])
 
 # The backward of f(x) is linear in the gradient.
 BACKWARD = """
-    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward leaky_relu_backward log_sigmoid_backward
-    logit_backward mish_backward native_dropout_backward sigmoid_backward silu_backward softplus_backward tanh_backward
-    threshold_backward
+    elu_backward gelu_backward hardsigmoid_backward hardswish_backward hardtanh_backward
+    leaky_relu_backward log_sigmoid_backward logit_backward mish_backward native_dropout_backward
+    sigmoid_backward silu_backward softplus_backward tanh_backward threshold_backward
 """
 pointwise(
     *overloads(BACKWARD), *overloads("hardshrink_backward softshrink_backward"), linear=[(0,)]
@@ -160,8 +165,9 @@ def loss(call: Call) -> Rule:
 
 
 @rule(
-    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default, aten.mse_loss_backward.default,
-    aten.smooth_l1_loss_backward.default, aten.soft_margin_loss_backward.default,
+    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default,
+    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
+    aten.soft_margin_loss_backward.default,
 )  # fmt: skip
 def loss_backward(call: Call) -> Rule:
     count = math.prod(call.results[0].shape)

@@ -42,18 +42,19 @@ def mean(call: Call) -> Rule:
 
 @rule(
     aten.all.default, aten.all.dim, aten.all.dims, aten.any.default, aten.any.dim, aten.any.dims,
-    aten.linalg_vector_norm.default, aten.logsumexp.default, aten.norm.Scalar, aten.norm.ScalarOpt_dim,
-    aten.prod.default, aten.prod.dim_int,
+    aten.linalg_vector_norm.default, aten.logsumexp.default, aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim, aten.prod.default, aten.prod.dim_int,
 )  # fmt: skip
 def whole(call: Call) -> Rule:
     return reduction_rule(call, None)
 
 
 @rule(
-    aten.aminmax.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim, aten.median.default, aten.median.dim,
-    aten.nanmedian.default, aten.nanmedian.dim, aten.mode.default, aten.kthvalue.default,
-    aten.std.correction, aten.std.default, aten.std.dim, aten.std_mean.correction,
-    aten.var.correction, aten.var.default, aten.var.dim, aten.var_mean.correction, aten.var_mean.default, aten.var_mean.dim,
+    aten.aminmax.default, aten.argmax.default, aten.argmin.default, aten.max.dim, aten.min.dim,
+    aten.median.default, aten.median.dim, aten.nanmedian.default, aten.nanmedian.dim,
+    aten.mode.default, aten.kthvalue.default, aten.std.correction, aten.std.default, aten.std.dim,
+    aten.std_mean.correction, aten.var.correction, aten.var.default, aten.var.dim,
+    aten.var_mean.correction, aten.var_mean.default, aten.var_mean.dim,
 )  # fmt: skip
 def picked(call: Call) -> Rule:
     """Their kernels raise or warn where there is nothing."""

@@ -89,8 +89,8 @@ def common_factors(
 
 
 @rule(
-    aten.t.default, aten.t_copy.default, aten.transpose.int, aten.transpose_copy.int, aten.permute.default, aten.permute_copy.default,
-    aten.adjoint.default, aten.mT.default,
+    aten.t.default, aten.t_copy.default, aten.transpose.int, aten.transpose_copy.int,
+    aten.permute.default, aten.permute_copy.default, aten.adjoint.default, aten.mT.default,
 )  # fmt: skip
 def permute(call: Call) -> Rule:
     ndim = call.operands[0].ndim
@@ -206,7 +206,8 @@ def slice_backward(call: Call) -> Rule:
 
 
 @rule(
-    aten.split.Tensor, aten.split_with_sizes.default, aten.split_copy.Tensor, aten.split_with_sizes_copy.default, aten.unsafe_split.Tensor,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.split_copy.Tensor,
+    aten.split_with_sizes_copy.default, aten.unsafe_split.Tensor,
     aten.unsafe_split_with_sizes.default,
 )  # fmt: skip
 def split(call: Call) -> Rule:

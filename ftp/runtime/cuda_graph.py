@@ -22,7 +22,9 @@ from ftp.errors import InputError
 from ftp.paused_gc import collection_paused
 from ftp.sharding.process_group import endings
 
-WARM_UP = 2  # calls that run as they are: kernels are compiled, communicators connected, and it is seen which inputs come from elsewhere
+# Calls that run as they are: kernels are compiled, communicators connected, and it is seen which
+# inputs come from elsewhere.
+WARM_UP = 2
 PATIENCE = 8  # recordings after which a step is told that its state lies elsewhere at each call
 
 Run = Callable[[Sequence[Any]], Sequence[Tensor]]

@@ -20,8 +20,8 @@ Bound = tuple[
 
 # Ops of a tensor, a dim and indices along it.
 _ALONG_DIM = (
-    aten.gather.default, aten.index_select.default, aten.index_add.default, aten.index_copy.default, aten.scatter.src,
-    aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
+    aten.gather.default, aten.index_select.default, aten.index_add.default, aten.index_copy.default,
+    aten.scatter.src, aten.scatter.value, aten.scatter_add.default, aten.scatter_reduce.two,
 )  # fmt: skip
 _LOSSES = {
     aten.nll_loss_forward.default: 4,
@@ -33,8 +33,9 @@ _LISTS = (
     aten.index_put.default,
 )  # these count negative ones from the end
 _SAME_VALUES = {
-    aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default, aten.permute.default, aten.reshape.default,
-    aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
+    aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default,
+    aten.permute.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
     aten.view.default,
 }  # fmt: skip
 

@@ -238,7 +238,8 @@ def test_moved_parts_are_contiguous():
 
 # Collectives, counted.
 
-SIZES = {  # and (batch, seq); in the last the embedding's gradient is smaller than that of what it returns
+# And (batch, seq); in the last the embedding's gradient is smaller than that of what it returns.
+SIZES = {
     "small": (LlamaConfig(vocab=640, dim=16, heads=4, hidden=24), (8, 20)),
     "wide": (LlamaConfig(vocab=4096, dim=512, heads=8, hidden=1024), (8, 120)),
     "many tokens": (LlamaConfig(vocab=256, dim=512, heads=8, hidden=1024), (8, 120)),

@@ -102,13 +102,14 @@ def test_weights_cut_as_zero_are_gathered_around_it():
         {"up": drawn(6, 8), "down": drawn(8, 6)},
         drawn(4, 6),
     )
-    assert (
-        Counter(c.op for c in program.collectives if c.axes == ("dp",) and math.prod(c.shape) > 1)
-        == {
-            "all_gather": 3,  # down for both passes, up for the forward one alone: the gradient of x is not asked for
-            "reduce_scatter": 2,
-        }
-    )
+    assert Counter(
+        c.op for c in program.collectives if c.axes == ("dp",) and math.prod(c.shape) > 1
+    ) == {
+        # Down for both passes, up for the forward one alone: the gradient of x is not asked
+        # for.
+        "all_gather": 3,
+        "reduce_scatter": 2,
+    }
 
 
 def routed(x, router):

@@ -269,7 +269,8 @@ def test_a_wrong_rule_of_each_family_is_found(
     monkeypatch.setitem(RULES, op, mutated)
     answer = apart(work, cpu_seconds=30, seconds=120)
     if isinstance(answer, Ended):
-        return  # the kernel did not survive what the rule made of its operands, and the child says so
+        # The kernel did not survive what the rule made of its operands, and the child says so.
+        return
     failure, differs = answer
     assert differs, f"nothing of the rule of {op} is left out"
     assert "does not hold" in failure

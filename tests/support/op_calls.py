@@ -196,7 +196,9 @@ def prove_op(
                 case = Case.of(op, list(args), dict(kwargs), kernel)
             except RuleError as error:
                 if "no sharding rule to prove" in str(error) or made_up:
-                    continue  # left to replication; made up by chance, of a form that the op broadcasts and no gradient formula calls
+                    # Left to replication; made up by chance, of a form that the op broadcasts and
+                    # no gradient formula calls.
+                    continue
                 return strategies, proven, str(error)
             try:
                 strategies += len(prove(case, ranks, pairs, generator))

@@ -461,8 +461,9 @@ def pin(e: Env) -> str | None:
 
 
 INSTRUCTIONS: list[Instruction] = [
-    unary, binary, matmul, linear, einsum, merge, split, reshape, reorder, stretch, expand, join, part,
-    reduce, along, norm, triangle, lookup, gather, attention, convolution, scatter, pin, binary, matmul, lookup, reduce, along,
+    unary, binary, matmul, linear, einsum, merge, split, reshape, reorder, stretch, expand, join,
+    part, reduce, along, norm, triangle, lookup, gather, attention, convolution, scatter, pin,
+    binary, matmul, lookup, reduce, along,
 ]  # fmt: skip
 
 

@@ -515,8 +515,9 @@ def _written(a: Tensor, mask: Tensor, value: Tensor) -> Tensor:
 PITFALLS = {
     f"{family}: {name}": pitfall
     for family, members in (
-        ("loss", LOSSES), ("convolution", CONVOLUTIONS), ("table", TABLES), ("reduction", REDUCTIONS), ("along", ALONG),
-        ("indexed", INDEXED), ("norm", NORMS), ("values", VALUES),
+        ("loss", LOSSES), ("convolution", CONVOLUTIONS), ("table", TABLES),
+        ("reduction", REDUCTIONS), ("along", ALONG), ("indexed", INDEXED), ("norm", NORMS),
+        ("values", VALUES),
     )
     for name, pitfall in members.items()
 }  # fmt: skip

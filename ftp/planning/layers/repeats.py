@@ -20,7 +20,9 @@ from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.rule import BoundRule
 
 FEWEST = 6  # alike layers in a row that are worth it
-KEPT = 2  # of them at each end: one beside the layers that differ, and one that is planned as those left out are
+# Of them at each end: one beside the layers that differ, and one that is planned as those left out
+# are.
+KEPT = 2
 
 # A number after a word: layers.3, layers[3], layers']['3; of nn.Sequential after the tree itself:
 # params['3
