@@ -23,7 +23,7 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
         InputError: a parameter that no pattern names, a pattern that matches nothing, patterns that
             disagree.
 
-    >>> import ftp
+    >>> import torch, ftp
     >>> sgd = ftp.optim.from_torch(torch.optim.SGD, lr=0.5)
     >>> opt = by_path({"head.*": sgd, "body.*": None})
     >>> params = {"head.w": torch.ones(1), "body.w": torch.ones(1)}

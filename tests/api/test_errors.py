@@ -28,7 +28,7 @@ def scaled_loss(params, x, *, scale=1.0):
     return scale * loss_fn(params, x)
 
 
-LINE = f'test_errors.py:{loss_fn.__code__.co_firstlineno + 1}  return (x @ params["w"] + params["b"]).square().mean()'
+LINE = f'tests/api/test_errors.py:{loss_fn.__code__.co_firstlineno + 1}  return (x @ params["w"] + params["b"]).square().mean()'
 
 
 def exported():
@@ -236,7 +236,7 @@ def test_a_none_that_the_function_asks_for_is_fine():
     found = message(step(lambda p, b, other: b["x"].sum()), PARAMS, {"x": None}, None)
     assert found.startswith(
         "InputError: b['x'] and other are None, which the function uses as something else at"
-        " test_errors.py:"
+        " tests/api/test_errors.py:"
     )
 
 
@@ -621,13 +621,13 @@ def test_a_donated_tensor_that_passes_through_may_be_donated_again():
 
 
 def test_what_is_known_of_a_tensor_dies_with_it():
-    from ftp.tensors import device_put as placement
+    from ftp.tensors import placement as records
 
-    before = len(placement._known)
+    before = len(records._known)
     for _ in range(3):
         step(specs=SPECS)(fresh(), held())
     gc.collect()
-    assert len(placement._known) <= before
+    assert len(records._known) <= before
 
 
 # What make_fx gets silently wrong.
@@ -775,6 +775,6 @@ def test_ids_out_of_range(cut: P):
         )
         with pytest.raises(
             ftp.errors.InputError,
-            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at test_errors",
+            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at \S*test_errors",
         ):
             step(params, torch.tensor(bad))

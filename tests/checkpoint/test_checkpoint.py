@@ -284,6 +284,7 @@ def test_a_save_that_failed_unasked_is_told_once_by_the_next_call(tmp_path, monk
 def test_a_save_that_failed_unasked_is_told_at_the_end_of_the_program(tmp_path):
     program = """
 import sys, torch, ftp
+import ftp.checkpoint.save
 def full(*args): raise ftp.errors.CheckpointError("the disk is full")
 ftp.checkpoint.save.write_file = full
 print("it ends")

@@ -803,7 +803,7 @@ def test_dropout_and_dynamic_shapes_are_refused():
             {},
             r"net1.weight has spec P\('pp'\), but the mesh has no axis 'pp'",
         ),
-        ({}, {"rank": 7}, "rank=7 is not on the mesh"),
+        ({}, {"rank": 7}, "rank=7 is no rank of the mesh"),
         ({}, {"in_specs": {"z": P("tp")}}, "in_specs names 'z'; the program's arguments are 'x'"),
         ({}, {"in_specs": P(None, None, "tp")}, "x has spec .* of 3 entries"),
         ({}, {"out_specs": [P("tp")]}, "the specs go deeper than the tree: the result is a leaf"),

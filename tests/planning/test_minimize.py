@@ -270,12 +270,12 @@ def test_ties_keep_the_lower_value() -> None:
 
 def test_hash_seed_does_not_matter() -> None:
     program = (
-        "import test_eliminate as t; from ftp.eliminate import minimize\n"
+        "import test_minimize as t; from ftp.planning.solver.minimize import minimize\n"
         "print([minimize(*t.random_network(0, 40, (2, 5), t.random_edges(0, 40, 75), 0.1),"
         " max_table=m) for m in (500, 1000000)])"
     )
     here = os.path.dirname(__file__)
-    path = os.pathsep.join([here, os.path.dirname(here)])
+    path = os.pathsep.join([here, *sys.path])
     seeds = ("0", "1")
     environments = [{**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": path} for seed in seeds]
     outputs = [

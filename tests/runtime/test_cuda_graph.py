@@ -331,7 +331,7 @@ def test_recordings_end_before_their_process_group(driver: Driver, monkeypatch: 
     )
     driver.done.clear()
     ftp.destroy_process_group()
-    assert driver.done == ["barrier", "synchronize", "destroyed"]
+    assert driver.done == ["synchronize", "barrier", "destroyed"]
     run([x])
     assert driver.graphs[-1]() is not None, "recorded anew where the step is called again"
 
