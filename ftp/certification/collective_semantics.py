@@ -1,41 +1,19 @@
 """What ranks receive of a collective, from what those that it talks to hold."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ftp.certification.certificate import Coordinate
-from ftp.certification.element_map import (
-    Along,
-    Held,
-    Part,
-    Unsound,
-    added,
-    concatenated,
-    dealt,
-    exchanged,
-    reshape,
-)
+from ftp.certification.axis_collectives import Part, added, concatenated, dealt, exchanged
+from ftp.certification.cells import Cell
+from ftp.certification.element_map import Along, Held, reshape
 from ftp.certification.packed_values import Row
+from ftp.certification.unsound import Unsound
 
 c10d = torch.ops._c10d_functional
-
-
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """Ranks that are checked together: all whose coordinates on each axis are among ``at``. They
-    run one program, on parts of one shape.
-    """
-
-    graph: int
-    at: tuple[tuple[int, ...], ...]
-
-    def coordinates(self) -> Iterator[Coordinate]:
-        return itertools.product(*self.at)
 
 
 @dataclass(frozen=True)

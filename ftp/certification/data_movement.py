@@ -8,7 +8,6 @@ from torch import fx
 
 from ftp.certification.element_map import (
     Held,
-    Unsound,
     pad_dim,
     permute,
     reshape,
@@ -16,6 +15,7 @@ from ftp.certification.element_map import (
     zeros_like,
 )
 from ftp.certification.packed_values import Row, row
+from ftp.certification.unsound import Unsound
 
 aten = torch.ops.aten
 FILLS = {

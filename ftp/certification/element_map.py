@@ -15,13 +15,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ftp.certification.unsound import Unsound
+
 Index = np.ndarray
 Where = int | Index  # a position, or one for each rank: an array with a dim for each mesh axis
 Pending = frozenset[tuple[str, str]]
-
-
-class Unsound(Exception):
-    """A step after which a tensor no longer holds what it should; the message says why."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,14 +58,6 @@ class Held:
     def lead(self) -> int:
         """Dims of the index that are mesh axes."""
         return self.index[0].ndim - len(self.atoms) if self.index else 0
-
-
-@dataclass(frozen=True)
-class Part:
-    """What the ranks hold whose coordinates along an axis are ``at``."""
-
-    at: tuple[int, ...]
-    held: Held
 
 
 @dataclass(frozen=True)
@@ -129,7 +119,7 @@ def _aligned(a: Held, b: Held) -> tuple[Held, Held]:
 def dims_as_atoms(x: Held) -> Held:
     """One atom a dim."""
     for dim in range(len(x.groups)):
-        x, _ = _one_atom(x, dim)
+        x, _ = one_atom(x, dim)
     return x
 
 
@@ -206,7 +196,7 @@ def slice_dim(x: Held, dim: int, start: Where, stop: Where) -> Held:
         raise Unsound("ranks with one program slice parts of different sizes")
     if (first, length) == (0, size):
         return x
-    x, at = _one_atom(x, dim)
+    x, at = one_atom(x, dim)
     lead = x.lead
     if first is not None:
         taken = (slice(None),) * (lead + at) + (slice(first, first + length),)
@@ -237,7 +227,7 @@ def pad_dim(x: Held, dim: int, before: Where, after: Where) -> Held:
         raise Unsound(f"dim {dim} is padded by {before} and {after}")
     if more == 0:
         return x
-    x, at = _one_atom(x, dim)
+    x, at = one_atom(x, dim)
     size = x.atoms[at]
     atoms = (*x.atoms[:at], more + size, *x.atoms[at + 1 :])
     if size == 0 or x.is_zero:
@@ -284,11 +274,11 @@ def joined(parts: Sequence[Held], dim: int) -> Held:
     return replace(
         first,
         atoms=(*first.atoms[:dim], sum(sizes), *first.atoms[dim + 1 :]),
-        index=_in_a_row(parts, first.lead + dim, sizes),
+        index=stack_indexes(parts, first.lead + dim, sizes),
     )
 
 
-def _in_a_row(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tuple[Index, ...]:
+def stack_indexes(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tuple[Index, ...]:
     """Per dim of the value the parts' arrays one behind the other along ``dim``; one for all
     where they are the same.
     """
@@ -308,148 +298,10 @@ def _in_a_row(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tuple[In
     return tuple(index)
 
 
-# What ranks do together. Each takes what all ranks along an axis hold.
-
-
-def _column(parts: Sequence[Part], along: Along) -> Held:
-    """What all ranks along an axis hold, as one."""
-    if len(parts) == 1:
-        return parts[0].held
-    held = [p.held for p in parts]
-    if len({(p.atoms, p.groups) for p in held}) > 1:
-        held = [dims_as_atoms(p) for p in held]
-    index = list(_in_a_row(held, along.dim, [len(p.at) for p in parts]))
-    order = np.argsort([at for p in parts for at in p.at])
-    index = [i if i.shape[along.dim] == 1 else i.take(order, along.dim) for i in index]
-    return replace(held[0], index=tuple(index), is_zero=all(p.is_zero for p in held))
-
-
-def _is_constant(index: Index, dim: int) -> bool:
-    return index.shape[dim] == 1 or bool((index == index.take([0], dim)).all())
-
-
-def _first(x: Held, dim: int) -> Held:
-    return replace(x, index=tuple(i.take([0], dim) for i in x.index))
-
-
-def _is_common(parts: Sequence[Part], along: Along) -> bool:
-    """Whether all ranks along an axis hold the same."""
-    if any(p.held.is_zero != parts[0].held.is_zero for p in parts):
-        return False
-    return all(_is_constant(i, along.dim) for i in _column(parts, along).index)
-
-
-def concatenated(parts: Sequence[Part], along: Along) -> Held:
-    """The parts behind each other along dim 0, as an all-gather leaves them."""
-    first = parts[0].held
-    if any(p.held.shape != first.shape for p in parts) or not first.groups:
-        raise Unsound(f"ranks bring parts of shapes {[p.held.shape for p in parts]}")
-    if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
-        raise Unsound("ranks bring parts of different values")
-    if any(axis == along.name for axis, _ in first.pending):
-        raise Unsound(f"a sum still pending over {along.name} is gathered along it")
-    if all(p.held.is_zero for p in parts) or first.is_empty:
-        return zeros_like(first, (along.n * first.shape[0], *first.shape[1:]))
-    x = _column(parts, along)
-    lead = x.lead
-    index = tuple(np.expand_dims(np.moveaxis(i, along.dim, lead - 1), along.dim) for i in x.index)
-    return Held(x.value, (along.n, *x.atoms), (x.groups[0] + 1, *x.groups[1:]), index, x.pending)
-
-
-def added(parts: Sequence[Part], along: Along, op: str) -> Held:
-    """What a reduction over an axis of these tensors holds: pending sums are done, and parts
-    among zeros are put together.
-    """
-    first, axis = parts[0].held, along.name
-    if any(p.held.shape != first.shape or p.held.value != first.value for p in parts):
-        raise Unsound(
-            f"ranks bring tensors of shapes {[p.held.shape for p in parts]} to one reduction"
-        )
-    if first.is_empty:
-        return replace(first, pending=first.pending - {(axis, op)})
-    if (axis, op) in first.pending:
-        if any(p.held.pending != first.pending for p in parts) or not _is_common(parts, along):
-            raise Unsound("ranks bring different parts to one reduction")
-        return replace(_first(first, along.dim), pending=first.pending - {(axis, op)})
-    if any(a == axis for p in parts for a, _ in p.held.pending):
-        raise Unsound(
-            f"the reduction that is pending over {axis} is"
-            f" {dict(first.pending).get(axis, 'another')}, not {op}"
-        )
-    if op in ("max", "min"):
-        if any(p.held.is_zero for p in parts) or not _is_common(parts, along):
-            raise Unsound(f"a {op} is taken over {axis} of different parts")
-        return _first(first, along.dim)
-    bring = [p for p in parts if not p.held.is_zero]
-    if not bring:
-        return first
-    if any(p.held.pending != bring[0].held.pending for p in bring):
-        raise Unsound("ranks bring different pending sums to one reduction")
-    x = _column(bring, along)
-    differ = [d for d, i in enumerate(x.index) if not _is_constant(i, along.dim)]
-    if sum(len(p.at) for p in bring) > 1 and not differ:
-        raise Unsound(f"it is summed over {axis}, where several ranks hold the same")
-    index = [i.take([0], along.dim) for i in x.index]
-    if differ:
-        spread = np.broadcast_arrays(*(x.index[d] for d in differ))
-        is_element = np.logical_and.reduce([a >= 0 for a in spread])
-        if (is_element.sum(along.dim) > 1).any():
-            raise Unsound(f"parts overlap in a sum over {axis}")
-        for d, positions in zip(differ, spread, strict=True):
-            index[d] = np.where(is_element, positions, -1).max(along.dim, keepdims=True)
-    return replace(x, index=tuple(index))
-
-
-def dealt(x: Held, along: Along, at: Sequence[int]) -> Held:
-    """Of ``x``, the same on all ranks along an axis, the part that each of those at ``at`` gets
-    of ``n`` along dim 0.
-    """
-    x = _in_parts(x, along.n)
-    if x.is_zero or x.is_empty:
-        return zeros_like(x, x.shape[1:])
-    dim = along.dim
-    index = tuple(_swapped(i, dim, x.lead, at) for i in x.index)
-    return replace(
-        x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.squeeze(x.lead) for i in index)
-    )
-
-
-def exchanged(parts: Sequence[Part], along: Along, at: Sequence[int]) -> Held:
-    """What an all-to-all of equal parts along dim 0 leaves on the ranks at ``at``."""
-    first = parts[0].held
-    if any(p.held.shape != first.shape for p in parts):
-        raise Unsound(f"ranks bring parts of shapes {[p.held.shape for p in parts]}")
-    if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
-        raise Unsound("ranks bring parts of different values")
-    if any(axis == along.name for axis, _ in first.pending):
-        raise Unsound(f"a sum still pending over {along.name} is dealt out along it")
-    if all(p.held.is_zero for p in parts) or first.is_empty:
-        return zeros_like(first)
-    x = _column([Part(p.at, _in_parts(p.held, along.n)) for p in parts], along)
-    index = tuple(_swapped(i, along.dim, x.lead, at) for i in x.index)
-    return replace(x, groups=(x.groups[0] + x.groups[1], *x.groups[2:]), index=index)
-
-
-def _in_parts(x: Held, n: int) -> Held:
-    """``x`` with ``n`` parts of dim 0 as a dim and an atom of their own."""
-    if not x.groups or x.shape[0] % n:
-        raise Unsound(f"a tensor of shape {x.shape} is dealt out to {n} ranks")
-    x, _ = _one_atom(reshape(x, (n, x.shape[0] // n, *x.shape[1:])), 0)
-    return x
-
-
-def _swapped(index: Index, dim: int, atom: int, at: Sequence[int]) -> Index:
-    """The index with the first atom in the place of a mesh axis, of which the ranks at ``at``
-    are taken.
-    """
-    index = index.swapaxes(dim, atom)
-    return index if index.shape[dim] == 1 else index.take(list(at), dim)
-
-
 # Atoms.
 
 
-def _one_atom(x: Held, dim: int) -> tuple[Held, int]:
+def one_atom(x: Held, dim: int) -> tuple[Held, int]:
     """``x`` with the atoms of a dim merged to one, and where it is."""
     at = sum(x.groups[:dim])
     if x.groups[dim] == 1:

@@ -8,7 +8,6 @@ from dataclasses import dataclass, replace
 
 from ftp.certification.element_map import (
     Held,
-    Unsound,
     Where,
     joined,
     number,
@@ -16,6 +15,7 @@ from ftp.certification.element_map import (
     resolved,
     slice_dim,
 )
+from ftp.certification.unsound import Unsound
 
 
 @dataclass(frozen=True, eq=False)

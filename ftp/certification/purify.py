@@ -15,7 +15,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.certification.element_map import Unsound
+from ftp.certification.unsound import Unsound
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.rules.local_op import RankGraph
 

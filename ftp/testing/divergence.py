@@ -15,7 +15,8 @@ from ftp.api.certify import certificate_of
 from ftp.api.step import Step
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref
 from ftp.certification.checker import Checker
-from ftp.certification.element_map import Held, Unsound, held_by, holding
+from ftp.certification.element_map import Held, held_by, holding
+from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError
 from ftp.partitioning.partition import LocalProgram
 from ftp.rules.decompositions.registry import HALF
@@ -104,12 +105,12 @@ def compare(
     made: dict[str, Parts] = {}  # by value
     returned: dict[int, Parts] = {}  # by output
     watched: dict[Coordinate, list[tuple[fx.Node, Held, Parts]]] = {}
-    for cell in checker.cells:
+    for cell in checker.cells.all:
         nodes: list[tuple[fx.Node, Held, Parts]] = []
-        for name in checker.local_ops[cell.graph]:
+        for name in checker.graphs.local_ops[cell.graph]:
             op = checker.operations[name]
             try:
-                forms = checker.bind(cell, name)
+                forms = checker.forms.bind(cell, name)
             except Unsound as e:
                 return Divergence(
                     name,
@@ -120,7 +121,7 @@ def compare(
                 )
             for form in forms:
                 for slot, node in form.operands.items():
-                    due = checker.due(op, cell, slot, form.rows)
+                    due = checker.forms.due(op, cell, slot, form.rows)
                     pending = frozenset(
                         (axis, "sum") for axis, slots in op.partial.items() if slot in slots
                     )
@@ -129,7 +130,7 @@ def compare(
                     )
         nodes += [
             (node, held, made.setdefault(held.value, {}))
-            for (c, node), held in checker.made.items()
+            for (c, node), held in checker.forms.made.items()
             if c is cell
         ]
         for at, (node, (ref, spec)) in enumerate(
@@ -139,7 +140,7 @@ def compare(
             nodes.append(
                 (
                     node,
-                    holding(checker.key(ref), checker.cut_by_spec(shape, spec, cell)),
+                    holding(checker.forms.key(ref), checker.parts.cut_by_spec(shape, spec, cell)),
                     returned.setdefault(at, {}),
                 )
             )
@@ -149,9 +150,7 @@ def compare(
     programs, given = [], []
     for coordinate, of_rank in zip(certificate.ranks.at, shards, strict=True):
         number, offsets = certificate.ranks.at[coordinate]
-        graph = _watching(
-            checker.pure_graphs()[number], [node for node, _, _ in watched[coordinate]]
-        )
+        graph = _watching(checker.graphs.pure[number], [node for node, _, _ in watched[coordinate]])
         programs.append(LocalProgram(fx.GraphModule({}, graph), (), ()))
         given.append([*of_rank, *offsets])
     for coordinate, values in zip(
@@ -250,7 +249,7 @@ class _Judge:
         """Whether what is read, by an op or a caller, is what was computed; sums of ranks are
         rounded on the way.
         """
-        key = self.checker.key(ref)
+        key = self.checker.forms.key(ref)
         source = self.made.get(key)
         if source is None:
             due, size = _doubled(like), _doubled(like).abs()
@@ -388,7 +387,7 @@ def _evaluated(
     try:
         found = _run(precise, wide)
         exact = [_doubled(x) if isinstance(x, torch.Tensor) else x for x in found]
-        if checker.rule(op).linear:
+        if checker.forms.rule(op).linear:
             found = _run(precise, [x.abs() if x.is_floating_point() else x for x in wide])
             terms = [_doubled(x).abs() if isinstance(x, torch.Tensor) else 0.0 for x in found]
     except (RuntimeError, NotImplementedError):  # no kernel in double precision
