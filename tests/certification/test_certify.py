@@ -775,9 +775,8 @@ def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ).lower(params, q)
         certificate = certify(lowered)
     (assumed,) = certificate.assumptions
-    assert assumed.startswith("aten._int_mm.default at test_certify.py") and assumed.endswith(
-        "as trials on small tensors found"
-    )
+    assert assumed.startswith("aten._int_mm.default at ") and "test_certify.py:" in assumed
+    assert assumed.endswith("as trials on small tensors found")
     assert "[" in assumed and "-> " in assumed
     certificate.save(tmp_path / "found.json")
     assert main(["certify", str(tmp_path / "found.json")]) == 0
