@@ -1,4 +1,4 @@
-"""Collectives over one mesh axis, on element maps: each takes what all ranks along the axis hold."""
+"""Collectives over one mesh axis, on the element maps of all ranks along it."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ftp.certification.element_map import (
-    Along,
-    Held,
+    ElementMap,
     Index,
+    MeshAxis,
     dims_as_atoms,
     one_atom,
     reshape,
@@ -19,15 +19,15 @@ from ftp.certification.unsound import Unsound
 
 
 @dataclass(frozen=True)
-class Part:
-    """What the ranks hold whose coordinates along an axis are ``at``."""
+class Contribution:
+    """The element map of the ranks at coordinates ``at`` along an axis."""
 
     at: tuple[int, ...]
-    held: Held
+    held: ElementMap
 
 
-def _column(parts: Sequence[Part], along: Along) -> Held:
-    """What all ranks along an axis hold, as one."""
+def _column(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
+    """One element map for all ranks along an axis."""
     if len(parts) == 1:
         return parts[0].held
     held = [p.held for p in parts]
@@ -43,24 +43,24 @@ def _is_constant(index: Index, dim: int) -> bool:
     return index.shape[dim] == 1 or bool((index == index.take([0], dim)).all())
 
 
-def _first(x: Held, dim: int) -> Held:
+def _first(x: ElementMap, dim: int) -> ElementMap:
     return replace(x, index=tuple(i.take([0], dim) for i in x.index))
 
 
-def _is_common(parts: Sequence[Part], along: Along) -> bool:
-    """Whether all ranks along an axis hold the same."""
+def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
+    """Whether all ranks along an axis hold the same elements."""
     if any(p.held.is_zero != parts[0].held.is_zero for p in parts):
         return False
     return all(_is_constant(i, along.dim) for i in _column(parts, along).index)
 
 
-def concatenated(parts: Sequence[Part], along: Along) -> Held:
-    """The parts behind each other along dim 0, as an all-gather leaves them."""
+def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
+    """The result of an all-gather: the parts concatenated along dim 0."""
     first = parts[0].held
     if any(p.held.shape != first.shape for p in parts) or not first.groups:
-        raise Unsound(f"ranks bring parts of shapes {[p.held.shape for p in parts]}")
+        raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
     if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
-        raise Unsound("ranks bring parts of different values")
+        raise Unsound("ranks send parts of different values")
     if any(axis == along.name for axis, _ in first.pending):
         raise Unsound(f"a sum still pending over {along.name} is gathered along it")
     if all(p.held.is_zero for p in parts) or first.is_empty:
@@ -68,23 +68,23 @@ def concatenated(parts: Sequence[Part], along: Along) -> Held:
     x = _column(parts, along)
     lead = x.lead
     index = tuple(np.expand_dims(np.moveaxis(i, along.dim, lead - 1), along.dim) for i in x.index)
-    return Held(x.value, (along.n, *x.atoms), (x.groups[0] + 1, *x.groups[1:]), index, x.pending)
+    return ElementMap(
+        x.value, (along.n, *x.atoms), (x.groups[0] + 1, *x.groups[1:]), index, x.pending
+    )
 
 
-def added(parts: Sequence[Part], along: Along, op: str) -> Held:
-    """What a reduction over an axis of these tensors holds: pending sums are done, and parts
-    among zeros are put together.
-    """
+def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> ElementMap:
+    """The result of a reduction: a pending sum is done, or parts padded with zeros are joined."""
     first, axis = parts[0].held, along.name
     if any(p.held.shape != first.shape or p.held.value != first.value for p in parts):
         raise Unsound(
-            f"ranks bring tensors of shapes {[p.held.shape for p in parts]} to one reduction"
+            f"ranks send tensors of shapes {[p.held.shape for p in parts]} to one reduction"
         )
     if first.is_empty:
         return replace(first, pending=first.pending - {(axis, op)})
     if (axis, op) in first.pending:
         if any(p.held.pending != first.pending for p in parts) or not _is_common(parts, along):
-            raise Unsound("ranks bring different parts to one reduction")
+            raise Unsound("ranks send different parts to one reduction")
         return replace(_first(first, along.dim), pending=first.pending - {(axis, op)})
     if any(a == axis for p in parts for a, _ in p.held.pending):
         raise Unsound(
@@ -99,11 +99,11 @@ def added(parts: Sequence[Part], along: Along, op: str) -> Held:
     if not bring:
         return first
     if any(p.held.pending != bring[0].held.pending for p in bring):
-        raise Unsound("ranks bring different pending sums to one reduction")
+        raise Unsound("ranks send different pending sums to one reduction")
     x = _column(bring, along)
     differ = [d for d, i in enumerate(x.index) if not _is_constant(i, along.dim)]
     if sum(len(p.at) for p in bring) > 1 and not differ:
-        raise Unsound(f"it is summed over {axis}, where several ranks hold the same")
+        raise Unsound(f"it is summed over {axis}, along which several ranks hold the same elements")
     index = [i.take([0], along.dim) for i in x.index]
     if differ:
         spread = np.broadcast_arrays(*(x.index[d] for d in differ))
@@ -115,10 +115,8 @@ def added(parts: Sequence[Part], along: Along, op: str) -> Held:
     return replace(x, index=tuple(index))
 
 
-def dealt(x: Held, along: Along, at: Sequence[int]) -> Held:
-    """Of ``x``, the same on all ranks along an axis, the part that each of those at ``at`` gets
-    of ``n`` along dim 0.
-    """
+def scatter_axis(x: ElementMap, along: MeshAxis, at: Sequence[int]) -> ElementMap:
+    """Scatter ``x``, equal on all ranks of an axis: those at ``at`` keep their part of dim 0."""
     x = _in_parts(x, along.n)
     if x.is_zero or x.is_empty:
         return zeros_like(x, x.shape[1:])
@@ -129,33 +127,31 @@ def dealt(x: Held, along: Along, at: Sequence[int]) -> Held:
     )
 
 
-def exchanged(parts: Sequence[Part], along: Along, at: Sequence[int]) -> Held:
-    """What an all-to-all of equal parts along dim 0 leaves on the ranks at ``at``."""
+def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[int]) -> ElementMap:
+    """The result of an all-to-all of equal parts along dim 0, on the ranks at ``at``."""
     first = parts[0].held
     if any(p.held.shape != first.shape for p in parts):
-        raise Unsound(f"ranks bring parts of shapes {[p.held.shape for p in parts]}")
+        raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
     if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
-        raise Unsound("ranks bring parts of different values")
+        raise Unsound("ranks send parts of different values")
     if any(axis == along.name for axis, _ in first.pending):
-        raise Unsound(f"a sum still pending over {along.name} is dealt out along it")
+        raise Unsound(f"a sum still pending over {along.name} is exchanged along it")
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first)
-    x = _column([Part(p.at, _in_parts(p.held, along.n)) for p in parts], along)
+    x = _column([Contribution(p.at, _in_parts(p.held, along.n)) for p in parts], along)
     index = tuple(_swapped(i, along.dim, x.lead, at) for i in x.index)
     return replace(x, groups=(x.groups[0] + x.groups[1], *x.groups[2:]), index=index)
 
 
-def _in_parts(x: Held, n: int) -> Held:
-    """``x`` with ``n`` parts of dim 0 as a dim and an atom of their own."""
+def _in_parts(x: ElementMap, n: int) -> ElementMap:
+    """Split dim 0 in ``n`` parts, a leading dim of one atom."""
     if not x.groups or x.shape[0] % n:
-        raise Unsound(f"a tensor of shape {x.shape} is dealt out to {n} ranks")
+        raise Unsound(f"a tensor of shape {x.shape} is split for {n} ranks")
     x, _ = one_atom(reshape(x, (n, x.shape[0] // n, *x.shape[1:])), 0)
     return x
 
 
 def _swapped(index: Index, dim: int, atom: int, at: Sequence[int]) -> Index:
-    """The index with the first atom in the place of a mesh axis, of which the ranks at ``at``
-    are taken.
-    """
+    """Exchange a mesh axis with an atom in an index, and take the ranks at ``at``."""
     index = index.swapaxes(dim, atom)
     return index if index.shape[dim] == 1 else index.take(list(at), dim)

@@ -9,13 +9,15 @@ from typing import Any
 import numpy as np
 
 from ftp.certification.certificate import Coordinate, Ranks
-from ftp.certification.element_map import Along
+from ftp.certification.element_map import MeshAxis
 
 
 @dataclass(frozen=True, eq=False)
 class Cell:
-    """Ranks that are checked together: all whose coordinates on each axis are among ``at``. They
-    run one program, on parts of one shape.
+    """Ranks that are checked together: they run one graph on shards of equal shapes.
+
+    Attributes:
+        at: per mesh axis, the coordinates; the cell is their product.
     """
 
     graph: int
@@ -26,17 +28,17 @@ class Cell:
 
 
 class Cells:
-    """All ranks in cells.
+    """The mesh as cells, and the ranks' names in messages.
 
     Args:
-        lengths: of every claimed chunk on the rank at a coordinate; equal within a cell.
+        lengths: of every claimed chunk on the rank at a coordinate; they are equal within a cell.
         is_each_alone: a cell for each rank.
     """
 
     def __init__(
         self,
         ranks: Ranks,
-        axes: Mapping[str, Along],
+        axes: Mapping[str, MeshAxis],
         lengths: Callable[[Coordinate], Sequence[int]],
         *,
         is_each_alone: bool = False,
@@ -46,8 +48,8 @@ class Cells:
 
     @cached_property
     def all(self) -> list[Cell]:
-        """All ranks, those together that have one program and parts of one shape; along an axis
-        whatever the others' coordinates.
+        """Every rank in one cell. Coordinates of an axis share a cell if exchanging them changes no
+        rank's graph or lengths.
         """
         counts = [along.n for along in self.axes.values()]
         kinds: dict[Any, int] = {}
@@ -71,8 +73,8 @@ class Cells:
             for together in itertools.product(*classes)
         ]
 
-    def along(self, cell: Cell, along: Along) -> list[Cell]:
-        """The cells that differ from one in their coordinates on one axis only."""
+    def along(self, cell: Cell, along: MeshAxis) -> list[Cell]:
+        """The cells that differ from ``cell`` on one axis only."""
         key = (along.dim, cell.at[: along.dim], cell.at[along.dim + 1 :])
         return self._columns[key]
 

@@ -17,15 +17,15 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.certification.axis_collectives import Part, added
+from ftp.certification.axis_collectives import Contribution, reduce_axis
 from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
-from ftp.certification.collective_semantics import COLLECTIVES, Issued
+from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
 from ftp.certification.data_movement import FILLS, MOVEMENTS, filled, sliced
-from ftp.certification.element_map import Along, Held, Pending, holding, is_same
+from ftp.certification.element_map import ElementMap, MeshAxis, Pending, element_map, is_same
 from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.op_forms import OpForms
-from ftp.certification.packed_values import Row
+from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused, Unsound
 from ftp.errors import CertificateError, join_failures
@@ -51,7 +51,7 @@ Reader = Callable[[Cell], fx.Node]
 
 
 class Checker:
-    """One check of one certificate; what has been found of each rank's tensors is kept.
+    """One check of one certificate. The element map of each node is computed once.
 
     Attributes:
         parts: the positions that the specs and the claims give each rank.
@@ -62,15 +62,15 @@ class Checker:
 
     def __init__(self, certificate: Certificate, *, is_each_alone: bool = False):
         self.certificate = c = certificate
-        self.axes = {name: Along(name, dim, n) for dim, (name, n) in enumerate(c.axes.items())}
+        self.axes = {name: MeshAxis(name, dim, n) for dim, (name, n) in enumerate(c.axes.items())}
         self.operations = {o.name: o for o in c.operations}
         self.inputs = [o for o in c.operations if o.target is None]
         self.parts = ExpectedParts(self.axes, c.operations)
         self.graphs = RankGraphs(c, self.operations)
         self.cells = Cells(c.ranks, self.axes, self.parts.lengths, is_each_alone=is_each_alone)
-        self.known: dict[tuple[Cell, fx.Node], Held | Row] = {}
-        self.forms = OpForms(self.operations, self.parts, self.graphs, self.held)
-        self.splits: dict[tuple[Cell, fx.Node], Sequence[Held | Row]] = {}
+        self.maps: dict[tuple[Cell, fx.Node], ElementMap | PackedValues] = {}
+        self.forms = OpForms(self.operations, self.parts, self.graphs, self.map_of)
+        self.splits: dict[tuple[Cell, fx.Node], Sequence[ElementMap | PackedValues]] = {}
 
     # Every op and output of every rank.
 
@@ -79,8 +79,8 @@ class Checker:
             names = [o.name for o in self.certificate.operations]
             yield (
                 "several values are called"
-                f" {', '.join(sorted({n for n in names if names.count(n) > 1}))}: a name is to"
-                " stand for one"
+                f" {', '.join(sorted({n for n in names if names.count(n) > 1}))}: a name stands for"
+                " one value"
             )
             return
         issued = [
@@ -93,7 +93,7 @@ class Checker:
             return
         for cell in self.cells.all:
             try:
-                self.rank(cell)
+                self.check_cell(cell)
             except Refused as e:
                 if len(list(cell.coordinates())) > 1 and len(self.certificate.ranks.at) <= FEW:
                     # Check each rank alone, to name the one that fails.
@@ -108,9 +108,7 @@ class Checker:
             return f"{e}{self.cells.where(self.graphs.first(graph))}"
 
     def mismatched_collectives(self, issued: Sequence[Sequence[fx.Node]]) -> Iterator[str]:
-        """Ranks that issue other collectives than the first: they would wait for each other for
-        ever.
-        """
+        """Messages for ranks that issue other collectives than the first rank: a deadlock."""
         first = [self.graphs.signature(n) for n in issued[0]]
         for graph, nodes in enumerate(issued[1:], 1):
             calls = [self.graphs.signature(n) for n in nodes]
@@ -123,118 +121,122 @@ class Checker:
                 where = self.cells.where(self.graphs.first(graph))
                 yield f"collective {at + 1} is {mine}{where}, and {theirs} on the first"
 
-    def rank(self, cell: Cell) -> None:
+    def check_cell(self, cell: Cell) -> None:
         for name in self.graphs.local_ops[cell.graph]:
             op = self.operations[name]
             forms = self.forms.bind(cell, name)
             for at in range(len(forms)):
                 for slot in forms[at].operands:
-                    due = self.forms.due(op, cell, slot, forms[at].rows)
+                    expected = self.forms.expected_operand(op, cell, slot, forms[at].rows)
                     pending = frozenset(
                         (axis, "sum") for axis, slots in op.partial.items() if slot in slots
                     )
                     self.require(
                         cell,
                         lambda c, name=name, at=at, slot=slot: self.operand(c, name, at, slot),
-                        due,
+                        expected,
                         pending,
                         f"operand {slot} of {op}",
                     )
         for at, (ref, spec) in enumerate(self.certificate.outputs):
             shape = self.operations[ref.name].results[ref.index].shape
-            due = holding(self.forms.key(ref), self.parts.cut_by_spec(shape, spec, cell))
+            expected = element_map(self.forms.key(ref), self.parts.cut_by_spec(shape, spec, cell))
             self.require(
-                cell, lambda c, at=at: self.returned(c)[at], due, frozenset(), f"output {at}"
+                cell,
+                lambda c, at=at: self.output_nodes(c)[at],
+                expected,
+                frozenset(),
+                f"output {at}",
             )
 
     def operand(self, cell: Cell, name: str, at: int, slot: int) -> fx.Node:
         forms = self.forms.bind(cell, name)
         if at >= len(forms) or slot not in forms[at].operands:
-            raise Unsound("the ranks along an axis compute other parts of it")
+            raise Unsound("the ranks along an axis compute different parts of it")
         return forms[at].operands[slot]
 
-    def returned(self, cell: Cell) -> Sequence[fx.Node]:
+    def output_nodes(self, cell: Cell) -> Sequence[fx.Node]:
         return next(n for n in self.graphs.pure[cell.graph].nodes if n.op == "output").args[0]  # type: ignore[return-value]
 
-    # What a tensor holds.
+    # Element maps.
 
-    def require(self, cell: Cell, at: Reader, due: Held, pending: Pending, what: str) -> None:
-        """Checks that the tensor read ``at`` a rank holds what is due, alone or summed with the
-        ranks along the axes pending.
+    def require(
+        self, cell: Cell, at: Reader, expected: ElementMap, pending: Pending, what: str
+    ) -> None:
+        """Check that the tensor that ``at`` reads holds what is expected, alone or summed with the
+        ranks along the axes of ``pending``.
         """
         node = at(cell)
         what = f"{what}, {node.name},"
         try:
-            held = self.one(cell, node)
+            held = self.single(cell, node)
             missing = sorted(pending - held.pending)
             if extra := held.pending - pending:
                 raise Unsound(
                     f"is a reduction still pending over {', '.join(sorted(a for a, _ in extra))}"
                 )
             if missing:
-                held = self.summed(cell, at, [axis for axis, _ in missing])
+                held = self.reduced(cell, at, [axis for axis, _ in missing])
         except (Unsound, KeyError) as e:
             raise e if isinstance(e, Refused) else Refused(f"{what} {e}") from None
-        if due.is_empty and held.shape == due.shape:
+        if expected.is_empty and held.shape == expected.shape:
             return
-        if held.value != due.value:
+        if held.value != expected.value:
             raise Refused(
-                f"{what} is {held.value.rsplit('.', 1)[0]!r}; due is"
-                f" {due.value.rsplit('.', 1)[0]!r}"
+                f"{what} is {held.value.rsplit('.', 1)[0]!r}; expected is"
+                f" {expected.value.rsplit('.', 1)[0]!r}"
             )
-        if held.shape != due.shape:
-            raise Refused(f"{what} is of shape {held.shape}; due is {due.shape}")
-        if not is_same(held, due):
-            raise Refused(f"{what} holds other elements than are due")
+        if held.shape != expected.shape:
+            raise Refused(f"{what} is of shape {held.shape}; expected is {expected.shape}")
+        if not is_same(held, expected):
+            raise Refused(f"{what} holds other elements than expected")
 
-    def one(self, cell: Cell, node: fx.Node) -> Held:
-        held = self.held(cell, node)
-        if isinstance(held, Row):
-            raise Unsound(f"is {len(held.parts)} values in a row")
+    def single(self, cell: Cell, node: fx.Node) -> ElementMap:
+        held = self.map_of(cell, node)
+        if isinstance(held, PackedValues):
+            raise Unsound(f"is {len(held.parts)} packed values")
         return held
 
-    def summed(self, cell: Cell, at: Reader, axes: Sequence[str]) -> Held:
-        """What the ranks along ``axes`` hold together: one of them alone or each a part, zeros
-        elsewhere.
-        """
+    def reduced(self, cell: Cell, at: Reader, axes: Sequence[str]) -> ElementMap:
+        """The sum over ``axes``: one rank holds the value, or each a part with zeros elsewhere."""
         if not axes:
-            return self.one(cell, at(cell))
+            return self.single(cell, at(cell))
         along = self.axes[axes[0]]
-        return added(
+        return reduce_axis(
             [
-                Part(c.at[along.dim], self.summed(c, at, axes[1:]))
+                Contribution(c.at[along.dim], self.reduced(c, at, axes[1:]))
                 for c in self.cells.along(cell, along)
             ],
             along,
             "sum",
         )
 
-    def held(self, cell: Cell, node: fx.Node) -> Held | Row:
+    def map_of(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
         key = (cell, node)
-        if key in self.forms.made:
-            return self.forms.made[key]
-        if key not in self.known:
-            self.known[key] = self.find(cell, node)
-        return self.known[key]
+        if key in self.forms.result_maps:
+            return self.forms.result_maps[key]
+        if key not in self.maps:
+            self.maps[key] = self.follow(cell, node)
+        return self.maps[key]
 
-    def find(self, cell: Cell, node: fx.Node) -> Held | Row:
+    def follow(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
         if node.op == "placeholder":
             at = self.graphs.placeholders[cell.graph][node]
             if at >= len(self.inputs):
-                raise Unsound("an offset is taken for a tensor")
+                raise Unsound("an offset is used as a tensor")
             op = self.inputs[at]
-            return holding(
+            return element_map(
                 Ref(op.name).key, self.parts.cut_by_spec(op.results[0].shape, op.spec, cell)
             )
         if self.graphs.is_operation(node):
             if (cell, node.meta["origin"]) not in self.forms.in_rows:
                 self.forms.bind(cell, node.meta["origin"])
-            if (cell, node) in self.forms.made:
-                return self.forms.made[cell, node]
+            if (cell, node) in self.forms.result_maps:
+                return self.forms.result_maps[cell, node]
         if node.target is c10d.wait_tensor.default:
             issued: Any = node.args[0]
             if issued.target not in COLLECTIVES:
-                raise Unsound("it waits for what is no collective")
+                raise Unsound("wait_tensor waits for what is no collective")
             return self.received(cell, issued)
         if node.target in COLLECTIVES:
             raise Unsound("it is read before it has arrived (no wait_tensor)")
@@ -244,19 +246,19 @@ class Checker:
             return filled(node)
         step = MOVEMENTS.get(node.target)
         if step is None:
-            raise Unsound(f"{node.target} belongs to no op of the program, and moves nothing")
+            raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
         offsets = self.graphs.offsets(cell)
-        args = map_arg(node.args, lambda n: offsets[n] if n in offsets else self.held(cell, n))  # type: ignore[arg-type]
+        args = map_arg(node.args, lambda n: offsets[n] if n in offsets else self.map_of(cell, n))  # type: ignore[arg-type]
         try:
             return step(*args)  # type: ignore[misc]
         except (IndexError, TypeError, ValueError, AttributeError):
             raise Unsound(f"{node.target}{node.args} does not fit what it is given") from None
 
-    def split(self, cell: Cell, node: Any) -> Sequence[Held | Row]:
+    def split(self, cell: Cell, node: Any) -> Sequence[ElementMap | PackedValues]:
         if node.target is not aten.split_with_sizes.default:
-            raise Unsound(f"{node.target} belongs to no op of the program, and moves nothing")
+            raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
         if (cell, node) not in self.splits:
-            x, (sizes, *rest) = self.held(cell, node.args[0]), node.args[1:]
+            x, (sizes, *rest) = self.map_of(cell, node.args[0]), node.args[1:]
             dim: Any = rest[0] if rest else 0
             if sum(sizes) != x.shape[dim]:
                 raise Unsound(f"{x.shape[dim]} are split into {sum(sizes)}")
@@ -266,7 +268,7 @@ class Checker:
             ]
         return self.splits[cell, node]
 
-    def received(self, cell: Cell, node: fx.Node) -> Held | Row:
+    def received(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:
         axes = self.certificate.groups.get(node.args[-1])  # type: ignore[arg-type]
         if axes is None:
             raise Unsound(
@@ -285,9 +287,10 @@ class Checker:
                 raise Unsound(f"collective {at + 1}{where} is another one")
             return found[at]
 
-        def sent(there: Cell) -> Held | Row:
-            return self.held(there, issued(there).args[0])  # type: ignore[arg-type]
+        def sent(there: Cell) -> ElementMap | PackedValues:
+            return self.map_of(there, issued(there).args[0])  # type: ignore[arg-type]
 
         return COLLECTIVES[node.target](
-            Issued(cell, sent, self.cells.along, [self.axes[a] for a in axes]), *node.args[1:-1]
+            IssuedCollective(cell, sent, self.cells.along, [self.axes[a] for a in axes]),
+            *node.args[1:-1],
         )

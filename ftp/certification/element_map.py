@@ -1,12 +1,11 @@
-"""What a tensor holds of a value, element by element, on all ranks that run one program, and what
-moving it does to that.
+"""Element maps: which element of the global value each local element holds, on every rank, and how
+data movement changes the map.
 
-A tensor is seen as *atoms*: its dims, taken apart where a reshape took them apart. For each dim of
-the value there is an array with the position along that dim that each element has, or -1 where the
-element is a zero that stands for nothing. The array has a dim for each mesh axis, which says how
-the positions differ from rank to rank, and then one for each atom; it is as long as it needs to be,
-or one. So a move is followed exactly, for every rank at once, whatever steps it is made of; nothing
-is known here of layouts.
+A tensor's dims are split into *atoms* where a reshape split them. For each dim of the global value
+an array, the index, holds the position of every local element along that dim, or -1 where the
+element is a zero of padding. The index has a dim for each mesh axis, then one for each atom; a dim
+along which nothing changes has size 1. So data movement is followed exactly, on all ranks at once,
+and no layout is assumed.
 """
 
 import math
@@ -18,20 +17,20 @@ import numpy as np
 from ftp.certification.unsound import Unsound
 
 Index = np.ndarray
-Where = int | Index  # a position, or one for each rank: an array with a dim for each mesh axis
+Position = int | Index  # one for all ranks, or an array with a dim for each mesh axis
 Pending = frozenset[tuple[str, str]]
 
 
 @dataclass(frozen=True, eq=False)
-class Held:
-    """What a tensor holds.
+class ElementMap:
+    """Which elements of a value a tensor holds.
 
     Attributes:
-        value: the value that it holds a part of.
-        atoms: sizes, in the order of memory.
-        groups: how many atoms make each dim of the tensor.
-        index: per dim of the value, positions along it.
-        pending: ``(axis, op)`` of reductions that are still to come.
+        value: name of the global value.
+        atoms: sizes of the atoms, in memory order.
+        groups: how many atoms make up each dim of the tensor.
+        index: per dim of the value, the elements' positions along it.
+        pending: ``(axis, op)`` of pending reductions.
         is_zero: whether the tensor is zero throughout.
     """
 
@@ -56,12 +55,12 @@ class Held:
 
     @property
     def lead(self) -> int:
-        """Dims of the index that are mesh axes."""
+        """How many leading dims of the index are mesh axes."""
         return self.index[0].ndim - len(self.atoms) if self.index else 0
 
 
 @dataclass(frozen=True)
-class Along:
+class MeshAxis:
     """A mesh axis: its name, its dim in an index, its size."""
 
     name: str
@@ -69,11 +68,11 @@ class Along:
     n: int
 
 
-def holding(value: str, index: Sequence[Index], pending: Pending = frozenset()) -> Held:
-    """A tensor with ``index[d]`` of each dim of ``value``; the last dim of each array is along the
-    tensor's.
+def element_map(value: str, index: Sequence[Index], pending: Pending = frozenset()) -> ElementMap:
+    """The map of a tensor that holds the positions ``index[d]`` along dim ``d`` of ``value``; the
+    last dim of each array is the tensor's.
 
-    >>> holding("x", [np.arange(2), np.arange(3, 6)]).shape
+    >>> element_map("x", [np.arange(2), np.arange(3, 6)]).shape
     (2, 3)
     """
     n = len(index)
@@ -81,11 +80,11 @@ def holding(value: str, index: Sequence[Index], pending: Pending = frozenset()) 
         a.reshape([*a.shape[:-1], *(a.shape[-1] if i == d else 1 for i in range(n))])
         for d, a in enumerate(index)
     )
-    return Held(value, tuple(a.shape[-1] for a in index), (1,) * n, shaped, pending)
+    return ElementMap(value, tuple(a.shape[-1] for a in index), (1,) * n, shaped, pending)
 
 
-def held_by(x: Held, at: Sequence[int]) -> Held:
-    """What one rank holds, the one ``at`` each axis of those that ``x`` speaks of."""
+def on_rank(x: ElementMap, at: Sequence[int]) -> ElementMap:
+    """The map of one rank: ``at`` has its place along each mesh axis."""
     index = []
     for i in x.index:
         for dim, place in enumerate(at):
@@ -94,8 +93,8 @@ def held_by(x: Held, at: Sequence[int]) -> Held:
     return replace(x, index=tuple(index))
 
 
-def is_same(a: Held, b: Held) -> bool:
-    """Whether two tensors hold the same elements in the same places; pending sums aside."""
+def is_same(a: ElementMap, b: ElementMap) -> bool:
+    """Whether two tensors hold the same elements in the same order, pending sums aside."""
     if a.shape != b.shape or a.value != b.value:
         return False
     if 0 in a.shape:
@@ -110,20 +109,20 @@ def _equal(x: Index, y: Index) -> bool:
     return bool(np.array_equal(x, y)) if x.shape == y.shape else bool((x == y).all())
 
 
-def _aligned(a: Held, b: Held) -> tuple[Held, Held]:
+def _aligned(a: ElementMap, b: ElementMap) -> tuple[ElementMap, ElementMap]:
     if (a.atoms, a.groups) == (b.atoms, b.groups):
         return a, b
     return dims_as_atoms(a), dims_as_atoms(b)
 
 
-def dims_as_atoms(x: Held) -> Held:
-    """One atom a dim."""
+def dims_as_atoms(x: ElementMap) -> ElementMap:
+    """``x`` with one atom for each dim."""
     for dim in range(len(x.groups)):
         x, _ = one_atom(x, dim)
     return x
 
 
-def reshape(x: Held, shape: Sequence[int]) -> Held:
+def reshape(x: ElementMap, shape: Sequence[int]) -> ElementMap:
     shape = resolved(shape, math.prod(x.atoms))
     if tuple(shape) == x.shape:
         return x
@@ -160,13 +159,13 @@ def resolved(shape: Sequence[int], total: int) -> list[int]:
     return found
 
 
-def zeros_like(x: Held, shape: Sequence[int] | None = None) -> Held:
+def zeros_like(x: ElementMap, shape: Sequence[int] | None = None) -> ElementMap:
     shape = x.shape if shape is None else tuple(shape)
     nothing = tuple(np.full((1,) * (x.lead + len(shape)), -1) for _ in x.index)
-    return Held(x.value, tuple(shape), (1,) * len(shape), nothing, x.pending, True)
+    return ElementMap(x.value, tuple(shape), (1,) * len(shape), nothing, x.pending, True)
 
 
-def permute(x: Held, dims: Sequence[int]) -> Held:
+def permute(x: ElementMap, dims: Sequence[int]) -> ElementMap:
     starts = np.cumsum([0, *x.groups]).tolist()
     order = [a for d in dims for a in range(starts[d], starts[d] + x.groups[d])]
     axes = [*range(x.lead), *(x.lead + a for a in order)]
@@ -178,19 +177,19 @@ def permute(x: Held, dims: Sequence[int]) -> Held:
     )
 
 
-def number(at: Where) -> int | None:
-    """A position that is the same on all ranks; None for one that differs."""
+def common_position(at: Position) -> int | None:
+    """A position that is equal on all ranks; None if it differs."""
     if isinstance(at, int):
         return at
     first = at.reshape(-1)[0]
     return int(first) if (at == first).all() else None
 
 
-def slice_dim(x: Held, dim: int, start: Where, stop: Where) -> Held:
+def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> ElementMap:
     size = x.shape[dim]
     first, length = (
-        number(_clipped(start, size)),
-        number(np.maximum(_clipped(stop, size) - _clipped(start, size), 0)),
+        common_position(_clipped(start, size)),
+        common_position(np.maximum(_clipped(stop, size) - _clipped(start, size), 0)),
     )
     if length is None:
         raise Unsound("ranks with one program slice parts of different sizes")
@@ -210,19 +209,19 @@ def slice_dim(x: Held, dim: int, start: Where, stop: Where) -> Held:
     return replace(x, atoms=(*x.atoms[:at], length, *x.atoms[at + 1 :]), index=index)
 
 
-def _clipped(at: Where, size: int) -> Index:
+def _clipped(at: Position, size: int) -> Index:
     return np.clip(np.asarray(at), 0, size)
 
 
 def _along(start: Index, length: int, lead: int, at: int, atoms: int) -> Index:
-    """From ``start`` of each rank on, along an atom."""
+    """``length`` positions from each rank's ``start`` on, along an atom."""
     count = np.arange(length).reshape([length if a == at else 1 for a in range(atoms)])
     return start.reshape(*start.shape, *(1,) * atoms) + count
 
 
-def pad_dim(x: Held, dim: int, before: Where, after: Where) -> Held:
-    """With zeros before and behind along a dim of the tensor."""
-    first, more = number(before), number(np.asarray(before) + np.asarray(after))
+def pad_dim(x: ElementMap, dim: int, before: Position, after: Position) -> ElementMap:
+    """Pad a dim of the tensor with zeros."""
+    first, more = common_position(before), common_position(np.asarray(before) + np.asarray(after))
     if more is None or (np.asarray(before) < 0).any() or (np.asarray(after) < 0).any():
         raise Unsound(f"dim {dim} is padded by {before} and {after}")
     if more == 0:
@@ -259,16 +258,16 @@ def _widened(index: Index, dim: int, size: int) -> Index:
 
 
 def _shape(atoms: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
-    return Held("", tuple(atoms), tuple(groups), ()).shape
+    return ElementMap("", tuple(atoms), tuple(groups), ()).shape
 
 
-def joined(parts: Sequence[Held], dim: int) -> Held:
-    """Parts of one value in a row along a dim of the tensor."""
+def concatenate(parts: Sequence[ElementMap], dim: int) -> ElementMap:
+    """Concatenate parts of one value along a dim of the tensor."""
     parts = [p for p in parts if p.shape[dim] or len(parts) == 1] or list(parts[:1])
     if len(parts) == 1:
         return parts[0]
     if any(p.value != parts[0].value or p.pending != parts[0].pending or p.is_zero for p in parts):
-        raise Unsound("parts of different values are joined")
+        raise Unsound("parts of different values are concatenated")
     parts = [dims_as_atoms(p) for p in parts]
     first, sizes = parts[0], [p.atoms[dim] for p in parts]
     return replace(
@@ -278,10 +277,8 @@ def joined(parts: Sequence[Held], dim: int) -> Held:
     )
 
 
-def stack_indexes(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tuple[Index, ...]:
-    """Per dim of the value the parts' arrays one behind the other along ``dim``; one for all
-    where they are the same.
-    """
+def stack_indexes(parts: Sequence[ElementMap], dim: int, sizes: Sequence[int]) -> tuple[Index, ...]:
+    """Concatenate the parts' indexes along ``dim``; parts with equal ones share one."""
     index = []
     for arrays in zip(*(p.index for p in parts), strict=True):
         if all(a.shape[dim] == 1 and _equal(a, arrays[0]) for a in arrays):
@@ -301,8 +298,8 @@ def stack_indexes(parts: Sequence[Held], dim: int, sizes: Sequence[int]) -> tupl
 # Atoms.
 
 
-def one_atom(x: Held, dim: int) -> tuple[Held, int]:
-    """``x`` with the atoms of a dim merged to one, and where it is."""
+def one_atom(x: ElementMap, dim: int) -> tuple[ElementMap, int]:
+    """Merge the atoms of a dim; returns the map and the atom's place."""
     at = sum(x.groups[:dim])
     if x.groups[dim] == 1:
         return x, at
@@ -313,13 +310,13 @@ def one_atom(x: Held, dim: int) -> tuple[Held, int]:
     return replace(x, groups=tuple(1 if d == dim else g for d, g in enumerate(x.groups))), at
 
 
-def _inserted(x: Held, at: int, dim: int) -> Held:
+def _inserted(x: ElementMap, at: int, dim: int) -> ElementMap:
     index = tuple(np.expand_dims(i, x.lead + at) for i in x.index)
     groups = tuple(1 if d == dim else g for d, g in enumerate(x.groups))
     return replace(x, atoms=(*x.atoms[:at], 1, *x.atoms[at:]), index=index, groups=groups)
 
 
-def _without(x: Held, at: int) -> Held:
+def _without(x: ElementMap, at: int) -> ElementMap:
     return replace(
         x,
         atoms=(*x.atoms[:at], *x.atoms[at + 1 :]),
@@ -327,7 +324,7 @@ def _without(x: Held, at: int) -> Held:
     )
 
 
-def _split(x: Held, at: int, major: int) -> Held:
+def _split(x: ElementMap, at: int, major: int) -> ElementMap:
     minor = x.atoms[at] // major
     k = x.lead + at
     index = tuple(
@@ -337,8 +334,8 @@ def _split(x: Held, at: int, major: int) -> Held:
     return replace(x, atoms=(*x.atoms[:at], major, minor, *x.atoms[at + 1 :]), index=index)
 
 
-def _merged(x: Held, at: int) -> Held:
-    """Atoms ``at`` and the one behind it as one."""
+def _merged(x: ElementMap, at: int) -> ElementMap:
+    """Merge atoms ``at`` and ``at + 1``."""
     a, b = x.atoms[at : at + 2]
     k = x.lead + at
     index = []

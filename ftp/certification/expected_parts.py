@@ -1,4 +1,4 @@
-"""Expected parts: which positions of a value each rank holds, by the specs and the claims."""
+"""Expected parts: the positions of a value that each rank holds, by the specs and the claims."""
 
 import itertools
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Coordinate, Operation, Spec
-from ftp.certification.element_map import Along, Index, number
+from ftp.certification.element_map import Index, MeshAxis, common_position
 from ftp.certification.unsound import Refused, Unsound
 from ftp.rules.local_op import Cut
 from ftp.rules.notation import Dim
@@ -18,13 +18,13 @@ from ftp.rules.rule import BoundRule
 
 
 class ExpectedParts:
-    """Positions of the parts of ranks; each question is answered once.
+    """Positions of each rank's parts; equal questions are answered once.
 
     Args:
-        operations: whose claims say which sizes are cut over which axes.
+        operations: with their claims, which say which sizes are cut over which axes.
     """
 
-    def __init__(self, axes: Mapping[str, Along], operations: Sequence[Operation]):
+    def __init__(self, axes: Mapping[str, MeshAxis], operations: Sequence[Operation]):
         self.axes, self.operations = axes, operations
         self._cuts: dict[Any, Index] = {}
         self._wholes: dict[int, Index] = {}
@@ -47,7 +47,7 @@ class ExpectedParts:
         return found
 
     def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Index:
-        """The positions that each rank of a cell holds of a dim."""
+        """The positions along a dim that each rank of a cell holds."""
         dims = {self.axes[axis].dim for axis, _, _ in cuts}
         ranges = [at if dim in dims else at[:1] for dim, at in enumerate(cell.at)]
         rows = []
@@ -68,9 +68,7 @@ class ExpectedParts:
         return np.stack(rows).reshape(*map(len, ranges), -1)
 
     def units(self, index: Index, axis: str, unit: int, coordinate: Coordinate) -> Index:
-        """A rank's share of whole units; neighbours share one where the ranks are a multiple of
-        the units.
-        """
+        """A rank's chunk of whole units. Neighbours share a unit if the ranks are a multiple."""
         count, n = -(-len(index) // unit), self.axes[axis].n
         if unit > 1 and 0 < count < n and n % count == 0:
             start, length = coordinate[self.axes[axis].dim] // (n // count), 1
@@ -83,10 +81,12 @@ class ExpectedParts:
     def factors(
         self, op: Operation, rule: BoundRule, cell: Cell
     ) -> tuple[dict[str, Index], dict[str, list[Cut]]]:
-        """Per factor the positions that each rank holds, as claimed, and the claims in numbers; the
-        claims are checked against the rule.
+        """Check an op's claims against its rule.
 
-        Where a cut begins is an array over the ranks, if it differs."""
+        Returns, per factor, the claimed positions on each rank, and the claimed cuts in numbers.
+
+        The start of a cut is an array over the ranks if it differs between them.
+        """
         index = {f: self.whole(size) for f, size in rule.sizes.items()}
         cuts: dict[str, list[Cut]] = {}
         cut_axes: dict[str, str] = {}
@@ -130,11 +130,11 @@ class ExpectedParts:
     def part(
         self, held: Index, outer: int, extent: int, inner: int, start: Index, length: int
     ) -> Index:
-        """The ranks' parts of what they hold; computed once for equal questions."""
+        """The positions that a cut leaves each rank."""
         key = (id(held), outer, extent, inner, start.tobytes(), start.shape, length)
         if key not in self._parts:
             seen = held.reshape(*held.shape[:-1], outer, extent, inner)
-            if (first := number(start)) is not None:
+            if (first := common_position(start)) is not None:
                 found = seen[..., first : first + length, :]
             else:
                 places = start.reshape(*start.shape, 1, 1, 1) + np.arange(length).reshape(length, 1)
@@ -145,15 +145,15 @@ class ExpectedParts:
     # Chunks.
 
     def chunk_at(self, size: int, axis: str, coordinate: Coordinate) -> tuple[int, int]:
-        """Start and length of a rank's chunk, as ``torch.chunk`` cuts: of one length, the last
-        ones shorter or empty.
+        """Start and length of a rank's chunk. As in ``torch.chunk`` the last ones are shorter or
+        empty.
         """
         length = math.ceil(size / self.axes[axis].n)
         start = min(coordinate[self.axes[axis].dim] * length, size)
         return start, min(length, size - start)
 
     def chunk(self, size: int, axis: str, cell: Cell) -> tuple[Index, int]:
-        """Where the chunks of a cell's ranks start, and their one length."""
+        """The starts of the chunks of a cell's ranks, and their common length."""
         key = (cell, size, axis)
         if key not in self._chunks:
             along = self.axes[axis]
@@ -185,7 +185,7 @@ class ExpectedParts:
 
     @cached_property
     def sizes(self) -> list[tuple[Any, str]]:
-        """The distinct sizes that are cut over an axis, as claimed."""
+        """The distinct pairs of a size and an axis that the claims cut."""
         found: dict[str, tuple[Any, str]] = {}
 
         def collect(size: Any, axis: str | None) -> None:
@@ -209,7 +209,7 @@ class ExpectedParts:
 
 
 def positions_along(dim: Dim, index: Mapping[str, Index], sizes: Mapping[str, int]) -> Index:
-    """Positions along a dim that is made of factors, major to minor."""
+    """Positions along a dim composed of factors, major to minor."""
     if len(dim) == 1:
         return index[dim[0]]
     lead = next(iter(index.values())).ndim - 1 if index else 0

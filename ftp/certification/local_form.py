@@ -63,8 +63,9 @@ def local_form(
     cuts: Mapping[str, list[Cut]],
     device: torch.device,
 ):
-    """The rule's local form as a graph of its own: its results, which of its inputs is which
-    operand, and where cuts begin.
+    """Build the rule's local form as a graph of its own.
+
+    Returns its results, the operand that each of its inputs is, and the start of each cut.
     """
     graph = RankGraph()
     places: dict[fx.Node, int] = {}

@@ -13,11 +13,11 @@ from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Ports, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.data_movement import FILLS, constant
-from ftp.certification.element_map import Held, Index, holding, is_same, slice_dim
+from ftp.certification.element_map import ElementMap, Index, element_map, is_same, slice_dim
 from ftp.certification.expected_parts import ExpectedParts, positions_along
 from ftp.certification.local_form import local_form, rule_of
 from ftp.certification.op_matching import COPIES, Matcher
-from ftp.certification.packed_values import Row
+from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
 from ftp.rules.rule import BoundRule
@@ -33,7 +33,7 @@ class Form:
 
     Attributes:
         operands: the nodes that it reads, by operand.
-        rows: which rows of the first operand, if not all.
+        rows: first and last row of the first operand, if not all.
     """
 
     operands: Mapping[int, fx.Node]
@@ -44,10 +44,10 @@ class OpForms:
     """The forms of each op on each cell; each is matched once.
 
     Args:
-        held: what a node's tensor holds.
+        map_of: what a node's tensor holds.
 
     Attributes:
-        made: what the results of matched nodes hold.
+        result_maps: what the results of matched nodes hold.
         in_rows: ops that are computed in blocks of rows.
     """
 
@@ -56,17 +56,18 @@ class OpForms:
         operations: Mapping[str, Operation],
         parts: ExpectedParts,
         graphs: RankGraphs,
-        held: Callable[[Cell, fx.Node], Held | Row],
+        map_of: Callable[[Cell, fx.Node], ElementMap | PackedValues],
     ):
-        self.operations, self.parts, self.graphs, self.held = operations, parts, graphs, held
-        self.made: dict[tuple[Cell, fx.Node], Held] = {}
+        self.operations, self.parts, self.graphs, self.map_of = operations, parts, graphs, map_of
+        self.result_maps: dict[tuple[Cell, fx.Node], ElementMap] = {}
         self.in_rows: set[tuple[Cell, str]] = set()
         self.rules: dict[str, BoundRule] = {}
         self.bound: dict[tuple[Cell, str], list[Form]] = {}
 
     def bind(self, cell: Cell, name: str) -> list[Form]:
-        """A rank's forms of an op: one, or several for rows of it. That its nodes are the rule's
-        local form is checked here.
+        """Match a rank's nodes of an op with the rule's local form.
+
+        Returns one form, or one for each block of rows.
         """
         if (cell, name) in self.bound:
             return self.bound[cell, name]
@@ -89,8 +90,8 @@ class OpForms:
         for node in nodes if len(blocks) < 2 else ():
             if all(u in inside for u in node.users) or node.target in COPIES:
                 continue
-            # Results of one form, such as zeros where a rank's part is empty, are what they say
-            # they are.
+            # Results of one form, such as zeros where a rank's part is empty, are told apart by
+            # their notes.
             noted = [at for at in node.meta.get("gives", ()) if at in range(len(results))]
             left = [*noted, *(at for at in range(len(results)) if at not in taken), *sorted(taken)]
             for at in left:
@@ -98,7 +99,7 @@ class OpForms:
                 if matcher.is_same(results[at], node, trial, {}):
                     bound = trial
                     taken.add(at)
-                    self.made[cell, node] = self.result(op, rule, index, at)
+                    self.result_maps[cell, node] = self.result(op, rule, index, at)
                     break
             else:
                 raise Refused(
@@ -106,9 +107,7 @@ class OpForms:
                 )
         forms = [Form({slot: bound[p] for p, slot in places.items() if p in bound})]
         if len(blocks) > 1:
-            self.in_rows.add(
-                (cell, name)
-            )  # what its nodes read may be slices that are counted as its own
+            self.in_rows.add((cell, name))  # slices that its nodes read may be marked as its own
             forms = [self.rows(cell, node, op, self.result(op, rule, index, 0)) for node in blocks]
         if written := [node for node in nodes if node.meta.get("in_place")]:
             self.check_written(op, nodes, forms, written, cell)
@@ -123,8 +122,8 @@ class OpForms:
         written: Sequence[fx.Node],
         cell: Cell,
     ) -> None:
-        """What is written to an operand's memory must be of its shape and dtype: what does not
-        fit would be converted.
+        """Check that what is written to an operand's memory has its shape and dtype: torch would
+        convert it.
         """
         values: dict[fx.Node, Any] = {
             node: int(at.flat[0]) for node, at in self.graphs.offsets(cell).items()
@@ -135,7 +134,9 @@ class OpForms:
                     self.operations[op.operands[slot].name].results[op.operands[slot].index].dtype
                 )
                 values[node] = torch.empty(
-                    self.due(op, cell, slot, form.rows).shape, dtype=dtype, device="meta"
+                    self.expected_operand(op, cell, slot, form.rows).shape,
+                    dtype=dtype,
+                    device="meta",
                 )
         for node in nodes:
             if node not in values:
@@ -152,8 +153,8 @@ class OpForms:
                     )
 
     def own_code(self, cell: Cell, op: Operation, ports: Ports, nodes: Sequence[fx.Node]) -> Form:
-        """Per-rank code: it takes its operands' parts and nothing else, and gives what its user
-        says.
+        """The form of per-rank code (``ftp.local``): it reads its operands' parts and nothing else,
+        and its results hold what its out specs say.
         """
         inside, offsets = set(nodes), self.graphs.offsets(cell)
         taking: dict[int, fx.Node] = {}
@@ -169,19 +170,19 @@ class OpForms:
             for at in node.meta.get("gives", ())[:1]:
                 spec, pending = ports.results[at]
                 index = self.parts.cut_by_spec(op.results[at].shape, spec, cell)
-                self.made[cell, node] = holding(
+                self.result_maps[cell, node] = element_map(
                     self.key(Ref(op.name, at)), index, frozenset((axis, "sum") for axis in pending)
                 )
         return Form(taking)
 
-    def rows(self, cell: Cell, node: fx.Node, op: Operation, result: Held) -> Form:
-        """A node that computes some rows of an op."""
-        due = self.due(op, cell, 0)
+    def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap) -> Form:
+        """The form of a node that computes a block of rows of an op."""
+        expected = self.expected_operand(op, cell, 0)
         given: Any = node.args[0]
-        held = self.held(cell, given)
-        count = due.shape[0] if due.shape else 0
+        held = self.map_of(cell, given)
+        count = expected.shape[0] if expected.shape else 0
         if (
-            isinstance(held, Row)
+            isinstance(held, PackedValues)
             or not held.shape
             or not count
             or not result.shape
@@ -191,13 +192,17 @@ class OpForms:
             raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
         size = held.shape[0]
         first = next(
-            (a for a in range(0, count, size) if is_same(held, slice_dim(due, 0, a, a + size))),
+            (
+                a
+                for a in range(0, count, size)
+                if is_same(held, slice_dim(expected, 0, a, a + size))
+            ),
             None,
         )
         if first is None:
             raise Refused(
-                f"operand 0 of {op}, {given.name}, holds other elements than any rows of what is"
-                " due"
+                f"operand 0 of {op}, {given.name}, holds other elements than any block of rows"
+                " that is expected"
             )
         rows, times = (first, first + size), result.shape[0]
         operands = {0: given}
@@ -208,34 +213,36 @@ class OpForms:
         part = slice_dim(result, 0, first * times // count, (first + size) * times // count)
         if node.target is aten.reshape.default and tuple(node.args[1]) != part.shape:  # type: ignore[arg-type]
             raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
-        self.made[cell, node] = part
+        self.result_maps[cell, node] = part
         return Form(operands, rows)
 
-    def due(
+    def expected_operand(
         self, op: Operation, cell: Cell, slot: int, rows: tuple[int, int] | None = None
-    ) -> Held:
-        """What a rank's form of an op must find in an operand."""
+    ) -> ElementMap:
+        """The element map that a rank's form of an op needs in an operand."""
         ref = op.operands[slot]
         if op.ports is not None:
             shape = self.operations[ref.name].results[ref.index].shape
-            return holding(
+            return element_map(
                 self.key(ref), self.parts.cut_by_spec(shape, op.ports.operands[slot], cell)
             )
         rule = self.rule(op)
         index, _ = self.parts.factors(op, rule, cell)
-        due = holding(
+        expected = element_map(
             self.key(ref), [positions_along(dim, index, rule.sizes) for dim in rule.operands[slot]]
         )
-        return due if rows is None or slot else slice_dim(due, 0, *rows)
+        return expected if rows is None or slot else slice_dim(expected, 0, *rows)
 
-    def result(self, op: Operation, rule: BoundRule, index: Mapping[str, Index], at: int) -> Held:
+    def result(
+        self, op: Operation, rule: BoundRule, index: Mapping[str, Index], at: int
+    ) -> ElementMap:
         dims = rule.results[at]
         held = {f for dim in dims for f in dim}
         pending = {(axis, "sum") for axis in op.partial}
         for claim in op.claims:
             if claim.factor not in held and (reduction := rule.pending[at].get(claim.factor)):
                 pending.add((claim.axis, reduction))
-        return holding(
+        return element_map(
             self.key(Ref(op.name, at)),
             [positions_along(dim, index, rule.sizes) for dim in dims],
             frozenset(pending),
@@ -251,7 +258,7 @@ class OpForms:
 
     @cached_property
     def names(self) -> dict[str, str]:
-        """Values that are others, or constants: by what they are."""
+        """Keys of values that are copies of others, or constants."""
         found: dict[str, str] = {}
         for op in self.operations.values():
             if op.target in COPIES:

@@ -1,4 +1,4 @@
-"""The ranks' graphs without writes to memory, and where their nodes belong."""
+"""The ranks' graphs without writes to memory, and the op that each node belongs to."""
 
 from collections.abc import Mapping
 from functools import cached_property
@@ -31,7 +31,11 @@ class RankGraphs:
         return [self.without_writes(graph) for graph in range(len(self.certificate.ranks.graphs))]
 
     def without_writes(self, graph: int) -> fx.Graph:
-        """Raises: Unsound: the graph writes to what it may not."""
+        """A graph without its writes.
+
+        Raises:
+            Unsound: a write to memory that it must not change.
+        """
         if graph not in self._pure:
             given = self.certificate.ranks.graphs[graph]
             self._pure[graph] = without_writes(given, self.certificate.donated)
@@ -42,7 +46,7 @@ class RankGraphs:
 
     @cached_property
     def local_ops(self) -> list[dict[str, list[fx.Node]]]:
-        """Per graph the nodes that say they belong to each op of the program."""
+        """Per graph and op of the program, the nodes whose note names it."""
         found: list[dict[str, list[fx.Node]]] = []
         for graph in self.pure:
             found.append({})
@@ -68,9 +72,7 @@ class RankGraphs:
         return [{n: i for i, n in enumerate(g.nodes) if n.op == "placeholder"} for g in self.pure]
 
     def offsets(self, cell: Cell) -> dict[fx.Node, Index]:
-        """The inputs that are numbers, and what they are on each rank of a cell: an array with a
-        dim for each axis.
-        """
+        """Per offset input its values on the ranks of a cell: an array with a dim for each axis."""
         if cell not in self._offsets:
             of_ranks = np.array(
                 [self.certificate.ranks.at[c][1] for c in cell.coordinates()], dtype=np.int64
@@ -81,11 +83,11 @@ class RankGraphs:
                 raise Refused(
                     f"{of_ranks.shape[-1]} offsets are given to a program that takes {len(nodes)}"
                 )
-            self._offsets[cell] = {node: _shrunk(of_ranks[..., i]) for i, node in enumerate(nodes)}
+            self._offsets[cell] = {node: _shrink(of_ranks[..., i]) for i, node in enumerate(nodes)}
         return self._offsets[cell]
 
     def signature(self, node: fx.Node) -> str:
-        """What ranks must agree on; sizes only with those that a rank talks to."""
+        """What all ranks must agree on of a collective; sizes are compared with its peers alone."""
         group: Any = node.args[-1]
         options = ", ".join(str(a) for a in node.args[1:-1] if not isinstance(a, list | tuple))
         axes = self.certificate.groups.get(group, group)
@@ -101,12 +103,12 @@ class RankGraphs:
 
     @cached_property
     def inputs(self) -> int:
-        """How many placeholders are tensors; those after them are offsets."""
+        """How many placeholders are tensors; the rest are offsets."""
         return sum(o.target is None for o in self.operations.values())
 
 
-def _shrunk(of_ranks: Index) -> Index:
-    """Without the dims along which nothing changes."""
+def _shrink(of_ranks: Index) -> Index:
+    """Dims along which nothing changes are shrunk to size 1."""
     for dim in range(of_ranks.ndim):
         first = of_ranks.take([0], dim)
         if (of_ranks == first).all():

@@ -670,7 +670,7 @@ def test_per_rank_code_is_vouched_for(tmp_path: Path, capsys: pytest.CaptureFixt
     certificate = certify(lowered)
     forward, backward = certificate.assumptions
     assert "test_certify.py" in forward and "returns P('dp')" in forward
-    assert "a sum over dp to come" in backward
+    assert "a pending sum over dp" in backward
     certificate.save(tmp_path / "local.json")
     assert main(["certify", str(tmp_path / "local.json")]) == 0
     assert f"assumes: {forward}" in capsys.readouterr().out
