@@ -139,6 +139,16 @@ def test_each_home_of_a_public_name_can_be_imported_first():
     assert found.stdout.strip() == "[]", found.stderr
 
 
+def test_per_rank_code_runs_on_whole_tensors_in_a_process_that_uses_nothing_else():
+    program = (
+        "import torch, ftp; mesh = ftp.simulated_mesh((2,), ('tp',));"
+        " print(ftp.local(lambda x: 2 * x, mesh, ftp.P('tp'), ftp.P('tp'))(torch.ones(4)).tolist())"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, cwd=PACKAGE.parent)
+    assert found.stdout.strip() == "[2.0, 2.0, 2.0, 2.0]", found.stderr
+
+
 def test_public_names_are_where_a_type_checker_looks_for_them():
     tree = ast.parse((PACKAGE / "__init__.py").read_text())
     guarded = next(node for node in tree.body if isinstance(node, ast.If))

@@ -1,5 +1,5 @@
-"""A certificate: a program, the ranks' programs and what is claimed of every value; as a file,
-JSON that can be checked again anywhere.
+"""A certificate: a program, the ranks' graphs, and a claimed layout for every op; its file is JSON
+that can be checked again anywhere.
 """
 
 import hashlib
@@ -23,8 +23,8 @@ Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
 VERSION = 3
-# Of a rank's node: the operation that it is the form of, those of an update's rows, the user's
-# line, and of per-rank code which operand it takes, and the results that it gives.
+# Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
+# for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "takes", "gives")
 
 
@@ -42,8 +42,9 @@ class Ref:
 
 @dataclass(frozen=True)
 class Claim:
-    """That a factor, seen as ``[outer, extent, inner]``, is cut over an axis; a size is an int,
-    or ``[const, [[size, axis, n], ...]]``.
+    """A claimed cut of a factor over an axis, the factor viewed as ``[outer, extent, inner]``.
+
+    A size is an int, or ``[const, [[size, axis, n], ...]]``.
     """
 
     axis: str
@@ -55,7 +56,7 @@ class Claim:
 
 @dataclass(frozen=True)
 class Ports:
-    """What per-rank code (``ftp.local``) takes and gives, as its user says.
+    """Specs of the operands and results of per-rank code (``ftp.local``), as its user states them.
 
     Attributes:
         operands: their specs.
@@ -71,12 +72,12 @@ class Operation:
     """A line of the single-device program; ``target`` is None for an input.
 
     Attributes:
-        claims: how its factors are cut, axis inside axis.
+        claims: how its factors are cut, outer axis first.
         partial: ``{axis: operands}`` that are pending sums together.
-        spec: of an input.
-        ports: of per-rank code.
-        found: the rule of an op for which none is stated, as trials found it; its groups of
-            operands are ``linear``.
+        spec: for an input, its spec.
+        ports: for per-rank code, its specs.
+        found: a rule that trials found, for an op without a stated one; ``linear`` are its
+            groups of operands.
     """
 
     name: str
@@ -102,7 +103,7 @@ class Operation:
 
 @dataclass(frozen=True)
 class Ranks:
-    """The ranks' programs: per coordinate which graph it runs, and on which offsets."""
+    """The ranks' graphs: per coordinate, the graph that the rank runs and its offsets."""
 
     graphs: tuple[fx.Graph, ...]
     at: Mapping[Coordinate, tuple[int, tuple[int, ...]]]
@@ -110,8 +111,8 @@ class Ranks:
 
 @dataclass(frozen=True, repr=False)
 class Certificate:
-    """A program with its proof: both graphs, the specs, and what is cut of every value. ``check``
-    needs nothing else.
+    """A program with its proof: the single-device program, the ranks' graphs, the specs, and the
+    claimed cuts of every op. ``check`` needs nothing else.
 
     Attributes:
         axes: ``{name: size}`` of the mesh.
@@ -138,14 +139,16 @@ class Certificate:
 
     @property
     def assumptions(self) -> list[str]:
-        """What is taken for granted: that per-rank code gives what its specs say, and rules that
-        trials found.
+        """What is assumed: that per-rank code returns what its out specs say, and rules that trials
+        found.
 
         >>> import torch, ftp
-        >>> double = ftp.local(lambda x: 2 * x, ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), ftp.P("tp"))
-        >>> lowered = ftp.lower(lambda x: double(x), ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp"), torch.ones(4))
-        >>> [a.split(" at ")[0] + " ... " + a.split(" returns ")[1] for a in ftp.certify(lowered).assumptions]
-        ["local ... P('tp')"]
+        >>> mesh, spec = ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp")
+        >>> double = ftp.local(lambda x: 2 * x, mesh, spec, spec)
+        >>> lowered = ftp.lower(lambda x: double(x), mesh, spec, torch.ones(4))
+        >>> (assumed,) = ftp.certify(lowered).assumptions
+        >>> assumed.split(" returns ")[1]
+        "P('tp')"
         """
         found = {}
         for o in self.operations:
@@ -168,7 +171,8 @@ class Certificate:
         """
         text = json.dumps(_encode_certificate(self), separators=(",", ":"))
         digest = hashlib.sha256(text.encode()).hexdigest()
-        document = f'{{"ftp certificate":{VERSION},"torch":"{torch.__version__}","sha256":"{digest}","program":{text}}}'
+        head = f'"ftp certificate":{VERSION},"torch":"{torch.__version__}","sha256":"{digest}"'
+        document = f'{{{head},"program":{text}}}'
         Path(path).write_text(document)
 
 
@@ -176,7 +180,7 @@ def load_certificate(path: str | os.PathLike[str]) -> Certificate:
     """A certificate from its file, unchecked: ``ftp.certification.checker.check`` checks it.
 
     Raises:
-        CertificateError: what is no certificate, or was altered.
+        CertificateError: the file is no certificate, or was altered.
     """
     try:
         document = json.loads(Path(path).read_text())
@@ -263,7 +267,7 @@ def _written(spec: Spec, pending: Sequence[str]) -> str:
         "None" if not dim else dim[0] if len(dim) == 1 else f"({', '.join(dim)})" for dim in dims
     ]
     return f"P({', '.join(entries)})" + (
-        f", a sum over {', '.join(pending)} to come" if pending else ""
+        f", a pending sum over {', '.join(pending)}" if pending else ""
     )
 
 
@@ -301,7 +305,7 @@ def _decode_graph(nodes: Sequence[Mapping[str, Any]]) -> fx.Graph:
     return graph
 
 
-# Arguments of ops as JSON; what JSON has no form for is an object with one key.
+# Arguments of ops as JSON; a type that JSON lacks is an object with one key.
 _TORCH = (torch.dtype, torch.memory_format, torch.layout)
 
 

@@ -1,121 +1,108 @@
-"""What ranks receive of a collective, from what those that it talks to hold."""
+"""Collectives on element maps: what each rank receives, from what its peers send."""
 
-import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ftp.certification.certificate import Coordinate
-from ftp.certification.element_map import (
-    Along,
-    Held,
-    Part,
-    Unsound,
-    added,
-    concatenated,
-    dealt,
-    exchanged,
-    reshape,
+from ftp.certification.axis_collectives import (
+    Contribution,
+    exchange_axis,
+    gather_axis,
+    reduce_axis,
+    scatter_axis,
 )
-from ftp.certification.packed_values import Row
+from ftp.certification.cells import Cell
+from ftp.certification.element_map import ElementMap, MeshAxis, reshape
+from ftp.certification.packed_values import PackedValues
+from ftp.certification.unsound import Unsound
 
 c10d = torch.ops._c10d_functional
 
 
-@dataclass(frozen=True, eq=False)
-class Cell:
-    """Ranks that are checked together: all whose coordinates on each axis are among ``at``. They
-    run one program, on parts of one shape.
-    """
-
-    graph: int
-    at: tuple[tuple[int, ...], ...]
-
-    def coordinates(self) -> Iterator[Coordinate]:
-        return itertools.product(*self.at)
-
-
 @dataclass(frozen=True)
-class Issued:
-    """A collective of the ranks of a cell: what each of those that it talks to brings.
+class IssuedCollective:
+    """A collective as the ranks of a cell issue it.
 
     Attributes:
-        sent: what the ranks of a cell send.
-        along: the cells that differ from one on an axis only.
-        axes: over which it runs, major first.
+        sent: the element map of what the ranks of a cell send.
+        along: the cells that differ from one cell on one axis only.
+        axes: the mesh axes over which it runs, major first.
     """
 
     cell: Cell
-    sent: Callable[[Cell], Held | Row]
-    along: Callable[[Cell, Along], Sequence[Cell]]
-    axes: Sequence[Along]
+    sent: Callable[[Cell], ElementMap | PackedValues]
+    along: Callable[[Cell, MeshAxis], Sequence[Cell]]
+    axes: Sequence[MeshAxis]
 
     @property
     def n(self) -> int:
         return math.prod(along.n for along in self.axes)
 
-    def brought(self, cell: Cell, part: int | None) -> Held:
-        """What the ranks of a cell bring, or one part of a row of values."""
+    def operand(self, cell: Cell, part: int | None) -> ElementMap:
+        """What the ranks of a cell send, or one part of packed values."""
         held, mine = self.sent(cell), self.sent(self.cell)
         if part is None:
-            if isinstance(held, Row):
-                raise Unsound(f"{len(held.parts)} values in a row are moved with one")
+            if isinstance(held, PackedValues):
+                raise Unsound(
+                    f"{len(held.parts)} packed values meet a single one in one collective"
+                )
             return held
         if (
-            not isinstance(held, Row)
-            or not isinstance(mine, Row)
+            not isinstance(held, PackedValues)
+            or not isinstance(mine, PackedValues)
             or (held.dim, held.shape) != (mine.dim, mine.shape)
         ):
-            raise Unsound("ranks bring different rows of values")
+            raise Unsound("ranks send differently packed values")
         if [p.shape for p in held.parts] != [p.shape for p in mine.parts]:
-            raise Unsound("ranks bring different rows of values")
+            raise Unsound("ranks send differently packed values")
         return held.parts[part]
 
     def over(
         self,
         cell: Cell,
-        axes: Sequence[Along],
-        step: Callable[[Sequence[Part], Along], Held],
-        leaf: Callable[[Cell], Held],
-    ) -> Held:
-        """A step over one axis after the other, the first of ``axes`` last."""
+        axes: Sequence[MeshAxis],
+        step: Callable[[Sequence[Contribution], MeshAxis], ElementMap],
+        leaf: Callable[[Cell], ElementMap],
+    ) -> ElementMap:
+        """Apply a one-axis collective over each axis, the first of ``axes`` last."""
         if not axes:
             return leaf(cell)
         along = axes[0]
         peers = self.along(cell, along)
         return step(
-            [Part(c.at[along.dim], self.over(c, axes[1:], step, leaf)) for c in peers], along
+            [Contribution(c.at[along.dim], self.over(c, axes[1:], step, leaf)) for c in peers],
+            along,
         )
 
-    def row(self) -> Row | None:
+    def packed(self) -> PackedValues | None:
         mine = self.sent(self.cell)
-        return mine if isinstance(mine, Row) else None
+        return mine if isinstance(mine, PackedValues) else None
 
-    def reduced(self, op: str, part: int | None) -> Held:
+    def reduced(self, op: str, part: int | None) -> ElementMap:
         return self.over(
             self.cell,
             self.axes,
-            lambda parts, along: added(parts, along, op),
-            lambda cell: self.brought(cell, part),
+            lambda parts, along: reduce_axis(parts, along, op),
+            lambda cell: self.operand(cell, part),
         )
 
-    def gathered(self, part: int | None) -> Held:
-        return self.over(self.cell, self.axes, concatenated, lambda cell: self.brought(cell, part))
+    def gathered(self, part: int | None) -> ElementMap:
+        return self.over(self.cell, self.axes, gather_axis, lambda cell: self.operand(cell, part))
 
-    def scattered(self, op: str, part: int | None) -> Held:
+    def scattered(self, op: str, part: int | None) -> ElementMap:
         held = self.reduced(op, part)
         if part is not None:
             held = reshape(held, (-1,))  # as it would be scattered alone
         for along in self.axes:
-            held = dealt(held, along, self.cell.at[along.dim])
+            held = scatter_axis(held, along, self.cell.at[along.dim])
         return held
 
 
-def _all_reduce(issued: Issued, op: str) -> Held | Row:
-    found = issued.row()
+def _all_reduce(issued: IssuedCollective, op: str) -> ElementMap | PackedValues:
+    found = issued.packed()
     return (
         issued.reduced(op, None)
         if found is None
@@ -123,23 +110,23 @@ def _all_reduce(issued: Issued, op: str) -> Held | Row:
     )
 
 
-def _all_gather(issued: Issued, n: int) -> Held | Row:
+def _all_gather(issued: IssuedCollective, n: int) -> ElementMap | PackedValues:
     if n != issued.n:
         raise Unsound(
             f"{n} parts are gathered over {' × '.join(a.name for a in issued.axes)} of size"
             f" {issued.n}"
         )
-    found = issued.row()
+    found = issued.packed()
     return issued.gathered(None) if found is None else found.gathered(n, issued.gathered)
 
 
-def _reduce_scatter(issued: Issued, op: str, n: int) -> Held | Row:
+def _reduce_scatter(issued: IssuedCollective, op: str, n: int) -> ElementMap | PackedValues:
     if n != issued.n:
         raise Unsound(
             f"{n} parts are scattered over {' × '.join(a.name for a in issued.axes)} of size"
             f" {issued.n}"
         )
-    found = issued.row()
+    found = issued.packed()
     return (
         issued.scattered(op, None)
         if found is None
@@ -147,23 +134,26 @@ def _reduce_scatter(issued: Issued, op: str, n: int) -> Held | Row:
     )
 
 
-def _all_to_all(issued: Issued, received: Sequence[int], sent: Sequence[int]) -> Held:
-    if issued.row() is not None or len(issued.axes) != 1:
-        raise Unsound("several values, or those of several axes, are dealt out")
+def _all_to_all(
+    issued: IssuedCollective, received: Sequence[int], sent: Sequence[int]
+) -> ElementMap:
+    if issued.packed() is not None or len(issued.axes) != 1:
+        raise Unsound("an all-to-all of packed values, or over several axes, is not known")
     (along,) = issued.axes
     parts = [
-        Part(c.at[along.dim], issued.brought(c, None)) for c in issued.along(issued.cell, along)
+        Contribution(c.at[along.dim], issued.operand(c, None))
+        for c in issued.along(issued.cell, along)
     ]
     if (
         len({*received, *sent}) > 1
         or len(sent) != along.n
         or any(p.held.shape[:1] != (along.n * sent[0],) for p in parts)
     ):
-        raise Unsound("ranks deal out unequal parts")
-    return exchanged(parts, along, issued.cell.at[along.dim])
+        raise Unsound("an all-to-all sends parts of unequal sizes")
+    return exchange_axis(parts, along, issued.cell.at[along.dim])
 
 
-COLLECTIVES: dict[Any, Callable[..., Held | Row]] = {
+COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_reduce.default: _all_reduce,
     c10d.all_to_all_single.default: _all_to_all,

@@ -1,4 +1,4 @@
-"""What the steps between ops do to what a tensor holds: views, slices, pads, joins, and fills."""
+"""Data movement on element maps: views, slices, pads, concatenations, and fills."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,15 +7,15 @@ import torch
 from torch import fx
 
 from ftp.certification.element_map import (
-    Held,
-    Unsound,
+    ElementMap,
     pad_dim,
     permute,
     reshape,
     slice_dim,
     zeros_like,
 )
-from ftp.certification.packed_values import Row, row
+from ftp.certification.packed_values import PackedValues, pack
+from ftp.certification.unsound import Unsound
 
 aten = torch.ops.aten
 FILLS = {
@@ -28,7 +28,7 @@ FILLS = {
     aten.ones_like.default: 1.0,
     aten.zeros.default: 0.0,
     aten.zeros_like.default: 0.0,
-}  # what they fill with, or where it stands among the arguments
+}  # the fill value, or its position (an int) among the arguments
 
 
 def constant(target: Any, args: Sequence[Any], dtype: torch.dtype) -> str:
@@ -37,21 +37,21 @@ def constant(target: Any, args: Sequence[Any], dtype: torch.dtype) -> str:
     return f"{torch.tensor(value, dtype=dtype).item()} as {dtype}"
 
 
-def filled(node: fx.Node) -> Held:
-    """A number that a fill gives."""
+def filled(node: fx.Node) -> ElementMap:
+    """The element map of a fill that gives a scalar."""
     dtype = node.kwargs.get("dtype")
     if (
         node.target is not aten.new_full.default
         or node.args[1]
         or not isinstance(dtype, torch.dtype)
     ):
-        raise Unsound(f"{node.target} belongs to no op of the program, and moves nothing")
-    return Held(constant(node.target, node.args, dtype), (), (), ())
+        raise Unsound(f"{node.target} belongs to no op of the program and is no data movement")
+    return ElementMap(constant(node.target, node.args, dtype), (), (), ())
 
 
 def sliced(
-    x: Held | Row, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
-) -> Held | Row:
+    x: ElementMap | PackedValues, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
+) -> ElementMap | PackedValues:
     if step != 1:
         raise Unsound(f"it is sliced in steps of {step}")
     size = x.shape[dim]
@@ -59,12 +59,12 @@ def sliced(
         v + size if isinstance(v, int) and v < 0 else v
         for v in (0 if start is None else start, size if stop is None else stop)
     )
-    if isinstance(x, Row):
+    if isinstance(x, PackedValues):
         return x.sliced(dim % len(x.shape), first, last)
     return slice_dim(x, dim % len(x.shape), first, last)
 
 
-def _padded(x: Held, pad: Sequence[Any], value: float = 0.0) -> Held:
+def _padded(x: ElementMap, pad: Sequence[Any], value: float = 0.0) -> ElementMap:
     if value:
         raise Unsound(f"it is padded with {value}")
     for i in range(len(pad) // 2):
@@ -72,18 +72,18 @@ def _padded(x: Held, pad: Sequence[Any], value: float = 0.0) -> Held:
     return x
 
 
-def _selected(x: Held, dim: int, at: int) -> Held:
+def _selected(x: ElementMap, dim: int, at: int) -> ElementMap:
     y = slice_dim(x, dim, at, at + 1)
     return reshape(y, [size for d, size in enumerate(y.shape) if d != dim])
 
 
-def _reshaped(x: Held | Row, shape: Sequence[int]) -> Held | Row:
-    return x.reshaped(shape) if isinstance(x, Row) else reshape(x, shape)
+def _reshaped(x: ElementMap | PackedValues, shape: Sequence[int]) -> ElementMap | PackedValues:
+    return x.reshaped(shape) if isinstance(x, PackedValues) else reshape(x, shape)
 
 
-MOVEMENTS: dict[Any, Callable[..., Held | Row]] = {
+MOVEMENTS: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     aten.alias.default: lambda x: x,
-    aten.cat.default: lambda parts, dim=0: row(parts, dim),
+    aten.cat.default: lambda parts, dim=0: pack(parts, dim),
     aten.clone.default: lambda x: x,
     aten.constant_pad_nd.default: _padded,
     aten.contiguous.default: lambda x: x,

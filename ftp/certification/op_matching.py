@@ -1,4 +1,4 @@
-"""Whether what a rank computes for an op is the op's local form."""
+"""Match a rank's nodes with the expected local form of an op."""
 
 import math
 from collections.abc import Mapping
@@ -8,23 +8,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.certification.element_map import Index, number
+from ftp.certification.element_map import Index, common_position
 
 aten = torch.ops.aten
 COPIES = (
     aten.alias.default,
     aten.clone.default,
     aten.detach.default,
-)  # ops whose value is their operand
+)  # their result is their operand
 
 
 @dataclass(frozen=True)
 class Matcher:
-    """Compares what ranks compute with what they should.
+    """Compares a rank's nodes with an expected graph.
 
     Attributes:
-        offsets: the ranks' inputs that are numbers.
-        starts: the expected graph's.
+        offsets: values of the rank graph's inputs that are numbers.
+        starts: values of the expected graph's inputs that are numbers.
     """
 
     offsets: Mapping[fx.Node, Index]
@@ -33,8 +33,8 @@ class Matcher:
     def is_same(
         self, expected: Any, actual: Any, bound: dict[fx.Node, fx.Node], seen: dict[Any, bool]
     ) -> bool:
-        """Whether a node computes what the expected one does; operands that it reads are noted
-        in ``bound``.
+        """Whether a node computes what the expected one does; ``bound`` collects the operands that
+        it reads.
         """
         if isinstance(expected, fx.Node):
             if expected in self.starts:
@@ -60,7 +60,7 @@ class Matcher:
             return (
                 actual in self.offsets
                 and isinstance(expected, int)
-                and number(self.offsets[actual]) == expected
+                and common_position(self.offsets[actual]) == expected
             )
         if isinstance(expected, list | tuple):
             return (
@@ -83,4 +83,4 @@ class Matcher:
     def is_start(self, expected: Index, actual: Any) -> bool:
         if isinstance(actual, fx.Node):
             return actual in self.offsets and bool((self.offsets[actual] == expected).all())
-        return isinstance(actual, int) and number(expected) == actual
+        return isinstance(actual, int) and common_position(expected) == actual

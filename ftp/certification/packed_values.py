@@ -1,33 +1,31 @@
-"""Several values in one tensor, one behind the other, as a collective that does the work of
-several moves them.
-"""
+"""Packed values: several values concatenated in one tensor, for one collective to transfer."""
 
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ftp.certification.element_map import (
-    Held,
-    Unsound,
-    Where,
-    joined,
-    number,
+    ElementMap,
+    Position,
+    common_position,
+    concatenate,
     reshape,
     resolved,
     slice_dim,
 )
+from ftp.certification.unsound import Unsound
 
 
 @dataclass(frozen=True, eq=False)
-class Row:
-    """The ``parts`` along ``dim``, as a tensor of ``shape``: in the order of memory."""
+class PackedValues:
+    """The ``parts`` concatenated along ``dim`` and reshaped to ``shape``."""
 
-    parts: tuple[Held, ...]
+    parts: tuple[ElementMap, ...]
     dim: int
     shape: tuple[int, ...]
 
     @property
-    def natural(self) -> tuple[int, ...]:
+    def unflattened(self) -> tuple[int, ...]:
         """The shape before it was flattened."""
         first = self.parts[0].shape
         return (
@@ -36,23 +34,22 @@ class Row:
             *first[self.dim + 1 :],
         )
 
-    def require_natural(self) -> None:
-        if self.shape != self.natural:
+    def require_unflattened(self) -> None:
+        if self.shape != self.unflattened:
             raise Unsound(
-                f"several values in a row of shape {self.natural} are taken apart as one of shape"
-                f" {self.shape}"
+                f"values packed in shape {self.unflattened} are unpacked from shape {self.shape}"
             )
 
-    def reshaped(self, shape: Sequence[int]) -> "Row":
+    def reshaped(self, shape: Sequence[int]) -> "PackedValues":
         return replace(self, shape=tuple(resolved(shape, math.prod(self.shape))))
 
-    def sliced(self, dim: int, start: Where, stop: Where) -> "Held | Row":
-        self.require_natural()
+    def sliced(self, dim: int, start: Position, stop: Position) -> "ElementMap | PackedValues":
+        self.require_unflattened()
         if dim != self.dim:
-            return row([slice_dim(p, dim, start, stop) for p in self.parts], self.dim)
-        first, last = number(start), number(stop)
+            return pack([slice_dim(p, dim, start, stop) for p in self.parts], self.dim)
+        first, last = common_position(start), common_position(stop)
         if first is None or last is None:
-            raise Unsound("ranks with one program take different parts of several values in a row")
+            raise Unsound("ranks with one program slice different parts of packed values")
         taken, at = [], 0
         for part in self.parts:
             size = part.shape[dim]
@@ -60,28 +57,33 @@ class Row:
             if a < b:
                 taken.append(slice_dim(part, dim, a, b))
             at += size
-        return row(taken or [slice_dim(self.parts[0], dim, 0, 0)], dim)
+        return pack(taken or [slice_dim(self.parts[0], dim, 0, 0)], dim)
 
-    # What ranks do together: each part is moved as it would be alone.
+    # Collectives: each part is transferred as it would be alone.
 
-    def reduced(self, each: Callable[[int], Held]) -> "Row":
+    def reduced(self, each: Callable[[int], ElementMap]) -> "PackedValues":
         return replace(self, parts=tuple(each(i) for i in range(len(self.parts))))
 
-    def gathered(self, n: int, each: Callable[[int], Held]) -> "Row":
-        self.require_natural()
+    def gathered(self, n: int, each: Callable[[int], ElementMap]) -> "PackedValues":
+        self.require_unflattened()
         if self.dim or len(self.shape) != 1:
-            raise Unsound("several values that are no row are gathered")
+            raise Unsound("packed values that are no vector are gathered")
         parts = [reshape(each(i), (n, p.shape[0])) for i, p in enumerate(self.parts)]
-        return Row(tuple(parts), 1, (n * self.shape[0],))
+        return PackedValues(tuple(parts), 1, (n * self.shape[0],))
 
-    def scattered(self, n: int, each: Callable[[int], Held]) -> "Held | Row":
-        if self.dim != 1 or len(self.natural) != 2 or self.natural[0] != n or len(self.shape) != 1:
-            raise Unsound(f"several values that are no {n} rows are scattered")
-        return row([each(i) for i in range(len(self.parts))], 0)
+    def scattered(self, n: int, each: Callable[[int], ElementMap]) -> "ElementMap | PackedValues":
+        if (
+            self.dim != 1
+            or len(self.unflattened) != 2
+            or self.unflattened[0] != n
+            or len(self.shape) != 1
+        ):
+            raise Unsound(f"packed values that are not {n} rows are scattered")
+        return pack([each(i) for i in range(len(self.parts))], 0)
 
 
-def row(parts: Sequence[Held], dim: int) -> "Held | Row":
-    """Parts along a dim: a part of one value if they are of one, otherwise a row."""
+def pack(parts: Sequence[ElementMap], dim: int) -> "ElementMap | PackedValues":
+    """Concatenate parts: an element map if all are of one value, else packed values."""
     if (
         all(
             p.value == parts[0].value and p.pending == parts[0].pending and not p.is_zero
@@ -89,9 +91,9 @@ def row(parts: Sequence[Held], dim: int) -> "Held | Row":
         )
         or len(parts) == 1
     ):
-        return joined(parts, dim)
+        return concatenate(parts, dim)
     shapes = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in parts]
     if any(not p.groups for p in parts) or any(s != shapes[0] for s in shapes):
-        raise Unsound(f"tensors of shapes {[p.shape for p in parts]} are put in a row")
-    made = Row(tuple(parts), dim, ())
-    return replace(made, shape=made.natural)
+        raise Unsound(f"tensors of shapes {[p.shape for p in parts]} are concatenated")
+    made = PackedValues(tuple(parts), dim, ())
+    return replace(made, shape=made.unflattened)

@@ -1,9 +1,8 @@
-"""A graph that writes to memory, as the pure one that computes the same: each read gives what the
-memory holds then.
+"""Turn a graph that writes to memory into a pure graph: each read gives what the memory holds then.
 
-Nothing is taken from the passes that made the writes. Which results share memory is read from the
-ops' schemas; what cannot be told is refused, as is a write to what a collective still sends, and
-one to an input that the caller has not given up.
+Nothing is taken from the passes that made the writes. The ops' schemas say which results share
+memory. Refused are aliases that the schemas leave open, writes to what a collective still sends,
+and writes to inputs that are not donated.
 """
 
 import operator
@@ -15,7 +14,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.certification.element_map import Unsound
+from ftp.certification.unsound import Unsound
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.rules.local_op import RankGraph
 
@@ -41,8 +40,8 @@ def without_writes(graph: fx.Graph, donated: Collection[int]) -> fx.Graph:
         donated: positions of the inputs whose memory may be written to.
 
     Raises:
-        Unsound: a read of memory that was overwritten in part, and a write that others could
-            notice.
+        Unsound: a read of memory that was partly overwritten, or a write that another reader
+            notices.
     """
     return _Purified(graph, donated).run()
 
@@ -53,8 +52,8 @@ class _Memory:
 
     Attributes:
         owner: the node that made it.
-        writes: per write to all of it the time, and the node that wrote.
-        senders: the collectives under way that read it.
+        writes: time and node of each write to all of it.
+        senders: collectives in flight that read it.
     """
 
     owner: fx.Node
@@ -69,10 +68,10 @@ class _Purified:
         self.free = {inputs[i] for i in donated}
         self.env: dict[fx.Node, fx.Node] = {}
         self.memory: dict[fx.Node, _Memory] = {}
-        self.part: dict[fx.Node, fx.Node] = {}  # nodes of one part lie in exactly the same elements
-        self.content: dict[fx.Node, fx.Node] = {}  # of a part that was written to
+        self.part: dict[fx.Node, fx.Node] = {}  # nodes of one part share all elements
+        self.content: dict[fx.Node, fx.Node] = {}  # what a part that was written to holds
         self.born: dict[fx.Node, int] = {}
-        self.counted: dict[fx.Node, fx.Node] = {}  # number -> the number before it was counted up
+        self.counted: dict[fx.Node, fx.Node] = {}  # step counter -> its value before the increment
         self.items: dict[tuple[fx.Node, Any], fx.Node] = {}
 
     def run(self) -> fx.Graph:
@@ -88,7 +87,7 @@ class _Purified:
                 self.update(node)
             elif node.target is aten.copy_.default:
                 self.write(node.args[0], self.read(node.args[1]), node)  # type: ignore[arg-type]
-                self.lies_in(node, node.args[0], True)  # type: ignore[arg-type]
+                self.share_memory(node, node.args[0], True)  # type: ignore[arg-type]
             else:
                 self.in_place(node)
         return self.new
@@ -106,7 +105,7 @@ class _Purified:
         memory, part = self.memory[node], self.part[node]
         if memory.owner.op == "placeholder" and memory.owner not in self.free:
             raise Unsound(f"{by.name} writes to {memory.owner.name}, an input that is not donated")
-        if part is not self.part[memory.owner]:  # it may be expanded, or lie apart after all
+        if part is not self.part[memory.owner]:  # it may be expanded, or have memory of its own
             raise Unsound(
                 f"{by.name} writes to {node.name}, which is a part or a view of {memory.owner.name}"
             )
@@ -118,7 +117,7 @@ class _Purified:
         memory.writes.append((self.born[by], by))
         self.content[part] = value
 
-    def lies_in(self, node: fx.Node, base: fx.Node, exactly: bool) -> None:
+    def share_memory(self, node: fx.Node, base: fx.Node, exactly: bool) -> None:
         self.memory[node] = self.memory[base]
         self.part[node] = self.part[base] if exactly else node
 
@@ -130,13 +129,13 @@ class _Purified:
         bases = _bases(node)
         if (
             node.target is operator.getitem and not bases
-        ):  # of what an op gives in one tuple, each in memory of its own
+        ):  # results of one op, each in memory of its own
             bases = [self.items.setdefault((node.args[0], node.args[1]), node)]  # type: ignore[index]
             bases = [] if bases[0] is node else bases
         if len({id(self.memory[b]) for b in bases}) > 1:
-            raise Unsound(f"{node.name} = {node.target} may lie in the memory of several operands")
+            raise Unsound(f"{node.name} = {node.target} may share memory with several operands")
         if bases:
-            self.lies_in(
+            self.share_memory(
                 node,
                 bases[0],
                 node.target in (*COPIES, WAIT)
@@ -157,7 +156,7 @@ class _Purified:
         target: Any = node.target
         pure = _pure_form(target)
         if pure is None:
-            raise Unsound(f"{node.name} = {target} writes to memory in a way that is not known")
+            raise Unsound(f"{node.name} = {target} writes to memory, and has no pure form")
         made = self.new.call_function(pure, *map_arg((node.args, dict(node.kwargs)), self.read))  # type: ignore[arg-type]
         made.meta = {**node.meta, "in_place": True}
         first: Any = node.args[0]
@@ -168,12 +167,12 @@ class _Purified:
             raise Unsound(f"{node.name} writes to memory of which it reads another part")
         self.write(first, made, node)
         self.env[node] = made
-        self.lies_in(node, first, True)
+        self.share_memory(node, first, True)
 
     def count_up(self, node: fx.Node) -> None:
         numbers, by = node.args
         if by != 1:
-            raise Unsound(f"{node.name} counts up by {by}")
+            raise Unsound(f"{node.name} increments by {by}")
         for each in numbers:  # type: ignore[union-attr]
             before = self.read(each)  # type: ignore[arg-type]
             made = self.new.call_function(aten.add.Tensor, (before, 1))
@@ -181,7 +180,7 @@ class _Purified:
             self.write(each, made, node)  # type: ignore[arg-type]
 
     def update(self, node: fx.Node) -> None:
-        """An optimizer's kernel for lists, as the update of each parameter."""
+        """Replace an optimizer's kernel for lists by the update of each parameter."""
         op, kind = _BY_KERNEL[node.target]
         rows: list[list[Any]] = [
             list(row) for row in zip(*(column for column in node.args if column), strict=True)
@@ -194,7 +193,7 @@ class _Purified:
             given = list(map(self.read, row))
             if kind.counts:
                 if given[-1] not in self.counted:
-                    raise Unsound(f"{node.name} takes {row[-1].name}, which was not counted up")
+                    raise Unsound(f"{node.name} takes {row[-1].name}, which was not incremented")
                 given[-1] = self.counted[given[-1]]
             made = self.new.call_function(op, (given,), dict(node.kwargs))
             origins: Sequence[str] = node.meta.get("origins", ())
@@ -206,7 +205,9 @@ class _Purified:
                 if not (kind.counts and x is row[-1]):
                     self.write(x, item, node)
                 else:
-                    self.content[self.part[x]] = item  # counted up before; here it is only given
+                    self.content[self.part[x]] = (
+                        item  # incremented before; the kernel only reads it
+                    )
 
 
 def _is_mutable(node: fx.Node) -> bool:
@@ -223,7 +224,7 @@ def _is_collective(node: Any) -> bool:
 
 
 def _bases(node: fx.Node) -> list[fx.Node]:
-    """The operands in whose memory a node's result may lie."""
+    """The operands that a node's result may share memory with."""
     target: Any = node.target
     if node.op != "call_function":
         return []
@@ -245,7 +246,7 @@ def _bases(node: fx.Node) -> list[fx.Node]:
 
 
 def _pure_form(target: Any) -> Any:
-    """The elementwise op that gives what ``target`` writes to its first operand."""
+    """The pointwise op that computes what ``target`` writes to its first operand."""
     name = target._schema.name.split("::")[1]
     writes = [a.alias_info is not None and a.alias_info.is_write for a in target._schema.arguments]
     packet = getattr(getattr(torch.ops, target.namespace), name.removesuffix("_"), None)

@@ -1,5 +1,5 @@
-"""Whether two single-device programs compute the same, by value numbering: equal ops on equal
-operands are one class.
+"""Value numbering: whether two single-device programs compute the same. Equal ops on equal operands
+are one class.
 """
 
 import operator
@@ -24,7 +24,7 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
     and decompositions.
 
     Raises:
-        CertificateError: naming the outputs that are computed otherwise.
+        CertificateError: naming the outputs that differ.
     """
     numbers = _Numbers()
     for op in certificate.operations:
@@ -50,9 +50,7 @@ def check_traced(gm: fx.GraphModule, certificate: Certificate) -> None:
 
 
 class _Numbers:
-    """Value numbering: equal ops on equal operands are one class, and an op is what it
-    decomposes to.
-    """
+    """Classes of equal values; an op equals its decomposition."""
 
     def __init__(self):
         self.classes: dict[Any, Any] = {}
@@ -109,7 +107,7 @@ class _Numbers:
         return made
 
     def local(self, node: fx.Node) -> list[Any]:
-        """Per-rank code, of which the program may have what is needed only."""
+        """Classes of the results of per-rank code; the program may lack results without users."""
         operands, key = node.args
         every = range(len(node.meta["val"]))
         kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
@@ -132,14 +130,14 @@ class _Numbers:
         ]
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
-        """The nodes that a result needs."""
+        """The nodes that an output depends on."""
         if graph not in self._live:
             self._live[graph] = needed([n for n in graph.nodes if n.op == "output"])
         return self._live[graph]
 
     def sum_of_scatter(self, node: Any) -> Any:
-        """The key of a sum over the dim along which values were scattered onto zeros: the
-        values' own sum.
+        """The key of a sum over the dim along which ``scatter_add`` put values onto zeros: the sum
+        of the values.
         """
         if (
             node.target is not aten.sum.dim_IntList

@@ -15,7 +15,8 @@ from ftp.api.certify import certificate_of
 from ftp.api.step import Step
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref
 from ftp.certification.checker import Checker
-from ftp.certification.element_map import Held, Unsound, held_by, holding
+from ftp.certification.element_map import ElementMap, element_map, on_rank
+from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError
 from ftp.partitioning.partition import LocalProgram
 from ftp.rules.decompositions.registry import HALF
@@ -100,16 +101,16 @@ def compare(
     """
     checker = Checker(certificate)
     names = list(certificate.axes)
-    read: dict[tuple[str, int], Parts] = {}  # by op and operand
-    made: dict[str, Parts] = {}  # by value
-    returned: dict[int, Parts] = {}  # by output
-    watched: dict[Coordinate, list[tuple[fx.Node, Held, Parts]]] = {}
-    for cell in checker.cells:
-        nodes: list[tuple[fx.Node, Held, Parts]] = []
-        for name in checker.local_ops[cell.graph]:
+    read: dict[tuple[str, int], RankValues] = {}  # by op and operand
+    made: dict[str, RankValues] = {}  # by value
+    returned: dict[int, RankValues] = {}  # by output
+    watched: dict[Coordinate, list[tuple[fx.Node, ElementMap, RankValues]]] = {}
+    for cell in checker.cells.all:
+        nodes: list[tuple[fx.Node, ElementMap, RankValues]] = []
+        for name in checker.graphs.local_ops[cell.graph]:
             op = checker.operations[name]
             try:
-                forms = checker.bind(cell, name)
+                forms = checker.forms.bind(cell, name)
             except Unsound as e:
                 return Divergence(
                     name,
@@ -120,38 +121,42 @@ def compare(
                 )
             for form in forms:
                 for slot, node in form.operands.items():
-                    due = checker.due(op, cell, slot, form.rows)
+                    expected = checker.forms.expected_operand(op, cell, slot, form.rows)
                     pending = frozenset(
                         (axis, "sum") for axis, slots in op.partial.items() if slot in slots
                     )
                     nodes.append(
-                        (node, replace(due, pending=pending), read.setdefault((name, slot), {}))
+                        (
+                            node,
+                            replace(expected, pending=pending),
+                            read.setdefault((name, slot), {}),
+                        )
                     )
         nodes += [
             (node, held, made.setdefault(held.value, {}))
-            for (c, node), held in checker.made.items()
+            for (c, node), held in checker.forms.result_maps.items()
             if c is cell
         ]
         for at, (node, (ref, spec)) in enumerate(
-            zip(checker.returned(cell), certificate.outputs, strict=True)
+            zip(checker.output_nodes(cell), certificate.outputs, strict=True)
         ):
             shape = checker.operations[ref.name].results[ref.index].shape
             nodes.append(
                 (
                     node,
-                    holding(checker.key(ref), checker.cut_by_spec(shape, spec, cell)),
+                    element_map(
+                        checker.forms.key(ref), checker.parts.cut_by_spec(shape, spec, cell)
+                    ),
                     returned.setdefault(at, {}),
                 )
             )
         for coordinate in cell.coordinates():
             at = [together.index(i) for together, i in zip(cell.at, coordinate, strict=True)]
-            watched[coordinate] = [(node, held_by(held, at), parts) for node, held, parts in nodes]
+            watched[coordinate] = [(node, on_rank(held, at), parts) for node, held, parts in nodes]
     programs, given = [], []
     for coordinate, of_rank in zip(certificate.ranks.at, shards, strict=True):
         number, offsets = certificate.ranks.at[coordinate]
-        graph = _watching(
-            checker.pure_graphs()[number], [node for node, _, _ in watched[coordinate]]
-        )
+        graph = _watching(checker.graphs.pure[number], [node for node, _, _ in watched[coordinate]])
         programs.append(LocalProgram(fx.GraphModule({}, graph), (), ()))
         given.append([*of_rank, *offsets])
     for coordinate, values in zip(
@@ -170,25 +175,31 @@ def compare(
         wide = list(map(_doubled, operands))
         for slot, ref in enumerate(op.operands):
             if (op.name, slot) in read:
-                if found := judge.moved(op, ref, operands[slot], read[op.name, slot]):
+                if found := judge.differing_read(op, ref, operands[slot], read[op.name, slot]):
                     return found
-                wide[slot], _ = judge.joined(operands[slot], read[op.name, slot])
+                wide[slot], _ = judge.combined(operands[slot], read[op.name, slot])
                 operands[slot] = wide[slot].to(operands[slot].dtype)
         results, exact, terms = _evaluated(op, operands, wide, checker)
         for index, whole in enumerate(_run(op, [env[ref.key] for ref in op.operands])):
             env[Ref(op.name, index).key] = whole
             parts = made.get(Ref(op.name, index).key, {})
             if isinstance(whole, torch.Tensor) and (
-                found := judge.computed(op, results[index], exact[index], terms[index], parts)
+                found := judge.differing_result(
+                    op, results[index], exact[index], terms[index], parts
+                )
             ):
                 return found
     for at, (ref, _) in enumerate(certificate.outputs):
-        if found := judge.moved(checker.operations[ref.name], ref, env[ref.key], returned[at]):
+        if found := judge.differing_read(
+            checker.operations[ref.name], ref, env[ref.key], returned[at]
+        ):
             return found
     return None
 
 
-Parts = dict[Coordinate, list[tuple[Held, torch.Tensor]]]  # what each rank holds of a value
+RankValues = dict[
+    Coordinate, list[tuple[ElementMap, torch.Tensor]]
+]  # what each rank holds of a value
 OF_DTYPE, OF_DEVICE = (
     8.0,
     16.0,
@@ -205,11 +216,11 @@ class _Judge:
 
     certificate: Certificate
     checker: Checker
-    made: Mapping[str, Parts]
+    made: Mapping[str, RankValues]
     rtol: float | None
     atol: float | None
 
-    def joined(self, like: torch.Tensor, parts: Parts) -> tuple[torch.Tensor, torch.Tensor]:
+    def combined(self, like: torch.Tensor, parts: RankValues) -> tuple[torch.Tensor, torch.Tensor]:
         """What the ranks hold together, in double precision, and the sum of the magnitudes that
         were added; elsewhere ``like``.
         """
@@ -246,16 +257,18 @@ class _Judge:
                 size[where] = terms.abs().sum(0, dtype=size.dtype).reshape(total[where].shape)
         return total, size
 
-    def moved(self, op: Operation, ref: Ref, like: torch.Tensor, parts: Parts) -> Divergence | None:
+    def differing_read(
+        self, op: Operation, ref: Ref, like: torch.Tensor, parts: RankValues
+    ) -> Divergence | None:
         """Whether what is read, by an op or a caller, is what was computed; sums of ranks are
         rounded on the way.
         """
-        key = self.checker.key(ref)
+        key = self.checker.forms.key(ref)
         source = self.made.get(key)
         if source is None:
-            due, size = _doubled(like), _doubled(like).abs()
+            expected, size = _doubled(like), _doubled(like).abs()
         else:
-            due, size = self.joined(like, source)
+            expected, size = self.combined(like, source)
         is_sum = any(
             held.pending
             for pieces in (*(source or {}).values(), *parts.values())
@@ -265,23 +278,23 @@ class _Judge:
         return self.first(
             op,
             parts,
-            due,
+            expected,
             _eps(like.dtype) * (OF_DTYPE + ranks) * size if ranks else torch.zeros_like(size),
             like.dtype,
         )
 
-    def computed(
+    def differing_result(
         self,
         op: Operation,
         one: torch.Tensor,
         exact: torch.Tensor,
         terms: torch.Tensor,
-        parts: Parts,
+        parts: RankValues,
     ) -> Divergence | None:
         """Whether the ranks' results are one device's, or the exact ones, up to the roundings of
         either.
         """
-        _, size = self.joined(one, parts)
+        _, size = self.combined(one, parts)
         inner = torch.float32 if one.dtype in HALF else one.dtype  # in which kernels add up
         own = (_doubled(one) - exact).abs()
         worst = own[own.isfinite()].max() if own.isfinite().any() else 0.0
@@ -293,24 +306,29 @@ class _Judge:
         return found and self.first(op, parts, _doubled(one), room, one.dtype)
 
     def first(
-        self, op: Operation, parts: Parts, due: torch.Tensor, room: torch.Tensor, dtype: torch.dtype
+        self,
+        op: Operation,
+        parts: RankValues,
+        expected: torch.Tensor,
+        room: torch.Tensor,
+        dtype: torch.dtype,
     ) -> Divergence | None:
         names = list(self.certificate.axes)
         for coordinate, pieces in parts.items():
             for held, value in pieces:
                 where, rank = _places(held), dict(zip(names, coordinate, strict=True))
                 if value.shape != held.shape or value.dtype != dtype:
-                    said = (
+                    message = (
                         f"it is {value.dtype} of shape {tuple(value.shape)}, not {dtype} of"
                         f" shape {held.shape}"
                     )
-                    return Divergence(op.name, op.source, rank, float("inf"), said)
+                    return Divergence(op.name, op.source, rank, float("inf"), message)
                 if any(coordinate[names.index(axis)] for axis, _ in held.pending):
                     continue
-                own = self.joined(
-                    due, {c: p for c, p in parts.items() if held.pending or c == coordinate}
+                own = self.combined(
+                    expected, {c: p for c, p in parts.items() if held.pending or c == coordinate}
                 )[0][where]
-                wanted, error = due[where], (own - due[where]).abs()
+                wanted, error = expected[where], (own - expected[where]).abs()
                 allowed = room[where].nan_to_num(nan=0.0, posinf=0.0)
                 is_same = (own == wanted) | (own.isnan() & wanted.isnan())
                 if dtype.is_floating_point:  # what is beyond the dtype's largest number is infinite
@@ -324,15 +342,15 @@ class _Judge:
                     allowed = (self.atol or 0.0) + (self.rtol or 0.0) * wanted.abs()
                 if (error > allowed).any():
                     worst = float(error.max())
-                    said = (
+                    message = (
                         f"{int((error > allowed).sum())} of {error.numel()} values are off by"
                         f" more than rounding, by up to {worst:.3g}"
                     )
-                    return Divergence(op.name, op.source, rank, worst, said)
+                    return Divergence(op.name, op.source, rank, worst, message)
         return None
 
 
-def _places(held: Held) -> Any:
+def _places(held: ElementMap) -> Any:
     """Where a tensor's elements stand in the value that it is a part of."""
     return (
         tuple(torch.from_numpy(i) for i in np.ix_(*(index.reshape(-1) for index in held.index)))
@@ -388,7 +406,7 @@ def _evaluated(
     try:
         found = _run(precise, wide)
         exact = [_doubled(x) if isinstance(x, torch.Tensor) else x for x in found]
-        if checker.rule(op).linear:
+        if checker.forms.rule(op).linear:
             found = _run(precise, [x.abs() if x.is_floating_point() else x for x in wide])
             terms = [_doubled(x).abs() if isinstance(x, torch.Tensor) else 0.0 for x in found]
     except (RuntimeError, NotImplementedError):  # no kernel in double precision

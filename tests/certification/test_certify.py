@@ -670,7 +670,7 @@ def test_per_rank_code_is_vouched_for(tmp_path: Path, capsys: pytest.CaptureFixt
     certificate = certify(lowered)
     forward, backward = certificate.assumptions
     assert "test_certify.py" in forward and "returns P('dp')" in forward
-    assert "a sum over dp to come" in backward
+    assert "a pending sum over dp" in backward
     certificate.save(tmp_path / "local.json")
     assert main(["certify", str(tmp_path / "local.json")]) == 0
     assert f"assumes: {forward}" in capsys.readouterr().out
@@ -775,9 +775,8 @@ def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         ).lower(params, q)
         certificate = certify(lowered)
     (assumed,) = certificate.assumptions
-    assert assumed.startswith("aten._int_mm.default at test_certify.py") and assumed.endswith(
-        "as trials on small tensors found"
-    )
+    assert assumed.startswith("aten._int_mm.default at ") and "test_certify.py:" in assumed
+    assert assumed.endswith("as trials on small tensors found")
     assert "[" in assumed and "-> " in assumed
     certificate.save(tmp_path / "found.json")
     assert main(["certify", str(tmp_path / "found.json")]) == 0

@@ -1,0 +1,157 @@
+"""Collectives over one mesh axis, on the element maps of all ranks along it."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ftp.certification.element_map import (
+    ElementMap,
+    Index,
+    MeshAxis,
+    dims_as_atoms,
+    one_atom,
+    reshape,
+    stack_indexes,
+    zeros_like,
+)
+from ftp.certification.unsound import Unsound
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """The element map of the ranks at coordinates ``at`` along an axis."""
+
+    at: tuple[int, ...]
+    held: ElementMap
+
+
+def _column(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
+    """One element map for all ranks along an axis."""
+    if len(parts) == 1:
+        return parts[0].held
+    held = [p.held for p in parts]
+    if len({(p.atoms, p.groups) for p in held}) > 1:
+        held = [dims_as_atoms(p) for p in held]
+    index = list(stack_indexes(held, along.dim, [len(p.at) for p in parts]))
+    order = np.argsort([at for p in parts for at in p.at])
+    index = [i if i.shape[along.dim] == 1 else i.take(order, along.dim) for i in index]
+    return replace(held[0], index=tuple(index), is_zero=all(p.is_zero for p in held))
+
+
+def _is_constant(index: Index, dim: int) -> bool:
+    return index.shape[dim] == 1 or bool((index == index.take([0], dim)).all())
+
+
+def _first(x: ElementMap, dim: int) -> ElementMap:
+    return replace(x, index=tuple(i.take([0], dim) for i in x.index))
+
+
+def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
+    """Whether all ranks along an axis hold the same elements."""
+    if any(p.held.is_zero != parts[0].held.is_zero for p in parts):
+        return False
+    return all(_is_constant(i, along.dim) for i in _column(parts, along).index)
+
+
+def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
+    """The result of an all-gather: the parts concatenated along dim 0."""
+    first = parts[0].held
+    if any(p.held.shape != first.shape for p in parts) or not first.groups:
+        raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
+    if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
+        raise Unsound("ranks send parts of different values")
+    if any(axis == along.name for axis, _ in first.pending):
+        raise Unsound(f"a sum still pending over {along.name} is gathered along it")
+    if all(p.held.is_zero for p in parts) or first.is_empty:
+        return zeros_like(first, (along.n * first.shape[0], *first.shape[1:]))
+    x = _column(parts, along)
+    lead = x.lead
+    index = tuple(np.expand_dims(np.moveaxis(i, along.dim, lead - 1), along.dim) for i in x.index)
+    return ElementMap(
+        x.value, (along.n, *x.atoms), (x.groups[0] + 1, *x.groups[1:]), index, x.pending
+    )
+
+
+def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> ElementMap:
+    """The result of a reduction: a pending sum is done, or parts padded with zeros are joined."""
+    first, axis = parts[0].held, along.name
+    if any(p.held.shape != first.shape or p.held.value != first.value for p in parts):
+        raise Unsound(
+            f"ranks send tensors of shapes {[p.held.shape for p in parts]} to one reduction"
+        )
+    if first.is_empty:
+        return replace(first, pending=first.pending - {(axis, op)})
+    if (axis, op) in first.pending:
+        if any(p.held.pending != first.pending for p in parts) or not _is_common(parts, along):
+            raise Unsound("ranks send different parts to one reduction")
+        return replace(_first(first, along.dim), pending=first.pending - {(axis, op)})
+    if any(a == axis for p in parts for a, _ in p.held.pending):
+        raise Unsound(
+            f"the reduction that is pending over {axis} is"
+            f" {dict(first.pending).get(axis, 'another')}, not {op}"
+        )
+    if op in ("max", "min"):
+        if any(p.held.is_zero for p in parts) or not _is_common(parts, along):
+            raise Unsound(f"a {op} is taken over {axis} of different parts")
+        return _first(first, along.dim)
+    bring = [p for p in parts if not p.held.is_zero]
+    if not bring:
+        return first
+    if any(p.held.pending != bring[0].held.pending for p in bring):
+        raise Unsound("ranks send different pending sums to one reduction")
+    x = _column(bring, along)
+    differ = [d for d, i in enumerate(x.index) if not _is_constant(i, along.dim)]
+    if sum(len(p.at) for p in bring) > 1 and not differ:
+        raise Unsound(f"it is summed over {axis}, along which several ranks hold the same elements")
+    index = [i.take([0], along.dim) for i in x.index]
+    if differ:
+        spread = np.broadcast_arrays(*(x.index[d] for d in differ))
+        is_element = np.logical_and.reduce([a >= 0 for a in spread])
+        if (is_element.sum(along.dim) > 1).any():
+            raise Unsound(f"parts overlap in a sum over {axis}")
+        for d, positions in zip(differ, spread, strict=True):
+            index[d] = np.where(is_element, positions, -1).max(along.dim, keepdims=True)
+    return replace(x, index=tuple(index))
+
+
+def scatter_axis(x: ElementMap, along: MeshAxis, at: Sequence[int]) -> ElementMap:
+    """Scatter ``x``, equal on all ranks of an axis: those at ``at`` keep their part of dim 0."""
+    x = _in_parts(x, along.n)
+    if x.is_zero or x.is_empty:
+        return zeros_like(x, x.shape[1:])
+    dim = along.dim
+    index = tuple(_swapped(i, dim, x.lead, at) for i in x.index)
+    return replace(
+        x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.squeeze(x.lead) for i in index)
+    )
+
+
+def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[int]) -> ElementMap:
+    """The result of an all-to-all of equal parts along dim 0, on the ranks at ``at``."""
+    first = parts[0].held
+    if any(p.held.shape != first.shape for p in parts):
+        raise Unsound(f"ranks send parts of shapes {[p.held.shape for p in parts]}")
+    if any(p.held.value != first.value or p.held.pending != first.pending for p in parts):
+        raise Unsound("ranks send parts of different values")
+    if any(axis == along.name for axis, _ in first.pending):
+        raise Unsound(f"a sum still pending over {along.name} is exchanged along it")
+    if all(p.held.is_zero for p in parts) or first.is_empty:
+        return zeros_like(first)
+    x = _column([Contribution(p.at, _in_parts(p.held, along.n)) for p in parts], along)
+    index = tuple(_swapped(i, along.dim, x.lead, at) for i in x.index)
+    return replace(x, groups=(x.groups[0] + x.groups[1], *x.groups[2:]), index=index)
+
+
+def _in_parts(x: ElementMap, n: int) -> ElementMap:
+    """Split dim 0 in ``n`` parts, a leading dim of one atom."""
+    if not x.groups or x.shape[0] % n:
+        raise Unsound(f"a tensor of shape {x.shape} is split for {n} ranks")
+    x, _ = one_atom(reshape(x, (n, x.shape[0] // n, *x.shape[1:])), 0)
+    return x
+
+
+def _swapped(index: Index, dim: int, atom: int, at: Sequence[int]) -> Index:
+    """Exchange a mesh axis with an atom in an index, and take the ranks at ``at``."""
+    index = index.swapaxes(dim, atom)
+    return index if index.shape[dim] == 1 else index.take(list(at), dim)

@@ -1,0 +1,220 @@
+"""Expected parts: the positions of a value that each rank holds, by the specs and the claims."""
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ftp.certification.cells import Cell
+from ftp.certification.certificate import Coordinate, Operation, Spec
+from ftp.certification.element_map import Index, MeshAxis, common_position
+from ftp.certification.unsound import Refused, Unsound
+from ftp.rules.local_op import Cut
+from ftp.rules.notation import Dim
+from ftp.rules.rule import BoundRule
+
+
+class ExpectedParts:
+    """Positions of each rank's parts; equal questions are answered once.
+
+    Args:
+        operations: with their claims, which say which sizes are cut over which axes.
+    """
+
+    def __init__(self, axes: Mapping[str, MeshAxis], operations: Sequence[Operation]):
+        self.axes, self.operations = axes, operations
+        self._cuts: dict[Any, Index] = {}
+        self._wholes: dict[int, Index] = {}
+        self._parts: dict[Any, tuple[Index, Index]] = {}
+        self._chunks: dict[Any, tuple[Index, int]] = {}
+
+    # Parts by a spec.
+
+    def cut_by_spec(self, shape: Sequence[int], spec: Spec, cell: Cell) -> list[Index]:
+        found = []
+        for dim, size in enumerate(shape):
+            cuts = spec[dim] if dim < len(spec) else ()
+            if not cuts:
+                found.append(self.whole(int(size)))
+                continue
+            key = (cell, int(size), cuts)
+            if key not in self._cuts:
+                self._cuts[key] = self.cut(int(size), cuts, cell)
+            found.append(self._cuts[key])
+        return found
+
+    def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Index:
+        """The positions along a dim that each rank of a cell holds."""
+        dims = {self.axes[axis].dim for axis, _, _ in cuts}
+        ranges = [at if dim in dims else at[:1] for dim, at in enumerate(cell.at)]
+        rows = []
+        for coordinate in itertools.product(*ranges):
+            index = np.arange(size)
+            for axis, unit, packs in cuts:
+                sizes = [len(index) // packs] * packs if isinstance(packs, int) else packs
+                ends = np.cumsum(sizes).tolist()
+                index = np.concatenate(
+                    [
+                        self.units(index[end - s : end], axis, unit, coordinate)
+                        for s, end in zip(sizes, ends, strict=True)
+                    ]
+                )
+            rows.append(index)
+        if len({len(r) for r in rows}) > 1:
+            raise Unsound("ranks with one program hold parts of different sizes")
+        return np.stack(rows).reshape(*map(len, ranges), -1)
+
+    def units(self, index: Index, axis: str, unit: int, coordinate: Coordinate) -> Index:
+        """A rank's chunk of whole units. Neighbours share a unit if the ranks are a multiple."""
+        count, n = -(-len(index) // unit), self.axes[axis].n
+        if unit > 1 and 0 < count < n and n % count == 0:
+            start, length = coordinate[self.axes[axis].dim] // (n // count), 1
+        else:
+            start, length = self.chunk_at(count, axis, coordinate)
+        return index[start * unit : (start + length) * unit]
+
+    # Parts by the claims of an op.
+
+    def factors(
+        self, op: Operation, rule: BoundRule, cell: Cell
+    ) -> tuple[dict[str, Index], dict[str, list[Cut]]]:
+        """Check an op's claims against its rule.
+
+        Returns, per factor, the claimed positions on each rank, and the claimed cuts in numbers.
+
+        The start of a cut is an array over the ranks if it differs between them.
+        """
+        index = {f: self.whole(size) for f, size in rule.sizes.items()}
+        cuts: dict[str, list[Cut]] = {}
+        cut_axes: dict[str, str] = {}
+        for claim in op.claims:
+            if claim.axis in cut_axes:
+                raise Refused(f"{op} is claimed to be cut twice over {claim.axis}")
+            if claim.factor in rule.whole or claim.factor not in rule.sizes:
+                raise Refused(
+                    f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps"
+                    " whole"
+                )
+            cut_axes[claim.axis] = claim.factor
+            outer, extent, inner = (
+                self.size(s, cell) for s in (claim.outer, claim.extent, claim.inner)
+            )
+            held = index[claim.factor]
+            if outer * extent * inner != held.shape[-1]:
+                raise Refused(
+                    f"{op} is claimed to be cut in {outer} x {extent} x {inner} of {held.shape[-1]}"
+                )
+            start, length = self.chunk(extent, claim.axis, cell)
+            index[claim.factor] = self.part(held, outer, extent, inner, start, length)
+            cuts.setdefault(claim.factor, []).append(Cut(outer, extent, inner, start, length))  # type: ignore[arg-type]
+        for axis, slots in op.partial.items():
+            if axis in cut_axes:
+                raise Refused(
+                    f"{op} is cut over {axis}, and its operands {slots} are pending over it"
+                )
+            if tuple(sorted(slots)) not in {tuple(sorted(g)) for g in rule.linear}:
+                raise Refused(
+                    f"{op} is not linear in its operands {slots} together, which are pending over"
+                    f" {axis}"
+                )
+        return index, cuts
+
+    def whole(self, size: int) -> Index:
+        if size not in self._wholes:
+            self._wholes[size] = np.arange(size).reshape(*(1,) * len(self.axes), size)
+        return self._wholes[size]
+
+    def part(
+        self, held: Index, outer: int, extent: int, inner: int, start: Index, length: int
+    ) -> Index:
+        """The positions that a cut leaves each rank."""
+        key = (id(held), outer, extent, inner, start.tobytes(), start.shape, length)
+        if key not in self._parts:
+            seen = held.reshape(*held.shape[:-1], outer, extent, inner)
+            if (first := common_position(start)) is not None:
+                found = seen[..., first : first + length, :]
+            else:
+                places = start.reshape(*start.shape, 1, 1, 1) + np.arange(length).reshape(length, 1)
+                found = np.take_along_axis(seen, places, -2)
+            self._parts[key] = held, found.reshape(*found.shape[:-3], -1)
+        return self._parts[key][1]
+
+    # Chunks.
+
+    def chunk_at(self, size: int, axis: str, coordinate: Coordinate) -> tuple[int, int]:
+        """Start and length of a rank's chunk. As in ``torch.chunk`` the last ones are shorter or
+        empty.
+        """
+        length = math.ceil(size / self.axes[axis].n)
+        start = min(coordinate[self.axes[axis].dim] * length, size)
+        return start, min(length, size - start)
+
+    def chunk(self, size: int, axis: str, cell: Cell) -> tuple[Index, int]:
+        """The starts of the chunks of a cell's ranks, and their common length."""
+        key = (cell, size, axis)
+        if key not in self._chunks:
+            along = self.axes[axis]
+            found = [self.chunk_at(size, axis, (0,) * along.dim + (i,)) for i in cell.at[along.dim]]
+            if len({length for _, length in found}) > 1:
+                raise Refused(
+                    f"ranks with one program hold chunks of different sizes of {size} over {axis}"
+                )
+            shape = [len(found) if dim == along.dim else 1 for dim in range(len(self.axes))]
+            self._chunks[key] = np.array([start for start, _ in found]).reshape(shape), found[0][1]
+        return self._chunks[key]
+
+    def size(self, size: Any, cell: Cell) -> int:
+        if isinstance(size, int):
+            return size
+        const, chunks = size
+        return const * math.prod(
+            self.chunk(self.size(whole, cell), axis, cell)[1] for whole, axis, _ in chunks
+        )
+
+    def size_at(self, size: Any, coordinate: Coordinate) -> int:
+        if isinstance(size, int):
+            return size
+        const, chunks = size
+        return const * math.prod(
+            self.chunk_at(self.size_at(whole, coordinate), axis, coordinate)[1]
+            for whole, axis, _ in chunks
+        )
+
+    @cached_property
+    def sizes(self) -> list[tuple[Any, str]]:
+        """The distinct pairs of a size and an axis that the claims cut."""
+        found: dict[str, tuple[Any, str]] = {}
+
+        def collect(size: Any, axis: str | None) -> None:
+            if axis is not None:
+                found.setdefault(f"{size} {axis}", (size, axis))
+            for whole, inner, _ in () if isinstance(size, int) else size[1]:
+                collect(whole, inner)
+
+        for op in self.operations:
+            for claim in op.claims:
+                collect(claim.extent, claim.axis)
+                collect(claim.outer, None)
+                collect(claim.inner, None)
+        return list(found.values())
+
+    def lengths(self, coordinate: Coordinate) -> list[int]:
+        return [
+            self.chunk_at(self.size_at(size, coordinate), axis, coordinate)[1]
+            for size, axis in self.sizes
+        ]
+
+
+def positions_along(dim: Dim, index: Mapping[str, Index], sizes: Mapping[str, int]) -> Index:
+    """Positions along a dim composed of factors, major to minor."""
+    if len(dim) == 1:
+        return index[dim[0]]
+    lead = next(iter(index.values())).ndim - 1 if index else 0
+    found = np.zeros((1,) * (lead + 1), dtype=np.int64)
+    for factor in dim:
+        both = found[..., :, None] * sizes[factor] + index[factor][..., None, :]
+        found = both.reshape(*both.shape[:-2], -1)
+    return found

@@ -1,0 +1,99 @@
+"""The local form that an op's sharding rule gives, against which a rank's nodes are matched."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.certification.certificate import Operation, Ref
+from ftp.certification.element_map import Index
+from ftp.rules.bind import bind, lookup
+from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
+from ftp.rules.notation import parse
+from ftp.rules.rule import BoundRule, Call, Meta, Rule, replaced
+
+
+def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
+    def meta(ref: Ref) -> Meta:
+        return operations[ref.name].results[ref.index]
+
+    call = Call(
+        op.target,
+        replaced(tuple(op.args), Ref, meta),
+        replaced(dict(op.kwargs), Ref, meta),
+        op.results,
+    )
+    found = lookup(call)
+    if found is not None:
+        return found
+    if op.found:
+        return bind(
+            Rule(parse(op.found), op.linear),
+            [m.shape for m in call.operands],
+            [m.shape for m in op.results],
+            str(op.target),
+        )
+    names = iter(range(10**6))
+    dims = [tuple((f"whole{next(names)}",) for _ in m.shape) for m in (*call.operands, *op.results)]
+    sizes = {
+        f: int(s)
+        for ds, m in zip(dims, (*call.operands, *op.results), strict=True)
+        for (f,), s in zip(ds, m.shape, strict=True)
+    }
+    n = len(call.operands)
+    return BoundRule(
+        tuple(dims[:n]),
+        tuple(dims[n:]),
+        frozenset(sizes),
+        ({},) * len(op.results),
+        (),
+        sizes,
+        None,
+        False,
+    )
+
+
+def local_form(
+    op: Operation,
+    rule: BoundRule,
+    index: Mapping[str, Index],
+    cuts: Mapping[str, list[Cut]],
+    device: torch.device,
+):
+    """Build the rule's local form as a graph of its own.
+
+    Returns its results, the operand that each of its inputs is, and the start of each cut.
+    """
+    graph = RankGraph()
+    places: dict[fx.Node, int] = {}
+    starts: dict[fx.Node, Index] = {}
+
+    def place(_: Ref) -> fx.Node:
+        node = graph.placeholder(f"operand_{len(places)}")
+        places[node] = len(places)
+        return node
+
+    def begin(cut: Cut) -> Cut:
+        node = graph.placeholder(f"start_{len(starts)}")
+        starts[node] = cut.start  # type: ignore[assignment]
+        return replace(cut, start=node)
+
+    args, kwargs = replaced(tuple(op.args), Ref, place), replaced(dict(op.kwargs), Ref, place)
+    sizes = {f: i.shape[-1] for f, i in index.items()}
+    begun = {f: list(map(begin, found)) for f, found in cuts.items()}
+    made = localize(LocalOp(graph, op.target, args, kwargs, rule, sizes, begun, device))
+    if isinstance(made, tuple):
+        results = list(made)
+    elif len(op.results) > 1 or _returns_tuple(op.target):
+        results = [graph.call_function(operator.getitem, (made, i)) for i in range(len(op.results))]
+    else:
+        results = [made]
+    return results, places, starts
+
+
+def _returns_tuple(target: Any) -> bool:
+    returns = target._schema.returns
+    return len(returns) > 1 or (len(returns) == 1 and isinstance(returns[0].type, torch.ListType))

@@ -1,0 +1,116 @@
+"""The ranks' graphs without writes to memory, and the op that each node belongs to."""
+
+from collections.abc import Mapping
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+
+from ftp.certification.cells import Cell
+from ftp.certification.certificate import Certificate, Coordinate, Operation
+from ftp.certification.collective_semantics import COLLECTIVES
+from ftp.certification.element_map import Index
+from ftp.certification.op_matching import COPIES
+from ftp.certification.purify import without_writes
+from ftp.certification.unsound import Refused
+
+
+class RankGraphs:
+    """The graphs of a certificate's ranks."""
+
+    def __init__(self, certificate: Certificate, operations: Mapping[str, Operation]):
+        self.certificate, self.operations = certificate, operations
+        self._pure: dict[int, fx.Graph] = {}
+        self._offsets: dict[Cell, dict[fx.Node, Index]] = {}
+
+    @cached_property
+    def pure(self) -> list[fx.Graph]:
+        """The graphs without writes to memory."""
+        return [self.without_writes(graph) for graph in range(len(self.certificate.ranks.graphs))]
+
+    def without_writes(self, graph: int) -> fx.Graph:
+        """A graph without its writes.
+
+        Raises:
+            Unsound: a write to memory that it must not change.
+        """
+        if graph not in self._pure:
+            given = self.certificate.ranks.graphs[graph]
+            self._pure[graph] = without_writes(given, self.certificate.donated)
+        return self._pure[graph]
+
+    def first(self, graph: int) -> Coordinate:
+        return next(c for c, (g, _) in self.certificate.ranks.at.items() if g == graph)
+
+    @cached_property
+    def local_ops(self) -> list[dict[str, list[fx.Node]]]:
+        """Per graph and op of the program, the nodes whose note names it."""
+        found: list[dict[str, list[fx.Node]]] = []
+        for graph in self.pure:
+            found.append({})
+            for node in graph.nodes:
+                if node.op == "call_function" and self.is_operation(node):
+                    found[-1].setdefault(node.meta["origin"], []).append(node)
+        return found
+
+    def is_operation(self, node: fx.Node) -> bool:
+        found = self.operations.get(node.meta.get("origin", ""))
+        return found is not None and found.target is not None and found.target not in COPIES
+
+    @cached_property
+    def collectives(self) -> list[list[fx.Node]]:
+        return [[n for n in g.nodes if n.target in COLLECTIVES] for g in self.pure]
+
+    @cached_property
+    def position(self) -> dict[fx.Node, int]:
+        return {n: i for nodes in self.collectives for i, n in enumerate(nodes)}
+
+    @cached_property
+    def placeholders(self) -> list[dict[fx.Node, int]]:
+        return [{n: i for i, n in enumerate(g.nodes) if n.op == "placeholder"} for g in self.pure]
+
+    def offsets(self, cell: Cell) -> dict[fx.Node, Index]:
+        """Per offset input its values on the ranks of a cell: an array with a dim for each axis."""
+        if cell not in self._offsets:
+            of_ranks = np.array(
+                [self.certificate.ranks.at[c][1] for c in cell.coordinates()], dtype=np.int64
+            )
+            of_ranks = of_ranks.reshape(*map(len, cell.at), -1)
+            nodes = list(self.placeholders[cell.graph])[self.inputs :]
+            if of_ranks.shape[-1] != len(nodes):
+                raise Refused(
+                    f"{of_ranks.shape[-1]} offsets are given to a program that takes {len(nodes)}"
+                )
+            self._offsets[cell] = {node: _shrink(of_ranks[..., i]) for i, node in enumerate(nodes)}
+        return self._offsets[cell]
+
+    def signature(self, node: fx.Node) -> str:
+        """What all ranks must agree on of a collective; sizes are compared with its peers alone."""
+        group: Any = node.args[-1]
+        options = ", ".join(str(a) for a in node.args[1:-1] if not isinstance(a, list | tuple))
+        axes = self.certificate.groups.get(group, group)
+        return f"{node.target.__name__}({options}) over {axes!r}"  # type: ignore[union-attr]
+
+    @cached_property
+    def device(self) -> torch.device:
+        for graph in self.certificate.ranks.graphs:
+            for node in graph.nodes:
+                if isinstance(found := node.kwargs.get("device"), torch.device):
+                    return found
+        return torch.device("cpu")
+
+    @cached_property
+    def inputs(self) -> int:
+        """How many placeholders are tensors; the rest are offsets."""
+        return sum(o.target is None for o in self.operations.values())
+
+
+def _shrink(of_ranks: Index) -> Index:
+    """Dims along which nothing changes are shrunk to size 1."""
+    for dim in range(of_ranks.ndim):
+        first = of_ranks.take([0], dim)
+        if (of_ranks == first).all():
+            of_ranks = first
+    return of_ranks
