@@ -1,5 +1,5 @@
-"""A rank's graph as an exported program: the original's signature, its state cut, and where
-every op comes from.
+"""Build a rank's ``ExportedProgram``: its graph, the original's signature, local state, and the
+origin of every op.
 """
 
 import copy
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch.export.graph_signature import ExportGraphSignature, InputSpec
 
 aten = torch.ops.aten
-KEY = "rng"  # the argument that random ops draw from
+KEY = "rng"  # the argument with the random key
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Entry:
     """One placeholder of the functional graph.
 
     Attributes:
-        value: the tensor of the state, or the static value; the fake tensor of a user's input.
+        value: the state's tensor, the user input's fake tensor, or a static value.
+        cut: its spec.
     """
 
     spec: "InputSpec"
@@ -58,7 +59,7 @@ def is_training(program: "ExportedProgram") -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns of its own use of what it has deprecated."""
+    """Ignore torch's warnings about its own use of deprecated functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -67,6 +68,8 @@ def quiet() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Build:
+    """What a rank's program is built from."""
+
     original: "ExportedProgram"
     functional: "ExportedProgram"
     entries: list[Entry]
@@ -96,7 +99,7 @@ class Build:
         module.meta.update(self.original.graph_module.meta)
         calls = [copy.copy(entry) for entry in self.original.module_call_graph]
         for entry in calls[1:]:
-            entry.signature = None  # it speaks of values inside the graph, which are other ones now
+            entry.signature = None  # it names values inside the original graph
         if self._takes_key:
             calls[0].signature = _with_key(calls[0].signature)
         with quiet():
@@ -117,8 +120,8 @@ class Build:
         return len(self.entries) > len(self.functional.graph_signature.input_specs)
 
     def _signature(self) -> "ExportGraphSignature":
-        """Fills the graph, and says what its inputs and outputs are: the original's, in its
-        order and by its names.
+        """Fill the graph and return its signature: the original's inputs and outputs, in its order,
+        by its names.
         """
         from torch.export.graph_signature import (
             ExportGraphSignature,
@@ -170,12 +173,14 @@ class Build:
         } - set(placed)
         self.graph._graph_namespace._used_names.update(free)
         self._body(held)
-        # What is written back goes first in a functional graph; a training graph writes by itself.
+        # A functional graph returns mutated values first; a training graph writes them itself.
         functional = self.functional.graph_signature.output_specs
-        returned = iter(held[n] for n in self.local.gm.graph.output_node().args[0])  # type: ignore[union-attr]
+        output: Any = self.local.gm.graph.output_node().args[0]
+        returned = iter(held[n] for n in output)
         values: list[Any] = [
-            next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value for s in functional
-        ]  # type: ignore[union-attr]
+            next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value  # type: ignore[union-attr]
+            for s in functional
+        ]
         if is_training(self.original):
             for spec, value in zip(functional, values, strict=True):
                 if spec.kind is not OutputKind.USER_OUTPUT:
@@ -205,22 +210,19 @@ class Build:
         return ExportGraphSignature([copy.deepcopy(s) for s in specs], outputs)
 
     def _named(self, node: fx.Node, name: str) -> fx.Node:
-        """The node by a name that torch.export has chosen, a Python builtin's too."""
+        """Rename the node to torch.export's name, even if it is a Python builtin's."""
         self.graph._graph_namespace._used_names.add(name)
         node.name = name
         return node
 
     def _body(self, held: dict[fx.Node, Any]) -> None:
-        """Copies the local program's ops; each knows the module and the line of what it computes
-        or moves.
-        """
+        """Copy the local program's ops, each with the module and the line of its origin."""
         traced = {n.name: n.meta for n in self.traced.gm.graph.nodes if n.op == "call_function"}
         root = self._root_stack()
         causes = {node.name: self._cause(node, traced) for node in self.plan.graph.nodes}
         last: dict[str, Any] = root
-        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {
-            "meta"
-        }  # a program without weights stays one
+        # A program on meta stays on meta.
+        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {"meta"}
         for node in self.local.gm.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -238,8 +240,8 @@ class Build:
         return {"nn_module_stack": {"": ("", "torch.nn.modules.module.Module")}}
 
     def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-        """What the exported graph knows of the op that an op comes from; of a moved value's
-        origin, or its first reader's.
+        """The exported graph's metadata of a node's origin. A reshard's origin is the op whose result
+        it reshards; for an input, the op that reads it first.
         """
         while node.kind in ("move", "constrain"):
             node = node.operands[0].node
@@ -250,7 +252,7 @@ class Build:
 
     @cached_property
     def _users(self) -> dict[int, list[Node]]:
-        """Per node the ops that read its results, through moves."""
+        """Per node the ops that read its results, directly or resharded."""
         found: dict[int, list[Node]] = {}
         for node in self.plan.graph.nodes:
             for value in node.operands:
@@ -261,7 +263,7 @@ class Build:
         return found
 
     def _cut(self, value: Any, spec: P, copies: dict[Any, torch.Tensor]) -> Any:
-        """A copy of this rank's part; one tensor under two paths stays one."""
+        """A copy of this rank's shard; tied tensors stay tied."""
         if not isinstance(value, torch.Tensor):
             return value
         key = (memory_of(value), spec, isinstance(value, nn.Parameter))
@@ -275,7 +277,7 @@ class Build:
         return copies[key]
 
     def _values(self, signature: "ExportGraphSignature", state: Mapping[str, torch.Tensor]) -> None:
-        """Each node's value on this rank, as shapes: ``meta["val"]``."""
+        """Set ``meta["val"]`` of each node: a fake tensor of this rank's shape."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         cuts = {e.spec.arg.name: e.cut for e in self.entries}
         held = {**self.constants, **state}
@@ -329,7 +331,7 @@ def _kept(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_key(signature: Any) -> Any:
-    """The signature of the whole program with one more keyword argument, the last."""
+    """The signature of the whole program with the key as its last keyword argument."""
     from torch.export.graph_signature import TensorArgument
 
     args, kwargs = pytree.tree_unflatten(range(signature.in_spec.num_leaves), signature.in_spec)

@@ -1,5 +1,5 @@
-"""Plans that people already have, read as specs and constraints: PyTorch's styles,
-transformers', Megatron's, adapters; and our own.
+"""Plans of models: importers of PyTorch's, transformers' and Megatron's plans, LoRA adapters, and
+plans of well-known models.
 """
 
 from ftp.plans import legacy_styles as older
