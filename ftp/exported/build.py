@@ -178,7 +178,9 @@ class Build:
         output: Any = self.local.gm.graph.output_node().args[0]
         returned = iter(held[n] for n in output)
         values: list[Any] = [
-            next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value  # type: ignore[union-attr]
+            next(returned)
+            if isinstance(arg := s.arg, TensorArgument)
+            else getattr(arg, "value", None)
             for s in functional
         ]
         if is_training(self.original):
@@ -240,8 +242,10 @@ class Build:
         return {"nn_module_stack": {"": ("", "torch.nn.modules.module.Module")}}
 
     def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-        """The exported graph's metadata of a node's origin. A reshard's origin is the op whose result
-        it reshards; for an input, the op that reads it first.
+        """The exported graph's metadata of a node's origin.
+
+        That of a reshard is the op whose result it reshards; for an input, the op that reads it
+        first.
         """
         while node.kind in ("move", "constrain"):
             node = node.operands[0].node

@@ -34,13 +34,16 @@ def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedPr
         MeshError: a mesh that this process is not part of.
 
     >>> import ftp
-    >>> program = torch.export.export(torch.nn.Linear(2, 2), (torch.ones(1, 2),))
-    >>> mesh, specs = ftp.simulated_mesh(2, "tp"), {"weight": ftp.P(None, "tp")}
-    >>> local = ftp.shard_exported(program, mesh, specs)
-    >>> bind(local, mesh)
-    Traceback (most recent call last):
-        ...
-    ftp.errors.MeshError: ...
+    >>> model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    >>> program = torch.export.export(model, (x,))
+    >>> local = ftp.shard_exported(program, ftp.AbstractMesh(1, "tp"), {"weight": ftp.P("tp")})
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
+    >>> bound = bind(local, ftp.make_mesh(1, "tp", device_type="cpu"))
+    >>> torch.equal(bound.module()(x), model(x))
+    True
+    >>> torch.distributed.destroy_process_group()
     """
     m = resolve(mesh)
     require_coordinate(m)

@@ -10,6 +10,7 @@ from ftp.errors import SpecError, join_failures
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
+from ftp.plans.model_config import head_dim_of, value_of
 from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
@@ -298,10 +299,10 @@ class _Reader:
         if name == "qkv_proj":
             config = self.config_of(path)
             heads, groups, dim = (
-                models._of(config, k)
+                value_of(config, k)
                 for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
             )
-            groups, dim = groups or heads, dim or (models._head_dim(config) if heads else None)
+            groups, dim = groups or heads, dim or (head_dim_of(config) if heads else None)
             if heads and dim and (heads + 2 * groups) * dim == size:
                 return units(
                     self.axis,
@@ -317,10 +318,10 @@ class _Reader:
             return self.axis
         config = self.config_of(path)
         parent = self.model.get_submodule(path.rsplit(".", 2)[0])
-        heads = models._of(config, "num_attention_heads", "n_head")
+        heads = value_of(config, "num_attention_heads", "n_head")
         if name.startswith(("k_proj", "v_proj")):
-            dim = getattr(parent, "head_dim", None) or models._of(config, "head_dim")
-            groups = models._of(config, "num_key_value_heads") or heads
+            dim = getattr(parent, "head_dim", None) or value_of(config, "head_dim")
+            groups = value_of(config, "num_key_value_heads") or heads
             unit = (
                 dim
                 if isinstance(dim, int)

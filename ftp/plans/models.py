@@ -4,59 +4,16 @@ Each function returns a dict for ``ftp.plan``; join dicts of parts with ``|``. `
 for a pattern that matches nothing, so say what a model lacks (``head=False``).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ftp.errors import SpecError
 from ftp.functional.module_constraints import Constraint
+from ftp.plans.model_config import head_dim_of, value_of
+from ftp.plans.names import Names, names_of
 from ftp.sharding.spec import Entry, P, units
 
 Patterns = dict[str, P]
-
-
-@dataclass(frozen=True)
-class Names:
-    """The module names of a code base's decoder. One name in ``qkv`` or ``up`` is a fused layer.
-
-    Args:
-        attention, mlp: the blocks; ``qkv``, ``out`` and ``up``, ``down`` are layers in them.
-        embedding, head: the input embedding and the output layer.
-        block: pattern of a decoder layer's path.
-
-    >>> names = Names("attn", ("qkv",), "proj", "mlp", ("fc1",), "fc2", "wte", "head", "h.*")
-    >>> list(llama({"head_dim": 64, "n_heads": 4}, names=names))[:2]
-    ['**.attn.qkv.*', '**.attn.proj.weight']
-    """
-
-    attention: str
-    qkv: tuple[str, ...]
-    out: str
-    mlp: str
-    up: tuple[str, ...]
-    down: str
-    embedding: str
-    head: str
-    block: str
-
-
-NAMES = {
-    "hf": Names(
-        "self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", "mlp", ("gate_proj", "up_proj"),
-        "down_proj", "embed_tokens", "lm_head",
-        "layers.*",
-    ),
-    "torchtitan": Names(
-        "attention", ("wq", "wk", "wv"), "wo", "feed_forward", ("w1", "w3"), "w2",
-        "tok_embeddings", "output",
-        "layers.*",
-    ),
-    "megatron": Names(
-        "self_attention", ("linear_qkv",), "linear_proj", "mlp", ("linear_fc1",), "linear_fc2",
-        "embedding.word_embeddings", "output_layer",
-        "layers.*",
-    ),
-}  # fmt: skip
 
 
 def mlp(
@@ -185,7 +142,7 @@ def llama(
     **.tok_embeddings.weight P('tp')
     **.output.* P('tp')
     """
-    n = _names(names)
+    n = names_of(names)
     gates = mlp(
         _join(prefix, "**", n.mlp), axis=axis, up=n.up, down=n.down, pack=2 if len(n.up) == 1 else 1
     )
@@ -219,7 +176,7 @@ def mixtral(
     >>> list(mixtral(experts="whole").items())[4:6]
     [('**.experts.gate_up_proj', P('tp')), ('**.experts.down_proj', P('tp'))]
     """
-    n = _names(names)
+    n = names_of(names)
     if experts not in ("columns", "whole"):
         raise SpecError(
             f"mixtral(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
@@ -268,7 +225,7 @@ def gpt2(
     **.mlp.c_proj.weight P('tp')
     **.wte.weight P('tp')
     """
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     qkv, one = units(axis, head_dim or 1, pack=3), _heads(axis, head_dim)
 
     def column(cut: Entry) -> P:
@@ -299,7 +256,7 @@ def bert(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool =
     >>> bert()["**.attention.self.*.*"], bert()["**.intermediate.dense.*"]
     (P('tp'), P('tp'))
     """
-    one = _heads(axis, _head_dim(config))
+    one = _heads(axis, head_dim_of(config))
     found = {
         "**.attention.self.*.*": P(one),
         "**.attention.output.dense.weight": P(None, one),
@@ -321,7 +278,7 @@ def vit(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool = 
     >>> vit()["**.mlp.fc2.weight"]
     P(None, 'tp')
     """
-    block = attention(_join(prefix, "**.attention"), axis=axis, head_dim=_head_dim(config))
+    block = attention(_join(prefix, "**.attention"), axis=axis, head_dim=head_dim_of(config))
     found = block | mlp(_join(prefix, "**.mlp"), axis=axis, up=["fc1"], down="fc2")
     return found | vocabulary(
         prefix, axis=axis, embedding=None, head="classifier" if head else None
@@ -340,8 +297,8 @@ def t5(
     >>> t5({"d_kv": 64})["**.*Attention.q.weight"]
     P(units('tp', 64))
     """
-    head = not _of(config, "tie_word_embeddings") if head is None else head
-    one = _heads(axis, _of(config, "d_kv"))
+    head = not value_of(config, "tie_word_embeddings") if head is None else head
+    one = _heads(axis, value_of(config, "d_kv"))
     found = {f"**.*Attention.{name}.weight": P(one) for name in "qkv"}
     found |= {
         "**.*Attention.o.weight": P(None, one),
@@ -370,14 +327,14 @@ def sequence_parallel(blocks: str = "**.layers.*", *, axis: str = "tp") -> dict[
 
 
 def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     found = attention(
         _join(prefix, "**", n.attention), axis=axis, head_dim=head_dim, qkv=n.qkv, out=n.out
     )
     if len(n.qkv) == 1 and head_dim:
         # Megatron's fused layer, group by group: queries, key, value.
-        heads = _of(config, "num_attention_heads", "n_head", "n_heads")
-        groups = _of(config, "num_query_groups", "num_key_value_heads", "n_kv_heads") or heads
+        heads = value_of(config, "num_attention_heads", "n_head", "n_heads")
+        groups = value_of(config, "num_query_groups", "num_key_value_heads", "n_kv_heads") or heads
         if heads is None or heads % groups:
             raise SpecError(
                 f"{heads} attention heads in {groups} groups. Give num_attention_heads, a multiple"
@@ -390,53 +347,14 @@ def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
 
 
 def _vocabulary_of(config: Any, n: Names, prefix: str, axis: str, head: bool | None) -> Patterns:
-    own = not _of(config, "tie_word_embeddings") if head is None else head
+    own = not value_of(config, "tie_word_embeddings") if head is None else head
     return vocabulary(
         prefix, axis=axis, embedding=f"**.{n.embedding}", head=f"**.{n.head}" if own else None
     )
 
 
-def _names(names: str | Names) -> Names:
-    if isinstance(names, Names):
-        return names
-    if names not in NAMES:
-        raise SpecError(
-            f"names={names!r} is none of {', '.join(map(repr, NAMES))}. Give one of them, or"
-            " ftp.plans.Names(...) of your own."
-        )
-    return NAMES[names]
-
-
 def _heads(axis: str, head_dim: int | None) -> Entry:
     return axis if head_dim is None else units(axis, head_dim)
-
-
-def _head_dim(config: Any) -> int | None:
-    """Elements of a head, by any config's names."""
-    given = _of(config, "head_dim", "kv_channels")
-    if given is not None or config is None:
-        return given
-    dim, heads = (
-        _of(config, "hidden_size", "n_embd", "dim", "d_model"),
-        _of(config, "num_attention_heads", "n_head", "n_heads"),
-    )
-    if dim is None or heads is None:
-        raise SpecError(
-            "config says neither head_dim, nor hidden_size and num_attention_heads (n_embd and"
-            " n_head, dim and n_heads)."
-        )
-    if dim % heads:
-        raise SpecError(f"config: {heads} heads do not divide a width of {dim}. Give head_dim.")
-    return dim // heads
-
-
-def _of(config: Any, *keys: str) -> Any:
-    """The value of the first key that a config, an object or a dict, has."""
-    for key in keys:
-        found = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-        if found is not None:
-            return found
-    return None
 
 
 def _each(given: str | Sequence[str]) -> Sequence[str]:
