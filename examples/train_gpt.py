@@ -214,8 +214,8 @@ def make_generate_step(fn, temperature):
 
 
 def sample(step, params, cache, prompt, *, count, context, seed, device):
-    """``prompt`` and ``count`` more bytes. A window goes through the model at first and whenever the
-    cache is full, else the last byte alone.
+    """``prompt`` and ``count`` more bytes. The model reads a window at first and whenever the cache
+    is full, else the last byte alone.
     """
     key = ftp.random.key(seed, device=device)
     text, start = list(prompt), None  # the cache holds text[start:]

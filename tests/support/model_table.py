@@ -90,8 +90,8 @@ def document() -> str:
         "# Models\n\nAfter this page you know which models give the result of one device on which"
         " meshes. `equal`: on a simulated mesh the loss\nand every gradient differ from plain torch"
         " on one device by at most 1e-10 of the gradient, in float64. `refused`: an error\nsays"
-        " why, below the table.\n\nThe models have random weights, two layers, numbers of heads that 3"
-        " does not divide, and a vocabulary of 37, sharded on\n`tp` in embedding and head."
+        " why, below the table.\n\nThe models have random weights, two layers, numbers of heads"
+        " that 3 does not divide, and a vocabulary of 37, sharded on\n`tp` in embedding and head."
         f" `tests/support/model_table.py` writes this page; this one with {versions}.\n"
     )
     parts = [
