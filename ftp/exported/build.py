@@ -28,7 +28,7 @@ from ftp.tracing.trace import Traced
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.export.graph_signature import ExportGraphSignature, InputSpec
+    from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
 
 aten = torch.ops.aten
 KEY = "rng"  # the argument with the random key
@@ -123,84 +123,110 @@ class Build:
         """Fill the graph and return its signature: the original's inputs and outputs, in its order,
         by its names.
         """
-        from torch.export.graph_signature import (
-            ExportGraphSignature,
-            InputKind,
-            InputSpec,
-            OutputKind,
-            OutputSpec,
-            TensorArgument,
-        )
+        from torch.export.graph_signature import ExportGraphSignature, TensorArgument
 
-        original = self.original.graph_signature
-        tensors = [e.spec.arg.name for e in self.entries if e.is_tensor]
-        inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
-        constants = [f"c_ftp_constant_{i}" for i in range(len(self.traced.constants))]
-        held: dict[fx.Node, Any] = dict(
-            zip(
-                inputs[len(tensors) + len(constants) :],
-                self.local.offsets_at(self.coordinate),
-                strict=True,
-            )
-        )
-        by_name = dict(zip((*tensors, *constants), inputs, strict=False))
-        specs = [*original.input_specs, *([self.entries[-1].spec] if self._takes_key else [])]
+        specs = self._input_specs()
+        placed = {spec.arg.name: self._placeholder(spec) for spec in specs}
+        outputs = self.original.graph_signature.output_specs
+        free = {s.arg.name for s in outputs if isinstance(s.arg, TensorArgument)} - set(placed)
+        self.graph._graph_namespace._used_names.update(free)
+        held = self._held(placed)
+        self._body(held)
+        values = self._results(held)
+        if is_training(self.original):
+            values = self._write_back(values, specs, placed)
+        output_specs = self._output_specs(values, free)
+        self.graph.output(tuple(values))
+        return ExportGraphSignature([copy.deepcopy(s) for s in specs], output_specs)
+
+    @cached_property
+    def _constant_names(self) -> list[str]:
+        """Placeholders of tensors that the trace captured."""
+        return [f"c_ftp_constant_{i}" for i in range(len(self.traced.constants))]
+
+    def _input_specs(self) -> "list[InputSpec]":
+        """The original's inputs, the key, and the trace's constants before the user's inputs."""
+        from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+        specs = [*self.original.graph_signature.input_specs]
+        if self._takes_key:
+            specs.append(self.entries[-1].spec)
         first = next((i for i, s in enumerate(specs) if s.kind is InputKind.USER_INPUT), len(specs))
-        for name, tensor in zip(constants, self.traced.constants, strict=True):
+        constants = []
+        for name, tensor in zip(self._constant_names, self.traced.constants, strict=True):
             path = name.removeprefix("c_")
             self.constants[path] = tensor
-            specs.insert(first, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name), path))
-            first += 1
-        vals = {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
-        placed = {}
-        for spec in specs:
-            node = placed[spec.arg.name] = self._named(
-                self.graph.placeholder(spec.arg.name), spec.arg.name
-            )
-            node.target = node.name
-            if spec.arg.name in vals:
-                node.meta = {
-                    k: v
-                    for k, v in vals[spec.arg.name].meta.items()
-                    if k not in ("tensor_meta", "from_node")
-                }
-            elif spec.target is None:
-                node.meta = {"val": self.entries[-1].value}
-            if spec.arg.name in by_name:
-                held[by_name[spec.arg.name]] = node
-        free = {
-            s.arg.name for s in original.output_specs if isinstance(s.arg, TensorArgument)
-        } - set(placed)
-        self.graph._graph_namespace._used_names.update(free)
-        self._body(held)
-        # A functional graph returns mutated values first; a training graph writes them itself.
-        functional = self.functional.graph_signature.output_specs
+            constants.append(InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name), path))
+        return [*specs[:first], *constants, *specs[first:]]
+
+    def _placeholder(self, spec: "InputSpec") -> fx.Node:
+        name = spec.arg.name
+        node = self._named(self.graph.placeholder(name), name)
+        node.target = node.name
+        if name in self._original_placeholders:
+            meta = self._original_placeholders[name].meta
+            node.meta = {k: v for k, v in meta.items() if k not in ("tensor_meta", "from_node")}
+        elif spec.target is None:
+            node.meta = {"val": self.entries[-1].value}
+        return node
+
+    @cached_property
+    def _original_placeholders(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
+
+    def _held(self, placed: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
+        """What the local program's placeholders become: placeholders of the graph, and this rank's
+        offsets as numbers.
+        """
+        inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
+        names = [*(e.spec.arg.name for e in self.entries if e.is_tensor), *self._constant_names]
+        offsets = self.local.offsets_at(self.coordinate)
+        held: dict[fx.Node, Any] = dict(zip(inputs[len(names) :], offsets, strict=True))
+        held |= {node: placed[n] for n, node in zip(names, inputs, strict=False) if n in placed}
+        return held
+
+    def _results(self, held: Mapping[fx.Node, Any]) -> list[Any]:
+        """The functional graph's results, mutated values first."""
+        from torch.export.graph_signature import TensorArgument
+
         output: Any = self.local.gm.graph.output_node().args[0]
         returned = iter(held[n] for n in output)
-        values: list[Any] = [
-            next(returned)
-            if isinstance(arg := s.arg, TensorArgument)
-            else getattr(arg, "value", None)
-            for s in functional
+        args = [s.arg for s in self.functional.graph_signature.output_specs]
+        return [
+            next(returned) if isinstance(arg, TensorArgument) else getattr(arg, "value", None)
+            for arg in args
         ]
-        if is_training(self.original):
-            for spec, value in zip(functional, values, strict=True):
-                if spec.kind is not OutputKind.USER_OUTPUT:
-                    into = next(
-                        s.arg.name
-                        for s in specs
-                        if spec.target in (s.target, s.arg.name if s.target is None else None)
-                    )
-                    self.graph.call_function(aten.copy_.default, (placed[into], value)).meta.update(
-                        _kept(value.meta)
-                    )
-            values = [
-                v
-                for s, v in zip(functional, values, strict=True)
-                if s.kind is OutputKind.USER_OUTPUT
-            ]
+
+    def _write_back(
+        self, values: list[Any], specs: "list[InputSpec]", placed: Mapping[str, fx.Node]
+    ) -> list[Any]:
+        """A training graph writes mutated values itself; returns the others."""
+        from torch.export.graph_signature import OutputKind
+
+        results = []
+        functional = self.functional.graph_signature.output_specs
+        for spec, value in zip(functional, values, strict=True):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                results.append(value)
+                continue
+            into = next(
+                s.arg.name
+                for s in specs
+                if spec.target in (s.target, s.arg.name if s.target is None else None)
+            )
+            written = self.graph.call_function(aten.copy_.default, (placed[into], value))
+            written.meta.update(_kept(value.meta))
+        return results
+
+    def _output_specs(self, values: list[Any], free: set[str]) -> "list[OutputSpec]":
+        """The original's outputs with the values' names; where a name is ``free``, the value takes
+        the original's.
+        """
+        from torch.export.graph_signature import OutputSpec, TensorArgument
+
         outputs, named = [], set()
-        for spec, value in zip(original.output_specs, values, strict=True):
+        original = self.original.graph_signature.output_specs
+        for spec, value in zip(original, values, strict=True):
             if not isinstance(spec.arg, TensorArgument):
                 outputs.append(copy.copy(spec))
                 continue
@@ -208,8 +234,7 @@ class Build:
                 free.remove(spec.arg.name)
                 named.add(self._named(value, spec.arg.name))
             outputs.append(OutputSpec(spec.kind, TensorArgument(value.name), spec.target))
-        self.graph.output(tuple(values))
-        return ExportGraphSignature([copy.deepcopy(s) for s in specs], outputs)
+        return outputs
 
     def _named(self, node: fx.Node, name: str) -> fx.Node:
         """Rename the node to torch.export's name, even if it is a Python builtin's."""

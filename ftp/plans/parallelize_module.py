@@ -125,28 +125,8 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
         )
     known = _paths_of_all(plans.get(""))
     for prefix, given in plans.items():
-        if not isinstance(prefix, str):
-            failures.append(
-                f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model."
-            )
-            continue
-        if not _is_plan(given):
-            failures.append(
-                f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that"
-                " from_parallelize_plan gives."
-            )
-            continue
-        if (
-            strangers := [path for key in given[0] if (path := _join(prefix, key)) not in known]
-            if known
-            else []
-        ):
-            failures.append(
-                f"plans[{prefix!r}] speaks of {strangers[0]!r}, which is no path of plans[''], the"
-                " model's own; the nearest is"
-                f" {nearest(strangers[0], list(known), 1)[0]!r}. The key is the path of the module"
-                " that the plan was made from."
-            )
+        if problem := _unmergeable(prefix, given, known):
+            failures.append(problem)
             continue
         for key, spec in given[0].items():
             path = _join(prefix, key)
@@ -161,16 +141,41 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
                 if row is not None:
                     rows[f"params[{path!r}]"] = row
         for key, constraint in given[1].items():
-            path = _join(prefix, key)
-            try:
-                constraints[path] = (
-                    combine(constraints[path], constraint) if path in constraints else constraint
-                )
-            except SpecError as error:
-                failures.append(f"module {path!r}: {error}")
+            _add(constraints, _join(prefix, key), constraint, failures)
     if failures:
         raise SpecError(join_failures(failures))
     return Specs(specs, rows), constraints
+
+
+def _unmergeable(prefix: object, given: Any, known: Sequence[str]) -> str | None:
+    """What is wrong with an entry of ``merge``; None if nothing is."""
+    if not isinstance(prefix, str):
+        return f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model."
+    if not _is_plan(given):
+        return (
+            f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that"
+            " from_parallelize_plan gives."
+        )
+    paths = [_join(prefix, key) for key in given[0]]
+    stranger = next((path for path in paths if path not in known), None) if known else None
+    if stranger is None:
+        return None
+    return (
+        f"plans[{prefix!r}] speaks of {stranger!r}, which is no path of plans[''], the model's"
+        f" own; the nearest is {nearest(stranger, list(known), 1)[0]!r}. The key is the path of"
+        " the module that the plan was made from."
+    )
+
+
+def _add(
+    constraints: dict[str, Constraint], path: str, constraint: Constraint, failures: list[str]
+) -> None:
+    """Combine a constraint with an earlier one on the same module."""
+    try:
+        known = constraints.get(path)
+        constraints[path] = constraint if known is None else combine(known, constraint)
+    except SpecError as error:
+        failures.append(f"module {path!r}: {error}")
 
 
 def _listed(leaves: Mapping[str, Any], given: Mapping[str, tuple[P, str]]) -> Specs:
@@ -334,15 +339,7 @@ class _Reader:
         if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
             return  # never called: its parent reads its weight
         for name, constraint in part.constraints.items():
-            at = self.first[_join(path, name)]
-            try:
-                self.constraints[at] = (
-                    combine(self.constraints[at], constraint)
-                    if at in self.constraints
-                    else constraint
-                )
-            except SpecError as error:
-                self.failures.append(f"module {at!r}: {error}")
+            _add(self.constraints, self.first[_join(path, name)], constraint, self.failures)
 
 
 def _elements(path: str) -> tuple[str, ...]:

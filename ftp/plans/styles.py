@@ -2,7 +2,6 @@
 activations. ``plans.parallelize_module`` and ``exported.styles`` both use it.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -13,13 +12,9 @@ from torch import nn
 from ftp.errors import SpecError
 from ftp.functional.module_constraints import Constraint, Pins
 from ftp.ops.constrain import Gradient
+from ftp.plans.user_style import read_user_style
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
-
-UserStyle = Callable[[str, nn.Module], tuple[Mapping[str, P], Any]]
-"""A user's style: ``(path, module) -> (specs, constraints)``, with paths from the model or from the
-module.
-"""
 
 
 @dataclass(frozen=True)
@@ -82,7 +77,7 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
     if isinstance(style, type):
         raise SpecError(f"{style.__name__} is a class; give an instance, {style.__name__}().")
     if callable(style):
-        return _from_user(style, path, module)
+        return Part(*read_user_style(style, path, module))
     if isinstance(style, ParallelStyle):
         base = base_style(type(style))
         derived = (
@@ -372,76 +367,4 @@ def _layout(layout: Any, axis: str, where: str) -> P:
     raise SpecError(
         f"{where}: {layout!r} is {kind_of(layout)}; a layout is Replicate(), Shard(dim), or None"
         " to leave a value alone."
-    )
-
-
-def _from_user(style: Callable[..., Any], path: str, module: nn.Module) -> Part:
-    label = getattr(style, "__name__", type(style).__name__)
-    try:
-        inspect.signature(style).bind(path, module)
-    except TypeError as e:
-        raise SpecError(
-            f"{label}{inspect.signature(style)} does not take (path, module), with which a style"
-            f" is called: {e}."
-        ) from None
-    except ValueError:  # it has no signature
-        pass
-    given = style(path, module)
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise SpecError(
-            f"{label}({path!r}, ...) gives {given!r}; a style gives a pair of specs and"
-            " constraints."
-        )
-    specs, constraints = given[0] or {}, given[1] or {}
-    if isinstance(constraints, P | Constraint):
-        constraints = {"": constraints}
-    if not isinstance(specs, Mapping) or not isinstance(constraints, Mapping):
-        raise SpecError(
-            f"{label}({path!r}, ...) gives {kind_of(specs)} and {kind_of(constraints)}; it must be"
-            f" a dict {{parameter's path: P}} and"
-            " a Constraint or a dict {module's path: Constraint}."
-        )
-    part: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    known = (
-        [name for name, _ in module.named_parameters()],
-        [name for name, _ in module.named_modules()],
-    )
-    for found, values, names, kinds in zip(
-        part, (specs, constraints), known, (P, P | Constraint), strict=True
-    ):
-        for key, value in values.items():
-            below = _below(path, str(key))
-            options = [k for k in dict.fromkeys((below, str(key))) if k is not None and k in names]
-            if len(options) != 1:
-                why = "is two paths of it" if options else "is no path of it"
-                raise SpecError(
-                    f"{label}({path!r}, ...) names {key!r}, which {why}. It has"
-                    f" {', '.join(map(repr, names[:6]))}."
-                )
-            if not isinstance(value, kinds):
-                raise SpecError(
-                    f"{label}({path!r}, ...) gives {value!r}, {kind_of(value)}, for {key!r}."
-                )
-            if (
-                isinstance(value, P)
-                and found is part[0]
-                and len(value) > (own := module.get_parameter(options[0])).ndim
-            ):
-                raise SpecError(
-                    f"{label}({path!r}, ...) gives {value}, of {len(value)} entries, for {key!r},"
-                    f" whose shape {tuple(own.shape)} has"
-                    f" {own.ndim} dims. Give at most {own.ndim}."
-                )
-            found[options[0]] = (
-                Constraint(outputs=value) if isinstance(value, P) and found is part[1] else value
-            )
-    return Part(part[0], cast("dict[str, Constraint]", part[1]))
-
-
-def _below(path: str, key: str) -> str | None:
-    """A path from the model, as one from the module at ``path``; None if it is outside of it."""
-    if not path:
-        return key
-    return (
-        "" if key == path else key.removeprefix(f"{path}.") if key.startswith(f"{path}.") else None
     )
