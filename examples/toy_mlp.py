@@ -1,10 +1,10 @@
-"""The two-layer toy of PyTorch's tensor-parallel tutorial, cut column-wise then row-wise, against
-one device.
+"""The two-layer MLP of PyTorch's tensor-parallel tutorial, column-wise then row-wise, against one
+device.
 
-    python examples/toy_mlp.py                                 # a simulated 1 x 2 mesh in this process
-    torchrun --nproc-per-node=2 examples/toy_mlp.py            # the same file on two processes
+    python examples/toy_mlp.py                         # a simulated 1 x 2 mesh in this process
+    torchrun --nproc-per-node=2 examples/toy_mlp.py    # the same file on two processes
 
-Prints the loss of every step, sharded and not, and fails if they differ.
+Prints the loss of every step, sharded and on one device, and fails if they differ.
 """
 
 import argparse
@@ -18,9 +18,9 @@ import ftp
 from ftp import P
 
 SPECS = {
-    "net1.weight": P("tp", None),  # (32, 10): each rank computes some of the 32 hidden units
+    "net1.weight": P("tp", None),  # (32, 10): each rank computes 32 / tp hidden units
     "net1.bias": P("tp"),
-    "net2.weight": P(None, "tp"),  # (5, 32): and sums over its own, which leaves one all-reduce
+    "net2.weight": P(None, "tp"),  # (5, 32): a partial sum on each rank, then one all-reduce
     "net2.bias": P(),
 }
 
@@ -36,9 +36,7 @@ class ToyModel(nn.Module):
 
 
 def train(step, params, batch, steps, lr):
-    """AdamW moves each element by itself, so the plain optimizer serves shards and whole tensors
-    alike.
-    """
+    """Losses of ``steps`` steps. AdamW is element-wise, so torch's own works on shards."""
     optimizer = torch.optim.AdamW(params.values(), lr=lr)
     losses = []
     for _ in range(steps):

@@ -1,17 +1,23 @@
-"""Trains a byte-level GPT on the source of Python's own standard library, on a dp x tp mesh.
+"""Train a byte-level GPT on the source of Python's standard library, on a dp x tp mesh.
 
-    python examples/train_gpt.py                                              # a simulated 2 x 2
-    mesh in this process torchrun --nproc-per-node=4 examples/train_gpt.py                         #
-    the same file on four processes, the same losses torchrun --nproc-per-node=4 --max-restarts=3
-    examples/train_gpt.py        # goes on from the last checkpoint when a process dies
+On a simulated 2 x 2 mesh in this process:
 
-A loop to copy. The model is ordinary torch and knows nothing of the mesh; SPECS says where its
-weights live; the whole train step is one pure function of the state, the batch and nothing else.
-What a step does depends on the seed and its number alone, so a run that is stopped, killed or moved
-to another number of processes goes on as if nothing had happened: run the same command again.
+    python examples/train_gpt.py
 
-Every tenth or so file of the library is held out for validation. Writes metrics.jsonl, checkpoints,
-loss.png and sample.txt to runs/train_gpt, and to TensorBoard where that is installed.
+On four processes, with the same losses:
+
+    torchrun --nproc-per-node=4 examples/train_gpt.py
+
+The same, resumed from the last checkpoint when a process dies:
+
+    torchrun --nproc-per-node=4 --max-restarts=3 examples/train_gpt.py
+
+A loop to copy. The model is ordinary torch without a mesh; SPECS shards its weights; the train step
+is one pure function of state and batch. A step depends on the seed and its number only: to resume a
+run that was stopped or killed, on any number of processes, run the same command again.
+
+About every tenth file is held out for validation. Writes metrics.jsonl, checkpoints, loss.png and
+sample.txt to runs/train_gpt, and to TensorBoard if that is installed.
 """
 
 import argparse
@@ -42,10 +48,9 @@ SPECS = {
     "layers.*.mlp.up.bias": P("tp"),
     "layers.*.mlp.down.weight": P(None, "tp"),
     "head.weight": P("tp", None),
-}  # what no pattern names is replicated: positions, norms, the bias after the all-reduce
-CACHE_SPEC = P(
-    None, "tp", "dp"
-)  # when sampling: keys and values of (batch, heads, context, head_dim), cut by heads and by sequence
+}  # replicated: positions, norms, the bias after the all-reduce
+# Keys and values when sampling, (batch, heads, context, head_dim): sharded by heads and sequence.
+CACHE_SPEC = P(None, "tp", "dp")
 
 
 class Attention(nn.Module):
@@ -61,7 +66,7 @@ class Attention(nn.Module):
         )
         if cache is None or positions is None:
             y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        else:  # what came before is in the cache, what comes now goes there; a byte sees no position after its own
+        else:  # write k and v to the cache, and attend to positions up to each byte's own
             k, v = (
                 old.index_copy(2, positions, new) for old, new in zip(cache, (k, v), strict=True)
             )
@@ -122,8 +127,8 @@ class GPT(nn.Module):
 
 
 def read_corpus(max_bytes):
-    """(train, held out) as one byte tensor each; which file goes where depends on its name
-    alone, so every rank agrees.
+    """(train, held out), one byte tensor each. A file's name decides where it goes, so that all
+    ranks agree.
     """
     root = Path(sysconfig.get_path("stdlib"))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
@@ -144,8 +149,8 @@ def read_corpus(max_bytes):
 
 
 def batch_at(data, key, *, batch, context):
-    """(inputs, targets) of (batch, context), drawn with ``key``: one for each step, the same on
-    any number of processes.
+    """(inputs, targets), (batch, context) each, drawn from ``key``: the same on any number of
+    processes.
     """
     starts = ftp.random.randint(key, 0, len(data) - context - 1, (batch, 1))
     rows = data[starts + torch.arange(context + 1)].long()
@@ -160,9 +165,8 @@ def make_train_step(fn, opt, schedule, max_norm):
         return F.cross_entropy(fn(params, tokens, rng=key).flatten(0, 1), targets.flatten())
 
     def train_step(state, batch, stops):
-        key = ftp.random.fold_in(
-            state["key"], state["step"]
-        )  # dropout is a function of the step, and of nothing that came before
+        # Dropout depends on the step's number only.
+        key = ftp.random.fold_in(state["key"], state["step"])
         grads, loss = torch.func.grad_and_value(loss_fn)(state["params"], batch, key)
         nonfinite = ftp.optim.count_nonfinite((loss, grads))
         grads, norm = ftp.optim.clip_by_global_norm(grads, max_norm)
@@ -170,8 +174,7 @@ def make_train_step(fn, opt, schedule, max_norm):
         params, opt_state = ftp.optim.select(
             nonfinite == 0, updated, (state["params"], state["opt"])
         )
-        # A signal reaches processes at different times. Here they agree on it: if one of them has
-        # it, all of them stop after this step.
+        # A signal reaches processes at different times: if one has it, all stop after this step.
         metrics = {
             "loss": loss,
             "norm": norm,
@@ -193,16 +196,16 @@ def make_generate_step(fn, temperature):
     """One pure function: ``(params, cache, tokens, first, used, key) -> (cache, token)``, the byte
     after the first ``used`` tokens.
 
-    The tokens are those of the positions from ``first`` on. It is traced for two shapes, however
-    long the text: a window of (1, context), padded, and one byte of (1, 1).
+    ``tokens`` are at the positions from ``first`` on: a padded window of (1, context), or one byte
+    of (1, 1). It is traced for these two shapes, whatever the length of the text.
     """
 
     def generate_step(params, cache, tokens, first, used, key):
         logits, cache = fn(
             params, tokens, cache, first + torch.arange(tokens.shape[1], device=tokens.device)
         )
-        # Attention is causal: padding after the last byte has no say, and what it leaves in the
-        # cache is replaced before it is seen.
+        # Attention is causal: padding after the last byte has no effect, and its keys and values in
+        # the cache are overwritten before they are read.
         return cache, ftp.random.categorical(
             key, logits.index_select(1, used - 1)[:, 0] / temperature
         )
@@ -211,11 +214,11 @@ def make_generate_step(fn, temperature):
 
 
 def sample(step, params, cache, prompt, *, count, context, seed, device):
-    """``count`` bytes after ``prompt``: a window goes through the model at first, and where the
-    cache is full; else the last byte alone.
+    """``prompt`` and ``count`` more bytes. The model reads a window at first and whenever the cache
+    is full, else the last byte alone.
     """
     key = ftp.random.key(seed, device=device)
-    text, start = list(prompt), None  # the cache holds the text from start on
+    text, start = list(prompt), None  # the cache holds text[start:]
     for i in range(count):
         if start is None or len(text) - start > context:
             start = max(0, len(text) - (context if start is None else context // 2))
@@ -231,8 +234,8 @@ def sample(step, params, cache, prompt, *, count, context, seed, device):
 
 
 class Metrics:
-    """The numbers of a run: a JSON line for each step in metrics.jsonl, and TensorBoard where it
-    is installed; the first rank writes.
+    """Metrics of a run: a JSON line per step in metrics.jsonl, and TensorBoard if installed. The
+    first rank writes.
     """
 
     def __init__(self, folder, first_step, is_writer):
@@ -241,7 +244,7 @@ class Metrics:
         if not is_writer:
             return
         folder.mkdir(parents=True, exist_ok=True)
-        # What was written after the checkpoint that the run goes on from will be written again.
+        # Steps after the checkpoint that the run resumes from will be written again.
         kept = (
             [line for line in self.lines() if json.loads(line)["step"] <= first_step]
             if first_step
@@ -256,7 +259,7 @@ class Metrics:
         self.board = SummaryWriter(folder / "tensorboard", purge_step=first_step + 1)
 
     def lines(self):
-        """Complete ones: a killed run may leave half a line."""
+        """Complete lines: a killed run may leave half of one."""
         return (
             [
                 line
@@ -285,7 +288,7 @@ class Metrics:
 
 @contextmanager
 def progress_bar(total, done, is_shown):
-    """``(say, update)``: lines on the screen above a bar of the steps done; without rich just
+    """``(say, update)``: print a line above the progress bar, advance the bar; without rich only
     lines.
     """
     try:
@@ -407,7 +410,7 @@ def parse_args(argv):
 
 @contextmanager
 def noted(number):
-    """The signals of this number that have come so far, as a list that grows."""
+    """A list to which each signal of this number is appended."""
     come = []
     old = signal.signal(number, lambda number, frame: come.append(number))
     try:
@@ -451,8 +454,7 @@ def run(args, stop_signals):
         torch.optim.AdamW, lr=schedule, betas=(0.9, 0.95), weight_decay=0.1, groups=vectors
     )
 
-    # The state is one tree, and a checkpoint is that tree: whatever the next step depends on is in
-    # it.
+    # A checkpoint is this tree: all that the next step depends on.
     state = {
         "params": params,
         "opt": opt.init(params),
@@ -472,8 +474,7 @@ def run(args, stop_signals):
 
     train_step = make_train_step(fn, opt, schedule, args.max_norm)
     each_rank = P(("dp", "tp"))
-    # Every rank gives a signal of its own, which cuts an argument over tp as well: only dp is an
-    # axis of the data.
+    # Each rank has its own signal, an argument sharded over tp too: only dp is a data axis.
     train_step = ftp.spmd(
         train_step, mesh, (specs, P("dp"), each_rank), (specs, P()), donate=(0,), data_axes=("dp",)
     )
@@ -487,8 +488,8 @@ def run(args, stop_signals):
         donate=(1,),
     )
 
-    # The data. Step n draws its batch with the n-th key; ftp.local_slice would tell a real loader
-    # which rows this rank needs.
+    # The data. Step n draws its batch from the n-th key. In a real loader ftp.local_slice tells the
+    # rows of this rank.
     train_data, val_data = read_corpus(args.corpus_bytes)
     train_key, val_key = ftp.random.split(ftp.random.key(args.seed + 1))
 
@@ -531,7 +532,7 @@ def run(args, stop_signals):
             )
             state, report = train_step(state, rows, stops)
             report = {key: value.item() for key, value in report.items()}
-            if step > first_step:  # the first one traces and plans
+            if step > first_step:  # the first step traces and plans
                 seconds, timed = seconds + time.perf_counter() - begin, timed + 1
                 rate = timed * args.batch * args.context / seconds
             is_stopped = report.pop("stop") > 0
@@ -551,9 +552,7 @@ def run(args, stop_signals):
                     " tokens/s"
                 )
             if done % args.save_every == 0 or done == args.steps or is_stopped:
-                ftp.check_replicas(
-                    state, mesh, specs, step=done
-                )  # what has drifted apart is not worth keeping
+                ftp.check_replicas(state, mesh, specs, step=done)  # do not save drifted replicas
                 ftp.save(checkpoints, state, mesh, specs, step=done, keep=args.keep)
             if is_stopped:
                 say(

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from ftp import axis, errors, optim, plans, random, testing
     from ftp.api.certify import certify
     from ftp.api.init_params import init_params
+    from ftp.api.local import local
     from ftp.api.reshard import reshard
     from ftp.api.shard import lower, shard, spmd
     from ftp.api.step import Step
@@ -28,7 +29,6 @@ if TYPE_CHECKING:
     from ftp.functional.scan import scan
     from ftp.ops.constrain import constrain
     from ftp.partitioning.collectives import Collective
-    from ftp.per_rank.local import local
     from ftp.planning.cost import Hardware, Link
     from ftp.plans import from_hf, from_megatron, from_parallelize_plan
     from ftp.report.lowered import Lowered
@@ -51,6 +51,7 @@ _MODULES = ("axis", "errors", "optim", "plans", "random", "testing")
 _HOMES = {
     "ftp.api.certify": "certify",
     "ftp.api.init_params": "init_params",
+    "ftp.api.local": "local",
     "ftp.api.reshard": "reshard",
     "ftp.api.shard": "lower shard spmd",
     "ftp.api.step": "Step",
@@ -67,7 +68,6 @@ _HOMES = {
     "ftp.functional.scan": "scan",
     "ftp.ops.constrain": "constrain",
     "ftp.partitioning.collectives": "Collective",
-    "ftp.per_rank.local": "local",
     "ftp.planning.cost": "Hardware Link",
     "ftp.plans": "from_hf from_megatron from_parallelize_plan",
     "ftp.report.lowered": "Lowered",

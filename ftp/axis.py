@@ -1,8 +1,11 @@
-"""Collectives by mesh axis name, for the per-rank code that ``ftp.local`` takes.
+"""Collectives by mesh axis name, for per-rank code inside ``ftp.local``.
 
-Each is one op on a rank's own tensor until the program is partitioned. Its gradient is its exact
-transpose: a gradient taken inside per-rank code is that of the sum over all ranks of what they
-differentiate, with respect to this rank's own copy.
+Each is one op until the program is partitioned. Its gradient is its exact transpose: a gradient
+taken inside per-rank code is that of the sum of all ranks' outputs, with respect to this rank's
+tensor.
+
+All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks, and InputError for
+what is not a tensor, a dim out of range, or a dim that the ranks do not divide.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,18 +24,22 @@ Axes = str | Sequence[str]
 
 
 def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") -> Tensor:
-    """The sum (largest, smallest) of the ranks' ``x`` along ``axis``, the same on each of them.
+    """Reduce ``x`` over the ranks of ``axis``; every rank gets the result.
 
-    Where ranks tie for the largest, they share its gradient evenly.
-
-    >>> import ftp
-    >>> total = ftp.local(lambda x: all_reduce(x.sum(), "tp"), ftp.simulated_mesh(2, "tp"), ftp.P("tp"), ftp.P())
-    >>> total(torch.arange(4))
-    tensor(6)
+    Args:
+        x: a tensor of one shape on all ranks.
+        axis: a mesh axis, or several.
+        op: of tied values under "max" and "min", each rank gets an equal share of the gradient.
 
     Raises:
-        MeshError: outside of ``ftp.local``, or an axis that its mesh does not have. So do the
-            others.
+        MeshError: outside of ``ftp.local``; an axis that the mesh lacks.
+        InputError: another ``op``; not a tensor.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh(2, "tp")
+    >>> total = ftp.local(lambda x: all_reduce(x.sum(), "tp"), mesh, ftp.P("tp"), ftp.P())
+    >>> total(torch.arange(4))
+    tensor(6)
     """
     for name, _ in reversed(_named("all_reduce", axis)):
         if op not in ("sum", "max", "min"):
@@ -44,9 +51,18 @@ def all_reduce(x: Tensor, axis: Axes, op: Literal["sum", "max", "min"] = "sum") 
 
 
 def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
-    """The ranks' ``x`` along ``axis`` one after another along ``dim``, the same on each of them.
+    """Concatenate the ``x`` of the ranks of ``axis`` along ``dim``; every rank gets the result.
 
-    Several axes count from major to minor.
+    Args:
+        x: a tensor of one shape on all ranks.
+        axis: a mesh axis, or several, from major to minor.
+        dim: multiplied by the number of ranks.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh(2, "tp")
+    >>> whole = ftp.local(lambda x: all_gather(x, "tp"), mesh, ftp.P("tp"), ftp.P())
+    >>> whole(torch.arange(4))
+    tensor([0, 1, 2, 3])
     """
     for name, n in reversed(_named("all_gather", axis)):
         x = _Linear.apply(
@@ -56,8 +72,18 @@ def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
 
 
 def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
-    """This rank's part along ``dim`` of the sum of the ranks' ``x`` along ``axis``; the ranks
-    must divide the dim.
+    """Sum ``x`` over the ranks of ``axis``; each rank gets its shard of the sum along ``dim``.
+
+    Args:
+        x: a tensor of one shape on all ranks.
+        axis: a mesh axis, or several, from major to minor.
+        dim: divided by the number of ranks, which must divide its size.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh(2, "tp")
+    >>> halves = ftp.local(lambda x: reduce_scatter(x, "tp"), mesh, ftp.P(), ftp.P("tp"))
+    >>> halves(torch.arange(4))
+    tensor([0, 2, 4, 6])
     """
     for name, n in _named("reduce_scatter", axis):
         d = _dim("reduce_scatter", _tensor("reduce_scatter", x), dim)
@@ -67,10 +93,20 @@ def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
 
 
 def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
-    """Part i of ``x`` along ``split_dim`` goes to rank i of ``axis``; what comes from the ranks is
-    joined along ``concat_dim``.
+    """Send chunk i of ``x`` along ``split_dim`` to rank i of ``axis``, and concatenate what arrives
+    along ``concat_dim``.
 
-    The ranks must divide ``split_dim``. The two dims may be the same one.
+    Args:
+        x: a tensor of one shape on all ranks.
+        split_dim: divided by the number of ranks, which must divide its size.
+        concat_dim: multiplied by the number of ranks; may be ``split_dim``.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh(2, "tp")
+    >>> swap = ftp.local(lambda x: all_to_all(x, "tp", 1, 0), mesh, ftp.P("tp"), ftp.P(None, "tp"))
+    >>> swap(torch.arange(4).view(2, 2))  # the same global tensor, sharded on dim 1 now
+    tensor([[0, 1],
+            [2, 3]])
     """
     ((name, n),) = _named("all_to_all", (axis,))
     split, concat = (
@@ -86,11 +122,16 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
-    """What the pairs ``(from, to)`` of ranks along ``axis`` send each other; zeros on a rank that
-    nobody sends to.
+    """Send ``x`` from rank to rank of ``axis``.
+
+    Args:
+        x: a tensor of one shape on all ranks.
+        perm: pairs ``(source, target)`` of ranks; each is a source and a target at most once. A
+            rank that is no target gets zeros.
 
     >>> import ftp
-    >>> shift = ftp.local(lambda x: ppermute(x, "tp", [(0, 1), (1, 2), (2, 0)]), ftp.simulated_mesh(3, "tp"), ftp.P("tp"), ftp.P("tp"))
+    >>> mesh, ring = ftp.simulated_mesh(3, "tp"), [(0, 1), (1, 2), (2, 0)]
+    >>> shift = ftp.local(lambda x: ppermute(x, "tp", ring), mesh, ftp.P("tp"), ftp.P("tp"))
     >>> shift(torch.arange(3))
     tensor([2, 0, 1])
 
@@ -114,10 +155,15 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
 
 
 def axis_index(axis: Axes) -> Tensor:
-    """This rank's position along ``axis``, a 0-d int64 tensor; several axes count from major to
-    minor.
+    """This rank's index along ``axis``, a 0-d int64 tensor; of several axes, from major to minor.
 
-    It has no value while tracing: to pick with it, ``x.index_select(0, i[None])``.
+    It has no value while tracing; index with it by ``x.index_select(0, i[None])``.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh(3, "tp")
+    >>> ranks = ftp.local(lambda x: x + axis_index("tp"), mesh, ftp.P("tp"), ftp.P("tp"))
+    >>> ranks(torch.zeros(3, dtype=torch.int64))
+    tensor([0, 1, 2])
     """
     index: Any = 0
     for name, n in _named("axis_index", axis):
@@ -126,19 +172,25 @@ def axis_index(axis: Axes) -> Tensor:
 
 
 def axis_size(axis: Axes) -> int:
-    """How many ranks ``axis`` has; the product for several."""
+    """The number of ranks of ``axis``; the product for several axes.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh(3, "tp")
+    >>> ftp.local(lambda x: x * axis_size("tp"), mesh)(torch.ones(1))
+    tensor([3.])
+    """
     total = 1
     for _, n in _named("axis_size", axis):
         total *= n
     return total
 
 
-# What code inside ftp.local knows of the mesh.
+# The mesh inside ftp.local.
 
 
 @dataclass(frozen=True)
 class Inside:
-    """Sizes of the mesh axes, and this rank's position on each."""
+    """Sizes of the mesh axes, and this rank's index on each."""
 
     axes: Mapping[str, int]
     index: Mapping[str, Tensor]
@@ -149,7 +201,7 @@ _inside: ContextVar[Inside | None] = ContextVar("ftp.axis", default=None)
 
 @contextmanager
 def entered(inside: Inside) -> Iterator[None]:
-    """For the code of one rank."""
+    """Run per-rank code inside the block."""
     token = _inside.set(inside)
     try:
         yield
@@ -219,7 +271,7 @@ def _require_divides(what: str, x: Tensor, dim: int, axis: str, n: int) -> None:
         )
 
 
-# The ops. Only shapes ever pass through them: the partitioner replaces them by collectives.
+# The ops. They run on shapes only: the partitioner replaces them by collectives.
 
 
 def _define(
@@ -243,7 +295,8 @@ def _scaled(x: Tensor, dim: int, times: int = 1, by: int = 1) -> list[int]:
     return [s * times // by if d == dim else s for d, s in enumerate(x.shape)]
 
 
-def _behind(at: int, dim: int) -> int:
+def _batched_dim(at: int, dim: int) -> int:
+    """``dim`` once a batch dim is inserted at ``at``."""
     return dim + (dim >= at)
 
 
@@ -265,32 +318,30 @@ _define(
 _define(
     "all_gather(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, n)),
-    lambda at, axis, n, dim: (axis, n, _behind(at, dim)),
+    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
 )
 _define(
     "reduce_scatter(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
-    lambda at, axis, n, dim: (axis, n, _behind(at, dim)),
+    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
 )
 _define(
     "own_part(Tensor x, str axis, int n, int dim) -> Tensor",
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
-    lambda at, axis, n, dim: (axis, n, _behind(at, dim)),
+    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
 )
 _define(
     "all_to_all(Tensor x, str axis, int n, int split, int concat) -> Tensor",
     lambda x, axis, n, split, concat: x.new_empty(
         [s // n if d == split else s * n if d == concat else s for d, s in enumerate(x.shape)]
     ),
-    lambda at, axis, n, split, concat: (axis, n, _behind(at, split), _behind(at, concat)),
+    lambda at, axis, n, split, concat: (axis, n, _batched_dim(at, split), _batched_dim(at, concat)),
 )
 OPS = torch.ops.ftp
 
 
 def axis_of(target: Any, args: Sequence[Any]) -> str | None:
-    """The axis of a call of one of the ops above (``args`` without the tensor); None for another
-    op.
-    """
+    """The mesh axis of a call of one of the ops above (``args`` without the tensor), else None."""
     if target is OPS.all_reduce.default:
         return args[1]
     return args[0] if target in _ALL else None
@@ -333,7 +384,7 @@ def _transpose(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
 
 
 class _Linear(torch.autograd.Function):
-    """A collective that is linear, with its transpose as its gradient."""
+    """A linear collective; its gradient is its transpose."""
 
     generate_vmap_rule = True
 
@@ -355,7 +406,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Extremum(torch.autograd.Function):
-    """The largest or smallest over ranks."""
+    """Maximum or minimum over ranks."""
 
     generate_vmap_rule = True
 

@@ -306,7 +306,8 @@ draw, drawn = train_gpt.batch_at, []
 
 def striking(*args, **kwargs):
     drawn.append(1)
-    if os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0" and len(drawn) == 1 + 4:
+    restarts = os.environ["TORCHELASTIC_RESTART_COUNT"]
+    if os.environ["RANK"] == "1" and restarts == "0" and len(drawn) == 1 + 4:
         os.kill(os.getpid(), signal.{signal})
     return draw(*args, **kwargs)
 

@@ -1,5 +1,5 @@
-"""Exported programs: one rank's ``torch.export.ExportedProgram`` of a single-device one, with
-its collectives in the graph.
+"""Exported programs: from a single-device ``torch.export.ExportedProgram`` to one rank's, with its
+collectives in the graph.
 """
 
 from ftp.exported.run import bind, simulate

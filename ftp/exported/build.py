@@ -1,5 +1,5 @@
-"""A rank's graph as an exported program: the original's signature, its state cut, and where
-every op comes from.
+"""Build a rank's ``ExportedProgram``: its graph, the original's signature, local state, and the
+origin of every op.
 """
 
 import copy
@@ -28,10 +28,10 @@ from ftp.tracing.trace import Traced
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram
-    from torch.export.graph_signature import ExportGraphSignature, InputSpec
+    from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
 
 aten = torch.ops.aten
-KEY = "rng"  # the argument that random ops draw from
+KEY = "rng"  # the argument with the random key
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,8 @@ class Entry:
     """One placeholder of the functional graph.
 
     Attributes:
-        value: the tensor of the state, or the static value; the fake tensor of a user's input.
+        value: the state's tensor, the user input's fake tensor, or a static value.
+        cut: its spec.
     """
 
     spec: "InputSpec"
@@ -58,7 +59,7 @@ def is_training(program: "ExportedProgram") -> bool:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """torch warns of its own use of what it has deprecated."""
+    """Ignore torch's warnings about its own use of deprecated functions."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -67,6 +68,8 @@ def quiet() -> Iterator[None]:
 
 @dataclass(eq=False)
 class Build:
+    """What a rank's program is built from."""
+
     original: "ExportedProgram"
     functional: "ExportedProgram"
     entries: list[Entry]
@@ -96,7 +99,7 @@ class Build:
         module.meta.update(self.original.graph_module.meta)
         calls = [copy.copy(entry) for entry in self.original.module_call_graph]
         for entry in calls[1:]:
-            entry.signature = None  # it speaks of values inside the graph, which are other ones now
+            entry.signature = None  # it names values inside the original graph
         if self._takes_key:
             calls[0].signature = _with_key(calls[0].signature)
         with quiet():
@@ -117,83 +120,113 @@ class Build:
         return len(self.entries) > len(self.functional.graph_signature.input_specs)
 
     def _signature(self) -> "ExportGraphSignature":
-        """Fills the graph, and says what its inputs and outputs are: the original's, in its
-        order and by its names.
+        """Fill the graph and return its signature: the original's inputs and outputs, in its order,
+        by its names.
         """
-        from torch.export.graph_signature import (
-            ExportGraphSignature,
-            InputKind,
-            InputSpec,
-            OutputKind,
-            OutputSpec,
-            TensorArgument,
-        )
+        from torch.export.graph_signature import ExportGraphSignature, TensorArgument
 
-        original = self.original.graph_signature
-        tensors = [e.spec.arg.name for e in self.entries if e.is_tensor]
-        inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
-        constants = [f"c_ftp_constant_{i}" for i in range(len(self.traced.constants))]
-        held: dict[fx.Node, Any] = dict(
-            zip(
-                inputs[len(tensors) + len(constants) :],
-                self.local.offsets_at(self.coordinate),
-                strict=True,
-            )
-        )
-        by_name = dict(zip((*tensors, *constants), inputs, strict=False))
-        specs = [*original.input_specs, *([self.entries[-1].spec] if self._takes_key else [])]
+        specs = self._input_specs()
+        placed = {spec.arg.name: self._placeholder(spec) for spec in specs}
+        outputs = self.original.graph_signature.output_specs
+        free = {s.arg.name for s in outputs if isinstance(s.arg, TensorArgument)} - set(placed)
+        self.graph._graph_namespace._used_names.update(free)
+        held = self._held(placed)
+        self._body(held)
+        values = self._results(held)
+        if is_training(self.original):
+            values = self._write_back(values, specs, placed)
+        output_specs = self._output_specs(values, free)
+        self.graph.output(tuple(values))
+        return ExportGraphSignature([copy.deepcopy(s) for s in specs], output_specs)
+
+    @cached_property
+    def _constant_names(self) -> list[str]:
+        """Placeholders of tensors that the trace captured."""
+        return [f"c_ftp_constant_{i}" for i in range(len(self.traced.constants))]
+
+    def _input_specs(self) -> "list[InputSpec]":
+        """The original's inputs, the key, and the trace's constants before the user's inputs."""
+        from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
+
+        specs = [*self.original.graph_signature.input_specs]
+        if self._takes_key:
+            specs.append(self.entries[-1].spec)
         first = next((i for i, s in enumerate(specs) if s.kind is InputKind.USER_INPUT), len(specs))
-        for name, tensor in zip(constants, self.traced.constants, strict=True):
+        constants = []
+        for name, tensor in zip(self._constant_names, self.traced.constants, strict=True):
             path = name.removeprefix("c_")
             self.constants[path] = tensor
-            specs.insert(first, InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name), path))
-            first += 1
-        vals = {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
-        placed = {}
-        for spec in specs:
-            node = placed[spec.arg.name] = self._named(
-                self.graph.placeholder(spec.arg.name), spec.arg.name
-            )
-            node.target = node.name
-            if spec.arg.name in vals:
-                node.meta = {
-                    k: v
-                    for k, v in vals[spec.arg.name].meta.items()
-                    if k not in ("tensor_meta", "from_node")
-                }
-            elif spec.target is None:
-                node.meta = {"val": self.entries[-1].value}
-            if spec.arg.name in by_name:
-                held[by_name[spec.arg.name]] = node
-        free = {
-            s.arg.name for s in original.output_specs if isinstance(s.arg, TensorArgument)
-        } - set(placed)
-        self.graph._graph_namespace._used_names.update(free)
-        self._body(held)
-        # What is written back goes first in a functional graph; a training graph writes by itself.
+            constants.append(InputSpec(InputKind.CONSTANT_TENSOR, TensorArgument(name), path))
+        return [*specs[:first], *constants, *specs[first:]]
+
+    def _placeholder(self, spec: "InputSpec") -> fx.Node:
+        name = spec.arg.name
+        node = self._named(self.graph.placeholder(name), name)
+        node.target = node.name
+        if name in self._original_placeholders:
+            meta = self._original_placeholders[name].meta
+            node.meta = {k: v for k, v in meta.items() if k not in ("tensor_meta", "from_node")}
+        elif spec.target is None:
+            node.meta = {"val": self.entries[-1].value}
+        return node
+
+    @cached_property
+    def _original_placeholders(self) -> dict[str, fx.Node]:
+        return {n.name: n for n in self.original.graph.nodes if n.op == "placeholder"}
+
+    def _held(self, placed: Mapping[str, fx.Node]) -> dict[fx.Node, Any]:
+        """What the local program's placeholders become: placeholders of the graph, and this rank's
+        offsets as numbers.
+        """
+        inputs = [n for n in self.local.gm.graph.nodes if n.op == "placeholder"]
+        names = [*(e.spec.arg.name for e in self.entries if e.is_tensor), *self._constant_names]
+        offsets = self.local.offsets_at(self.coordinate)
+        held: dict[fx.Node, Any] = dict(zip(inputs[len(names) :], offsets, strict=True))
+        held |= {node: placed[n] for n, node in zip(names, inputs, strict=False) if n in placed}
+        return held
+
+    def _results(self, held: Mapping[fx.Node, Any]) -> list[Any]:
+        """The functional graph's results, mutated values first."""
+        from torch.export.graph_signature import TensorArgument
+
+        output: Any = self.local.gm.graph.output_node().args[0]
+        returned = iter(held[n] for n in output)
+        args = [s.arg for s in self.functional.graph_signature.output_specs]
+        return [
+            next(returned) if isinstance(arg, TensorArgument) else getattr(arg, "value", None)
+            for arg in args
+        ]
+
+    def _write_back(
+        self, values: list[Any], specs: "list[InputSpec]", placed: Mapping[str, fx.Node]
+    ) -> list[Any]:
+        """A training graph writes mutated values itself; returns the others."""
+        from torch.export.graph_signature import OutputKind
+
+        results = []
         functional = self.functional.graph_signature.output_specs
-        returned = iter(held[n] for n in self.local.gm.graph.output_node().args[0])  # type: ignore[union-attr]
-        values: list[Any] = [
-            next(returned) if isinstance(s.arg, TensorArgument) else s.arg.value for s in functional
-        ]  # type: ignore[union-attr]
-        if is_training(self.original):
-            for spec, value in zip(functional, values, strict=True):
-                if spec.kind is not OutputKind.USER_OUTPUT:
-                    into = next(
-                        s.arg.name
-                        for s in specs
-                        if spec.target in (s.target, s.arg.name if s.target is None else None)
-                    )
-                    self.graph.call_function(aten.copy_.default, (placed[into], value)).meta.update(
-                        _kept(value.meta)
-                    )
-            values = [
-                v
-                for s, v in zip(functional, values, strict=True)
-                if s.kind is OutputKind.USER_OUTPUT
-            ]
+        for spec, value in zip(functional, values, strict=True):
+            if spec.kind is OutputKind.USER_OUTPUT:
+                results.append(value)
+                continue
+            into = next(
+                s.arg.name
+                for s in specs
+                if spec.target in (s.target, s.arg.name if s.target is None else None)
+            )
+            written = self.graph.call_function(aten.copy_.default, (placed[into], value))
+            written.meta.update(_kept(value.meta))
+        return results
+
+    def _output_specs(self, values: list[Any], free: set[str]) -> "list[OutputSpec]":
+        """The original's outputs with the values' names; where a name is ``free``, the value takes
+        the original's.
+        """
+        from torch.export.graph_signature import OutputSpec, TensorArgument
+
         outputs, named = [], set()
-        for spec, value in zip(original.output_specs, values, strict=True):
+        original = self.original.graph_signature.output_specs
+        for spec, value in zip(original, values, strict=True):
             if not isinstance(spec.arg, TensorArgument):
                 outputs.append(copy.copy(spec))
                 continue
@@ -201,26 +234,22 @@ class Build:
                 free.remove(spec.arg.name)
                 named.add(self._named(value, spec.arg.name))
             outputs.append(OutputSpec(spec.kind, TensorArgument(value.name), spec.target))
-        self.graph.output(tuple(values))
-        return ExportGraphSignature([copy.deepcopy(s) for s in specs], outputs)
+        return outputs
 
     def _named(self, node: fx.Node, name: str) -> fx.Node:
-        """The node by a name that torch.export has chosen, a Python builtin's too."""
+        """Rename the node to torch.export's name, even if it is a Python builtin's."""
         self.graph._graph_namespace._used_names.add(name)
         node.name = name
         return node
 
     def _body(self, held: dict[fx.Node, Any]) -> None:
-        """Copies the local program's ops; each knows the module and the line of what it computes
-        or moves.
-        """
+        """Copy the local program's ops, each with the module and the line of its origin."""
         traced = {n.name: n.meta for n in self.traced.gm.graph.nodes if n.op == "call_function"}
         root = self._root_stack()
         causes = {node.name: self._cause(node, traced) for node in self.plan.graph.nodes}
         last: dict[str, Any] = root
-        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {
-            "meta"
-        }  # a program without weights stays one
+        # A program on meta stays on meta.
+        is_meta = {e.value.device.type for e in self.entries if e.is_tensor} == {"meta"}
         for node in self.local.gm.graph.nodes:
             if node.op != "call_function":
                 continue
@@ -238,8 +267,10 @@ class Build:
         return {"nn_module_stack": {"": ("", "torch.nn.modules.module.Module")}}
 
     def _cause(self, node: Node, traced: Mapping[str, dict[str, Any]]) -> dict[str, Any] | None:
-        """What the exported graph knows of the op that an op comes from; of a moved value's
-        origin, or its first reader's.
+        """The exported graph's metadata of a node's origin.
+
+        That of a reshard is the op whose result it reshards; for an input, the op that reads it
+        first.
         """
         while node.kind in ("move", "constrain"):
             node = node.operands[0].node
@@ -250,7 +281,7 @@ class Build:
 
     @cached_property
     def _users(self) -> dict[int, list[Node]]:
-        """Per node the ops that read its results, through moves."""
+        """Per node the ops that read its results, directly or resharded."""
         found: dict[int, list[Node]] = {}
         for node in self.plan.graph.nodes:
             for value in node.operands:
@@ -261,7 +292,7 @@ class Build:
         return found
 
     def _cut(self, value: Any, spec: P, copies: dict[Any, torch.Tensor]) -> Any:
-        """A copy of this rank's part; one tensor under two paths stays one."""
+        """A copy of this rank's shard; tied tensors stay tied."""
         if not isinstance(value, torch.Tensor):
             return value
         key = (memory_of(value), spec, isinstance(value, nn.Parameter))
@@ -275,7 +306,7 @@ class Build:
         return copies[key]
 
     def _values(self, signature: "ExportGraphSignature", state: Mapping[str, torch.Tensor]) -> None:
-        """Each node's value on this rank, as shapes: ``meta["val"]``."""
+        """Set ``meta["val"]`` of each node: a fake tensor of this rank's shape."""
         mode = FakeTensorMode(allow_non_fake_inputs=True)
         cuts = {e.spec.arg.name: e.cut for e in self.entries}
         held = {**self.constants, **state}
@@ -329,7 +360,7 @@ def _kept(meta: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_key(signature: Any) -> Any:
-    """The signature of the whole program with one more keyword argument, the last."""
+    """The signature of the whole program with the key as its last keyword argument."""
     from torch.export.graph_signature import TensorArgument
 
     args, kwargs = pytree.tree_unflatten(range(signature.in_spec.num_leaves), signature.in_spec)

@@ -1,4 +1,4 @@
-"""Exported programs that cannot be one program of all ranks: refused, with the line."""
+"""Refuse exported programs that cannot be sharded, with the source line."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,10 +14,10 @@ from ftp.source import told_line
 
 
 def check_program(program: Any, draws: bool) -> None:
-    """Raises an InputError for all that cannot be one program of ranks, each with its line.
+    """Raise an InputError that lists everything that cannot be sharded, with source lines.
 
     Args:
-        draws: whether random ops draw from a key that the program will take.
+        draws: random ops will draw from a key that the program takes.
     """
     from torch.export import ExportedProgram
     from torch.export.graph_signature import InputKind, OutputKind
@@ -126,7 +126,7 @@ def _unfit(node: fx.Node, draws: bool) -> list[str]:
 
 
 def _is_symbolic(node: fx.Node) -> bool:
-    """Whether a value is a number, or has a size, that is known only when the program runs."""
+    """Whether a value is a number, or has a size, known only at run time."""
     vals = pytree.tree_leaves(node.meta.get("val"))
     numbers = [
         *(v for v in vals if not isinstance(v, torch.Tensor)),

@@ -1,5 +1,5 @@
-"""The modules of an exported program: their calls, what each call reads and gives, and which
-layer reads a weight.
+"""Modules of an exported program: their calls with inputs and outputs, and the kind of layer that
+reads a weight.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Signature:
-    """The tensors that a call was made with and that it gave, by position and by keyword; None
-    for what is no tensor of the graph.
-    """
+    """Arguments and results of a call; None for what is not a tensor of the graph."""
 
     args: tuple[fx.Node | None, ...]
     kwargs: dict[str, fx.Node | None]
@@ -33,9 +31,9 @@ class Call:
     """One call of a module.
 
     Attributes:
-        reads: the values from outside that its ops read, state aside, in the order of first use.
-        gives: the values that are used outside.
-        signature: where the exporter was told to keep it (``preserve_module_call_signature``).
+        reads: outside values that its ops read, without state, in order of first use.
+        gives: its values that are used outside.
+        signature: None unless exported with ``preserve_module_call_signature``.
     """
 
     module: str
@@ -46,9 +44,7 @@ class Call:
 
 
 def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, str]:
-    """The path of every module that runs or holds state, and its class' name where the graph
-    tells it.
-    """
+    """``{path: class name}`` of modules that run or hold state; "" where the graph has no name."""
     found: dict[str, str] = {}
     for node in program.graph.nodes:
         for path, kind in (node.meta.get("nn_module_stack") or {}).values():
@@ -65,12 +61,12 @@ def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, st
 def calls_of(
     program: "ExportedProgram", signatures: "Sequence[tuple[str, ModuleCallSignature]]"
 ) -> dict[str, list[Call]]:
-    """Per module its calls, in order.
+    """Each module's calls, in order.
 
     Args:
         program: a functional program.
-        signatures: of calls, by path with ``@1`` behind that of a second call, as the program it
-            was made from has them.
+        signatures: call signatures of the original program, ``(path, signature)``; the path of a
+            second call ends with ``@1``.
     """
     inputs = set(program.graph_signature.user_inputs)
     named = {node.name: node for node in program.graph.nodes}
@@ -114,8 +110,7 @@ def _signature(
     kept: "ModuleCallSignature", named: dict[str, fx.Node], reads: set[fx.Node], gives: set[fx.Node]
 ) -> Signature:
     def found(arguments: Sequence[Any], among: set[fx.Node]) -> list[Any]:
-        # A leaf that pytree does not take apart, and that is None where the graph does not tell the
-        # value.
+        # Nodes are leaves to pytree; None stands for a value that is not in the graph.
         return [
             node if (node := named.get(getattr(a, "name", ""))) in among else None
             for a in arguments
@@ -136,7 +131,7 @@ def _leaf(value: Any) -> fx.Node | None:
 
 
 def memory_of(tensor: torch.Tensor) -> Any:
-    """Equal for tensors that are one: the same elements of the same memory."""
+    """A key that is equal for tensors of the same elements in the same memory."""
     return (
         tensor.untyped_storage()._cdata,
         tensor.storage_offset(),
@@ -153,8 +148,7 @@ _LINEAR = {
     aten.matmul.default: 1,
     aten.bmm.default: 1,
 }
-# A linear layer's weight is broadcast along the batch where the layer decomposes into a batched
-# product.
+# ``expand`` too: a linear layer that decomposes into a batched matmul broadcasts its weight.
 _VIEWS = {
     aten._to_copy.default,
     aten.detach.default,
@@ -169,10 +163,10 @@ _VIEWS = {
 
 
 def reader_of(program: "ExportedProgram", module: str, weight: str) -> str | None:
-    """Whether a linear layer or an embedding reads a weight."""
+    """ "linear" or "embedding", by what reads the weight; None if neither or both do."""
     signature = program.graph_signature
     held = {**program.state_dict, **program.constants}
-    # A tied weight is read under one of its names.
+    # The graph reads a tied weight under one of its names.
     names = {
         name
         for name, path in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items()
@@ -187,7 +181,7 @@ def reader_of(program: "ExportedProgram", module: str, weight: str) -> str | Non
 
 
 def _readers(node: fx.Node) -> list[tuple[str, str]]:
-    """What reads a weight, through views of it, and in which module."""
+    """``(kind, module)`` of the layers that read a weight or a view of it."""
     found = []
     for user in node.users:
         stack = list((user.meta.get("nn_module_stack") or {}).values())

@@ -1,5 +1,5 @@
-"""Random ops of an exported program, drawn from a key as ``ftp.functionalize`` draws those of
-the module it was exported from.
+"""Random ops of an exported program: draw them from a key, the numbers that ``ftp.functionalize``
+draws for the exported module.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from ftp.random.torch_functions import DRAWN, Draws
 from ftp.tracing.recorder import is_deterministic
 
 aten = torch.ops.aten
-# torch's functions with the arguments of the op of the same name; in-place ones are ops of their
-# own without the mutation.
+# torch's function for an op, with the same arguments. Ops of in-place functions have out-of-place
+# forms.
 _SAME: dict[Any, Any] = {
     aten.alpha_dropout: torch.alpha_dropout, aten.bernoulli: torch.bernoulli,
     aten.dropout: torch.dropout, aten.feature_alpha_dropout: torch.feature_alpha_dropout,
@@ -48,7 +48,7 @@ _IN_PLACE = {
 
 
 def is_random(node: fx.Node) -> bool:
-    """Whether a node draws random numbers."""
+    """Whether a node's op draws random numbers."""
     args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))  # type: ignore[misc]
     return _is_random(node.target, args, kwargs)  # type: ignore[arg-type]
 
@@ -60,7 +60,7 @@ def _is_random(target: Any, args: Any, kwargs: Any) -> bool:
 
 
 def undrawn(node: fx.Node) -> str | None:
-    """Why a node's numbers cannot be drawn from a key; None where they can."""
+    """Why a node cannot draw from a key; None if it can."""
     packet = node.target.overloadpacket  # type: ignore[union-attr]
     if packet in _SAME or packet in _FILLED or packet in _IN_PLACE or packet is aten.native_dropout:
         return None
@@ -68,7 +68,7 @@ def undrawn(node: fx.Node) -> str | None:
 
 
 def drawn(target: Any, args: Any, kwargs: Any) -> Callable[[Draws], Any] | None:
-    """What draws in place of an op; None for one that is not random."""
+    """A function that draws an op's result from a key; None if the op is not random."""
     if not _is_random(target, args, kwargs):
         return None
     packet = target.overloadpacket
@@ -76,7 +76,7 @@ def drawn(target: Any, args: Any, kwargs: Any) -> Callable[[Draws], Any] | None:
         return partial(_native_dropout, x=args[0], p=args[1])
     if packet in _FILLED:
         function = _FILLED[packet]
-        # The tensor is filled, so a copy of it does.
+        # It fills its tensor: give it a copy.
         return lambda draws: DRAWN[function](draws, function, args[0].clone(), *args[1:], **kwargs)
     function = _SAME[packet]
     given = {k: v for k, v in kwargs.items() if k not in ("layout", "pin_memory", "memory_format")}
@@ -89,6 +89,6 @@ def _native_dropout(draws: Draws, x: Tensor, p: float) -> tuple[Tensor, Tensor]:
 
 
 def module_of(node: fx.Node) -> str:
-    """The path of the module that a node runs in."""
+    """The path of a node's module."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     return stack[-1][0].split("@")[0] if stack else ""

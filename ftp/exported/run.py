@@ -1,4 +1,4 @@
-"""Running the exported programs of ranks: on process groups, or all of them in this process."""
+"""Run exported programs of ranks, on process groups or all in this process."""
 
 import copy
 from collections.abc import Sequence
@@ -21,14 +21,35 @@ if TYPE_CHECKING:
 
 
 def bind(program: "ExportedProgram", mesh: AnyMesh | None = None) -> "ExportedProgram":
-    """A program made for this rank without processes, or loaded from a file, on the process
-    groups of ``mesh``.
+    """Put a program that was made without processes, or loaded from a file, on process groups.
+
+    Args:
+        program: this rank's, of ``ftp.shard_exported``.
+        mesh: a mesh of processes; None for the one in use.
+
+    Returns:
+        A copy whose collectives use the groups of ``mesh``.
+
+    Raises:
+        MeshError: a mesh that this process is not part of.
+
+    >>> import ftp
+    >>> model, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    >>> program = torch.export.export(model, (x,))
+    >>> local = ftp.shard_exported(program, ftp.AbstractMesh(1, "tp"), {"weight": ftp.P("tp")})
+    >>> torch.distributed.init_process_group(
+    ...     "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    ... )
+    >>> bound = bind(local, ftp.make_mesh(1, "tp", device_type="cpu"))
+    >>> torch.equal(bound.module()(x), model(x))
+    True
+    >>> torch.distributed.destroy_process_group()
     """
     m = resolve(mesh)
     require_coordinate(m)
     module = copy.deepcopy(program.graph_module)
     for node, old in zip(module.graph.nodes, program.graph.nodes, strict=True):
-        node.name = old.name  # a copy renames what is called as a builtin is, such as input
+        node.name = old.name  # a copy renames a node with a builtin's name, such as input
     for node in _collectives(module.graph):
         name = node.args[-1]
         assert isinstance(name, str)
@@ -44,15 +65,29 @@ def simulate(
     mesh: AnyMesh | None,
     arguments: Sequence[tuple[Any, ...]],
 ) -> list[Any]:
-    """Runs the programs of all ranks, in the mesh's order, in this process; what they mutate is
-    written to their state.
+    """Run the programs of all ranks in this process; mutated buffers are written to their state.
 
     Args:
-        arguments: per rank its positional arguments; keyword arguments as a dict at the end, where
-            the program has some.
+        programs: one for each rank, row-major on the mesh, for a mesh without processes.
+        mesh: the mesh that they were made for; None for the one in use.
+        arguments: per rank its positional arguments, local shards; for a program with keyword
+            arguments, followed by a dict of them.
 
     Returns:
-        Per rank its result.
+        The result of each rank.
+
+    Raises:
+        MeshError: not one program and one tuple of arguments for each rank; programs bound to
+            process groups.
+        InputError: arguments that do not fit a program's signature.
+
+    >>> import ftp
+    >>> model, x = torch.nn.Linear(4, 2), torch.ones(1, 4)
+    >>> mesh, specs = ftp.simulated_mesh(2, "tp"), {"weight": ftp.P(None, "tp")}
+    >>> program = torch.export.export(model, (x,))
+    >>> ranks = [ftp.shard_exported(program, mesh, specs, rank=r) for r in range(2)]
+    >>> torch.allclose(simulate(ranks, mesh, [(x,), (x,)])[1], model(x))
+    True
     """
     m = resolve(mesh)
     if len(programs) != m.size() or len(arguments) != m.size():

@@ -1,4 +1,4 @@
-"""An exported program to the one of a rank: specs, one trace, one plan."""
+"""``shard_exported``: from an exported program to one rank's: specs, one trace, one plan."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -46,40 +46,40 @@ def shard_exported(
     rng: bool = False,
     strict: bool = False,
 ) -> "ExportedProgram":
-    """One rank's program of an exported forward pass: same signature, local state, collectives in
-    its graph.
-
-    What is not cut by a spec is on every rank. The input program is left as it is; the tensors of
-    the new one are copies.
+    """Shard an exported forward pass: the program of one rank, with its collectives in the graph.
 
     Args:
-        exported_program: what ``torch.export.export`` gave, decomposed or not, of fixed shapes.
-        mesh: any mesh; None for the one in use. Programs for a mesh without processes, and for
-            other ranks, name their groups ``sim:`` and the axis; ``bind`` gives them a process' own
-            groups, ``simulate`` runs all of them in one process.
+        exported_program: of ``torch.export.export``, decomposed or not, with fixed shapes; it is
+            not changed.
+        mesh: any mesh; None for the one in use. Programs for a mesh without processes, or for
+            another rank, name their groups ``sim:`` and the axis: ``ftp.exported.simulate`` runs
+            them in one process, ``ftp.exported.bind`` puts one on a process' groups.
         styles_or_specs: ``{pattern: P}`` over paths of the state dict, non-persistent buffers and
-            constants, as in ``ftp.plan``; ``{pattern: style}`` over module paths with torch's
+            constants, as in ``ftp.plan``; or ``{pattern: style}`` over module paths, with torch's
             ``ColwiseParallel``, ``RowwiseParallel`` or ``SequenceParallel``, classes or instances,
-            or ``PrepareModuleInput``, ``-Output`` or ``-InputOutput``. ``{}`` replicates
-            everything.
-        rank: whose program; default this process', on a mesh without processes the first. Row-major
-            on the mesh, or a rank of the world on a mesh of processes.
+            or instances of ``PrepareModuleInput``, ``PrepareModuleOutput`` or
+            ``PrepareModuleInputOutput``. What no entry matches is replicated.
+        rank: default this process'; on a mesh without processes 0. On a mesh of processes a rank of
+            the world, else row-major on the mesh.
         in_specs: one ``P``, a tuple for the positional arguments, or ``{argument: specs}``; the
-            program then takes local shards.
-        out_specs: prefix tree of the result; None leaves the choice to propagation.
-        rng: random ops draw from a key, ``ftp.random.key(seed)``, which the program takes as one
-            more keyword argument, ``rng=``: the same numbers on any mesh as
-            ``ftp.functionalize(model)`` draws from it. Otherwise they are errors.
-        axis: the mesh axis that styles cut over; default the only one, or "tp".
-        strict: an op without a sharding rule is an error, rather than replicated with a warning.
+            program takes local shards. Default replicated.
+        out_specs: prefix tree of the result; None lets the planner choose. Default replicated.
+        axis: the mesh axis that styles shard over; default the only one, or "tp".
+        rng: the program takes a key ``rng=ftp.random.key(seed)``, from which random ops draw the
+            numbers that ``ftp.functionalize(model)`` draws, on any mesh. Else they are an error.
+        strict: an op without a sharding rule is an error; else it is replicated with a warning.
+
+    Returns:
+        An ``ExportedProgram`` of the same signature, with copies of this rank's shards as state.
 
     Raises:
-        SpecError: specs, patterns and styles that do not fit. InputError: a program that is not
-            supported, with the line.
+        SpecError: specs, patterns or styles that do not fit.
+        InputError: a program that is not supported, with the source line.
 
     >>> import ftp
     >>> program = torch.export.export(torch.nn.Linear(6, 4), (torch.ones(2, 6),))
-    >>> local = ftp.shard_exported(program, ftp.AbstractMesh((3,), ("tp",)), {"weight": ftp.P(None, "tp")}, rank=1)
+    >>> mesh, specs = ftp.AbstractMesh((3,), ("tp",)), {"weight": ftp.P(None, "tp")}
+    >>> local = ftp.shard_exported(program, mesh, specs, rank=1)
     >>> local.state_dict["weight"].shape
     torch.Size([4, 2])
     >>> [str(n.target) for n in local.graph.nodes if "all_reduce" in str(n.target)]
@@ -105,9 +105,7 @@ def shard_exported(
 
 
 def _functional(program: "ExportedProgram") -> "ExportedProgram":
-    """The program without changes in place; signatures of calls, which torch does not carry
-    over, are left behind.
-    """
+    """The program without in-place ops and call signatures, which torch does not carry over."""
     if not is_training(program):
         return program
     bare = copy.copy(program)
@@ -127,7 +125,7 @@ def _signatures(program: "ExportedProgram") -> "list[tuple[str, ModuleCallSignat
 
 
 def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
-    """The input that random ops draw from."""
+    """The input for the random key."""
     from torch.export.graph_signature import InputKind, InputSpec, TensorArgument
 
     if any(e.spec.arg.name == KEY for e in entries):
@@ -142,7 +140,7 @@ def _key_entry(entries: Sequence[Entry], mesh: Mesh) -> Entry:
 
 
 def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
-    """A rank's position on the mesh, and whether it is this process'."""
+    """A rank's coordinate, and whether it is this process'."""
     if rank is None:
         return (
             (require_coordinate(mesh), True)
@@ -158,9 +156,7 @@ def _coordinate(mesh: Mesh, rank: int | None) -> tuple[dict[str, int], bool]:
 
 
 def _state(program: "ExportedProgram") -> dict[str, torch.Tensor]:
-    """Every tensor that the graph takes beside the user's inputs, and those that it does not
-    take, by path.
-    """
+    """All tensors of the state dict and the constants, by path, used by the graph or not."""
     held = {
         **program.state_dict,
         **{k: v for k, v in program.constants.items() if isinstance(v, torch.Tensor)},
@@ -217,9 +213,7 @@ def _out_specs(
     mesh: Mesh,
     given: Any,
 ) -> list[P | None]:
-    """A spec per output of the functional graph: what is written back lies as what it is written
-    to.
-    """
+    """A spec per output of the functional graph; a mutated input or buffer keeps its own."""
     from torch.export.graph_signature import OutputKind, TensorArgument
 
     leaves = iter(result_specs(program, given))
@@ -263,8 +257,8 @@ CHECKS = {
 
 
 class _Replay(fx.Interpreter):
-    """Runs the exported graph, telling the line and the module of each op, with the values at
-    module boundaries pinned.
+    """Runs the exported graph for a trace: records each op's line and module, and constrains the
+    values of ``pins``.
     """
 
     def __init__(self, module: fx.GraphModule, pins: Sequence[Pin]):
@@ -274,7 +268,7 @@ class _Replay(fx.Interpreter):
         self.draws = Draws(None, "the program")
         self._read: dict[tuple[fx.Node, fx.Node], tuple[Pin, ...]] = {}
         self._given: dict[fx.Node, list[Pin]] = {}
-        # What enters passes the outer module first, what leaves the inner one.
+        # Inputs enter the outer module first, outputs leave the inner one first.
         for pin in sorted(pins, key=lambda pin: len(pin.call.nodes)):
             if not pin.is_read:
                 self._given.setdefault(pin.node, []).append(pin)

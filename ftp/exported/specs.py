@@ -1,6 +1,4 @@
-"""What cuts an exported program: path patterns or styles to a spec for each tensor of its state,
-its inputs and its outputs.
-"""
+"""Specs of an exported program's state, inputs and outputs, from path patterns and styles."""
 
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
@@ -28,15 +26,15 @@ def state_specs(
     axis: str | None,
     signatures: "Sequence[tuple[str, ModuleCallSignature]]",
 ) -> tuple[dict[str, P], list[Pin]]:
-    """A spec for every tensor of ``state`` {path: tensor}, and what the styles pin.
+    """A spec for every tensor of ``state`` {path: tensor}, and the styles' constraints on values.
 
     Args:
         given: ``{path pattern: P}``, ``{module-path pattern: style}``, or both in one dict.
-        axis: the mesh axis that styles cut over.
-        signatures: of the calls of modules, as ``calls_of`` takes them.
+        axis: the mesh axis that styles shard over.
+        signatures: of module calls, as for ``calls_of``.
 
     Raises:
-        SpecError: all that does not fit, at once.
+        SpecError: lists everything that does not fit.
     """
     if not isinstance(given, Mapping):
         hint = f" For one spec everywhere give {{'**': {given}}}." if isinstance(given, P) else ""
@@ -100,9 +98,7 @@ def _style_axis(mesh: Mesh, axis: str | None) -> str:
 
 
 def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
-    """Per path every path of the same tensor, its own first; a graph reads a tied weight under
-    one of them.
-    """
+    """Per path all paths of the same tensor, its own first."""
     by_memory: dict[Any, list[str]] = {}
     for path, value in state.items():
         by_memory.setdefault(memory_of(value), []).append(path)
@@ -113,9 +109,7 @@ def tied_paths(state: Mapping[str, torch.Tensor]) -> dict[str, list[str]]:
 
 
 def argument_specs(program: "ExportedProgram", mesh: Mesh, given: Any) -> list[P]:
-    """A spec per flat user input, from one ``P``, a tuple for the positional arguments, or a
-    dict {argument: specs}.
-    """
+    """A spec per flat user input, from ``in_specs``."""
     signature = program.module_call_graph[0].signature
     assert signature is not None
     args, kwargs = _numbered(signature.in_spec)
@@ -149,7 +143,7 @@ def argument_specs(program: "ExportedProgram", mesh: Mesh, given: Any) -> list[P
 
 
 def result_specs(program: "ExportedProgram", given: Any) -> list[P | None]:
-    """A spec per flat user output; None where propagation is to choose."""
+    """A spec per flat user output; None where the planner chooses."""
     signature = program.module_call_graph[0].signature
     assert signature is not None
     n = signature.out_spec.num_leaves
@@ -161,7 +155,7 @@ def result_specs(program: "ExportedProgram", given: Any) -> list[P | None]:
 
 
 def names_of_leaves(program: "ExportedProgram", results: bool) -> list[str]:
-    """What each flat user input, or output, is called in messages."""
+    """The name of each flat user input, or output, for messages."""
     signature = program.module_call_graph[0].signature
     assert signature is not None
     spec = signature.out_spec if results else signature.in_spec
@@ -181,12 +175,12 @@ def names_of_leaves(program: "ExportedProgram", results: bool) -> list[str]:
 
 
 def _numbered(spec: pytree.TreeSpec) -> Any:
-    """The tree with a tensor at each leaf that holds the leaf's number."""
+    """The tree with its leaves' numbers, as 0-d tensors, at its leaves."""
     return pytree.tree_unflatten([torch.tensor(i) for i in range(spec.num_leaves)], spec)
 
 
 def _spread(spec: Any, tree: Any, name: str, specs: list[P]) -> None:
-    """Writes the specs of a prefix tree to the places that the leaves of ``tree`` number."""
+    """Write a prefix tree of specs to ``specs``, at the numbers in ``tree``."""
     if isinstance(spec, P):
         for at in pytree.tree_leaves(tree):
             specs[int(at)] = spec

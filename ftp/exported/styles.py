@@ -1,9 +1,9 @@
-"""PyTorch's styles on the modules of an exported program: specs of its state, and where the
-values at a module's boundary live.
+"""torch's styles on the modules of an exported program: specs of its state, and constraints on the
+values that its modules take and return.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import EllipsisType
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from ftp.errors import SpecError
 from ftp.exported.module_calls import Call, calls_of, modules_of, reader_of
 from ftp.functional.module_constraints import Constraint, Pins
 from ftp.ops.constrain import entries_over
-from ftp.plans.styles import read_style, shard_spec
+from ftp.plans.styles import base_style, read_style, torch_styles
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
 
@@ -25,8 +25,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, eq=False)
 class Pin:
-    """Where a value that a call of a module reads, or one that it gives, lives over ``axis``:
-    specs that hold one after the other.
+    """A constraint on a value that a call of a module reads or returns.
+
+    Attributes:
+        is_read: the value is an input of the call, else an output.
+        specs: applied one after the other, over ``axis`` only.
     """
 
     call: Call
@@ -37,33 +40,25 @@ class Pin:
 
 
 LAYERS = ("ColwiseParallel", "RowwiseParallel")
-AROUND = (
-    "SequenceParallel",
-    "PrepareModuleInput",
-    "PrepareModuleOutput",
-    "PrepareModuleInputOutput",
-)
 
 
 def check_style(pattern: str, style: Any) -> str | None:
-    """What is wrong with the value of a plan that is no spec."""
-    import torch.distributed.tensor.parallel as torch_styles
-
+    """What is wrong with a value of a plan that is not a spec; None if nothing is."""
     kind = style if isinstance(style, type) else type(style)
-    known = {getattr(torch_styles, name): name for name in LAYERS + AROUND}
-    if kind not in known:
-        base = next((known[b] for b in kind.__mro__ if b in known), None)
+    known = [reader.__name__ for reader in torch_styles()]
+    if kind not in torch_styles():
+        base = base_style(kind)
         why = (
             f" It is a subclass of {base}, and what it changes of that is unknown." if base else ""
         )
         return (
             f"{pattern!r} has {style!r}, {kind_of(style)}; an exported program takes a P for a"
             " path of its state, or for a module's path"
-            f" one of torch's {', '.join(known.values())}.{why}"
+            f" one of torch's {', '.join(known)}.{why}"
         )
-    if style is kind and known[kind].startswith("Prepare"):
+    if style is kind and kind.__name__.startswith("Prepare"):
         return (
-            f"{pattern!r} has the class {known[kind]}, which says nothing without its layouts."
+            f"{pattern!r} has the class {kind.__name__}, which says nothing without its layouts."
             " Give an instance."
         )
     return None
@@ -71,7 +66,7 @@ def check_style(pattern: str, style: Any) -> str | None:
 
 @dataclass
 class StyleReader:
-    """What the styles of a plan say of one functional program."""
+    """Reads the styles of a plan for one functional program."""
 
     program: "ExportedProgram"
     state: Mapping[str, torch.Tensor]
@@ -89,29 +84,35 @@ class StyleReader:
         return calls_of(self.program, self.signatures)
 
     def read(self, module: str, style: Any) -> dict[str, P]:
-        """The specs of the module's state; what the style pins is added to ``pins``."""
+        """The specs of the module's state; the style's constraints are added to ``pins``."""
         kind = style if isinstance(style, type) else type(style)
         label = f"{kind.__name__} at {module!r}"
-        if kind.__name__ in LAYERS:
-            return self._layer(module, style, kind, label)
+        is_layer = kind.__name__ in LAYERS
+        layer = self._layer(module, label) if is_layer else nn.Identity()
+        if layer is None:
+            return {}
         try:
-            part = read_style(style() if style is kind else style, module, nn.Identity(), self.axis)
+            part = read_style(style() if style is kind else style, module, layer, self.axis)
         except SpecError as error:
             self.failures.append(f"{label}: {str(error).removeprefix(f'{kind.__name__}: ')}")
             return {}
-        if constraint := part.constraints.get(""):
+        constraint = part.constraints.get("")
+        if constraint and is_layer:
+            default = read_style(kind(), module, layer, self.axis).constraints[""]
+            constraint = _without_defaults(constraint, default)
+        if constraint:
             self._pin_all(module, constraint, label)
         prefix = f"{module}." if module else ""
-        return (
-            {path: P() for path in self.state if path.startswith(prefix)}
-            if kind.__name__ == "SequenceParallel"
-            else {}
-        )
+        if is_layer:
+            return {f"{prefix}{name}": part.specs.get(name, P()) for name in _held(layer)}
+        if kind.__name__ == "SequenceParallel":
+            return {path: P() for path in self.state if path.startswith(prefix)}
+        return {}
 
-    def _layer(self, module: str, style: Any, kind: type, label: str) -> dict[str, P]:
-        """A linear layer or an embedding."""
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
-
+    def _layer(self, module: str, label: str) -> nn.Module | None:
+        """A meta layer of the kind and with the parameters of the one at ``module``; None after a
+        failure.
+        """
         weight, bias = (f"{module}.{name}" if module else name for name in ("weight", "bias"))
         if weight not in self.state:
             held = [path for path in self.state if path.startswith(f"{module}." if module else "")]
@@ -119,52 +120,17 @@ class StyleReader:
                 f"{label}: {weight!r} is missing from the program's state, which holds"
                 f" {', '.join(map(repr, held)) or 'nothing'} there."
             )
-            return {}
+            return None
         reader = reader_of(self.program, module, weight)
         if reader is None:
             self.failures.append(
                 f"{label}: {weight!r} is read by no linear layer or embedding. Give its spec:"
                 f" {{{weight!r}: P(...)}}."
             )
-            return {}
-        is_columns = kind is ColwiseParallel
-        if reader == "linear":
-            specs = {
-                weight: P(self.axis, None) if is_columns else P(None, self.axis),
-                bias: P(self.axis) if is_columns else P(),
-            }
-        else:
-            specs = {weight: P(None, self.axis) if is_columns else P(self.axis, None)}
-        if style is not kind:
-            fresh = kind()
-            if not is_columns and reader == "embedding":
-                fresh = RowwiseParallel(
-                    input_layouts=style.input_layouts[0]
-                )  # torch's own default cuts nothing that a lookup has
-            inputs, outputs = (
-                None
-                if getattr(style, name) == getattr(fresh, name)
-                or (name == "output_layouts" and not is_columns and _is_pending(style))
-                else self._layout(getattr(style, name), label, name)
-                for name in ("input_layouts", "output_layouts")
-            )
-            if inputs is not None or outputs is not None:
-                self._pin_all(
-                    module, Constraint(inputs=(inputs, ...), outputs=outputs, axes=self.axis), label
-                )
-        return {path: spec for path, spec in specs.items() if path in self.state}
-
-    def _layout(self, layouts: Sequence[Any], label: str, name: str) -> P | None:
-        from torch.distributed.tensor import Replicate, Shard
-
-        layout = layouts[0] if len(layouts) == 1 else layouts
-        if type(layout) not in (Replicate, Shard):
-            self.failures.append(
-                f"{label} has {name} {layout}; only Shard(dim) and Replicate() say where a value"
-                " lies."
-            )
             return None
-        return shard_spec(layout.dim, self.axis) if isinstance(layout, Shard) else P()
+        if reader == "embedding":
+            return nn.Embedding(1, 1, device="meta")
+        return nn.Linear(1, 1, bias=bias in self.state, device="meta")
 
     def _pin_all(self, module: str, constraint: Constraint, label: str) -> None:
         """Pins what the constraint says, at every call of the module."""
@@ -253,11 +219,18 @@ class StyleReader:
         self.pins.append(Pin(call, node, what.startswith(("input", "keyword")), specs, self.axis))
 
 
-def _is_pending(style: Any) -> bool:
-    """Whether a row-wise layer's output is left a pending sum, which the planner reduces where
-    that costs least.
+def _held(layer: nn.Module) -> list[str]:
+    return [name for name, _ in layer.named_parameters()]
+
+
+def _without_defaults(constraint: Constraint, default: Constraint) -> Constraint | None:
+    """The constraint without the entries that a style has by default: those are left to the
+    planner, as a graph does not tell which of several inputs a layer reads.
     """
-    return all(layout.is_partial() for layout in style.output_layouts)
+    inputs = None if constraint.inputs == default.inputs else constraint.inputs
+    outputs = None if constraint.outputs == default.outputs else constraint.outputs
+    made = replace(constraint, inputs=inputs, outputs=outputs)
+    return made if made.specs() else None
 
 
 def _keep(module: str) -> str:

@@ -1,5 +1,5 @@
-"""Hooks that a model has on gradients: those of its parameters run, those that torch.func cannot
-run are refused by name.
+"""Gradient hooks of a model: run those on parameters, refuse by name those that torch.func cannot
+run.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,11 +20,11 @@ _INSTEAD = (
 
 @dataclass(frozen=True)
 class GradientHooks:
-    """The hooks of a model when it was functionalized.
+    """The gradient hooks of a model at the time of ``functionalize``.
 
     Attributes:
-        of_parameters: {path: hooks}, as ``Tensor.register_hook`` registered them.
-        refused: what each of the other hooks is, with the parameter or module that has it.
+        of_parameters: ``{path: hooks}`` of ``Tensor.register_hook``.
+        refused: a description of each other hook, with its parameter or module.
     """
 
     of_parameters: Mapping[str, tuple[Callable[[Tensor], Any], ...]]
@@ -33,14 +33,14 @@ class GradientHooks:
     def registered(
         self, name: str, values: Mapping[str, Tensor], inputs: Any
     ) -> Mapping[str, Tensor]:
-        """``values`` {path: tensor} with the hooks of their parameters.
+        """``values`` {path: tensor} with their parameters' hooks registered.
 
-        Under torch.func the hooks are the given tensor's own, which lives as long as the transform:
-        however often the model is called, they see its whole gradient once. Else they are those of
-        an alias, as the tensor is its caller's.
+        Under torch.func on the given tensor, which lives as long as the transform: a model called
+        twice runs its hooks once, on the whole gradient. Else on an alias: the tensor is the
+        caller's.
 
         Raises:
-            TraceError: a hook that cannot run, where there is a gradient for it.
+            TraceError: a gradient is taken, and a hook cannot run.
         """
         if self.refused and any(map(_is_differentiated, (*values.values(), *flatten(inputs)[0]))):
             raise TraceError(
@@ -66,7 +66,7 @@ class GradientHooks:
 
 
 def gradient_hooks(model: nn.Module) -> GradientHooks:
-    """Those of the parameters that require a gradient, and of all modules."""
+    """The hooks of parameters that require a gradient, and of modules."""
     trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
     refused = [
         f"parameter {path!r} has a hook for its accumulated gradient"

@@ -1,6 +1,4 @@
-"""Constraints on modules: where inputs and outputs of a model's modules live, pinned by hooks as
-the model runs.
-"""
+"""Constraints on inputs and outputs of a model's modules, applied by hooks as the model runs."""
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -19,32 +17,30 @@ from ftp.sharding.pytree import kind_of, match_patterns
 from ftp.sharding.spec import P
 
 Pins = P | tuple[P | Gradient, ...] | None
-"""Where one tensor lives: a spec; several that hold one after the other, as it arrives and as it
-goes on; None leaves it alone.
-"""
+"""Constraint on one tensor: a spec; several specs, applied in order; None for no constraint."""
 
 
 @dataclass(frozen=True)
 class Constraint:
-    """Where a module's inputs and outputs live; ``None`` leaves one alone.
+    """Specs of a module's inputs and outputs, for ``ftp.functionalize(constraints=...)``.
 
-    A tensor's entry may be a tuple of specs, which hold one after the other: ``(P("tp"), P())``
-    arrives cut and goes on whole. ``Gradient(spec)`` among them speaks of the gradient alone.
+    Each tensor has an entry: a ``P``; a tuple of them, applied in order, such as ``(P("tp"), P())``
+    for an input that arrives sharded and is then gathered; or None for no constraint.
 
     Args:
         inputs: an entry for each positional argument of the module's forward; a trailing ``...``
-            leaves the rest alone.
-        kwargs: an entry for each keyword argument named.
-        outputs: the spec of its output tensor, or a tuple with an entry for each tensor that it
-            returns; of a dict that it returns, an entry for each value in order, or ``{key:
-            entry}`` for those named.
-        axes: the mesh axes that the specs speak of, as in ``ftp.constrain``; by default all.
-        grad: whether gradients are laid out so too, or left to the planner. "dtensor" is what
-            DTensor does: an output's gradient is laid out as the output, an input's as it arrived
-            where it goes on in another layout, and any other is left.
+            stands for None for the rest.
+        kwargs: ``{name: entry}`` of keyword arguments.
+        outputs: the entry of the output tensor; a tuple with an entry for each tensor of a returned
+            tuple or dict; or ``{key: entry}`` for a returned dict.
+        axes: the mesh axes that the specs are about, as in ``ftp.constrain``; default all. Over
+            other axes the planner chooses.
+        grad: True gives gradients the layouts of their values, False leaves them to the planner.
+            "dtensor" does as DTensor: an output's gradient has the output's layout; the gradient
+            of an input with two specs has the first; others are left to the planner.
 
     Raises:
-        SpecError: entries that are no such things.
+        SpecError: an entry of another type; a spec that names an axis outside of ``axes``.
 
     >>> Constraint(inputs=(P("dp", "tp", None),), outputs=(P("dp"), None)).outputs
     (P('dp'), None)
@@ -101,7 +97,7 @@ class Constraint:
                 raise SpecError(f"Constraint: {problem}")
 
     def specs(self) -> tuple[P, ...]:
-        """Every spec in it.
+        """All specs of all entries.
 
         >>> Constraint(inputs=((P("tp"), P()), None), outputs=P("tp")).specs()
         (P('tp'), P(), P('tp'))
@@ -138,8 +134,8 @@ _change: ContextVar[Callable[[str, Tensor], Tensor] | None] = ContextVar("change
 
 @contextmanager
 def outputs_through(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
-    """Inside, a tensor that a numbered module of a functionalized model returns, ``layers.3``,
-    goes through ``change(path, tensor)``.
+    """Inside the block, replace each output of a numbered module, such as ``layers.3``, by
+    ``change(path, tensor)``.
     """
     token = _change.set(change)
     try:
@@ -149,7 +145,7 @@ def outputs_through(change: Callable[[str, Tensor], Tensor]) -> Iterator[None]:
 
 
 def change_outputs(modules: Iterable[tuple[str, nn.Module]]) -> None:
-    """Hooks for `outputs_through` on modules that were just set up for one call."""
+    """Register the hooks of ``outputs_through`` for one call."""
     if (change := _change.get()) is None:
         return
     for path, module in modules:
@@ -165,6 +161,8 @@ def _changed(
 
 @dataclass(frozen=True)
 class Pin:
+    """A constraint on one module, with the pattern that named it."""
+
     pattern: str
     path: str
     constraint: Constraint
@@ -190,7 +188,7 @@ def pins_of(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tupl
 def named_modules(
     model: nn.Module, patterns: Mapping[str, Any], check: Callable[[str, Any], str | None]
 ) -> list[tuple[nn.Module, str, str, Any]]:
-    """The modules that patterns name: each with its path, and with the pattern and what it says."""
+    """The modules that patterns match, as ``(module, path, pattern, value)``."""
     paths: dict[nn.Module, list[str]] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         paths.setdefault(module, []).append(path)

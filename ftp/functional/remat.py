@@ -1,6 +1,4 @@
-"""``remat``: a block whose intermediate values are computed again for the backward pass instead
-of being kept.
-"""
+"""``remat``: recompute a block's intermediate values in the backward pass, not keep them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -28,14 +26,14 @@ POLICIES = ("nothing", "products", "collectives")
 
 @dataclass(frozen=True, eq=False)
 class Region:
-    """One recomputation of a block: its ops stay apart from the ops that they repeat, but for
+    """One recomputation of a block. Its ops are not merged with the forward pass' equal ops, except
     those that ``policy`` keeps.
     """
 
     policy: Policy
 
     def keeps(self, target: Any, is_product: bool) -> bool:
-        """Whether the result of the op ``target`` is kept from the forward pass."""
+        """Whether the forward pass' result of the op ``target`` is kept."""
         return (
             self.policy(target)
             if callable(self.policy)
@@ -48,22 +46,24 @@ class Region:
 
 
 def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., Any]:
-    """``fn``, with the values inside it computed again when the backward pass needs them: less
-    memory, more arithmetic.
+    """Recompute the values inside ``fn`` in the backward pass: less memory, more arithmetic.
 
-    Works under torch.func's transforms. What ``fn`` computes must follow from its arguments alone:
-    pass parameters and random keys.
+    Works under torch.func's transforms.
 
     Args:
-        fn: pure function of trees of tensors.
-        policy: what a sharded program keeps from the forward pass nevertheless: ``"nothing"``; the
-            results of ``"products"`` (matrix products, convolutions, attention); those of
-            ``"collectives"``, so that none is repeated; or of the ops for which a function of the
-            aten op returns True. Outside one all is computed again.
+        fn: pure function of trees of tensors. Parameters and random keys must be arguments: a
+            captured tensor would get no gradient.
+        policy: the results that a sharded program keeps all the same: ``"nothing"``;
+            ``"products"``, of matmuls, convolutions and attention; ``"collectives"``, so that none
+            is repeated; or a function of the aten op that returns True to keep its result. Outside
+            of a sharded program nothing is kept.
+
+    Returns:
+        A function with ``fn``'s arguments and results.
 
     Raises:
-        InputError: an unknown policy; a captured tensor that needs a gradient, which it would not
-            get.
+        InputError: not a function; an unknown policy; when called, a captured tensor that requires
+            a gradient.
 
     >>> block = remat(lambda w, x: torch.relu(x @ w))
     >>> torch.func.grad(lambda w: block(w, torch.ones(1, 2)).sum())(torch.ones(2, 1))
@@ -87,16 +87,17 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
             filled = list(leaves)
             for i, tensor in zip(at, tensors, strict=True):
                 filled[i] = tensor
-            again, kw = treedef.unflatten(filled)
-            out[:] = flatten(fn(*again, **kw))
+            given, by_name = treedef.unflatten(filled)
+            out[:] = flatten(fn(*given, **by_name))
             own = set(map(id, tensors))
-            # A result that is an argument would lose its place in autograd's graph.
+            # An argument that is returned as it is would lose its place in autograd's graph.
             return tuple(
                 x.view_as(x) if id(x) in own else x for x in out[0] if isinstance(x, Tensor)
             )
 
         name = getattr(fn, "__name__", type(fn).__name__)
-        results = iter(_Remat.apply(_Block(run, policy, name), *(leaves[i] for i in at)))  # type: ignore[arg-type]
+        applied: Any = _Remat.apply(_Block(run, policy, name), *(leaves[i] for i in at))
+        results = iter(applied)
         found, out_tree = out
         return out_tree.unflatten([next(results) if isinstance(x, Tensor) else x for x in found])
 
@@ -104,7 +105,7 @@ def remat(fn: Callable[..., Any], policy: Policy = "nothing") -> Callable[..., A
 
 
 def policy_problem(policy: Any, where: str) -> str | None:
-    """What is wrong with a policy given as ``where``."""
+    """What is wrong with a policy, named ``where`` in the message; None if nothing is."""
     if callable(policy) or policy in POLICIES:
         return None
     return (
@@ -117,7 +118,7 @@ _regions: list[Region] = []
 
 
 def current_region() -> Region | None:
-    """The recomputation that is going on."""
+    """The recomputation that runs now."""
     return _regions[-1] if _regions else None
 
 
@@ -181,13 +182,14 @@ class _Remat(torch.autograd.Function):
         ]
         given = tuple(tensors[i] for i in at), tuple(tangents[i] for i in at)
         with _recomputing(block.policy):
-            found = iter(torch.func.jvp(_of_some(block, tensors, at), *given)[1])  # type: ignore[arg-type]
+            pushed: Any = torch.func.jvp(_of_some(block, tensors, at), *given)[1]
+        found = iter(pushed)
         return tuple(next(found) if has else None for has in ctx.has_gradient)
 
 
 def _alive(tensors: Sequence[Any]) -> list[Any]:
-    """Without the wrappers of transforms that are over: a block in a block is differentiated
-    after the outer one has been run again.
+    """Unwrap tensors of transforms that have ended: an inner block's backward pass runs after the
+    outer block's recomputation.
     """
     return [unwrap_if_dead(x) if isinstance(x, Tensor) else x for x in tensors]
 
@@ -199,9 +201,7 @@ def _is_differentiable(x: Tensor) -> bool:
 def _of_some(
     block: _Block, tensors: Sequence[Tensor], at: Sequence[int]
 ) -> Callable[..., tuple[Tensor, ...]]:
-    """The block as a function of some of its arguments to those results that can have a
-    gradient.
-    """
+    """The block as a function of the arguments ``at``, to its differentiable results."""
 
     def some(*given: Tensor) -> tuple[Tensor, ...]:
         filled = list(tensors)
@@ -213,9 +213,7 @@ def _of_some(
 
 
 class _NoCaptures(TorchFunctionMode):
-    """Refuses tensors that a gradient is asked for and that came by another way than the
-    arguments.
-    """
+    """Refuse captured tensors that require a gradient."""
 
     def __init__(self, name: str, own: Sequence[Tensor]):
         super().__init__()

@@ -1,4 +1,4 @@
-"""``scan``: one block over layers whose parameters are stacked, as JAX's ``lax.scan``."""
+"""``scan``: apply one block over layers with stacked parameters, as JAX's ``lax.scan`` does."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,26 +23,29 @@ def scan(
     has_outputs: bool = False,
     remat: Policy | None = None,
 ) -> Any:
-    """``x`` through ``block`` once per layer: ``for i in range(n): x = block(layer_i, x)``, where
-    ``layer_i`` is ``stacked[..., i]``.
+    """Apply ``block`` layer after layer: ``for i in range(n): x = block(stacked[i], x)``, with leaf
+    i of ``stacked`` indexed along dim 0.
 
-    Works under every transform of torch.func, on one device and inside ``ftp.shard`` and
-    ``ftp.spmd``. There the layers are planned as one, and a slice of a stack is gathered or reduced
-    by itself: a rank holds at once what one layer needs, not the stack.
+    Works under every transform of torch.func, on one device and in sharded programs. There the
+    layers are planned as one, and each layer's slice is gathered and its gradient reduced alone: a
+    rank holds one layer's gathered parameters at a time, not the stack's.
 
     Args:
-        block: ``block(layer, x) -> x``, pure; ``layer`` is a tree like ``stacked`` with dim 0 gone.
-            What it gives has ``x``'s structure, shapes and dtypes.
-        stacked: a tree of tensors of one size along dim 0: parameters, and whatever else each layer
-            has of its own, such as random keys. Specs leave dim 0 whole: ``P(None, None, "tp")``.
-        x: a tree of tensors, what the first layer takes.
-        has_outputs: ``block`` gives ``(x, outputs)``, and so does this, with the layers' outputs
-            stacked along dim 0.
-        remat: a policy of ``ftp.remat``, to compute each block again for the backward pass.
+        block: pure, ``block(layer, x) -> x``. ``layer`` is ``stacked`` without dim 0; the result
+            has the structure, shapes and dtypes of ``x``.
+        stacked: tree of tensors of shape (n, ...): parameters, and other inputs of a layer, such as
+            random keys. Specs leave dim 0 whole: ``P(None, None, "tp")``.
+        x: tree of tensors, the input of the first layer.
+        has_outputs: ``block`` returns ``(x, outputs)``.
+        remat: a policy of ``ftp.remat``, to recompute each block in the backward pass.
+
+    Returns:
+        The last layer's ``x``; with ``has_outputs``, ``(x, outputs)``, the layers' outputs stacked
+        along dim 0.
 
     Raises:
-        InputError: leaves that differ in size along dim 0, or are no tensors; a block that gives
-            other than it takes.
+        InputError: leaves of different sizes along dim 0, or not tensors; a block whose result
+            differs from ``x`` in structure, shape or dtype.
 
     >>> weights = torch.tensor([[2.0], [3.0]])
     >>> scan(lambda w, x: w * x, weights, torch.ones(1))
@@ -81,7 +84,7 @@ def scan(
 
 
 def _steps(leaves: Sequence[Any], names: Sequence[str], has_outputs: bool) -> int:
-    """The size of dim 0 that all leaves have."""
+    """The number of layers: the size of dim 0."""
     failures = [
         f"{name} is {leaf!r}, {kind_of(leaf)}: it has no slices. Close over it."
         for leaf, name in zip(leaves, names, strict=True)
@@ -121,7 +124,10 @@ def _steps(leaves: Sequence[Any], names: Sequence[str], has_outputs: bool) -> in
 
 def _unstacked(leaf: Tensor) -> Sequence[Tensor]:
     # Views where nothing is traced: an op that survives tracing must copy.
-    return leaf.unbind(0) if get_proxy_mode() is None or not leaf.shape[0] else Unstack.apply(leaf)  # type: ignore[return-value]
+    if get_proxy_mode() is None or not leaf.shape[0]:
+        return leaf.unbind(0)
+    slices: Any = Unstack.apply(leaf)
+    return slices
 
 
 def _together(found: Sequence[Any], name: str) -> Any:
@@ -146,7 +152,7 @@ def _described(leaves: Sequence[Any]) -> list[Any]:
 
 
 def _check_same(given: Any, found: Any, name: str) -> None:
-    """What goes from layer to layer keeps its structure, shapes and dtypes."""
+    """Raise where ``x`` changes its structure, shape or dtype from layer to layer."""
     (before, old), (after, new) = flatten(given), flatten(found)
     if old != new:
         raise InputError(

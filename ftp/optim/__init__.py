@@ -1,5 +1,4 @@
-"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping,
-averages, accumulation.
+"""torch.optim's optimizers as pure functions, with clipping, accumulation, averages and schedules.
 
 See ``docs/training.md``.
 """

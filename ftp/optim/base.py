@@ -1,4 +1,4 @@
-"""The optimizer type and what is checked of its arguments."""
+"""The ``Optimizer`` type, and checks of its arguments."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,29 +22,37 @@ from ftp.sharding.spec import P
 
 @dataclass(frozen=True)
 class Optimizer:
-    """A pair of pure functions.
+    """An optimizer as two pure functions.
 
     Attributes:
-        init: ``params -> state``, a tree as ``params`` is with the ``Slots`` ``{slot: tensor}`` of
-            each parameter as its leaves; of placed shards, this rank's part of it.
-        update: ``(grads, state, params) -> (params, state)``.
+        init: ``params -> state``: the tree of ``params`` with ``{slot: tensor}`` (a ``Slots``) for
+            each parameter. Of placed shards it makes this rank's shards of the state.
+        update: ``(grads, state, params) -> (params, state)``, one step.
+
+    >>> import ftp
+    >>> opt = ftp.optim.from_torch(torch.optim.SGD, lr=0.5)
+    >>> params = {"w": torch.ones(2)}
+    >>> params, state = opt.update({"w": torch.ones(2)}, opt.init(params), params)
+    >>> params
+    {'w': tensor([0.5000, 0.5000])}
     """
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any], tuple[Any, Any]]
 
     def specs(self, params: Any, specs: Any, patterns: Mapping[str, P] | None = None) -> Any:
-        """The spec tree of the state: a slot shaped as its parameter takes the parameter's spec,
-        others are replicated.
+        """The spec tree of the state.
+
+        A slot of its parameter's shape has the parameter's spec; other slots are replicated.
 
         Args:
             params: the parameters, or meta tensors of their shapes.
             specs: their spec tree, or a prefix of one.
             patterns: ``{pattern: P}`` over paths of the state such as ``"**.exp_avg*"``, for slots
-                with a spec of their own.
+                with other specs.
 
         Raises:
-            SpecError: specs that do not fit ``params``, a pattern that matches no slot, patterns
+            SpecError: specs that do not fit ``params``; a pattern that matches no slot; patterns
                 that disagree.
 
         >>> import ftp
@@ -109,3 +117,20 @@ def check_gradients(grads: Sequence[Any], params: Sequence[Any], names: Sequence
             )
     if failures:
         raise InputError(join_failures(failures))
+
+
+def matched_patterns(patterns: Mapping[str, Any], params: Any) -> list[tuple[str, Any] | None]:
+    failures: list[str] = []
+    answers = [(path,) for path in leaf_paths(params)]
+    found = match_patterns(patterns, answers, leaf_names(params, "params"), "params", failures)
+    if failures:
+        raise InputError(join_failures(failures))
+    return found
+
+
+def aligned(treedef: Any, tree: Any, name: str, like: str = "params") -> list[Any]:
+    """The subtree of ``tree`` at each leaf of ``treedef``."""
+    try:
+        return treedef.flatten_up_to(tree)
+    except ValueError as error:
+        raise InputError(f"{name} is not a tree as {like} is: {error}") from None

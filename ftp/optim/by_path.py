@@ -1,27 +1,24 @@
-"""torch.optim's optimizers as pure functions, and what goes with them in a train step: clipping,
-averages, accumulation.
-
-A torch.optim class is driven on clones of the parameters with the state set beforehand, so that its
-formulas are torch's own.
-"""
+"""An optimizer per path pattern."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from ftp.errors import InputError, join_failures
-from ftp.optim.base import Optimizer
+from ftp.optim.base import Optimizer, aligned, matched_patterns
 from ftp.optim.slots import Slots
-from ftp.optim.torch_optimizer import aligned, matched_patterns
 from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
 
 
 def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
-    """Another optimizer for the parameters of each pattern; ``None`` leaves them as they are,
-    without state.
+    """Give each parameter the optimizer of its path pattern.
+
+    Args:
+        patterns: ``{pattern: optimizer}``, patterns as in ``ftp.plan``; None freezes: no update and
+            no state.
 
     Raises:
-        InputError: a parameter that no pattern names, a pattern that matches nothing, patterns that
-            disagree.
+        InputError: from ``init`` and ``update``: a parameter that no pattern matches; a pattern
+            that matches none; patterns that disagree.
 
     >>> import torch, ftp
     >>> sgd = ftp.optim.from_torch(torch.optim.SGD, lr=0.5)

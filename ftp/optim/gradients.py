@@ -1,4 +1,4 @@
-"""Gradients in a train step: norms, clipping, accumulation, what is not finite."""
+"""Gradients in a train step: global norm, clipping, non-finite elements, accumulation."""
 
 import functools
 import re
@@ -13,20 +13,24 @@ from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 
 def global_norm(tree: Any) -> Tensor:
-    """The norm of all leaves taken as one vector, each element counted once however it is cut.
+    """The 2-norm of all leaves as one vector, a 0-d tensor; in a sharded program of the global
+    leaves.
+
+    Raises:
+        InputError: a tree without tensors.
 
     >>> global_norm({"a": torch.tensor([3.0]), "b": torch.tensor(4.0)})
     tensor(5.)
     """
     if not flatten(tree)[0]:
         raise InputError("global_norm is given a tree without tensors.")
-    # A sum of sums: where leaves are cut it stays pending to the end, and one number is reduced.
+    # A sum of sums: over sharded leaves it stays a pending sum, and one number is reduced.
     return _total(tree, lambda leaf: leaf.abs().square().sum()).sqrt()
 
 
 def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
-    """The sum of a term for each leaf: one over the layers, and one over what is in none, so
-    that layers are planned as one.
+    """The sum of ``term(leaf)``, over leaves in layers first, then over the others, so that the
+    planner can fold repeated layers.
     """
     leaves, order = flatten(tree)[0], _by_layer(tree)
     parts = [
@@ -39,9 +43,7 @@ def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def _by_layer(tree: Any) -> dict[int, bool]:
-    """The places of the leaves, those of layer 2 before those of layer 10, and whether each is
-    in a layer.
-    """
+    """``{leaf's index: whether it is in a numbered layer}``, layer 2 before layer 10."""
     names = [_natural(".".join(map(str, path))) for path in leaf_paths(tree)]
     return {i: len(names[i]) > 1 for i in sorted(range(len(names)), key=names.__getitem__)}
 
@@ -55,8 +57,17 @@ def _natural(path: str) -> list[tuple[int, str]]:
 def clip_by_global_norm(
     grads: Any, max_norm: float | Tensor, *, eps: float = 1e-6
 ) -> tuple[Any, Tensor]:
-    """``(grads, norm)``: gradients scaled so that their global norm is at most ``max_norm``, and
-    the norm before.
+    """Scale gradients down to a global norm of at most ``max_norm``.
+
+    Args:
+        max_norm: a number or a 0-d tensor.
+        eps: added to the norm before dividing.
+
+    Returns:
+        ``(grads, norm)``, the norm from before, a 0-d tensor.
+
+    Raises:
+        InputError: a tree without tensors.
 
     >>> clipped, norm = clip_by_global_norm({"w": torch.tensor([3.0, 4.0])}, 1.0)
     >>> clipped["w"], norm
@@ -72,12 +83,14 @@ def clip_by_global_norm(
 
 
 def count_nonfinite(tree: Any, *, by_leaf: bool = False) -> Any:
-    """How many elements of all leaves are NaN or infinite; in a program one number is reduced, and
-    all ranks get the same.
+    """Count NaN and infinite elements of all leaves, an int64 0-d tensor; in a sharded program one
+    number is reduced.
 
     Args:
-        by_leaf: a tree of counts instead, one for each leaf, of each of which a number is reduced:
-            it says which leaf it is.
+        by_leaf: return a tree of counts, one for each leaf; each is reduced.
+
+    Raises:
+        InputError: a tree without tensors.
 
     >>> tree = {"w": torch.tensor([1.0, float("nan")]), "b": torch.tensor(float("inf"))}
     >>> count_nonfinite(tree)
@@ -98,16 +111,21 @@ def _nonfinite(leaf: Tensor) -> Tensor:
 
 
 def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[..., tuple[Any, Any]]:
-    """``grad_fn`` over ``n`` microbatches, one after another, and the mean of what it returns.
+    """Run ``grad_fn`` on ``n`` microbatches in turn and average its results.
 
-    Microbatch ``i`` holds rows ``i``, ``i + n``, ... of every batch tensor, so that a batch cut
-    over ranks stays where it is; gradients are pending sums until the last one is added, and are
-    reduced once.
+    Microbatch ``i`` is rows ``i``, ``i + n``, ... of every batch tensor, so a batch sharded on dim
+    0 is not resharded. In a sharded program the gradients are summed locally and reduced once.
 
     Args:
-        grad_fn: ``(params, *batch) -> (grads, value)`` of means over the batch, as
-            ``torch.func.grad_and_value`` makes it; any tree of floating-point tensors will do.
-        n: how many; the first dim of every batch tensor must divide by it.
+        grad_fn: ``(params, *batch) -> (grads, value)``, means over the batch, as of
+            ``torch.func.grad_and_value``; the result may be any tree of floating-point tensors.
+        n: number of microbatches; it must divide dim 0 of every batch tensor.
+
+    Returns:
+        A function with ``grad_fn``'s arguments and results.
+
+    Raises:
+        InputError: ``n`` below 1; when called, a batch tensor whose dim 0 ``n`` does not divide.
 
     >>> grad_fn = torch.func.grad_and_value(lambda w, x: (w * x).mean())
     >>> accumulate(grad_fn, 2)(torch.tensor(1.0), torch.arange(4.0))

@@ -1,17 +1,23 @@
-"""Parameters and state after an update: one of two trees, averages."""
+"""Trees of parameters after an update: a choice between two, a moving average."""
 
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ftp.optim.torch_optimizer import aligned
+from ftp.optim.base import aligned
 from ftp.sharding.pytree import flatten
 
 
 def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
-    """``tree`` where the 0-d ``condition`` holds, ``otherwise`` where not: an update that is
-    skipped leaves everything as it was.
+    """``tree`` if ``condition`` holds, else ``otherwise``: skip an update without reading a value.
+
+    Args:
+        condition: a 0-d bool tensor.
+        tree, otherwise: trees of one structure, shapes and dtypes.
+
+    Raises:
+        InputError: trees of different structure.
 
     >>> import ftp
     >>> bad = ftp.optim.count_nonfinite(torch.tensor([float("nan")]))
@@ -26,8 +32,15 @@ def select(condition: Tensor, tree: Any, otherwise: Any) -> Any:
 
 
 def ema(average: Any, params: Any, decay: float | Tensor) -> Any:
-    """The exponential moving average after another step: ``decay * average + (1 - decay) *
-    params``.
+    """Exponential moving average: ``decay * average + (1 - decay) * params``, in ``average``'s
+    dtypes.
+
+    Args:
+        average, params: trees of one structure and shapes.
+        decay: a number or a 0-d tensor, between 0 and 1.
+
+    Raises:
+        InputError: trees of different structure.
 
     >>> ema({"w": torch.tensor([1.0])}, {"w": torch.tensor([3.0])}, 0.5)
     {'w': tensor([2.])}

@@ -1,8 +1,7 @@
-"""Learning rates as functions of the step, in tensor code: the closed forms of
-torch.optim.lr_scheduler.
+"""Learning-rate schedules as functions of the step: the closed forms of torch.optim.lr_scheduler.
 
-A schedule maps the number of updates done so far, a 0-d tensor, to the rate of the next one. Any
-function that does will do.
+A schedule takes the number of updates done so far, a 0-d float tensor, and returns the rate of the
+next update. Any such function in tensor code can be an optimizer's ``lr``.
 """
 
 import math
@@ -15,8 +14,8 @@ Schedule = Callable[[Tensor], Tensor]
 
 
 def linear(lr: float, total: int, *, start: float = 1.0 / 3, end: float = 1.0) -> Schedule:
-    """From ``start * lr`` to ``end * lr`` in ``total`` steps, then constant; a warm-up where
-    ``start`` is the smaller (``LinearLR``).
+    """From ``start * lr`` to ``end * lr`` in ``total`` steps, then constant (``LinearLR``); with
+    ``start < end`` a warm-up.
 
     >>> float(linear(1.0, 10, start=0.0)(torch.tensor(5.0)))
     0.5
@@ -27,7 +26,8 @@ def linear(lr: float, total: int, *, start: float = 1.0 / 3, end: float = 1.0) -
 def constant(lr: float, total: int, *, factor: float = 1.0 / 3) -> Schedule:
     """``factor * lr`` for ``total`` steps, then ``lr`` (``ConstantLR``).
 
-    >>> float(constant(1.0, 5, factor=0.5)(torch.tensor(4.0))), float(constant(1.0, 5)(torch.tensor(5.0)))
+    >>> rate = constant(1.0, 5, factor=0.5)
+    >>> float(rate(torch.tensor(4.0))), float(rate(torch.tensor(5.0)))
     (0.5, 1.0)
     """
     return lambda step: lr * (factor + (1 - factor) * (step >= total).to(step.dtype))
@@ -43,10 +43,13 @@ def exponential(lr: float, gamma: float) -> Schedule:
 
 
 def steps(lr: float, milestones: int | Sequence[int], gamma: float = 0.1) -> Schedule:
-    """Times ``gamma`` at each milestone (``MultiStepLR``), or every so many steps (``StepLR``).
+    """Multiply by ``gamma`` at each milestone (``MultiStepLR``); with an int, every so many steps
+    (``StepLR``).
 
-    >>> float(steps(1.0, [3, 6], 0.5)(torch.tensor(6.0))), float(steps(1.0, 2, 0.5)(torch.tensor(6.0)))
-    (0.25, 0.125)
+    >>> float(steps(1.0, [3, 6], 0.5)(torch.tensor(6.0)))
+    0.25
+    >>> float(steps(1.0, 2, 0.5)(torch.tensor(6.0)))
+    0.125
     """
     if isinstance(milestones, int):
         return lambda step: lr * gamma ** torch.floor(step / milestones)
@@ -77,7 +80,7 @@ def cosine(lr: float, total: int, *, end: float = 0.0) -> Schedule:
 
 
 def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
-    """Half a cosine from ``lr`` to the rate ``end``, again every ``period`` steps
+    """Half a cosine from ``lr`` to the rate ``end``, restarted every ``period`` steps
     (``CosineAnnealingWarmRestarts`` with ``T_mult=1``).
 
     >>> float(cosine_restarts(1.0, 10)(torch.tensor(20.0)))
@@ -89,8 +92,14 @@ def cosine_restarts(lr: float, period: int, *, end: float = 0.0) -> Schedule:
 
 
 def sequence(schedules: Sequence[Schedule], milestones: Sequence[int]) -> Schedule:
-    """One schedule after another, each counting from the milestone at which it begins
-    (``SequentialLR``).
+    """One schedule after another (``SequentialLR``).
+
+    Args:
+        milestones: the steps at which the second and later schedules begin; each counts its steps
+            from there.
+
+    Raises:
+        ValueError: not one milestone fewer than schedules.
 
     >>> rate = sequence([linear(1.0, 10, start=0.0), cosine(1.0, 100)], [10])
     >>> float(rate(torch.tensor(5.0))), float(rate(torch.tensor(10.0)))

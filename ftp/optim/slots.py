@@ -1,6 +1,4 @@
-"""What an optimizer keeps for one parameter: named tensors, and which of them lie as the
-parameter does.
-"""
+"""Optimizer state of one parameter: named tensors, and which are sharded as the parameter."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -12,10 +10,10 @@ from ftp.sharding.pytree import PartlyCovered
 
 
 class Slots(PartlyCovered):
-    """``{slot: tensor}`` of one parameter; a spec given for all of it is the parameter's.
+    """``{slot: tensor}`` of one parameter.
 
-    It holds for the slots that are shaped as the parameter is (``like``); counters and factored
-    moments are replicated.
+    A spec given for the whole of it covers the slots of the parameter's shape (``like``); others,
+    step counters and factored moments, are replicated.
 
     >>> slots = Slots({"step": 0, "exp_avg": 1}, like=["exp_avg"])
     >>> slots.covered("tp", "whole")
@@ -43,15 +41,14 @@ def _flatten(slots: Any) -> tuple[list[Any], tuple, tuple]:
 
 def _unflatten(metadata: Any, children: Any) -> Slots:
     names, like = metadata
-    made = Slots.__new__(
-        Slots
-    )  # of every parameter at every step: what is known to be sorted is not sorted again
+    # Not ``Slots(...)``, which sorts: this runs for every parameter at every step.
+    made = Slots.__new__(Slots)
     made.update(zip(names, children, strict=True))
     made.like = like
     return made
 
 
-# Globally, so that optree without a namespace sees through it too.
+# In optree's global namespace, so that calls without a namespace flatten it too.
 optree.register_pytree_node(
     Slots,
     _flatten,
@@ -59,7 +56,7 @@ optree.register_pytree_node(
     path_entry_type=optree.MappingEntry,
     namespace=optree.registry.__GLOBAL_NAMESPACE,  # pyright: ignore[reportAttributeAccessIssue]
 )
-# And with torch's, which torch.vmap and torch.func look with.
+# torch.vmap and torch.func use torch's pytree.
 pytree.register_pytree_node(
     Slots,
     lambda slots: _flatten(slots)[:2],

@@ -1,7 +1,7 @@
-"""The gradient of one rank's code: a program that also leaves what its gradient needs, and the
-program of the gradient.
+"""Gradient of per-rank code: split the joint trace of results and gradients into a forward and a
+backward program.
 
-The op ``ftp::local`` carries either through a surrounding trace.
+The op ``ftp::local`` carries either program through a surrounding trace.
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,155 +26,237 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True, eq=False)
 class Pair:
-    """A program with what it leaves for its gradient, and the gradient.
+    """A forward program and its backward program.
 
     Attributes:
+        forward: operands and constants to results and residuals, the values that ``backward``
+            reads.
+        backward: to the gradients of the operands ``wrt``.
         constants: operands of ``forward`` after the function's own.
-        given: per operand of ``backward`` what it is: ``("operand", i)``, ``("result", i)`` or
+        given: per operand of ``backward`` its source: ``("operand", i)``, ``("result", i)`` or
             ``("cotangent", i)``.
-        moving: the operands whose gradients ``backward`` gives.
-        smooth: the results that have a cotangent.
+        wrt: the operands that have a gradient.
+        differentiable: the results that have a cotangent.
     """
 
     forward: Program
     backward: Program
     constants: tuple[Tensor, ...]
     given: tuple[tuple[str, int], ...]
-    moving: tuple[int, ...]
-    smooth: tuple[int, ...]
-
-
-# Cheaper to do again than to keep.
-_REPEATED = {
-    aten.view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
-    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.full.default,
-    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.arange.start_step,
-    aten.arange.default, getitem,
-}  # fmt: skip
+    wrt: tuple[int, ...]
+    differentiable: tuple[int, ...]
 
 
 def split(
-    program: Program, n_tensors: int, traced: Traced, moving: Sequence[int], smooth: Sequence[int]
+    program: Program,
+    n_tensors: int,
+    traced: Traced,
+    wrt: Sequence[int],
+    differentiable: Sequence[int],
 ) -> Pair:
-    """The trace of results and gradients as the program that gives the results and the one that
-    gives the gradients.
+    """Split a trace of results and gradients into a forward and a backward program.
+
+    Args:
+        program: the function alone; its results are the first outputs of the trace.
+        n_tensors: operands of the function, its constants aside.
+        traced: from operands, axis indices, cotangents and constants to results and gradients.
+        wrt: the operands whose gradients the trace returns.
+        differentiable: the results whose cotangents the trace takes.
     """
-    axes, graph = program.axes, traced.gm.graph
-    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-    counts = (n_tensors, len(axes), len(smooth), len(traced.constants))
-    ends = list(accumulate(counts))
-    tensors, index, cotangents, constants = (
-        placeholders[end - count : end] for end, count in zip(ends, counts, strict=True)
-    )
-    operands = [*tensors, *constants]
-    ports = [*program.operands[:n_tensors], *constant_ports(traced)]
-    output = next(reversed(graph.nodes))
+    joint = _joint(program, n_tensors, traced, differentiable)
+    reduced = _drop_known_sums(joint, len(wrt))
+    saved, recomputed = _saved(joint)
+    residuals = [v for v in joint.graph.nodes if v in saved and v.op != "placeholder"]
+    types = joint.types()
+    residual_ports = [_stacked(v, types[v], program.axes) for v in residuals]
+    reread = [v for v in joint.operands if v in saved]
+
     n = len(program.results)
-
-    def typed() -> dict[fx.Node, Axes]:
-        known = {
-            node: frozenset(port.spec.axes) for node, port in zip(operands, ports, strict=True)
-        }
-        known |= {node: frozenset({axis}) for node, axis in zip(index, axes, strict=True)}
-        known |= {
-            node: frozenset(program.results[i].spec.axes)
-            for node, i in zip(cotangents, smooth, strict=True)
-        }
-        return infer(graph, [known[node] for node in placeholders])
-
-    held: dict[int, set[str]] = {i: set() for i in range(n, n + len(moving))}
-    for axis in axes:
-        known = without_known_sums(graph, axis, typed())
-        for i in held:
-            if i in known:
-                held[i].add(axis)
-    types = typed()
-    outputs: list[fx.Node] = list(output.args[0])  # type: ignore[arg-type]
-    forward = needed(outputs[:n])
-    forward |= {node for node in graph.nodes if node.target is getitem and node.args[0] in forward}
-    late = _dependent(graph, cotangents)
-
-    # What the backward pass takes: from its results back to what the forward pass has.
-    kept: dict[fx.Node, None] = {}
-    repeated: dict[fx.Node, None] = {}
-
-    def want(node: fx.Node) -> None:
-        stack = [node]
-        while stack:
-            node = stack.pop()
-            if node in kept or node in repeated:
-                continue
-            leave = node in forward and node not in late
-            if node.op == "placeholder" or (leave and not _is_repeated(node)):
-                kept[node] = None
-            else:
-                repeated[node] = None
-                stack += node.all_input_nodes
-
-    for node in outputs[n:]:
-        want(node)
-    order = {node: i for i, node in enumerate(graph.nodes)}
-    left = sorted((v for v in kept if v.op != "placeholder"), key=order.__getitem__)
-    left_ports = [_stacked(v, types[v], axes) for v in left]
-
-    ahead = fx.Graph()
-    env = {node: copied(ahead, node) for node in (*operands, *index)}
-    for node in graph.nodes:
-        if node in forward and node.op == "call_function":
-            env[node] = ahead.node_copy(node, env.__getitem__)
-    shaped = [
-        _reshaped(ahead, env[v], _shape(v), port.shape)
-        for v, port in zip(left, left_ports, strict=True)
-    ]
-    ahead.output((*(env[v] for v in outputs[:n]), *shaped))
-
-    again = [v for v in operands if v in kept]
-    behind = fx.Graph()
-    env = {node: copied(behind, node) for node in again}
-    stacked = [behind.placeholder(f"kept_{v.name}") for v in left]
-    env |= {node: copied(behind, node) for node in (*cotangents, *index)}
-    for node, port, placeholder in zip(left, left_ports, stacked, strict=True):
-        env[node] = _reshaped(behind, placeholder, port.shape, _shape(node))
-    for node in graph.nodes:
-        if node in repeated:
-            env[node] = behind.node_copy(node, env.__getitem__)
-    behind.output(tuple(env[v] for v in outputs[n:]))
-
-    grads = []
-    for at, i in enumerate(moving):
-        port = ports[i]
-        pending = tuple(a for a in axes if a not in port.spec.axes and a not in held[n + at])
-        grads.append(Port(port.spec, port.shape, port.dtype, pending))
-    given = [("operand", operands.index(v)) for v in again]
-    given += [("result", n + i) for i in range(len(left))] + [("cotangent", i) for i in smooth]
-    taken = (
-        [ports[i] for kind, i in given if kind == "operand"]
-        + left_ports
-        + [program.results[i] for i in smooth]
-    )
+    given = [("operand", joint.operands.index(v)) for v in reread]
+    given += [("result", n + i) for i in range(len(residuals))]
+    given += [("cotangent", i) for i in differentiable]
+    taken = [joint.ports[joint.operands.index(v)] for v in reread] + residual_ports
+    taken += [program.results[i] for i in differentiable]
+    forward = _forward_graph(joint, residuals, residual_ports)
+    backward = _backward_graph(joint, reread, residuals, residual_ports, recomputed)
     return Pair(
-        interned(fx.GraphModule({}, ahead), axes, ports, (*program.results, *left_ports)),
-        interned(fx.GraphModule({}, behind), axes, taken, grads),
+        _interned(forward, program, joint.ports, (*program.results, *residual_ports)),
+        _interned(backward, program, taken, _gradient_ports(joint, wrt, reduced)),
         traced.constants,
         tuple(given),
-        tuple(moving),
-        tuple(smooth),
+        tuple(wrt),
+        tuple(differentiable),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class _Joint:
+    """A trace of results and gradients, its placeholders told apart.
+
+    Attributes:
+        operands: the function's tensors, then its constants; ``ports`` describes them.
+        index: the rank's position on each mesh axis.
+        cotangents: gradients of the results ``differentiable``.
+    """
+
+    program: Program
+    graph: fx.Graph
+    operands: list[fx.Node]
+    ports: list[Port]
+    index: list[fx.Node]
+    cotangents: list[fx.Node]
+    differentiable: Sequence[int]
+
+    @property
+    def results(self) -> list[fx.Node]:
+        return self._outputs[: len(self.program.results)]
+
+    @property
+    def gradients(self) -> list[fx.Node]:
+        return self._outputs[len(self.program.results) :]
+
+    @property
+    def _outputs(self) -> list[Any]:
+        returned: Any = next(reversed(self.graph.nodes)).args[0]
+        return list(returned)
+
+    def types(self) -> dict[fx.Node, Axes]:
+        """The axes along which each node's value varies."""
+        results = [self.program.results[i] for i in self.differentiable]
+        known = {
+            node: frozenset(port.spec.axes)
+            for node, port in zip(
+                [*self.operands, *self.cotangents], [*self.ports, *results], strict=True
+            )
+        }
+        for node, axis in zip(self.index, self.program.axes, strict=True):
+            known[node] = frozenset({axis})
+        placeholders = [n for n in self.graph.nodes if n.op == "placeholder"]
+        return infer(self.graph, [known[node] for node in placeholders])
+
+
+def _joint(
+    program: Program, n_tensors: int, traced: Traced, differentiable: Sequence[int]
+) -> _Joint:
+    graph = traced.gm.graph
+    placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+    counts = (n_tensors, len(program.axes), len(differentiable), len(traced.constants))
+    tensors, index, cotangents, constants = (
+        placeholders[end - count : end]
+        for end, count in zip(accumulate(counts), counts, strict=True)
+    )
+    ports = [*program.operands[:n_tensors], *constant_ports(traced)]
+    return _Joint(program, graph, [*tensors, *constants], ports, index, cotangents, differentiable)
+
+
+def _drop_known_sums(joint: _Joint, n_gradients: int) -> list[set[str]]:
+    """Drop sums that need no collective; per gradient, the axes over which it is summed then."""
+    first = len(joint.program.results)
+    reduced: list[set[str]] = [set() for _ in range(n_gradients)]
+    for axis in joint.program.axes:
+        known = without_known_sums(joint.graph, axis, joint.types())
+        for i, axes in enumerate(reduced, first):
+            if i in known:
+                axes.add(axis)
+    return reduced
+
+
+def _saved(joint: _Joint) -> tuple[set[fx.Node], set[fx.Node]]:
+    """What the backward program reads of the forward one, and what it computes itself: found from
+    the gradients backwards.
+    """
+    forward, late = _forward_nodes(joint), _dependent(joint.graph, joint.cotangents)
+    saved: set[fx.Node] = set()
+    recomputed: set[fx.Node] = set()
+    stack = list(joint.gradients)
+    while stack:
+        node = stack.pop()
+        if node in saved or node in recomputed:
+            continue
+        is_available = node in forward and node not in late
+        if node.op == "placeholder" or (is_available and not _is_recomputed(node)):
+            saved.add(node)
+        else:
+            recomputed.add(node)
+            stack += node.all_input_nodes
+    return saved, recomputed
+
+
+def _forward_nodes(joint: _Joint) -> set[fx.Node]:
+    forward = needed(joint.results)
+    parts = {n for n in joint.graph.nodes if n.target is getitem and n.args[0] in forward}
+    return forward | parts
+
+
+def _forward_graph(joint: _Joint, residuals: Sequence[fx.Node], ports: Sequence[Port]) -> fx.Graph:
+    graph, nodes = fx.Graph(), _forward_nodes(joint)
+    env = {node: copied(graph, node) for node in (*joint.operands, *joint.index)}
+    for node in joint.graph.nodes:
+        if node in nodes and node.op == "call_function":
+            env[node] = graph.node_copy(node, env.__getitem__)
+    shaped = [
+        _reshaped(graph, env[v], _shape(v), port.shape)
+        for v, port in zip(residuals, ports, strict=True)
+    ]
+    graph.output((*(env[v] for v in joint.results), *shaped))
+    return graph
+
+
+def _backward_graph(
+    joint: _Joint,
+    reread: Sequence[fx.Node],
+    residuals: Sequence[fx.Node],
+    ports: Sequence[Port],
+    recomputed: set[fx.Node],
+) -> fx.Graph:
+    graph = fx.Graph()
+    env = {node: copied(graph, node) for node in reread}
+    stacked = [graph.placeholder(f"kept_{v.name}") for v in residuals]
+    env |= {node: copied(graph, node) for node in (*joint.cotangents, *joint.index)}
+    for node, port, placeholder in zip(residuals, ports, stacked, strict=True):
+        env[node] = _reshaped(graph, placeholder, port.shape, _shape(node))
+    for node in joint.graph.nodes:
+        if node in recomputed:
+            env[node] = graph.node_copy(node, env.__getitem__)
+    graph.output(tuple(env[v] for v in joint.gradients))
+    return graph
+
+
+def _gradient_ports(joint: _Joint, wrt: Sequence[int], reduced: Sequence[set[str]]) -> list[Port]:
+    """A gradient is cut as its operand; over the other axes it is a pending sum, unless reduced."""
+    found = []
+    for i, axes in zip(wrt, reduced, strict=True):
+        port = joint.ports[i]
+        pending = [a for a in joint.program.axes if a not in port.spec.axes and a not in axes]
+        found.append(Port(port.spec, port.shape, port.dtype, tuple(pending)))
+    return found
+
+
+def _interned(
+    graph: fx.Graph, program: Program, operands: Sequence[Port], results: Sequence[Port]
+) -> Program:
+    return interned(fx.GraphModule({}, graph), program.axes, operands, results)
 
 
 def constant_ports(traced: Traced) -> list[Port]:
     return [Port(PartitionSpec(), tuple(c.shape), c.dtype) for c in traced.constants]
 
 
-def _is_repeated(node: fx.Node) -> bool:
+# Cheaper to recompute than to save.
+_RECOMPUTED = {
+    aten.view.default, aten.reshape.default, aten.t.default, aten.transpose.int,
+    aten.permute.default, aten.expand.default, aten.unsqueeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.slice.Tensor, aten.select.int, aten.full.default,
+    aten.full_like.default, aten.zeros_like.default, aten.ones_like.default, aten.arange.start_step,
+    aten.arange.default, getitem,
+}  # fmt: skip
+_VIEWS_IN_PARTS = {aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int}
+
+
+def _is_recomputed(node: fx.Node) -> bool:
     if node.target is getitem:
-        return node.args[0].target in (
-            aten.split.Tensor,
-            aten.split_with_sizes.default,
-            aten.unbind.int,
-        )  # type: ignore[union-attr]
-    return node.target in _REPEATED or isinstance(node.meta["val"], list | tuple)
+        return node.args[0].target in _VIEWS_IN_PARTS  # type: ignore[union-attr]
+    return node.target in _RECOMPUTED or isinstance(node.meta["val"], list | tuple)
 
 
 def _dependent(graph: fx.Graph, sources: Sequence[fx.Node]) -> set[fx.Node]:
@@ -190,8 +272,8 @@ def _shape(node: fx.Node) -> Shape:
 
 
 def _stacked(node: fx.Node, varies: Axes, axes: Mapping[str, int]) -> Port:
-    """A rank's value as a part of a whole one: the ranks' values along each axis on which they
-    differ, one after another.
+    """A residual as a shard of a global value: ranks' values stacked along a new dim for each axis
+    on which they differ.
     """
     names = [axis for axis in axes if axis in varies]
     return Port(PartitionSpec(*names), (*(1 for _ in names), *_shape(node)), node.meta["val"].dtype)
@@ -212,7 +294,7 @@ torch.library.register_vmap("ftp::local", _refuse_vmap)
 
 
 class Apply(torch.autograd.Function):
-    """Carries the op through autograd and torch.func, with its gradient."""
+    """The op ``ftp::local`` with its gradient, for autograd and torch.func."""
 
     @staticmethod
     def forward(pair: Pair, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -223,8 +305,8 @@ class Apply(torch.autograd.Function):
         pair: Pair = inputs[0]
         ctx.pair = pair
         ctx.set_materialize_grads(False)
-        rough = [y for i, y in enumerate(output) if i not in pair.smooth]
-        ctx.mark_non_differentiable(*rough)
+        constant = [y for i, y in enumerate(output) if i not in pair.differentiable]
+        ctx.mark_non_differentiable(*constant)
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in output]
         ctx.save_for_backward(
             *(
@@ -250,7 +332,7 @@ class Apply(torch.autograd.Function):
                 shape, dtype, device = ctx.shapes[i]
                 taken.append(torch.zeros(shape, dtype=dtype, device=device))
         found = _Backward.apply(pair.backward, *taken)
-        by_operand = dict(zip(pair.moving, found, strict=True))  # type: ignore[arg-type]
+        by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
         return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
 
     @staticmethod

@@ -1,9 +1,9 @@
-"""``local``: one rank's code inside a global program, as one differentiable op on global values.
+"""``local``: per-rank code inside a global program, as one differentiable op on global tensors.
 
-The code is traced on local shapes and becomes a ``Program``. An op carries it through the
-surrounding trace; the partitioner puts its nodes into each rank's graph. Its gradient is a program
-too, of the same inputs, of what the forward one left (so that no collective runs twice) and of the
-results' gradients.
+The code is traced on local shapes into a ``Program``. The op ``ftp::local`` carries it through the
+surrounding trace; the partitioner inlines its nodes into each rank's graph. Its gradient is a
+second program, of the operands, the forward program's residuals and the results' gradients: no
+collective runs twice.
 """
 
 import inspect
@@ -46,36 +46,39 @@ def local(
     *,
     check: bool = True,
 ) -> Callable[..., Any]:
-    """``fn`` as every rank runs it on its own parts, as a function of whole tensors.
+    """Run per-rank code on shards, as a function of global tensors.
 
-    Use it in a function given to ``ftp.shard``, ``ftp.spmd`` or ``ftp.lower``, also where that is
-    differentiated. Called elsewhere it means the same function of whole tensors, computed on
-    simulated ranks. Inside ``fn`` tensors are a rank's parts, and ``ftp.axis`` has collectives by
-    axis name. A tensor that ``fn`` captures is a constant, whole on every rank and without a
-    gradient. ``fn`` is traced once for each distinct abstract input.
+    Use it in a function given to ``ftp.shard``, ``ftp.spmd`` or ``ftp.lower``, differentiated or
+    not. Called elsewhere it computes the same global result on simulated ranks. ``fn`` is traced
+    once for each distinct abstract input.
 
     Args:
-        mesh: default that of the surrounding step or ``ftp.use_mesh``; within a step it must have
-            the same axes.
-        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. The ranks must divide
-            every dim that they cut.
-        out_specs: prefix tree of the result. A result's whole dim is its local one times the ranks
-            that the spec names for it; along axes that the spec does not name all ranks must hold
-            the same, which is checked.
-        check: whether the claims of ``out_specs`` must be provable: from cut arguments and
-            ``axis_index`` on, values vary from rank to rank until an ``all_reduce`` or
-            ``all_gather``. Without it they are believed.
+        fn: takes this rank's shards and returns this rank's shards; ``ftp.axis`` has its
+            collectives. Tensors that it captures are constants, replicated and without a gradient.
+        mesh: default the surrounding step's or ``ftp.use_mesh``'s; within a step it must have the
+            same axes.
+        in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. Every sharded dim
+            must divide by the ranks that shard it: local size = global size / ranks.
+        out_specs: prefix tree of the result; global size = local size × the ranks that shard the
+            dim. Along an axis that the spec does not name, all ranks must hold equal values.
+        check: prove that they do: values vary over an axis from a sharded argument or
+            ``axis_index`` on, until an ``all_reduce`` or ``all_gather``. False trusts
+            ``out_specs``.
+
+    Returns:
+        A function of global tensors, with ``fn``'s positional arguments.
 
     Raises:
-        SpecError: specs that do not fit the tensors, and claims that cannot be shown. TraceError:
-            what ``fn`` does cannot be one graph; it uses a tensor of the surrounding function that
-            it was not given; a second derivative.
+        SpecError: specs that do not fit the tensors; an ``out_specs`` that cannot be proven.
+        TraceError: ``fn`` does not trace to one graph, or captures a tensor that a surrounding
+            transform differentiates or maps; a second derivative.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
-    >>> mlp = ftp.local(lambda x, up, down: ftp.axis.all_reduce((x @ up).relu() @ down, "tp"), mesh,
-    ...                 (ftp.P(), ftp.P(None, "tp"), ftp.P("tp")), ftp.P())
-    >>> mlp(torch.ones(1, 3), torch.ones(3, 4), torch.ones(4, 2))
+    >>> def mlp(x, up, down):  # `up` (3, 2) of (3, 4), `down` (2, 2) of (4, 2)
+    ...     return ftp.axis.all_reduce((x @ up).relu() @ down, "tp")
+    >>> layer = ftp.local(mlp, mesh, (ftp.P(), ftp.P(None, "tp"), ftp.P("tp")), ftp.P())
+    >>> layer(torch.ones(1, 3), torch.ones(3, 4), torch.ones(4, 2))
     tensor([[12., 12.]])
 
     Source: JAX, ``jax.shard_map``.
@@ -86,16 +89,16 @@ def local(
     def call(*args: Any) -> Any:
         if is_inside():
             raise TraceError(
-                f"{at_line()}ftp.local is called in one rank's code: all mesh axes are spoken for."
-                " Call the function itself."
+                f"{at_line()}ftp.local is called in one rank's code, where tensors are already"
+                " shards on every mesh axis. Call the function itself."
             )
         axes = resolve(mesh).axes
         leaves, tree = flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:
             raise SpecError(
-                f"{at_line()}ftp.local takes at least one tensor, whose parts are what a rank"
-                " computes on."
+                f"{at_line()}ftp.local takes at least one tensor: without one there is nothing to"
+                " shard."
             )
         key = (
             tree,
@@ -115,12 +118,14 @@ def local(
 
 @dataclass
 class _Local:
-    """A function prepared for one kind of arguments: its program, and how its results are made
-    of the program's.
+    """A function traced for one abstract input.
+
+    Attributes:
+        leaves: local tensors on meta, and static values.
     """
 
     fn: Callable[..., Any]
-    leaves: list[Any]  # local tensors on meta, and static values
+    leaves: list[Any]
     tree: optree.PyTreeSpec
     names: list[str]
     device_type: str
@@ -129,7 +134,7 @@ class _Local:
     _pair: "Pair | None" = field(default=None, init=False)
 
     def __call__(self, tensors: Sequence[Tensor]) -> Any:
-        if _may_be_differentiated(tensors) and self._moving and self._smooth:
+        if _may_be_differentiated(tensors) and self._wrt and self._differentiable:
             self._pair = self._pair or self._differentiate()
             outputs = Apply.apply(self._pair, *tensors, *self._pair.constants)
         else:
@@ -141,7 +146,7 @@ class _Local:
         return self.traced.out_tree.unflatten(leaves)
 
     @cached_property
-    def _moving(self) -> list[int]:
+    def _wrt(self) -> list[int]:
         """The leaves that have a gradient."""
         return [
             i
@@ -150,41 +155,45 @@ class _Local:
         ]
 
     @cached_property
-    def _smooth(self) -> list[int]:
-        """The results that have one."""
+    def _differentiable(self) -> list[int]:
+        """The results that have a gradient."""
         return [i for i, port in enumerate(self.program.results) if _has_gradient(port.dtype)]
 
     def _differentiate(self) -> "Pair":
-        """The program that also leaves what its gradient needs, and the program of the gradient."""
-        program, axes, moving, smooth = self.program, self.program.axes, self._moving, self._smooth
+        """The program that also returns residuals, and the backward program."""
+        program, axes = self.program, self.program.axes
+        wrt, differentiable = self._wrt, self._differentiable
 
         def joint(leaves: list[Any], index: list[Tensor], cotangents: list[Tensor]) -> Any:
             def primal(*values: Tensor) -> Any:
                 filled = list(leaves)
-                for i, value in zip(moving, values, strict=True):
+                for i, value in zip(wrt, values, strict=True):
                     filled[i] = value
                 outputs = [
                     leaf
                     for leaf in flatten(_run(self.fn, self.tree, axes, filled, index))[0]
                     if isinstance(leaf, Tensor)
                 ]
-                return [outputs[i] for i in smooth], outputs
+                return [outputs[i] for i in differentiable], outputs
 
-            _, pull, primals = torch.func.vjp(primal, *(leaves[i] for i in moving), has_aux=True)  # pyright: ignore[reportAssignmentType]
-            # Every rank's gradient is a term of a sum: what all ranks hold comes from one of them.
+            vjp: Any = torch.func.vjp
+            _, pull, primals = vjp(primal, *(leaves[i] for i in wrt), has_aux=True)
+            # Gradients are summed over ranks: one rank contributes that of a replicated result.
             terms = list(cotangents)
-            for i, result in enumerate(smooth):
+            for i, result in enumerate(differentiable):
                 for axis in axes:
                     if axis not in program.results[result].spec.axes:
                         terms[i] = OPS.contribute.default(terms[i], axis)
             return primals, pull(terms)
 
-        cotangents = [_meta(program.results[i].shape, program.results[i].dtype) for i in smooth]
+        cotangents = [
+            _meta(program.results[i].shape, program.results[i].dtype) for i in differentiable
+        ]
         traced = _trace(
             joint, (self.leaves, _index(axes), cotangents), self.device_type, self.names
         )
         at = [i for i, leaf in enumerate(self.leaves) if isinstance(leaf, Tensor)]
-        return split(program, len(at), traced, [at.index(i) for i in moving], smooth)
+        return split(program, len(at), traced, [at.index(i) for i in wrt], differentiable)
 
 
 def _run(
@@ -259,14 +268,14 @@ def _prepare(
 def _trace(fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[str]) -> Traced:
     leaves, tree = flatten(args)
     names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
-    # The surrounding trace and its transforms know nothing of one rank's tensors.
+    # Hide the surrounding trace and transforms: they see global tensors, this trace local ones.
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         return trace(fn, leaves, tree, device_type, names=names)
 
 
 def _check_captured(fn: Callable[..., Any]) -> None:
-    """A tensor that a surrounding transform of torch.func differentiates or maps must be an
-    argument: inside, it is a plain one.
+    """Refuse captured tensors that a surrounding torch.func transform differentiates or maps: they
+    must be arguments.
     """
     seen: set[int] = set()
     waiting: list[tuple[str, Any]] = [("", fn)]
@@ -313,8 +322,8 @@ def _uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) 
             units = f" in units of {unit}" if unit > 1 else ""
             failures.append(
                 f"{name} of shape {tuple(leaf.shape)} has spec {spec}, which cuts dim {d} of size"
-                f" {size} in {n}{units}: the parts are not"
-                " equal. In ftp.local they must be: pad the dim, or leave it whole."
+                f" {size} in {n}{units}: the parts are not equal. In ftp.local they must be: pad"
+                " the dim, or leave it whole."
             )
     return failures
 
@@ -324,8 +333,8 @@ def _packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
     if all(c.pack == 1 for c in cuts) or (len(cuts) == 1 and isinstance(cuts[0].pack, int)):
         return []
     return [
-        f"{name} has spec {spec}; in ftp.local a dim of packs is cut by one axis, and its packs"
-        " are equal. Split it before."
+        f"{name} has spec {spec}; in ftp.local a dim of packs is sharded over one axis, and its"
+        " packs are equal. Split it before."
     ]
 
 
@@ -361,7 +370,7 @@ def _results(traced: Traced, out_specs: Any, axes: dict[str, int]) -> list[Port]
 
 
 def _of_one(spec: PartitionSpec) -> PartitionSpec:
-    """Equal parts are cut the same in units and without."""
+    """The spec without unit sizes, which change nothing where shards are equal."""
     return PartitionSpec(
         *(
             tuple(Units(c.axis, 1, c.pack) if c.pack != 1 else c.axis for c in spec.cuts(d)) or None
@@ -371,7 +380,7 @@ def _of_one(spec: PartitionSpec) -> PartitionSpec:
 
 
 def _whole_units(spec: PartitionSpec) -> PartitionSpec:
-    """The spec as far as it can be held against a local shape."""
+    """The spec without units, to check against a local shape."""
     if spec.entries[:1] == (...,):
         return spec
     return PartitionSpec(*(tuple(c.axis for c in spec.cuts(d)) or None for d in range(len(spec))))
@@ -403,17 +412,16 @@ def _check_claims(
             at = f", at {line}" if line else ""
             failures.append(
                 f"{name} has out spec {port.spec}, which says that all ranks along {axis!r} hold"
-                " the same, but it varies there: it comes"
-                f" from {origin}{at}.\n  Reduce it with ftp.axis.all_reduce(x, {axis!r}),{or_cut}"
-                " or pass check=False if you know that the"
-                " ranks agree."
+                f" the same, but it varies there: it comes from {origin}{at}.\n  Reduce it with"
+                f" ftp.axis.all_reduce(x, {axis!r}),{or_cut} or pass check=False if you know that"
+                " the ranks agree."
             )
     if failures:
         raise SpecError(at_line() + join_failures(failures))
 
 
 def _cut_too(port: Port, axis: str) -> PartitionSpec | None:
-    """The spec of a result that is cut by ``axis`` too, in its first whole dim."""
+    """The result's spec with its first whole dim sharded over ``axis``; None if it has none."""
     entries = [port.spec[d] if d < len(port.spec) else None for d in range(len(port.shape))]
     if None not in entries:
         return None

@@ -1,6 +1,4 @@
-"""One rank's code as a value: a graph on local shapes, and what its operands and results are of
-the whole tensors.
-"""
+"""Per-rank code as a value: a graph on local shapes, with the specs of its operands and results."""
 
 import hashlib
 import math
@@ -23,8 +21,8 @@ class Port:
     """An operand or a result of a program.
 
     Attributes:
-        shape: local.
-        pending: axes over which the ranks' values are terms of a sum.
+        shape: the local one.
+        pending: axes over which the value is a pending sum.
     """
 
     spec: PartitionSpec
@@ -40,11 +38,11 @@ class Port:
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """One rank's code.
+    """Per-rank code.
 
     Attributes:
-        gm: takes the operands' parts, then the rank's position on each axis as 0-d int64 tensors.
-        key: tells programs apart, the same on all ranks.
+        gm: takes the operands' shards, then the rank's index on each axis, 0-d int64 tensors.
+        key: hash of the content, equal on all ranks.
     """
 
     gm: fx.GraphModule
@@ -62,7 +60,7 @@ class Program:
 
     @cached_property
     def rule(self) -> BoundRule:
-        """One factor for each mesh axis, of its size, in every dim that it cuts; what is left of
+        """A factor for each mesh axis, of the axis' size, in every dim that it shards; the rest of
         a dim stays whole.
         """
         sizes = {factor(axis): n for axis, n in self.axes.items()}
@@ -86,7 +84,7 @@ class Program:
         return BoundRule(operands, results, whole, pending, (), sizes, None, False)
 
     def giving(self, results: Sequence[int]) -> tuple["Program", list[int]]:
-        """The program of some of the results, and which operands it takes."""
+        """The program that computes only these results, and the operands that it takes."""
         output = next(reversed(self.gm.graph.nodes))
         wanted = [output.args[0][i] for i in results]  # type: ignore[index]
         taken_from = needed(wanted)
@@ -109,14 +107,14 @@ class Program:
 
 
 def _packs(cuts: Sequence[Units]) -> int:
-    """How many equal packs along a dim a lone cut goes through."""
+    """The number of equal packs along a dim."""
     (pack,) = {c.pack for c in cuts} or {1}
     assert isinstance(pack, int)
     return pack
 
 
 def factor(axis: str) -> str:
-    """The factor that a mesh axis cuts in a program's rule."""
+    """The factor of a mesh axis in a program's rule."""
     return f"@{axis}"
 
 
@@ -130,13 +128,13 @@ def program_of(key: str) -> Program:
 def interned(
     gm: fx.GraphModule, axes: Mapping[str, int], operands: Sequence[Port], results: Sequence[Port]
 ) -> Program:
-    """The one program of this content: tracing the same code again does not make another."""
+    """The program of this content; equal programs are one object."""
     made = Program(gm, axes, tuple(operands), tuple(results))
     return _programs.setdefault(made.key, made)
 
 
 def needed(nodes: Sequence[fx.Node]) -> set[fx.Node]:
-    """The nodes, and all that they are computed from."""
+    """The nodes and all their ancestors."""
     found: set[fx.Node] = set()
     stack = list(nodes)
     while stack:

@@ -1,8 +1,8 @@
-"""What one rank's code knows of the other ranks: along which axes a value differs from rank to
-rank, and which sums need no collective.
+"""Varying axes: the mesh axes over which a value of per-rank code differs from rank to rank, and
+the sums that need no collective.
 
-Parts of a cut input and a rank's own position vary; sums and gathers over an axis do not; any other
-op's result varies where an operand does.
+Shards of an input and the rank's index vary over their axes. The results of all_reduce and
+all_gather do not vary over theirs. Any other result varies where an operand does.
 
 Source: JAX, the types of varying manual axes of ``jax.shard_map``.
 """
@@ -20,14 +20,12 @@ from ftp.rules.bind import lookup
 from ftp.rules.rule import Call, Meta, replaced
 
 Axes = frozenset[str]
-_SAME = (
-    OPS.all_reduce.default,
-    OPS.all_gather.default,
-)  # their result does not vary along their axis
+# Their results do not vary over their axis.
+_INVARIANT = (OPS.all_reduce.default, OPS.all_gather.default)
 
 
 def infer(graph: fx.Graph, inputs: Sequence[Axes]) -> dict[fx.Node, Axes]:
-    """The axes along which each node's value varies; ``inputs`` are those of the placeholders."""
+    """The axes over which each node's value varies; ``inputs`` gives the placeholders' ones."""
     given = iter(inputs)
     found: dict[fx.Node, Axes] = {}
     for node in graph.nodes:
@@ -42,13 +40,13 @@ def _of(node: fx.Node, operands: Axes) -> Axes:
     axis = axis_of(node.target, node.args[1:])
     if axis is None:
         return operands
-    return operands - {axis} if node.target in _SAME else operands | {axis}
+    return operands - {axis} if node.target in _INVARIANT else operands | {axis}
 
 
 def cause(
     node: fx.Node, axis: str, types: Mapping[fx.Node, Axes], names: Mapping[fx.Node, str]
 ) -> tuple[str, str]:
-    """The line that computes a value that varies along ``axis``, and what makes it vary."""
+    """The line of a value that varies over ``axis``, and the input or op where that begins."""
     line = ""
     while True:
         line = line or node.meta.get("source", "")
@@ -61,15 +59,14 @@ def cause(
 
 
 def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -> set[int]:
-    """Replaces sums over ``axis`` of what is computed linearly from one rank's contribution by the
-    same of the contributed value.
+    """Replace sums over ``axis`` whose value every rank can compute itself.
 
-    A gradient that all ranks hold enters the backward pass as the first rank's contribution, so
-    that every gradient is a sum over ranks; where such a sum is asked for along the way, or at the
-    end, it need not be communicated.
+    The gradient of a replicated result enters the backward pass as ``contribute(grad)``: ``grad``
+    on the first rank, zero on the others, so that every gradient is a sum over ranks. What is
+    linear in it is summed by applying the same ops to ``grad``, without a collective.
 
     Returns:
-        The outputs that hold such a sum now, where they held a term of it.
+        The positions of outputs that now hold the sum, not one rank's term of it.
     """
     sums: dict[fx.Node, fx.Node] = {}
     for node in list(graph.nodes):
@@ -91,8 +88,10 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
                     own.meta, types[own] = dict(node.meta), types[node]
                     node.replace_all_uses_with(own)
             elif _is_linear(node, sums, axis, types):
-                args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda n: sums.get(n, n))  # type: ignore[misc]
-                made = sums[node] = graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+                arguments: Any = (node.args, node.kwargs)
+                args, kwargs = fx.node.map_arg(arguments, lambda n: sums.get(n, n))
+                target: Any = node.target
+                made = sums[node] = graph.call_function(target, args, kwargs)
                 made.meta, types[made] = dict(node.meta), types[node] - {axis}
     output = next(reversed(graph.nodes))
     returned: Any = output.args[0]
@@ -103,8 +102,8 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
 def _is_linear(
     node: fx.Node, sums: Mapping[fx.Node, fx.Node], axis: str, types: Mapping[fx.Node, Axes]
 ) -> bool:
-    """Whether a node adds up over the ranks: linear in operands whose sums are known together,
-    the others equal on all ranks.
+    """Whether a node's sum over ranks follows from known sums: its op is linear in the operands
+    that have one, and the other operands are equal on all ranks.
     """
     operands = node.all_input_nodes
     if not any(n in sums for n in operands):

@@ -1,5 +1,5 @@
-"""Plans that people already have, read as specs and constraints: PyTorch's styles,
-transformers', Megatron's, adapters; and our own.
+"""Plans of models: importers of PyTorch's, transformers' and Megatron's plans, LoRA adapters, and
+plans of well-known models.
 """
 
 from ftp.plans import legacy_styles as older
@@ -20,8 +20,6 @@ from ftp.plans.legacy_styles import (
 from ftp.plans.lora import lora
 from ftp.plans.megatron import from_megatron
 from ftp.plans.models import (
-    NAMES,
-    Names,
     attention,
     bert,
     gpt2,
@@ -33,6 +31,7 @@ from ftp.plans.models import (
     vit,
     vocabulary,
 )
+from ftp.plans.names import NAMES, Names
 from ftp.plans.parallelize_module import from_parallelize_plan, merge
 
 __all__ = [

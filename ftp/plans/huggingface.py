@@ -1,6 +1,4 @@
-"""Plans of transformers' models, read from the model itself: nothing of transformers is
-imported.
-"""
+"""Plans of transformers' models, read from the model's attributes; transformers is not imported."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -12,13 +10,13 @@ from ftp.errors import SpecError, join_failures
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
+from ftp.plans.model_config import head_dim_of, value_of
 from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
 
-# Which dim of a parameter a style cuts. Where a style also says that a module's input is split or
-# its output gathered, the planner finds the moves that this takes, or that there is a cheaper place
-# for them.
+# The dim that a style shards. Styles that also split inputs or gather outputs need no more: the
+# planner places those collectives.
 COLUMN = {"colwise", "colwise_gather_output", "colwise_rep", "local_colwise"}
 ROW = {"rowwise", "rowwise_split_input", "rowwise_rep", "local_rowwise"}
 PACKED_COLUMN, PACKED_ROW = (
@@ -27,8 +25,7 @@ PACKED_COLUMN, PACKED_ROW = (
 )
 VOCABULARY, FEATURES = {"embedding_rowwise", "vocab_parallel_rowwise"}, {"embedding_colwise"}
 EXPERTS = {"grouped_gemm"}
-# Whole on every rank, and moves of activations and sums of gradients that a global program has no
-# need to state.
+# Replicated. What these styles do to activations and gradients follows from the global program.
 WHOLE = {
     "replicate", "replicated_with_grad_allreduce", "mla_kv_a_proj", "all_reduce", "moe_tp_experts",
     "moe_identity_expert", "local_params", "ep_dispatch_experts", "ep_router", "gather", "local",
@@ -53,29 +50,28 @@ def from_hf(
     experts: str = "columns",
     vocab_parallel: bool = True,
 ) -> tuple[Specs, dict[str, Constraint]]:
-    """The tensor-parallel plan that a model of transformers (version 5) carries, as specs and
-    constraints.
+    """Read the tensor-parallel plan of a transformers 5 model as specs and constraints.
 
-    The model runs as it is: ``fn, params = ftp.functionalize(model, constraints=constraints)``.
-    Attention is cut between heads, as the config counts them; where there are fewer key heads than
-    ranks, ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT,
-    for which transformers has no plan, get those of ``ftp.plans``.
+    Attention is sharded between heads, as the config counts them; with fewer key heads than ranks,
+    ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT have no
+    plan in transformers and get those of ``ftp.plans``.
 
     Args:
-        axis: the mesh axis to cut over.
-        plan: ``{path pattern: style name}`` that replaces the model's own entries, key by key.
-        experts: "columns" cuts each expert as an MLP is cut; "whole" gives every rank some of the
+        model: runs as it is: ``ftp.functionalize(model, constraints=constraints)``.
+        axis: the mesh axis to shard over.
+        plan: ``{path pattern: style name}``, entries that replace the model's own.
+        experts: "columns" shards each expert as an MLP; "whole" gives each rank some of the
             experts, by the model's expert plan.
-        vocab_parallel: cut the input embedding and the output head along the vocabulary; otherwise
-            they are whole on every rank.
+        vocab_parallel: shard the input embedding and the output head along the vocabulary; False
+            replicates both.
 
     Returns:
-        ``{path: P}`` for every parameter that ``functionalize`` gives, which prints as a table, and
-        ``{module path: Constraint}``.
+        ``(specs, constraints)``: ``{path: P}`` for every parameter of ``ftp.functionalize(model)``,
+        which prints as a table, and ``{module path: Constraint}``.
 
     Raises:
-        SpecError: a model without a plan; styles that mean nothing to ``ftp``, all by name; an
-            entry of ``plan`` that names nothing.
+        SpecError: a model without a plan; unknown styles, all by name; an entry of ``plan`` that
+            matches no module and no parameter.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -110,9 +106,7 @@ def from_hf(
 
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
-    """What the model says, with paths from the model itself; the config's plan is of the base
-    model.
-    """
+    """The model's plan, with paths from the model; those of its config's plan start below it."""
     found = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None) or {}
     of_experts = (
         (getattr(model, "ep_plan", None) or getattr(model, "_ep_plan", None) or {})
@@ -175,9 +169,7 @@ def _paths(model: nn.Module) -> list[str]:
 
 
 def _ends(model: nn.Module) -> list[tuple[str, str]]:
-    """Path and parameter name of what is as long as the vocabulary: the input embedding and the
-    output head.
-    """
+    """``(module path, parameter name)`` of the input embedding and the output head."""
     found = []
     for getter in ("get_input_embeddings", "get_output_embeddings"):
         try:
@@ -199,9 +191,7 @@ def _own(module: nn.Module) -> list[str]:
 
 
 class _Reader:
-    """Finds the style of a parameter as transformers does: its own entry, else that of the
-    module that holds it.
-    """
+    """Finds a parameter's style as transformers does: its own entry, else its module's."""
 
     def __init__(
         self, model: nn.Module, axis: str, styles: Mapping[str, str], vocab_parallel: bool
@@ -245,7 +235,7 @@ class _Reader:
 
     def style_of(self, path: str) -> tuple[str, str] | None:
         for name in (path, path.rpartition(".")[0]):
-            # Later entries are the user's.
+            # The user's entries come last.
             for key, style in reversed(list(self.styles.items())):
                 if matches(key, tuple(name.split("."))):
                     return key, style
@@ -259,7 +249,7 @@ class _Reader:
         for parameter in self.model.parameters():
             paths = names[id(parameter)]
             found = [f for path in paths if (f := self.spec_of(path, parameter)) is not None]
-            # Of a tied weight the cut that one of its names has is that of all.
+            # A tied weight is sharded if one of its names is.
             chosen = next(
                 (f for f in found if f[1]), found[0] if found else ("no style: replicated", P())
             )
@@ -302,19 +292,17 @@ class _Reader:
         return label, P()
 
     def column(self, path: str, size: int) -> Entry:
-        """The cut of what a column-wise layer gives: by packs where it is fused, by heads in
-        attention.
-        """
+        """The spec entry of a column-wise output dim: packs if fused, heads in attention."""
         name = path.split(".")[-2]
         if "gate_up" in name and size % 2 == 0:
             return units(self.axis, pack=2)
         if name == "qkv_proj":
             config = self.config_of(path)
             heads, groups, dim = (
-                models._of(config, k)
+                value_of(config, k)
                 for k in ("num_attention_heads", "num_key_value_heads", "head_dim")
             )
-            groups, dim = groups or heads, dim or (models._head_dim(config) if heads else None)
+            groups, dim = groups or heads, dim or (head_dim_of(config) if heads else None)
             if heads and dim and (heads + 2 * groups) * dim == size:
                 return units(
                     self.axis,
@@ -324,18 +312,16 @@ class _Reader:
         return self.heads(path, size)
 
     def heads(self, path: str, size: int) -> Entry:
-        """The cut of a dim of ``size`` between the heads of the attention module that it belongs
-        to, if it does.
-        """
+        """The spec entry of a dim of ``size``: in units of heads inside attention, else plain."""
         *_, holder, name, _ = ("", "", *path.split("."))
         if "attn" not in holder.lower() and "attention" not in holder.lower():
             return self.axis
         config = self.config_of(path)
         parent = self.model.get_submodule(path.rsplit(".", 2)[0])
-        heads = models._of(config, "num_attention_heads", "n_head")
+        heads = value_of(config, "num_attention_heads", "n_head")
         if name.startswith(("k_proj", "v_proj")):
-            dim = getattr(parent, "head_dim", None) or models._of(config, "head_dim")
-            groups = models._of(config, "num_key_value_heads") or heads
+            dim = getattr(parent, "head_dim", None) or value_of(config, "head_dim")
+            groups = value_of(config, "num_key_value_heads") or heads
             unit = (
                 dim
                 if isinstance(dim, int)
@@ -348,7 +334,7 @@ class _Reader:
         return units(self.axis, unit) if unit and size % unit == 0 else self.axis
 
     def config_of(self, path: str) -> Any:
-        """The config of the nearest module around a parameter that has one."""
+        """The config of the innermost module around a parameter that has one."""
         parts = path.split(".")
         for end in range(len(parts) - 1, -1, -1):
             if (
@@ -358,7 +344,7 @@ class _Reader:
         return None
 
     def constraints(self) -> dict[str, Constraint]:
-        """Around a sequence-parallel module the tokens are cut, (batch, tokens, dim)."""
+        """Shard the tokens of (batch, tokens, dim) around sequence-parallel modules."""
         tokens = P(None, self.axis)
         found = {}
         for path, _ in self.model.named_modules():

@@ -1,9 +1,8 @@
-"""The styles and helpers that torch.distributed.tensor.parallel had once, as small functions of
-specs.
+"""Styles and helpers of older versions of torch.distributed.tensor.parallel.
 
-They are gone from torch; plans written with them keep their meaning. A helper states where a tensor
-lives, as specs that hold one after the other. It moves what it is given: the tensor is whole in
-model code, and what arrives cut is declared by ``batch_specs``.
+torch has removed them; plans that use them keep their meaning here. A helper constrains a tensor to
+one or two specs in order. It reshards a tensor that is global in model code; declare inputs that
+arrive sharded by ``batch_specs``.
 """
 
 from collections.abc import Iterator, Mapping
@@ -24,11 +23,14 @@ from ftp.sharding.spec import P, units
 
 @dataclass(frozen=True)
 class Layouts:
-    """A named constraint of one tensor: the layouts that it goes through, each the dim that is cut
-    or None for replicated.
+    """A helper: a named constraint of one tensor to layouts in order.
 
-    Called with a tensor it constrains that; without one it is the same constraint with another
-    ``dim`` or mesh.
+    Call it with a tensor to constrain that; without one to get the helper for another ``dim`` or
+    mesh.
+
+    Attributes:
+        steps: the layouts: a sharded dim, "dim" for the attribute of that name, None for
+            replicated.
 
     >>> make_input_shard_1d(dim=1).specs("tp")
     (P(None, 'tp'),)
@@ -45,12 +47,12 @@ class Layouts:
     def __call__(
         self, tensor: Any = None, device_mesh: AnyMesh | None = None, dim: int | None = None
     ) -> Any:
-        """``tensor`` constrained, or without a tensor this constraint for ``dim`` and the axis of
-        ``device_mesh``.
+        """The constrained tensor; without one, the helper for ``dim`` and ``device_mesh``'s axis.
 
         Raises:
-            InputError: what is no tensor. MeshError: a mesh that is not 1-D.
-            SpecError: a ``dim`` that is no int, or one for a helper that takes none.
+            InputError: not a tensor.
+            MeshError: a mesh that is not 1-D.
+            SpecError: a ``dim`` that is not an int, or given to a helper without one.
         """
         if dim is not None and (
             not isinstance(dim, int) or isinstance(dim, bool) or "dim" not in self.steps
@@ -72,7 +74,7 @@ class Layouts:
         return tensor
 
     def specs(self, axis: str) -> tuple[P, ...]:
-        """The specs over a mesh axis, in order; none where the tensor is left alone."""
+        """The specs over a mesh axis, in order; empty if the helper does nothing."""
         dims = [self.dim if step == "dim" else step for step in self.steps]
         return tuple(
             P() if dim is None else shard_spec(dim, axis)
@@ -108,7 +110,7 @@ OUTPUT_HELPERS = (
 
 @dataclass(frozen=True)
 class OlderStyle(Style):
-    """A style with helpers for its input and its output."""
+    """A style with a helper for its input and one for its output."""
 
     _prepare_input: Layouts
     _prepare_output: Layouts
@@ -136,16 +138,17 @@ class OlderStyle(Style):
 
 @dataclass(frozen=True)
 class PairwiseParallel(OlderStyle):
-    """Linear layers in pairs, the first of each cut by columns, the second by rows; attention by
-    heads, and so all of a Transformer.
+    """Pairs of linear layers, the first column-wise, the second row-wise; attention by heads.
 
-    For a module whose children hold an even number of ``nn.Linear``, in their order;
-    ``nn.MultiheadAttention``; ``nn.Transformer`` and its encoder, decoder and layers. What enters
-    the first layer and leaves the last is whole, unless helpers say otherwise.
+    For a module whose children include an even number of ``nn.Linear``; ``nn.MultiheadAttention``;
+    ``nn.Transformer``, its encoder, decoder and layers.
+
+    Args:
+        _prepare_input: helper for the first layer's input; default replicated.
+        _prepare_output: helper for the last layer's output; default replicated.
 
     Raises:
-        SpecError: an odd number of layers, naming the one left over; a module without any; what is
-            no helper.
+        SpecError: not a helper; when read, an odd number of linear layers, or none.
 
     >>> from ftp import from_parallelize_plan
     >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
@@ -220,8 +223,13 @@ class PairwiseParallel(OlderStyle):
 
 @dataclass(frozen=True)
 class PairwiseSequenceParallel(PairwiseParallel):
-    """What was called SequenceParallel: pairs, with the sequence cut on dim 0 around them:
-    gathered in, reduced and scattered out.
+    """torch's older ``SequenceParallel``: pairs with the sequence, dim 0, sharded around them: the
+    input is gathered, the output reduce-scattered.
+
+    >>> from ftp import from_parallelize_plan
+    >>> mlp = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    >>> from_parallelize_plan(mlp, PairwiseSequenceParallel())[1]["2"].outputs
+    ((Gradient(spec=P()), P('tp')),)
     """
 
     _prepare_input: Layouts = make_input_reshard_replicate
@@ -230,7 +238,7 @@ class PairwiseSequenceParallel(PairwiseParallel):
 
 @dataclass(frozen=True)
 class ColwiseParallel(OlderStyle):
-    """The older column-wise style: torch's, with helpers in place of layouts."""
+    """The older column-wise style, with helpers in place of layouts."""
 
     _prepare_input: Layouts = make_input_replicate_1d
     _prepare_output: Layouts = make_sharded_output_tensor
@@ -253,7 +261,7 @@ class ColwiseParallel(OlderStyle):
 
 @dataclass(frozen=True)
 class RowwiseParallel(OlderStyle):
-    """The older row-wise style: torch's, with helpers in place of layouts."""
+    """The older row-wise style, with helpers in place of layouts."""
 
     _prepare_input: Layouts = make_input_shard_1d_last_dim
     _prepare_output: Layouts = make_output_tensor
@@ -265,7 +273,7 @@ class RowwiseParallel(OlderStyle):
                 f" {kind_of(module)}."
             )
         is_table = isinstance(module, nn.Embedding)
-        # A table is looked up by whole indices, whatever the helper says of a linear layer's input.
+        # An embedding's indices are never sharded: the input helper is for linear layers.
         around = self._last(axis) if is_table else self._first(axis) | self._last(axis)
         part = Part(
             {"weight": P(axis) if is_table else P(None, axis)},
@@ -280,9 +288,7 @@ def _pair(up: str, first: nn.Linear, down: str, axis: str) -> Iterator[tuple[str
 
 
 def _attention(module: nn.MultiheadAttention, axis: str) -> Part:
-    """Heads over ``axis``: the packed q, k and v each by heads, the output projection by the
-    same rows.
-    """
+    """Shard packed q, k, v by heads, and the output projection row-wise by heads."""
     heads = {
         "in_proj_weight": P(units(axis, module.head_dim, pack=3)),
         "in_proj_bias": P(units(axis, module.head_dim, pack=3)),

@@ -1,4 +1,4 @@
-"""Plans of low-rank adapters: their specs follow from the weights that they adapt."""
+"""Plans of LoRA adapters, from the specs of the adapted weights."""
 
 import re
 from collections.abc import Mapping
@@ -19,29 +19,28 @@ _ADAPTER = re.compile(
 
 
 def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
-    """Specs of a model with LoRA adapters, named as peft names them, from those of the model that
-    they adapt.
+    """Derive the specs of LoRA adapters, named as peft names them, from the base model's specs.
 
-    Of a weight that is cut by columns, on its output dim, B is cut on that dim and A is whole; of
-    one cut by rows, A is cut on its input dim and B is whole. So the adapter's collectives are the
-    adapted layer's own. Only the adapters (and modules that peft trains whole) require gradients;
-    all else is a tree of its own, ``buffers``, with specs of its own.
+    The adapted layer computes ``x W^T + x A^T B^T``. Where W (out, in) is sharded on its output
+    dim, so is B (out, rank), and A (rank, in) is replicated; where W is sharded on its input dim,
+    so is A, and B is replicated. The adapter then needs the layer's own collectives only.
 
     Args:
-        model: the adapted model; peft's wrapper or the model in it.
-        base: specs of the model before it was adapted: ``{path or pattern: P}``, as
-            ``ftp.from_hf``, ``ftp.plans`` or ``ftp.plan`` give.
+        model: the adapted model: peft's wrapper or the model in it.
+        base: specs of the model before it was adapted, ``{path or pattern: P}``, as of
+            ``ftp.from_hf``, ``ftp.plans`` or ``ftp.plan``.
 
     Returns:
-        ``(specs, frozen)``: specs of ``params`` and of ``buffers`` of ``fn, params, buffers =
-        ftp.functionalize(model, buffers=True)``, to which the loss passes both: ``fn(params,
-        buffers, *args)[0]``. In ``ftp.shard`` the buffers are a batch argument, so name the axes
-        that cut the batch proper: ``shard(loss, mesh, specs, batch_specs=(frozen, P("dp")),
-        data_axes=("dp",))``.
+        ``(specs, frozen)``: specs of the two trees of ``fn, params, buffers =
+        ftp.functionalize(model, buffers=True)``. ``params`` are the adapters, and modules that
+        peft trains whole; ``buffers`` are all other weights. The loss takes both and calls
+        ``fn(params, buffers, *args)[0]``. In ``ftp.shard`` the buffers are a batch argument, so
+        name the axes that shard the real batch: ``shard(loss, mesh, specs, batch_specs=(frozen,
+        P("dp")), data_axes=("dp",))``.
 
     Raises:
-        SpecError: an entry of ``base`` that names no weight; an adapter of a layer whose weight is
-            not there.
+        SpecError: an entry of ``base`` that matches no weight; an adapter whose layer has no
+            weight.
 
     >>> class Adapted(nn.Module):
     ...     def __init__(self):
@@ -50,8 +49,10 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
     ...         self.lora_A = nn.ModuleDict({"default": nn.Linear(4, 2, bias=False)})
     ...         self.lora_B = nn.ModuleDict({"default": nn.Linear(2, 8, bias=False)})
     >>> specs, frozen = lora(nn.ModuleDict({"up": Adapted()}), {"up.weight": P("tp", None)})
-    >>> dict(specs), dict(frozen)
-    ({'up.lora_A.default.weight': P(), 'up.lora_B.default.weight': P('tp')}, {'up.base_layer.weight': P('tp', None)})
+    >>> dict(specs)
+    {'up.lora_A.default.weight': P(), 'up.lora_B.default.weight': P('tp')}
+    >>> dict(frozen)
+    {'up.base_layer.weight': P('tp', None)}
 
     Source: Hu et al. (2021), LoRA; peft, ``peft/tuners/lora/layer.py``.
     """
@@ -93,9 +94,7 @@ def lora(model: nn.Module, base: Mapping[str, P]) -> tuple[Specs, Specs]:
 
 
 def _of_adapter(adapter: re.Match[str], spec: P, model: nn.Module, ndim: int) -> P:
-    """The adapter's spec: A is (rank, in), B is (out, rank), for an embedding too, whose weight
-    is (in, out).
-    """
+    """The adapter's spec. A is (rank, in), B is (out, rank); an embedding's weight is (in, out)."""
     layer = model.get_submodule(adapter["module"])
     transposed = bool(adapter["embedding"]) or _is_transposed(layer)
     out_dim, in_dim = (1, 0) if transposed else (0, 1)
@@ -106,7 +105,7 @@ def _of_adapter(adapter: re.Match[str], spec: P, model: nn.Module, ndim: int) ->
 
 
 def _is_transposed(layer: Any) -> bool:
-    """Whether the adapted layer holds (in, out), as GPT-2's in transformers do."""
+    """Whether the layer's weight is (in, out), as GPT-2's in transformers."""
     if (given := getattr(layer, "fan_in_fan_out", None)) is not None:
         return bool(given)
     return type(getattr(layer, "base_layer", None)).__name__ == "Conv1D"
@@ -117,9 +116,7 @@ def _entry(spec: P, dim: int) -> Entry:
 
 
 def _answers(leaf: Any, path: str) -> tuple[tuple[str, ...], ...]:
-    """The paths that a weight of an adapted model answers to: those that it had before, and its
-    own.
-    """
+    """The paths by which patterns may name a weight: those before adaptation, and its own."""
     own = tied_paths(leaf, tuple(path.split(".")))
     return tuple(dict.fromkeys((*(tuple(_base_path(".".join(p)).split(".")) for p in own), *own)))
 
@@ -127,8 +124,10 @@ def _answers(leaf: Any, path: str) -> tuple[tuple[str, ...], ...]:
 def _base_path(path: str) -> str:
     """A path as it was before peft wrapped the model and its layers.
 
-    >>> _base_path("base_model.model.layers.0.up.base_layer.weight"), _base_path("base_model.model.head.modules_to_save.default.weight")
-    ('layers.0.up.weight', 'head.weight')
+    >>> _base_path("base_model.model.layers.0.up.base_layer.weight")
+    'layers.0.up.weight'
+    >>> _base_path("base_model.model.head.modules_to_save.default.weight")
+    'head.weight'
     """
     parts = path.split(".")
     if parts[:2] == ["base_model", "model"]:

@@ -1,4 +1,4 @@
-"""Plans that Megatron-LM's layers leave on their parameters."""
+"""Plans of Megatron-LM models, from the attributes on their parameters."""
 
 from dataclasses import replace
 from typing import Any
@@ -16,28 +16,29 @@ ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
 
 
 def from_megatron(model: nn.Module, *, axis: str = "tp") -> tuple[Specs, dict[str, Constraint]]:
-    """Specs from the attributes that Megatron puts on parameters: ``tensor_model_parallel``,
-    ``partition_dim``, ``partition_stride``.
+    """Read a tensor-parallel plan from the attributes that Megatron-LM sets on parameters.
 
-    The model is built whole, for a tensor-parallel size of one. A parameter without any of these,
-    or not tensor parallel, is replicated (norms, biases of row-parallel layers). A stride is a
-    number of packs: a gate and an up projection in one weight have 2. Megatron's fused q, k and v,
-    with the queries, key and value of a group of heads side by side, are cut between groups, and
-    the layer after attention between heads, where the model has a ``config`` that counts them.
+    It reads ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride``. A parameter
+    without them, or not tensor parallel, is replicated: norms, biases of row-parallel layers. The
+    stride is the number of packs: 2 for gate and up projection in one weight. Where
+    ``model.config`` counts heads, fused q, k, v are sharded between groups of heads, and the output
+    projection between heads.
 
     Args:
-        axis: the mesh axis to cut over.
+        model: built for a tensor-parallel size of 1, so that parameters are whole.
+        axis: the mesh axis to shard over.
 
     Returns:
-        ``{path: P}`` for every parameter that ``functionalize`` gives, which prints as a table, and
-        no constraints.
+        ``(specs, {})``: ``{path: P}`` for every parameter of ``ftp.functionalize(model)``, which
+        prints as a table; there are no constraints.
 
     Raises:
-        SpecError: attributes that are missing, of the wrong kind, or contradict each other or the
-            parameter's shape, all by path; a model none of whose parameters has any.
+        SpecError: attributes that are missing, of another type, or contradict each other or the
+            parameter's shape, all by path; a model without any of them.
 
     >>> layer = nn.Linear(4, 8, bias=False)
-    >>> layer.weight.tensor_model_parallel, layer.weight.partition_dim, layer.weight.partition_stride = True, 0, 2
+    >>> layer.weight.tensor_model_parallel = True
+    >>> layer.weight.partition_dim, layer.weight.partition_stride = 0, 2
     >>> from_megatron(layer)[0]["weight"]
     P(units('tp', 1, pack=2))
 
@@ -110,8 +111,8 @@ def _spec(
 
 
 def _unit(path: str, size: int, config: Any) -> int:
-    """Elements of the cut dim that stay together: a group of heads in fused q, k and v, a head
-    in what attention gives.
+    """The unit of the sharded dim, in elements: a group of heads in fused q, k, v, a head in the
+    output projection, else 1.
     """
     parts = path.split(".")
     heads = getattr(config, "num_attention_heads", None)

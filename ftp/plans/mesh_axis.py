@@ -1,4 +1,4 @@
-"""The one mesh axis that a plan is for."""
+"""The mesh axis of a plan."""
 
 import warnings
 from typing import Any
@@ -9,7 +9,7 @@ from ftp.sharding.pytree import kind_of
 
 
 def axis_of(mesh: AnyMesh, way_out: str = "Of such a mesh give a 1-D mesh, mesh[{axis!r}].") -> str:
-    """The axis of a 1-D mesh; ``way_out`` is what to do with another one.
+    """The axis of a 1-D mesh; ``way_out`` ends the error for any other mesh.
 
     >>> from ftp import simulated_mesh
     >>> axis_of(simulated_mesh(2, "model"))
@@ -25,7 +25,7 @@ def axis_of(mesh: AnyMesh, way_out: str = "Of such a mesh give a 1-D mesh, mesh[
 
 
 def choose_axis(mesh: AnyMesh | None, axis: str | None, tp_mesh_dim: int | None) -> str:
-    """The axis that the arguments of ``from_parallelize_plan`` name; see there."""
+    """The axis that the arguments of ``from_parallelize_plan`` name."""
     if tp_mesh_dim is not None:
         warnings.warn(
             "tp_mesh_dim= is deprecated; name the mesh axis, as axis='tp'.",

@@ -1,51 +1,19 @@
-"""Plans of well-known models: patterns over their parameters' names -> specs, column-wise then
-row-wise, the vocabulary cut too.
+"""Tensor-parallel plans of well-known models: patterns over parameter paths -> specs.
 
-Each function gives a dict for ``ftp.plan``; dicts of several parts join with ``|``. A pattern that
-matches nothing is an error there, so say what a model lacks (``head=False``, ``bias=False``).
+Each function returns a dict for ``ftp.plan``; join dicts of parts with ``|``. ``ftp.plan`` raises
+for a pattern that matches nothing, so say what a model lacks (``head=False``).
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ftp.errors import SpecError
 from ftp.functional.module_constraints import Constraint
+from ftp.plans.model_config import head_dim_of, value_of
+from ftp.plans.names import Names, names_of
 from ftp.sharding.spec import Entry, P, units
 
 Patterns = dict[str, P]
-
-
-@dataclass(frozen=True)
-class Names:
-    """What a code base calls the parts of a decoder; ``qkv`` and ``up`` are fused where they are
-    one name.
-    """
-
-    attention: str
-    qkv: tuple[str, ...]
-    out: str
-    mlp: str
-    up: tuple[str, ...]
-    down: str
-    embedding: str
-    head: str
-    block: str
-
-
-NAMES = {
-    "hf": Names(
-        "self_attn", ("q_proj", "k_proj", "v_proj"), "o_proj", "mlp", ("gate_proj", "up_proj"),
-        "down_proj", "embed_tokens", "lm_head",
-        "layers.*",
-    ),
-    "torchtitan": Names("attention", ("wq", "wk", "wv"), "wo", "feed_forward", ("w1", "w3"), "w2", "tok_embeddings", "output", "layers.*"),
-    "megatron": Names(
-        "self_attention", ("linear_qkv",), "linear_proj", "mlp", ("linear_fc1",), "linear_fc2",
-        "embedding.word_embeddings", "output_layer",
-        "layers.*",
-    ),
-}  # fmt: skip
 
 
 def mlp(
@@ -56,16 +24,20 @@ def mlp(
     down: str = "down_proj",
     pack: int = 1,
 ) -> Patterns:
-    """A feed-forward block: what goes up is cut by columns, with its bias, what comes down by rows;
-    one all-reduce each way.
+    """A feed-forward block: ``up`` column-wise with its bias, ``down`` row-wise. One all-reduce in
+    the forward pass, one in the backward pass.
 
     Args:
-        prefix: the block's path, a pattern.
-        up, down: names of its linear layers; a str is one.
-        pack: how many layers lie one after another in each of ``up`` (2 for a fused gate and up).
+        prefix: pattern of the block's path.
+        axis: the mesh axis to shard over.
+        up, down: names of its linear layers.
+        pack: number of layers fused in each of ``up``: 2 for gate and up.
 
-    >>> mlp("layers.*.feed_forward", up=["w1", "w3"], down="w2")
-    {'layers.*.feed_forward.w1.*': P('tp'), 'layers.*.feed_forward.w3.*': P('tp'), 'layers.*.feed_forward.w2.weight': P(None, 'tp')}
+    >>> for pattern, spec in mlp("layers.*.ff", up=["w1", "w3"], down="w2").items():
+    ...     print(pattern, spec)
+    layers.*.ff.w1.* P('tp')
+    layers.*.ff.w3.* P('tp')
+    layers.*.ff.w2.weight P(None, 'tp')
 
     Source: Shoeybi et al. (2019), Megatron-LM, section 3.
     """
@@ -85,20 +57,23 @@ def attention(
     out: str = "o_proj",
     pack: int | Sequence[int] = 1,
 ) -> Patterns:
-    """An attention block: q, k and v cut by heads, with their biases, the output projection by
-    rows; one all-reduce each way.
+    """An attention block: q, k, v column-wise by heads with their biases, the output projection
+    row-wise. One all-reduce in the forward pass, one in the backward pass.
 
     Args:
-        prefix: the block's path, a pattern.
-        head_dim: elements of a head, so that cuts fall between heads, and 2 key heads on 4 ranks
-            are held by two ranks each. Without it dims are cut evenly, and heads that this divides
-            are made whole by collectives.
-        qkv, out: names of its linear layers; a str is one.
-        pack: for a single fused layer of q, k and v, 3, or the width of each where they differ (see
+        prefix: pattern of the block's path.
+        axis: the mesh axis to shard over.
+        head_dim: elements of a head; shards are whole heads, and 2 key heads on 4 ranks are stored
+            on two ranks each. Without it dims are sharded evenly, and heads that this divides are
+            gathered by collectives.
+        qkv, out: names of its linear layers.
+        pack: of one fused q, k, v layer: 3, or the three widths where they differ (see
             ``ftp.units``).
 
-    >>> attention("blocks.*.attn", head_dim=64, qkv=["qkv"], out="proj", pack=3)
-    {'blocks.*.attn.qkv.*': P(units('tp', 64, pack=3)), 'blocks.*.attn.proj.weight': P(None, units('tp', 64))}
+    >>> for pattern, spec in attention("h.*.attn", head_dim=64, qkv="qkv", pack=3).items():
+    ...     print(pattern, spec)
+    h.*.attn.qkv.* P(units('tp', 64, pack=3))
+    h.*.attn.o_proj.weight P(None, units('tp', 64))
     """
     head = _heads(axis, head_dim)
     packed = head if pack == 1 else units(axis, head_dim or 1, pack=pack)
@@ -115,12 +90,14 @@ def vocabulary(
     embedding: str | None = "**.embed_tokens",
     head: str | None = "**.lm_head",
 ) -> Patterns:
-    """The embedding and the head cut along the vocabulary: a masked lookup and a loss that sums
-    over ranks, no gathered logits.
+    """The embedding and the output head, sharded along the vocabulary: a masked lookup, and a loss
+    reduced over ranks; logits are not gathered.
 
     Args:
-        embedding, head: their paths below ``prefix``; None where there is none, or where the head
-            is the embedding.
+        prefix: path of the model in the parameters.
+        axis: the mesh axis to shard over.
+        embedding, head: their paths below ``prefix``; None if absent, or if the head is tied to the
+            embedding.
 
     >>> vocabulary("model", head=None)
     {'model.**.embed_tokens.weight': P('tp')}
@@ -141,15 +118,17 @@ def llama(
     and head.
 
     Args:
-        config: the model's config, or a dict of its sizes, with ``head_dim``, or ``hidden_size``
-            and ``num_attention_heads`` (torchtitan:
-            ``dim`` and ``n_heads``; Megatron: ``kv_channels`` and ``num_query_groups``); None: dims
-            are cut whatever their heads.
-        names: "hf", "torchtitan" or "megatron", or ``Names`` of your own. Megatron's fused q, k and
-            v are groups of heads side by side, which units of one group cut; its fused gate and up
-            are two packs.
-        prefix: where the model lies in the parameters.
-        head: whether there is a head of its own; by default unless ``config.tie_word_embeddings``.
+        config: the model's config, or a dict of its sizes: ``head_dim``, or ``hidden_size`` and
+            ``num_attention_heads`` (torchtitan: ``dim`` and ``n_heads``; Megatron: ``kv_channels``
+            and ``num_query_groups``). None shards dims without regard to heads.
+        names: "hf", "torchtitan", "megatron", or your own ``Names``. Megatron's fused q, k, v is
+            sharded between groups of heads; its fused gate and up are two packs.
+        prefix: path of the model in the parameters.
+        axis: the mesh axis to shard over.
+        head: whether the head is a weight of its own; default: not ``config.tie_word_embeddings``.
+
+    Raises:
+        SpecError: unknown ``names``; a config that does not tell the head size.
 
     >>> for pattern, spec in llama({"dim": 4096, "n_heads": 32}, names="torchtitan").items():
     ...     print(pattern, spec)
@@ -163,7 +142,7 @@ def llama(
     **.tok_embeddings.weight P('tp')
     **.output.* P('tp')
     """
-    n = _names(names)
+    n = names_of(names)
     gates = mlp(
         _join(prefix, "**", n.mlp), axis=axis, up=n.up, down=n.down, pack=2 if len(n.up) == 1 else 1
     )
@@ -183,19 +162,21 @@ def mixtral(
     axis: str = "tp",
     head: bool | None = None,
 ) -> Patterns:
-    """A decoder whose MLPs are experts, stacked in ``experts.gate_up_proj`` (expert, 2 × hidden,
-    dim) and ``experts.down_proj``.
+    """A decoder with experts, stacked in ``experts.gate_up_proj`` (expert, 2 × hidden, dim) and
+    ``experts.down_proj`` (expert, dim, hidden).
 
     Args:
-        experts: "columns" cuts each expert as an MLP is cut, gate and up as packs; "whole" gives
-            every rank some of the experts.
+        experts: "columns" shards each expert as an MLP, gate and up as packs; "whole" gives each
+            rank some of the experts.
+        config, names, prefix, axis, head: as of ``llama``.
 
-    The others are those of ``llama``.
+    Raises:
+        SpecError: as ``llama``; another value of ``experts``.
 
     >>> list(mixtral(experts="whole").items())[4:6]
     [('**.experts.gate_up_proj', P('tp')), ('**.experts.down_proj', P('tp'))]
     """
-    n = _names(names)
+    n = names_of(names)
     if experts not in ("columns", "whole"):
         raise SpecError(
             f"mixtral(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
@@ -225,13 +206,14 @@ def gpt2(
     transposed: bool = True,
     head: bool = False,
 ) -> Patterns:
-    """GPT-2 with its fused q, k and v as three packs.
+    """GPT-2, its fused q, k, v as three packs.
 
     Args:
-        config: as for ``llama``, with ``n_embd`` and ``n_head``.
-        transposed: the layers hold (input, output), as transformers' do; nanoGPT's hold (output,
-            input).
-        head: whether there is a head of its own.
+        config: as of ``llama``, with ``n_embd`` and ``n_head``.
+        prefix: path of the model in the parameters.
+        axis: the mesh axis to shard over.
+        transposed: weights are (in, out), as in transformers; nanoGPT's are (out, in).
+        head: whether the head is a weight of its own.
 
     >>> for pattern, spec in gpt2({"n_embd": 768, "n_head": 12}).items():
     ...     print(pattern, spec)
@@ -243,7 +225,7 @@ def gpt2(
     **.mlp.c_proj.weight P('tp')
     **.wte.weight P('tp')
     """
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     qkv, one = units(axis, head_dim or 1, pack=3), _heads(axis, head_dim)
 
     def column(cut: Entry) -> P:
@@ -265,13 +247,16 @@ def gpt2(
 
 
 def bert(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool = True) -> Patterns:
-    """BERT as transformers names it; ``head`` says whether it predicts masked words, with the
-    embedding as its head.
+    """BERT with transformers' names.
+
+    Args:
+        config, prefix, axis: as of ``llama``.
+        head: whether it predicts masked words, with a head tied to the embedding.
 
     >>> bert()["**.attention.self.*.*"], bert()["**.intermediate.dense.*"]
     (P('tp'), P('tp'))
     """
-    one = _heads(axis, _head_dim(config))
+    one = _heads(axis, head_dim_of(config))
     found = {
         "**.attention.self.*.*": P(one),
         "**.attention.output.dense.weight": P(None, one),
@@ -284,12 +269,16 @@ def bert(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool =
 
 
 def vit(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool = True) -> Patterns:
-    """Vision transformer as transformers names it; ``head`` says whether it classifies.
+    """Vision transformer with transformers' names.
+
+    Args:
+        config, prefix, axis: as of ``llama``.
+        head: whether it has a classifier.
 
     >>> vit()["**.mlp.fc2.weight"]
     P(None, 'tp')
     """
-    block = attention(_join(prefix, "**.attention"), axis=axis, head_dim=_head_dim(config))
+    block = attention(_join(prefix, "**.attention"), axis=axis, head_dim=head_dim_of(config))
     found = block | mlp(_join(prefix, "**.mlp"), axis=axis, up=["fc1"], down="fc2")
     return found | vocabulary(
         prefix, axis=axis, embedding=None, head="classifier" if head else None
@@ -299,14 +288,17 @@ def vit(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool = 
 def t5(
     config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool | None = None
 ) -> Patterns:
-    """T5 as transformers names it, with or without gated MLPs; the table of relative positions
-    stays whole.
+    """T5 with transformers' names, with or without gated MLPs; relative positions are replicated.
+
+    Args:
+        config: the model's config, or a dict with ``d_kv``.
+        prefix, axis, head: as of ``llama``.
 
     >>> t5({"d_kv": 64})["**.*Attention.q.weight"]
     P(units('tp', 64))
     """
-    head = not _of(config, "tie_word_embeddings") if head is None else head
-    one = _heads(axis, _of(config, "d_kv"))
+    head = not value_of(config, "tie_word_embeddings") if head is None else head
+    one = _heads(axis, value_of(config, "d_kv"))
     found = {f"**.*Attention.{name}.weight": P(one) for name in "qkv"}
     found |= {
         "**.*Attention.o.weight": P(None, one),
@@ -318,11 +310,12 @@ def t5(
 
 
 def sequence_parallel(blocks: str = "**.layers.*", *, axis: str = "tp") -> dict[str, Constraint]:
-    """Constraints for ``ftp.functionalize``: between blocks the tokens are cut, (batch, tokens,
-    dim), so norms and residuals are too.
+    """Constraints for ``ftp.functionalize`` that shard the tokens of (batch, tokens, dim) between
+    blocks, and so norms and residuals.
 
     Args:
-        blocks: pattern of the modules' paths; each returns its activation.
+        blocks: pattern of the blocks' paths; each returns its activation.
+        axis: the mesh axis to shard over.
 
     >>> sequence_parallel("layers.*")["layers.*"].outputs
     P(None, 'tp')
@@ -334,14 +327,14 @@ def sequence_parallel(blocks: str = "**.layers.*", *, axis: str = "tp") -> dict[
 
 
 def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
-    head_dim = _head_dim(config)
+    head_dim = head_dim_of(config)
     found = attention(
         _join(prefix, "**", n.attention), axis=axis, head_dim=head_dim, qkv=n.qkv, out=n.out
     )
     if len(n.qkv) == 1 and head_dim:
-        # Megatron's fused layer: of every group, its queries, then its key, then its value.
-        heads = _of(config, "num_attention_heads", "n_head", "n_heads")
-        groups = _of(config, "num_query_groups", "num_key_value_heads", "n_kv_heads") or heads
+        # Megatron's fused layer, group by group: queries, key, value.
+        heads = value_of(config, "num_attention_heads", "n_head", "n_heads")
+        groups = value_of(config, "num_query_groups", "num_key_value_heads", "n_kv_heads") or heads
         if heads is None or heads % groups:
             raise SpecError(
                 f"{heads} attention heads in {groups} groups. Give num_attention_heads, a multiple"
@@ -354,53 +347,14 @@ def _attention_of(config: Any, n: Names, prefix: str, axis: str) -> Patterns:
 
 
 def _vocabulary_of(config: Any, n: Names, prefix: str, axis: str, head: bool | None) -> Patterns:
-    own = not _of(config, "tie_word_embeddings") if head is None else head
+    own = not value_of(config, "tie_word_embeddings") if head is None else head
     return vocabulary(
         prefix, axis=axis, embedding=f"**.{n.embedding}", head=f"**.{n.head}" if own else None
     )
 
 
-def _names(names: str | Names) -> Names:
-    if isinstance(names, Names):
-        return names
-    if names not in NAMES:
-        raise SpecError(
-            f"names={names!r} is none of {', '.join(map(repr, NAMES))}. Give one of them, or"
-            " ftp.plans.Names(...) of your own."
-        )
-    return NAMES[names]
-
-
 def _heads(axis: str, head_dim: int | None) -> Entry:
     return axis if head_dim is None else units(axis, head_dim)
-
-
-def _head_dim(config: Any) -> int | None:
-    """Elements of a head, however a config says it."""
-    given = _of(config, "head_dim", "kv_channels")
-    if given is not None or config is None:
-        return given
-    dim, heads = (
-        _of(config, "hidden_size", "n_embd", "dim", "d_model"),
-        _of(config, "num_attention_heads", "n_head", "n_heads"),
-    )
-    if dim is None or heads is None:
-        raise SpecError(
-            "config says neither head_dim, nor hidden_size and num_attention_heads (n_embd and"
-            " n_head, dim and n_heads)."
-        )
-    if dim % heads:
-        raise SpecError(f"config: {heads} heads do not divide a width of {dim}. Give head_dim.")
-    return dim // heads
-
-
-def _of(config: Any, *keys: str) -> Any:
-    """The first of these that a config has, an object or a dict."""
-    for key in keys:
-        found = config.get(key) if isinstance(config, Mapping) else getattr(config, key, None)
-        if found is not None:
-            return found
-    return None
 
 
 def _each(given: str | Sequence[str]) -> Sequence[str]:

@@ -1,6 +1,4 @@
-"""Plans of torch's parallelize_module: patterns over module paths to styles, as specs and
-constraints.
-"""
+"""Plans of torch's parallelize_module as specs and constraints."""
 
 import difflib
 from collections.abc import Mapping, Sequence
@@ -31,39 +29,38 @@ def from_parallelize_plan(
     tp_mesh_dim: int | None = None,
     buffers: bool = False,
 ) -> Any:
-    """What torch's ``parallelize_module(model, mesh, plan)`` says, as specs for ``ftp.shard`` and
-    constraints for ``ftp.functionalize``.
+    """Read a plan of torch's ``parallelize_module(model, mesh, plan)`` as specs and constraints.
 
-    A constraint speaks of the plan's own axis; on any other, and for gradients that DTensor would
-    not lay out either, the planner chooses.
+    Constraints are about the plan's axis only; over other axes the planner chooses.
 
     Args:
-        plan: one style for the model, or ``{pattern: style}``. A pattern is a module's whole path,
-            as in ``ftp.plan``: ``*`` is one element or a part of one, ``**`` any number of elements
-            (one in torch); "" is the model. A style is one of torch's, one of ``ftp.plans``, or a
-            function ``(path, module) -> (specs, constraints)`` of yours, its paths from the model
-            or from the module.
-        mesh: a 1-D mesh, whose axis it is.
-        axis: the mesh axis to shard over, of a mesh of any size; "tp" by default.
-        tp_mesh_dim: the axis by its position in ``mesh``, as older versions of torch took it.
-        buffers: give specs for buffers and frozen parameters too, where ``functionalize(model,
-            buffers=True)`` makes them an argument. Otherwise they are constants, whole on every
-            rank.
+        model: is not changed.
+        plan: one style for the model, or ``{pattern: style}``. A pattern is a whole module path as
+            in ``ftp.plan``: ``*`` matches one element or a part of one, ``**`` any number of
+            elements (in torch one); "" is the model. A style is torch's, one of ``ftp.plans``, or
+            your function ``(path, module) -> (specs, constraints)``, with paths from the model or
+            from the module.
+        mesh: a 1-D mesh, whose axis to shard over; or any mesh, with ``axis``.
+        axis: the mesh axis to shard over; default "tp".
+        tp_mesh_dim: position of the axis in ``mesh``, as in older versions of torch; deprecated.
+        buffers: return specs of buffers and frozen parameters too, for ``functionalize(model,
+            buffers=True)``. Otherwise they are constants, replicated.
 
     Returns:
-        ``(specs, constraints)``: ``{path: P}`` for every parameter that ``functionalize`` gives
-        (what no style names is ``P()``), which prints as a table, and ``{module path:
-        Constraint}``. With ``buffers`` also ``{path: P}`` for the buffers, as a third.
+        ``(specs, constraints)``: ``{path: P}`` for every parameter of ``ftp.functionalize(model)``,
+        which prints as a table, ``P()`` where no style matches; and ``{module path: Constraint}``.
+        With ``buffers`` a third, ``{path: P}`` of the buffers.
 
     Raises:
-        SpecError: a pattern that matches no module, with the nearest ones; what is no plan or no
-            style; a subclass of a style; a style on a module that it cannot shard; two styles that
-            disagree for one parameter; all at once.
+        SpecError: all at once: a pattern that matches no module, with the nearest one; not a plan
+            or not a style; a subclass of a style; a style that cannot shard its module; two styles
+            that disagree for one parameter.
         MeshError: a mesh of several axes without ``axis``.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
     >>> model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
-    >>> specs, constraints = from_parallelize_plan(model, {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    >>> plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+    >>> specs, constraints = from_parallelize_plan(model, plan)
     >>> print(specs)
     path      spec           shape   given by
     0.bias    P('tp')        (8,)    '0': ColwiseParallel
@@ -94,21 +91,27 @@ def from_parallelize_plan(
 
 
 def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
-    """Plans of parts of a model as one of the whole: ``{prefix: (specs, constraints)}``; "" is the
-    model's own.
+    """Merge plans of submodules into one plan of the model.
 
-    A parameter that one plan cuts and another leaves whole is cut. Constraints on one module hold
-    one after the other.
+    A parameter that one plan shards and another replicates is sharded. Constraints on one module
+    apply in order.
+
+    Args:
+        plans: ``{path of the submodule: (specs, constraints)}``; "" is the model's own plan.
+
+    Returns:
+        ``(specs, constraints)`` of the model.
 
     Raises:
-        SpecError: two plans that cut one parameter differently; a prefix below which the model's
-            own plan has no such parameter; what is no plan.
+        SpecError: two plans that shard one parameter differently; a parameter that the model's own
+            plan lacks; not a plan.
 
     >>> from torch.distributed.tensor.parallel import ColwiseParallel
     >>> block = nn.ModuleDict({"up": nn.Linear(2, 4, bias=False)})
     >>> model = nn.ModuleDict({"layers": nn.ModuleList([block])})
     >>> root = from_parallelize_plan(model, {})
-    >>> specs, constraints = merge({"": root, "layers.0": from_parallelize_plan(block, {"up": ColwiseParallel()})})
+    >>> part = from_parallelize_plan(block, {"up": ColwiseParallel()})
+    >>> specs, constraints = merge({"": root, "layers.0": part})
     >>> specs["layers.0.up.weight"], list(constraints)
     (P('tp'), ['layers.0.up'])
     """
@@ -122,28 +125,8 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
         )
     known = _paths_of_all(plans.get(""))
     for prefix, given in plans.items():
-        if not isinstance(prefix, str):
-            failures.append(
-                f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model."
-            )
-            continue
-        if not _is_plan(given):
-            failures.append(
-                f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that"
-                " from_parallelize_plan gives."
-            )
-            continue
-        if (
-            strangers := [path for key in given[0] if (path := _join(prefix, key)) not in known]
-            if known
-            else []
-        ):
-            failures.append(
-                f"plans[{prefix!r}] speaks of {strangers[0]!r}, which is no path of plans[''], the"
-                " model's own; the nearest is"
-                f" {nearest(strangers[0], list(known), 1)[0]!r}. The key is the path of the module"
-                " that the plan was made from."
-            )
+        if problem := _unmergeable(prefix, given, known):
+            failures.append(problem)
             continue
         for key, spec in given[0].items():
             path = _join(prefix, key)
@@ -158,16 +141,41 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
                 if row is not None:
                     rows[f"params[{path!r}]"] = row
         for key, constraint in given[1].items():
-            path = _join(prefix, key)
-            try:
-                constraints[path] = (
-                    combine(constraints[path], constraint) if path in constraints else constraint
-                )
-            except SpecError as error:
-                failures.append(f"module {path!r}: {error}")
+            _add(constraints, _join(prefix, key), constraint, failures)
     if failures:
         raise SpecError(join_failures(failures))
     return Specs(specs, rows), constraints
+
+
+def _unmergeable(prefix: object, given: Any, known: Sequence[str]) -> str | None:
+    """What is wrong with an entry of ``merge``; None if nothing is."""
+    if not isinstance(prefix, str):
+        return f"{prefix!r} is no prefix; a prefix is the path of a module, '' for the model."
+    if not _is_plan(given):
+        return (
+            f"plans[{prefix!r}] is {kind_of(given)}; it must be the pair that"
+            " from_parallelize_plan gives."
+        )
+    paths = [_join(prefix, key) for key in given[0]]
+    stranger = next((path for path in paths if path not in known), None) if known else None
+    if stranger is None:
+        return None
+    return (
+        f"plans[{prefix!r}] speaks of {stranger!r}, which is no path of plans[''], the model's"
+        f" own; the nearest is {nearest(stranger, list(known), 1)[0]!r}. The key is the path of"
+        " the module that the plan was made from."
+    )
+
+
+def _add(
+    constraints: dict[str, Constraint], path: str, constraint: Constraint, failures: list[str]
+) -> None:
+    """Combine a constraint with an earlier one on the same module."""
+    try:
+        known = constraints.get(path)
+        constraints[path] = constraint if known is None else combine(known, constraint)
+    except SpecError as error:
+        failures.append(f"module {path!r}: {error}")
 
 
 def _listed(leaves: Mapping[str, Any], given: Mapping[str, tuple[P, str]]) -> Specs:
@@ -188,8 +196,8 @@ def _is_plan(given: Any) -> bool:
 
 
 def _paths_of_all(root: Any) -> Sequence[str]:
-    """The paths of all parameters, where the model's own plan tells them: one that was read from
-    the model does, a dict by hand may not.
+    """All parameter paths, if the model's own plan was read from the model; a dict written by hand
+    may not list all.
     """
     return list(root[0]) if _is_plan(root) and isinstance(root[0], Specs) else []
 
@@ -220,7 +228,7 @@ def _entries(plan: Any) -> Mapping[str, Any]:
 
 @dataclass
 class _Reader:
-    """What the plan's entries say so far, and what is wrong with them."""
+    """Collects specs, constraints and failures entry by entry."""
 
     model: nn.Module
     axis: str
@@ -240,7 +248,7 @@ class _Reader:
         }
 
     def matched(self, pattern: Any) -> list[str]:
-        """The modules that a pattern names, each once."""
+        """The modules that a pattern matches, each once."""
         if not isinstance(pattern, str):
             self.failures.append(
                 f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'."
@@ -265,7 +273,7 @@ class _Reader:
         return [path for path in self.modules if matches(".".join(tokens), _elements(path))]
 
     def _nearest(self, pattern: str, tokens: Sequence[str]) -> str:
-        """A pattern that differs in one element and matches, or the nearest paths."""
+        """A hint: a pattern that matches and differs in one element, or the nearest paths."""
         paths = [path.split(".") for path in self.modules if path]
         if not paths:
             return "the model has none below it."
@@ -329,17 +337,9 @@ class _Reader:
                 self.specs[own] = (spec, label)
         parent = self.modules.get(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
-            return  # it holds a weight for its parent and is never called
+            return  # never called: its parent reads its weight
         for name, constraint in part.constraints.items():
-            at = self.first[_join(path, name)]
-            try:
-                self.constraints[at] = (
-                    combine(self.constraints[at], constraint)
-                    if at in self.constraints
-                    else constraint
-                )
-            except SpecError as error:
-                self.failures.append(f"module {at!r}: {error}")
+            _add(self.constraints, self.first[_join(path, name)], constraint, self.failures)
 
 
 def _elements(path: str) -> tuple[str, ...]:

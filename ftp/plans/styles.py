@@ -1,10 +1,10 @@
-"""The styles of torch.distributed.tensor.parallel, read as specs of parameters and constraints
-of activations.
+"""Reader of torch.distributed.tensor.parallel's styles: specs of parameters and constraints of
+activations. ``plans.parallelize_module`` and ``exported.styles`` both use it.
 """
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any, cast
 
 from torch import nn
@@ -12,56 +12,60 @@ from torch import nn
 from ftp.errors import SpecError
 from ftp.functional.module_constraints import Constraint, Pins
 from ftp.ops.constrain import Gradient
+from ftp.plans.user_style import read_user_style
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
-
-UserStyle = Callable[[str, nn.Module], tuple[Mapping[str, P], Any]]
-"""A style of the user's own: a module's path and the module -> specs and constraints, by path
-from the model or from the module.
-"""
 
 
 @dataclass(frozen=True)
 class Part:
-    """What a style says: a spec for each parameter and a constraint for each module, by their
-    paths below the styled module.
-    """
+    """Specs of parameters and constraints of modules, by path below the styled module."""
 
     specs: Mapping[str, P] = field(default_factory=dict)
     constraints: Mapping[str, Constraint] = field(default_factory=dict)
 
 
 class Style:
-    """A style that comes with ftp; it is told the mesh axis that the plan is for."""
+    """A style that comes with ftp."""
 
     def read(self, module: nn.Module, axis: str) -> Part:
         raise NotImplementedError
 
 
+Reader = Callable[[Any, nn.Module, str], Part]
+
+
+@cache
+def torch_styles() -> Mapping[type, Reader]:
+    """torch's styles that ftp reads, with their readers ``(style, module, axis) -> Part``."""
+    # Takes 0.2 s, which `import ftp` does not need.
+    import torch.distributed.tensor.parallel as parallel
+
+    return {
+        parallel.ColwiseParallel: _colwise,
+        parallel.RowwiseParallel: _rowwise,
+        parallel.SequenceParallel: _sequence,
+        parallel.PrepareModuleInput: _prepared_input,
+        parallel.PrepareModuleOutput: _prepared_output,
+        parallel.PrepareModuleInputOutput: _prepared_both,
+    }
+
+
+def base_style(kind: type) -> str | None:
+    """The name of the style of torch's that a class derives from."""
+    return next((base.__name__ for base in kind.__mro__ if base in torch_styles()), None)
+
+
 def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
-    """What ``style`` says of ``module``.
+    """The specs and constraints that ``style`` gives ``module``, at ``path`` of the model.
 
     Raises:
-        SpecError: what is no style, a subclass of one of torch's, a style that cannot shard the
-            module, a layout that no spec states.
+        SpecError: not a style, or a subclass of one of torch's; a style that cannot shard the
+            module; a layout that no spec expresses.
     """
-    # 0.2 s that `import ftp` does not need.
-    import torch.distributed.tensor.parallel as torch_styles
+    from torch.distributed.tensor.parallel import ParallelStyle
 
-    readers: dict[type, Callable[[Any, nn.Module, str], Part]] = {
-        torch_styles.ColwiseParallel: _colwise,
-        torch_styles.RowwiseParallel: _rowwise,
-        torch_styles.SequenceParallel: _sequence,
-        torch_styles.PrepareModuleInput: lambda s, _, axis: constrained(axis, **_inputs(s, axis)),
-        torch_styles.PrepareModuleOutput: lambda s, _, axis: constrained(
-            axis, outputs=_outputs(s, axis)
-        ),
-        torch_styles.PrepareModuleInputOutput: lambda s, _, axis: constrained(
-            axis,
-            **_inputs(s.prepare_module_input, axis),
-            outputs=_outputs(s.prepare_module_output, axis),
-        ),
-    }
+    readers = torch_styles()
     name = type(style).__name__
     if type(style) in readers:
         try:
@@ -73,9 +77,9 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
     if isinstance(style, type):
         raise SpecError(f"{style.__name__} is a class; give an instance, {style.__name__}().")
     if callable(style):
-        return _from_user(style, path, module)
-    if isinstance(style, torch_styles.ParallelStyle):
-        base = next((b.__name__ for b in type(style).__mro__ if b in readers), None)
+        return Part(*read_user_style(style, path, module))
+    if isinstance(style, ParallelStyle):
+        base = base_style(type(style))
         derived = (
             f"a subclass of {base}, and what it changes of that is unknown"
             if base
@@ -94,15 +98,13 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
 
 
 def constrained(axis: str, **constraint: Any) -> Part:
-    """A part that constrains the module itself, and gradients as DTensor does: any other goes
-    where it costs least.
-    """
+    """A constraint of the module itself, with gradients laid out as DTensor does."""
     made = Constraint(**constraint, axes=axis, grad="dtensor")
     return Part(constraints={"": made} if made.specs() else {})
 
 
 def shard_spec(dim: int, axis: str) -> P:
-    """The spec of an activation that is cut on ``dim``, whatever its rank.
+    """The spec of a tensor of any rank that is sharded on ``dim``.
 
     >>> shard_spec(1, "tp"), shard_spec(-1, "tp")
     (P(None, 'tp'), P(..., 'tp'))
@@ -111,7 +113,7 @@ def shard_spec(dim: int, axis: str) -> P:
 
 
 def then(*pins: Pins) -> Pins:
-    """Entries that hold one after the other, as one; what says the same twice says it once.
+    """Chain entries into one; repeated specs are listed once.
 
     >>> then(P("tp"), None, P("tp"), P())
     (P('tp'), P())
@@ -125,10 +127,10 @@ def then(*pins: Pins) -> Pins:
 
 
 def combine(first: Constraint, second: Constraint) -> Constraint:
-    """Both constraints on one module, the first before the second, as hooks that were registered in
-    this order.
+    """Both constraints on one module, the first before the second.
 
-    >>> combine(Constraint(inputs=(P("tp"), ...)), Constraint(inputs=(P(), None), outputs=P())).inputs
+    >>> first = Constraint(inputs=(P("tp"), ...))
+    >>> combine(first, Constraint(inputs=(P(), None), outputs=P())).inputs
     ((P('tp'), P()), None)
     """
     if first == second:
@@ -213,8 +215,9 @@ def _rowwise(style: Any, module: nn.Module, axis: str) -> Part:
 
 
 def summed_whole(part: Part) -> Part:
-    """The gradient that is gathered for a row-wise product's weight serves its bias too, as in
-    DTensor: no sum of a cut one to reduce.
+    """Gather the output's gradient of a row-wise layer with a bias, as DTensor does.
+
+    The weight's gradient needs it gathered anyway; the bias' gradient then needs no reduction.
     """
     constraint = part.constraints[""]
     if not isinstance(constraint.outputs, P) or not constraint.outputs:
@@ -248,10 +251,10 @@ def _cannot_shard(module: nn.Module) -> SpecError:
 def _around(
     style: Any, desired: P, axis: str, *, is_summed: bool = False
 ) -> Mapping[str, Constraint]:
-    """What a column- or row-wise module is fed and gives; it reads its first argument only.
+    """Constraints on the first input and the output of a column- or row-wise layer.
 
-    What is summed over ranks, as row-wise products are, may be left pending: the planner reduces it
-    where that costs least.
+    Args:
+        is_summed: the output is a pending sum, which ``Partial()`` leaves to the planner to reduce.
     """
     (arrives,), (gives,) = style.input_layouts, style.output_layouts
     inputs = (then(_declared(arrives, axis), desired), ...)
@@ -265,9 +268,22 @@ def _sequence(style: Any, module: nn.Module, axis: str) -> Part:
     return constrained(axis, inputs=(spec, ...), outputs=spec)
 
 
+def _prepared_input(style: Any, module: nn.Module, axis: str) -> Part:
+    return constrained(axis, **_inputs(style, axis))
+
+
+def _prepared_output(style: Any, module: nn.Module, axis: str) -> Part:
+    return constrained(axis, outputs=_outputs(style, axis))
+
+
+def _prepared_both(style: Any, module: nn.Module, axis: str) -> Part:
+    inputs = _inputs(style.prepare_module_input, axis)
+    return constrained(axis, **inputs, outputs=_outputs(style.prepare_module_output, axis))
+
+
 def _inputs(style: Any, axis: str) -> dict[str, Any]:
     given, desired = style.input_layouts, style.desired_input_layouts
-    inputs = None if given is None else _moved(given, desired, axis, "input_layouts")
+    inputs = None if given is None else _chained(given, desired, axis, "input_layouts")
     kwargs = {
         name: _entry(
             layout,
@@ -300,7 +316,7 @@ def _outputs(style: Any, axis: str) -> Any:
             )
             for i, (name, layout) in enumerate(style.output_layouts.items())
         }
-    entries = _moved(style.output_layouts, style.desired_output_layouts, axis, "output_layouts")
+    entries = _chained(style.output_layouts, style.desired_output_layouts, axis, "output_layouts")
     return (
         entries[0]
         if len(entries) == 1 and not isinstance(entries[0], tuple) and entries[0] is not ...
@@ -308,10 +324,10 @@ def _outputs(style: Any, axis: str) -> Any:
     )
 
 
-def _moved(given: Sequence[Any], desired: Sequence[Any], axis: str, where: str) -> tuple[Any, ...]:
-    """An entry for each pair of a declared layout and the one that it is brought to; a trailing
-    ``...`` stays.
-    """
+def _chained(
+    given: Sequence[Any], desired: Sequence[Any], axis: str, where: str
+) -> tuple[Any, ...]:
+    """An entry per value: its declared layout, then the desired one. A trailing ``...`` stays."""
     is_open = given[-1:] == (...,)
     if is_open != (desired[-1:] == (...,)) or len(given) != len(desired):
         raise SpecError(
@@ -335,7 +351,7 @@ def _entry(layout: Any, desired: Any, axis: str, where: str) -> Pins:
 
 
 def _declared(layout: Any, axis: str, where: str = "input_layouts") -> P | None:
-    """A declared layout; a pending sum is left alone, as model code here sees the sum."""
+    """The spec of a declared layout; None for ``Partial``, as model code here sees the sum."""
     from torch.distributed.tensor import Partial
 
     return None if isinstance(layout, Partial) else _layout(layout, axis, where)
@@ -351,76 +367,4 @@ def _layout(layout: Any, axis: str, where: str) -> P:
     raise SpecError(
         f"{where}: {layout!r} is {kind_of(layout)}; a layout is Replicate(), Shard(dim), or None"
         " to leave a value alone."
-    )
-
-
-def _from_user(style: Callable[..., Any], path: str, module: nn.Module) -> Part:
-    label = getattr(style, "__name__", type(style).__name__)
-    try:
-        inspect.signature(style).bind(path, module)
-    except TypeError as e:
-        raise SpecError(
-            f"{label}{inspect.signature(style)} does not take (path, module), with which a style"
-            f" is called: {e}."
-        ) from None
-    except ValueError:  # it has no signature to be read
-        pass
-    given = style(path, module)
-    if not isinstance(given, tuple) or len(given) != 2:
-        raise SpecError(
-            f"{label}({path!r}, ...) gives {given!r}; a style gives a pair of specs and"
-            " constraints."
-        )
-    specs, constraints = given[0] or {}, given[1] or {}
-    if isinstance(constraints, P | Constraint):
-        constraints = {"": constraints}
-    if not isinstance(specs, Mapping) or not isinstance(constraints, Mapping):
-        raise SpecError(
-            f"{label}({path!r}, ...) gives {kind_of(specs)} and {kind_of(constraints)}; it must be"
-            f" a dict {{parameter's path: P}} and"
-            " a Constraint or a dict {module's path: Constraint}."
-        )
-    part: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
-    known = (
-        [name for name, _ in module.named_parameters()],
-        [name for name, _ in module.named_modules()],
-    )
-    for found, values, names, kinds in zip(
-        part, (specs, constraints), known, (P, P | Constraint), strict=True
-    ):
-        for key, value in values.items():
-            below = _below(path, str(key))
-            options = [k for k in dict.fromkeys((below, str(key))) if k is not None and k in names]
-            if len(options) != 1:
-                why = "is two paths of it" if options else "is no path of it"
-                raise SpecError(
-                    f"{label}({path!r}, ...) names {key!r}, which {why}. It has"
-                    f" {', '.join(map(repr, names[:6]))}."
-                )
-            if not isinstance(value, kinds):
-                raise SpecError(
-                    f"{label}({path!r}, ...) gives {value!r}, {kind_of(value)}, for {key!r}."
-                )
-            if (
-                isinstance(value, P)
-                and found is part[0]
-                and len(value) > (own := module.get_parameter(options[0])).ndim
-            ):
-                raise SpecError(
-                    f"{label}({path!r}, ...) gives {value}, of {len(value)} entries, for {key!r},"
-                    f" whose shape {tuple(own.shape)} has"
-                    f" {own.ndim} dims. Give at most {own.ndim}."
-                )
-            found[options[0]] = (
-                Constraint(outputs=value) if isinstance(value, P) and found is part[1] else value
-            )
-    return Part(part[0], cast("dict[str, Constraint]", part[1]))
-
-
-def _below(path: str, key: str) -> str | None:
-    """A path from the model as one from the module at ``path``; None where it lies elsewhere."""
-    if not path:
-        return key
-    return (
-        "" if key == path else key.removeprefix(f"{path}.") if key.startswith(f"{path}.") else None
     )

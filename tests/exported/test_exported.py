@@ -536,7 +536,8 @@ def test_the_whole_plan_of_a_llama(sequence):
     assert found == [*moves, "all_gather_into_tensor"]
     with pytest.raises(
         ftp.FtpError,
-        match=r"the module reads .*, .* Export with preserve_module_call_signature=\('layers.0.attention',\)",
+        match=r"the module reads .*, .* Export with"
+        r" preserve_module_call_signature=\('layers.0.attention',\)",
     ):
         ftp.shard_exported(export(model, (tokens,)), mesh, given)
 
@@ -716,7 +717,8 @@ class Refused(nn.Module):
         ),
         (
             "rand",
-            r"aten.rand_like.default draws random numbers at .*return torch.rand_like\(x\), and other ones on each rank",
+            r"aten.rand_like.default draws random numbers at .*return torch.rand_like\(x\), and"
+            r" other ones on each rank",
         ),
     ],
 )

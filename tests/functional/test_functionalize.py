@@ -2,13 +2,14 @@
 for byte.
 """
 
-# Modules of these tests hold what pyright takes for something else. pyright:
-# reportOperatorIssue=false, reportOptionalMemberAccess=false, reportAttributeAccessIssue=false,
-# reportIndexIssue=false pyright: reportArgumentType=false, reportCallIssue=false,
-# reportPrivateImportUsage=false
+# Modules of these tests have attributes whose types pyright does not see.
+# pyright: reportOperatorIssue=false, reportOptionalMemberAccess=false
+# pyright: reportAttributeAccessIssue=false, reportIndexIssue=false, reportArgumentType=false
+# pyright: reportCallIssue=false, reportPrivateImportUsage=false
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -156,7 +157,8 @@ def test_a_tied_weight_is_there_once_and_answers_to_each_path():
     )
     with pytest.raises(
         InputError,
-        match=r"params\['head.weight'\] is tied to 'emb.weight' and must be given under that path only\.",
+        match=r"params\['head.weight'\] is tied to 'emb.weight' and must be given under that path"
+        r" only\.",
     ):
         fn({**params, "head.weight": params["emb.weight"]}, torch.tensor([1]))
 
@@ -544,7 +546,8 @@ def test_errors_of_constraints():
         "patterns 'blocks.*' and 'blocks.0' disagree for module 'blocks.0': P('dp') and P('tp')."
         " Give both the same value, or narrow one."
     )
-    assert error_of(lambda: functionalize(Tied(), constraints={"head": "dp"}), SpecError) == (  # pyright: ignore
+    wrong: Any = {"head": "dp"}
+    assert error_of(lambda: functionalize(Tied(), constraints=wrong), SpecError) == (
         "constraints['head'] is 'dp', a str; it must be a P (of the output) or an ftp.Constraint."
     )
     for constraint, kind, message in [

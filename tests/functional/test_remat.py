@@ -195,7 +195,10 @@ def test_captured_tensors_are_refused():
     def project(x):
         return x @ captured
 
-    message = r"remat\(project\) uses a tensor of shape \(2, 2\) at \S*test_remat.py:\d+ .*Pass it as an argument"
+    message = (
+        r"remat\(project\) uses a tensor of shape \(2, 2\) at \S*test_remat.py:\d+ .*Pass it as an"
+        r" argument"
+    )
 
     def loss(w):
         nonlocal captured
@@ -352,6 +355,6 @@ def test_wrong_patterns_of_modules():
     fn, params = ftp.functionalize(model.eval(), remat={"layers": "nothing"})
     with pytest.raises(
         ftp.FtpError,
-        match=r"'layers' \(ModuleList\), recomputed by 'layers', was not called, so it recomputes nothing",
+        match=r"'layers' \(ModuleList\), recomputed by 'layers', was not called, so it recomputes",
     ):
         fn(params, inputs()[1].float())

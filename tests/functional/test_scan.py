@@ -30,7 +30,8 @@ def decoder(
     torch.manual_seed(0)
     blocks = [LlamaBlock(cfg).double() for _ in range(layers)]
     fn, _ = ftp.functionalize(blocks[0])
-    params = {name: p.detach() for name, p in torch.func.stack_module_state(blocks)[0].items()}  # type: ignore[arg-type]
+    stacked: Any = torch.func.stack_module_state(blocks)[0]
+    params = {name: p.detach() for name, p in stacked.items()}
     return fn, params, torch.randn(5, 6, cfg.dim, dtype=torch.float64)
 
 
@@ -219,7 +220,8 @@ def test_errors():
     w, x = torch.ones(3, 2, 2), torch.ones(2)
     with pytest.raises(
         InputError,
-        match=r"of size 3 in stacked\['a'\] of shape \(3, 2, 2\), but other in stacked\['b'\] of shape \(4, 2\)",
+        match=r"of size 3 in stacked\['a'\] of shape \(3, 2, 2\), but other in stacked\['b'\] of"
+        r" shape \(4, 2\)",
     ):
         ftp.scan(lambda p, x: x, {"a": w, "b": torch.ones(4, 2), "c": w}, x)
     with pytest.raises(

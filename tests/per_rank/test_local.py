@@ -4,6 +4,8 @@ one device, and claims are checked.
 
 import itertools
 import math
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -583,7 +585,7 @@ def test_collectives_that_do_not_fit():
     )
     with pytest.raises(
         ftp.errors.MeshError,
-        match=r"ftp.axis.all_reduce is for one rank's code: it works in a function given to ftp.local",
+        match=r"ftp.axis.all_reduce is for one rank's code: it works in a function given to",
     ):
         ftp.axis.all_reduce(torch.ones(2), "tp")
 
@@ -595,6 +597,17 @@ def test_another_mesh_than_the_step_has():
         match=r"is given a mesh \(tp 4\), but runs in a step on \(tp 2\) on cpu",
     ):
         ftp.spmd(layer, ftp.simulated_mesh(2, "tp"), P("tp"))(torch.ones(4))
+
+
+def test_local_may_be_the_first_name_that_a_program_uses():
+    """The kernel for calls outside of a step is there without another name having been loaded."""
+    program = (
+        "import torch, ftp; double = ftp.local(lambda x: 2 * x, ftp.simulated_mesh(2, 'tp'),"
+        " ftp.P('tp'), ftp.P('tp')); print(double(torch.ones(2)).tolist())"
+    )
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "[2.0, 2.0]"
 
 
 def test_nesting_and_tensors_of_the_surrounding_function():

@@ -355,7 +355,8 @@ def test_a_base_that_is_not_there():
     del model["up"].base_layer
     with pytest.raises(
         ftp.FtpError,
-        match=r"adapter 'up.lora_A.default.weight' adapts 'up', which has no weight up.base_layer.weight",
+        match=r"adapter 'up.lora_A.default.weight' adapts 'up', which has no weight"
+        r" up.base_layer.weight",
     ):
         lora(model, {})
 

@@ -284,7 +284,8 @@ def test_plans_of_several_calls_merge_into_the_one_wildcard_plan():
     assert str(merged[0]).count("ColwiseParallel") == str(whole[0]).count("ColwiseParallel") == 16
     with pytest.raises(
         SpecError,
-        match=r"plans\['layers.0'\] gives P\(None, 'tp'\) for 'layers.0.feed_forward.w1.weight', and one before",
+        match=r"plans\['layers.0'\] gives P\(None, 'tp'\) for 'layers.0.feed_forward.w1.weight',"
+        r" and one before",
     ):
         plans.merge(
             {
@@ -301,7 +302,8 @@ def test_plans_of_several_calls_merge_into_the_one_wildcard_plan():
         plans.merge({"a": {}})  # type: ignore[dict-item]
     with pytest.raises(
         SpecError,
-        match=r"speaks of 'layer.0.attention.wq.weight', .*; the nearest is 'layers.0.attention.wq.weight'",
+        match=r"speaks of 'layer.0.attention.wq.weight', .*; the nearest is"
+        r" 'layers.0.attention.wq.weight'",
     ):
         plans.merge({"": calls[""], "layer.0": calls["layers.0"]})
     with pytest.raises(SpecError, match="3 is no prefix"):

@@ -1,9 +1,7 @@
-"""The table of models: which equal one device, on which meshes; run here, kept as JSON, written to
-docs/models.md and the README.
+"""The table of models in docs/models.md: which equal one device, on which meshes; results in JSON.
 
-python tests/support/model_table.py            runs what the results lack
-python tests/support/model_table.py NAME ...   runs the models whose name has one of these in it,
-again
+python tests/support/model_table.py            run the rows without a result
+python tests/support/model_table.py NAME ...   run the models whose name contains a NAME again
 """
 
 import json
@@ -89,11 +87,12 @@ def document() -> str:
     results = read()
     versions = ", ".join(f"{name} {version}" for name, version in kept["versions"].items())
     head = (
-        "# Models\n\nLoss and every gradient on a simulated mesh against plain torch on one"
-        " device, in float64, to 1e-10 of each gradient;"
-        " random weights, two layers, a vocabulary of 37 cut on `tp` with embedding and head,"
-        " heads that three ranks cannot share.\n"
-        f"Written by `tests/support/model_table.py` with {versions}.\n"
+        "# Models\n\nAfter this page you know which models give the result of one device on which"
+        " meshes. `equal`: on a simulated mesh the loss\nand every gradient differ from plain torch"
+        " on one device by at most 1e-10 of the gradient, in float64. `refused`: an error\nsays"
+        " why, below the table.\n\nThe models have random weights, two layers, numbers of heads"
+        " that 3 does not divide, and a vocabulary of 37, sharded on\n`tp` in embedding and head."
+        f" `tests/support/model_table.py` writes this page; this one with {versions}.\n"
     )
     parts = [
         ("transformers", forms()),

@@ -1,0 +1,357 @@
+"""Run a model with other tensors: swap its modules' attributes for one call, then restore them."""
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+
+from ftp.errors import InputError, TraceError, join_failures
+from ftp.functional import remat as recompute
+from ftp.functional.gradient_hooks import GradientHooks
+from ftp.functional.module_constraints import (
+    Pin,
+    change_outputs,
+    named_modules,
+    pin_inputs,
+    pin_outputs,
+)
+from ftp.functional.purity import Guard, impure, version
+from ftp.functional.remat import Policy, policy_problem
+from ftp.random.torch_functions import Draws
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Placeholder in a module's attributes for a tensor that is an argument of the call."""
+
+    path: str
+
+
+@dataclass(frozen=True)
+class ModuleState:
+    """A module with a snapshot of its attributes, its argument tensors replaced by slots."""
+
+    path: str
+    module: nn.Module
+    attributes: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ModuleProgram:
+    """What ``functionalize`` read of a model.
+
+    Attributes:
+        other_names: ``{path: first path}`` of tied tensors.
+        constants: ``{id: what to call it}`` of buffers and frozen parameters.
+    """
+
+    name: str
+    model: nn.Module
+    modules: tuple[ModuleState, ...]
+    pins: tuple[Pin, ...]
+    blocks: "tuple[RematModule, ...]"
+    other_names: dict[str, str]
+    constants: dict[int, str]
+    hooks: GradientHooks
+
+
+@dataclass(frozen=True, eq=False)
+class RematModule:
+    """A module that is recomputed in the backward pass.
+
+    Attributes:
+        program: the module alone.
+        slots: paths of the argument tensors that the module holds.
+        mutable: those of them that it may write to.
+    """
+
+    pattern: str
+    path: str
+    module: nn.Module
+    policy: Policy
+    program: ModuleProgram
+    slots: tuple[str, ...]
+    mutable: frozenset[str]
+
+    does = "recomputes"
+    instead = "the modules in it that are"
+
+    @property
+    def where(self) -> str:
+        return (
+            f"module {self.path!r} ({type(self.module).__name__}), recomputed by {self.pattern!r}"
+        )
+
+
+_CONTAINERS = (dict, OrderedDict, list, tuple, set)
+
+
+def _replace(value: Any, new: Callable[[Any], Any]) -> Any:
+    """Apply ``new`` to an attribute, or to each item of a copy of a plain container."""
+    kind = type(value)
+    if kind is dict or kind is OrderedDict:
+        return kind((key, new(item)) for key, item in value.items())
+    return kind(map(new, value)) if kind in _CONTAINERS else new(value)
+
+
+def _items(value: Any) -> Sequence[Any]:
+    """The values that ``_replace`` replaces."""
+    kind = type(value)
+    return (
+        tuple(value.values())
+        if kind is dict or kind is OrderedDict
+        else tuple(value)
+        if kind in _CONTAINERS
+        else (value,)
+    )
+
+
+def snapshot(path: str, module: nn.Module, stand_ins: dict[int, Any]) -> ModuleState:
+    attributes = {
+        name: _replace(value, lambda v: stand_ins.get(id(v), v))
+        for name, value in module.__dict__.items()
+    }
+    attributes["_compiled_call_impl"] = None
+    return ModuleState(path, module, attributes)
+
+
+@contextmanager
+def installed(program: ModuleProgram, values: Mapping[str, Tensor]) -> Iterator[None]:
+    """Give each module a copy of its snapshot with ``values`` in the slots; on exit, restore the
+    user's attributes.
+    """
+    saved = [(m.module, m.module.__dict__) for m in program.modules]
+    try:
+        for m in program.modules:
+            fresh = {
+                name: _replace(value, lambda v: values[v.path] if type(v) is Slot else v)
+                for name, value in m.attributes.items()
+            }
+            object.__setattr__(m.module, "__dict__", fresh)
+        yield
+    finally:
+        for module, attributes in saved:
+            object.__setattr__(module, "__dict__", attributes)
+
+
+def run(
+    program: ModuleProgram,
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    names: dict[int, str],
+    mutable: frozenset[int],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    ran: set[str] = set()
+    change_outputs((m.path, m.module) for m in program.modules)
+    out = _call_hooked(program, program.model, draws, values, names, mutable, ran, args, kwargs)
+    placed: tuple[Pin | RematModule, ...] = (*program.pins, *program.blocks)
+    reached = {(type(given), given.pattern) for given in placed if given.path in ran}
+    idle = [
+        f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."
+        for given in placed
+        if (type(given), given.pattern) not in reached
+    ]
+    if idle:
+        raise InputError(join_failures(idle))
+    return out
+
+
+def _call_hooked(
+    program: ModuleProgram,
+    call: Callable[..., Any],
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    names: dict[int, str],
+    mutable: frozenset[int],
+    ran: set[str],
+    args: tuple,
+    kwargs: dict[str, Any],
+) -> Any:
+    """Call a module, or its forward, with the program's hooks for random draws, constraints and
+    remat registered.
+    """
+    # In eval mode without a key no hooks: they would turn fused kernels off.
+    if draws.key is not None or any(m.module.training for m in program.modules):
+        for m in program.modules:
+            m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
+            m.module.register_forward_hook(partial(_leave, draws), always_call=True)
+    for pin in program.pins:
+        pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
+        pin.module.register_forward_hook(partial(pin_outputs, pin))
+    for block in program.blocks:
+        if not any(block in outer.program.blocks for outer in program.blocks):
+            block.module.forward = partial(_recomputed, block, draws, values, ran)
+    held = {
+        id(tensor): (tensor, name)
+        for tensor, name in _held_tensors(program, names)
+        if id(tensor) not in mutable
+    }
+    versions = {key: version(tensor) for key, (tensor, _) in held.items()}
+    try:
+        with Guard(program.name, {key: name for key, (_, name) in held.items()}):
+            out = call(*args, **kwargs)
+    except TypeError as error:
+        unexpected = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unexpected and unexpected[1] in kwargs:
+            raise InputError(
+                f"{program.name} does not take the keyword {unexpected[1]!r}: {error}."
+            ) from error
+        raise
+    except RuntimeError as error:
+        if "would mutate a captured Tensor" in str(error):
+            raise TraceError(
+                impure(program.name, "buffer (through a view)", "modifies a")
+            ) from error
+        if share := _share(str(error)):
+            raise TraceError(
+                f"{program.name}: {error}\n  The tensor has {share} times the elements that its"
+                " new shape holds, as where a model was"
+                f" edited for {share} ranks to view to its local head count. Model code sees"
+                " global shapes here: give it the global count."
+            ) from error
+        raise
+    for key, (tensor, name) in held.items():
+        if version(tensor) != versions[key]:
+            raise TraceError(impure(program.name, name, "modifies"))
+    return out
+
+
+def _recomputed(
+    block: "RematModule",
+    draws: Draws,
+    values: Mapping[str, Tensor],
+    ran: set[str],
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """The module's forward as a pure function under ``remat``: the backward pass runs it again,
+    after this call has ended.
+    """
+    ran.add(block.path)
+    counts, first = dict(draws.counts), []
+
+    def forward(
+        key: Tensor | None, given: dict[str, Tensor], args: tuple, kwargs: dict[str, Any]
+    ) -> tuple[Any, dict[str, Tensor]]:
+        part = block.program
+        clones = {path: given[path].clone() for path in block.mutable}
+        own = {**given, **clones}
+        with (
+            Draws(key, part.name, path=block.path, counts=dict(counts)) as again,
+            installed(part, own),
+        ):
+            mutable = frozenset(map(id, clones.values()))
+            out = _call_hooked(
+                part,
+                block.module.forward,
+                again,
+                own,
+                parameter_names(given) | part.constants,
+                mutable,
+                ran,
+                args,
+                kwargs,
+            )
+            new = {**clones, **_buffers_of(part)}
+        if not first:
+            draws.counts.update(again.counts)
+        first.append(True)
+        return out, new
+
+    live = {**{path: values[path] for path in block.slots}, **_buffers_of(block.program)}
+    forward.__name__ = f"module {block.path!r}"
+    out, new = recompute.remat(forward, block.policy)(draws.key, live, args, kwargs)
+    for m in block.program.modules:
+        for name, slot in m.attributes["_buffers"].items():
+            if type(slot) is Slot and slot.path in new:
+                value = new[slot.path]
+                # torch refuses running statistics that may have a gradient; remat's results may.
+                m.module._buffers[name] = (
+                    value.detach()
+                    if isinstance(m.module, nn.modules.batchnorm._NormBase)
+                    else value
+                )
+    return out
+
+
+def _buffers_of(program: ModuleProgram) -> dict[str, Any]:
+    """The buffers in the slots, as the modules hold them now."""
+    return {
+        slot.path: m.module._buffers[name]
+        for m in program.modules
+        for name, slot in m.attributes["_buffers"].items()
+        if type(slot) is Slot
+    }
+
+
+def _enter(draws: Draws, path: str, module: nn.Module, args: tuple) -> None:
+    draws.path.append(path)
+
+
+def _leave(draws: Draws, module: nn.Module, args: tuple, out: Any) -> None:
+    draws.path.pop()
+
+
+def _share(error: str) -> int | None:
+    """By which whole factor the tensor of a failed view or reshape is too large, else None."""
+    found = re.search(r"shape '\[([\d, ]+)\]' is invalid for input of size (\d+)", error)
+    times, rest = (
+        divmod(int(found[2]), math.prod(map(int, found[1].split(","))))
+        if found and "0" not in found[1].split(", ")
+        else (0, 0)
+    )
+    return times if times > 1 and not rest else None
+
+
+def _held_tensors(program: ModuleProgram, names: dict[int, str]) -> Iterator[tuple[Tensor, str]]:
+    """The tensors that the modules hold, plain attributes too, each with its name in messages."""
+    for m in program.modules:
+        for attribute, value in m.module.__dict__.items():
+            for key, tensor in (
+                value.items() if type(value) in (dict, OrderedDict) else [(attribute, value)]
+            ):
+                if isinstance(tensor, Tensor):
+                    yield tensor, names.get(id(tensor), f"attribute {join(m.path, str(key))!r}")
+
+
+def remat_modules(
+    program: ModuleProgram, policies: Mapping[str, Policy], mutable: frozenset[str]
+) -> tuple[RematModule, ...]:
+    found = named_modules(
+        program.model,
+        policies,
+        lambda pattern, policy: policy_problem(policy, f"remat[{pattern!r}]"),
+    )
+    blocks: list[RematModule] = []
+    for module, path, pattern, policy in reversed(found):  # inner modules first
+        inside = frozenset(module.modules())
+        modules = tuple(m for m in program.modules if m.module in inside)
+        held = (v for m in modules for value in m.attributes.values() for v in _items(value))
+        slots = tuple(dict.fromkeys(v.path for v in held if type(v) is Slot))
+        part = replace(
+            program,
+            model=module,
+            modules=modules,
+            pins=tuple(
+                pin for pin in program.pins if pin.module in inside and pin.module is not module
+            ),
+            blocks=tuple(b for b in blocks if b.module in inside),
+        )
+        blocks.append(RematModule(pattern, path, module, policy, part, slots, mutable & set(slots)))
+    return tuple(blocks)
+
+
+def parameter_names(values: Mapping[str, Tensor]) -> dict[int, str]:
+    return {id(tensor): f"parameter {path!r}" for path, tensor in values.items()}
+
+
+def join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

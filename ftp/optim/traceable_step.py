@@ -1,0 +1,136 @@
+"""One step of a torch.optim optimizer in tensor code, which a trace records: no value is read."""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+
+from ftp.ops.fused_optimizer import fused_kernels, update_of, written
+
+# Formulas that read no values, where the class has others that do.
+CAPTURABLE = (torch.optim.ASGD, torch.optim.RAdam, torch.optim.Rprop)
+
+
+def traceable_step(opt: torch.optim.Optimizer) -> None:
+    """``opt.step()``, with 0-d tensors for its numbers."""
+    if type(opt) is torch.optim.Adafactor:
+        _adafactor(opt)
+        return
+    mode = _FusedByParameter() if opt.param_groups[0].get("fused") else _TensorScalars()
+    with mode, _capturable_on_every_device(type(opt)):
+        opt.step()
+
+
+class _TensorScalars(TorchFunctionMode):
+    """Let formulas written for Python numbers take 0-d tensors: ``item()`` returns the tensor, and
+    ``alpha=`` and ``value=`` may be one.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.item and args[0].ndim == 0:
+            return args[0]
+        for name in ("alpha", "value"):
+            if isinstance(kwargs.get(name), Tensor):
+                args = (args[0], args[1].to(args[0].dtype) * kwargs.pop(name), *args[2:])
+        if func in _RETURNING and is_functorch_wrapped_tensor(args[0]):
+            return args[0].copy_(_RETURNING[func](*args, **kwargs))
+        return func(*args, **kwargs)
+
+
+# In-place ops that torch.vmap would run in a loop over the batch, and their out-of-place forms.
+_RETURNING: dict[Any, Callable[..., Tensor]] = {
+    Tensor.addcdiv_: torch.addcdiv,
+    Tensor.addcmul_: torch.addcmul,
+    Tensor.clamp_: torch.clamp,
+    Tensor.lerp_: torch.lerp,
+}
+
+
+class _FusedByParameter(TorchFunctionMode):
+    """Replace each call of a fused kernel on lists by one op per parameter."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name == "_foreach_add_":
+            return None  # the op counts the steps
+        if name not in fused_kernels():
+            return func(*args, **kwargs)
+        options = {k: v for k, v in kwargs.items() if k not in ("grad_scale", "found_inf")}
+        if isinstance(rate := options["lr"], Tensor) and rate.device.type != "cpu":
+            options["lr"] = rate.float()  # GPU kernels read float32
+        for row in zip(*filter(None, args), strict=True):
+            for old, new in zip(
+                written(row), update_of(name, options["lr"])(list(row), **options), strict=True
+            ):
+                old.copy_(new)
+        return None
+
+
+@contextmanager
+def _capturable_on_every_device(cls: type) -> Iterator[None]:
+    """Allow ``capturable=True`` on every device; torch allows it only where it has CUDA graphs."""
+    names = {kind.__module__ for kind in cls.__mro__ if kind in CAPTURABLE}
+    modules: list[Any] = [sys.modules[name] for name in names]
+    saved = [module._get_capturable_supported_devices for module in modules]
+    try:
+        for module in modules:
+            module._get_capturable_supported_devices = lambda *args, **kwargs: [
+                "cpu",
+                "cuda",
+                "meta",
+                "mps",
+                "xpu",
+            ]
+        yield
+    finally:
+        for module, function in zip(modules, saved, strict=True):
+            module._get_capturable_supported_devices = function
+
+
+def _adafactor(opt: torch.optim.Optimizer) -> None:
+    """A step of ``torch.optim.Adafactor`` by its formulas; torch's code reads values."""
+    (group,) = opt.param_groups
+    for param in group["params"]:
+        grad = -param.grad if group["maximize"] else param.grad
+        state = opt.state[param]
+        if "step" not in state:
+            state["step"] = torch.tensor(0.0)
+            if grad.dim() > 1:
+                state["row_var"], state["col_var"] = (
+                    grad.new_zeros(*grad.shape[:-1], 1),
+                    grad.new_zeros(*grad.shape[:-2], 1, grad.shape[-1]),
+                )
+            else:
+                state["variance"] = torch.zeros_like(grad)
+        eps1, eps2 = group["eps"]
+        eps1 = torch.finfo(param.dtype).eps if eps1 is None else eps1
+        state["step"] = step = state["step"] + 1
+        new = (step ** group["beta2_decay"]).to(param.dtype)
+        rate = (
+            torch.clamp(step**-0.5, max=group["lr"])
+            if not isinstance(group["lr"], Tensor)
+            else torch.minimum(step**-0.5, group["lr"])
+        )
+        rate = torch.clamp(param.square().mean().sqrt(), min=eps2) * rate
+        if group["weight_decay"] != 0:
+            param.mul_(1 - group["lr"] * group["weight_decay"])
+        if grad.dim() > 1:
+            row, col = state["row_var"], state["col_var"]
+            state["row_var"] = row = row + (grad.square().mean(-1, keepdim=True) - row) * new
+            state["col_var"] = col = col + (grad.square().mean(-2, keepdim=True) - col) * new
+            variance = row * col / row.mean(-2, keepdim=True).clamp(min=eps1)
+        else:
+            state["variance"] = variance = (
+                state["variance"] + (grad.square() - state["variance"]) * new
+            )
+        update = variance.clamp(min=eps1 * eps1).rsqrt() * grad
+        param.sub_(
+            update * (rate / torch.clamp(update.square().mean().sqrt() / group["d"], min=1.0))
+        )

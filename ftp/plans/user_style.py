@@ -1,0 +1,98 @@
+"""Styles that are functions of the user's: ``(path, module) -> (specs, constraints)``."""
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch import nn
+
+from ftp.errors import SpecError
+from ftp.functional.module_constraints import Constraint
+from ftp.sharding.pytree import kind_of
+from ftp.sharding.spec import P
+
+UserStyle = Callable[[str, nn.Module], tuple[Mapping[str, P], Any]]
+"""Its paths are from the model or from the module."""
+
+
+def read_user_style(
+    style: UserStyle, path: str, module: nn.Module
+) -> tuple[dict[str, P], dict[str, Constraint]]:
+    """Call a style and check its specs and constraints; returns both by path from ``module``.
+
+    Raises:
+        SpecError: a function of other arguments, another result, or unknown paths.
+    """
+    given_by = f"{getattr(style, '__name__', type(style).__name__)}({path!r}, ...)"
+    specs, constraints = _called(style, path, module, given_by)
+    found: dict[str, P] = {}
+    parameters = dict(module.named_parameters())
+    for key, spec in specs.items():
+        name = _resolved(key, path, list(parameters), given_by)
+        if not isinstance(spec, P):
+            raise SpecError(f"{given_by} gives {spec!r}, {kind_of(spec)}, for {key!r}.")
+        ndim = parameters[name].ndim
+        if len(spec) > ndim:
+            raise SpecError(
+                f"{given_by} gives {spec}, of {len(spec)} entries, for {key!r}, whose shape"
+                f" {tuple(parameters[name].shape)} has {ndim} dims. Give at most {ndim}."
+            )
+        found[name] = spec
+    around: dict[str, Constraint] = {}
+    modules = [name for name, _ in module.named_modules()]
+    for key, constraint in constraints.items():
+        name = _resolved(key, path, modules, given_by)
+        if not isinstance(constraint, P | Constraint):
+            raise SpecError(f"{given_by} gives {constraint!r}, {kind_of(constraint)}, for {key!r}.")
+        around[name] = Constraint(outputs=constraint) if isinstance(constraint, P) else constraint
+    return found, around
+
+
+def _called(
+    style: UserStyle, path: str, module: nn.Module, given_by: str
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    try:
+        inspect.signature(style).bind(path, module)
+    except TypeError as e:
+        label = getattr(style, "__name__", type(style).__name__)
+        raise SpecError(
+            f"{label}{inspect.signature(style)} does not take (path, module), with which a style"
+            f" is called: {e}."
+        ) from None
+    except ValueError:  # it has no signature
+        pass
+    given = style(path, module)
+    if not isinstance(given, tuple) or len(given) != 2:
+        raise SpecError(
+            f"{given_by} gives {given!r}; a style gives a pair of specs and constraints."
+        )
+    specs, constraints = given[0] or {}, given[1] or {}
+    if isinstance(constraints, P | Constraint):
+        constraints = {"": constraints}
+    if not isinstance(specs, Mapping) or not isinstance(constraints, Mapping):
+        raise SpecError(
+            f"{given_by} gives {kind_of(specs)} and {kind_of(constraints)}; it must be a dict"
+            " {parameter's path: P} and a Constraint or a dict {module's path: Constraint}."
+        )
+    return specs, constraints
+
+
+def _resolved(key: object, path: str, names: Sequence[str], given_by: str) -> str:
+    """The one of ``names`` that a path from the model or from the module means."""
+    candidates = dict.fromkeys((_below(path, str(key)), str(key)))
+    options = [name for name in candidates if name is not None and name in names]
+    if len(options) != 1:
+        why = "is two paths of it" if options else "is no path of it"
+        raise SpecError(
+            f"{given_by} names {key!r}, which {why}. It has {', '.join(map(repr, names[:6]))}."
+        )
+    return options[0]
+
+
+def _below(path: str, key: str) -> str | None:
+    """A path from the model, as one from the module at ``path``; None if it is outside of it."""
+    if not path:
+        return key
+    if key == path:
+        return ""
+    return key.removeprefix(f"{path}.") if key.startswith(f"{path}.") else None
