@@ -1,24 +1,13 @@
-"""Ops that run along a dim: sums so far, orders."""
+"""Ops that run along a dim: running sums, orders."""
 
-import torch
-
-from ftp.rules.forms import acting_on
+from ftp.rules.forms import along_dims
 from ftp.rules.local_forms import unless_empty
-from ftp.rules.registry import rule
-from ftp.rules.rule import Call, Rule
+from ftp.rules.overloads import aten
 
-aten = torch.ops.aten
-
-
-@rule(aten.cumsum.default)
-def cumsum(call: Call) -> Rule:
-    return acting_on(call, [call.arg("dim")], linear=[(0,)])
-
-
-@rule(
+along_dims(aten.cumsum.default, linear=[(0,)])
+along_dims(
     aten.cummax.default, aten.cummin.default, aten.cumprod.default, aten.logcumsumexp.default,
     aten.sort.default, aten.sort.stable, aten.argsort.default, aten.argsort.stable,
     aten.topk.default,
+    local=unless_empty(),
 )  # fmt: skip
-def ordered(call: Call) -> Rule:
-    return acting_on(call, [call.arg("dim")], local=unless_empty(call))

@@ -3,15 +3,14 @@
 import math
 from typing import Any
 
-import torch
+from torch._ops import OpOverload
 
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
-from ftp.rules.notation import Dims, Notation
-from ftp.rules.registry import rule
+from ftp.rules.notation import Dims, Notation, parse
+from ftp.rules.overloads import aten
+from ftp.rules.registry import register, rule
 from ftp.rules.rule import Call, LocalHook, Meta, Rule
-
-aten = torch.ops.aten
 
 Q, K, V, LSE = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s")
 OUT = ("b", "h", "s", "v")
@@ -96,7 +95,7 @@ def _masked_by_position(call: Call, at: int) -> LocalHook:
     def local(op: LocalOp) -> Any:
         shapes = [op.operand_shape(i) for i in range(len(op.rule.operands))]
         if op.is_cut() and any(math.prod(s) == 0 for s in shapes):
-            return tuple(zeros(op, call, i) for i in range(len(call.results)))
+            return tuple(zeros(op, i) for i in range(len(call.results)))
         if not (op.is_cut("s") and len(op.args) > causal and op.args[causal]):
             return op.default()
         keys = op.emit(aten.arange.default, op.sizes["t"], device=op.device)
@@ -115,60 +114,67 @@ def _masked_by_position(call: Call, at: int) -> LocalHook:
     return local
 
 
-@rule(
+def kernel(*ops: "OpOverload | str", query: int) -> None:
+    """Attention kernels of other devices: batch and heads are cut, as long as nothing is dropped at
+    random.
+
+    The text has the first operands and results; the others are (b, h, ...) where they have those
+    sizes, or else whole and the kernel's own. ``query`` is the index of the queries' operand.
+    """
+    *targets, last = ops
+    text = parse(last)  # type: ignore[arg-type]
+
+    def maker(call: Call) -> Rule:
+        b, h = call.operands[query].shape[:2]
+        named: dict[bool, list[Dims]] = {}
+        for is_result, known, metas in (
+            (False, text.operands, call.operands),
+            (True, text.results, call.results),
+        ):
+            named[is_result] = list(known)
+            for i, meta in enumerate(metas[len(known) :]):
+                own = f"{'r' if is_result else 'o'}{i}_"
+                batched = meta.ndim >= 3 and meta.shape[0] in (1, b) and meta.shape[1] in (1, h)
+                lead = (
+                    tuple(("bh"[d],) if size != 1 else () for d, size in enumerate(meta.shape[:2]))
+                    if batched
+                    else ()
+                )
+                named[is_result].append(
+                    (*lead, *((f"{own}{d}",) for d in range(len(lead), meta.ndim)))
+                )
+        free = {"b", "h"} if not call.arg("dropout_p") else set()
+        if h != call.operands[query + 1].shape[1]:
+            free -= {"h"}
+            for is_result, slots in (
+                (False, (query + 1, query + 2)),
+                (True, (1, 2) if query else ()),
+            ):
+                for i in slots:
+                    named[is_result][i] = (("b",), ("hk",), *named[is_result][i][2:])
+        factors = {f for dims in (*named[False], *named[True]) for dim in dims for f in dim}
+        notation = Notation(
+            tuple(named[False]),
+            tuple(named[True]),
+            frozenset(factors - free),
+            ((),) * len(call.results),
+        )
+        return Rule(notation, ((0,),) if query else (), decompose=False)
+
+    register(targets, maker)
+
+
+kernel(
     aten._scaled_dot_product_flash_attention.default,
     aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default,
-)  # fmt: skip
-def by_heads(call: Call) -> Rule:
-    """Kernels of other devices: batch and heads are cut, as long as nothing is dropped at
-    random.
-    """
-    return _kernel(call, 0, [Q, K, V], [OUT])
-
-
-@rule(
+    "b h s e, b h t e, b h t v -> b h s v",
+    query=0,
+)
+kernel(
     aten._scaled_dot_product_flash_attention_backward.default,
     aten._scaled_dot_product_efficient_attention_backward.default,
     aten._scaled_dot_product_cudnn_attention_backward.default,
-)  # fmt: skip
-def by_heads_backward(call: Call) -> Rule:
-    return _kernel(call, 1, [OUT, Q, K, V], [Q, K, V])
-
-
-def _kernel(
-    call: Call, at: int, operands: list[tuple[str, ...]], results: list[tuple[str, ...]]
-) -> Rule:
-    """The first operands and results are as given; the others are told by their shapes: (b, h,
-    ...) or the kernel's own.
-    """
-    b, h = call.operands[at].shape[:2]
-    named: dict[bool, list[Dims]] = {}
-    for is_result, known, metas in (
-        (False, operands, call.operands),
-        (True, results, call.results),
-    ):
-        named[is_result] = [_dims(letters) for letters in known]
-        for i, meta in enumerate(metas[len(known) :]):
-            own = f"{'r' if is_result else 'o'}{i}_"
-            batched = meta.ndim >= 3 and meta.shape[0] in (1, b) and meta.shape[1] in (1, h)
-            lead = (
-                tuple(("bh"[d],) if size != 1 else () for d, size in enumerate(meta.shape[:2]))
-                if batched
-                else ()
-            )
-            named[is_result].append((*lead, *((f"{own}{d}",) for d in range(len(lead), meta.ndim))))
-    free = {"b", "h"} if not call.arg("dropout_p") else set()
-    if h != call.operands[at + 1].shape[1]:
-        free -= {"h"}
-        for is_result, slots in ((False, (at + 1, at + 2)), (True, (1, 2) if at else ())):
-            for i in slots:
-                named[is_result][i] = (("b",), ("hk",), *named[is_result][i][2:])
-    factors = {f for dims in (*named[False], *named[True]) for dim in dims for f in dim}
-    notation = Notation(
-        tuple(named[False]),
-        tuple(named[True]),
-        frozenset(factors - free),
-        ((),) * len(call.results),
-    )
-    return Rule(notation, ((0,),) if at else (), decompose=False)
+    "b h s v, b h s e, b h t e, b h t v -> b h s e, b h t e, b h t v",
+    query=1,
+)

@@ -21,9 +21,8 @@ def lookup(call: Call) -> BoundRule | None:
     found = entry if isinstance(entry, Rule) or entry is None else entry(call)
     if found is None:
         return None
-    bound = bind(
-        found, [m.shape for m in call.operands], [m.shape for m in call.results], str(call.target)
-    )  # type: ignore[arg-type]
+    shapes = [m.shape for m in call.operands], [m.shape for m in call.results]
+    bound = replace(bind(found, *shapes, str(call.target)), call=call)  # type: ignore[arg-type]
     if not any(m.dtype in NEVER_ADDED for m in call.results):
         return bound
     summed = {

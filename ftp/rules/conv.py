@@ -1,18 +1,14 @@
 """Convolutions, pooling and resampling: batch and channels are cut, space is whole."""
 
-import math
 from typing import Any
 
-import torch
-
-from ftp.rules.forms import leading
-from ftp.rules.local_forms import contributed_once, unless_empty, zeros
+from ftp.rules.forms import batched
+from ftp.rules.local_forms import contributed_once, unless_empty, with_shape, zeros
 from ftp.rules.local_op import LocalOp
-from ftp.rules.notation import Dims, Notation
-from ftp.rules.registry import RuleMaker, rule
-from ftp.rules.rule import Call, LocalHook, Rule
-
-aten = torch.ops.aten
+from ftp.rules.notation import Notation
+from ftp.rules.overloads import aten
+from ftp.rules.registry import rule
+from ftp.rules.rule import Call, Rule
 
 
 @rule(aten.convolution.default)
@@ -26,7 +22,7 @@ def convolution(call: Call) -> Rule:
     def local(op: LocalOp) -> Any:
         x, weight, bias, stride, padding, dilation, transposed, output_padding, _ = op.args
         if op.is_cut() and 0 in (*op.operand_shape(0), *op.operand_shape(1)):
-            return zeros(op, call)
+            return zeros(op)
         if bias is not None and op.is_cut("i"):
             bias = contributed_once(op, bias, "i")
         return op.emit(
@@ -73,7 +69,7 @@ def convolution_backward(call: Call) -> Rule:
             mask,
         ) = op.args
         if op.is_cut() and 0 in (*op.operand_shape(0), *op.operand_shape(1), *op.operand_shape(2)):
-            made = [zeros(op, call, i) if want else None for i, want in enumerate(mask)]
+            made = [zeros(op, i) if want else None for i, want in enumerate(mask)]
             if mask[2]:  # it may lack input channels alone, of which the bias knows nothing
                 made[2] = op.emit(
                     aten.sum.dim_IntList, dy, [0, *range(2, len(op.operand_shape(0)))]
@@ -122,35 +118,21 @@ def _conv_sizes(call: Call, weight: tuple[int, ...]) -> dict[str, int]:
     return {"g": groups, "i": i, "o": o}
 
 
-def _spatial(call: Call, dims: int, local: LocalHook | None = None, linear: bool = False) -> Rule:
-    """The last ``dims`` dims are space."""
-    return leading(
-        call, call.operands[0].ndim - dims, [(0,)] if linear else (), unless_empty(call, local)
-    )
+# Pooling, resampling and padding: the last dims are space. Indices count within a plane.
 
-
-@rule(aten.max_pool2d_with_indices.default, aten.adaptive_max_pool2d.default)
-def max_pool2d(call: Call) -> Rule:
-    """Indices count within a plane."""
-    return _spatial(call, 2)
-
-
-@rule(aten.max_pool3d_with_indices.default, aten.adaptive_max_pool3d.default)
-def max_pool3d(call: Call) -> Rule:
-    return _spatial(call, 3)
-
-
-@rule(aten.max_pool2d_with_indices_backward.default, aten.adaptive_max_pool2d_backward.default)
-def max_pool2d_backward(call: Call) -> Rule:
-    return _spatial(call, 2, linear=True)
-
-
-@rule(aten.max_pool3d_with_indices_backward.default, aten.adaptive_max_pool3d_backward.default)
-def max_pool3d_backward(call: Call) -> Rule:
-    return _spatial(call, 3, linear=True)
-
-
-@rule(
+batched(aten.max_pool2d_with_indices.default, core=2, local=unless_empty())
+batched(aten.adaptive_max_pool2d.default, aten.max_unpool2d.default, core=2, local=unless_empty())
+batched(aten.max_pool3d_with_indices.default, core=3, local=unless_empty())
+batched(aten.adaptive_max_pool3d.default, aten.max_unpool3d.default, core=3, local=unless_empty())
+batched(
+    aten.upsample_nearest1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.default,
+    aten.upsample_linear1d.vec, aten._upsample_nearest_exact1d.default,
+    aten._upsample_nearest_exact1d.vec, aten.reflection_pad1d.default,
+    aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
+    aten.replication_pad1d_backward.default,
+    core=1, linear=[(0,)], local=unless_empty(),
+)  # fmt: skip
+batched(
     aten.avg_pool2d.default, aten.avg_pool2d_backward.default, aten._adaptive_avg_pool2d.default,
     aten._adaptive_avg_pool2d_backward.default, aten.upsample_nearest2d.default,
     aten.upsample_nearest2d.vec, aten.upsample_bilinear2d.default, aten.upsample_bilinear2d.vec,
@@ -159,133 +141,67 @@ def max_pool3d_backward(call: Call) -> Rule:
     aten._upsample_bilinear2d_aa.default, aten._upsample_bicubic2d_aa.default,
     aten.reflection_pad2d.default, aten.reflection_pad2d_backward.default,
     aten.replication_pad2d.default, aten.replication_pad2d_backward.default,
+    aten.max_pool2d_with_indices_backward.default, aten.adaptive_max_pool2d_backward.default,
+    core=2, linear=[(0,)], local=unless_empty(),
 )  # fmt: skip
-def plane(call: Call) -> Rule:
-    return _spatial(call, 2, linear=True)
-
-
-@rule(
+batched(
     aten.avg_pool3d.default, aten.avg_pool3d_backward.default, aten._adaptive_avg_pool3d.default,
     aten._adaptive_avg_pool3d_backward.default, aten.upsample_nearest3d.default,
     aten.upsample_nearest3d.vec, aten.upsample_trilinear3d.default, aten.upsample_trilinear3d.vec,
     aten._upsample_nearest_exact3d.default, aten._upsample_nearest_exact3d.vec,
     aten.reflection_pad3d.default, aten.reflection_pad3d_backward.default,
     aten.replication_pad3d.default, aten.replication_pad3d_backward.default,
+    aten.max_pool3d_with_indices_backward.default, aten.adaptive_max_pool3d_backward.default,
+    core=3, linear=[(0,)], local=unless_empty(),
 )  # fmt: skip
-def volume(call: Call) -> Rule:
-    return _spatial(call, 3, linear=True)
 
-
-@rule(
-    aten.upsample_nearest1d.default, aten.upsample_nearest1d.vec, aten.upsample_linear1d.default,
-    aten.upsample_linear1d.vec, aten._upsample_nearest_exact1d.default,
-    aten._upsample_nearest_exact1d.vec, aten.reflection_pad1d.default,
-    aten.reflection_pad1d_backward.default, aten.replication_pad1d.default,
-    aten.replication_pad1d_backward.default,
-)  # fmt: skip
-def line(call: Call) -> Rule:
-    return _spatial(call, 1, linear=True)
-
-
-@rule(aten.max_unpool2d.default)
-def max_unpool2d(call: Call) -> Rule:
-    return _spatial(call, 2)
-
-
-@rule(aten.max_unpool3d.default)
-def max_unpool3d(call: Call) -> Rule:
-    return _spatial(call, 3)
-
-
-@rule(aten.grid_sampler_2d.default, aten.grid_sampler_3d.default)
-def grid_sampler(call: Call) -> Rule:
-    """``n c [h] [w], n y x [t] -> n c y x``: points are cut, the image is whole."""
-    image, points, out = _grid_dims(call.operands[0].ndim - 2)
-    return Rule(
-        Notation((image, points), (out,), _whole_of(image, points), ((),)),
-        ((0,),),
-        unless_empty(call),
-    )
-
-
-@rule(aten.grid_sampler_2d_backward.default, aten.grid_sampler_3d_backward.default)
-def grid_sampler_backward(call: Call) -> Rule:
-    image, points, out = _grid_dims(call.operands[1].ndim - 2)
-    wanted = call.arg("output_mask")
-    over_points = tuple((f, "sum") for (f,) in out[2:])
-    sums = (over_points if wanted[0] else (), (("c", "sum"),))
-    results = (image if wanted[0] else (), points)
-
-    def local(op: LocalOp) -> Any:
-        shapes = [op.operand_shape(i) for i in range(3)]
-        if op.is_cut() and any(0 in shape for shape in shapes):
-            return tuple(
-                zeros(op, call, i) if want else None for i, want in enumerate((wanted[0], True))
-            )
-        return op.default()
-
-    return Rule(
-        Notation((out, image, points), results, _whole_of(image, points), sums), ((0,),), local
-    )
-
-
-def _grid_dims(space: int) -> tuple[Dims, Dims, Dims]:
-    inside, at = tuple((f"h{d}",) for d in range(space)), tuple((f"y{d}",) for d in range(space))
-    return (("n",), ("c",), *inside), (("n",), *at, ("t",)), (("n",), ("c",), *at)
-
-
-def _whole_of(image: Dims, points: Dims) -> frozenset[str]:
-    return frozenset({"t"} | {f for (f,) in image[2:]})
-
-
-def _resample_backward(dims: int) -> RuleMaker:
-    def made(call: Call) -> Rule:
-        def local(op: LocalOp) -> Any:
-            return op.replaced(2, op.shape())
-
-        return _spatial(call, dims, local, linear=True)
-
-    return made
-
-
-rule(
-    aten.upsample_nearest1d_backward.default,
-    aten.upsample_linear1d_backward.default,
+# The backward of resampling takes the shape of its result.
+batched(
+    aten.upsample_nearest1d_backward.default, aten.upsample_linear1d_backward.default,
     aten._upsample_nearest_exact1d_backward.default,
-)(_resample_backward(1))
-rule(
+    core=1, linear=[(0,)], local=unless_empty(with_shape(2)),
+)  # fmt: skip
+batched(
     aten.upsample_nearest2d_backward.default, aten.upsample_bilinear2d_backward.default,
     aten.upsample_bicubic2d_backward.default, aten._upsample_nearest_exact2d_backward.default,
     aten._upsample_bilinear2d_aa_backward.default, aten._upsample_bicubic2d_aa_backward.default,
-)(_resample_backward(2))  # fmt: skip
-rule(
-    aten.upsample_nearest3d_backward.default,
-    aten.upsample_trilinear3d_backward.default,
+    core=2, linear=[(0,)], local=unless_empty(with_shape(2)),
+)  # fmt: skip
+batched(
+    aten.upsample_nearest3d_backward.default, aten.upsample_trilinear3d_backward.default,
     aten._upsample_nearest_exact3d_backward.default,
-)(_resample_backward(3))
+    core=3, linear=[(0,)], local=unless_empty(with_shape(2)),
+)  # fmt: skip
+
+# Sampling at points: points are cut, the image is whole.
+rule(
+    aten.grid_sampler_2d.default, "n c [h] [w], n y x [t] -> n c y x",
+    linear=[(0,)], local=unless_empty(),
+)  # fmt: skip
+rule(
+    aten.grid_sampler_3d.default, "n c [d] [h] [w], n z y x [t] -> n c z y x",
+    linear=[(0,)], local=unless_empty(),
+)  # fmt: skip
 
 
-@rule(aten.im2col.default)
-def im2col(call: Call) -> Rule:
-    """Patches as columns: channels and taps share a dim, channels major."""
-    return _columns(call, call.operands[0], call.results[0], flip=False)
+def _grid_backward_of_part(op: LocalOp) -> Any:
+    wants_image = op.call.arg("output_mask")[0]
+    if op.is_cut() and any(0 in op.operand_shape(i) for i in range(3)):
+        return zeros(op, 0) if wants_image else None, zeros(op, 1)
+    return op.default()
 
 
-@rule(aten.col2im.default)
-def col2im(call: Call) -> Rule:
-    return _columns(call, call.results[0], call.operands[0], flip=True)
+rule(
+    aten.grid_sampler_2d_backward.default,
+    "n c y x, n c [h] [w], n y x [t] -> n c [h] [w] {y x}, n y x [t] {c}",
+    wanted="output_mask", linear=[(0,)], local=_grid_backward_of_part,
+)  # fmt: skip
+rule(
+    aten.grid_sampler_3d_backward.default,
+    "n c z y x, n c [d] [h] [w], n z y x [t] -> n c [d] [h] [w] {z y x}, n z y x [t] {c}",
+    wanted="output_mask", linear=[(0,)], local=_grid_backward_of_part,
+)  # fmt: skip
 
-
-def _columns(call: Call, image: Any, columns: Any, flip: bool) -> Rule:
-    taps = math.prod(call.arg("kernel_size"))
-    batch = (("n",),) * (image.ndim - 3)
-    sizes = {"c": image.shape[-3], "k": taps}
-    image_dims: Dims = (*batch, ("c",), ("y",), ("x",))
-    column_dims: Dims = (*batch, ("c", "k"), ("l",))
-    pair = (column_dims, image_dims) if flip else (image_dims, column_dims)
-    return Rule(
-        Notation((pair[0],), (pair[1],), frozenset("kyxl"), ((),)),
-        ((0,),),
-        unless_empty(call),
-        sizes,
-    )
+# Patches as columns: channels and taps share a dim, channels major.
+rule(aten.im2col.default, "... c [y] [x] -> ... (c [k]) [l]", linear=[(0,)], local=unless_empty())
+rule(aten.col2im.default, "... (c [k]) [l] -> ... c [y] [x]", linear=[(0,)], local=unless_empty())

@@ -1,111 +1,258 @@
-"""Rules of common forms, for ops whose factors depend on the call."""
+"""Short forms: one line states the rule of every op of a family."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
-from ftp.rules.notation import Dims, Notation
+import torch
+from torch._ops import OpOverload
+
+from ftp.rules.dims import acting_on, all_whole, broadcast_notation, core_dims, numbered, reduced
+from ftp.rules.notation import BATCH, Dims, Notation, parse
+from ftp.rules.registry import Linear, register
 from ftp.rules.rule import Call, LocalHook, Rule
 
 
-def broadcast_notation(
-    operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
-) -> Notation:
-    """The factors of tensors that broadcast together from the right: one per dim, none where one
-    of them is stretched.
+def einsum(*ops: "OpOverload | str") -> None:
+    """Products: factors that no result has are summed over; linear in each operand.
+
+    >>> einsum(torch.ops.aten.mm.default, "m k, k n -> m n")
     """
-    ndim = max((len(s) for s in (*operands, *results)), default=0)
-    sizes = [
-        max(
-            (
-                s[len(s) - ndim + d]
-                for s in (*operands, *results)
-                if len(s) - ndim + d >= 0 and s[len(s) - ndim + d] != 1
-            ),
-            default=1,
+    *targets, text = ops
+    notation = parse(text)  # type: ignore[arg-type]
+    kept = {f for dims in notation.results for dim in dims for f in dim}
+    summed = tuple(
+        dict.fromkeys(
+            (f, "sum") for dims in notation.operands for dim in dims for f in dim if f not in kept
         )
-        for d in range(ndim)
-    ]
-
-    def dims(shape: tuple[int, ...]) -> Dims:
-        skip = ndim - len(shape)
-        return tuple(
-            (f"~{skip + d}",) if size == sizes[skip + d] else () for d, size in enumerate(shape)
-        )
-
-    return Notation(
-        tuple(map(dims, operands)), tuple(map(dims, results)), frozenset(), ((),) * len(results)
+    )
+    n = len(notation.operands)
+    register(
+        targets,
+        Rule(
+            replace(notation, pending=(summed,) * len(notation.results)),
+            tuple((i,) for i in range(n)),
+        ),
     )
 
 
-def reduction_rule(
-    call: Call, op: str | None, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
-) -> Rule:
-    """The rule of one call of such an op."""
-    (x, *_) = call.operands
-    names = {a.name for a in call.target._schema.arguments}
-    dim = call.arg("dim") if "dim" in names else None
-    keepdim = bool(call.arg("keepdim")) if "keepdim" in names else False
-    reduced = (
-        set(range(x.ndim))
-        if dim is None or dim == []
-        else {d % max(x.ndim, 1) for d in ([dim] if isinstance(dim, int) else dim)}
-    )
-    operand = tuple((f"~{d}",) for d in range(x.ndim))
-    result = tuple(
-        () if d in reduced else f for d, f in enumerate(operand) if keepdim or d not in reduced
-    )
-    factors = [f"~{d}" for d in sorted(reduced) if d < x.ndim]
-    whole = frozenset(factors) if op is None else frozenset()
-    pending = () if op is None else tuple((f, op) for f in factors)
-    n = len(call.results)
-    return Rule(
-        Notation((operand,), (result,) * n, whole, (pending,) * n), tuple(map(tuple, linear)), local
-    )
-
-
-def acting_on(
-    call: Call,
-    dims: Sequence[int],
-    linear: Sequence[Sequence[int]] = (),
+def pointwise(
+    *ops: OpOverload,
+    linear: Linear = (),
     local: LocalHook | None = None,
-) -> Rule:
-    """The rule of an op on tensors of one ndim that acts along ``dims``, where they may differ
-    in size; the other dims correspond.
+    if_zero: str | None = None,
+    if_floats: bool = False,
+) -> None:
+    """Elementwise ops; operands broadcast to the result from the right.
+
+    Args:
+        ops: op overloads.
+        linear: groups of operands that may be pending sums together.
+        local: emits the op's local form.
+        if_zero: the argument that must be 0 for ``linear`` to hold: a number that fills in for
+            values would otherwise be added once by each rank.
+        if_floats: whether ``linear`` holds for floating-point and complex tensors only.
+
+    >>>     >>> pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
+    >>> pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
     """
-    metas = (*call.operands, *call.results)
-    ndim = metas[0].ndim
-    at = {d % max(ndim, 1) for d in dims}
-    whole = set()
+    groups = tuple(map(tuple, linear))
 
-    def name(t: int, d: int) -> tuple[str, ...]:
-        if d not in at:
-            return (f"~{d}",)
-        factor = f"d{d}" if len({m.shape[d] for m in metas}) == 1 else f"d{d}_{t}"
-        whole.add(factor)
-        return (factor,)
+    def maker(call: Call) -> Rule:
+        notation = broadcast_notation(
+            [m.shape for m in call.operands], [m.shape for m in call.results]
+        )
+        is_linear = if_zero is None or call.arg(if_zero) == 0
+        if if_floats:
+            dtypes = {m.dtype for m in (*call.operands, *call.results)}
+            is_linear = all(d.is_floating_point or d.is_complex for d in dtypes)
+        return Rule(notation, _present(groups, call) if is_linear else (), local)
 
-    named = [tuple(name(t, d) for d in range(m.ndim)) for t, m in enumerate(metas)]
+    register(ops, maker)
+
+
+def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
+    """The groups whose operands the call has; sums of bools are none."""
     n = len(call.operands)
-    notation = Notation(
-        tuple(named[:n]), tuple(named[n:]), frozenset(whole), ((),) * len(call.results)
+    return tuple(
+        g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g)
     )
-    return Rule(notation, tuple(map(tuple, linear)), local)
 
 
-def leading(
-    call: Call, ndim: int, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
-) -> Rule:
-    """The rule of an op whose tensors share their first ``ndim`` dims; the others are whole and
-    each tensor's own.
+def reduction(
+    *ops: OpOverload,
+    op: str | None = "sum",
+    linear: Linear = (),
+    local: LocalHook | None = None,
+) -> None:
+    """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
+    ``op=None``: the reduced dims stay whole.
+
+    >>> reduction(torch.ops.aten.amax.default, op="max")
     """
+    register(ops, lambda call: reduced(call, op, linear, local))
+
+
+def along_dim(
+    *ops: "OpOverload | str",
+    linear: "Linear | Literal['all']" = (),
+    local: LocalHook | None = None,
+    dim: "str | Sequence[str] | int" = "dim",
+    if_zero: str | None = None,
+) -> None:
+    """Ops that act along the dim that an argument names, or the dims that several name.
+
+    The text's dims beside ``...`` stand for those dims, wherever they are: in a tensor that has
+    them all, in their places, and what else it has at its end. The last tensor of a text stands for
+    each member of a list. Batch dims that differ in size between tensors are whole; all dims are,
+    where a call's tensors do not have the text's numbers of dims.
+
+    Args:
+        ops: op overloads, then the text.
+        linear: groups of operands that may be pending sums together; "all" for all operands in one.
+        local: emits the op's local form.
+        dim: the arguments that name the dims, or a dim itself.
+        if_zero: the argument that must be 0 for ``linear`` to hold.
+
+    >>>     >>> along_dim(aten._softmax.default, "... [d] -> ... [d]")
+    >>> along_dim(aten.diagonal.default, "... [a] [b] -> ... [y]", dim=("dim1", "dim2"))
+    """
+    *targets, text = ops
+    notation = parse(text)  # type: ignore[arg-type]
+    given = [dim] if isinstance(dim, str | int) else list(dim)
+
+    def maker(call: Call) -> Rule:
+        groups: Linear = [range(len(call.operands))] if isinstance(linear, str) else linear
+        if if_zero is not None and call.arg(if_zero) != 0:
+            groups = ()
+        placed = _placed(notation, call, [call.arg(d) if isinstance(d, str) else d for d in given])
+        if placed is None:
+            return all_whole(call, groups)
+        return Rule(placed, tuple(map(tuple, groups)), local)
+
+    register(targets, maker)
+
+
+def _placed(notation: Notation, call: Call, dims: Sequence[int]) -> Notation | None:
+    """The text with its dims in the places that ``dims`` tell; None where it does not fit."""
+    n = len(call.operands)
     metas = (*call.operands, *call.results)
-    named = [
-        tuple((f"~{d}",) if d < ndim else (f"y{t}_{d}",) for d in range(m.ndim))
-        for t, m in enumerate(metas)
+    written = (*_repeated(notation.operands, n), *_repeated(notation.results, len(call.results)))
+    if len(written) != len(metas):
+        return None
+    inside = [[dim for dim in text if dim != (BATCH,)] for text in written]
+    has_batch = [(BATCH,) in text for text in written]
+    ranks = {
+        (batch, m.ndim - len(own))
+        for batch, own, m in zip(has_batch, inside, metas, strict=True)
+        if batch or m.ndim != len(own)
+    }
+    if len(ranks) != 1:
+        return None
+    ((is_batch, batch_ndim),) = ranks
+    if not is_batch or batch_ndim < 0:
+        return None
+    ndim = batch_ndim + len(dims)
+    at = [d % ndim for d in dims]
+    if len(set(at)) < len(at):
+        return None
+    sizes: list[set[int]] = [set() for _ in range(batch_ndim)]
+    own_sizes: dict[Any, int] = {}
+    tensors: list[list[Any]] = []
+    for batch, own, meta in zip(has_batch, inside, metas, strict=True):
+        places = dict(zip(at, own, strict=False)) if batch and len(own) >= len(at) else {}
+        numbers = iter(range(batch_ndim if batch else 0))
+        body = [
+            places[d] if d in places else next(numbers)
+            for d in range(batch_ndim + len(places) if batch else 0)
+        ]
+        tensor = [*body, *own[len(places) :]] if batch else list(own)
+        for dim, size in zip(tensor, meta.shape, strict=True):
+            if isinstance(dim, int):
+                sizes[dim].add(size)
+            elif len(dim) == 1 and own_sizes.setdefault(dim, size) != size:
+                return None
+        tensors.append(tensor)
+    differ = {i for i, found in enumerate(sizes) if len(found) > 1}
+    named: list[Dims] = [
+        tuple(
+            dim if isinstance(dim, tuple) else (f"~{dim}_{t}",) if dim in differ else (f"~{dim}",)
+            for dim in tensor
+        )
+        for t, tensor in enumerate(tensors)
     ]
-    whole = frozenset(f for dims in named for (f,) in dims[ndim:])
-    n = len(call.operands)
-    return Rule(
-        Notation(tuple(named[:n]), tuple(named[n:]), whole, ((),) * len(call.results)),
-        tuple(map(tuple, linear)),
-        local,
-    )
+    own_batch = {f"~{i}_{t}" for i in differ for t in range(len(metas))}
+    pending = (*notation.pending, *notation.pending[-1:] * len(call.results))[: len(call.results)]
+    return Notation(tuple(named[:n]), tuple(named[n:]), notation.whole | own_batch, pending)
+
+
+def _repeated(written: tuple[Dims, ...], n: int) -> tuple[Dims, ...]:
+    """The texts of ``n`` tensors, the last one repeated for the members of a list."""
+    return (*written, *written[-1:] * (n - len(written)))
+
+
+def along_dims(
+    *ops: OpOverload, dims: str = "dim", linear: Linear = (), local: LocalHook | None = None
+) -> None:
+    """Ops that act along the dims that an argument lists, where tensors may differ in size; an
+    empty list stands for all dims. The other dims correspond.
+
+    >>> along_dims(torch.ops.aten.flip.default, dims="dims", linear=[(0,)])
+    """
+
+    def maker(call: Call) -> Rule:
+        at = call.arg(dims)
+        at = [at] if isinstance(at, int) else at or range(call.operands[0].ndim)
+        return acting_on(call, at, linear, local)
+
+    register(ops, maker)
+
+
+def batched(
+    *ops: OpOverload, core: int, linear: Linear = (), local: LocalHook | None = None
+) -> None:
+    """Ops on the last ``core`` dims of the first operand, as a NumPy gufunc: the dims before them
+    are a batch that all tensors share; every tensor's core dims are whole and its own.
+
+    >>> batched(torch.ops.aten.avg_pool2d.default, core=2, linear=[(0,)])
+    """
+    register(ops, lambda call: core_dims(call, call.operands[0].ndim - core, linear, local))
+
+
+def whole(*ops: OpOverload, linear: Linear = ()) -> None:
+    """Ops of which no dim may be cut.
+
+    >>> whole(torch.ops.aten.bincount.default)
+    """
+    register(ops, lambda call: all_whole(call, linear))
+
+
+def like(
+    *ops: OpOverload, local: LocalHook, linear: Linear = (), if_zero: str | None = None
+) -> None:
+    """Ops that take only the dtype and device of their operand. Dims of one size are taken for
+    the same, so that the operand need not be gathered.
+
+    >>> from ftp.rules.local_forms import with_shape
+    >>> like(torch.ops.aten.new_empty.default, local=with_shape(1))
+    """
+
+    def maker(call: Call) -> Rule:
+        x, (y,) = call.operands[0], call.results
+        operand = tuple(
+            (f"~{d}",) if d < y.ndim and y.shape[d] == s else (f"x{d}",)
+            for d, s in enumerate(x.shape)
+        )
+        is_linear = if_zero is None or call.arg(if_zero) == 0
+        return Rule(
+            Notation((operand,), (numbered(y.ndim),), frozenset(), ((),)),
+            tuple(map(tuple, linear)) if is_linear else (),
+            local,
+        )
+
+    register(ops, maker)
+
+
+FORMS: tuple[Callable[..., None], ...] = (
+    einsum, pointwise, reduction, along_dim, along_dims, batched, whole, like,
+)  # fmt: skip

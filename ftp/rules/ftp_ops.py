@@ -4,57 +4,31 @@ import math
 import operator
 from collections.abc import Sequence
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.philox import random_bits, random_keys
 from ftp.ops.stack import STACK, UNSTACK
-from ftp.rules.forms import broadcast_notation
+from ftp.rules.dims import broadcast_notation
+from ftp.rules.forms import along_dim, pointwise
 from ftp.rules.local_op import Cut, LocalOp, Offset
 from ftp.rules.notation import Dims, Notation
-from ftp.rules.registry import pointwise, rule
-from ftp.rules.rule import Call, Rule
-
-aten = torch.ops.aten
+from ftp.rules.overloads import aten
+from ftp.rules.registry import rule
+from ftp.rules.rule import Call, LocalHook, Rule
 
 # Neither hands on a pending sum: each slice is reduced by itself, and what is held at once is one
 # layer's.
 
 
-@rule(UNSTACK)
-def unstack(call: Call) -> Rule:
-    dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim - 1))
-    n = len(call.results)
-    local = _emitting(aten.unbind.int)
-    return Rule(
-        Notation(((("k",), *dims),), (dims,) * n, frozenset("k"), ((),) * n),
-        (),
-        local,
-        {"k": call.operands[0].shape[0]},
-    )
+def _emitting(target: OpOverload) -> LocalHook:
+    return lambda op: op.emit(target, op.args[0])
 
 
-@rule(STACK)
-def stack(call: Call) -> Rule:
-    dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim))
-    n = len(call.operands)
-    return Rule(
-        Notation((dims,) * n, ((("k",), *dims),), frozenset("k"), ((),)),
-        (),
-        _emitting(aten.stack.default),
-        {"k": n},
-    )
+along_dim(UNSTACK, "... [k] -> ...", dim=0, local=_emitting(aten.unbind.int))
+along_dim(STACK, "... -> ... [k]", dim=0, local=_emitting(aten.stack.default))
 
-
-def _emitting(target: torch._ops.OpOverload):
-    def local(op: LocalOp) -> fx.Node:
-        return op.emit(target, op.args[0])
-
-    return local
-
-
-aten = torch.ops.aten
 Pieces = list[tuple[int, int]]  # a dim as sizes, major to minor, each with its stride in the stream
 
 

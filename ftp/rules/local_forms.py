@@ -7,9 +7,8 @@ import torch
 from torch import fx
 
 from ftp.rules.local_op import LocalOp
-from ftp.rules.rule import Call, LocalHook
-
-aten = torch.ops.aten
+from ftp.rules.overloads import aten
+from ftp.rules.rule import LocalHook
 
 
 def with_shape(at: int, result: int = 0) -> LocalHook:
@@ -33,20 +32,22 @@ def contiguous(*operands: int) -> LocalHook:
     return local
 
 
-def zeros(op: LocalOp, call: Call, result: int = 0) -> fx.Node:
-    meta = call.results[result]
+def zeros(op: LocalOp, result: int = 0) -> fx.Node:
+    """Zeros in a result's local shape."""
+    meta = op.call.results[result]
     return op.emit(aten.full.default, op.shape(result), 0, dtype=meta.dtype, device=op.device)
 
 
-def unless_empty(call: Call, local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
-    """``local``, or zeros where a cut leaves this rank nothing of the first result, or of an
-    operand: kernels differ on those.
+def unless_empty(local: LocalHook | None = None, *, inputs: bool = True) -> LocalHook:
+    """``local``, or zeros where a cut leaves this rank no element of the first result or (with
+    ``inputs``) of an operand: kernels differ on empty tensors.
 
-    What is empty on the whole too, such as matrices of no rows, has a value that is the kernel's to
-    say: their determinant is one.
+    The value of a call that is empty before any cut is the kernel's: the determinant of matrices
+    without rows is one.
     """
 
     def guarded(op: LocalOp) -> Any:
+        call = op.call
         shapes = [(op.shape(0), call.results[0])]
         shapes += [(op.operand_shape(i), meta) for i, meta in enumerate(call.operands) if inputs]
         if op.is_cut() and any(
@@ -54,7 +55,7 @@ def unless_empty(call: Call, local: LocalHook | None = None, *, inputs: bool = T
             for shape, meta in shapes
             for size, whole in zip(shape, meta.shape, strict=True)
         ):
-            made = tuple(zeros(op, call, i) for i in range(len(call.results)))
+            made = tuple(zeros(op, i) for i in range(len(call.results)))
             return made[0] if len(made) == 1 else made
         return local(op) if local is not None else op.default()
 

@@ -12,9 +12,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.rules.rule import BoundRule
+from ftp.rules.overloads import aten
+from ftp.rules.rule import BoundRule, Call
 
-aten = torch.ops.aten
 Index = fx.Node
 Offset = int | fx.Node
 
@@ -73,6 +73,12 @@ class LocalOp:
     sizes: Mapping[str, int]
     cuts: Mapping[str, Sequence[Cut]]
     device: torch.device
+
+    @property
+    def call(self) -> Call:
+        """The call on the whole: its arguments, and the global shapes and dtypes of its tensors."""
+        assert self.rule.call is not None, "the rule of a local hook is bound to a call"
+        return self.rule.call
 
     def emit(self, target: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
         return self.graph.call_function(target, args, kwargs)

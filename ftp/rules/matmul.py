@@ -2,16 +2,16 @@
 
 from dataclasses import replace
 
-import torch
 from torch import fx
+from torch._ops import OpOverload
 
+from ftp.rules.forms import einsum
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
-from ftp.rules.registry import einsum, make, rule
+from ftp.rules.overloads import aten
+from ftp.rules.registry import register, rule
 from ftp.rules.rule import Call, LocalHook, Rule
-
-aten = torch.ops.aten
 
 einsum(aten.bmm.default, "b m k, b k n -> b m n")
 einsum(aten.dot.default, "k, k -> ()")
@@ -20,28 +20,30 @@ einsum(aten.mv.default, "m k, k -> m")
 einsum(aten.vdot.default, "k, k -> ()")
 
 
-@rule(aten.addmm.default, aten.addmv.default, aten.addr.default, aten.baddbmm.default)
-def added_product(call: Call) -> Rule:
-    """``self`` would be added by every rank that holds a part of k, so k is whole; the
-    decomposition cuts it.
+def added_product(op: OpOverload, text: str) -> None:
+    """A product to which ``self``, broadcast, is added. Every rank that holds a part of k would
+    add it, so that k is whole; the decomposition cuts k.
+
+    >>> added_product(aten.addmm.default, "m [k], [k] n -> m n")
     """
-    products = {
-        aten.addmm.default: "m [k], [k] n -> m n",
-        aten.addmv.default: "m [k], [k] -> m",
-        aten.addr.default: "m, n -> m n",
-        aten.baddbmm.default: "b m [k], b [k] n -> b m n",
-    }
-    made = make(products[call.target])
-    result = made.notation.results[0]
-    shape, out = call.operands[0].shape, call.results[0].shape
-    self_dims = tuple(
-        f if s == o else ()
-        for f, s, o in zip(
-            result[len(out) - len(shape) :], shape, out[len(out) - len(shape) :], strict=True
+    n = parse(text)
+    (result,) = n.results
+
+    def maker(call: Call) -> Rule:
+        shape, out = call.operands[0].shape, call.results[0].shape
+        skip = len(out) - len(shape)
+        own = tuple(
+            f if s == o else () for f, s, o in zip(result[skip:], shape, out[skip:], strict=True)
         )
-    )
-    n = made.notation
-    return Rule(Notation((self_dims, *n.operands), n.results, n.whole, n.pending), ((0, 1), (0, 2)))
+        return Rule(replace(n, operands=(own, *n.operands)), ((0, 1), (0, 2)))
+
+    register([op], maker)
+
+
+added_product(aten.addmm.default, "m [k], [k] n -> m n")
+added_product(aten.addmv.default, "m [k], [k] -> m")
+added_product(aten.addr.default, "m, n -> m n")
+added_product(aten.baddbmm.default, "b m [k], b [k] n -> b m n")
 
 
 @rule(aten._grouped_mm.default)
@@ -60,12 +62,12 @@ def grouped_mm(call: Call) -> Rule:
     if call.arg("offs") is None:
         n = replace(n, operands=n.operands[:2])
     if call.arg("bias") is None:
-        return Rule(n, ((0,), (1,)), unless_empty(call, _aligned(call)))
+        return Rule(n, ((0,), (1,)), unless_empty(_aligned(call)))
     bias = (
         (n.results[0][-1],) if call.operands[-1].ndim == 1 else (n.results[0][0], n.results[0][-1])
     )
     whole = n.whole | {f for dim in bias for f in dim} | {"k"}
-    return Rule(Notation((*n.operands, bias), n.results, whole, ((),)), (), unless_empty(call))
+    return Rule(Notation((*n.operands, bias), n.results, whole, ((),)), (), unless_empty())
 
 
 def _aligned(call: Call) -> LocalHook:

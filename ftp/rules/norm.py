@@ -5,15 +5,15 @@ cut.
 import math
 from typing import Any
 
-import torch
+from torch import fx
 
+from ftp.rules.forms import along_dim
 from ftp.rules.local_forms import contiguous, unless_empty, zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
-from ftp.rules.registry import along_dim, rule
+from ftp.rules.overloads import aten
+from ftp.rules.registry import rule
 from ftp.rules.rule import Call, LocalHook, Rule
-
-aten = torch.ops.aten
 
 along_dim(aten._softmax.default, "... [d] -> ... [d]")
 along_dim(aten._log_softmax.default, "... [d] -> ... [d]")
@@ -36,7 +36,7 @@ def layer_norm(call: Call) -> Rule:
     return Rule(
         Notation(operands, results, _names(norm), ((),) * len(results)),
         (),
-        unless_empty(call, inputs=False),
+        unless_empty(inputs=False),
     )
 
 
@@ -62,7 +62,7 @@ def layer_norm_backward(call: Call) -> Rule:
     return Rule(
         Notation(operands, results, _names(norm), pending),
         ((0,),),
-        unless_empty(call, contiguous(0, 1), inputs=False),
+        unless_empty(contiguous(0, 1), inputs=False),
     )
 
 
@@ -70,72 +70,42 @@ def _batch_and_norm(ndim: int, inner: int) -> tuple[Dims, Dims]:
     return tuple((f"~{i}",) for i in range(ndim - inner)), tuple((f"d{i}",) for i in range(inner))
 
 
-GROUPED: Dims = (("g", "c"),)
+def _group_norm_of_part(op: LocalOp) -> fx.Node:
+    x, weight, bias, *_ = op.args
+    n, c, *space = op.operand_shape(0)
+    x = op.emit(aten.contiguous.default, x)
+    sizes = n, c, math.prod(space), op.sizes["g"]
+    return op.emit(op.target, x, weight, bias, *sizes, op.args[-1])
 
 
-@rule(aten.native_group_norm.default)
-def group_norm(call: Call) -> Rule:
-    """``n (g [c]) [y]``: groups are independent."""
-    x, affine = call.operands[0], GROUPED
-    space = _space(x.ndim - 2)
-    operands = ((("n",), ("g", "c"), *space), *(affine,) * (len(call.operands) - 1))
-    results = (operands[0], (("n",), ("g",)), (("n",), ("g",)))
-    group = call.arg("group")
-    sizes = {"g": group, "c": x.shape[1] // group}
-
-    def local(op: LocalOp):
-        x, weight, bias, *_ = op.args
-        n, c, *yx = op.operand_shape(0)
-        return op.emit(
-            op.target,
-            op.emit(aten.contiguous.default, x),
-            weight,
-            bias,
-            n,
-            c,
-            math.prod(yx),
-            op.sizes["g"],
-            op.args[-1],
-        )
-
-    return Rule(
-        Notation(operands, results, frozenset({"c"}) | _names(space), ((),) * 3),
-        (),
-        unless_empty(call, local),
-        sizes,
-    )
+# Groups are independent.
+rule(
+    aten.native_group_norm.default,
+    "n (g [c]) [...], (g [c]), (g [c]) -> n (g [c]) [...], n g, n g",
+    sizes={"g": "group"},
+    local=unless_empty(_group_norm_of_part),
+)
 
 
-@rule(aten.native_group_norm_backward.default)
-def group_norm_backward(call: Call) -> Rule:
-    x = call.operands[1]
-    space = _space(x.ndim - 2)
-    full, stats, affine = (("n",), ("g", "c"), *space), (("n",), ("g",)), GROUPED
-    operands = (full, full, stats, stats, *(affine,) * (len(call.operands) - 4))
-    wanted = call.arg("output_mask")
-    results = tuple(
-        dims if want else () for dims, want in zip((full, affine, affine), wanted, strict=True)
-    )
-    pending = tuple((("n", "sum"),) if want and i else () for i, want in enumerate(wanted))
-    group = call.arg("group")
-    sizes = {"g": group, "c": x.shape[1] // group}
+def _group_norm_backward_of_part(op: LocalOp) -> Any:
+    dy, x, mean, rstd, weight = op.args[:5]
+    n, c, *space = op.operand_shape(1)
+    if 0 in (n, c, *space):
+        return tuple(zeros(op, i) for i in range(3))
+    dy, x = (op.emit(aten.contiguous.default, t) for t in (dy, x))
+    sizes = n, c, math.prod(space), op.sizes["g"]
+    return op.emit(op.target, dy, x, mean, rstd, weight, *sizes, op.args[9])
 
-    def local(op: LocalOp):
-        dy, x, mean, rstd, weight = op.args[:5]
-        n, c, *yx = op.operand_shape(1)
-        if 0 in (n, c, *yx):
-            return tuple(zeros(op, call, i) for i in range(3))
-        dy, x = (op.emit(aten.contiguous.default, t) for t in (dy, x))
-        return op.emit(
-            op.target, dy, x, mean, rstd, weight, n, c, math.prod(yx), op.sizes["g"], op.args[9]
-        )
 
-    return Rule(
-        Notation(operands, results, frozenset({"c"}) | _names(space), pending),
-        ((0,),),
-        local,
-        sizes,
-    )
+rule(
+    aten.native_group_norm_backward.default,
+    "n (g [c]) [...], n (g [c]) [...], n g, n g, (g [c])"
+    " -> n (g [c]) [...], (g [c]) {n}, (g [c]) {n}",
+    sizes={"g": "group"},
+    wanted="output_mask",
+    linear=[(0,)],
+    local=_group_norm_backward_of_part,
+)
 
 
 def _space(ndim: int) -> Dims:
@@ -173,7 +143,7 @@ def nll_loss_backward(call: Call) -> Rule:
     return Rule(
         Notation((() if reduced else target, x, target, *weight, ()), (x,), frozenset("c"), ((),)),
         ((0,),),
-        unless_empty(call, inputs=False),
+        unless_empty(inputs=False),
     )
 
 
@@ -187,13 +157,10 @@ def _class_dims(call: Call, at: int = 0) -> tuple[Dims, Dims]:
     aten.native_batch_norm.default,
     aten._native_batch_norm_legit.no_stats,
     aten._native_batch_norm_legit_functional.default,
-    aten._native_batch_norm_legit_no_training.default,
 )
 def batch_norm(call: Call) -> Rule:
     """Channels are independent; with given statistics so are the others."""
-    training = call.target is not aten._native_batch_norm_legit_no_training.default and bool(
-        call.arg("training")
-    )
+    training = bool(call.arg("training"))
     x = call.operands[0]
     full, channel = _channels(x.ndim)
     results = (
@@ -209,7 +176,7 @@ def batch_norm(call: Call) -> Rule:
     whole = empty | (_names(full) - {"c"} if training else frozenset())
 
     def local(op: LocalOp) -> Any:
-        made = unless_empty(call, contiguous(0))(op)
+        made = unless_empty(contiguous(0))(op)
         if len(results) == 5 and isinstance(
             made, tuple
         ):  # statistics that were given come back as they are
@@ -223,6 +190,15 @@ def batch_norm(call: Call) -> Rule:
         (),
         local,
     )
+
+
+# With given statistics all elements are independent; those of the batch are empty on some devices.
+rule(
+    aten._native_batch_norm_legit_no_training.default,
+    "n c ..., c, c, c, c -> n c ..., c, c",
+    "n c ..., c, c, c, c -> n c ..., [d], [e]",
+    local=unless_empty(contiguous(0)),
+)
 
 
 @rule(aten.native_batch_norm_backward.default)
@@ -253,7 +229,7 @@ def batch_norm_backward(call: Call) -> Rule:
 def _by_channel(call: Call) -> LocalHook:
     def local(op: LocalOp) -> Any:
         if op.is_cut() and 0 in op.operand_shape(1):
-            return tuple(zeros(op, call, i) for i in range(3))
+            return tuple(zeros(op, i) for i in range(3))
         return contiguous(0, 1)(op)
 
     return local

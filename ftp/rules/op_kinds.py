@@ -2,12 +2,8 @@
 
 from typing import Any
 
-import torch
-
 from ftp.ops.stack import STACK, UNSTACK
-
-aten = torch.ops.aten
-
+from ftp.rules.overloads import aten
 
 VIEWS = frozenset(
     {

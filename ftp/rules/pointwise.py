@@ -6,13 +6,13 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from ftp.rules.forms import broadcast_notation
+from ftp.rules.dims import broadcast_notation
+from ftp.rules.forms import pointwise
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Notation
-from ftp.rules.registry import pointwise, rule
+from ftp.rules.overloads import aten, prims
+from ftp.rules.registry import rule
 from ftp.rules.rule import Call, Rule
-
-aten = torch.ops.aten
 
 
 def overloads(names: str, kinds: str = "default") -> list[OpOverload]:
@@ -105,30 +105,14 @@ pointwise(
 )
 
 
-@rule(aten.masked_fill.Scalar, aten.where.ScalarOther)
-def filled(call: Call) -> Rule:
-    """Zero put in the place of values passes partial sums on, any other number would be added on
-    each rank.
-    """
-    value = call.args[2]
-    kept = 1 if call.target is aten.where.ScalarOther else 0
-    return Rule(_broadcast(call), ((kept,),) if value == 0 else ())
+# Zeros put in the place of values pass partial sums on; each rank would add any other number.
+pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
+pointwise(aten.where.ScalarOther, linear=[(1,)], if_zero="other")
+pointwise(aten.where.ScalarSelf, linear=[(1,)], if_zero="self")
 
-
-@rule(aten.where.ScalarSelf)
-def filled_elsewhere(call: Call) -> Rule:
-    return Rule(_broadcast(call), ((1,),) if call.args[1] == 0 else ())
-
-
-@rule(aten._prelu_kernel.default)
-def prelu(call: Call) -> Rule:
-    return Rule(_broadcast(call))
-
-
-@rule(aten._prelu_kernel_backward.default)
-def prelu_backward(call: Call) -> Rule:
-    """The weight comes in the shape of x's dims, its gradient in x's shape."""
-    return Rule(_broadcast(call), ((0,),))
+# The weight comes in the shape of x's dims, its gradient in x's shape.
+pointwise(aten._prelu_kernel.default)
+pointwise(aten._prelu_kernel_backward.default, linear=[(0,)])
 
 
 @rule(aten.isin.Tensor_Tensor)
@@ -164,20 +148,20 @@ def loss(call: Call) -> Rule:
     return Rule(Notation(terms.operands, ((),), frozenset(), (summed,)), (), local)
 
 
-@rule(
+def _share_of_mean(op: LocalOp) -> fx.Node:
+    """The gradient of a mean is that of a sum over the number of elements of the whole."""
+    if not op.is_cut() or op.call.arg("reduction") != 1:
+        return op.default()
+    count = math.prod(op.call.results[0].shape)
+    return _with_reduction(op, 2, op.emit(aten.div.Scalar, op.args[0], count))
+
+
+pointwise(
     aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default,
     aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
     aten.soft_margin_loss_backward.default,
+    linear=[(0,)], local=_share_of_mean,
 )  # fmt: skip
-def loss_backward(call: Call) -> Rule:
-    count = math.prod(call.results[0].shape)
-
-    def local(op: LocalOp) -> fx.Node:
-        if not op.is_cut() or call.arg("reduction") != 1:
-            return op.default()
-        return _with_reduction(op, 2, op.emit(aten.div.Scalar, op.args[0], count))
-
-    return Rule(_broadcast(call), ((0,),), local)
 
 
 def _with_reduction(op: LocalOp, reduction: int, *args: fx.Node) -> fx.Node:
@@ -190,25 +174,12 @@ def _with_reduction(op: LocalOp, reduction: int, *args: fx.Node) -> fx.Node:
     return op.emit(op.target, *given, **{**op.kwargs, "reduction": reduction})
 
 
-@rule(aten._to_copy.default, torch.ops.prims.convert_element_type.default)
-def to_copy(call: Call) -> Rule:
-    """A sum of floats rounds as its parts do; of ints it may not."""
-    old, new = call.operands[0].dtype, call.results[0].dtype
-    both = all(d.is_floating_point or d.is_complex for d in (old, new))
-    return Rule(_broadcast(call), ((0,),) if both else ())
+# A sum of floats rounds as its parts do; a sum of ints may not.
+pointwise(aten._to_copy.default, prims.convert_element_type.default, linear=[(0,)], if_floats=True)
+
+# The second result is a buffer, empty on some devices.
+rule(aten.log_sigmoid_forward.default, "... -> ..., ...", "... -> ..., [b]")
 
 
-@rule(aten.log_sigmoid_forward.default)
-def log_sigmoid(call: Call) -> Rule:
-    """The second result is a buffer, empty on some devices."""
-    (x,) = _broadcast(call, results=1).operands
-    same = call.results[1].shape == call.operands[0].shape
-    buffer = x if same else tuple((f"b{d}",) for d in range(call.results[1].ndim))
-    whole = frozenset() if same else frozenset(f for dim in buffer for f in dim)
-    return Rule(Notation((x,), (x, buffer), whole, ((), ())))
-
-
-def _broadcast(call: Call, results: int | None = None) -> Notation:
-    return broadcast_notation(
-        [m.shape for m in call.operands], [m.shape for m in call.results[:results]]
-    )
+def _broadcast(call: Call) -> Notation:
+    return broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results])

@@ -1,7 +1,7 @@
-"""The sharding rule of each aten op: how its tensor dims share factors.
+"""The registry: the sharding rule of each aten op, how its tensor dims share factors.
 
 A rule knows nothing of meshes, ranks, uneven shards, dtypes or cost; strategies, prices, plans,
-printouts and tests are derived from it.
+printouts and tests are derived from it. ``forms`` has the short forms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -12,8 +12,9 @@ import torch
 from torch._ops import OpOverload
 
 from ftp.errors import RuleError
-from ftp.rules.forms import broadcast_notation, reduction_rule
-from ftp.rules.notation import BATCH, Dims, Notation, parse
+from ftp.rules.dims import all_whole
+from ftp.rules.notation import BATCH, Notation, parse
+from ftp.rules.overloads import MissingOp
 from ftp.rules.rule import Call, LocalHook, Rule
 
 # Torch has no kernels that mask and add these: no value of such a dtype is a pending reduction.
@@ -26,7 +27,7 @@ NEVER_ADDED = frozenset(
     }
 )
 
-
+Linear = Sequence[Sequence[int]]
 RuleMaker = Callable[[Call], "Rule | str | None"]
 RULES: dict[OpOverload, Rule | RuleMaker] = {}
 
@@ -34,7 +35,7 @@ RULES: dict[OpOverload, Rule | RuleMaker] = {}
 def make(
     text: str,
     *,
-    linear: Sequence[Sequence[int]] = (),
+    linear: Linear = (),
     local: LocalHook | None = None,
     sizes: Mapping[str, int] | None = None,
     decompose: bool = True,
@@ -45,21 +46,43 @@ def make(
 
 def rule(
     *ops: "OpOverload | str",
-    linear: Sequence[Sequence[int]] = (),
+    linear: Linear = (),
     local: LocalHook | None = None,
+    sizes: Mapping[str, str] | None = None,
+    wanted: str | None = None,
+    whole_if: str | None = None,
+    or_whole: bool = False,
     decompose: bool = True,
 ) -> Any:
     """State the sharding rule of ``ops`` in factor notation, or decorate a function ``(call: Call)
     -> Rule | str`` that does.
 
+    Args:
+        ops: op overloads, then the text. Of several texts, the first that fits a call's dims
+            applies. A text has an operand for each tensor argument of the op; that of an optional
+            argument which a call does not give is left out.
+        linear: groups of operands that may be pending sums together.
+        local: emits the op's local form.
+        sizes: factors whose size is an argument of the op, by the argument's name.
+        wanted: the argument that says which results to compute; the others have no dims.
+        whole_if: an argument for which, where it is true, factors to be summed are whole.
+        or_whole: whether all dims are whole in a call that no text fits; it is an error otherwise.
+        decompose: whether the op may be replaced by its decomposition.
+
     >>> rule(torch.ops.aten.mv.default, "m k, k -> m {k}", linear=[(0,), (1,)])
 
     Raises:
-        RuleError: where the text does not parse.
+        RuleError: where a text does not parse.
     """
-    *targets, last = ops
-    if isinstance(last, str):
-        _register(targets, make(last, linear=linear, local=local, decompose=decompose))
+    targets = [op for op in ops if not isinstance(op, str)]
+    texts = [op for op in ops if isinstance(op, str)]
+    if texts:
+        rules = [make(t, linear=linear, local=local, decompose=decompose) for t in texts]
+        optional = any(_has_optional_tensor(op) for op in targets)
+        if len(rules) > 1 or sizes or wanted or whole_if or or_whole or optional:
+            register(targets, _by_text(rules, sizes or {}, wanted, whole_if, or_whole))
+        else:
+            register(targets, rules[0])
         return None
 
     def decorate(maker: RuleMaker) -> RuleMaker:
@@ -71,116 +94,100 @@ def rule(
                 else found
             )
 
-        _register(ops, made)
+        register(targets, made)
         return maker
 
     return decorate
 
 
-def einsum(*ops: "OpOverload | str") -> None:
-    """A product: factors that no result has are summed over; linear in each operand."""
-    *targets, text = ops
-    notation = parse(text)  # type: ignore[arg-type]
-    kept = {f for dims in notation.results for dim in dims for f in dim}
-    summed = tuple(
-        dict.fromkeys(
-            (f, "sum") for dims in notation.operands for dim in dims for f in dim if f not in kept
-        )
+def _by_text(
+    rules: Sequence[Rule],
+    sizes: Mapping[str, str],
+    wanted: str | None,
+    whole_if: str | None,
+    or_whole: bool,
+) -> RuleMaker:
+    def by_text(call: Call) -> Rule:
+        given = [_without_absent(r, call) for r in rules]
+        if wanted is not None:
+            given = [_without_unwanted(r, call, call.arg(wanted)) for r in given]
+        found = next((r for r in given if fits(r.notation, call)), None)
+        if found is None:
+            if or_whole:
+                return all_whole(call, given[0].linear)
+            found = given[-1]
+        if whole_if is not None and call.arg(whole_if):
+            found = _without_pending(found)
+        return replace(found, sizes={f: call.arg(name) for f, name in sizes.items()})
+
+    return by_text
+
+
+def _without_unwanted(rule: Rule, call: Call, wanted: Sequence[bool]) -> Rule:
+    """The rule with no dims for results that are not computed, or empty shapes of them."""
+    n = rule.notation
+    results = tuple(
+        dims if want or meta.ndim else ()
+        for dims, want, meta in zip(n.results, wanted, call.results, strict=True)
     )
-    n = len(notation.operands)
-    _register(
-        targets,
-        Rule(
-            replace(notation, pending=(summed,) * len(notation.results)),
-            tuple((i,) for i in range(n)),
-        ),
+    pending = tuple(p if want else () for p, want in zip(n.pending, wanted, strict=True))
+    return replace(rule, notation=replace(n, results=results, pending=pending))
+
+
+def _without_pending(rule: Rule) -> Rule:
+    n = rule.notation
+    summed = {f for pending in n.pending for f, _ in pending}
+    pending = ((),) * len(n.results)
+    return replace(rule, notation=replace(n, whole=n.whole | summed, pending=pending))
+
+
+def _has_optional_tensor(op: Any) -> bool:
+    return isinstance(op, OpOverload) and any(
+        str(a.type) == "Optional[Tensor]" for a in op._schema.arguments
     )
 
 
-def pointwise(
-    *ops: OpOverload, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
-) -> None:
-    """Elementwise ops; operands broadcast to the result from the right."""
-    groups = tuple(map(tuple, linear))
-
-    def maker(call: Call) -> Rule:
-        return Rule(
-            broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results]),
-            _present(groups, call),
-            local,
-        )
-
-    _register(ops, maker)
+def _without_absent(rule: Rule, call: Call) -> Rule:
+    """The rule without the operands of optional arguments that the call does not give."""
+    names = [a.name for a in call.target._schema.arguments if "Tensor" in str(a.type)]
+    operands = rule.notation.operands
+    if len(names) != len(operands) or len(call.operands) == len(operands):
+        return rule
+    kept = [i for i, name in enumerate(names) if call.arg(name) is not None]
+    linear = tuple(tuple(kept.index(i) for i in g) for g in rule.linear if set(g) <= set(kept))
+    notation = replace(rule.notation, operands=tuple(operands[i] for i in kept))
+    return replace(rule, notation=notation, linear=linear)
 
 
-def _present(groups: tuple[tuple[int, ...], ...], call: Call) -> tuple[tuple[int, ...], ...]:
-    """The groups that the call has; bools do not add up."""
-    n = len(call.operands)
-    return tuple(
-        g for g in groups if all(i < n and call.operands[i].dtype is not torch.bool for i in g)
-    )
-
-
-def reduction(
-    *ops: OpOverload,
-    op: str | None = "sum",
-    linear: Sequence[Sequence[int]] = (),
-    local: LocalHook | None = None,
-) -> None:
-    """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
-    ``op=None``: the reduced dims stay whole.
+def fits(notation: Notation, call: Call) -> bool:
+    """Whether the call has the text's tensors, of its numbers of dims, with one batch shape and
+    one size for each factor that is a dim of its own.
     """
-
-    def maker(call: Call) -> Rule:
-        return reduction_rule(call, op, linear, local)
-
-    _register(ops, maker)
-
-
-def along_dim(
-    *ops: "OpOverload | str",
-    linear: Sequence[Sequence[int]] = (),
-    local: LocalHook | None = None,
-    dim: str = "dim",
-) -> None:
-    """Ops that act along their argument ``dim``; the text's one [d] stands for that dim wherever
-    it is.
-    """
-    *targets, text = ops
-    notation = parse(text)  # type: ignore[arg-type]
-
-    def maker(call: Call) -> Rule:
-        ndim = call.operands[0].ndim
-        at = call.arg(dim) % max(ndim, 1)
-
-        def place(dims: Dims) -> Dims:
-            inside = [f for f in dims if f != (BATCH,)]
-            batch = [(f"~{i}",) for i in range(ndim - 1)]
-            return (*batch[:at], *inside, *batch[at:]) if (BATCH,) in dims else dims
-
-        if ndim == 0:
-            return Rule(
-                Notation(
-                    ((),) * len(notation.operands),
-                    ((),) * len(notation.results),
-                    frozenset(),
-                    notation.pending,
-                )
-            )
-        placed = replace(
-            notation,
-            operands=tuple(map(place, notation.operands)),
-            results=tuple(map(place, notation.results)),
-        )
-        return Rule(placed, tuple(map(tuple, linear)), local)
-
-    _register(targets, maker)
+    if len(notation.operands) != len(call.operands) or len(notation.results) != len(call.results):
+        return False
+    sizes: dict[Any, Any] = {}
+    texts, metas = (*notation.operands, *notation.results), (*call.operands, *call.results)
+    for dims, meta in zip(texts, metas, strict=True):
+        batch = meta.ndim - sum(dim != (BATCH,) for dim in dims)
+        if batch < 0 or (batch and (BATCH,) not in dims):
+            return False
+        at = 0
+        for dim in dims:
+            width = batch if dim == (BATCH,) else 1
+            size = meta.shape[at : at + width]
+            at += width
+            if len(dim) == 1 and sizes.setdefault(dim, size) != size:
+                return False
+    return True
 
 
-def _register(ops: Sequence[Any], entry: Rule | RuleMaker) -> None:
+def register(ops: Sequence[Any], entry: Rule | RuleMaker) -> None:
+    """Enter a rule, or a function that makes one of a call; ops that torch lacks are skipped."""
     if not ops:
         raise RuleError("A rule names at least one op, such as torch.ops.aten.mm.default.")
     for op in ops:
+        if isinstance(op, MissingOp):
+            continue
         if not isinstance(op, OpOverload):
             raise RuleError(
                 f"A rule is for an op overload such as torch.ops.aten.mm.default, not {op!r}"

@@ -107,8 +107,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class BoundRule:
-    """A rule fitted to a call: one factor list per dim, all sizes known; ``is_found`` where it
-    is not stated, but found by trial.
+    """A rule fitted to a call: one factor list per dim, all sizes known.
+
+    Attributes:
+        is_found: the rule is not stated, but found by trial.
+        call: the call, for local hooks; None for a rule that no registry states.
     """
 
     operands: tuple[Dims, ...]
@@ -120,6 +123,7 @@ class BoundRule:
     local: LocalHook | None
     decompose: bool
     is_found: bool = False
+    call: Call | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:
         return str(

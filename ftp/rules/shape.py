@@ -7,14 +7,14 @@ from itertools import count
 import torch
 from torch import fx
 
-from ftp.rules.forms import acting_on, broadcast_notation
+from ftp.rules.dims import acting_on, numbered
+from ftp.rules.forms import along_dim, along_dims, pointwise
 from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
-from ftp.rules.registry import make, rule
-from ftp.rules.rule import Call, Meta, Rule
-
-aten = torch.ops.aten
+from ftp.rules.overloads import aten
+from ftp.rules.registry import rule
+from ftp.rules.rule import Call, Rule
 
 
 @rule(
@@ -88,43 +88,25 @@ def common_factors(
     return dims[0], dims[1], whole, sizes
 
 
-@rule(
-    aten.t.default, aten.t_copy.default, aten.transpose.int, aten.transpose_copy.int,
-    aten.permute.default, aten.permute_copy.default, aten.adjoint.default, aten.mT.default,
-)  # fmt: skip
+@rule(aten.transpose.int, aten.transpose_copy.int, aten.permute.default, aten.permute_copy.default)
 def permute(call: Call) -> Rule:
     ndim = call.operands[0].ndim
     order = list(range(ndim))
     if "dims" in {a.name for a in call.target._schema.arguments}:
         order = [d % ndim for d in call.arg("dims")]
     elif ndim:
-        swap = (
-            [call.arg("dim0"), call.arg("dim1")]
-            if len(call.args) > 1
-            else [-2, -1]
-            if ndim > 1
-            else [0, 0]
-        )
-        a, b = (d % ndim for d in swap)
+        a, b = (call.arg(name) % ndim for name in ("dim0", "dim1"))
         order[a], order[b] = b, a
-    dims = tuple((f"~{d}",) for d in range(ndim))
+    dims = numbered(ndim)
     return Rule(Notation((dims,), (tuple(dims[d] for d in order),), frozenset(), ((),)), ((0,),))
 
 
-@rule(aten.expand.default, aten.expand_copy.default)
-def expand(call: Call) -> Rule:
-    return Rule(
-        broadcast_notation([call.operands[0].shape], [call.results[0].shape]),
-        ((0,),),
-        with_shape(1),
-    )
+rule(aten.t.default, aten.t_copy.default, "m n -> n m", "m -> m", "() -> ()", linear=[(0,)])
+rule(aten.adjoint.default, aten.mT.default, "... m n -> ... n m", "() -> ()", linear=[(0,)])
 
 
-@rule(aten.unsqueeze.default, aten.unsqueeze_copy.default)
-def unsqueeze(call: Call) -> Rule:
-    dims = tuple((f"~{d}",) for d in range(call.operands[0].ndim))
-    at = call.arg("dim") % (len(dims) + 1)
-    return Rule(Notation((dims,), ((*dims[:at], (), *dims[at:]),), frozenset(), ((),)), ((0,),))
+pointwise(aten.expand.default, aten.expand_copy.default, linear=[(0,)], local=with_shape(1))
+along_dim(aten.unsqueeze.default, aten.unsqueeze_copy.default, "... -> ... 1", linear=[(0,)])
 
 
 @rule(
@@ -171,7 +153,7 @@ def slice_(call: Call) -> Rule:
         return op.emit(op.target, op.args[0], dim, first * op.sizes["s"], last * op.sizes["s"])
 
     notation, sizes = _in_parts(
-        _dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=False
+        numbered(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=False
     )
     return Rule(notation, ((0,),), local, sizes)
 
@@ -200,7 +182,7 @@ def slice_backward(call: Call) -> Rule:
         )
 
     notation, sizes = _in_parts(
-        _dims(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True
+        numbered(x.ndim), dim, size, x.shape[dim], [y.shape[dim]], reverse=True
     )
     return Rule(notation, ((0,),), local, sizes)
 
@@ -229,7 +211,7 @@ def split(call: Call) -> Rule:
             )
         return op.emit(op.target, op.args[0], op.sizes["s"], dim)
 
-    notation, sizes = _in_parts(_dims(x.ndim), dim, size, x.shape[dim], parts, reverse=False)
+    notation, sizes = _in_parts(numbered(x.ndim), dim, size, x.shape[dim], parts, reverse=False)
     return Rule(notation, ((0,),), local, sizes)
 
 
@@ -244,7 +226,7 @@ def cat(call: Call) -> Rule:
     size = math.gcd(*parts)
     if not all(parts) or (size == 1 and len(set(parts)) > 1):
         return acting_on(call, [dim], linear=together)
-    notation, sizes = _in_parts(_dims(y.ndim), dim, size, y.shape[dim], parts, reverse=True)
+    notation, sizes = _in_parts(numbered(y.ndim), dim, size, y.shape[dim], parts, reverse=True)
     return Rule(notation, tuple(together), None, sizes)
 
 
@@ -261,144 +243,77 @@ def _cat_with_vectors(call: Call, linear: Sequence[Sequence[int]]) -> Rule:
     return Rule(Notation(operands, (result,), frozenset(whole), ((),)), tuple(map(tuple, linear)))
 
 
-@rule(aten.stack.default)
-def stack(call: Call) -> Rule:
-    dims = _dims(call.operands[0].ndim)
-    at = call.arg("dim") % (len(dims) + 1)
-    n = len(call.operands)
-    return Rule(
-        Notation((dims,) * n, ((*dims[:at], ("k",), *dims[at:]),), frozenset("k"), ((),)),
-        (tuple(range(n)),),
-    )
+along_dim(aten.stack.default, "... -> ... [k]", linear="all")
+along_dim(aten.unbind.int, aten.unbind_copy.int, "... [k] -> ...", linear=[(0,)])
 
 
-@rule(aten.unbind.int, aten.unbind_copy.int)
-def unbind(call: Call) -> Rule:
-    dims = list(_dims(call.operands[0].ndim))
-    at = call.arg("dim") % len(dims)
-    result = tuple(dims[:at] + dims[at + 1 :])
-    n = len(call.results)
-    return Rule(Notation((tuple(dims),), (result,) * n, frozenset(dims[at]), ((),) * n), ((0,),))
-
-
-@rule(aten.select.int, aten.select_copy.int)
-def select(call: Call) -> Rule:
+def _selected(op: LocalOp) -> fx.Node:
     """The rank that holds the element gives it, the others zero."""
-    x = call.operands[0]
-    dim = call.arg("dim") % x.ndim
-    index = call.arg("index") % x.shape[dim]
-    dims = _dims(x.ndim)
-    (factor,) = dims[dim]
-
-    def local(op: LocalOp) -> fx.Node:
-        if not op.is_cut(factor):
-            return op.default()
-        if not op.sizes[factor]:
-            return zeros(op, call)
-        at, held = held_rows(
-            op, factor, op.emit(aten.full.default, [1], index, dtype=torch.int64, device=op.device)
-        )
-        row = op.emit(
-            aten.squeeze.dims, op.emit(aten.index_select.default, op.args[0], dim, at), [dim]
-        )
-        return masked(op, row, op.emit(aten.squeeze.dims, held, [0]))
-
-    return Rule(
-        Notation((dims,), (dims[:dim] + dims[dim + 1 :],), frozenset(), (((factor, "sum"),),)),
-        ((0,),),
-        local,
-    )
+    if not op.is_cut("d"):
+        return op.default()
+    if not op.sizes["d"]:
+        return zeros(op)
+    size = op.rule.sizes["d"]
+    dim = op.call.arg("dim") % op.call.operands[0].ndim
+    index = op.call.arg("index") % size
+    index = op.emit(aten.full.default, [1], index, dtype=torch.int64, device=op.device)
+    at, held = held_rows(op, "d", index)
+    row = op.emit(aten.index_select.default, op.args[0], dim, at)
+    row = op.emit(aten.squeeze.dims, row, [dim])
+    return masked(op, row, op.emit(aten.squeeze.dims, held, [0]))
 
 
-@rule(aten.select_backward.default)
-def select_backward(call: Call) -> Rule:
-    (y,) = call.results
-    dim = call.arg("dim") % y.ndim
-    index = call.arg("index") % y.shape[dim]
-    dims = _dims(y.ndim)
-    (factor,) = dims[dim]
+def _selected_backward(op: LocalOp) -> fx.Node:
+    if not op.is_cut("d"):
+        return op.replaced(1, op.shape())
+    ndim = op.call.results[0].ndim
+    dim = op.call.arg("dim") % ndim
+    index = op.call.arg("index") % op.rule.sizes["d"]
+    at = op.emit(aten.eq.Scalar, op.positions("d"), index)
+    at = unsqueezed(op, at, 0, ndim - dim - 1)
+    row = op.emit(aten.unsqueeze.default, op.args[0], dim)
+    return masked(op, op.emit(aten.expand.default, row, op.shape()), at)
 
-    def local(op: LocalOp) -> fx.Node:
-        if not op.is_cut(factor):
-            return op.replaced(1, op.shape())
-        at = op.emit(aten.eq.Scalar, op.positions(factor), index)
-        at = unsqueezed(op, at, 0, y.ndim - dim - 1)
-        row = op.emit(
-            aten.expand.default, op.emit(aten.unsqueeze.default, op.args[0], dim), op.shape()
-        )
-        return masked(op, row, at)
 
-    return Rule(
-        Notation((dims[:dim] + dims[dim + 1 :],), (dims,), frozenset(), ((),)), ((0,),), local
-    )
+along_dim(aten.select.int, aten.select_copy.int, "... d -> ... {d}", linear=[(0,)], local=_selected)
+along_dim(aten.select_backward.default, "... -> ... d", linear=[(0,)], local=_selected_backward)
 
 
 # Ops along dims.
 
+DIAGONAL = ("dim1", "dim2")
+along_dim(
+    aten.diagonal.default, aten.diagonal_copy.default, "... [a] [b] -> ... [y]",
+    dim=DIAGONAL, linear=[(0,)],
+)  # fmt: skip
+along_dim(
+    aten.diagonal_backward.default, "... [y] -> ... [a] [b]",
+    dim=DIAGONAL, linear=[(0,)], local=with_shape(1),
+)  # fmt: skip
+along_dim(
+    aten.diagonal_scatter.default, "... [a] [b], ... [y] -> ... [a] [b]",
+    dim=DIAGONAL, linear=[(0, 1)],
+)  # fmt: skip
+along_dim(aten.select_scatter.default, "... [d], ... -> ... [d]", linear=[(0, 1)])
+along_dim(
+    aten.unfold.default, aten.unfold_copy.default, "... [d] -> ... [y] [w]",
+    dim="dimension", linear=[(0,)],
+)  # fmt: skip
+along_dim(
+    aten.unfold_backward.default, "... [y] [w] -> ... [d]", linear=[(0,)], local=with_shape(1)
+)
 
-@rule(aten.slice_scatter.default)
-def slice_scatter(call: Call) -> Rule:
-    return acting_on(call, [call.arg("dim")], linear=[(0, 1)])
+# The halves of a dim are (k s), k = 2.
+along_dim(aten.glu.default, "... ([k] s) -> ... s", local=unless_empty())
+along_dim(
+    aten.glu_backward.default, "... s, ... ([k] s) -> ... ([k] s)",
+    linear=[(0,)],
+)  # fmt: skip
 
-
-@rule(aten.select_scatter.default)
-def select_scatter(call: Call) -> Rule:
-    dims = _dims(call.operands[0].ndim)
-    at = call.arg("dim") % len(dims)
-    return Rule(
-        Notation((dims, dims[:at] + dims[at + 1 :]), (dims,), frozenset(dims[at]), ((),)), ((0, 1),)
-    )
-
-
-@rule(aten.diagonal_scatter.default)
-def diagonal_scatter(call: Call) -> Rule:
-    x = call.operands[0]
-    a, b = call.arg("dim1") % x.ndim, call.arg("dim2") % x.ndim
-    dims = _dims(x.ndim)
-    rest = tuple(dim for d, dim in enumerate(dims) if d not in (a, b))
-    return Rule(
-        Notation((dims, (*rest, ("y",))), (dims,), frozenset({*dims[a], *dims[b], "y"}), ((),)),
-        ((0, 1),),
-    )
-
-
-@rule(aten.glu.default)
-def glu(call: Call) -> Rule:
-    """The halves of a dim: (k s), k = 2."""
-    return _halves(call, call.operands[0].ndim, reverse=False)
-
-
-@rule(aten.glu_backward.default)
-def glu_backward(call: Call) -> Rule:
-    made = _halves(call, call.operands[1].ndim, reverse=True)
-    n = made.notation
-    return Rule(
-        Notation((n.operands[0], n.results[0]), n.results, n.whole, ((),)),
-        ((0,),),
-        None,
-        made.sizes,
-    )
-
-
-def _halves(call: Call, ndim: int, *, reverse: bool) -> Rule:
-    dim = call.arg("dim") % ndim
-    size = (call.operands[0] if reverse else call.results[0]).shape[dim]
-    notation, sizes = _in_parts(_dims(ndim), dim, size, 2 * size, [size], reverse=reverse)
-    return Rule(notation, (), unless_empty(call), sizes)
-
-
-@rule(aten.flip.default)
-def flip(call: Call) -> Rule:
-    return acting_on(call, call.arg("dims"), linear=[(0,)])
-
-
-@rule(aten.roll.default)
-def roll(call: Call) -> Rule:
-    """Without dims it rolls the flattened tensor."""
-    x = call.operands[0]
-    return acting_on(
-        call, call.arg("dims") or range(x.ndim), linear=[(0,)], local=unless_empty(call)
-    )
+along_dims(aten.flip.default, dims="dims", linear=[(0,)])
+along_dims(aten.narrow_copy.default, linear=[(0,)])
+along_dims(aten.roll.default, dims="dims", linear=[(0,)], local=unless_empty())
+along_dims(aten.slice_scatter.default, linear=[(0, 1)])
 
 
 @rule(aten.constant_pad_nd.default)
@@ -428,145 +343,48 @@ def repeat(call: Call) -> Rule:
     return Rule(Notation((operand,), (result,), whole, ((),)), ((0,),), local, sizes)
 
 
-@rule(aten.diagonal.default, aten.diagonal_copy.default)
-def diagonal(call: Call) -> Rule:
-    x = call.operands[0]
-    a, b = call.arg("dim1") % x.ndim, call.arg("dim2") % x.ndim
-    dims = _dims(x.ndim)
-    rest = tuple(dim for d, dim in enumerate(dims) if d not in (a, b))
-    return Rule(
-        Notation((dims,), ((*rest, ("y",)),), frozenset({*dims[a], *dims[b], "y"}), ((),)), ((0,),)
-    )
+# A pixel's parts, and a channel's groups, are whole.
+rule(
+    aten.pixel_shuffle.default, "... (c [a] [b]) h w -> ... c (h [a]) (w [b])",
+    sizes={"a": "upscale_factor", "b": "upscale_factor"}, linear=[(0,)], local=unless_empty(),
+)  # fmt: skip
+rule(
+    aten.pixel_unshuffle.default, "... c (h [a]) (w [b]) -> ... (c [a] [b]) h w",
+    sizes={"a": "downscale_factor", "b": "downscale_factor"}, linear=[(0,)], local=unless_empty(),
+)  # fmt: skip
+rule(
+    aten.channel_shuffle.default, "n ([g] c) ... -> n (c [g]) ...",
+    sizes={"g": "groups"}, linear=[(0,)], local=unless_empty(),
+)  # fmt: skip
 
 
-@rule(aten.diagonal_backward.default)
-def diagonal_backward(call: Call) -> Rule:
-    (x,) = call.results
-    a, b = call.arg("dim1") % x.ndim, call.arg("dim2") % x.ndim
-    dims = _dims(x.ndim)
-    rest = tuple(dim for d, dim in enumerate(dims) if d not in (a, b))
-    return Rule(
-        Notation(((*rest, ("y",)),), (dims,), frozenset({*dims[a], *dims[b], "y"}), ((),)),
-        ((0,),),
-        with_shape(1),
-    )
+def _of_pairs(op: LocalOp) -> fx.Node:
+    return op.default(op.emit(aten.contiguous.default, op.args[0]))
 
 
-@rule(aten.unfold.default, aten.unfold_copy.default)
-def unfold(call: Call) -> Rule:
-    x = call.operands[0]
-    if not x.ndim:
-        return make("() -> [w]", linear=[(0,)])
-    at = call.arg("dimension") % x.ndim
-    dims = _dims(x.ndim)
-    result = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
-    return Rule(Notation((dims,), (result,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),))
+rule(aten.view_as_real.default, aten.view_as_real_copy.default, "... -> ... [c]", linear=[(0,)])
+rule(
+    aten.view_as_complex.default, aten.view_as_complex_copy.default, "... [c] -> ...",
+    linear=[(0,)], local=_of_pairs,
+)  # fmt: skip
+# Bits read as another type: a last dim that shrinks or grows is whole.
+rule(aten.view.dtype, "... -> ...", "... [x] -> ... [y]")
 
 
-@rule(aten.unfold_backward.default)
-def unfold_backward(call: Call) -> Rule:
-    (x,) = call.results
-    if not x.ndim:
-        return make("[w] -> ()", linear=[(0,)])
-    at = call.arg("dim") % x.ndim
-    dims = _dims(x.ndim)
-    grad = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
-    return Rule(
-        Notation((grad,), (dims,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),), with_shape(1)
-    )
-
-
-@rule(aten.pixel_shuffle.default)
-def pixel_shuffle(call: Call) -> Rule:
-    """``... (c a b) h w -> ... c (h a) (w b)``; a pixel's parts are whole."""
-    return _pixels(
-        call, call.operands[0], call.results[0], call.arg("upscale_factor"), shuffled=False
-    )
-
-
-@rule(aten.pixel_unshuffle.default)
-def pixel_unshuffle(call: Call) -> Rule:
-    return _pixels(
-        call, call.results[0], call.operands[0], call.arg("downscale_factor"), shuffled=True
-    )
-
-
-def _pixels(call: Call, deep: Meta, wide: Meta, factor: int, *, shuffled: bool) -> Rule:
-    batch = _dims(deep.ndim - 3)
-    deep_dims: Dims = (*batch, ("c", "a", "b"), ("h",), ("w",))
-    wide_dims: Dims = (*batch, ("c",), ("h", "a"), ("w", "b"))
-    sizes = {
-        "a": factor,
-        "b": factor,
-        "c": wide.shape[-3],
-        "h": deep.shape[-2],
-        "w": deep.shape[-1],
-    }
-    pair = (wide_dims, deep_dims) if shuffled else (deep_dims, wide_dims)
-    return Rule(
-        Notation((pair[0],), (pair[1],), frozenset("ab"), ((),)), ((0,),), unless_empty(call), sizes
-    )
-
-
-@rule(aten.channel_shuffle.default)
-def channel_shuffle(call: Call) -> Rule:
-    """``n (g c) ... -> n (c g) ...``; groups are whole."""
-    x, groups = call.operands[0], call.arg("groups")
-    space = tuple((f"y{d}",) for d in range(x.ndim - 2))
-    notation = Notation(
-        ((("n",), ("g", "c"), *space),), ((("n",), ("c", "g"), *space),), frozenset("g"), ((),)
-    )
-    return Rule(notation, ((0,),), unless_empty(call), {"g": groups, "c": x.shape[1] // groups})
-
-
-@rule(aten.narrow_copy.default)
-def narrow(call: Call) -> Rule:
-    return acting_on(call, [call.arg("dim")], linear=[(0,)])
-
-
-@rule(aten.view_as_real.default, aten.view_as_real_copy.default)
-def view_as_real(call: Call) -> Rule:
-    dims = _dims(call.operands[0].ndim)
-    return Rule(Notation((dims,), ((*dims, ("c",)),), frozenset("c"), ((),)), ((0,),))
-
-
-@rule(aten.view_as_complex.default, aten.view_as_complex_copy.default)
-def view_as_complex(call: Call) -> Rule:
-    dims = _dims(call.results[0].ndim)
-    return Rule(
-        Notation(((*dims, ("c",)),), (dims,), frozenset("c"), ((),)),
-        ((0,),),
-        lambda op: op.default(op.emit(aten.contiguous.default, op.args[0])),
-    )
-
-
-@rule(aten.view.dtype)
-def view_dtype(call: Call) -> Rule:
-    """Bits read as another type: a last dim that shrinks or grows is whole."""
-    x, (y,) = call.operands[0], call.results
-    return acting_on(call, [] if x.shape == y.shape else [-1])
-
-
-@rule(aten.tril.default, aten.triu.default)
-def triangle(call: Call) -> Rule:
+def _triangle_of_part(op: LocalOp) -> fx.Node:
     """Where rows or columns are cut, a mask of the global positions says what is kept."""
-    x, diagonal = call.operands[0], call.arg("diagonal")
-    dims = _dims(x.ndim)
-    (m,), (n,) = dims[-2:]
-    keep = aten.le.Scalar if call.target is aten.tril.default else aten.ge.Scalar
-
-    def local(op: LocalOp) -> fx.Node:
-        if not op.is_cut(m, n):
-            return op.default()
-        rows, columns = (op.positions(f) for f in (m, n))
-        ahead = op.emit(aten.sub.Tensor, columns, op.emit(aten.unsqueeze.default, rows, 1))
-        return masked(op, op.args[0], op.emit(keep, ahead, diagonal))
-
-    return Rule(Notation((dims,), (dims,), frozenset(), ((),)), ((0,),), local)
+    if not op.is_cut("m", "n"):
+        return op.default()
+    keep = aten.le.Scalar if op.target is aten.tril.default else aten.ge.Scalar
+    rows, columns = (op.positions(f) for f in ("m", "n"))
+    above = op.emit(aten.sub.Tensor, columns, op.emit(aten.unsqueeze.default, rows, 1))
+    return masked(op, op.args[0], op.emit(keep, above, op.call.arg("diagonal")))
 
 
-def _dims(ndim: int) -> Dims:
-    return tuple((f"~{d}",) for d in range(ndim))
+rule(
+    aten.tril.default, aten.triu.default, "... m n -> ... m n",
+    linear=[(0,)], local=_triangle_of_part,
+)  # fmt: skip
 
 
 def _in_parts(

@@ -7,8 +7,7 @@ import torch
 from torch import Tensor
 
 from ftp.rules.decompositions.registry import MEAN, decomposition
-
-aten = torch.ops.aten
+from ftp.rules.overloads import aten
 
 
 @decomposition(aten.index_fill.int_Scalar)

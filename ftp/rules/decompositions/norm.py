@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ftp.rules.decompositions.registry import HALF, decomposition, element_count, widened
-
-aten = torch.ops.aten
-
+from ftp.rules.overloads import aten
 
 # Normalisations: two sums, the mean's and the centred squares'.
 

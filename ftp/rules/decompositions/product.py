@@ -6,9 +6,7 @@ import torch
 from torch import Tensor
 
 from ftp.rules.decompositions.registry import decomposition
-
-aten = torch.ops.aten
-
+from ftp.rules.overloads import aten
 
 # Products with something added.
 

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 from ftp.rules.decompositions.registry import decomposition, element_count, widened, wrapped_dims
-
-aten = torch.ops.aten
-
+from ftp.rules.overloads import aten
 
 # Reductions.
 

@@ -14,9 +14,7 @@ from ftp.rules.decompositions.registry import (
     widened,
     wrapped_dims,
 )
-
-aten = torch.ops.aten
-
+from ftp.rules.overloads import aten
 
 # Softmaxes, and attention by them.
 
