@@ -46,6 +46,7 @@ from ftp.planning.plan import Plan
 from ftp.rules.proof.discover import cache_folder
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
+from ftp.runtime.options import DEFAULT, Options
 from ftp.runtime.shared_memory import SharedGroup, shared_groups, through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, product_group, require_coordinate
@@ -54,7 +55,7 @@ from ftp.sharding.spec import PartitionSpec, local_pieces
 from ftp.tensors.device_put import put, take
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Program:
     """One planned program of one mesh, for one set of abstract inputs.
 
@@ -68,15 +69,9 @@ class Program:
         leaf_specs: per leaf of the arguments, static ones too.
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
             ``batch``.
-        pack: small collectives of one kind that are ready together are one.
-        prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the
-            largest.
-        chunks: in how many chunks products beside gathers and reduce-scatters of activations are
-            computed.
         donated: positions of inputs whose memory a run may use for its outputs.
-        cuda_graph: a rank's run is recorded as one CUDA graph.
-        async_tp: products are one op with the gathers and reduce-scatters of activations beside
-            them.
+        options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
+            ``cuda_graph``, ``async_tp``) are read here.
     """
 
     mesh: Mesh
@@ -84,45 +79,49 @@ class Program:
     plan: Plan
     tensor_leaves: tuple[int, ...]
     in_specs: tuple[PartitionSpec, ...]
-    constants: tuple[torch.Tensor, ...]
     out_tree: optree.PyTreeSpec
-    out_leaves: tuple[Any, ...]
-    is_static: tuple[bool, ...]
-    leaf_specs: tuple[PartitionSpec, ...]
-    compile: bool = False
+    constants: tuple[torch.Tensor, ...] = ()
+    out_leaves: tuple[Any, ...] = ()
+    is_static: tuple[bool, ...] = ()
+    leaf_specs: tuple[PartitionSpec, ...] = ()
     roles: tuple[str, ...] = ()
-    pack: bool = False
     donated: tuple[int, ...] = ()
-    prefetch: int | None = None
-    chunks: int = 1
-    cuda_graph: bool = False
-    async_tp: bool = False
+    options: Options = DEFAULT
+
+    def with_options(self, **changes: Any) -> "Program":
+        """The same plan, run with other options."""
+        return replace(self, options=replace(self.options, **changes))
 
     @cached_property
     def partitioner(self) -> Partitioner:
         """Makes the ranks' programs without packs and chunks."""
-        return self._partitioner_of(prefetch(self.plan.graph, (), self.prefetch), ())
+        return self._partitioner_of(prefetch(self.plan.graph, (), self.options.prefetch), ())
 
     def _partitioner_of(self, graph: Graph, chunked: Collection[str]) -> Partitioner:
         plan = replace(self.plan, graph=graph)
         return Partitioner(
-            plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks)
+            plan,
+            mesh_device(self.mesh),
+            self.mesh.group_name,
+            dict.fromkeys(chunked, self.options.chunks),
         )
 
     @cached_property
     def _packing(self) -> tuple[Packs, Chunks, dict[str, Joint], Partitioner]:
         graph = self.plan.graph
-        if self.pack:
+        if self.options.pack:
             is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
             graph = merge_axes(graph, self.mesh.axes if is_ascending else {})
-        parts = chunks(graph, self.chunks)
-        joined = joints(graph) if self.async_tp else {}
-        found = packs(graph, without=(*parts.moves, *joined)) if self.pack else Packs((), {})
+        parts = chunks(graph, self.options.chunks)
+        joined = joints(graph) if self.options.async_tp else {}
+        found = (
+            packs(graph, without=(*parts.moves, *joined)) if self.options.pack else Packs((), {})
+        )
         return (
             found,
             parts,
             joined,
-            self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves),
+            self._partitioner_of(prefetch(graph, found.groups, self.options.prefetch), parts.moves),
         )
 
     @cached_property
@@ -147,9 +146,10 @@ class Program:
         """The program as text that is equal on all ranks: the plan, and what else decides which
         collectives are issued, in what order.
         """
+        o = self.options
         return (
-            f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch},"
-            f" chunks={self.chunks}, async_tp={self.async_tp}"
+            f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
+            f" chunks={o.chunks}, async_tp={o.async_tp}"
         )
 
     @collection_paused()
@@ -161,7 +161,7 @@ class Program:
                 if self.mesh.kind == "process"
                 else dict.fromkeys(self.mesh.axes, 0)
             )
-        if not self.pack and self.chunks == 1 and not self.async_tp:
+        if not self.options.pack and self.options.chunks == 1 and not self.options.async_tp:
             return self.partitioner.program(coordinate)
         found, parts, joined, partitioner = self._packing
         local = partitioner.program(coordinate)
@@ -213,22 +213,22 @@ class Program:
         """What runs this rank's graph; ``given`` are inputs such as it will have."""
         mesh, device = self.mesh, mesh_device(self.mesh)
         graph = as_backends_take(_with_product_groups(program.gm.graph, mesh))
-        if self.async_tp:
+        if self.options.async_tp:
             _check_symmetric(graph, mesh)
-        if self.cuda_graph:
+        if self.options.cuda_graph:
             _check_recordable(graph, device)
         if mesh.kind == "process":
             for node in graph.nodes:
                 if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
                     node.target = gather_of(node.args[-1], device)
         graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
-        if self.compile:
+        if self.options.compile:
             made = compiled(
                 graph, given, self.donated, lambda products: faster_by_onednn(mesh, products)
             )
         else:
             made = eager(graph, given, self.donated)
-        if not self.cuda_graph:
+        if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
         return Recorded(made, self.donated, names, graphs_of(device), _describe_op)

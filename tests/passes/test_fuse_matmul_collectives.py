@@ -4,7 +4,6 @@ gloo; the kernels are test_cuda.py's.
 
 import os
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def test_joined_products_equal_one_device(ranks: int, pack: bool, batch: int):
     grads, loss = torch.func.grad_and_value(loss_fn)(params, data)
     compare(step(params, data), (loss, grads))
     joined = step.lower(params, data)
-    plain = Lowered(replace(joined._program, async_tp=False))
+    plain = Lowered(joined._program.with_options(async_tp=False))
     targets = Counter(node.target for node in joined.graph.graph.nodes)
     # A layer has the gathers before q, k and v and before w1 and w3, and the gradients' of wo and
     # w2; the products wo and w2 are summed.
