@@ -87,7 +87,7 @@ def _on_gloo(compile: bool) -> tuple[int, int]:
     import ftp.runtime.program
 
     ftp.api.shard._checked_async_tp = lambda async_tp, mesh, chunks: async_tp
-    ftp.runtime.program._check_symmetric = lambda graph, mesh: None
+    ftp.runtime.program.check_symmetric = lambda graph, mesh: None
     os.environ["FTP_SHM"] = "0"
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     step, full, batch, (loss_fn, of_params) = decoder(mesh, async_tp=True, compile=compile)
