@@ -45,8 +45,8 @@ import ftp.api.step
 from ftp.planning import cost_network as network
 from ftp.planning import planner
 from ftp.planning.cost import Hardware, Link, collective_seconds, op_seconds
-from ftp.planning.cost_network import PAD_LATENCIES, REPLICATED_PRODUCT
 from ftp.planning.graph import Move, Value
+from ftp.planning.prices import PAD_LATENCIES, REPLICATED_PRODUCT
 from ftp.planning.strategies import GATHERED
 from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.layout import PARTIAL, Layout, R, nominal
@@ -298,7 +298,7 @@ class Joint:
             here, other = state[i], state[1 - i]
             if other == JOINED and i == 0:
                 continue  # on the first axis first: a join moves no bytes on the other
-            nbytes = self.nets[i]._nbytes(value) / (self.n[1 - i] if other.kind == "S" else 1)
+            nbytes = self.nets[i].prices.nbytes(value) / (self.n[1 - i] if other.kind == "S" else 1)
             for there in layouts[i]:
                 cost = self.step_price(i, value, here, there, nbytes)
                 if cost is not None:
@@ -315,7 +315,7 @@ class Joint:
             return 0.0 if there.kind == "S" else None
         if there == (GATHERED if here.kind == "P" else R):
             return None
-        if here.kind == "S" and not self.nets[i]._may_move(value, here):
+        if here.kind == "S" and not self.nets[i].prices.may_move(value, here):
             return None
         return self.move_price(Move("", self.n[i], here, there, ()).op, nbytes, self.n[i])
 

@@ -2,7 +2,6 @@
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -50,8 +49,8 @@ def certificate_of(program: Program) -> Certificate:
     """What there is to check of a program, unchecked: of one with ``async_tp``, the program
     before products are one with collectives.
     """
-    if program.async_tp:
-        program = replace(program, async_tp=False)
+    if program.options.async_tp:
+        program = program.with_options(async_tp=False)
     plan, mesh = program.plan, program.mesh
     numbers: dict[fx.GraphModule, int] = {}
     graphs: list[fx.Graph] = []

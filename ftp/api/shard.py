@@ -6,11 +6,13 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
-from ftp.api.step import PROGRAMS, Options, Step
-from ftp.errors import InputError, MeshError, SpecError
+from ftp.api.options import checked_options
+from ftp.api.step import Step
+from ftp.errors import InputError
 from ftp.report.lowered import Lowered
+from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
-from ftp.sharding.mesh import AnyMesh, Mesh, resolve
+from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tracing.trace import grad_and_value
@@ -117,20 +119,23 @@ def shard(
         out_specs,
         arguments=("params", *names[1:]),
         state=(0,),
-        options=Options(
-            _checked_axes(data_axes, m),
-            reshard_after_forward,
-            tuple(donate),
-            compile,
-            strict,
-            certify,
-            pack,
-            check_inputs,
-            _checked_prefetch(prefetch),
-            _checked_chunks(chunks),
-            _checked_cuda_graph(cuda_graph, m, check_inputs),
-            _checked_async_tp(async_tp, m, chunks),
-            _checked_programs(programs),
+        options=checked_options(
+            m,
+            Options(
+                data_axes=data_axes,
+                reshard_after_forward=reshard_after_forward,
+                donate=donate,
+                compile=compile,
+                strict=strict,
+                certify=certify,
+                pack=pack,
+                check_inputs=check_inputs,
+                prefetch=prefetch,
+                chunks=chunks,
+                cuda_graph=cuda_graph,
+                async_tp=async_tp,
+                programs=programs,
+            ),
         ),
     )
 
@@ -200,20 +205,23 @@ def spmd(
         output_specs,
         arguments=names,
         state=(0, *donate),
-        options=Options(
-            _checked_axes(data_axes, m),
-            reshard_after_forward,
-            tuple(donate),
-            compile,
-            strict,
-            certify,
-            pack,
-            check_inputs,
-            _checked_prefetch(prefetch),
-            _checked_chunks(chunks),
-            _checked_cuda_graph(cuda_graph, m, check_inputs),
-            _checked_async_tp(async_tp, m, chunks),
-            _checked_programs(programs),
+        options=checked_options(
+            m,
+            Options(
+                data_axes=data_axes,
+                reshard_after_forward=reshard_after_forward,
+                donate=donate,
+                compile=compile,
+                strict=strict,
+                certify=certify,
+                pack=pack,
+                check_inputs=check_inputs,
+                prefetch=prefetch,
+                chunks=chunks,
+                cuda_graph=cuda_graph,
+                async_tp=async_tp,
+                programs=programs,
+            ),
         ),
     )
 
@@ -242,67 +250,3 @@ def _check_callable(fn: Any, name: str, form: str) -> None:
             f"{name} is a module, {type(fn).__name__}; give a pure function {form}. fn, params ="
             " ftp.functionalize(module) makes one."
         )
-
-
-def _checked_axes(data_axes: Sequence[str] | None, mesh: Mesh) -> tuple[str, ...] | None:
-    if data_axes is None:
-        return None
-    unknown = [axis for axis in data_axes if axis not in mesh.axes]
-    if unknown:
-        raise SpecError(
-            f"data_axes names {', '.join(map(repr, unknown))}, but the mesh has axes"
-            f" {', '.join(map(repr, mesh.axes))}."
-        )
-    return tuple(data_axes)
-
-
-def _checked_prefetch(prefetch: Any) -> int | None:
-    if prefetch is not None and (
-        isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0
-    ):
-        raise InputError(
-            f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of"
-            " the largest parameter."
-        )
-    return prefetch
-
-
-def _checked_programs(programs: Any) -> int:
-    if isinstance(programs, bool) or not isinstance(programs, int) or programs < 1:
-        raise InputError(f"programs is {programs!r}; it is a number of programs, at least 1.")
-    return programs
-
-
-def _checked_chunks(chunks: Any) -> int:
-    if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
-        raise InputError(f"chunks is {chunks!r}; it is a number of chunks, 1 for none.")
-    return chunks
-
-
-def _checked_cuda_graph(cuda_graph: bool, mesh: Mesh, check_inputs: bool) -> bool:
-    if cuda_graph and mesh.device_type != "cuda":
-        raise MeshError(
-            f"cuda_graph=True, but the mesh {mesh} has no GPUs whose work could be recorded."
-            " Leave it out, or give cuda_graph=mesh.device_type == 'cuda'."
-        )
-    if cuda_graph and check_inputs:
-        raise InputError(
-            "cuda_graph=True and check_inputs=True: the check reads digests on the host at every"
-            " call, for which the GPU waits."
-            " Leave one out, and call ftp.check_replicas now and then."
-        )
-    return cuda_graph
-
-
-def _checked_async_tp(async_tp: bool, mesh: Mesh, chunks: int) -> bool:
-    if async_tp and mesh.kind == "process" and mesh.device_type != "cuda":
-        raise MeshError(
-            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies."
-            " Leave it out; chunks=n hides the same"
-            " moves behind products with ordinary collectives."
-        )
-    if async_tp and chunks > 1:
-        raise InputError(
-            f"async_tp=True and chunks={chunks} both take the moves beside products. Leave one out."
-        )
-    return async_tp

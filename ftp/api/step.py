@@ -35,6 +35,7 @@ from ftp.planning.planner import Watch
 from ftp.planning.prepare import plan_prepared, prepare
 from ftp.report.lowered import Lowered, check_strictly
 from ftp.rules.op_kinds import VIEWS
+from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.shared_memory import is_asked_for
 from ftp.sharding.arguments import Shape
@@ -61,7 +62,6 @@ from ftp.tracing.captured import Captured, places_of, warn_of_others
 from ftp.tracing.trace import Traced, trace
 from ftp.version import __version__
 
-PROGRAMS = 64  # kept by a step
 MANY = 10  # programs of one step, at which it is said what changes from call to call
 _PAD = "Pad tensors to one shape, or to a few (buckets)."
 _AS_TENSOR = "Give numbers that change as tensors: torch.tensor(x)."
@@ -70,25 +70,6 @@ _tracing = threading.RLock()  # torch.fx patches modules while it traces
 
 InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
 OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
-
-
-@dataclass(frozen=True)
-class Options:
-    """What ``shard`` and ``spmd`` are asked for beside specs; see there."""
-
-    data_axes: tuple[str, ...] | None
-    reshard_after_forward: bool
-    donate: tuple[int, ...]
-    compile: bool
-    strict: bool
-    certify: bool
-    pack: bool = False
-    check_inputs: bool = False
-    prefetch: int | None = None
-    chunks: int = 1
-    cuda_graph: bool = False
-    async_tp: bool = False
-    programs: int = PROGRAMS
 
 
 @dataclass(frozen=True, eq=False)
@@ -518,29 +499,21 @@ class Step:
             strict=strict,
             watch=watch,
         )
+        donate = self._options.donate
         program = Program(
-            self.mesh,
-            traced.gm,
-            plan,
-            tensor_leaves,
-            tuple(specs[i] for i in tensor_leaves),
-            traced.constants,
-            traced.out_tree,
-            traced.out_leaves,
-            traced.is_static,
-            tuple(specs),
-            self._options.compile,
-            tuple(_role(call.positions[i], state) for i in tensor_leaves),
-            self._options.pack,
-            tuple(
-                at
-                for at, i in enumerate(tensor_leaves)
-                if call.positions[i] in self._options.donate
-            ),
-            self._options.prefetch,
-            self._options.chunks,
-            self._options.cuda_graph,
-            self._options.async_tp,
+            mesh=self.mesh,
+            traced=traced.gm,
+            plan=plan,
+            tensor_leaves=tensor_leaves,
+            in_specs=tuple(specs[i] for i in tensor_leaves),
+            constants=traced.constants,
+            out_tree=traced.out_tree,
+            out_leaves=traced.out_leaves,
+            is_static=traced.is_static,
+            leaf_specs=tuple(specs),
+            roles=tuple(_role(call.positions[i], state) for i in tensor_leaves),
+            donated=tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in donate),
+            options=self._options,
         )
         if self._options.strict:
             check_strictly(program)

@@ -36,7 +36,7 @@ def chunks(graph: Graph, count: int) -> Chunks:
     """Gathers that feed products, and reduce-scatters of products, of whose rows there are more
     than what is cut, evenly divisible.
     """
-    users = graph.users()
+    users = graph.users() if count > 1 else {}
     moves: list[str] = []
     rows: dict[str, int] = {}
     for node in graph.nodes if count > 1 else ():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_aggregate
 
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
@@ -126,7 +127,7 @@ class _Builder:
             self.env[node] = self.call(node)
 
     def call(self, node: fx.Node) -> Any:
-        args, kwargs = fx.node.map_aggregate(
+        args, kwargs = map_aggregate(
             (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a
         )  # type: ignore[misc]
         args, kwargs = (

@@ -2,9 +2,9 @@
 
 from collections.abc import Sequence
 
-from ftp.planning.cost_network import is_at_rest
 from ftp.planning.graph import BATCH, FactorCut, Graph, Move, Node, Value
 from ftp.planning.graph_passes import live
+from ftp.planning.prices import is_at_rest
 from ftp.planning.problem import AxisPlan
 from ftp.planning.strategies import Strategy
 from ftp.rules.notation import Dim

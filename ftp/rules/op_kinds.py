@@ -1,4 +1,4 @@
-"""Kinds of ops: views, stacks, matrix products."""
+"""Kinds of ops: views, stacks, matmuls, attention."""
 
 from typing import Any
 
@@ -24,5 +24,26 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 
 
+_ATTENTION = (
+    "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
+    "_scaled_dot_product_fused_attention_overrideable", "_scaled_dot_product_attention_math",
+    "scaled_dot_product_attention",
+)  # fmt: skip
+# Fused attention, forward and backward: those that this torch has.
+ATTENTION = frozenset(
+    getattr(aten, name).default
+    for forward in _ATTENTION
+    for name in (forward, f"{forward}_backward")
+    if hasattr(aten, name)
+)
+
+
 def is_product(target: Any) -> bool:
-    return target in PRODUCTS or "scaled_dot_product" in str(target)
+    """Whether an op's time is that of matmuls: matmuls, convolutions, attention."""
+    return target in PRODUCTS or target in ATTENTION
+
+
+def matmuls_in(target: Any) -> int:
+    """How many matmuls over all of its factors an op of `is_product` does."""
+    return 2 if target in ATTENTION else 1

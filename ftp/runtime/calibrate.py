@@ -16,7 +16,7 @@ from ftp.distributed.agreement import calls
 from ftp.ops.philox import random_bits
 from ftp.partitioning.collectives import gather_of
 from ftp.planning.cost import Curve, Hardware, Link
-from ftp.runtime.program import memory_of
+from ftp.runtime.process_groups import memory_of
 from ftp.runtime.shared_memory import SharedGroup, is_asked_for
 from ftp.sharding.mesh import AnyMesh, resolve
 

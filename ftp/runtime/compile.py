@@ -12,12 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.ops.philox import AS_TENSOR_OPS
-from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule, with_values
+from ftp.passes import with_values
 from ftp.passes.buffer_reuse import in_place
-from ftp.passes.inline_small_ops import small_products, small_updates
-from ftp.passes.onednn_matmuls import Choose, by_onednn, products
+from ftp.passes.inline_small_ops import small_products
+from ftp.passes.onednn_matmuls import Choose
 from ftp.paused_gc import collection_paused
 from ftp.runtime.inductor_kernels import compiled_together
+from ftp.runtime.lowering import for_inductor, ordered, with_writes
 from ftp.runtime.shared_memory import directly
 from ftp.runtime.split_at_collectives import Piece, known_numbers, split, with_pieces
 
@@ -31,10 +32,8 @@ def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run
     it will be given.
     """
     inputs = _dense(inputs, donated)
-    gm = with_values(_unwritten(schedule(drop_copies(graph))), inputs)
-    forward = fx.GraphModule(
-        {}, _direct(merge_updates(reuse_memory(gm.graph, donated), donated))
-    ).forward
+    gm = with_values(_unwritten(ordered(graph)), inputs)
+    forward = fx.GraphModule({}, _direct(with_writes(gm.graph, donated))).forward
     return lambda given: forward(*_dense(given, donated))
 
 
@@ -76,9 +75,8 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
-    gm = with_values(_unwritten(schedule(drop_copies(graph))), inputs)
-    graph = merge_updates(small_updates(gm.graph), donated)
-    graph = by_onednn(graph, choose(products(graph)))
+    gm = with_values(_unwritten(ordered(graph)), inputs)
+    graph = for_inductor(gm.graph, donated, choose)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = known_numbers(
         graph,

@@ -7,8 +7,8 @@ import torch
 from torch import fx
 
 from ftp.partitioning.partition import LocalProgram
-from ftp.passes import drop_copies, merge_updates, reuse_memory, schedule
 from ftp.runtime.local_shapes import LocalShapes, annotate, local_shapes
+from ftp.runtime.lowering import ordered, with_writes
 from ftp.runtime.program import Program
 from ftp.sharding.mesh import mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
@@ -34,14 +34,12 @@ def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int
     Inductor's code (``compile=True``) is made of the ordered graph with its updates merged.
     """
     device = mesh_device(program.mesh).type
-    ordered = schedule(drop_copies(local.gm.graph))
+    graph = ordered(local.gm.graph)
     shapes = local_shapes(
-        ordered, local_inputs(program, coordinate), local.offsets_at(coordinate), device
+        graph, local_inputs(program, coordinate), local.offsets_at(coordinate), device
     )
     annotate(shapes, device)
-    return Executed(
-        ordered, shapes, merge_updates(reuse_memory(ordered, program.donated), program.donated)
-    )
+    return Executed(graph, shapes, with_writes(graph, program.donated))
 
 
 def local_inputs(

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.node import map_arg
+from torch.fx.node import map_aggregate, map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.partitioning.partition import WAIT
@@ -155,7 +155,7 @@ class _Shapes:
                 return _OPERAND
             return argument
 
-        args, kwargs = fx.node.map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
+        args, kwargs = map_aggregate((node.args, dict(node.kwargs)), resolved)  # type: ignore[misc]
         # Which operands share memory does not matter for a functional op; repeated layers then
         # share an entry.
         key = (
@@ -191,7 +191,7 @@ class _Shapes:
                 for h in operands
             ]
             left = iter(fakes)
-            args, kwargs = fx.node.map_aggregate(
+            args, kwargs = map_aggregate(
                 (args, kwargs), lambda a: next(left) if a is _OPERAND else a
             )  # type: ignore[misc]
             out = target(*args, **kwargs)

@@ -2,59 +2,44 @@
 
 import hashlib
 import itertools
-import json
 import linecache
-import math
-import socket
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import optree
 import torch
-import torch.distributed as dist
 from torch import fx
-from torch._C._distributed_c10d import _resolve_process_group
 
-from ftp.distributed.agreement import exchange
 from ftp.errors import MeshError
-from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
-from ftp.partitioning.collectives import gather_of
 from ftp.partitioning.partition import LocalProgram, Partitioner
-from ftp.passes import (
-    Chunks,
-    Joint,
-    Packs,
-    chunk_products,
-    chunks,
-    join_products,
-    joints,
-    merge_axes,
-    pack,
-    packs,
-    prefetch,
-)
 from ftp.passes.aliasing import families
-from ftp.passes.copy_elimination import copied
 from ftp.passes.fuse_optimizer_updates import changed
-from ftp.passes.onednn_matmuls import Product, measured
 from ftp.passes.transport import as_backends_take
 from ftp.paused_gc import collection_paused
-from ftp.planning.graph import Graph, Value
+from ftp.planning.graph import Value
 from ftp.planning.plan import Plan
-from ftp.rules.proof.discover import cache_folder
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
-from ftp.runtime.shared_memory import SharedGroup, shared_groups, through_memory
+from ftp.runtime.lowering import Decided, decide, rank_graph
+from ftp.runtime.options import DEFAULT, Options
+from ftp.runtime.process_groups import (
+    check_recordable,
+    check_symmetric,
+    faster_by_onednn,
+    memory_of,
+    with_device_gathers,
+    with_product_groups,
+)
+from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
-from ftp.sharding.mesh import Mesh, mesh_device, product_group, require_coordinate
-from ftp.sharding.process_group import gpu_uuid
+from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import PartitionSpec, local_pieces
 from ftp.tensors.device_put import put, take
 
 
-@dataclass
+@dataclass(kw_only=True)
 class Program:
     """One planned program of one mesh, for one set of abstract inputs.
 
@@ -68,15 +53,9 @@ class Program:
         leaf_specs: per leaf of the arguments, static ones too.
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
             ``batch``.
-        pack: small collectives of one kind that are ready together are one.
-        prefetch: bytes of parameters that are gathered ahead of their turn; None for those of the
-            largest.
-        chunks: in how many chunks products beside gathers and reduce-scatters of activations are
-            computed.
         donated: positions of inputs whose memory a run may use for its outputs.
-        cuda_graph: a rank's run is recorded as one CUDA graph.
-        async_tp: products are one op with the gathers and reduce-scatters of activations beside
-            them.
+        options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
+            ``cuda_graph``, ``async_tp``) are read here.
     """
 
     mesh: Mesh
@@ -84,49 +63,38 @@ class Program:
     plan: Plan
     tensor_leaves: tuple[int, ...]
     in_specs: tuple[PartitionSpec, ...]
-    constants: tuple[torch.Tensor, ...]
     out_tree: optree.PyTreeSpec
-    out_leaves: tuple[Any, ...]
-    is_static: tuple[bool, ...]
-    leaf_specs: tuple[PartitionSpec, ...]
-    compile: bool = False
+    constants: tuple[torch.Tensor, ...] = ()
+    out_leaves: tuple[Any, ...] = ()
+    is_static: tuple[bool, ...] = ()
+    leaf_specs: tuple[PartitionSpec, ...] = ()
     roles: tuple[str, ...] = ()
-    pack: bool = False
     donated: tuple[int, ...] = ()
-    prefetch: int | None = None
-    chunks: int = 1
-    cuda_graph: bool = False
-    async_tp: bool = False
+    options: Options = DEFAULT
+
+    def with_options(self, **changes: Any) -> "Program":
+        """The same plan, run with other options."""
+        return replace(self, options=replace(self.options, **changes))
 
     @cached_property
     def partitioner(self) -> Partitioner:
-        """Makes the ranks' programs without packs and chunks."""
-        return self._partitioner_of(prefetch(self.plan.graph, (), self.prefetch), ())
+        """Makes the ranks' programs without packs, chunks and fused matmuls."""
+        plain = replace(self.options, pack=False, chunks=1, async_tp=False)
+        return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
 
-    def _partitioner_of(self, graph: Graph, chunked: Collection[str]) -> Partitioner:
-        plan = replace(self.plan, graph=graph)
-        return Partitioner(
-            plan, mesh_device(self.mesh), self.mesh.group_name, dict.fromkeys(chunked, self.chunks)
-        )
-
-    @cached_property
-    def _packing(self) -> tuple[Packs, Chunks, dict[str, Joint], Partitioner]:
-        graph = self.plan.graph
-        if self.pack:
-            is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
-            graph = merge_axes(graph, self.mesh.axes if is_ascending else {})
-        parts = chunks(graph, self.chunks)
-        joined = joints(graph) if self.async_tp else {}
-        found = packs(graph, without=(*parts.moves, *joined)) if self.pack else Packs((), {})
-        return (
-            found,
-            parts,
-            joined,
-            self._partitioner_of(prefetch(graph, found.groups, self.prefetch), parts.moves),
-        )
+    def _partitioner_of(self, decided: Decided) -> Partitioner:
+        plan = replace(self.plan, graph=decided.graph)
+        chunked = dict.fromkeys(decided.chunks.moves, decided.chunks.count)
+        return Partitioner(plan, mesh_device(self.mesh), self.mesh.group_name, chunked)
 
     @cached_property
-    def _packed(self) -> dict[fx.GraphModule, LocalProgram]:
+    def _decided(self) -> tuple[Decided, Partitioner]:
+        is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
+        decided = decide(self.plan.graph, self.options, self.mesh.axes if is_ascending else {})
+        return decided, self._partitioner_of(decided)
+
+    @cached_property
+    def _changed(self) -> dict[fx.GraphModule, LocalProgram]:
         return {}
 
     @property
@@ -147,9 +115,10 @@ class Program:
         """The program as text that is equal on all ranks: the plan, and what else decides which
         collectives are issued, in what order.
         """
+        o = self.options
         return (
-            f"{describe_plan(self.plan)}\npack={self.pack}, prefetch={self.prefetch},"
-            f" chunks={self.chunks}, async_tp={self.async_tp}"
+            f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
+            f" chunks={o.chunks}, async_tp={o.async_tp}"
         )
 
     @collection_paused()
@@ -161,17 +130,17 @@ class Program:
                 if self.mesh.kind == "process"
                 else dict.fromkeys(self.mesh.axes, 0)
             )
-        if not self.pack and self.chunks == 1 and not self.async_tp:
+        if not self.options.pack and self.options.chunks == 1 and not self.options.async_tp:
             return self.partitioner.program(coordinate)
-        found, parts, joined, partitioner = self._packing
+        decided, partitioner = self._decided
         local = partitioner.program(coordinate)
-        if local.gm not in self._packed:
-            graph = join_products(chunk_products(pack(local.gm.graph, found), parts), joined)
+        if local.gm not in self._changed:
+            graph = rank_graph(local.gm.graph, decided)
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
             )
-            self._packed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
-        return self._packed[local.gm]
+            self._changed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
+        return self._changed[local.gm]
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -212,23 +181,21 @@ class Program:
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """What runs this rank's graph; ``given`` are inputs such as it will have."""
         mesh, device = self.mesh, mesh_device(self.mesh)
-        graph = as_backends_take(_with_product_groups(program.gm.graph, mesh))
-        if self.async_tp:
-            _check_symmetric(graph, mesh)
-        if self.cuda_graph:
-            _check_recordable(graph, device)
+        graph = as_backends_take(with_product_groups(program.gm.graph, mesh))
+        if self.options.async_tp:
+            check_symmetric(graph, mesh)
+        if self.options.cuda_graph:
+            check_recordable(graph, device)
         if mesh.kind == "process":
-            for node in graph.nodes:
-                if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
-                    node.target = gather_of(node.args[-1], device)
-        graph = through_memory(graph, memory_of(mesh, graph) if mesh.kind == "process" else {})
-        if self.compile:
+            graph = with_device_gathers(graph, device)
+            graph = through_memory(graph, memory_of(mesh, graph))
+        if self.options.compile:
             made = compiled(
                 graph, given, self.donated, lambda products: faster_by_onednn(mesh, products)
             )
         else:
             made = eager(graph, given, self.donated)
-        if not self.cuda_graph:
+        if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
         return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
@@ -333,113 +300,6 @@ def _describe_op(error: BaseException) -> str:
     if node is None:
         return ""
     return f"{node.target}{f' at {source}' if (source := node.meta.get('source')) else ''}"
-
-
-def _check_recordable(graph: fx.Graph, device: torch.device) -> None:
-    """Raises where a collective of a rank's graph is not the GPU's own work."""
-    found: dict[str, None] = {}
-    for node in graph.nodes:
-        if "collective" in node.meta:
-            backend = _resolve_process_group(node.args[-1])._get_backend(device).name()
-            if backend != "nccl":
-                found[
-                    f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"
-                ] = None
-    if found:
-        raise MeshError(
-            f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on"
-            " the host and cannot be recorded."
-            " Initialise the process group with NCCL, as ftp.make_mesh does where every process"
-            " has a GPU of its own, or leave"
-            " cuda_graph out."
-        )
-
-
-def _check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
-    """Raises on every rank where the GPUs of one cannot copy from and to one another."""
-    here = json.dumps(
-        [
-            socket.gethostname(),
-            gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else "",
-        ]
-    )
-    devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
-    mine = ""
-    for group in dict.fromkeys(
-        node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)
-    ):
-        ranks = dist.get_process_group_ranks(_resolve_process_group(group))
-        mine = mine or lack(
-            [devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank)
-        )
-    reasons = exchange(mesh, "symmetric memory", mine)
-    if any(reasons):
-        rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
-        raise MeshError(
-            f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
-            " Leave it out; chunks=n hides the same moves behind products with ordinary"
-            " collectives."
-        )
-
-
-def _with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
-    """The graph with its collectives over several axes on process groups; all ranks come here
-    together.
-    """
-    new, _ = copied(graph)
-    for node in new.nodes:
-        if len(axes := _axes_of(node)) > 1:
-            node.args = (*node.args[:-1], product_group(mesh, axes).group_name)
-    return new
-
-
-def _axes_of(node: fx.Node) -> tuple[str, ...]:
-    return node.meta["collective"].axes if "collective" in node.meta else ()
-
-
-def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
-    """The memory of each process group by its name: of those that collectives of the graph are
-    over, or of every axis.
-    """
-    assert mesh.torch is not None
-    wanted = (
-        ((axis,) for axis in mesh.axis_names)
-        if graph is None
-        else filter(None, map(_axes_of, graph.nodes))
-    )
-    groups = {
-        " × ".join(axes): mesh.torch.get_group(axes[0])
-        if len(axes) == 1
-        else product_group(mesh, axes)
-        for axes in dict.fromkeys(wanted)
-        if math.prod(mesh.axes[axis] for axis in axes) > 1
-    }
-    for old in [old for old in _memory if old.world != mesh.world]:
-        del _memory[old]
-    known = _memory.setdefault(mesh, {})
-    if missing := {axes: group for axes, group in groups.items() if axes not in known}:
-        made = shared_groups(mesh, missing)
-        known.update({axes: made.get(group.group_name) for axes, group in missing.items()})
-    return {found.group.group_name: found for found in known.values() if found is not None}
-
-
-_memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
-
-
-def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
-    """What the first rank measured: all do a product in the same way, for what they hold equal
-    must stay so.
-    """
-    if mesh.device_type != "cpu":
-        return ()
-    # A rank of a machine without oneDNN says so: were it silent, the others would wait for it.
-    mine = list(products) if torch.backends.mkldnn.is_available() else None
-    everyone = [json.loads(text) for text in exchange(mesh, "products", json.dumps(mine))]
-    if any(of_rank is None for of_rank in everyone):
-        return ()
-    wanted = sorted({p for of_rank in everyone for p in of_rank})
-    found = measured(wanted, cache_folder()) if mesh.rank in (mesh.ranks or (0,))[:1] else []
-    return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
 
 
 def shard_of(

@@ -500,16 +500,12 @@ class Searching:
             self.is_folded = False
             return self._measured(patterns, along)
         program = Program(
-            self.mesh,
-            self.traced.gm,
-            found,
-            tuple(range(len(found.graph.inputs))),
-            tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
-            (),
-            self.traced.out_tree,
-            (),
-            (),
-            (),
+            mesh=self.mesh,
+            traced=self.traced.gm,
+            plan=found,
+            tensor_leaves=tuple(range(len(found.graph.inputs))),
+            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
+            out_tree=self.traced.out_tree,
             roles=tuple(_role(net, node) for node in found.graph.inputs),
         )
         return estimate(Lowered(program), net.folded, self.hardware)

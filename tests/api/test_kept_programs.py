@@ -16,9 +16,10 @@ from torch.fx import graph_module
 import ftp
 from ftp import P
 from ftp.api import step as step_module
-from ftp.api.step import MANY, PROGRAMS, Step
+from ftp.api.step import MANY, Step
 from ftp.errors import DonationError, InputError
 from ftp.planning import from_fx as ingest
+from ftp.runtime.options import PROGRAMS
 
 MESH = ftp.simulated_mesh((2,), ("tp",))
 

@@ -21,7 +21,7 @@ from ftp import P
 from ftp.runtime import shared_memory
 from ftp.errors import CollectiveError, MeshError, MismatchError
 from ftp.sharding.mesh import resolve
-from ftp.runtime.program import memory_of
+from ftp.runtime.process_groups import memory_of
 from ftp.runtime.shared_memory import SLOT_BYTES
 
 pytestmark = pytest.mark.dist

@@ -4,7 +4,6 @@ gloo; the kernels are test_cuda.py's.
 
 import os
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -40,7 +39,7 @@ def test_joined_products_equal_one_device(ranks: int, pack: bool, batch: int):
     grads, loss = torch.func.grad_and_value(loss_fn)(params, data)
     compare(step(params, data), (loss, grads))
     joined = step.lower(params, data)
-    plain = Lowered(replace(joined._program, async_tp=False))
+    plain = Lowered(joined._program.with_options(async_tp=False))
     targets = Counter(node.target for node in joined.graph.graph.nodes)
     # A layer has the gathers before q, k and v and before w1 and w3, and the gradients' of wo and
     # w2; the products wo and w2 are summed.
@@ -88,7 +87,7 @@ def _on_gloo(compile: bool) -> tuple[int, int]:
     import ftp.runtime.program
 
     ftp.api.shard._checked_async_tp = lambda async_tp, mesh, chunks: async_tp
-    ftp.runtime.program._check_symmetric = lambda graph, mesh: None
+    ftp.runtime.program.check_symmetric = lambda graph, mesh: None
     os.environ["FTP_SHM"] = "0"
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     step, full, batch, (loss_fn, of_params) = decoder(mesh, async_tp=True, compile=compile)

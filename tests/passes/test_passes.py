@@ -128,7 +128,7 @@ def test_random_programs_keep_their_values(drawn: Drawn):
         if not static
     ]
     for donated in ((), range(len(drawn.values))):
-        found, inputs = run(replace(program, pack=bool(donated)), drawn.values, PASSES, donated)
+        found, inputs = run(program.with_options(pack=bool(donated)), drawn.values, PASSES, donated)
         compare(
             [
                 found[leaf]
@@ -196,7 +196,7 @@ def test_train_steps_keep_their_values_and_write_in_place(plan: str, opt: Any):
     made, leaves, expected = lowered(plan, opt=opt)
     assert len(made._program.donated) == len(leaves) - 2
     for pack in (False, True):
-        program = replace(made._program, pack=pack)
+        program = made._program.with_options(pack=pack)
         found, inputs = run(program, leaves, PASSES, program.donated)
         compare([found[leaf] for leaf in program.out_leaves], expected)
         for at, (shards, spec) in enumerate(
@@ -281,7 +281,7 @@ def test_moves_over_several_axes_are_one(name: str):
 
 
 def with_options(made: ftp.Lowered, **options: Any) -> ftp.Lowered:
-    return ftp.Lowered(replace(made._program, **options))
+    return ftp.Lowered(made._program.with_options(**options))
 
 
 @pytest.mark.parametrize("plan", ["zero", "zero×tp"])

@@ -32,7 +32,7 @@ class IntegerProgram:
         self.net, self.costs, self.rows, self.n = net, [], [], 0
         self.integral: list[int] = []
         self.x = {
-            node: [self.variable(c, 1) for c in net._op_prices(node)]
+            node: [self.variable(c, 1) for c in net.prices.of_op(node)]
             for node in net.problem.graph.nodes
         }
         self.y = {}
@@ -46,7 +46,7 @@ class IntegerProgram:
                     self.need(
                         value,
                         {x: 1.0},
-                        lambda have, n=node, s=s, i=slot: net._use_price(n, s, i, (have,)),
+                        lambda have, n=node, s=s, i=slot: net.prices.of_use(n, s, i, (have,)),
                     )
         for value, layouts in net.required.items():
             for layout in layouts:
@@ -68,7 +68,7 @@ class IntegerProgram:
 
     def copies(self, value) -> None:
         net = self.net
-        nbytes = net._nbytes(value)
+        nbytes = net.prices.nbytes(value)
         homes: dict = {}
         for s, x in zip(net.options[value.node], self.x[value.node], strict=True):
             homes.setdefault(s.results[value.index], []).append(x)
@@ -85,7 +85,10 @@ class IntegerProgram:
                     continue
                 gathered = copy == R and home.kind == "S"
                 y = self.variable(
-                    net._collective(value, home, network.GATHERED if gathered else copy, nbytes), 0
+                    net.prices.of_reshard(
+                        value, home, network.GATHERED if gathered else copy, nbytes
+                    ),
+                    0,
                 )
                 if y is not None:
                     self.row({y: 1.0, **dict.fromkeys(xs, -1.0)}, -np.inf, 0.0)

@@ -31,7 +31,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tape], Tape]:
         monkeypatch.setattr(
             "ftp.api.shard._checked_cuda_graph", lambda cuda_graph, mesh, check_inputs: cuda_graph
         )
-        monkeypatch.setattr("ftp.runtime.program._check_recordable", lambda graph, device: None)
+        monkeypatch.setattr("ftp.runtime.program.check_recordable", lambda graph, device: None)
         monkeypatch.setattr("ftp.runtime.program.graphs_of", lambda device: graphs)
         return graphs
 
@@ -118,7 +118,7 @@ def _two_ranks() -> list[int]:
 
     graphs = Tape()
     ftp.api.shard._checked_cuda_graph = lambda cuda_graph, mesh, check_inputs: cuda_graph
-    ftp.runtime.program._check_recordable = lambda graph, device: None
+    ftp.runtime.program.check_recordable = lambda graph, device: None
     ftp.runtime.program.graphs_of = lambda device: graphs
     os.environ["FTP_SHM"] = "0"  # collectives that are torch's
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
@@ -238,7 +238,7 @@ def test_checks_at_every_call_are_refused():
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_collectives_of_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, backend: str):
-    from ftp.runtime.program import _check_recordable
+    from ftp.runtime.process_groups import check_recordable
 
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
     monkeypatch.setattr("ftp.runtime.program._resolve_process_group", lambda name: group)
@@ -247,10 +247,10 @@ def test_collectives_of_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, ba
         lambda x: x.sum(), mesh, P("tp"), torch.empty(4, device="meta"), out_specs=P()
     )
     if backend == "nccl":
-        _check_recordable(lowered.graph.graph, torch.device("cuda"))
+        check_recordable(lowered.graph.graph, torch.device("cuda"))
         return
     with pytest.raises(ftp.errors.MeshError) as error:
-        _check_recordable(lowered.graph.graph, torch.device("cuda"))
+        check_recordable(lowered.graph.graph, torch.device("cuda"))
     assert str(error.value) == (
         "cuda_graph=True, but of the step's collectives those over tp go through gloo, which works"
         " on the host and cannot be recorded."

@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
 from ftp.ops.fused_optimizer import UPDATES
-from ftp.passes import drop_copies, merge_updates, schedule, with_values
+from ftp.passes import with_values
 from ftp.passes.inline_small_ops import PRODUCT, UPDATE, small_products, small_updates
 from ftp.runtime.compile import _written, compiled
 from ftp.runtime.inductor_kernels import compiled_together
+from ftp.runtime.lowering import for_inductor, ordered
 from ftp.runtime.program import groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.runtime.split_at_collectives import Piece, split, with_pieces
@@ -41,10 +42,8 @@ def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
 def in_pieces(
     graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]
 ) -> tuple[list[Piece], fx.Graph]:
-    graph = merge_updates(
-        small_updates(with_values(fx.GraphModule({}, schedule(drop_copies(graph))), inputs).graph),
-        donated,
-    )
+    graph = with_values(fx.GraphModule({}, ordered(graph)), inputs).graph
+    graph = for_inductor(graph, donated, lambda products: ())
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = {
         node: x

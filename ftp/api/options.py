@@ -1,0 +1,82 @@
+"""Check the options of a step against its mesh."""
+
+from dataclasses import replace
+from typing import Any
+
+from ftp.errors import InputError, MeshError, SpecError
+from ftp.runtime.options import Options
+from ftp.sharding.mesh import Mesh
+
+
+def checked_options(mesh: Mesh, options: Options) -> Options:
+    """The options, with tuples for sequences.
+
+    Raises:
+        SpecError: where ``data_axes`` names no axis of the mesh.
+        InputError: for numbers out of range, and for options that exclude each other.
+        MeshError: for what the mesh's devices cannot do.
+    """
+    _check_axes(options, mesh)
+    _check_prefetch(options.prefetch)
+    _check_count("chunks", options.chunks, "chunks, 1 for none")
+    _check_cuda_graph(options, mesh)
+    _check_async_tp(options, mesh)
+    _check_count("programs", options.programs, "programs, at least 1")
+    data_axes = None if options.data_axes is None else tuple(options.data_axes)
+    return replace(options, data_axes=data_axes, donate=tuple(options.donate))
+
+
+def _check_axes(options: Options, mesh: Mesh) -> None:
+    unknown = [axis for axis in options.data_axes or () if axis not in mesh.axes]
+    if unknown:
+        raise SpecError(
+            f"data_axes names {', '.join(map(repr, unknown))}, but the mesh has axes"
+            f" {', '.join(map(repr, mesh.axes))}."
+        )
+
+
+def _check_prefetch(prefetch: Any) -> None:
+    if prefetch is not None and (
+        isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0
+    ):
+        raise InputError(
+            f"prefetch is {prefetch!r}; it is a number of bytes, 0 for none, or None for those of"
+            " the largest parameter."
+        )
+
+
+def _check_count(name: str, count: Any, unit: str) -> None:
+    if isinstance(count, bool) or not isinstance(count, int) or count < 1:
+        raise InputError(f"{name} is {count!r}; it is a number of {unit}.")
+
+
+def _check_cuda_graph(options: Options, mesh: Mesh) -> None:
+    if not options.cuda_graph:
+        return
+    if mesh.device_type != "cuda":
+        raise MeshError(
+            f"cuda_graph=True, but the mesh {mesh} has no GPUs whose work could be recorded."
+            " Leave it out, or give cuda_graph=mesh.device_type == 'cuda'."
+        )
+    if options.check_inputs:
+        raise InputError(
+            "cuda_graph=True and check_inputs=True: the check reads digests on the host at every"
+            " call, for which the GPU waits."
+            " Leave one out, and call ftp.check_replicas now and then."
+        )
+
+
+def _check_async_tp(options: Options, mesh: Mesh) -> None:
+    if not options.async_tp:
+        return
+    if mesh.kind == "process" and mesh.device_type != "cuda":
+        raise MeshError(
+            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies."
+            " Leave it out; chunks=n hides the same"
+            " moves behind products with ordinary collectives."
+        )
+    if options.chunks > 1:
+        raise InputError(
+            f"async_tp=True and chunks={options.chunks} both take the moves beside products."
+            " Leave one out."
+        )

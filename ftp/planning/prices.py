@@ -1,0 +1,251 @@
+"""Prices of one mesh axis' cost network: seconds of strategies, reshards and reads, and placement
+constraints as violations.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from ftp.planning.cost import collective_seconds, op_seconds
+from ftp.planning.exemptions import exemptions
+from ftp.planning.graph import BATCH, Move, Node, Value
+from ftp.planning.problem import Problem
+from ftp.planning.strategies import GATHERED, PASS_ON, Strategy
+from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.sharding.layout import PARTIAL, Layout, R, nominal
+
+MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
+REPLICATED_PRODUCT = 1e4  # factor for a replicated matmul on batch data that could be cut
+# Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
+PAD_LATENCIES = 3
+# Factor for a sum that is reduced before it is widened, on its price in the wider dtype.
+TOO_NARROW = 2.0
+
+
+class Prices:
+    """Prices on one axis.
+
+    Args:
+        violation: seconds for breaking a placement constraint; infinity forbids it.
+        options: each node's strategies.
+        users: the nodes that read each value.
+        required: the layouts in which outputs are returned; None: open.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        violation: float,
+        options: Mapping[Node, Sequence[Strategy]],
+        users: Mapping[Value, Sequence[tuple[Node, int]]],
+        required: Mapping[Value, Sequence[Layout | None]],
+    ):
+        self.problem, self.violation, self.options = problem, violation, options
+        self.users, self.required = users, required
+        self._sizes: dict[Value, int] = {}
+        self._reduced: dict[Value, int] = {}
+        self.free_to_move, self.after_conflict = exemptions(problem, required)
+
+    def nbytes(self, value: Value) -> int:
+        """Bytes of a value over all ranks of the axis."""
+        if value not in self._sizes:
+            self._sizes[value] = math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+        return self._sizes[value]
+
+    def reduced_nbytes(self, value: Value) -> int:
+        """Bytes that reducing a pending sum is priced with: where every user widens it, those of
+        the narrowest dtype that they widen it to.
+        """
+        if value not in self._reduced:
+            here, users = value.meta.dtype.itemsize, self.users.get(value, ())
+            if value in self.required or not users:
+                found = here
+            else:
+                found = max(here, min(self._width_for(node) for node, _ in users))
+            self._reduced[value] = self.nbytes(value) * found // here if here else 0
+        return self._reduced[value]
+
+    def _width_for(self, user: Node) -> int:
+        result = Value(user)
+        if user.target in VIEWS and len(user.results) == 1:
+            return (
+                self.reduced_nbytes(result)
+                * result.meta.dtype.itemsize
+                // max(self.nbytes(result), 1)
+            )
+        return result.meta.dtype.itemsize if user.target is torch.ops.aten._to_copy.default else 0
+
+    def movable(self, value: Value) -> Any:
+        """What ``may_move`` depends on, as part of a cache key."""
+        if value in self.free_to_move:
+            return True
+        if not self.problem.is_data_axis or not value.node.depends & BATCH:
+            return bool(value.node.depends & BATCH)
+        return tuple(self.problem.batch_reach.layouts.get(value, ())), value in self.after_conflict
+
+    def of_op(self, node: Node) -> list[float]:
+        """Seconds of each of a node's strategies."""
+        if node.kind == "move":
+            nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
+            seconds = collective_seconds(
+                node.target.op, nbytes, node.target.n, self.problem.hardware.link
+            )
+            return [seconds / self.problem.n if s.cut else seconds for s in self.options[node]]
+        if node.kind != "op":
+            held = self.problem.open.held.get(node, 0.0) if self.problem.open else 0.0
+            return [held / self.problem.n if s.cut else held for s in self.options[node]]
+        sizes = {f: nominal(s) for f, s in node.sizes.items()}
+        seconds = op_seconds(node.target, node.rule, sizes, node.results, self.problem.hardware)
+        could_be_cut = any(s.cut for s in self.options[node])
+        prices = []
+        for s in self.options[node]:
+            price = seconds / self.problem.n if s.cut else seconds
+            if self.problem.open and self.problem.open.is_bare:
+                pass
+            elif s.pending is not None:
+                # PASS_ON may exceed a toy model's latency, and sums of single numbers, as in a norm,
+                # would be reduced one by one.
+                is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
+                price += (
+                    min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON
+                )
+            elif (
+                s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH
+            ):
+                price *= REPLICATED_PRODUCT
+            prices.append(price)
+        return prices
+
+    def of_reshards(self, value: Value, entries: list[tuple[Layout, ...]]) -> np.ndarray:
+        """Seconds from each strategy's result to each set of copies, as a table."""
+        nbytes = self.nbytes(value)
+        table = np.empty((len(self.options[value.node]), len(entries)))
+        known: dict[Layout, list[float]] = {}
+        for row, s in enumerate(self.options[value.node]):
+            home = s.results[value.index]
+            if home not in known:
+                known[home] = [self._price(value, home, entry, nbytes) for entry in entries]
+            table[row] = known[home]
+        return table
+
+    def _price(self, value: Value, home: Layout, entry: tuple[Layout, ...], nbytes: int) -> float:
+        first = entry[0]
+        if first is R:
+            return (
+                self.of_reshard(value, home, R, nbytes)
+                if home.kind == "P"
+                else (0.0 if home == R else math.inf)
+            )
+        if first is GATHERED:
+            if home == GATHERED:
+                return 0.0
+            return self.of_reshard(value, home, GATHERED, nbytes) if home.kind == "S" else math.inf
+        if first is PARTIAL:
+            return 0.0 if home == PARTIAL else math.inf
+        if home.kind == "R":
+            return (
+                0.0 if len(entry) == 1 else math.inf
+            )  # a lone cut is as free, and users reach the other through R
+        return sum(self.of_reshard(value, home, cut, nbytes) for cut in entry if cut != home)
+
+    def of_reshard(self, value: Value, src: Layout, dst: Layout, nbytes: int) -> float:
+        """Seconds of one reshard, with a violation where it breaks a placement constraint."""
+        if src.kind == "P" and src.op != "sum" and dst.kind == "S":
+            return self.of_reshard(value, src, R, nbytes)
+        move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
+        seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
+        if self.problem.open and self.problem.open.is_bare:
+            return seconds + (
+                self.violation if src.kind == "S" and not self.may_move(value, src) else 0.0
+            )
+        if src.kind == "P" and self.reduced_nbytes(value) > nbytes:
+            # A user that widens a sum wants it added in the wider dtype. Reducing in the narrow
+            # dtype is priced above that, with the cost of widening the terms.
+            wide = collective_seconds(
+                move.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
+            )
+            seconds = TOO_NARROW * wide
+        if src.kind == "S" and not self.may_move(value, src):
+            seconds += self.violation
+        return seconds + (MOVE_OF_VIEW if value.node.target in VIEWS else 0.0)
+
+    def may_move(self, value: Value, home: Layout) -> bool:
+        """Placement constraints C1 and C2: on a data axis activations keep their shards; on any
+        other axis parameters do, and what is computed from them alone.
+        """
+        if value in self.free_to_move:
+            return True
+        if not self.problem.is_data_axis:
+            return bool(value.node.depends & BATCH)
+        return not value.node.depends & BATCH or (
+            value in self.after_conflict
+            and home not in self.problem.batch_reach.layouts.get(value, ())
+        )
+
+    def of_use(self, node: Node, strategy: Strategy, slot: int, entry: tuple[Layout, ...]) -> float:
+        need = strategy.operands[slot]
+        if need == GATHERED:
+            return 0.0 if entry[0] == GATHERED else math.inf
+        if need.kind == "S":
+            return 0.0 if need in entry or entry[0].kind == "R" else math.inf
+        if need.kind == "P":
+            return self._join_price(node, strategy, slot, entry[0])
+        if entry[0] is R:
+            return 0.0
+        if entry[0] is not GATHERED:
+            return math.inf
+        # Placement constraint D: a gathered copy feeds no replicated op that could be cut.
+        is_idle = (
+            node.kind == "op"
+            and strategy.cut is None
+            and strategy.pending is None
+            and any(s.cut for s in self.options[node])
+        )
+        return self.violation if is_idle else 0.0
+
+    def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
+        """Seconds to become an operand of a pending sum. A single operand is never padded to a
+        pending sum: reducing it would just be a gather.
+        """
+        if have == PARTIAL:
+            return 0.0
+        if strategy.pending is None or len(strategy.pending) == 1:
+            return math.inf
+        if have.kind == "R":
+            return 0.0
+        if self.problem.open and not self.may_move(node.operands[slot], have):
+            # To pad and reduce a shard is a gather in other words: one more equal plan to search.
+            return self.violation
+        nbytes = self.nbytes(node.operands[slot])
+        return PAD_LATENCIES * self.problem.hardware.link.latency + collective_seconds(
+            "all_gather", nbytes, self.problem.n, self.problem.hardware.link
+        )
+
+    def of_kept(self, seconds: float, entry: tuple[Layout, ...]) -> float:
+        """Seconds that keeping a value for the backward pass is priced with: a shard's share where
+        every user reads a shard.
+        """
+        return seconds / self.problem.n if all(layout.kind == "S" for layout in entry) else seconds
+
+    def of_output(self, value: Value, entry: tuple[Layout, ...]) -> float:
+        """0 where an output can be returned from these copies in its layout, else infinity."""
+        for layout in self.required.get(value, ()):
+            if layout is None:
+                if not any(map(is_at_rest, entry)):
+                    return math.inf
+            elif layout.kind == "S":
+                if layout not in entry and entry[0].kind != "R":
+                    return math.inf
+            elif entry[0].kind != "R":
+                return math.inf
+        return 0.0
+
+
+def is_at_rest(layout: Layout) -> bool:
+    """Whether an output that is left open may be returned so: as a spec can say it, no pending
+    sum and no strided cut.
+    """
+    return layout.kind == "R" or (layout.kind == "S" and layout.outer == layout.inner == 1)

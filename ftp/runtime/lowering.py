@@ -1,0 +1,98 @@
+"""The passes from a plan to the graph that runs, in their order.
+
+1. ``decide``, on the plan, which is equal on all ranks: merge axes, chunk, fuse with matmuls, pack,
+   prefetch.
+2. Partition: one rank's graph.
+3. ``rank_graph``: what was decided, done to the rank's graph.
+4. On processes, the forms of collectives that backends take (``process_groups``, ``transport``,
+   ``shared_memory``).
+5. ``ordered``: drop copies, put nodes in the order in which they run.
+6. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results where an
+   operand is stored that is not needed any more.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import fx
+
+from ftp.passes import (
+    Chunks,
+    Joint,
+    Packs,
+    chunk_products,
+    chunks,
+    drop_copies,
+    join_products,
+    joints,
+    merge_axes,
+    merge_updates,
+    pack,
+    packs,
+    prefetch,
+    reuse_memory,
+    schedule,
+)
+from ftp.passes.inline_small_ops import small_updates
+from ftp.passes.onednn_matmuls import Choose, by_onednn, products
+from ftp.planning.graph import Graph
+from ftp.runtime.options import Options
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What to do with collectives, decided on the plan.
+
+    Attributes:
+        graph: the plan's graph, its gathers in the order in which they are issued.
+        joints: by move, the matmuls that it is fused with.
+    """
+
+    graph: Graph
+    packs: Packs
+    chunks: Chunks
+    joints: Mapping[str, Joint]
+
+
+def decide(graph: Graph, options: Options, axes: Mapping[str, int]) -> Decided:
+    """Decide from a plan's graph which collectives are merged, chunked, fused, packed and
+    prefetched.
+
+    Args:
+        axes: the mesh's; none where the collectives of several axes cannot be merged.
+    """
+    if options.pack:
+        graph = merge_axes(graph, axes)
+    chunked = chunks(graph, options.chunks)
+    fused = joints(graph) if options.async_tp else {}
+    packed = packs(graph, without=(*chunked.moves, *fused)) if options.pack else Packs((), {})
+    return Decided(prefetch(graph, packed.groups, options.prefetch), packed, chunked, fused)
+
+
+def rank_graph(graph: fx.Graph, decided: Decided) -> fx.Graph:
+    """A rank's graph with its collectives packed, chunked and fused as decided."""
+    graph = pack(graph, decided.packs)
+    graph = chunk_products(graph, decided.chunks)
+    return join_products(graph, decided.joints)
+
+
+def ordered(graph: fx.Graph) -> fx.Graph:
+    """The graph in the order in which it runs; no value is written in place yet."""
+    return schedule(drop_copies(graph))
+
+
+def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
+    """An ordered graph, for eager runs: results written to memory that is not needed any more.
+
+    Args:
+        donated: positions of the inputs that may be written to.
+    """
+    return merge_updates(reuse_memory(graph, donated), donated)
+
+
+def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.Graph:
+    """An ordered graph, for compiled runs, which reuse memory themselves: optimizer updates merged,
+    matmuls on the kernels that ``choose`` picks.
+    """
+    graph = merge_updates(small_updates(graph), donated)
+    return by_onednn(graph, choose(products(graph)))

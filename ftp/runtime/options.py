@@ -1,0 +1,32 @@
+"""The options of ``shard`` and ``spmd`` beside specs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+PROGRAMS = 64  # that a step keeps
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of a step; ``ftp.shard`` says what each does, ``checked_options`` checks them.
+
+    >>> Options(pack=True).chunks
+    1
+    """
+
+    data_axes: Sequence[str] | None = None
+    reshard_after_forward: bool = True
+    donate: Sequence[int] = ()
+    compile: bool = False
+    strict: bool = False
+    certify: bool = False
+    pack: bool = False
+    check_inputs: bool = False
+    prefetch: int | None = None
+    chunks: int = 1
+    cuda_graph: bool = False
+    async_tp: bool = False
+    programs: int = PROGRAMS
+
+
+DEFAULT = Options()

@@ -1,0 +1,140 @@
+"""A rank's graph on process groups: groups over several axes, shared memory, and checks that ranks
+make together.
+"""
+
+import json
+import math
+import socket
+from collections.abc import Collection
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch._C._distributed_c10d import _resolve_process_group
+
+from ftp.distributed.agreement import exchange
+from ftp.errors import MeshError
+from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
+from ftp.partitioning.collectives import gather_of
+from ftp.passes.copy_elimination import copied
+from ftp.passes.onednn_matmuls import Product, measured
+from ftp.rules.proof.discover import cache_folder
+from ftp.runtime.shared_memory import SharedGroup, shared_groups
+from ftp.sharding.mesh import Mesh, product_group
+from ftp.sharding.process_group import gpu_uuid
+
+
+def with_device_gathers(graph: fx.Graph, device: torch.device) -> fx.Graph:
+    """The graph with each all-gather as the op that its group's backend runs on the device."""
+    new, _ = copied(graph)
+    for node in new.nodes:
+        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            node.target = gather_of(node.args[-1], device)
+    return new
+
+
+def check_recordable(graph: fx.Graph, device: torch.device) -> None:
+    """Raise where a collective of a rank's graph runs on the host: a CUDA graph cannot hold it."""
+    found: dict[str, None] = {}
+    for node in graph.nodes:
+        if "collective" in node.meta:
+            backend = _resolve_process_group(node.args[-1])._get_backend(device).name()
+            if backend != "nccl":
+                found[
+                    f"those over {', '.join(node.meta['collective'].axes)} go through {backend}"
+                ] = None
+    if found:
+        raise MeshError(
+            f"cuda_graph=True, but of the step's collectives {'; '.join(found)}, which works on"
+            " the host and cannot be recorded."
+            " Initialise the process group with NCCL, as ftp.make_mesh does where every process"
+            " has a GPU of its own, or leave"
+            " cuda_graph out."
+        )
+
+
+def check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
+    """Raise on every rank where two GPUs of a group cannot access each other's memory."""
+    here = json.dumps(
+        [
+            socket.gethostname(),
+            gpu_uuid(torch.cuda.current_device()) if mesh.device_type == "cuda" else "",
+        ]
+    )
+    devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
+    mine = ""
+    for group in dict.fromkeys(
+        node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)
+    ):
+        ranks = dist.get_process_group_ranks(_resolve_process_group(group))
+        mine = mine or lack(
+            [devices[mesh.ranks.index(rank)] for rank in ranks], ranks.index(mesh.rank)
+        )
+    reasons = exchange(mesh, "symmetric memory", mine)
+    if any(reasons):
+        rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
+        raise MeshError(
+            f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
+            " Leave it out; chunks=n hides the same moves behind products with ordinary"
+            " collectives."
+        )
+
+
+def with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
+    """The graph with its collectives over several axes on process groups of their own. All ranks
+    call it together.
+    """
+    new, _ = copied(graph)
+    for node in new.nodes:
+        if len(axes := _axes_of(node)) > 1:
+            node.args = (*node.args[:-1], product_group(mesh, axes).group_name)
+    return new
+
+
+def _axes_of(node: fx.Node) -> tuple[str, ...]:
+    return node.meta["collective"].axes if "collective" in node.meta else ()
+
+
+def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGroup]:
+    """Shared memory by the name of its process group: of the groups that the graph's collectives
+    use, or of every axis.
+    """
+    assert mesh.torch is not None
+    wanted = (
+        ((axis,) for axis in mesh.axis_names)
+        if graph is None
+        else filter(None, map(_axes_of, graph.nodes))
+    )
+    groups = {
+        " × ".join(axes): mesh.torch.get_group(axes[0])
+        if len(axes) == 1
+        else product_group(mesh, axes)
+        for axes in dict.fromkeys(wanted)
+        if math.prod(mesh.axes[axis] for axis in axes) > 1
+    }
+    for old in [old for old in _memory if old.world != mesh.world]:
+        del _memory[old]
+    known = _memory.setdefault(mesh, {})
+    if missing := {axes: group for axes, group in groups.items() if axes not in known}:
+        made = shared_groups(mesh, missing)
+        known.update({axes: made.get(group.group_name) for axes, group in missing.items()})
+    return {found.group.group_name: found for found in known.values() if found is not None}
+
+
+_memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
+
+
+def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
+    """The matmuls that oneDNN does faster, as the first rank measured it: all ranks use one kernel,
+    so that replicas stay equal.
+    """
+    if mesh.device_type != "cpu":
+        return ()
+    # A rank without oneDNN sends None: the others wait for its answer.
+    mine = list(products) if torch.backends.mkldnn.is_available() else None
+    everyone = [json.loads(text) for text in exchange(mesh, "products", json.dumps(mine))]
+    if any(of_rank is None for of_rank in everyone):
+        return ()
+    wanted = sorted({p for of_rank in everyone for p in of_rank})
+    found = measured(wanted, cache_folder()) if mesh.rank in (mesh.ranks or (0,))[:1] else []
+    return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
