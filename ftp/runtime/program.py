@@ -51,6 +51,7 @@ from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, product_group, require_coordinate
 from ftp.sharding.process_group import gpu_uuid
 from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.tensors.check_indices import Bound, index_bounds
 from ftp.tensors.device_put import put, take
 
 
@@ -141,6 +142,11 @@ class Program:
     def fingerprint(self) -> str:
         """Equal on all ranks that have planned the same program."""
         return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @cached_property
+    def index_bounds(self) -> dict[int, list[Bound]]:
+        """What inputs that index may hold."""
+        return index_bounds(self.traced.graph)
 
     @property
     def description(self) -> str:
