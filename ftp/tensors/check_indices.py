@@ -233,9 +233,7 @@ def _sources(node: fx.Node) -> set[fx.Node]:
         if (one := left.pop()) not in seen:
             seen.add(one)
             left += _followed(one)
-    return {
-        n for n in seen if n.op == "placeholder" and not n.meta["val"].dtype.is_floating_point
-    }
+    return {n for n in seen if n.op == "placeholder" and not n.meta["val"].dtype.is_floating_point}
 
 
 def _one_hot_classes(node: Any) -> int | None:

@@ -775,7 +775,7 @@ def test_ids_out_of_range(cut: P):
         )
         with pytest.raises(
             ftp.errors.InputError,
-            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at .*test_errors",
+            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at .*_errors",
         ):
             step(params, torch.tensor(bad))
 
@@ -824,7 +824,7 @@ def test_selected_ids_out_of_range():
             bad = good.clone()
             bad[place] = 7
             if place in reached:
-                said = r"ids holds 7, which is not in \[-?[07], 7\), where it indexes at .*test_errors"
+                said = r"ids holds 7, which is not in \[-?[07], 7\), where it indexes at .*_errors"
                 with pytest.raises(ftp.errors.InputError, match=said):
                     step(table, bad)
             else:
