@@ -43,7 +43,7 @@ from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec, check_spec
 from ftp.source import raised_line
-from ftp.tensors.check_indices import check_indices, index_bounds
+from ftp.tensors.check_indices import check_indices
 from ftp.tensors.device_put import global_shape
 from ftp.tensors.global_shapes import abstract, agreed_shapes, describe_held, without_addresses
 from ftp.tensors.placement import (
@@ -258,14 +258,15 @@ class Step:
             *(call.names[i] for i in program.tensor_leaves),
             *(f"closure constant {i}" for i in range(len(program.constants))),
         ]
-        check_indices(given, named, index_bounds(program.traced.graph), self.mesh, record, when)
+        specs = [*program.in_specs, *([PartitionSpec()] * len(program.constants))]
+        check_indices(given, specs, named, program.index_bounds, self.mesh, record, when)
         constants = [
             f"closure constant {i}, a tensor of shape {tuple(c.shape)},"
             for i, c in enumerate(program.constants)
         ]
         compare_copies(
-            [*(call.leaves[i] for i in program.tensor_leaves), *program.constants],
-            [*program.in_specs, *([PartitionSpec()] * len(constants))],
+            given,
+            specs,
             [*(call.names[i] for i in program.tensor_leaves), *constants],
             self.mesh,
             record,

@@ -36,6 +36,7 @@ from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.tensors.check_indices import Bound, index_bounds
 from ftp.tensors.device_put import put, take
 
 
@@ -109,6 +110,11 @@ class Program:
     def fingerprint(self) -> str:
         """Equal on all ranks that have planned the same program."""
         return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @cached_property
+    def index_bounds(self) -> dict[int, list[Bound]]:
+        """What inputs that index may hold."""
+        return index_bounds(self.traced.graph)
 
     @property
     def description(self) -> str:

@@ -1,22 +1,51 @@
 """Integer inputs that index a dim: what their values may be, read off a traced program, and a
 check of what ranks give.
+
+>>> from ftp.sharding.pytree import flatten
+>>> from ftp.tracing.trace import trace
+>>> fn = lambda table, ids: table[ids[:, :-1]]
+>>> leaves, tree = flatten((torch.ones(7, 2), torch.zeros(1, 3, dtype=torch.int64)))
+>>> gm = trace(fn, leaves, tree, "cpu", names=["table", "ids"]).gm
+>>> [(bound.least, bound.size, bound.reaches.tolist()) for bound in index_bounds(gm.graph)[1]]
+[(-7, 7, [[True, True, False]])]
 """
 
 import json
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.fx.node import map_arg
 
 from ftp.distributed.agreement import Calls
 from ftp.errors import InputError, join_failures
-from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh import Mesh, require_coordinate
+from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.tensors.device_put import take
 
 aten = torch.ops.aten
-Bound = tuple[
-    int, int, int | None, str
-]  # the least value, the first that is too large, one that is ignored, and the user's line
+
+
+@dataclass(frozen=True)
+class Bound:
+    """What the elements of an input may be where one op reads them as indices.
+
+    Attributes:
+        least, size: the least value, and the first that is too large.
+        ignored: a value that is allowed besides.
+        line: the user's line.
+        reaches: which elements of the whole input the op reads, of its shape; None for all.
+    """
+
+    least: int
+    size: int
+    ignored: int | None
+    line: str
+    reaches: Tensor | None
+
 
 # Ops of a tensor, a dim and indices along it.
 _ALONG_DIM = (
@@ -32,37 +61,43 @@ _LISTS = (
     aten._unsafe_index.Tensor,
     aten.index_put.default,
 )  # these count negative ones from the end
-_SAME_VALUES = {
-    aten.alias.default, aten.clone.default, aten.detach.default, aten.expand.default,
-    aten.permute.default, aten.reshape.default, aten.squeeze.default, aten.squeeze.dim,
-    aten.squeeze.dims, aten.t.default, aten.transpose.int, aten.unsqueeze.default,
-    aten.view.default,
+
+# Ops whose result holds elements of their operands, and zeros, at places that no value decides.
+_SAME_ELEMENTS = {
+    aten.alias.default, aten.clone.default, aten.detach.default, aten.lift_fresh_copy.default,
 }  # fmt: skip
+_REARRANGED = {
+    aten.cat.default, aten.diagonal.default, aten.expand.default, aten.flip.default,
+    aten.permute.default, aten.repeat.default, aten.roll.default, aten.rot90.default,
+    aten.select.int, aten.select_scatter.default, aten.slice.Tensor, aten.slice_scatter.default,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.default, aten.squeeze.dim,
+    aten.squeeze.dims, aten.stack.default, aten.t.default, aten.transpose.int, aten.tril.default,
+    aten.triu.default, aten.unbind.int, aten.unfold.default, aten.unsqueeze.default,
+}  # fmt: skip
+_RESHAPED = (aten.reshape.default, aten.view.default, aten._unsafe_view.default)
 
 
 def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
-    """Per input whose values index a dim, by its place, what they may be; of those that are
-    computed first nothing is said.
-    """
-    places = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    found: dict[int, list[Bound]] = {}
+    """Bounds of the inputs that index a dim, by the inputs' places.
 
-    def note(index: Any, least: int, size: int, ignored: int | None, line: str) -> None:
-        while isinstance(index, fx.Node) and index.op == "call_function":
-            if index.target not in _SAME_VALUES:
-                return
-            index = index.args[0]
-        if (
-            isinstance(index, fx.Node)
-            and index in places
-            and not index.meta["val"].dtype.is_floating_point
-        ):
-            bound = (least, size, ignored, line)
-            if index.meta["val"].dtype not in (
-                torch.bool,
-                torch.uint8,
-            ) and bound not in found.setdefault(places[index], []):
-                found[places[index]].append(bound)
+    Elements are followed through ops that select or rearrange them. Indices that are computed (by
+    arithmetic, or chosen by other values) have no bound here.
+    """
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    followed: list[dict[fx.Node, Any]] = [{} for _ in inputs]
+    found: dict[int, dict[tuple[int, int, int | None, str], Tensor]] = {}
+
+    def note(index: fx.Node, least: int, size: int, ignored: int | None, line: str) -> None:
+        if index.meta["val"].dtype in (torch.bool, torch.uint8):
+            return
+        for place in sorted({inputs.index(n) for n in _sources(index)}):
+            numbers = _numbers(index, inputs[place], followed[place])
+            reaches = torch.zeros(inputs[place].meta["val"].numel() + 1, dtype=torch.bool)
+            reaches[numbers.reshape(-1)] = True
+            reaches = reaches[1:].view(inputs[place].meta["val"].shape)
+            if reaches.any():
+                of, bound = found.setdefault(place, {}), (least, size, ignored, line)
+                of[bound] = reaches | of[bound] if bound in of else reaches
 
     for node in graph.nodes:
         args: Any = node.args
@@ -74,21 +109,31 @@ def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
         elif node.target in _LOSSES:
             x = args[0].meta["val"]
             note(args[1], 0, x.shape[min(1, x.ndim - 1)], args[_LOSSES[node.target]], line)
+        elif node.target is aten.eq.Tensor and (classes := _one_hot_classes(args[1])):
+            note(args[0], 0, classes, None, line)
         elif node.target in _LISTS:
             indices = list(args[1])
             if all(
                 i is None or i.meta["val"].dtype not in (torch.bool, torch.uint8) for i in indices
             ):
                 for dim, index in enumerate(indices):
-                    size = args[0].meta["val"].shape[dim]
-                    note(index, -size, size, None, line)
-    return found
+                    if index is not None:
+                        size = args[0].meta["val"].shape[dim]
+                        note(index, -size, size, None, line)
+    return {
+        place: [
+            Bound(*bound, reaches=None if reaches.all() else reaches)
+            for bound, reaches in bounds.items()
+        ]
+        for place, bounds in found.items()
+    }
 
 
 def check_indices(
     leaves: Sequence[Tensor],
+    specs: Sequence[PartitionSpec],
     names: Sequence[str],
-    bounds: dict[int, list[Bound]],
+    bounds: Mapping[int, Sequence[Bound]],
     mesh: Mesh,
     record: Calls,
     when: str = "",
@@ -101,21 +146,29 @@ def check_indices(
     """
     if not bounds:
         return
+    is_process = mesh.kind == "process" and mesh.size() > 1
     mine = []
     for place, found in bounds.items():
         values = leaves[place]
         if values.device.type == "meta":
             continue
-        for least, size, ignored, line in found:
-            wrong = (values < least) | (values >= size)
-            wrong = wrong if ignored is None else wrong & (values != ignored)
+        for bound in found:
+            wrong = (values < bound.least) | (values >= bound.size)
+            if bound.ignored is not None:
+                wrong &= values != bound.ignored
+            if (reaches := bound.reaches) is not None:
+                if is_process and specs[place]:
+                    pieces = local_pieces(
+                        specs[place], reaches.shape, mesh.axes, require_coordinate(mesh)
+                    )
+                    reaches = take(reaches, pieces)
+                wrong &= reaches.to(values.device)
             if wrong.any():
                 value = int(values[wrong][0])
                 mine.append(
-                    f"{names[place]} holds {value}, which is not in [{least}, {size}), where it"
-                    f" indexes{f' at {line}' if line else ''}"
+                    f"{names[place]} holds {value}, which is not in [{bound.least}, {bound.size}),"
+                    f" where it indexes{f' at {bound.line}' if bound.line else ''}"
                 )
-    is_process = mesh.kind == "process" and mesh.size() > 1
     everyone = (
         [json.loads(text) for text in record.exchange("indices", json.dumps(mine))]
         if is_process
@@ -129,3 +182,67 @@ def check_indices(
     ]
     if failures:
         raise InputError(join_failures(failures))
+
+
+def _numbers(node: fx.Node, source: fx.Node, known: dict[fx.Node, Any]) -> Any:
+    """Per element of a value its number in the input ``source``, from 1; 0 where it is none."""
+    if node not in known:
+        value = node.meta["val"]
+        if node is source:
+            known[node] = torch.arange(1, value.numel() + 1).view(value.shape)
+        elif operands := _followed(node):
+            numbers = {n: _numbers(n, source, known) for n in operands}
+            known[node] = _rearranged(node, numbers)
+        else:
+            known[node] = torch.zeros(value.shape, dtype=torch.int64)
+    return known[node]
+
+
+def _rearranged(node: fx.Node, numbers: Mapping[fx.Node, Any]) -> Any:
+    args: Any
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), lambda n: numbers.get(n, n))
+    if node.target is operator.getitem:
+        return args[0][args[1]]
+    if node.target in _RESHAPED:
+        return args[0].reshape(node.meta["val"].shape)
+    if node.target is aten.constant_pad_nd.default:
+        return aten.constant_pad_nd.default(args[0], args[1], 0)
+    if node.target in _REARRANGED:
+        return node.target(*args, **kwargs)
+    return args[0]
+
+
+def _followed(node: fx.Node) -> list[fx.Node]:
+    """The operands whose elements a value holds; none where its elements are other ones."""
+    target = node.target
+    if target is operator.getitem:
+        return node.all_input_nodes if _followed(node.all_input_nodes[0]) else []
+    if target is aten._to_copy.default:
+        x, y = node.args[0].meta["val"].dtype, node.meta["val"].dtype  # type: ignore[union-attr]
+        is_wider = not (x.is_floating_point or y.is_floating_point) and y.itemsize >= x.itemsize
+        return node.all_input_nodes if is_wider else []
+    moves = (*_RESHAPED, aten.constant_pad_nd.default)
+    is_followed = target in _SAME_ELEMENTS or target in _REARRANGED or target in moves
+    return node.all_input_nodes if is_followed else []
+
+
+def _sources(node: fx.Node) -> set[fx.Node]:
+    """The integer inputs that may hold elements of a value."""
+    seen, left = set(), [node]
+    while left:
+        if (one := left.pop()) not in seen:
+            seen.add(one)
+            left += _followed(one)
+    return {n for n in seen if n.op == "placeholder" and not n.meta["val"].dtype.is_floating_point}
+
+
+def _one_hot_classes(node: Any) -> int | None:
+    """How many classes ``one_hot`` compares with, where this is what it compares with."""
+    while isinstance(node, fx.Node) and (operands := _followed(node)):
+        node = operands[0]
+    is_of_one_hot = (
+        isinstance(node, fx.Node)
+        and node.target is aten.arange.default
+        and "layout" in node.kwargs  # as ftp.tracing.value_independent writes it
+    )
+    return node.args[0] if is_of_one_hot else None

@@ -27,7 +27,10 @@ class unchecked(TorchFunctionMode):
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
     if num_classes < 1 or tensor.dtype is not torch.int64:
         return F.one_hot(tensor, num_classes)  # for its error
-    return (tensor.unsqueeze(-1) == torch.arange(num_classes, device=tensor.device)).to(torch.int64)
+    # The layout tells these classes from those that somebody else compares with, so that
+    # check_inputs=True can find classes out of range (ftp.tensors.check_indices).
+    classes = torch.arange(num_classes, layout=torch.strided, device=tensor.device)
+    return (tensor.unsqueeze(-1) == classes).to(torch.int64)
 
 
 def _gaussian_nll_loss(

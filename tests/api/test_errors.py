@@ -28,7 +28,7 @@ def scaled_loss(params, x, *, scale=1.0):
     return scale * loss_fn(params, x)
 
 
-LINE = f'tests/api/test_errors.py:{loss_fn.__code__.co_firstlineno + 1}  return (x @ params["w"] + params["b"]).square().mean()'
+LINE = f'test_errors.py:{loss_fn.__code__.co_firstlineno + 1}  return (x @ params["w"] + params["b"]).square().mean()'
 
 
 def exported():
@@ -236,7 +236,7 @@ def test_a_none_that_the_function_asks_for_is_fine():
     found = message(step(lambda p, b, other: b["x"].sum()), PARAMS, {"x": None}, None)
     assert found.startswith(
         "InputError: b['x'] and other are None, which the function uses as something else at"
-        " tests/api/test_errors.py:"
+        " test_errors.py:"
     )
 
 
@@ -621,13 +621,13 @@ def test_a_donated_tensor_that_passes_through_may_be_donated_again():
 
 
 def test_what_is_known_of_a_tensor_dies_with_it():
-    from ftp.tensors import placement as records
+    from ftp.tensors import device_put as placement
 
-    before = len(records._known)
+    before = len(placement._known)
     for _ in range(3):
         step(specs=SPECS)(fresh(), held())
     gc.collect()
-    assert len(records._known) <= before
+    assert len(placement._known) <= before
 
 
 # What make_fx gets silently wrong.
@@ -775,6 +775,69 @@ def test_ids_out_of_range(cut: P):
         )
         with pytest.raises(
             ftp.errors.InputError,
-            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at \S*test_errors",
+            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at .*_errors",
         ):
             step(params, torch.tensor(bad))
+
+
+def test_selected_ids_out_of_range():
+    """Ids that reach the index by ops which select or rearrange them, and those which do not."""
+    mesh, table = ftp.simulated_mesh((2,), ("tp",)), torch.arange(21.0).view(7, 3)
+
+    def shifted(w, ids):  # the last label is ignored, as a language model's is
+        labels = ids.roll(-1, 1)
+        labels[:, -1] = -100
+        logits = torch.nn.functional.embedding(ids[:, :-1], w) @ w.T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels[:, 1:].flatten())
+
+    def padded(w, ids):
+        return w[torch.nn.functional.pad(ids[0].flip(0), (1, 0), value=6)].sum()
+
+    def joined(w, ids):
+        first, _ = ids.unbind(0)
+        rows = torch.stack([first, torch.zeros_like(first)]).to(torch.int64)
+        return w[torch.cat([rows, rows.tril()], 1)].sum()
+
+    def hot(w, ids):
+        return (torch.nn.functional.one_hot(ids[:, ::2], 7).to(w.dtype) @ w).sum()
+
+    def compared(w, ids):  # a comparison of the user's, which takes any id
+        return ((ids[..., None] == torch.arange(7)).to(torch.int64).to(w.dtype) @ w).sum()
+
+    def computed(w, ids):
+        return torch.nn.functional.embedding(ids % 7, w).sum()
+
+    everywhere = {(row, column) for row in range(2) for column in range(4)}
+    first_row = {(0, column) for column in range(4)}
+    for fn, reached in (
+        (shifted, everywhere),
+        (padded, first_row),
+        (joined, first_row),
+        (hot, {(row, column) for row in range(2) for column in (0, 2)}),
+        (compared, set()),
+        (computed, set()),
+    ):
+        step = ftp.spmd(fn, mesh, (P("tp"), P()), P(), check_inputs=True)
+        good = torch.tensor([[6, 0, 3, 1], [2, 2, 5, 6]])
+        torch.testing.assert_close(step(table, good), fn(table, good))
+        for place in everywhere:
+            bad = good.clone()
+            bad[place] = 7
+            if place in reached:
+                said = r"ids holds 7, which is not in \[-?[07], 7\), where it indexes at .*_errors"
+                with pytest.raises(ftp.errors.InputError, match=said):
+                    step(table, bad)
+            else:
+                step(table, bad)
+
+
+def test_ids_are_followed_once_per_program(monkeypatch):
+    from ftp.runtime import program
+
+    walks, walk = [], program.index_bounds
+    monkeypatch.setattr(program, "index_bounds", lambda graph: walks.append(1) or walk(graph))
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(lambda w, ids: w[ids], mesh, (P("tp"), P()), P(), check_inputs=True)
+    for _ in range(3):
+        step(torch.ones(4, 2), torch.tensor([0, 3]))
+    assert len(walks) == 1
