@@ -19,7 +19,7 @@ ALLOWED = {
     "random": "ops sharding",
     "rules": "ops",
     "tensors": "distributed sharding",
-    "checkpoint": "sharding tensors",
+    "checkpoint": "distributed sharding tensors",
     "functional": "ops random sharding",
     "optim": "ops sharding tensors",
     "plans": "functional ops sharding",

@@ -502,12 +502,15 @@ def check_specs(
         if isinstance(leaf, torch.Tensor):
             failures += check_spec(spec, tuple(leaf.shape), axes, name)
         elif spec:
-            failures.append(
-                f"{name} has spec {spec}, but is {_short(leaf)}, {kind_of(leaf)}; only a tensor"
-                " can be cut. Give P()."
-            )
+            failures.append(cut_value(name, leaf, spec))
     if failures:
         raise SpecError(join_failures(failures))
+
+
+def cut_value(name: str, value: Any, spec: P) -> str:
+    """What is wrong with a spec that cuts a value which is no tensor."""
+    what = f"{_short(value)}, {kind_of(value)}"
+    return f"{name} has spec {spec}, but is {what}; only a tensor can be cut. Give P()."
 
 
 def kind_of(value: object) -> str:

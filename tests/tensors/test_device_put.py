@@ -108,7 +108,7 @@ def test_what_cannot_be_placed_is_refused():
     ):
         ftp.device_put(placed, MESH, P("tp", "dp"))
     with pytest.raises(
-        ftp.errors.MeshError, match=r"src=9 is not on the mesh .*, which holds ranks 0 to"
+        ftp.errors.MeshError, match=r"src=9 is no rank of the mesh .*, which holds ranks 0 to"
     ):
         ftp.device_put(torch.ones(4, 4), MESH, P("tp"), src=9)
 
