@@ -11,15 +11,14 @@ from torch.utils._python_dispatch import _disable_current_modes
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.shard import spmd
 from ftp.api.step import Step
-from ftp.distributed.agreement import calls
+from ftp.distributed.shared_errors import raise_on_all_ranks
 from ftp.per_rank.program import LOCAL, program_of
-from ftp.sharding.dtensor_placements import check_plain
 from ftp.sharding.mesh import AnyMesh, Mesh, SimulatedMesh, resolve
-from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec
-from ftp.tensors.device_put import as_global, device_put, leaf_like
-from ftp.tensors.placement import check_alive, check_placed, placement, placement_of, remember
+from ftp.tensors.device_put import device_put
+from ftp.tensors.placement import placed, placement, placement_of, remember
 from ftp.tensors.reshard_across_meshes import relocate
+from ftp.tensors.sharded_tree import Leaf, check_placement, fitted_tree
 
 
 def reshard(
@@ -61,38 +60,28 @@ def reshard(
     other = m if new_mesh is None else resolve(new_mesh)
     if other != m or max_bytes is not None:
         return relocate(tree, m, other, old, new, max_bytes)
-    record = calls(m)
-    leaves, treedef = flatten(tree)
-    try:
-        names = leaf_names(tree, "tree")
-        check_plain(leaves, names)
-        old_specs, new_specs = (
-            broadcast_specs(old, tree, "tree"),
-            broadcast_specs(new, tree, "tree"),
-        )
-        full = as_global(leaves, old_specs, m)
-        check_specs(old_specs, full, names, m.axes)
-        check_specs(new_specs, full, names, m.axes)
-        check_alive(leaves, names)
-        check_placed(leaves, old_specs, names, m)
-    except Exception as e:
-        record.agree(record.next(), e)
-        raise
+    with raise_on_all_ranks(m):
+        before = fitted_tree(tree, m, old)
+        after = before.with_specs(m, new)
+        check_placement(before)
     # A leaf at a time: each finds its own order of the axes, and no more than one is in flight.
-    moved = [
-        _kept(_moved(leaf, m, a, b), leaf) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf, a, b in zip(leaves, old_specs, new_specs, strict=True)
-    ]
-    return treedef.unflatten(moved)
+    return before.unflatten(
+        _resharded(source, target.spec, m)
+        for source, target in zip(before.leaves, after.leaves, strict=True)
+    )
 
 
-def _kept(moved: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
-    """What was moved, a Parameter or a leaf that requires a gradient as before."""
-    if moved is old or not (old.requires_grad or isinstance(old, torch.nn.Parameter)):
+def _resharded(leaf: Leaf, spec: PartitionSpec, mesh: Mesh) -> Any:
+    if not isinstance(leaf.value, torch.Tensor):
+        return leaf.value
+    moved = _moved(leaf.value, mesh, leaf.spec, spec)
+    if moved is leaf.value or not (
+        leaf.value.requires_grad or isinstance(leaf.value, torch.nn.Parameter)
+    ):
         return moved
     where = placement_of(moved)
     assert where is not None
-    return remember(leaf_like(moved, old), where)
+    return placed(moved, leaf.value, mesh, where.spec, where.shape)
 
 
 def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> torch.Tensor:

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.checkpoint.load import Source, loadable, restore
 from ftp.checkpoint.manifest import Chunk, SavedTensor, is_plain_name
+from ftp.checkpoint.restore import loadable, restore
 from ftp.checkpoint.safetensors_io import (
     BYTES,
     OFFSETS,
@@ -26,14 +26,16 @@ from ftp.checkpoint.safetensors_io import (
     write_file,
     write_text,
 )
-from ftp.checkpoint.save import check_leaves, leads
+from ftp.checkpoint.save import check_savable
+from ftp.checkpoint.source import Source
+from ftp.checkpoint.write_shards import leads
+from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import CheckpointError, InputError, join_failures
 from ftp.sharding.mesh import AnyMesh, Mesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Box, Shape, whole
-from ftp.tensors.device_put import mesh_device
-from ftp.tensors.global_tree import Shards, agreed, digest, shards_of, share
+from ftp.tensors.sharded_tree import ShardedTree, sharded_tree, with_agreed_shapes
 from ftp.tensors.transfer import Moving, move
 
 INDEX = "model.safetensors.index.json"
@@ -124,16 +126,16 @@ def save_safetensors(
     target = Path(folder).absolute()
     draft: Path | None = None
     try:
-        shards = shards_of(tree, m, specs)
+        shards = sharded_tree(tree, m, specs)
         names = _checked_names(shards, _renamer(rename))
         if not isinstance(max_file_bytes, int) or max_file_bytes < 1:
             raise InputError(f"max_file_bytes={max_file_bytes!r}: give a positive number of bytes.")
         draft = _new_draft(target) if leads(m) else None
-        told: Any = [digest(shards), str(draft), names, max_file_bytes]
+        told: Any = [shards.digest(), str(draft), names, max_file_bytes]
     except Exception as e:
         shards, names, told = None, [], e
     try:
-        everyone = share(m, "save_safetensors", told, timeout, CheckpointError)
+        everyone = all_gather_object(m, "save_safetensors", told, timeout, CheckpointError)
         assert shards is not None
         if odd := next(
             (r for r, t in zip(m.ranks, everyone, strict=False) if t[2:] != everyone[0][2:]), None
@@ -142,8 +144,9 @@ def save_safetensors(
                 f"Rank {odd} gives other names or another max_file_bytes than rank {m.ranks[0]}."
                 " Give all ranks the same."
             )
-        shards = agreed(shards, m, "save_safetensors", [t[0] for t in everyone], timeout)
-        _write(shards, names, m, Path(everyone[0][1]), target, max_file_bytes, timeout)
+        digests = [t[0] for t in everyone]
+        shards = with_agreed_shapes(shards, "save_safetensors", digests, timeout)
+        _write(shards, names, Path(everyone[0][1]), target, max_file_bytes, timeout)
     finally:
         if draft is not None:
             shutil.rmtree(draft, ignore_errors=True)
@@ -272,18 +275,19 @@ def _renamer(rename: Rename | None) -> Callable[[str], str]:
     return rename
 
 
-def _checked_names(shards: Shards, rename: Callable[[str], str]) -> list[str]:
-    check_leaves(shards)
-    names = [rename(path) for path in shards.paths]
+def _checked_names(shards: ShardedTree, rename: Callable[[str], str]) -> list[str]:
+    check_savable(shards)
+    names = [rename(leaf.path) for leaf in shards.leaves]
     failures = [
-        f"{n} is {kind_of(x)}; only tensors can be saved."
-        for n, x in zip(shards.names, shards.leaves, strict=True)
-        if not isinstance(x, Tensor)
+        f"{leaf.name} is {kind_of(leaf.value)}; only tensors can be saved."
+        for leaf in shards.leaves
+        if not isinstance(leaf.value, Tensor)
     ]
     failures += [
-        f"{n} is of dtype {x.dtype}, which safetensors files cannot hold. Convert it."
-        for n, x in zip(shards.names, shards.leaves, strict=True)
-        if isinstance(x, Tensor) and x.dtype in BYTES
+        f"{leaf.name} is of dtype {leaf.value.dtype}, which safetensors files cannot hold. Convert"
+        " it."
+        for leaf in shards.leaves
+        if isinstance(leaf.value, Tensor) and leaf.value.dtype in BYTES
     ]
     first: dict[str, str] = {}
     for leaf, name in zip(shards.names, names, strict=True):
@@ -309,14 +313,14 @@ def _new_draft(target: Path) -> Path:
 
 
 def _write(
-    shards: Shards,
+    shards: ShardedTree,
     names: Sequence[str],
-    mesh: Mesh,
     draft: Path,
     target: Path,
     limit: int,
     timeout: float | None,
 ) -> None:
+    mesh = shards.mesh
     groups = _groups(shards, limit)
     files = [
         "model.safetensors"
@@ -330,7 +334,7 @@ def _write(
     for begin in range(0, len(groups), len(ranks)):
         mine: tuple[str, dict[str, Tensor]] | None = None
         for i, rank in zip(range(begin, len(groups)), ranks, strict=False):
-            gathered = _gathered(shards, groups[i], mesh, rank)
+            gathered = _gathered(shards, groups[i], rank)
             if rank == me:
                 mine = (
                     files[i],
@@ -349,16 +353,20 @@ def _write(
         except Exception as e:
             told = e
         hashes |= dict(
-            t for t in share(mesh, "save_safetensors/written", told, timeout, CheckpointError) if t
+            t
+            for t in all_gather_object(
+                mesh, "save_safetensors/written", told, timeout, CheckpointError
+            )
+            if t
         )
     try:
         told = _finish(shards, names, groups, files, hashes, draft, target) if leads(mesh) else None
     except Exception as e:
         told = e
-    share(mesh, "save_safetensors/done", told, timeout, CheckpointError)
+    all_gather_object(mesh, "save_safetensors/done", told, timeout, CheckpointError)
 
 
-def _groups(shards: Shards, limit: int) -> list[list[int]]:
+def _groups(shards: ShardedTree, limit: int) -> list[list[int]]:
     """The leaves of each file, in their order."""
     groups: list[list[int]] = [[]]
     room = limit
@@ -372,36 +380,23 @@ def _groups(shards: Shards, limit: int) -> list[list[int]]:
     return groups
 
 
-def _nbytes(shards: Shards, i: int) -> int:
-    return whole(shards.shapes[i] or ()).numel * shards.leaves[i].dtype.itemsize
+def _nbytes(shards: ShardedTree, i: int) -> int:
+    leaf = shards.leaves[i]
+    return whole(leaf.known_shape).numel * leaf.value.dtype.itemsize
 
 
-def _gathered(shards: Shards, group: Sequence[int], mesh: Mesh, rank: int) -> list[Tensor | None]:
+def _gathered(shards: ShardedTree, group: Sequence[int], rank: int) -> list[Tensor | None]:
     """Whole tensors on the CPU of one rank."""
-    one = Mesh(
-        (1,),
-        ("file",),
-        mesh.device_type,
-        mesh.kind,
-        (rank,) if mesh.ranks else (),
-        mesh.rank,
-        mesh.world,
-    )
-    moving = [
-        Moving(
-            tuple(shards.shapes[i] or ()), shards.leaves[i].dtype, shards.specs[i], PartitionSpec()
-        )
-        for i in group
-    ]
-    given = [shards.leaves[i].detach() for i in group]
-    world = tuple(sorted(mesh.ranks)) or (0,)
-    return move(
-        moving, given, mesh, one, world, mesh.rank, mesh_device(mesh), _MOVED, torch.device("cpu")
-    )
+    mesh, leaves = shards.mesh, [shards.leaves[i] for i in group]
+    ranks = (rank,) if mesh.ranks else ()
+    one = Mesh((1,), ("file",), mesh.device_type, mesh.kind, ranks, mesh.rank, mesh.world)
+    moving = [Moving(x.known_shape, x.value.dtype, x.spec, PartitionSpec()) for x in leaves]
+    given = [leaf.value.detach() for leaf in leaves]
+    return move(moving, given, mesh, one, _MOVED, torch.device("cpu"))
 
 
 def _finish(
-    shards: Shards,
+    shards: ShardedTree,
     names: Sequence[str],
     groups: Sequence[Sequence[int]],
     files: Sequence[str],

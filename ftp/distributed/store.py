@@ -26,7 +26,7 @@ class NoAnswer(RuntimeError):
     """The process that holds the store did not answer in time."""
 
 
-class Line:
+class Connection:
     """One connection to the default process group's store, and the thread that asks over it."""
 
     def __init__(self, timeout: float):
@@ -86,15 +86,15 @@ def cloned(store: Any, timeout: float) -> c10d.Store:
 
 
 class Store:
-    """Questions over a line that have to be answered within ``seconds`` from now, all of them
+    """Questions over a connection that have to be answered within ``seconds`` from now, all of them
     together.
     """
 
-    def __init__(self, line: Line, seconds: float):
-        self._line, self._until = line, time.monotonic() + seconds
+    def __init__(self, connection: Connection, seconds: float):
+        self._connection, self._until = connection, time.monotonic() + seconds
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        return self._line.ask(question, max(_LEAST, self._until - time.monotonic()))
+        return self._connection.ask(question, max(_LEAST, self._until - time.monotonic()))
 
     def check(self, key: str) -> bool:
         return self._ask(lambda store: store.check([key]))

@@ -1,25 +1,22 @@
-"""Trees: leaves and their paths, spec trees and prefixes of them, and path patterns that give
-specs.
-"""
+"""Pytrees: leaves, their names and paths; spec trees and prefixes of them; ``plan``."""
 
 import difflib
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 import optree
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.errors import SpecError, join_failures
+from ftp.sharding.patterns import Path, dotted, listed, match_patterns, several
+from ftp.sharding.patterns import matches as matches  # where others look for it
+from ftp.sharding.patterns import nearest as nearest
 from ftp.sharding.spec import P, check_spec
 
 NAMESPACE = "ftp"
-
-Path = tuple[str, ...]
-T = TypeVar("T")
 
 
 def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
@@ -32,7 +29,7 @@ def flatten(tree: Any) -> tuple[list[Any], optree.PyTreeSpec]:
 
 
 def leaf_names(tree: Any, root: str) -> list[str]:
-    """What each leaf is called in messages.
+    """What messages call each leaf.
 
     >>> leaf_names({"mlp": {"up": 1}, "norms": [2]}, "params")
     ["params['mlp']['up']", "params['norms'][0]"]
@@ -42,7 +39,7 @@ def leaf_names(tree: Any, root: str) -> list[str]:
 
 
 def leaf_paths(tree: Any) -> list[Path]:
-    """The elements that patterns match, per leaf; dots inside a key separate elements.
+    """The path of each leaf, as patterns match it; dots inside a key separate elements.
 
     >>> leaf_paths({"mlp": {"up": 1}, "norms.first": [2]})
     [('mlp', 'up'), ('norms', 'first', '0')]
@@ -51,22 +48,18 @@ def leaf_paths(tree: Any) -> list[Path]:
     return [tuple(element for key in path for element in str(key).split(".")) for path in paths]
 
 
-def dotted(path: Path) -> str:
-    return ".".join(path)
-
-
-# A tied weight is one leaf with several paths. The tensor carries them, not the tree, so that any
-# copy of the tree knows them too.
+# The paths of a tied weight are remembered with the tensor, not the tree, so that they hold for
+# any copy of the tree.
 _paths_of_tied: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def remember_tied(tensor: torch.Tensor, paths: Sequence[str]) -> None:
-    """Notes the dotted paths that ``tensor`` answers to, its own first."""
+    """Remembers all dotted paths of a tied weight, its own first."""
     _paths_of_tied[tensor] = tuple(tuple(path.split(".")) for path in paths)
 
 
 def tied_paths(leaf: Any, path: Path) -> tuple[Path, ...]:
-    """Every path that a leaf found at ``path`` answers to, ``path`` first.
+    """All paths of a leaf: ``path``, and those of a tied weight that it is.
 
     >>> weight = torch.ones(2)
     >>> remember_tied(weight, ["emb.weight", "head.weight"])
@@ -84,8 +77,8 @@ def tied_paths(leaf: Any, path: Path) -> tuple[Path, ...]:
 
 
 class Specs(dict):
-    """A dict of specs that ``plan`` made; printing it gives a table of every path, its spec and
-    the pattern that gave it.
+    """What ``plan`` returns: a dict of specs that prints as a table of paths, specs, and the
+    patterns that gave them.
     """
 
     rows: "Mapping[str, Row]"
@@ -139,8 +132,7 @@ def _one_level(tree: Any) -> Any:
     return optree.tree_flatten_one_level(tree, none_is_leaf=False, namespace=NAMESPACE)
 
 
-# Globally, so that optree.tree_map without a namespace sees a tree too; what comes out of it is a
-# plain dict.
+# Registered globally, so that optree.tree_map without a namespace works; it returns a plain dict.
 optree.register_pytree_node(
     Specs,
     _flatten_specs,
@@ -153,29 +145,29 @@ optree.register_pytree_node(
 def plan(
     params: Any, patterns: Mapping[str, P] | Callable[[str, Any], P], *, strict: bool = False
 ) -> Any:
-    """A spec for every leaf of ``params``, from patterns over its paths; also for buffers or any
-    other tree.
+    """Give every leaf of a tree a spec, from patterns over its paths.
 
     Args:
-        params: a tree of tensors (meta ones do) whose leaves have paths such as
-            ``layers.0.attn.wq.weight``.
-        patterns: ``{pattern: P}``. A pattern is path elements joined by ".": ``*`` stands for one
-            element or a part of one, ``**`` for any number of elements, ``w[qkv]`` for wq, wk or
-            wv; dots inside a key separate elements. Or a function of a path and its leaf that
-            returns a ``P``.
-        strict: a leaf that no pattern names is an error. Otherwise it is replicated, and so marked
-            in the printed table.
+        params: parameters, buffers or any other tree of tensors (meta ones too), whose leaves have
+            paths such as ``layers.0.attn.wq.weight``.
+        patterns: ``{pattern: P}``. A pattern is path elements joined by ".": ``*`` is any one
+            element or a part of one, ``**`` any number of elements, ``w[qkv]`` is wq, wk or wv.
+            Dots inside a key separate elements. Or a function ``(path, leaf) -> P``.
+        strict: raise for a leaf that no pattern matches. Otherwise the leaf is replicated, and the
+            printed table says so.
 
     Returns:
-        A tree of ``P`` with the structure of ``params``; where that is a dict, printing it gives a
-        table.
+        A tree of ``P`` with the structure of ``params``; a dict prints as a table.
 
     Raises:
-        SpecError: a pattern that matches nothing, patterns that disagree for one path, a value that
-            is no ``P``, a spec longer than the tensor, a spec for a leaf that is not a tensor; all
-            of them at once.
+        SpecError: all patterns that match nothing or disagree for one path, values that are no
+            ``P``, specs longer than the tensor, and specs that cut a leaf which is no tensor.
 
-    >>> params = {"emb.weight": torch.ones(8, 4), "layers.0.wq.weight": torch.ones(4, 4), "norm.weight": torch.ones(4)}
+    >>> params = {
+    ...     "emb.weight": torch.ones(8, 4),
+    ...     "layers.0.wq.weight": torch.ones(4, 4),
+    ...     "norm.weight": torch.ones(4),
+    ... }
     >>> specs = plan(params, {"emb.weight": P("tp"), "layers.*.w[qkv].weight": P("tp", None)})
     >>> specs["layers.0.wq.weight"]
     P('tp', None)
@@ -217,7 +209,7 @@ def plan(
     unmatched = [name for name, match in zip(names, found, strict=True) if match is None]
     if strict and unmatched:
         failures.append(
-            f"strict=True, and no pattern matches {_several(unmatched)}. Give a pattern for each;"
+            f"strict=True, and no pattern matches {several(unmatched)}. Give a pattern for each;"
             " P() replicates."
         )
     if failures:
@@ -261,7 +253,7 @@ def _check_value(pattern: str, spec: object) -> str | None:
 
 
 def _unfit(leaf: Any, name: str, spec: P, given_by: str) -> str | None:
-    """Why no mesh could make the spec fit."""
+    """Why the spec fits on no mesh."""
     if not isinstance(leaf, torch.Tensor):
         what = f"{name} is {_short(leaf)}, {kind_of(leaf)}"
         return (
@@ -278,120 +270,15 @@ def _unfit(leaf: Any, name: str, spec: P, given_by: str) -> str | None:
     return None
 
 
-def match_patterns(
-    patterns: Mapping[str, T],
-    answers: Sequence[tuple[Path, ...]],
-    names: Sequence[str],
-    where: str,
-    failures: list[str],
-    check: Callable[[str, Any], str | None] = lambda pattern, value: None,
-) -> list[tuple[str, T] | None]:
-    """Per thing that answers to one or more paths, the first pattern that matches it with its
-    value, or ``None``.
-
-    Each pattern that matches nothing of ``where``, each pair that disagrees and each value that
-    ``check`` refuses is added to ``failures``.
-    """
-    found: list[list[tuple[str, T]]] = [[] for _ in answers]
-    for pattern, value in patterns.items():
-        if not isinstance(pattern, str):
-            failures.append(
-                f"{pattern!r} is no pattern; a pattern is a str of path elements joined by '.'."
-            )
-            continue
-        if problem := check(pattern, value):
-            failures.append(problem)
-            continue
-        matched = [
-            i for i, paths in enumerate(answers) if any(matches(pattern, path) for path in paths)
-        ]
-        if not matched:
-            failures.append(_matches_nothing(pattern, answers, where))
-        for i in matched:
-            found[i].append((pattern, value))
-    disagreements: dict[tuple[str, str], list[int]] = {}
-    for i, given in enumerate(found):
-        for other, value in given[1:]:
-            if value != given[0][1]:
-                disagreements.setdefault((given[0][0], other), []).append(i)
-    for (first, second), where_both in disagreements.items():
-        i = where_both[0]
-        named = _several([names[i] for i in where_both])
-        tied = (
-            f", a tied weight with paths {_listed([dotted(p) for p in answers[i]])}"
-            if len(answers[i]) > 1
-            else ""
-        )
-        failures.append(
-            f"patterns {first!r} and {second!r} disagree for {named}{tied}:"
-            f" {patterns[first]} and {patterns[second]}. Give both the same value, or narrow one."
-        )
-    return [given[0] if given else None for given in found]
-
-
-def matches(pattern: str, path: Path) -> bool:
-    """Whether a pattern matches all elements of ``path``; the empty one matches the root, and every
-    path matches itself.
-
-    >>> matches("layers.*.w[qkv]", ("layers", "0", "wq")), matches("**.weight", ("weight",)), matches("*", ("a", "b"))
-    (True, True, False)
-    >>> matches("w[0]", ("w[0]",))
-    True
-    """
-    return _matches(tuple(pattern.split(".")) if pattern else (), path)
-
-
-def _matches(pattern: Path, path: Path) -> bool:
-    if not pattern:
-        return not path
-    head, rest = pattern[0], pattern[1:]
-    if head == "**":
-        return any(_matches(rest, path[i:]) for i in range(len(path) + 1))
-    return (
-        bool(path) and (path[0] == head or fnmatchcase(path[0], head)) and _matches(rest, path[1:])
-    )
-
-
-def _matches_nothing(pattern: str, answers: Sequence[tuple[Path, ...]], where: str) -> str:
-    paths = [path for paths in answers for path in paths]
-    if not paths:
-        return f"pattern {pattern!r} matches nothing: {where} is empty."
-    message = f"pattern {pattern!r} matches no path of {where}"
-    for wider in (f"{pattern}.**", f"**.{pattern}"):
-        if n := sum(matches(wider, path) for path in paths):
-            return f"{message}; {wider!r} matches {n}."
-    return (
-        f"{message}; the nearest are {_listed(nearest(pattern, [dotted(path) for path in paths]))}."
-    )
-
-
-def nearest(name: str, candidates: Sequence[str], n: int = 3) -> list[str]:
-    """The candidates most like ``name``, one of each family that differs in numbers only; "A" is
-    like "a".
-
-    >>> nearest("layers.*.atn", ["layers.0.attn", "layers.1.attn", "head"], n=2)
-    ['layers.0.attn', 'head']
-    """
-    families: dict[str, str] = {}
-    for candidate in candidates:
-        families.setdefault(
-            ".".join("*" if e.isdigit() else e for e in candidate.split(".")), candidate
-        )
-    likeness = difflib.SequenceMatcher(b=name.lower())
-
-    def like(family: str) -> tuple[float, str]:
-        likeness.set_seq1(family.lower())
-        return likeness.ratio(), family
-
-    return [families[family] for family in sorted(families, key=like, reverse=True)[:n]]
-
-
 def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
-    """One spec per leaf of ``tree``, in optree's order, from a tree of specs or a prefix of one: a
-    ``P`` covers all that is below it.
+    """One spec for each leaf of ``tree``, from a tree of specs or a prefix of one: a ``P`` covers
+    the leaves below it.
 
-    ``where`` names ``tree`` in messages. Keys that only one of them has, and anything else that is
-    no ``P``, are a SpecError.
+    Args:
+        where: what messages call ``tree``.
+
+    Raises:
+        SpecError: keys that only one of the two has, and values that are no ``P``.
 
     >>> broadcast_specs({"a": P("dp"), "b": P()}, {"a": {"x": 1, "y": 2}, "b": 3}, "params")
     [P('dp'), P('dp'), P()]
@@ -405,12 +292,12 @@ def broadcast_specs(specs: Any, tree: Any, where: str) -> list[P]:
 
 
 class PartlyCovered(dict):
-    """A dict of leaves of which a spec given for all of it is meant for some, and the others are
+    """A dict that a spec given for all of it cuts in part: some leaves take it, others are
     replicated.
     """
 
     def covered(self, spec: Any, whole: Any) -> list[Any]:
-        """Per leaf, in optree's order, ``spec`` or ``whole``."""
+        """For each leaf, ``spec`` or ``whole``."""
         raise NotImplementedError
 
 
@@ -491,9 +378,7 @@ def check_specs(
     specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str], axes: dict[str, int]
 ) -> None:
     """Raises a SpecError for every leaf whose spec does not fit its global shape or the mesh axes
-    {name: size}.
-
-    A leaf that is no tensor passes through a program as it is, so only ``P()`` fits it.
+    {name: size}. Only ``P()`` fits a leaf that is no tensor.
 
     >>> check_specs([P("tp"), P()], [torch.ones(4), 3], ["params['w']", "params['n']"], {"tp": 2})
     """
@@ -502,16 +387,19 @@ def check_specs(
         if isinstance(leaf, torch.Tensor):
             failures += check_spec(spec, tuple(leaf.shape), axes, name)
         elif spec:
-            failures.append(
-                f"{name} has spec {spec}, but is {_short(leaf)}, {kind_of(leaf)}; only a tensor"
-                " can be cut. Give P()."
-            )
+            failures.append(cut_value(name, leaf, spec))
     if failures:
         raise SpecError(join_failures(failures))
 
 
+def cut_value(name: str, value: Any, spec: P) -> str:
+    """What is wrong with a spec that cuts a value which is no tensor."""
+    what = f"{_short(value)}, {kind_of(value)}"
+    return f"{name} has spec {spec}, but is {what}; only a tensor can be cut. Give P()."
+
+
 def kind_of(value: object) -> str:
-    """What a value is called in messages.
+    """What messages call a value.
 
     >>> kind_of(3), kind_of({})
     ('an int', 'a dict')
@@ -540,17 +428,7 @@ def _as_spec(value: object) -> str:
 
 def _has(keys: list[str], where: str) -> str:
     return (
-        f"{where} has {_listed(keys[:6])}{' and more' if len(keys) > 6 else ''}"
+        f"{where} has {listed(keys[:6])}{' and more' if len(keys) > 6 else ''}"
         if keys
         else f"{where} is empty"
-    )
-
-
-def _listed(items: Sequence[str]) -> str:
-    return ", ".join(map(repr, items))
-
-
-def _several(names: Sequence[str], shown: int = 8) -> str:
-    return ", ".join(names[:shown]) + (
-        f" and {len(names) - shown} more" if len(names) > shown else ""
     )

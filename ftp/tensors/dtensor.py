@@ -1,26 +1,21 @@
-"""Placed tensors to torch's DTensor and back: the same local shards under either name, without
-communication.
-"""
+"""``to_dtensor`` and ``from_dtensor``: placed tensors and torch's DTensors over the same memory."""
 
-import json
 from typing import Any
 
 import torch
 
-from ftp.distributed.agreement import calls
-from ftp.errors import FtpError, MeshError, SpecError, join_failures
+from ftp.distributed.shared_errors import raise_on_all_ranks
+from ftp.errors import MeshError, SpecError, join_failures
 from ftp.sharding.dtensor_placements import (
     is_dtensor,
     placements_of_spec,
     spec_of_placements,
-    specs_of_any,
 )
 from ftp.sharding.mesh import AnyMesh, require_coordinate, resolve
-from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
-from ftp.sharding.spec import PartitionSpec, check_spec, local_shape
-from ftp.tensors.device_put import global_shape, leaf_like
-from ftp.tensors.global_shapes import agreed_shapes, describe_held
-from ftp.tensors.placement import check_alive, check_placed, placement, remember
+from ftp.sharding.pytree import flatten, leaf_names
+from ftp.sharding.spec import local_shape
+from ftp.tensors.placement import leaf_like, placement, remember
+from ftp.tensors.sharded_tree import agree_on_shapes, sharded_tree
 
 
 def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
@@ -52,66 +47,29 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     if m.kind != "process":
         raise MeshError(f"DTensors need a mesh of processes; {m} is {m.kind}.")
     require_coordinate(m)
-    record = calls(m)
-    number = record.next()
-    try:
-        leaves, treedef = flatten(tree)
-        names = leaf_names(tree, "tree")
-        specs = specs_of_any(PartitionSpec() if specs is None else specs, tree, m)
-        leaf_specs = broadcast_specs(specs, tree, "tree")
-        leaf_specs = [
-            s.at_rank(x.ndim) if isinstance(x, torch.Tensor) else s
-            for s, x in zip(leaf_specs, leaves, strict=True)
-        ]
-        check_alive(leaves, names)
-        check_placed(leaves, leaf_specs, names, m)
-        failures = [
-            f"{name} is {'a DTensor already' if is_dtensor(x) else 'no tensor'}, and has spec"
-            f" {spec}."
-            for name, x, spec in zip(names, leaves, leaf_specs, strict=True)
-            if is_dtensor(x) or (spec and not isinstance(x, torch.Tensor))
-        ]
-        for name, x, spec in zip(names, leaves, leaf_specs, strict=True):
-            failures += check_spec(spec, None, m.axes, name)
-            if isinstance(x, torch.Tensor) and len(spec) > x.ndim:
-                failures.append(
-                    f"{name} has spec {spec} of {len(spec)} entries, but its shape"
-                    f" {tuple(x.shape)} has {x.ndim} dims."
-                )
-        if failures:
-            raise SpecError(join_failures(failures))
-        held = json.dumps([_held(x, spec) for x, spec in zip(leaves, leaf_specs, strict=True)])
-    except FtpError as e:
-        record.agree(number, e)
-        raise
-    record.agree(number, {"specs of to_dtensor": str(dict(zip(names, leaf_specs, strict=True)))})
-    everyone = [json.loads(text) for text in record.exchange("dtensor", held)]
-    is_alone = len(everyone) < m.size()  # a process group that only pretends to have other ranks
-    shapes = (
-        [global_shape(x, spec, m) for x, spec in zip(leaves, leaf_specs, strict=True)]
-        if is_alone
-        else agreed_shapes(everyone, leaf_specs, names, m)
-    )
-    for shape, spec, name in zip(shapes, leaf_specs, names, strict=True):
-        failures += [] if shape is None else check_spec(spec, shape, m.axes, name)
-    if failures:
-        raise SpecError(join_failures(failures))
-    placed = [
-        None if shape is None else placements_of_spec(spec, m, shape, name)
-        for shape, spec, name in zip(shapes, leaf_specs, names, strict=True)
+    with raise_on_all_ranks(m):
+        shards = sharded_tree(tree, m, specs)
+    shards = agree_on_shapes(shards, "to_dtensor")
+    placements = [
+        None if leaf.shape is None else placements_of_spec(leaf.spec, m, leaf.shape, leaf.name)
+        for leaf in shards.leaves
     ]
     out = []
-    for x, placements, shape in zip(leaves, placed, shapes, strict=True):
-        if shape is None or placements is None:
-            out.append(x)
+    for leaf, placed_as in zip(shards.leaves, placements, strict=True):
+        if placed_as is None:
+            out.append(leaf.value)
             continue
-        stride = torch.empty(shape, device="meta").stride()
-        local = x.detach() if x.is_leaf else x
+        x, shape = leaf.value, torch.Size(leaf.known_shape)
         made = DTensor.from_local(
-            local, m.torch, placements, run_check=False, shape=torch.Size(shape), stride=stride
+            x.detach() if x.is_leaf else x,
+            m.torch,
+            placed_as,
+            run_check=False,
+            shape=shape,
+            stride=torch.empty(shape, device="meta").stride(),
         )
         out.append(leaf_like(made, x) if x.is_leaf else made)
-    return treedef.unflatten(out)
+    return shards.unflatten(out)
 
 
 def from_dtensor(tree: Any) -> Any:
@@ -155,10 +113,3 @@ def from_dtensor(tree: Any) -> Any:
     if failures:
         raise SpecError(join_failures(failures))
     return treedef.unflatten(out)
-
-
-def _held(x: Any, spec: PartitionSpec) -> Any:
-    held = describe_held(x, spec)
-    if isinstance(held, dict):
-        held["hash"] = None  # equal contents are no fault here
-    return held

@@ -1,20 +1,19 @@
-"""Global shapes of a call's arguments, agreed by all ranks from the shards that each holds."""
+"""Global shapes of tensors, agreed by all ranks from the shards that each holds."""
 
+import hashlib
 import re
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import MismatchError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec, known_size, local_shape
-from ftp.tensors.device_put import content_hash
 from ftp.tensors.placement import placement_of
-
-# Global shapes.
 
 
 def abstract(leaf: Any, shape: Shape | None) -> Any:
@@ -26,8 +25,31 @@ def abstract(leaf: Any, shape: Shape | None) -> Any:
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
-def describe_held(leaf: Any, spec: PartitionSpec) -> Any:
-    """What this rank holds of a leaf, for the others to read."""
+def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] | None:
+    """The global shape of a leaf as far as one rank can tell: as placed, else as if all shards
+    were equal.
+    """
+    if not isinstance(leaf, torch.Tensor):
+        return None
+    known = placement_of(leaf)
+    if known is not None:
+        return known.shape
+    shape = list(leaf.shape)
+    if mesh.kind == "process" and leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
+        for dim in range(min(len(spec), leaf.ndim)):
+            for cut in spec.cuts(dim):
+                shape[dim] *= mesh.axes.get(cut.axis, 1)
+            shape[dim] = known_size(spec, dim) or shape[dim]
+    return tuple(shape)
+
+
+def describe_held(leaf: Any, spec: PartitionSpec, *, hashed: bool = True) -> Any:
+    """What this rank holds of a leaf, as JSON for the other ranks.
+
+    Args:
+        hashed: of an unplaced tensor that ``spec`` cuts, a digest too: ranks that pass the full
+            tensor are found by it.
+    """
     if not isinstance(leaf, torch.Tensor):
         return f"{without_addresses(repr(leaf))}, {kind_of(leaf)}"
     known = placement_of(leaf)
@@ -35,7 +57,7 @@ def describe_held(leaf: Any, spec: PartitionSpec) -> Any:
         "local": list(leaf.shape),
         "dtype": str(leaf.dtype).removeprefix("torch."),
         "global": None if known is None else list(known.shape),
-        "hash": content_hash(leaf) if known is None and spec else None,
+        "hash": content_hash(leaf) if hashed and known is None and spec else None,
     }
 
 
@@ -46,6 +68,16 @@ def without_addresses(text: str) -> str:
     '<function f>'
     """
     return re.sub(r" at 0x[0-9a-fA-F]+", "", text)
+
+
+def content_hash(tensor: torch.Tensor) -> str | None:
+    """A digest of a tensor's values; None where they are all one number, which says nothing."""
+    flat = tensor.detach().reshape(-1)
+    if flat.numel() < 2 or bool((flat == flat[0]).all()):
+        return None
+    return hashlib.sha256(flat.contiguous().cpu().view(torch.uint8).numpy().tobytes()).hexdigest()[
+        :16
+    ]
 
 
 def agreed_shapes(

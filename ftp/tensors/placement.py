@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from ftp.errors import DonationError, PlacementError, join_failures
 from ftp.sharding.mesh import Mesh
@@ -120,6 +121,25 @@ def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch
     ref.key = key
     _known[key] = (ref, fact, call)
     return tensor
+
+
+def placed(
+    tensor: torch.Tensor, like: Any, mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]
+) -> torch.Tensor:
+    """A fresh ``tensor`` as the shard of a tensor of global ``shape``: its placement remembered, a
+    Parameter or a leaf that requires a gradient where ``like`` is one.
+    """
+    tensor = leaf_like(tensor, like) if isinstance(like, torch.Tensor) else tensor
+    return remember(tensor, placement(mesh, spec, shape))
+
+
+def leaf_like(tensor: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """A fresh tensor that requires a gradient where ``old`` does, and is a Parameter where it is
+    one.
+    """
+    if isinstance(old, nn.Parameter):
+        return nn.Parameter(tensor, old.requires_grad)
+    return tensor.requires_grad_() if old.requires_grad else tensor
 
 
 def known_of(tensor: torch.Tensor) -> Fact | None:

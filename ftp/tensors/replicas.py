@@ -1,5 +1,5 @@
-"""Copies that ranks should share, compared: digests of tensors by a few small reductions; who
-differs is asked only if one does.
+"""``check_replicas``: digests of replicated tensors, compared by a few small all-reduces. Ranks that
+differ are looked for only if any do.
 """
 
 import json
@@ -13,10 +13,9 @@ from torch import Tensor
 
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import ReplicaError, join_failures
-from ftp.sharding.dtensor_placements import specs_of_any
 from ftp.sharding.mesh import AnyMesh, Mesh, mesh_device, resolve
-from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec
+from ftp.tensors.sharded_tree import flatten_with_specs
 
 _CHUNK = 1 << 16  # elements, so that a chunk's integers stay in a core's cache
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -25,44 +24,35 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 def check_replicas(
     tree: Any, mesh: AnyMesh | None = None, specs: Any = None, *, step: int | None = None
 ) -> None:
-    """Raises on every rank where ranks hold different copies of what they should share: replicated
-    values that drifted apart.
+    """Raise on every rank where replicas differ: values that several ranks should hold alike, and
+    that have drifted apart.
 
-    A digest of every shard is compared along the axes that do not cut the tensor. It reads each
-    shard once and sends 16 bytes a tensor along each axis. All ranks of the mesh call it together;
-    without processes there is nothing to compare.
+    Ranks compare a 64-bit digest of each shard along the axes that do not cut the tensor. Each
+    shard is read once, and 16 bytes a tensor are sent along each axis. All ranks of the mesh call
+    it together; without processes there is nothing to compare.
 
     Args:
-        tree: what this rank holds; leaves that are no tensors are passed over.
+        tree: this rank's shards; leaves that are no tensors are ignored.
+        mesh: default that of ``ftp.use_mesh``.
         specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
         step: the number of the step, for the message.
 
     Raises:
-        ReplicaError: naming each path, the ranks that differ from most of those which share it, and
-            the step.
+        ReplicaError: with each leaf, the ranks whose copy differs from that of most, and the step.
+        SpecError: specs that do not fit the tree.
 
     >>> import ftp
     >>> check_replicas({"w": torch.ones(4)}, ftp.simulated_mesh((2,), ("dp",)), step=100)
     """
     m = resolve(mesh)
-    leaves = flatten(tree)[0]
-    leaf_specs = broadcast_specs(
-        specs_of_any(PartitionSpec() if specs is None else specs, tree, m), tree, "tree"
-    )
+    given = flatten_with_specs(tree, m, specs)
     if m.kind != "process" or m.size() == 1:
         return
     record = calls(m)
-    with record.running(
-        f"check_replicas of {len(leaves)} leaves of specs {', '.join(map(str, leaf_specs))}"
-    ):
-        compare_copies(
-            leaves,
-            leaf_specs,
-            leaf_names(tree, "tree"),
-            m,
-            record,
-            "" if step is None else f" at step {step}",
-        )
+    listed = ", ".join(map(str, given.specs))
+    with record.running(f"check_replicas of {len(given.leaves)} leaves of specs {listed}"):
+        when = "" if step is None else f" at step {step}"
+        compare_copies(given.values, given.specs, given.names, m, record, when)
 
 
 def compare_copies(

@@ -1,6 +1,4 @@
-"""Live trees from one mesh to another: the ranks of both agree on what moves, then send each
-other the boxes that differ.
-"""
+"""``reshard`` between meshes: the ranks of both agree on what is sent, then exchange boxes."""
 
 import hashlib
 import json
@@ -10,73 +8,60 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.errors import InputError, MeshError, MismatchError, SpecError, join_failures
-from ftp.sharding.dtensor_placements import specs_of_any
+from ftp.distributed.shared_errors import all_gather_object
+from ftp.errors import InputError, MeshError, MismatchError
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.pytree import broadcast_specs, dotted, flatten, kind_of, leaf_names, leaf_paths
-from ftp.sharding.spec import PartitionSpec, check_spec
-from ftp.tensors.boxes import Shape
-from ftp.tensors.device_put import leaf_like, mesh_device
-from ftp.tensors.global_tree import Shards, agreed, digest, shards_of, share
-from ftp.tensors.placement import placement, remember
+from ftp.tensors.placement import placed
+from ftp.tensors.sharded_tree import ShardedTree, check_fit, sharded_tree, with_agreed_shapes
 from ftp.tensors.transfer import ALIGNMENT, Moving, move
 
 
 def relocate(
     tree: Any, old: Mesh, new: Mesh, before: Any, after: Any, max_bytes: int | None
 ) -> Any:
-    """``ftp.reshard`` between meshes, or with a bound."""
+    """``ftp.reshard`` between meshes, or with a bound on memory."""
     both = _both(old, new)
     is_here = old.kind != "process" or old.coordinate is not None
     try:
         _check_bytes(max_bytes)
-        shards = shards_of(tree, old, before) if is_here else _awaited(tree, before, old)
-        targets = _targets(tree, after, shards, new)
-        if meta := [
-            n
-            for n, x in zip(shards.names, shards.leaves, strict=True)
-            if is_here and isinstance(x, Tensor) and x.is_meta
-        ]:
-            raise InputError(
-                f"{', '.join(meta[:8])}: on the meta device there are no values to move."
-            )
-        told: Any = digest(shards) if is_here else None
+        sources = sharded_tree(tree, old, before, holds="shards" if is_here else "shapes")
+        targets = sources.with_specs(new, after)
+        _check_values(sources, is_here)
+        told: Any = sources.digest() if is_here else None
     except Exception as e:
-        shards, targets, told = None, [], e
-    digests = share(both, "reshard", told, None)
-    assert shards is not None
+        sources, targets, told = None, None, e
+    digests = all_gather_object(both, "reshard", told, None)
+    assert sources is not None and targets is not None
     try:
         if is_here:
-            shards = agreed(shards, old, "reshard", [d for d in digests if d is not None], None)
-        _check_fit(shards, targets, new)
-        facts: Any = _facts(shards, targets)
+            known = [d for d in digests if d is not None]
+            sources = with_agreed_shapes(sources, "reshard", known, None)
+            targets = targets.with_shapes(leaf.shape for leaf in sources.leaves)
+            check_fit(targets)
+        facts: Any = _facts(sources, targets)
     except Exception as e:
         facts = e
-    _check_equal(facts, shards.names, both, max_bytes)
-    at = [i for i, shape in enumerate(shards.shapes) if shape is not None]
-    moving = [
-        Moving(_shape(shards, i), shards.leaves[i].dtype, shards.specs[i], targets[i]) for i in at
-    ]
-    given = [shards.leaves[i].detach() if is_here else None for i in at]
-    moved = move(
-        moving,
-        given,
-        old,
-        new,
-        tuple(sorted(both.ranks)) or (0,),
-        both.rank,
-        mesh_device(new),
-        max_bytes,
-    )
-    out = list(shards.leaves)
-    for i, m, tensor in zip(at, moving, moved, strict=True):
-        leaf = out[i]
-        if tensor is None:
-            out[i] = torch.empty(m.shape, dtype=m.dtype, device="meta")
-            continue
-        tensor = leaf_like(tensor, leaf) if isinstance(leaf, Tensor) else tensor
-        out[i] = remember(tensor, placement(new, m.new, m.shape))
-    return shards.treedef.unflatten(out)
+    _check_equal(facts, sources.names, both, max_bytes)
+    return targets.unflatten(_sent(sources, targets, is_here, max_bytes))
+
+
+def _sent(
+    sources: ShardedTree, targets: ShardedTree, is_here: bool, max_bytes: int | None
+) -> list[Any]:
+    """The leaves on the new mesh, once all ranks agree on what they send."""
+    pairs = zip(sources.leaves, targets.leaves, strict=True)
+    tensors = [(i, a, b) for i, (a, b) in enumerate(pairs) if a.shape is not None]
+    moving = [Moving(a.known_shape, a.value.dtype, a.spec, b.spec) for _, a, b in tensors]
+    shards = [a.value.detach() if is_here else None for _, a, _ in tensors]
+    out = sources.values
+    moved = move(moving, shards, sources.mesh, targets.mesh, max_bytes)
+    for (i, leaf, target), shard in zip(tensors, moved, strict=True):
+        shape = leaf.known_shape
+        if shard is None:
+            out[i] = torch.empty(shape, dtype=leaf.value.dtype, device="meta")
+        else:
+            out[i] = placed(shard, leaf.value, targets.mesh, target.spec, shape)
+    return out
 
 
 def _both(old: Mesh, new: Mesh) -> Mesh:
@@ -107,53 +92,23 @@ def _both(old: Mesh, new: Mesh) -> Mesh:
     )
 
 
-def _awaited(tree: Any, specs: Any, mesh: Mesh) -> Shards:
-    """What a rank outside the old mesh says of the tree that comes: leaves with the global shape
-    and dtype.
-    """
-    leaves, treedef = flatten(tree)
-    names = leaf_names(tree, "tree")
-    given = broadcast_specs(
-        specs_of_any(PartitionSpec() if specs is None else specs, tree, mesh), tree, "tree"
-    )
-    shapes = [
-        tuple(x.shape) if hasattr(x, "shape") and hasattr(x, "dtype") else None for x in leaves
+def _check_values(tree: ShardedTree, is_here: bool) -> None:
+    meta = [
+        leaf.name
+        for leaf in tree.leaves
+        if is_here and isinstance(leaf.value, Tensor) and leaf.value.is_meta
     ]
-    return Shards(treedef, leaves, names, [dotted(p) for p in leaf_paths(tree)], given, shapes)
+    if meta:
+        raise InputError(f"{', '.join(meta[:8])}: on the meta device there are no values to move.")
 
 
-def _targets(tree: Any, specs: Any, shards: Shards, mesh: Mesh) -> list[PartitionSpec]:
-    given = broadcast_specs(
-        specs_of_any(PartitionSpec() if specs is None else specs, tree, mesh), tree, "tree"
-    )
-    misfits = [
-        f"{name} has spec {spec}, but is {kind_of(x)}; only a tensor can be cut. Give P()."
-        for name, x, spec in zip(shards.names, shards.leaves, given, strict=True)
-        if spec and not hasattr(x, "shape")
-    ]
-    for name, spec in zip(shards.names, given, strict=True):
-        misfits += check_spec(spec, None, mesh.axes, name)
-    if misfits:
-        raise SpecError(join_failures(misfits))
-    return given
-
-
-def _check_fit(shards: Shards, targets: Sequence[PartitionSpec], mesh: Mesh) -> None:
-    misfits = []
-    for name, spec, shape in zip(shards.names, targets, shards.shapes, strict=True):
-        misfits += [] if shape is None else check_spec(spec, shape, mesh.axes, name)
-    if misfits:
-        raise SpecError(join_failures(misfits))
-
-
-def _facts(shards: Shards, targets: Sequence[PartitionSpec]) -> list[str]:
+def _facts(sources: ShardedTree, targets: ShardedTree) -> list[str]:
+    """What must be equal on all ranks, for each leaf."""
     return [
-        f"{x!r}"
-        if shape is None
-        else f"{str(x.dtype).removeprefix('torch.')} of shape {tuple(shape)}, from {old} to {new}"
-        for x, shape, old, new in zip(
-            shards.leaves, shards.shapes, shards.specs, targets, strict=True
-        )
+        f"{leaf.value!r}"
+        if leaf.shape is None
+        else f"{leaf.dtype} of shape {leaf.shape}, from {leaf.spec} to {target.spec}"
+        for leaf, target in zip(sources.leaves, targets.leaves, strict=True)
     ]
 
 
@@ -167,10 +122,12 @@ def _check_equal(
         if is_error
         else hashlib.sha256(json.dumps([names, facts, max_bytes]).encode()).hexdigest()
     )
-    digests = share(both, "reshard/facts", told, None)
+    digests = all_gather_object(both, "reshard/facts", told, None)
     if is_error or len(set(digests)) == 1:
         return
-    everyone = share(both, "reshard/all", [[*names, "max_bytes"], [*facts, str(max_bytes)]], None)
+    everyone = all_gather_object(
+        both, "reshard/all", [[*names, "max_bytes"], [*facts, str(max_bytes)]], None
+    )
     for rank, other in zip(both.ranks, everyone, strict=True):
         for i, (a, b) in enumerate(
             zip(zip(*everyone[0], strict=True), zip(*other, strict=True), strict=False)
@@ -190,9 +147,3 @@ def _check_bytes(max_bytes: Any) -> None:
         not isinstance(max_bytes, int) or isinstance(max_bytes, bool) or max_bytes < ALIGNMENT
     ):
         raise InputError(f"max_bytes={max_bytes!r}: give an int of at least {ALIGNMENT}, or None.")
-
-
-def _shape(shards: Shards, i: int) -> Shape:
-    shape = shards.shapes[i]
-    assert shape is not None
-    return shape

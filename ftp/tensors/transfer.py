@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.tensors.boxes import Box, Part, Shape, parts_on
 
@@ -130,21 +130,21 @@ def move(
     shards: Sequence[Tensor | None],
     old: Mesh,
     new: Mesh,
-    world: tuple[int, ...],
-    rank: int,
-    device: torch.device,
     max_bytes: int | None,
     to: torch.device | None = None,
 ) -> list[Tensor | None]:
-    """The shards that this rank holds on the new mesh; None on a rank outside it. All ranks of
-    ``world`` call it, with equal ``moving``.
+    """This rank's shards on the new mesh; None on a rank outside it. All ranks of either mesh call
+    it, with equal ``moving``.
 
     Args:
-        shards: this rank's on the old mesh.
-        world: the ranks of either mesh, ascending.
-        device: where messages are; ``to`` where the new shards are, if elsewhere.
-        max_bytes: the most that messages hold at a time, sent and received; at least 16.
+        shards: this rank's shards on the old mesh.
+        max_bytes: the most that this rank's messages take at a time, sent and received; at least
+            16.
+        to: the device of the new shards, if not that of the mesh.
     """
+    rank = old.rank if old.kind == "process" else new.rank
+    world = tuple(sorted({*old.ranks, *new.ranks})) or (0,)
+    device = mesh_device(new)
     here, there = position(old, rank), position(new, rank)
     arrived: list[Tensor | None] = [None] * len(moving)
     pieces = []

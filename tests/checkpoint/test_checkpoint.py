@@ -266,13 +266,13 @@ def test_a_save_that_failed_unasked_is_told_once_by_the_next_call(tmp_path, monk
         "destroy_process_group": ftp.destroy_process_group,
     }
     with monkeypatch.context() as patch:
-        patch.setattr("ftp.checkpoint.save.write_file", full)
+        patch.setattr("ftp.checkpoint.write_shards.write_file", full)
         asked = ftp.save(tmp_path, tree, MESH, wait=False)
         with pytest.raises(ftp.errors.CheckpointError, match="the disk is full"):
             asked.result()
     calls[call]()
     with monkeypatch.context() as patch:
-        patch.setattr("ftp.checkpoint.save.write_file", full)
+        patch.setattr("ftp.checkpoint.write_shards.write_file", full)
         saving = ftp.save(tmp_path, tree, MESH, wait=False)
         while not saving.done():
             time.sleep(0.001)
@@ -283,10 +283,9 @@ def test_a_save_that_failed_unasked_is_told_once_by_the_next_call(tmp_path, monk
 
 def test_a_save_that_failed_unasked_is_told_at_the_end_of_the_program(tmp_path):
     program = """
-import sys, torch, ftp
-import ftp.checkpoint.save
+import sys, torch, ftp, ftp.checkpoint.write_shards
 def full(*args): raise ftp.errors.CheckpointError("the disk is full")
-ftp.checkpoint.save.write_file = full
+ftp.checkpoint.write_shards.write_file = full
 print("it ends")
 ftp.save(sys.argv[1], {"w": torch.ones(2)}, ftp.simulated_mesh((2,), ("tp",)), wait=False)
 """

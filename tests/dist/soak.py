@@ -236,7 +236,7 @@ def hold_store(port: int) -> int:
 
 def fail_when_full(flag: Path) -> None:
     """Without a disk that can be filled, the writing of files fails while the flag is there."""
-    from ftp.checkpoint import save as checkpoint
+    from ftp.checkpoint import write_shards as checkpoint
 
     write = checkpoint.write_file
 

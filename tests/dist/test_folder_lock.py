@@ -16,7 +16,7 @@ import torch
 from launch import launch
 
 import ftp
-from ftp.checkpoint import folder_lock
+from ftp.checkpoint import draft, folder_lock
 from ftp.checkpoint.folder_lock import hold, release
 
 pytestmark = pytest.mark.dist
@@ -253,8 +253,8 @@ def _two_jobs(folder, is_locked):
 
     def job(which):
         if not is_locked:
-            ftp.checkpoint.save.hold = lambda *args, **options: True
-            ftp.checkpoint.save.check_held = lambda folder: None
+            draft.hold = lambda *args, **options: True
+            draft.check_held = lambda folder: None
         done = []
         while time.monotonic() < end:
             state = {name: torch.full((256, 16), float(len(done))) for name in like}

@@ -19,8 +19,9 @@ from launch import launch
 
 import ftp
 from ftp import P
-from ftp.distributed.agreement import _interrupt, calls
-from ftp.checkpoint.save import _Job
+from ftp.distributed.agreement import calls
+from ftp.distributed.interrupt import interrupt
+from ftp.checkpoint.write_shards import Writing
 from ftp.partitioning.collectives import gather_of
 from ftp.sharding.mesh import resolve, set_timeout
 from ftp.distributed.unfinished import Unfinished
@@ -172,14 +173,14 @@ def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(tmp_path: Path,
     left.
     """
     mesh = ftp.simulated_mesh((2,), ("tp",))
-    gathered = _Job.gathered
+    gathered = Writing.gather
 
-    def fails(job: _Job, *, copy: bool) -> Any:
+    def fails(job: Writing, *, copy: bool) -> Any:
         found = gathered(job, copy=copy)
         monkeypatch.setattr(calls(resolve(mesh)), "failure", ftp.errors.CollectiveError("rank 1 is gone"))
         return found
 
-    monkeypatch.setattr(_Job, "gathered", fails)
+    monkeypatch.setattr(Writing, "gather", fails)
     with pytest.raises(ftp.errors.FtpError, match="rank 1 is gone"):
         ftp.save(tmp_path, ftp.device_put({"w": torch.ones(4)}, mesh, P("tp")), mesh, P("tp"))
     assert not ftp.checkpoints(tmp_path)
@@ -190,9 +191,9 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
     blocked, aborted = threading.Event(), threading.Event()
     backends = [SimpleNamespace(abort=lambda: blocked.wait(20)), SimpleNamespace(abort=aborted.set)]
     groups = [SimpleNamespace(_get_backend=lambda device, b=b: b, _device_types=["cuda"]) for b in backends]
-    monkeypatch.setattr("ftp.distributed.agreement.process_groups", lambda mesh: groups)
+    monkeypatch.setattr("ftp.distributed.interrupt.process_groups", lambda mesh: groups)
     began = time.monotonic()
-    _interrupt(SimpleNamespace(torch=True))  # type: ignore[arg-type]
+    interrupt(SimpleNamespace(torch=True))  # type: ignore[arg-type]
     assert aborted.wait(5) and time.monotonic() - began < 10
     blocked.set()
 

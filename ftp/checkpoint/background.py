@@ -1,0 +1,140 @@
+"""Saves that go on while training does: one after another in a thread, and who is told of a
+failure.
+
+The caller of ``Saving.result`` is told. A failure nobody has asked for is raised by the next save
+or load, or where the process group ends, or printed at the end of the program.
+"""
+
+import atexit
+import logging
+import os
+import sys
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+from ftp.checkpoint.folder_lock import release
+from ftp.errors import CheckpointError
+from ftp.sharding.process_group import endings
+
+
+class Saving:
+    """A save that goes on, or has ended; ``ftp.save`` returns it.
+
+    >>> import tempfile, torch, ftp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = ftp.save(folder, torch.ones(4), ftp.simulated_mesh(2, "tp"), wait=False)
+    ...     saving.result().name, saving.done()
+    ('00000000', True)
+    """
+
+    def __init__(self, future: "Future[Path]"):
+        self._future = future
+        self._is_told = False
+
+    def result(self, timeout: float | None = None) -> Path:
+        """The folder of the checkpoint, once it is complete and on the disk.
+
+        Args:
+            timeout: seconds to wait; default no limit.
+
+        Raises:
+            CheckpointError: the save failed, on any rank; earlier checkpoints are unchanged.
+            TimeoutError: the save goes on after ``timeout``.
+        """
+        self._future.exception(timeout)  # a timeout is no failure of the save
+        self._is_told = True
+        return self._future.result()
+
+    def done(self) -> bool:
+        """Whether the save has ended, successfully or not."""
+        return self._future.done()
+
+    def _untold(self) -> BaseException | None:
+        """The failure, if nobody has been told of it."""
+        return self._future.exception() if self._future.done() and not self._is_told else None
+
+
+_unasked: list[Saving] = []
+
+
+def start(run: Callable[[], Path], *, wait: bool) -> Saving:
+    """Runs a save in the thread; with ``wait`` to its end."""
+    saving = Saving(_thread().submit(run))
+    if wait:
+        saving.result()
+    else:
+        _unasked.append(saving)
+    return saving
+
+
+@cache
+def _thread() -> ThreadPoolExecutor:
+    """Runs saves in the order in which they were asked for; the interpreter waits for it."""
+    return ThreadPoolExecutor(1, "ftp-save")
+
+
+def earlier_failure() -> str | None:
+    """The failure of a save that has ended and that nobody asked for; `raise_earlier` raises it on
+    all ranks.
+    """
+    _unasked[:] = [s for s in _unasked if s._untold() is not None or not s.done()]
+    return next((str(e) for s in _unasked if (e := s._untold()) is not None), None)
+
+
+def raise_earlier(told: Sequence[str | None]) -> None:
+    """Raises if any rank has such a failure.
+
+    Args:
+        told: `earlier_failure` of each rank.
+    """
+    if (known := next(filter(None, told), None)) is not None:
+        failures = _settle()
+        raise CheckpointError(f"{_FAILED}: {failures[0] if failures else known}") from (
+            failures[0] if failures else None
+        )
+
+
+_FAILED = "An earlier save, of which nobody has asked the result, failed"
+
+
+def _settle() -> list[BaseException]:
+    """Waits for all saves; the failures that nobody was told of, which count as told now."""
+    waited = [(saving, saving._future.exception()) for saving in _unasked]
+    failures = [e for saving, e in waited if e is not None and not saving._is_told]
+    for saving in _unasked:
+        saving._is_told = True
+    _unasked.clear()
+    return failures
+
+
+def _end() -> None:
+    """Before the process group ends: finish saves, release folders, raise failures."""
+    failures = _settle()
+    release()
+    if failures:
+        raise CheckpointError(f"{_FAILED}: {failures[0]}") from failures[0]
+
+
+def _exit() -> None:
+    try:
+        _end()
+    except CheckpointError as e:
+        print(f"ftp: the program ends with status 1. {type(e).__name__}: {e}", file=sys.stderr)
+        # What is registered for the end can change the status in no other way.
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+def _forget() -> None:
+    """In a forked process: neither the thread nor its saves are there."""
+    _unasked.clear()
+    _thread.cache_clear()
+
+
+endings.append(_end)
+atexit.register(_exit)
+os.register_at_fork(after_in_child=_forget)

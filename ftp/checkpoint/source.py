@@ -1,0 +1,86 @@
+"""What a load reads from: tensors in the files of a folder, and whether the files are whole."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ftp.checkpoint.manifest import SavedFile, SavedTensor, check_header
+from ftp.checkpoint.safetensors_io import Header, file_hash, read_header
+from ftp.errors import DamagedError, join_failures
+from ftp.sharding.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Source:
+    """Tensors in files of a folder, and values that are no tensors.
+
+    Attributes:
+        files: the headers of the files, as far as they are known.
+        hashes: the SHA-256 of whole files, as far as they are known.
+    """
+
+    folder: Path
+    tensors: dict[str, SavedTensor]
+    values: dict[str, Any] = field(default_factory=dict)
+    files: dict[str, SavedFile] = field(default_factory=dict)
+    hashes: dict[str, str] = field(default_factory=dict)
+
+
+def verify_hashes(
+    saved: Sequence[SavedTensor], names: Sequence[str], source: Source, mesh: Mesh
+) -> None:
+    """Compares the hashes of ``saved``, called ``names`` in the files, and the headers of the
+    files; ranks divide the work.
+
+    Raises:
+        DamagedError: every file that was altered.
+    """
+    me, n = (
+        (mesh.ranks.index(mesh.rank), mesh.size())
+        if mesh.kind == "process" and dist.get_backend() != "fake"
+        else (0, 1)
+    )
+    chunks = [
+        (name, chunk) for name, tensor in zip(names, saved, strict=True) for chunk in tensor.chunks
+    ]
+    headers: dict[str, Header] = {}
+    failures = []
+    for name, chunk in _share_of(chunks, lambda c: c[1].box.numel, me, n):
+        path = source.folder / chunk.file
+        if chunk.file not in headers:
+            headers[chunk.file] = header = read_header(path)
+            due = source.files.get(chunk.file)
+            if due is not None:
+                check_header(header, due, path)
+        header = headers[chunk.file]
+        if name not in header.tensors:
+            failures.append(f"{path} holds no tensor {name!r}, which should be there.")
+        elif chunk.sha256:
+            at = header.tensors[name]
+            if file_hash(path, header.size + at.begin, header.size + at.end) != chunk.sha256:
+                failures.append(
+                    f"{path} was altered: tensor {name!r} does not have the sha256 that the"
+                    " manifest states."
+                )
+    whole = {chunk.file for _, chunk in chunks} & set(source.hashes)
+    for name in _share_of(sorted(whole), lambda name: (source.folder / name).stat().st_size, me, n):
+        path = source.folder / name
+        if file_hash(path, 0, path.stat().st_size) != source.hashes[name]:
+            failures.append(
+                f"{path} was altered: it does not have the sha256 that is stated for it."
+            )
+    if failures:
+        raise DamagedError(join_failures(failures))
+
+
+def _share_of(items: Sequence[Any], size: Callable[[Any], int], me: int, n: int) -> Iterator[Any]:
+    """Rank ``me`` of ``n``'s items: consecutive ones, of about an ``n``-th of all sizes."""
+    sizes = [max(1, size(item)) for item in items]
+    before = 0
+    for item, s in zip(items, sizes, strict=True):
+        if before * n // sum(sizes) == me:
+            yield item
+        before += s

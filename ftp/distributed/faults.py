@@ -1,0 +1,162 @@
+"""What has failed on a mesh, and which rank is missing: found out by the ranks that are left."""
+
+import contextlib
+import socket
+import sys
+from collections.abc import Callable, Sequence
+
+import torch.distributed as dist
+
+from ftp.distributed.channel import Channel
+from ftp.distributed.interrupt import interrupt
+from ftp.distributed.roll_call import RollCall
+from ftp.distributed.store import Store, holder
+from ftp.distributed.waiting import RESTART, shortened, wait_until
+from ftp.errors import CollectiveError, FtpError
+
+_SILENT = "does not answer: killed, stopped, or cut off"
+
+
+class Faults:
+    """One rank's knowledge of what has failed on a mesh.
+
+    Args:
+        where: in which call this rank is, for the others to read.
+
+    Attributes:
+        failure: why the mesh takes no more calls, if so.
+        missing: which rank is known to have ended, if one is.
+    """
+
+    def __init__(self, channel: Channel, where: Callable[[], str]):
+        self.failure: FtpError | None = None
+        self.missing = ""
+        self._channel, self._where = channel, where
+        self._has_signed = self._has_learned = False
+
+    def give_up(self, why: str, kind: type[FtpError] = CollectiveError) -> None:
+        """Takes no more calls, and tells the other ranks."""
+        self.failure = kind(why)
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            store = self._channel.store(self._channel.answer_time)
+            roll = self._roll(store)
+            self._learn(roll, roll.settle(why, is_missing=False))
+            self._channel.notify(store)
+            roll.linger(self._channel.mesh.size())
+
+    def call_roll(self, store: Store, call: int, waited: str) -> None:
+        """Asks all ranks whether they are there; the first to know who is missing publishes it.
+
+        Args:
+            call: the number of the call that failed here.
+            waited: for how long this rank waited in it, for the message.
+        """
+        seconds = self._channel.answer_time
+        roll = self._roll(store)
+        self._sign(roll)
+        if is_first := roll.call():
+            self._channel.notify(store)
+        verdict = roll.verdict(call, waited, seconds - 0.2 if is_first else seconds + 1.0)
+        self._learn(roll, verdict)
+        if is_first:
+            self._channel.notify(store)
+        roll.linger()
+
+    def answer(self, store: Store, program: str | None) -> None:
+        """Answers peers that ask where this rank is; interrupts its collectives where a rank is
+        known to be missing.
+        """
+        asked = self._channel.key(f"asked/{self._channel.mesh.rank}")
+        if store.check(f"{asked}/answers"):
+            of = f", of program {shortened(program, 80)}" if program else ""
+            store.set(asked, self._where() + of)
+            store.add(f"{asked}/answers", 1)
+        roll = self._roll(store)
+        if roll.is_settled():
+            if self.failure is None or not self.missing:
+                is_new = self.failure is None
+                self._learn(roll, roll.learn())
+                if is_new:
+                    interrupt(self._channel.mesh)
+        elif roll.is_called():
+            self._sign(roll)
+
+    def ask(self, ranks: Sequence[int]) -> str:
+        """What the watchers of ranks that did not come say of them: a line for each rank."""
+        if not ranks:
+            return ""
+        channel = self._channel
+        with channel.asking(channel.answer_time) as store:
+            keys = {rank: channel.key(f"asked/{rank}") for rank in ranks}
+            before = {rank: store.add(f"{key}/answers", 0) for rank, key in keys.items()}
+
+            def answered(rank: int) -> bool:
+                return store.add(f"{keys[rank]}/answers", 0) > before[rank]
+
+            channel.notify(store, ranks)
+            seconds = channel.answer_time - 0.5
+            wait_until(seconds, lambda: all(map(answered, ranks)), channel.mesh.size())
+            said = {
+                rank: store.get(key) if answered(rank) else _SILENT for rank, key in keys.items()
+            }
+        return "".join(f"\n  Rank {rank} {text}." for rank, text in list(said.items())[:8])
+
+    def process_ended(self, rank: int, pid: int) -> None:
+        """A process of this host has ended: unless it has told all ranks itself, this one does."""
+        if self.failure is not None:
+            return
+        why = (
+            f"Rank {rank} has been killed, or has ended without a word: its process, {pid} on"
+            f" {socket.gethostname()}, is gone.{RESTART}"
+        )
+        try:
+            store = self._channel.store(1.0)
+            roll = self._roll(store)
+            if roll.has_signed(rank):
+                return
+            self._learn(roll, roll.settle(why, is_missing=True))
+            self._channel.notify(store)
+        except RuntimeError:  # it held the store, so nobody else can be told
+            self._learn(None, (why, True))
+        interrupt(self._channel.mesh)
+
+    def leave(self, call: int) -> None:
+        """Tells the others that this process ends after call number ``call``, and why if known."""
+        error = getattr(sys, "last_value", None)
+        why = "" if error is None else f" with {shortened(f'{type(error).__name__}: {error}', 300)}"
+        channel = self._channel
+        with contextlib.suppress(RuntimeError):  # the store may be gone with the rank that held it
+            store = channel.store(1.0)
+            self._sign(self._roll(store), f"has ended after call {call}{why}")
+            # The store ends with the process that holds it: threads that wait at it end first.
+            is_holder = holder() == f"rank {channel.mesh.rank}"
+            if is_holder:
+                store.set(channel.key("closed"), "")
+            channel.notify(store, channel.mesh.ranks if is_holder else [channel.mesh.rank])
+
+    def _roll(self, store: Store) -> RollCall:
+        return RollCall(store, self._channel.prefix, self._channel.mesh)
+
+    def _sign(self, roll: RollCall, text: str = "") -> None:
+        if not self._has_signed:
+            self._has_signed = True
+            roll.sign(text or self._where())
+
+    def _learn(self, roll: RollCall | None, verdict: tuple[str, bool]) -> None:
+        why, is_missing = verdict
+        if is_missing:
+            self.missing = why
+        self.failure = self.failure or CollectiveError(why)
+        if roll is not None and not self._has_learned:
+            self._has_learned = True
+            roll.see()
+
+
+def is_of_collective(error: RuntimeError) -> bool:
+    """Whether a collective raised it, rather than an op on local tensors."""
+    # Gloo's messages name its source path, but for a connection that a timeout has closed.
+    return (
+        isinstance(error, dist.DistError)
+        or "gloo" in str(error).lower()
+        or "pair closure" in str(error)
+    )

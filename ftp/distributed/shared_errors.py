@@ -1,0 +1,71 @@
+"""Errors that every rank of a mesh raises, though one rank alone has found them."""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+from ftp.distributed.agreement import calls
+from ftp.distributed.waiting import LINGER
+from ftp.errors import CollectiveError, FtpError, MismatchError, join_failures
+from ftp.sharding.mesh import Mesh
+
+
+@contextlib.contextmanager
+def raise_on_all_ranks(mesh: Mesh) -> Iterator[None]:
+    """An exception inside fails the next call on the mesh: peers that wait to agree on it raise a
+    MismatchError with its text. Without processes nothing happens.
+    """
+    try:
+        yield
+    except Exception as e:
+        if mesh.kind == "process":
+            record = calls(mesh)
+            record.agree(record.next(), e)
+        raise
+
+
+def all_gather_object(
+    mesh: Mesh, key: str, value: Any, timeout: float | None, failed: type[FtpError] = MismatchError
+) -> list[Any]:
+    """Every rank's ``value``, sent as JSON through the store, in the order of the mesh's ranks.
+
+    All ranks call it with one ``key``. A rank whose work failed passes the exception as ``value``:
+    it is raised again there, and every other rank raises ``failed``, which names the rank.
+
+    Args:
+        timeout: seconds to wait for the other ranks; default that of the process group.
+    """
+    is_error = isinstance(value, BaseException)
+    text = json.dumps(
+        {"error": f"{type(value).__name__}: {value}"[:4000]} if is_error else {"value": value}
+    )
+    try:
+        everyone = [json.loads(t) for t in calls(mesh).exchange(key, text, timeout)]
+    except CollectiveError as e:
+        raise (value if is_error else failed(str(e))) from e
+    ranks = mesh.ranks or (0,)
+    errors = {
+        rank: given["error"]
+        for rank, given in zip(ranks, everyone, strict=False)
+        if "error" in given
+    }
+    if errors:
+        # This rank may hold the store: it stays until the others have read the errors.
+        with contextlib.suppress(MismatchError, CollectiveError):
+            calls(mesh).exchange(f"{key}/seen", "", LINGER)
+    if is_error:
+        raise value
+    if errors:
+        raise failed(
+            join_failures(
+                f"Rank {rank} failed, so no rank goes on. Its error:\n  {e}"
+                for rank, e in list(errors.items())[:8]
+            )
+        )
+    return [given["value"] for given in everyone]
+
+
+def timeout_of(mesh: Mesh, timeout: float | None) -> float:
+    """Seconds to wait for other ranks: ``timeout``, or the process group's for a first call."""
+    return calls(mesh).timeouts.start if timeout is None else timeout
