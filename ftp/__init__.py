@@ -8,6 +8,12 @@ Public names are loaded at their first use, so that ``import ftp`` costs next to
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from ftp import torch_support
+
+torch_support.check(torch)
+
 if TYPE_CHECKING:
     from ftp import axis, errors, optim, plans, random, testing
     from ftp.api.certify import certify
@@ -160,13 +166,18 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"ftp.{name}")
+        return _loaded(f"ftp.{name}", name)
     if name not in _HOME_OF:
         raise AttributeError(f"module 'ftp' has no attribute {name!r}")
-    found = globals()[name] = getattr(import_module(_HOME_OF[name]), name)
-    if name == "local":  # its kernel for whole tensors runs a step
-        import_module("ftp.api.reshard")
+    found = globals()[name] = getattr(_loaded(_HOME_OF[name], name), name)
     return found
+
+
+def _loaded(module: str, public: str) -> Any:
+    try:
+        return import_module(module)
+    except (ImportError, AttributeError) as error:  # hasattr would hide an AttributeError
+        raise torch_support.explain(torch, public, error) from error
 
 
 def __dir__() -> list[str]:

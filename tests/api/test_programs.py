@@ -13,7 +13,6 @@ import ftp
 QUICK = settings(
     max_examples=400,
     derandomize=True,
-    deadline=None,
     database=None,
     print_blob=False,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],

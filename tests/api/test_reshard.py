@@ -68,7 +68,7 @@ def tensor(shape, dtype=torch.float64):
     return values.abs().to(dtype) if dtype is torch.uint8 else values.to(dtype)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(cases(), st.sampled_from(DTYPES))
 def test_resharding_keeps_the_values(case, dtype):
     mesh, shape, old, new = case
@@ -80,7 +80,7 @@ def test_resharding_keeps_the_values(case, dtype):
     assert torch.equal(ftp.device_get(placed, mesh, old), x)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(cases())
 def test_a_program_that_only_moves_is_the_identity(case):
     mesh, shape, old, new = case
@@ -88,7 +88,7 @@ def test_a_program_that_only_moves_is_the_identity(case):
     assert torch.equal(ftp.spmd(lambda x: x.clone(), mesh, old, new)(x), x)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(cases())
 def test_the_transpose_of_a_move_is_the_identity(case):
     mesh, shape, old, new = case
@@ -101,7 +101,7 @@ def test_the_transpose_of_a_move_is_the_identity(case):
     assert torch.equal(grads["x"], weight)
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=60, derandomize=True)
 @given(cases(), meshes(), st.data(), st.sampled_from(DTYPES), st.sampled_from([None, 16, 1000]))
 def test_another_mesh(case, new_mesh, data, dtype, max_bytes):
     mesh, shape, old, _ = case

@@ -109,7 +109,7 @@ def shard(full, spec, mesh):
     ).clone()
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=80, derandomize=True)
 @given(cases(), st.sampled_from([*STORED, *BYTES]), st.booleans())
 def test_any_mesh_and_specs_to_any_other(tmp_path_factory, case, dtype, wait):
     shape, old, before, new, after = case
@@ -138,7 +138,7 @@ def test_any_mesh_and_specs_to_any_other(tmp_path_factory, case, dtype, wait):
     shutil.rmtree(folder)
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=150, derandomize=True)
 @given(
     cases(),
     st.sampled_from([torch.float32, torch.uint8, torch.complex128]),

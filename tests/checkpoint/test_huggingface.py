@@ -217,7 +217,7 @@ def test_parts_that_are_not_those_of_one_tensor(tmp_path, chunks, text, verify):
     assert text in wrong(tmp_path, {"w": torch.empty(12, device="meta")}, verify=verify)
 
 
-@settings(max_examples=200, deadline=None, derandomize=True)
+@settings(max_examples=200, derandomize=True)
 @given(st.data())
 def test_a_tensor_is_whole_where_every_element_is_there_once(data):
     shape = tuple(data.draw(st.lists(st.integers(0, 4), max_size=3)))

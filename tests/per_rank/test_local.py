@@ -773,7 +773,7 @@ def part_of(x, spec, dp, tp):
     return tuple(found)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.data())
 def test_random_bodies_under_random_specs(data):
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))

@@ -146,7 +146,7 @@ def test_is_brute_force(network: Network, max_table: int) -> None:
     assert not solution.optimal or solution.cost == pytest.approx(expected, abs=1e-9)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     st.integers(0, 10_000),
     st.integers(8, 30),
@@ -184,7 +184,6 @@ def test_min_marginals(network: Network) -> None:
             )
 
 
-@settings(deadline=None)
 @given(
     st.integers(0, 10_000),
     st.integers(3, 6),

@@ -198,7 +198,7 @@ def test_plan_costs_what_the_integer_program_costs(monkeypatch, cfg, cut, axes, 
     assert check_optimal(monkeypatch, lambda: step.lower(params, batch)) == len(axes)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_specs_cost_what_the_integer_program_costs(monkeypatch, data):
     cfg = models.MLPConfig(layers=1)

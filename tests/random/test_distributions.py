@@ -88,7 +88,7 @@ keys = st.tuples(*[st.integers(-(1 << 63), (1 << 63) - 1)] * 2).map(torch.tensor
 steps = st.integers(0, 70) | st.sampled_from([1 << 30, (1 << 33) + 2])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     keys,
     st.lists(st.tuples(st.integers(0, 9), steps), max_size=3),
@@ -243,7 +243,7 @@ def cases(draw):
     return shape, sizes, draw(cuts(MESHES[shape].axis_names, len(sizes)))
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(cases(), st.integers(0, 1 << 40))
 def test_every_draw_is_the_same_on_any_mesh(case, seed):
     mesh, sizes, spec = case
@@ -305,7 +305,7 @@ def test_a_mask_seen_through_views_and_units():
         assert all(c.cause.endswith("for the result") for c in step.lower(KEY, x).collectives)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     st.sampled_from([(2, 2), (3, 2), (2, 3)]),
     st.integers(1, 13),

@@ -143,7 +143,7 @@ def test_a_model_draws_the_same_on_any_mesh(name):
 axes = st.permutations(["dp", "tp", None])
 
 
-@settings(max_examples=4, deadline=None)
+@settings(max_examples=4)
 @given(
     st.sampled_from([(2, 2), (3, 2), (1, 4)]),
     axes,

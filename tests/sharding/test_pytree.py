@@ -8,7 +8,7 @@ from collections import OrderedDict, namedtuple
 import optree
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from ftp.errors import SpecError
@@ -248,7 +248,6 @@ trees = st.recursive(
 
 
 @given(trees)
-@settings(deadline=None)
 def test_a_full_tree_of_specs_is_its_own_broadcast(tree):
     specs = optree.tree_map(lambda n: P(*[None] * n, "tp"), tree)
     assert broadcast_specs(specs, tree, "x") == flatten(specs)[0]

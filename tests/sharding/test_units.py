@@ -64,7 +64,7 @@ def tensor(*shape, seed=0):
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@settings(max_examples=100, deadline=None, derandomize=True)
+@settings(max_examples=100, derandomize=True)
 @given(cases())
 def test_shards_make_up_the_tensor(case):
     mesh, shape, old, _ = case
@@ -77,7 +77,7 @@ def test_shards_make_up_the_tensor(case):
     assert torch.equal(whole, x)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=40, derandomize=True)
 @given(cases(), st.booleans())
 def test_moves_keep_the_values_and_so_do_their_transposes(case, back):
     mesh, shape, old, new = case
@@ -133,7 +133,7 @@ def check(loss, mesh, specs, params, *batch, batch_specs=P()):
     return step
 
 
-@settings(max_examples=10, deadline=None, derandomize=True)
+@settings(max_examples=10, derandomize=True)
 @given(
     kv_heads=st.integers(1, 4),
     group=st.integers(1, 3),

@@ -144,7 +144,6 @@ def drawn(op: OpOverload, count: int, seed: int = 0) -> list[Call]:
 
     @settings(
         max_examples=count,
-        deadline=None,
         database=None,
         phases=[Phase.generate],
         suppress_health_check=[

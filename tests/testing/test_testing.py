@@ -26,7 +26,7 @@ from ftp.testing import (
 
 aten = torch.ops.aten
 ROOT = Path(__file__).resolve().parents[2]
-QUICK = settings(max_examples=30, derandomize=True, deadline=None, database=None)
+QUICK = settings(max_examples=30, derandomize=True, database=None)
 
 
 @QUICK

@@ -21,7 +21,6 @@ SLOW = (HealthCheck.too_slow, HealthCheck.data_too_large)
 FEW = settings(
     max_examples=4,
     derandomize=True,
-    deadline=None,
     database=None,
     print_blob=False,
     suppress_health_check=SLOW,

@@ -39,7 +39,7 @@ def dense(draw):
     return layout(sizes), layout(draw(st.permutations(sizes)))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(dense())
 def test_reading_and_writing_all_of_a_tensor(drawn):
     (size, stride), (other, strides) = drawn

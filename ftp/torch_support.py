@@ -1,0 +1,107 @@
+"""The releases of torch that ftp runs on, and the private names of torch that it uses.
+
+``import ftp`` checks both, as far as ``import torch`` has loaded the modules of these names; the
+rest is checked when a public name fails to load.
+"""
+
+import sys
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
+
+# Private names by module; a module without names is itself what is needed. Read at torch 2.13.
+NEEDED = {
+    "torch": "_sample_dirichlet _standard_gamma",
+    "torch._C": "DisableTorchFunction _DisableTorchDispatch _cuda_endAllocateToPool"
+    " _cuda_releasePool _current_autograd_node _current_graph_task_id _dispatch_keys"
+    " _distributed.Placement _dynamo.guards.TensorGuards _set_grad_enabled"
+    " _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr",
+    "torch._C._distributed_c10d": "_resolve_process_group",
+    "torch._C._functorch": "TransformType is_batchedtensor is_functorch_wrapped_tensor"
+    " is_gradtrackingtensor maybe_get_level peek_interpreter_stack unwrap_if_dead",
+    "torch._decomp": "decomposition_table",
+    "torch._functorch.autograd_function": "custom_function_call",
+    "torch._functorch.eager_transforms": "",
+    "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
+    "torch._guards": "TracingContext tracing",
+    "torch._inductor.async_compile": "AsyncCompile",
+    "torch._inductor.codecache": "CppPythonBindingsCodeCache",
+    "torch._inductor.compile_fx": "compile_fx_inner",
+    "torch._inductor.config": "",
+    "torch._inductor.cpp_builder": "get_cpp_compiler",
+    "torch._inductor.cpu_vec_isa": "VecISA",
+    "torch._inductor.decomposition": "select_decomp_table",
+    "torch._ops": "HigherOrderOperator OpOverload",
+    "torch._prims_common": "is_non_overlapping_and_dense_or_false",
+    "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"
+    " FakeTensor FakeTensorMode UnsupportedOperatorException",
+    "torch.autograd": "_get_sequence_nr _profiler_enabled",
+    "torch.autograd.grad_mode": "_force_original_view_tracking",
+    "torch.distributed._functional_collectives": "",
+    "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"
+    " _fused_matmul_reduce_scatter_fallback",
+    "torch.distributed.tensor.placement_types": "_StridedShard",
+    "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
+    "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
+    "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
+    " is_traceable_wrapper_subclass",
+    "torch.utils._pytree": "",
+}
+
+
+def check(torch: ModuleType) -> None:
+    """Check torch's release, and the needed names of modules that are loaded.
+
+    Raises:
+        ImportError: torch is of another release, or lacks names that ftp uses; it names them.
+    """
+    release = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if not OLDEST <= release < BELOW:
+        oldest, newest = f"{OLDEST[0]}.{OLDEST[1]}", f"{BELOW[0]}.{BELOW[1] - 1}"
+        raise ImportError(
+            f"ftp runs on torch {oldest} to {newest}; this is torch {torch.__version__}."
+            f" Install one with: pip install 'torch>={oldest},<{BELOW[0]}.{BELOW[1]}'"
+        )
+    if lacking := missing(load=False):
+        raise ImportError(_message(torch, lacking))
+
+
+def explain(torch: ModuleType, public: str, error: Exception) -> ImportError:
+    """The error of a public name that failed to load by ``error``."""
+    lacking = missing(load=True)
+    text = _message(torch, lacking) if lacking else f"torch {torch.__version__}: {error}"
+    return ImportError(f"ftp.{public} cannot be loaded. {text}")
+
+
+def missing(load: bool) -> list[str]:
+    """The needed names that torch lacks, in its loaded modules or in all.
+
+    >>> missing(load=False)
+    []
+    """
+    lacking = []
+    for module, names in NEEDED.items():
+        if load:
+            try:
+                import_module(module)
+            except (ImportError, AttributeError):  # of the module, or of what it imports
+                lacking.append(module)
+                continue
+        home = sys.modules.get(module)
+        if home is not None:
+            lacking += [f"{module}.{name}" for name in names.split() if not _has(home, name)]
+    return lacking
+
+
+def _has(owner: Any, name: str) -> bool:
+    for part in name.split("."):
+        if not hasattr(owner, part):
+            return False
+        owner = getattr(owner, part)
+    return True
+
+
+def _message(torch: ModuleType, lacking: list[str]) -> str:
+    return f"torch {torch.__version__} lacks what ftp uses: {', '.join(lacking)}."

@@ -1,0 +1,131 @@
+"""Which torch ftp runs on: the range of the package, and an error at import that names what a torch
+lacks.
+"""
+
+import ast
+import re
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+
+from ftp import torch_support
+
+ROOT = Path(__file__).parents[1]
+
+
+def imported(change: str, then: str = "") -> str:
+    """The last line of an ``import ftp`` on a torch that is changed before."""
+    program = f"import torch\n{change}\nimport ftp\n{then}"
+    command = [sys.executable, "-c", program]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    return (found.stdout + found.stderr).strip().splitlines()[-1]
+
+
+@pytest.mark.parametrize("release", ["2.12.1", "2.16.0", "3.0.0", "2.16.0a0+git0"])
+def test_another_release_is_an_error_at_import(release: str):
+    assert imported(f"torch.__version__ = {release!r}") == (
+        f"ImportError: ftp runs on torch 2.13 to 2.15; this is torch {release}."
+        " Install one with: pip install 'torch>=2.13,<2.16'"
+    )
+
+
+@pytest.mark.parametrize("release", ["2.13.0+cpu", "2.14.1+cu130", "2.15.0", "2.15.1.dev3"])
+def test_a_release_in_the_range_is_imported(release: str):
+    assert imported(f"torch.__version__ = {release!r}", "print('done')") == "done"
+
+
+def test_a_missing_name_is_an_error_at_import_that_names_it():
+    change = "del torch._C._functorch.maybe_get_level, torch._standard_gamma"
+    assert re.fullmatch(
+        r"ImportError: torch \S+ lacks what ftp uses: torch\._standard_gamma,"
+        r" torch\._C\._functorch\.maybe_get_level\.",
+        imported(change),
+    )
+
+
+def test_a_missing_name_of_a_module_loaded_later_is_named_at_first_use():
+    change = "import sys; sys.modules['torch._inductor.codecache'] = None"
+    assert re.fullmatch(
+        r"ImportError: ftp\.shard cannot be loaded\. torch \S+ lacks what ftp uses:"
+        r" .*torch\._inductor\.codecache.*",
+        imported(change + "; sys.modules['ftp.api.shard'] = None", "ftp.shard"),
+    )
+
+
+def test_a_public_name_that_cannot_be_loaded_is_no_missing_attribute():
+    change = "torch.ops.aten.geqrf = object()"
+    assert imported(change, "hasattr(ftp, 'shard')").startswith(
+        "ImportError: ftp.shard cannot be loaded. torch 2."
+    )
+
+
+def test_the_range_is_that_of_the_package():
+    oldest, below = (".".join(map(str, r)) for r in (torch_support.OLDEST, torch_support.BELOW))
+    assert f'"torch>={oldest},<{below}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def is_private(name: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
+
+
+def used(path: Path) -> set[str]:
+    """The private names of torch that a file uses, with the modules that hold them."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torch":
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names if alias.name.startswith("torch.")}
+        elif isinstance(node, ast.Attribute):
+            text = ast.unparse(node)
+            if re.fullmatch(r"torch(\.\w+)+", text) and not text.startswith("torch.ops."):
+                found.add(text)
+    return {name for name in found if is_private(name)}
+
+
+def is_module(name: str) -> bool:
+    try:
+        import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+# Of modules of inductor, which are imported here as ftp imports them.
+IMPORTED = pytest.mark.filterwarnings("ignore:`torch.jit:DeprecationWarning")
+
+
+@IMPORTED
+def test_every_private_name_in_use_is_checked():
+    needed = set()
+    for module, names in torch_support.NEEDED.items():
+        needed |= {f"{module}.{name}" for name in names.split()} or {module}
+    files = [p for p in (ROOT / "ftp").rglob("*.py") if p.name != "torch_support.py"]
+    in_use = set().union(*map(used, files))
+    # torch._ops, as in torch._ops.OpOverload; of a class, as in TransformType.Grad, the class.
+    in_use = {
+        name
+        for name in in_use
+        if not any(other.startswith(f"{name}.") for other in needed)
+        and not any(name.startswith(f"{other}.") for other in needed if not is_module(other))
+    }
+    in_use = {name for name in in_use if name in needed or not is_module(name)}
+    assert in_use <= needed, f"add to NEEDED in ftp/torch_support.py: {in_use - needed}"
+
+
+@IMPORTED
+def test_every_checked_name_is_in_use():
+    text = "\n".join(
+        p.read_text() for p in (ROOT / "ftp").rglob("*.py") if p.name != "torch_support.py"
+    )
+    words = set(re.findall(r"\w+", text))
+    needed = {
+        name.split(".")[-1]
+        for module, names in torch_support.NEEDED.items()
+        for name in names.split() or [module]
+    }
+    assert needed <= words, f"no longer used: {needed - words}"
+    assert torch_support.missing(load=True) == []
