@@ -92,7 +92,8 @@ def shard(
             first called, on every rank.
 
     >>> import ftp
-    >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.simulated_mesh((2,), ("tp",)), {"w": ftp.P(None, "tp")})
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), mesh, {"w": ftp.P(None, "tp")})
     >>> loss, grads = step({"w": torch.ones(3, 4)}, torch.ones(2, 3))
     >>> float(loss), grads["w"].shape
     (24.0, torch.Size([3, 4]))
@@ -235,7 +236,8 @@ def lower(
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((4,), ("tp",))
     >>> x, w = torch.empty(2, 8, device="meta"), torch.empty(8, 3, device="meta")
-    >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
+    >>> specs = ftp.P(None, "tp"), ftp.P("tp")
+    >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, specs, x, w, out_specs=ftp.P())
     >>> [c.op for c in lowered.collectives]
     ['all_reduce']
     """
