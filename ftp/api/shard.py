@@ -50,8 +50,8 @@ def shard(
             says.
         batch_specs: prefix tree of the tuple of batch arguments; one ``P`` covers all. With one
             batch argument it may be that argument's own tree.
-        data_axes: the axes on which parameters move rather than activations; default those that cut
-            a batch argument.
+        data_axes: the axes on which parameters are resharded and activations are not; default those
+            that cut a batch argument.
         has_aux: the loss function returns ``(loss, aux)``, and the step ``((loss, aux), grads)``,
             aux replicated.
         reshard_after_forward: drop a parameter's gathered copy after the forward pass and gather it
@@ -65,24 +65,23 @@ def shard(
             replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         pack: issue small collectives that are ready together as one.
-        check_inputs: at each call compare what ranks hold of every input that they should share, as
+        check_inputs: at each call check that replicas of every input are equal, as
             ``ftp.check_replicas`` does, and that inputs which index a dim (ids, classes) are in its
             range.
-        prefetch: bytes of parameters that a rank gathers ahead of their turn; default those of the
-            largest that it gathers. So much more memory is used at most than with 0, where each is
-            gathered when it is needed.
-        chunks: under sequence parallelism, in how many chunks (of the batch, which they must
-            divide) to move activations that a product beside the move reads or gives; one chunk
-            travels while another is computed.
+        prefetch: bytes of parameters that a rank gathers before they are needed; default the size
+            of the largest. At most so much more memory is used than with 0, where each is gathered
+            when it is needed.
+        chunks: under sequence parallelism, the number of chunks (of the batch, which it must
+            divide) in which to reshard activations beside a matmul; one chunk is sent while
+            another is computed.
         cuda_graph: record the step, its collectives included, as one CUDA graph at its third call,
             and replay it from then on (see docs/gpus.md; the simulator runs the step as it is).
-        async_tp: under sequence parallelism, gathers of activations with the products that read
-            them, and products with their reduce-scatter, as torch's ops on symmetric memory: one
-            part travels over NVLink while another is computed. What is certified is the program
-            before that.
-        programs: how many programs the step keeps, one for each combination of shapes, dtypes and
-            static values that it was called with; of more, those used last. A dropped one is
-            planned again when it is needed.
+        async_tp: under sequence parallelism, fuse gathers of activations with the matmuls that
+            read them, and matmuls with their reduce-scatter, as torch's ops on symmetric memory:
+            one part is sent over NVLink while another is computed. The certificate is that of the
+            program before fusion.
+        programs: how many programs the step keeps, one per combination of shapes, dtypes and
+            static values; the least recently used is dropped, and planned again when needed.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -92,7 +91,8 @@ def shard(
             first called, on every rank.
 
     >>> import ftp
-    >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.simulated_mesh((2,), ("tp",)), {"w": ftp.P(None, "tp")})
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), mesh, {"w": ftp.P(None, "tp")})
     >>> loss, grads = step({"w": torch.ones(3, 4)}, torch.ones(2, 3))
     >>> float(loss), grads["w"].shape
     (24.0, torch.Size([3, 4]))
@@ -235,7 +235,8 @@ def lower(
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((4,), ("tp",))
     >>> x, w = torch.empty(2, 8, device="meta"), torch.empty(8, 3, device="meta")
-    >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
+    >>> specs = ftp.P(None, "tp"), ftp.P("tp")
+    >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, specs, x, w, out_specs=ftp.P())
     >>> [c.op for c in lowered.collectives]
     ['all_reduce']
     """

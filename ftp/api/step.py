@@ -1,4 +1,8 @@
-"""Step: a function sharded over a mesh, planned at its first call and run at every one."""
+"""Step: a function sharded over a mesh, planned at its first call and run at every one.
+
+Above 450 lines, as making a program and running one share the step's specs, options and record of
+calls; what needs none of these is in ``arguments``, ``outputs``, ``graph_checks``, ``fast_path``.
+"""
 
 import json
 import linecache
@@ -9,7 +13,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import optree
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
@@ -25,22 +28,22 @@ from ftp.api.arguments import (
 )
 from ftp.api.certify import certified
 from ftp.api.fast_path import Expected
+from ftp.api.graph_checks import check_constraints, check_local_meshes
+from ftp.api.outputs import renewed, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
-from ftp.ops.constrain import Pin
 from ftp.paused_gc import collection_paused
 from ftp.planning.from_fx import found_by_trial
-from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import plan_prepared, prepare
 from ftp.report.lowered import Lowered, check_strictly
-from ftp.rules.op_kinds import VIEWS
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.shared_memory import is_asked_for
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh, use_mesh
-from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
+from ftp.sharding.pytree import check_specs, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec, check_spec
 from ftp.source import raised_line
 from ftp.tensors.check_indices import check_indices
@@ -62,7 +65,7 @@ from ftp.tracing.captured import Captured, places_of, warn_of_others
 from ftp.tracing.trace import Traced, trace
 from ftp.version import __version__
 
-MANY = 10  # programs of one step, at which it is said what changes from call to call
+MANY = 10  # programs of one step, at which it warns of what changes from call to call
 _PAD = "Pad tensors to one shape, or to a few (buckets)."
 _AS_TENSOR = "Give numbers that change as tensors: torch.tensor(x)."
 _MOST_FAKE = 10_000  # ops on shapes that torch remembers, a kilobyte each
@@ -78,11 +81,11 @@ class _Planned:
 
     Attributes:
         shapes: per leaf of the arguments its global shape.
-        placements: per output of the graph where it lies.
-        renewed: outputs that share memory with an argument or with another output, and how they get
-            their own.
-        donated: leaves whose memory is reused, and what to remember of them.
-        captured: where the function found tensors that it was not given.
+        placements: per output of the graph, its layout.
+        renewed: outputs that share memory with an argument or another output, and how each is
+            copied.
+        donated: leaves whose memory is reused, and the fact to record of them.
+        captured: tensors that the function reads and that are no arguments, and where they are.
     """
 
     program: Program
@@ -95,20 +98,18 @@ class _Planned:
 
     @property
     def is_stale(self) -> bool:
-        """Whether the function would find another tensor by now than the one that it captured."""
+        """Whether a captured tensor has been replaced by another since the trace."""
         return any(place.now() is not place.tensor for place in self.captured)
 
     def describe_leaf(self, i: int) -> str:
-        """What a leaf of the arguments was, as far as it makes the program: a tensor of a global
-        shape, or a value.
-        """
+        """A leaf of the arguments as it keys the program: dtype and global shape, or a value."""
         shape, (kind, known, *_) = self.shapes[i], self.key[1 + i]
         if shape is not None:
             return f"{str(known).removeprefix('torch.')}{list(shape)}"
         return known if kind in (float, complex) else repr(known)
 
     def result(self, outputs: Sequence[torch.Tensor]) -> Any:
-        """What the function returns, from the outputs of the graph."""
+        """The function's result, from the outputs of the graph."""
         program = self.program
         leaves = [
             leaf if static else outputs[leaf]
@@ -145,8 +146,8 @@ class Step:
         self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
         self._arguments, self._state, self._options = tuple(arguments), frozenset(state), options
         self._programs: dict[tuple[Any, ...], _Planned] = {}
-        # The last used at the end; of each the numbers of the texts that torch keeps of its
-        # modules.
+        # By last use, the latest at the end; each with the numbers of its modules' source texts,
+        # which torch keeps.
         self._used: dict[_Planned, range] = {}
         self._count = 0  # of programs planned so far
         self.expects_many = False  # programs, so that no warning is due
@@ -169,7 +170,7 @@ class Step:
             if planned is not None:
                 warn_of_others(planned.captured, stacklevel=2)
         except Exception as e:
-            # The other ranks are told, for they may be about to wait for this one.
+            # Tell the other ranks, which may be about to wait for this one.
             record.agree(record.next(), e)
             raise
         first_source = graph_module._loader.next_id
@@ -287,7 +288,7 @@ class Step:
         return self._arguments[position] if position < len(self._arguments) else f"args[{position}]"
 
     def _unexpected(self, n: int, keywords: Mapping[str, Any]) -> str:
-        """What is wrong with keyword arguments after ``n`` positional ones."""
+        """The error for keyword arguments after ``n`` positional ones."""
         positional = [*map(self._argument_name, range(n))]
         if strange := [name for name in keywords if name not in self._arguments[n:]]:
             fn, arguments = (
@@ -335,9 +336,7 @@ class Step:
         return known
 
     def _use(self, planned: _Planned, record: Calls) -> None:
-        """Notes that a program is used, and drops the one that was not for longest where there
-        are too many.
-        """
+        """Mark a program as used, and drop the least recently used one where there are too many."""
         self._used[planned] = self._used.pop(planned, range(0))
         if len(self._used) > self._options.programs:
             oldest = next(iter(self._used))
@@ -349,7 +348,7 @@ class Step:
             _drop_sources(sources)
 
     def _describe_changes(self, call: Arguments) -> str:
-        """Which leaves of the calls so far made new programs of them, and what to do."""
+        """The warning that names the leaves which change between calls, and what to do."""
         alike = [planned for planned in self._used if planned.key[0] == call.treedef]
         changes, advice = [], dict[str, None]()
         for i, (name, leaf) in enumerate(zip(call.names, call.leaves, strict=True)):
@@ -370,7 +369,7 @@ class Step:
         )
 
     def _plan(self, call: Arguments, record: Calls) -> _Planned:
-        """A program for these arguments; on processes all ranks make it together, or all fail."""
+        """A program for these arguments; on processes all ranks plan it together, or all fail."""
         number = record.next()
         try:
             check_values(call, self.mesh)
@@ -423,9 +422,7 @@ class Step:
         ]
 
     def _checked_specs(self, call: Arguments) -> list[PartitionSpec]:
-        """A spec per leaf of the arguments; everything that can be wrong with either is found
-        here.
-        """
+        """A spec per leaf of the arguments, both checked."""
         check_static(call)
         check_signature(
             self._fn,
@@ -471,76 +468,105 @@ class Step:
         watch: Watch | None = None,
         traced: Traced | None = None,
     ) -> _Planned:
-        leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
+        """Trace, plan and check one program for these arguments."""
         traced = traced or self._traced(call, shapes)
-        tensor_leaves = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         out_specs = self._checked_out_specs(traced, specs, call.args)
-        trees = _returned_trees(call.treedef, shapes, specs, traced, out_specs)
+        trees = returned_trees(call.treedef, shapes, specs, traced, out_specs)
         given = {
             position: [
                 spec for spec, at in zip(specs, call.positions, strict=True) if at == position
             ]
             for position in trees
         }
-        out_specs = _as_given(out_specs, trees, given, traced)
-        state, strict = self._state | trees.keys(), self._options.strict
-        is_state = [call.positions[i] in state for i in tensor_leaves]
+        out_specs = with_given(out_specs, trees, given, traced)
+        state = self._state | trees.keys()
+        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+        plan = self._planned(call, specs, traced, tensors, state, out_specs, watch)
+        program = self._program(call, specs, traced, tensors, state, plan)
+        if self._options.strict:
+            check_strictly(program)
+        if self._options.certify:
+            certified(program)
+        return self._callable(call, shapes, traced, program)
+
+    def _planned(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        traced: Traced,
+        tensors: Sequence[int],
+        state: Collection[int],
+        out_specs: Sequence[PartitionSpec | None],
+        watch: Watch | None,
+    ) -> Plan:
+        options = self._options
         prepared = prepare(
-            traced.gm, [call.names[i] for i in tensor_leaves], is_state, strict=strict
+            traced.gm,
+            [call.names[i] for i in tensors],
+            [call.positions[i] in state for i in tensors],
+            strict=options.strict,
         )
-        _check_constraints(prepared.constraints, self.mesh)
-        _check_local_meshes(prepared.graph, self.mesh)
-        plan = plan_prepared(
+        check_constraints(prepared.constraints, self.mesh)
+        check_local_meshes(prepared.graph, self.mesh)
+        return plan_prepared(
             prepared,
             self.mesh.axes,
-            [specs[i] for i in tensor_leaves],
+            [specs[i] for i in tensors],
             out_specs,
-            data_axes=self._options.data_axes,
-            reshard_after_forward=self._options.reshard_after_forward,
-            strict=strict,
+            data_axes=options.data_axes,
+            reshard_after_forward=options.reshard_after_forward,
+            strict=options.strict,
             watch=watch,
         )
+
+    def _program(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        traced: Traced,
+        tensors: tuple[int, ...],
+        state: Collection[int],
+        plan: Plan,
+    ) -> Program:
         donate = self._options.donate
-        program = Program(
+        return Program(
             mesh=self.mesh,
             traced=traced.gm,
             plan=plan,
-            tensor_leaves=tensor_leaves,
-            in_specs=tuple(specs[i] for i in tensor_leaves),
+            tensor_leaves=tensors,
+            in_specs=tuple(specs[i] for i in tensors),
             constants=traced.constants,
             out_tree=traced.out_tree,
             out_leaves=traced.out_leaves,
             is_static=traced.is_static,
             leaf_specs=tuple(specs),
-            roles=tuple(_role(call.positions[i], state) for i in tensor_leaves),
-            donated=tuple(at for at, i in enumerate(tensor_leaves) if call.positions[i] in donate),
+            roles=tuple(_role(call.positions[i], state) for i in tensors),
+            donated=tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
             options=self._options,
         )
-        if self._options.strict:
-            check_strictly(program)
-        if self._options.certify:
-            certified(program)
+
+    def _callable(
+        self, call: Arguments, shapes: Sequence[Shape | None], traced: Traced, program: Program
+    ) -> _Planned:
         placements = tuple(
             placement(self.mesh, spec, shape)
             for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
         )
-        donated = {
-            node.name
-            for node, i in zip(prepared.arguments, tensor_leaves, strict=True)
-            if call.positions[i] in self._options.donate
-        }
         facts = {
             position: Donated(self._argument_name(position)) for position in self._options.donate
         }
         marks = tuple(
-            (i, facts[call.positions[i]]) for i in tensor_leaves if call.positions[i] in facts
+            (i, facts[call.positions[i]])
+            for i in program.tensor_leaves
+            if call.positions[i] in facts
         )
+        inputs = program.plan.graph.inputs
         return _Planned(
             program,
             call.key,
             tuple(shapes),
             placements,
-            _renewed(plan.graph, donated),
+            renewed(program.plan.graph, {inputs[at].name for at in program.donated}),
             marks,
             places_of(self._fn, traced.captured),
         )
@@ -576,8 +602,8 @@ class Step:
 
 
 def _drop_sources(numbers: range) -> None:
-    """Drops what torch keeps of a program that is gone: texts of its modules, for tracebacks,
-    and ops on its shapes.
+    """Drop torch's caches for a dropped program: source texts of its modules, fake results of its
+    ops.
     """
     if len(FakeTensorMode.cache) > _MOST_FAKE:
         FakeTensorMode.cache_clear()
@@ -588,146 +614,7 @@ def _drop_sources(numbers: range) -> None:
 
 
 def _role(position: int, state: Collection[int]) -> str:
-    """What an argument's tensors are to the program, for reports."""
+    """The role of an argument's tensors, for reports."""
     if position not in state:
         return "batch"
     return "optimizer" if position else "parameters"
-
-
-def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
-    failures: dict[str, None] = {}
-    for node, pin in constrained.items():
-        where = f"the constraint at {node.source}" if node.source else "a constraint"
-        failures |= dict.fromkeys(check_spec(pin.spec, node.results[0].shape, mesh.axes, where))
-        failures |= dict.fromkeys(
-            f"{where} speaks of mesh axis {axis!r}, but the mesh is {mesh}. Give axes= names of"
-            " its axes."
-            for axis in pin.axes or ()
-            if axis not in (*mesh.axes, *pin.spec.axes)
-        )
-    if failures:
-        raise SpecError(join_failures(failures))
-
-
-def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
-    failures: dict[str, None] = {}
-    for node in graph.nodes:
-        if node.kind == "local" and dict(node.target.axes) != mesh.axes:
-            given = ", ".join(f"{axis} {n}" for axis, n in node.target.axes.items())
-            failures[
-                f"ftp.local at {node.source} is given a mesh ({given}), but runs in a step on"
-                f" {mesh}. Give it the same mesh, or none."
-            ] = None
-    if failures:
-        raise MeshError(join_failures(failures))
-
-
-def _returned_trees(
-    tree: optree.PyTreeSpec,
-    shapes: Sequence[Shape | None],
-    specs: Sequence[PartitionSpec],
-    traced: Traced,
-    out_specs: Sequence[PartitionSpec | None],
-) -> dict[int, list[list[int]]]:
-    """Arguments that come back in the result, with the same tree and shapes, and specs where given:
-    an optimizer's state, say.
-
-    Returns:
-        Per position of such an argument, for each tree of the result that is like it, the indices
-        of the tree's leaves in the result.
-    """
-    returned = [
-        (None, None) if static else (traced.out_shapes[leaf], out_specs[leaf])
-        for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
-    ]
-    subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(range(len(returned))))]
-    found: dict[int, list[list[int]]] = {}
-    start = 0
-    for position, child in enumerate(tree.children()):
-        end = start + child.num_leaves
-        given = list(zip(shapes[start:end], specs[start:end], strict=True))
-        alike = [
-            indices
-            for indices, other in subtrees
-            if other == child
-            and all(
-                shape == returned[i][0] and returned[i][1] in (spec, None)
-                for (shape, spec), i in zip(given, indices, strict=True)
-            )
-        ]
-        if not child.is_leaf() and given and alike:
-            found[position] = alike
-        start = end
-    return found
-
-
-def _as_given(
-    out_specs: Sequence[PartitionSpec | None],
-    trees: Mapping[int, Sequence[Sequence[int]]],
-    given: Mapping[int, Sequence[PartitionSpec]],
-    traced: Traced,
-) -> list[PartitionSpec | None]:
-    """``out_specs``, with those of state ``given`` for the outputs that propagation might leave
-    elsewhere, so that the next call takes it.
-
-    Of several arguments that are alike the first comes back first; where it cannot be told which
-    one is which, propagation chooses.
-    """
-    found = list(out_specs)
-    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    for indices in sorted(
-        {tuple(indices) for found in trees.values() for indices in found},
-        key=lambda own: (own[0], -len(own)),
-    ):
-        alike.setdefault(
-            tuple(p for p, found in trees.items() if list(indices) in found), []
-        ).append(indices)
-    for positions, subtrees in alike.items():
-        specs = [given[position] for position in positions]
-        if all(of == specs[0] for of in specs):
-            specs = specs[:1] * len(subtrees)
-        for indices, of in (
-            zip(subtrees, specs, strict=False) if len(subtrees) == len(specs) else ()
-        ):
-            for i, spec in zip(indices, of, strict=True):
-                if not traced.is_static[i] and found[leaf := traced.out_leaves[i]] is None:
-                    found[leaf] = spec
-    return found
-
-
-def _subtrees(tree: Any) -> list[Any]:
-    if tree is None or optree.tree_is_leaf(tree, none_is_leaf=False, namespace="ftp"):
-        return []
-    level = optree.tree_flatten_one_level(tree, none_is_leaf=False, namespace="ftp")
-    return [tree, *(sub for child in level.children for sub in _subtrees(child))]
-
-
-def _renewed(
-    graph: Graph, donated: set[str]
-) -> tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]:
-    """Outputs that are views of an argument or of another output are copied, as writing to one
-    must not change the other.
-    """
-    found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
-    taken: set[Value] = set()
-    for i, value in enumerate(graph.outputs):
-        is_spread = False
-        while value.node.operands and (
-            value.node.kind in ("constrain", "move") or value.node.target in VIEWS
-        ):
-            is_spread |= value.node.target is torch.ops.aten.expand.default
-            value = value.node.operands[0]
-        if (
-            value in taken
-            or is_spread
-            or (value.node.kind == "input" and value.node.name not in donated)
-        ):
-            found.append((i, torch.clone if not is_spread else _dense))
-        elif value.node.kind == "input":
-            found.append((i, torch.Tensor.detach))
-        taken.add(value)
-    return tuple(found)
-
-
-def _dense(x: torch.Tensor) -> torch.Tensor:
-    return x.clone(memory_format=torch.contiguous_format)

@@ -1,9 +1,7 @@
-"""Moves as local tensor ops and functional collectives, emitted into a rank's graph; the only place
-that pads uneven shards.
-
-A cut dim is seen as ``[outer, g, inner]``, ``g`` this rank's part of ``f``. Collectives want equal
-parts: ``g`` is padded to the first rank's ``c = ceil(f / n)``; chunks are cut from the front, so
-that after a gather all padding stands at the end.
+"""Emit reshards into a rank's graph as local ops and functional collectives; the only place that
+pads uneven shards. A cut dim is seen as ``[outer, g, inner]``, ``g`` this rank's part of ``f``.
+Collectives need equal parts: ``g`` is padded to the first rank's ``c = ceil(f / n)``. Chunks are
+cut from the front, so that after a gather all padding is at the end.
 """
 
 import math
@@ -54,10 +52,10 @@ class Collective:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
         axes: the mesh axes it runs over.
         shape: of this rank's buffer on the larger side, as are ``dtype`` and ``nbytes``.
-        global_shape: of the value that is moved.
+        global_shape: of the value that is resharded.
         wire_nbytes: bytes that this rank sends, as a ring.
         source: the line of the user's code that the value comes from.
-        cause: what needed the move.
+        cause: what the reshard is for.
     """
 
     op: str
@@ -85,8 +83,8 @@ class _Dim:
 
 @dataclass(frozen=True)
 class MoveSite:
-    """Where a move is emitted: the rank's graph, sizes of the move's factors on this rank, and
-    where the rank's part begins.
+    """Where a reshard is emitted: the rank's graph, the sizes of the reshard's factors on this
+    rank, and its offsets.
 
     Attributes:
         offset: gives the input that holds this rank's start for a cut, from ``(kind, factor)``.
@@ -145,10 +143,11 @@ class MoveSite:
 
 
 def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
-    """Emit the steps that bring ``x`` from the move's source layout to its destination.
+    """Emit the ops that bring ``x`` from the reshard's source layout to its destination. Results
 
-    Parts are made contiguous: kernels of attention and of norms' backward take strided views and
-    give wrong values.
+    are made contiguous: kernels of attention and of norms' backward accept strided views and
+
+    compute wrong values.
     """
     move = site.move
     here, there = site.shape(site.node.rule.operands[0]), site.shape(site.node.rule.results[0])
@@ -179,7 +178,7 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
 
 
 def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
-    """The move in ``count`` equal chunks of dim 0, or of what lies above the cut in it, each a
+    """The reshard in ``count`` equal chunks of dim 0, or of its part above the cut, each a
     collective of its own.
     """
     factor = "o0" if "o0" in site.sizes else "~0"
@@ -196,8 +195,8 @@ def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
 def emit_gathered_pieces(
     site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]
 ) -> fx.Node:
-    """Gathers a dim of which rank i holds the pieces ``held[i]`` in a row, some perhaps held by
-    several; ``shape`` is this rank's.
+    """Gather a dim of which rank i holds the pieces ``held[i]``, concatenated; ranks may hold the
+    same piece. ``shape`` is this rank's.
     """
     n, most = len(held), max(sum(b - a for a, b in pieces) for pieces in held)
     padded = [*shape[:dim], most, *shape[dim + 1 :]]
@@ -220,7 +219,7 @@ def emit_gathered_pieces(
 
 
 def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
-    """This rank's pieces of a dim in a row."""
+    """This rank's pieces of a dim, concatenated."""
     parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
     return _contiguous(
         site, parts[0] if len(parts) == 1 else site.emit(aten.cat.default, parts, dim)
@@ -255,7 +254,8 @@ def _all_gather(
     before, _, after = _split(here, cut)
     at = len(before)
     seen = [*before, cut.g, *after]
-    if math.prod(before) == 1:  # the cut is the major dim: what the ranks hold follows on in memory
+    if math.prod(before) == 1:  # the cut is the major dim: the ranks' parts are consecutive in
+        # memory
         x = _pad_to(site, _reshape(site, x, here, seen), seen, at, cut.c)
         flat = [cut.c, math.prod(after)]
         x = _contiguous(site, _reshape(site, x, [*before, cut.c, *after], flat))
@@ -363,7 +363,7 @@ def _pad(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Di
 
 
 def _recut(site: MoveSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
-    """From one cut of a dim to another cut of it: gathered whole, then sliced."""
+    """From one cut of a dim to another cut of it: gather, then slice."""
     d = site.move.src.dim
     src, dst = (
         _Dim(

@@ -1,5 +1,5 @@
-"""The code given to ``ftp.local`` in a rank's graph: its nodes as they are, its collectives as
-the moves that do the same.
+"""Inline the code given to ``ftp.local`` into a rank's graph: its nodes copied, its collectives as
+reshards.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ c10d = torch.ops._c10d_functional
 
 @dataclass(frozen=True)
 class InlineSite:
-    """Where a program is put: the rank's graph and what of the rank may be asked.
+    """Where a program is inlined: the rank's graph, and the facts of the rank that it may read.
 
     Attributes:
         start: gives the input that holds the rank's position on an axis, as an int.
@@ -42,8 +42,8 @@ class InlineSite:
 
 
 def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[fx.Node]:
-    """Emit ``program`` on a rank's parts; its results."""
-    # The code was traced on contiguous parts, and kernels were chosen for them.
+    """Emit ``program`` on a rank's shards; returns its results."""
+    # The code was traced on contiguous shards, and kernels were chosen for those.
     given = [site.emit(aten.contiguous.default, x) for x in operands]
     for slot, node in enumerate(given):
         node.meta["takes"] = slot
@@ -86,9 +86,7 @@ def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[
 
 
 def axes_by_rank(program: Program) -> tuple[set[str], set[str]]:
-    """The axes on which the first rank's graph differs from the others', and those on which
-    every rank's does.
-    """
+    """The axes on which the first rank's graph differs, and those on which every rank's does."""
     nodes = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     return (
         {n.args[1] for n in nodes if n.target is OPS.contribute.default},
@@ -104,7 +102,7 @@ def _note(graph: fx.Graph, made: int, source: str) -> None:
 
 
 def _as_move(node: fx.Node, axis: str, n: int) -> Move:
-    """The move of the value that the ranks hold parts or terms of."""
+    """The collective as a reshard of the value whose shards or terms the ranks hold."""
     shape = tuple(map(int, node.args[0].meta["val"].shape))  # type: ignore[union-attr]
     match node.target:
         case OPS.all_reduce.default:
@@ -127,7 +125,7 @@ def _cut(dim: Any, shape: tuple[int, ...], n: int) -> Any:
 
 
 def _permuted(site: InlineSite, node: fx.Node, x: fx.Node, axis: str, source: str) -> fx.Node:
-    """An all-to-all in which each rank has one peer at the most."""
+    """An all-to-all in which each rank has at most one peer."""
     n, flat = node.args[2], node.args[3]
     assert isinstance(n, int) and isinstance(flat, list | tuple)
     pairs = list(zip(flat[::2], flat[1::2], strict=True))

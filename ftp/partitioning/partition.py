@@ -1,8 +1,6 @@
-"""Graph and plan to one rank's program: an ``fx.GraphModule`` on local tensors with its collectives
-in it.
-
-What differs between ranks of equal local shapes is where their parts begin. Those offsets are
-inputs of the graph, after the tensors, so that such ranks share one graph and one compilation.
+"""From a plan to one rank's program: an ``fx.GraphModule`` on local tensors, with its collectives.
+Ranks of equal local shapes differ in the offsets of their shards. Offsets are inputs of the graph,
+after the tensors, so that such ranks share one graph and one compilation.
 """
 
 import itertools
@@ -40,7 +38,7 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Offset:
-    """Where a rank's chunk of ``size`` begins (``start``), ends (``stop``), or how much lies
+    """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), or the length
     ``after`` it.
     """
 
@@ -93,8 +91,8 @@ class Partitioner:
         chunks: dict[Chunk, None] = {}
 
         def collect(size: Size) -> None:
-            """The chunks that make a size, those inside others too: a local form may name the
-            length of each.
+            """Collect the chunks of a size, nested ones too: a local form may use the length of
+            each.
             """
             for chunk in size.chunks if isinstance(size, Product) else ():
                 if chunk not in chunks:
@@ -209,16 +207,14 @@ class _Emission:
         ]
         self.graph.output(tuple(outputs))
         for made in reversed(self.graph.nodes):
-            # A rank that holds none of a value has no use for what it helps the others to get.
+            # A rank with an empty shard does not use the collectives that it takes part in.
             if made.op == "call_function" and not made.users and made.target is not WAIT:
                 self.graph.erase_node(made)
         for offset, node in list(self.offsets.items()):
             if not node.users:
                 self.graph.erase_node(node)
                 del self.offsets[offset]
-        with _use_lazy_graph_module(
-            True
-        ):  # a graph that is read, or run by an interpreter, needs no code
+        with _use_lazy_graph_module(True):  # a graph that is read or interpreted needs no code
             gm = _make_graph_module({}, self.graph)
         collectives = tuple(
             n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta
@@ -278,9 +274,7 @@ class _Emission:
         return x
 
     def _annotate(self, node: Node, last: fx.Node) -> None:
-        """Notes on the nodes behind ``last`` which op they are the rank's form of, and its
-        source.
-        """
+        """Set the source and the origin, the planned op, on the nodes after ``last``."""
         at = self.graph._root.prev
         while at is not last:
             if at.op == "call_function":
@@ -343,8 +337,8 @@ class _Emission:
             self.env[Value(node, index)] = self.graph.call_function(operator.getitem, (made, index))
 
     def _give(self, node: Node, made: Sequence[fx.Node | None]) -> None:
-        """Notes which results the nodes are: zeros, where a rank's part is empty, look alike. A
-        gradient that nobody asked for is none.
+        """Record which result each node is: zeros, for an empty shard, cannot be told apart. A
+        gradient that is not used is None.
         """
         for index, x in enumerate(made):
             if x is not None:
@@ -367,7 +361,7 @@ class _Emission:
     def _move(
         self, x: fx.Node, move: Move, dtype: torch.dtype, name: str, source: str, cause: str
     ) -> fx.Node:
-        """A move that is no node of the plan."""
+        """Emit a reshard that is not a node of the plan."""
         meta = Meta(tuple(size_at(s, self.coordinate) for s in move.shape), dtype)
         held = Value(
             Node(f"{name}.held", "input", None, (), {}, (meta,), identity_rule(meta.shape, 0))
@@ -412,7 +406,7 @@ def _returns_tuple(node: Node) -> bool:
 
 
 def _moved_extent(node: Node) -> Size:
-    """The size of what a move slices or pads, on this rank's later axes."""
+    """The size of the dim that a reshard slices or pads."""
     sizes, move = node.sizes, node.target
     if "yf" in sizes:
         return sizes["yf"]

@@ -28,11 +28,8 @@ def _gives_view(target: Any) -> bool:
 
 
 def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
-    """Per node the one that its memory comes from: its own, or through views that of its first
-    operand.
-
-    Of an op that is not known to aten the result counts as a view of every operand, so that these
-    are one family.
+    """Per node the node whose memory it uses: itself, or through views its first operand's. The
+    result of an op outside aten counts as a view of every operand, which makes them one family.
     """
     root: dict[fx.Node, fx.Node] = {}
 
@@ -54,15 +51,15 @@ def families(graph: fx.Graph) -> dict[fx.Node, fx.Node]:
 
 
 def read_until(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
-    """Where a node has read its operands: a collective goes on reading them until it is waited
-    for, an all-reduce works on a copy.
+    """The node after which a node has read its operands: for a collective, its wait; an all-reduce
+    reads a copy.
     """
     waits = (position[user] for user in node.users if user.target is WAIT)
     return position[node] if node.target is ALL_REDUCE else max(waits, default=position[node])
 
 
 def last_uses(nodes: Sequence[fx.Node], family: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    """Per family where its memory is made or read last; what is returned is read at the end."""
+    """Per family where its memory is written or read last; an output is read at the end."""
     position = {node: at for at, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}
     for node, at in position.items():

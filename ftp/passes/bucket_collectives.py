@@ -1,4 +1,4 @@
-"""Small collectives that are ready together, as one."""
+"""Pack small collectives that are ready together into one."""
 
 import math
 import operator
@@ -33,7 +33,7 @@ FILLS = {aten.ones_like.default: 1, aten.zeros_like.default: 0}
 
 @dataclass(frozen=True)
 class Packs:
-    """What goes together; decided from the plan, for ranks must agree.
+    """Which collectives are packed; decided from the plan, so that ranks agree.
 
     Attributes:
         groups: names of the plan's moves, pack by pack.
@@ -116,7 +116,7 @@ def packs(
 
 
 def _kind(node: Node) -> tuple[Any, ...] | None:
-    """What members of a pack have in common; None for what is not packed."""
+    """What the members of a pack share; None for a node that is not packed."""
     if node.kind != "move":
         return None
     move, dtype = node.target, node.results[0].dtype
@@ -137,7 +137,7 @@ def _nbytes(node: Node) -> int:
 
 
 def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
-    """The graph with the collectives of each group as one, of the flattened tensors in a row."""
+    """The graph with the collectives of each group as one, on the concatenated flat tensors."""
     new, _ = copied(graph)
     like = next((node for node in new.nodes if node.op == "placeholder"), None)
     for node in list(new.nodes):
@@ -213,9 +213,7 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
 
 
 def sorted_graph(graph: fx.Graph) -> fx.Graph:
-    """The nodes in an order in which they can run: each at its place, or behind the last of what
-    it needs.
-    """
+    """The nodes in an order in which they can run: each at its place, or after its last operand."""
     nodes = list(graph.nodes)
     place: dict[fx.Node, int] = {}
     position = {node: at for at, node in enumerate(nodes)}

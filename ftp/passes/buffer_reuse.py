@@ -1,4 +1,4 @@
-"""Results written where an operand lies that is not needed any more: donated weights and moments
+"""Write results to the memory of operands that are not needed any more: donated weights and moments
 are updated in place.
 """
 
@@ -19,18 +19,14 @@ aten = torch.ops.aten
 
 
 def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same module, its nodes with fake tensors of what they give for such inputs
-    (``meta["val"]``).
-    """
+    """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
     with torch.no_grad():
         _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
     return gm
 
 
 class _Values(FakeTensorProp):
-    """Calls that repeated layers make alike are computed once; their results may be one fake
-    tensor.
-    """
+    """Equal calls, as of repeated layers, are computed once and may share one fake tensor."""
 
     def __init__(self, gm: fx.GraphModule, mode: FakeTensorMode):
         super().__init__(gm, mode)
@@ -54,7 +50,7 @@ class _Values(FakeTensorProp):
 
 
 def _layout(value: Any) -> Any:
-    """What decides on an op's result, of an operand."""
+    """The facts of an operand that decide on an op's result."""
     return (
         f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
         if isinstance(value, torch.Tensor)
@@ -66,8 +62,8 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     """Elementwise ops on an operand that nothing needs afterwards, of the result's shape, strides
     and dtype, write to its memory.
 
-    What may be written to: results of the graph's own ops, and the inputs at positions ``donated``.
-    An output that lies in an input's memory is a tensor of its own. The graph is one of
+    Only results of the graph's own ops and the inputs at positions ``donated`` are written to. An
+    output in an input's memory is a tensor object of its own. The graph is one of
     `with_values`, and is itself changed.
     """
     nodes = list(graph.nodes)
@@ -119,7 +115,7 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
 
 
 def in_place(node: fx.Node) -> Any:
-    """The op that writes to its first operand what this node's op gives; None without one."""
+    """The in-place form of a node's op; None where there is none."""
     return _in_place_form(node.target) if node.op == "call_function" else None
 
 
@@ -160,7 +156,7 @@ def _same_layout(a: fx.Node, b: fx.Node) -> bool:
 
 
 def _is_fresh(node: fx.Node) -> bool:
-    """Whether a node's result lies in memory of its own, which nothing outside the graph knows."""
+    """Whether a node allocates its result's memory, which nothing outside the graph refers to."""
     return (
         node.op == "call_function"
         and isinstance(node.target, torch._ops.OpOverload)

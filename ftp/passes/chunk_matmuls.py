@@ -1,5 +1,5 @@
-"""Products beside gathers and reduce-scatters of activations, in chunks of rows: one's transfer
-runs while another is computed.
+"""Chunk matmuls beside gathers and reduce-scatters of activations by rows: one chunk is sent while
+another is computed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -19,12 +19,12 @@ VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default)
 
 @dataclass(frozen=True)
 class Chunks:
-    """What is moved in chunks; decided from the plan, for ranks must agree.
+    """Which reshards are chunked; decided from the plan, so that ranks agree.
 
     Attributes:
         count: chunks of dim 0, of equal size.
-        moves: the plan's moves.
-        rows: per move that is a reduce-scatter the rows that a rank has of the product before it.
+        moves: names of the plan's reshards.
+        rows: per reduce-scatter, the rows on a rank of the matmul before it.
     """
 
     count: int
@@ -33,8 +33,8 @@ class Chunks:
 
 
 def chunks(graph: Graph, count: int) -> Chunks:
-    """Gathers that feed products, and reduce-scatters of products, of whose rows there are more
-    than what is cut, evenly divisible.
+    """The gathers that feed matmuls, and the reduce-scatters of matmuls, whose rows above the cut
+    divide into ``count`` chunks.
     """
     users = graph.users() if count > 1 else {}
     moves: list[str] = []
@@ -82,10 +82,11 @@ def _feeds_product(
 
 
 def chunk_products(graph: fx.Graph, found: Chunks) -> fx.Graph:
-    """The graph, whose moves are chunked, with the products on both sides of them chunked too.
+    """The graph, whose reshards are chunked, with the matmuls on both sides chunked too. A matmul
 
-    A product of rows one below the other is the products one below the other; a chunk of a
-    product's rows is the product of these.
+    of concatenated rows is the concatenation of matmuls; a chunk of a matmul's rows is the matmul
+
+    of a chunk.
     """
     new, _ = copied(graph)
     for name in found.moves:
@@ -104,7 +105,7 @@ def chunk_products(graph: fx.Graph, found: Chunks) -> fx.Graph:
 
 
 def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:
-    """Views and products of a concatenation are made of its parts."""
+    """Push a concatenation below views and matmuls."""
     parts: Any = row.args[0]
     for user in list(row.users):
         other: Any = user.args[1] if len(user.args) > 1 else None
@@ -127,7 +128,7 @@ def _sink(graph: fx.Graph, row: fx.Node, count: int) -> None:
 
 
 def _raise(graph: fx.Graph, slices: Sequence[fx.Node], rows: int) -> None:
-    """Chunks of a product are products of chunks."""
+    """Pull slices of a matmul's rows above it."""
     whole: Any = slices[0].args[0]
     chain = [whole]
     while chain[-1].target is aten.reshape.default:

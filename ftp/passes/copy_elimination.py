@@ -1,4 +1,4 @@
-"""Copies that nobody can tell from what they copy."""
+"""Remove copies that equal their source for as long as they are read."""
 
 import torch
 from torch import fx
@@ -10,10 +10,8 @@ CLONE = torch.ops.aten.clone.default
 
 
 def drop_copies(graph: fx.Graph) -> fx.Graph:
-    """Uses of a clone see what was cloned; a clone that gives an output its own memory stays, and
-    one into another memory format.
-
-    The graph changes no value in place, so that a value and its copy stay equal.
+    """Replace clones by their sources. A clone stays where it gives an output memory of its own or
+    changes the memory format. The graph must write nothing in place.
     """
     new, env = copied(graph)
     returned = {env[n] for n in _returned(graph)}
@@ -29,7 +27,7 @@ def drop_copies(graph: fx.Graph) -> fx.Graph:
 
 
 def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
-    """A copy of a graph, and where its nodes went."""
+    """A copy of a graph, and per node its copy."""
     new, env = RankGraph(), {}
     for node in graph.nodes:
         env[node] = new.node_copy(node, env.__getitem__)
@@ -37,7 +35,7 @@ def copied(graph: fx.Graph) -> tuple[fx.Graph, dict[fx.Node, fx.Node]]:
 
 
 def _returned(graph: fx.Graph) -> set[fx.Node]:
-    """What the outputs may share memory with."""
+    """The nodes that the outputs may share memory with."""
     found: set[fx.Node] = set()
     stack = list(graph.output_node().all_input_nodes)
     while stack:

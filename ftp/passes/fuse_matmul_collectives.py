@@ -1,5 +1,5 @@
-"""Gathers of activations with the products that read them, and products with their
-reduce-scatter, as one op each (async TP).
+"""Fuse gathers of activations with the matmuls that read them, and matmuls with their
+reduce-scatter (async TP).
 """
 
 import math
@@ -22,12 +22,12 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Joint:
-    """A move and the products beside it.
+    """A reshard and the matmuls that it is fused with.
 
     Attributes:
-        products: names of the plan's nodes: those that read a gather, or the one that a
+        products: names of the plan's matmuls: those that read the gather, or the one that the
             reduce-scatter sums.
-        part, whole: shapes of what one rank has and of what the ranks have together.
+        part, whole: shapes of a rank's shard and of the gathered value.
         columns: of the products' first factors, over which they sum.
         before: what lies above the cut, as one dim.
         n: ranks.
@@ -54,10 +54,11 @@ class Joint:
 
 
 def joints(graph: Graph) -> dict[str, Joint]:
-    """By move what goes together; decided from the plan, for ranks must agree.
+    """Per reshard what is fused with it; decided from the plan, so that ranks agree. These are
 
-    These are moves of activations, evenly cut in a dim that the products do not sum over; a
-    gather's other factors are weights.
+    reshards of activations, evenly cut in a dim that the matmuls do not sum over; a gather's
+
+    matmuls are with weights.
     """
     users = graph.users()
     found: dict[str, Joint] = {}
@@ -96,14 +97,14 @@ def joints(graph: Graph) -> dict[str, Joint]:
 
 
 def _known(shape: Sequence[Any]) -> tuple[int, ...]:
-    """A shape that is the same on all ranks, with something in it; else none."""
+    """A shape that is equal on all ranks and not empty; else None."""
     return tuple(shape) if all(isinstance(size, int) and size > 0 for size in shape) else ()
 
 
 def _readers(
     value: Value, users: Mapping[Value, Sequence[tuple[Node, int]]], columns: Sequence[Any]
 ) -> list[Node]:
-    """The products with weights that read a value by rows."""
+    """The matmuls with weights that read a value by rows."""
     found = []
     for user, slot in users.get(value, ()):
         if (
@@ -135,7 +136,7 @@ def _summed(node: Node, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> li
 
 
 def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
-    """The graph with each move and its products as one op, which issues what the move did."""
+    """The graph with each reshard and its matmuls as one op, which issues its collective."""
     new, _ = copied(graph)
     made: dict[str, list[fx.Node]] = {}
     for node in new.nodes:
@@ -215,7 +216,7 @@ def _views(node: Any, of: fx.Node) -> list[fx.Node]:
 
 
 def _erase(node: fx.Node) -> None:
-    """Takes a node that nothing reads out of its graph, and what then nothing reads."""
+    """Erase a node without users, and then its operands without users."""
     if node.users or node._erased:
         return
     operands = node.all_input_nodes

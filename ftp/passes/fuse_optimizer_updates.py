@@ -1,4 +1,4 @@
-"""Updates of parameters that are ready together, as one call of the optimizer's kernel, in place
+"""Merge parameter updates that are ready together into one call of the optimizer's kernel, in place
 where the old values are donated.
 """
 
@@ -26,8 +26,8 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
     calls write to their operands.
 
     An update waits for others until a collective starts or is waited for, one of its results is
-    used, or something is written that it reads. What is not donated, or is used later, is copied
-    and the copy is written. The graph is one of `with_values`, and is itself changed.
+    used, or something is written that it reads. An operand that is not donated, or is used later,
+    is copied, and the copy is written to. The graph is one of `with_values`, and is itself changed.
     """
     if not any(node.target in UPDATES for node in graph.nodes):
         return graph
@@ -47,7 +47,7 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
 
 
 class _Merge:
-    """The graph as it is changed, and the updates that wait, those of one call together."""
+    """The graph while it is changed, and the waiting updates by call."""
 
     def __init__(self, graph: fx.Graph, donated: Collection[int]):
         self.graph = graph
@@ -59,7 +59,7 @@ class _Merge:
         self.free = {inputs[i] for i in donated}
 
     def concerns(self, node: fx.Node) -> bool:
-        """Whether a node uses what waiting updates give, or writes to what they read."""
+        """Whether a node reads a result of waiting updates, or writes to an operand of theirs."""
         updates = [update for members in self.waiting.values() for update in members]
         if all(operand in updates for operand in node.all_input_nodes):
             return False
@@ -99,7 +99,9 @@ class _Merge:
             self.graph.erase_node(update)
 
     def _own(self, update: fx.Node, operand: fx.Node) -> fx.Node:
-        """What is written in place of ``operand``: itself, if nobody needs it afterwards."""
+        """The tensor to write instead of ``operand``: itself where it is not read afterwards, else
+        a copy.
+        """
         root = self.family[operand]
         is_free = operand in self.free or (_is_dense(operand) and root.op == "call_function")
         is_used_once = sum(self.family[x] is root for x in _tensors(update)) == 1
@@ -133,7 +135,7 @@ def changed(node: fx.Node) -> list[fx.Node]:
 
 
 def _is_dense(node: fx.Node) -> bool:
-    """Whether a value surely lies contiguously, whatever the strides of the graph's inputs."""
+    """Whether a value is contiguous for any strides of the graph's inputs."""
     if not node.meta["val"].is_contiguous():
         return False
     while node.op == "call_function" and is_view(node):

@@ -1,5 +1,5 @@
-"""Small products and updates by the formulas behind their kernels, for a compiler to make loops
-of: a call takes longer than they do.
+"""Inline small matmuls and updates as formulas, which inductor fuses: calling their kernels costs
+more than their work.
 """
 
 from collections.abc import Callable, Sequence
@@ -116,8 +116,8 @@ _FORMULAS: dict[Any, Callable[..., list[Tensor]]] = {
 
 
 def small_products() -> dict[Any, Callable[..., Any]]:
-    """Decompositions of products of matrices that have few enough multiplications; the others
-    stay as they are.
+    """Decompositions of matmuls with few multiplications; larger ones return NotImplemented and
+    stay.
     """
     return {aten.mm.default: _mm, aten.addmm.default: _addmm}
 

@@ -1,4 +1,4 @@
-"""A value's moves over several axes as one, over their product."""
+"""Merge a value's reshards over several axes into one over their product."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,8 +12,8 @@ from ftp.sharding.layout import R, shard
 
 
 def merge_axes(graph: Graph, axes: Mapping[str, int]) -> Graph:
-    """The graph in which a move of what another move gives, which nothing else reads, is one with
-    it where both are of one kind.
+    """The graph in which two consecutive reshards of one kind are one, where nothing else reads the
+    value between them.
 
     These are all-reduces, gathers that give a whole dim and reduce-scatters that cut one, the
     latter where sizes divide and the parts follow one another in the order of the ranks. A ring
@@ -60,7 +60,7 @@ def _with_operands(node: Node, operands: Sequence[Value]) -> Node:
 
 
 def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Move | None:
-    """Both moves as one, if it does what they do."""
+    """Both reshards as one; None where one cannot do what they do."""
     a, b = first.target, second.target
     together = tuple(axis for axis in axes if axis in (*a.axes, *b.axes))
     n = a.n * b.n

@@ -1,5 +1,5 @@
-"""Products by the faster of torch's own CPU kernels, which differs with machine and shape: MKL's
-behind ``aten::mm``, or oneDNN's.
+"""Matmuls by the faster of torch's CPU kernels, MKL's behind ``aten::mm`` or oneDNN's, which
+depends on machine and shape.
 """
 
 import contextlib
@@ -28,14 +28,14 @@ Choose = Callable[[Collection[Product]], Collection[Product]]
 
 
 def products(graph: fx.Graph) -> list[Product]:
-    """The distinct large float32 products of a graph that has its values: shapes and strides of
-    both operands.
+    """The distinct large float32 matmuls of a graph of `with_values`, as shapes and strides of both
+    operands.
     """
     return sorted({p for node in graph.nodes if (p := _product(node))})
 
 
 def by_onednn(graph: fx.Graph, chosen: Collection[Product]) -> fx.Graph:
-    """The graph with the chosen products done by oneDNN."""
+    """The graph with the chosen matmuls as calls of oneDNN."""
     new, env = copied(graph)
     for node in graph.nodes:
         if _product(node) in chosen:
@@ -44,8 +44,8 @@ def by_onednn(graph: fx.Graph, chosen: Collection[Product]) -> fx.Graph:
 
 
 def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
-    """Those of the products that oneDNN does faster on this machine; timed once, and kept in a
-    file of ``folder``.
+    """The matmuls that oneDNN does faster on this machine; timed once, and kept in a file of
+    ``folder``.
     """
     file = folder / "products.json"
     machine = (

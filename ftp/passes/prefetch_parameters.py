@@ -1,4 +1,4 @@
-"""Gathers of parameters ahead of their turn, in bounded memory."""
+"""Issue gathers of parameters early, in bounded memory."""
 
 import math
 from bisect import bisect_left
@@ -12,7 +12,7 @@ LOCAL_STEPS = ("slice", "contribute", "pad")
 
 
 def is_ahead(node: Node) -> bool:
-    """Whether a node is communication that waits for nothing that is computed from the batch."""
+    """Whether a node is communication that does not depend on the batch."""
     return node.kind == "move" and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
 
 
@@ -27,8 +27,8 @@ def largest_gathered(graph: Graph) -> int:
 
 
 def prefetch(graph: Graph, groups: Sequence[Sequence[str]] = (), limit: int | None = None) -> Graph:
-    """The same nodes, those that gather parameters as early as ``limit`` allows; a pack of
-    ``groups`` stands at its first one's place.
+    """The same nodes, with gathers of parameters as early as ``limit`` allows; the gathers of a
+    pack of ``groups`` follow its first.
 
     The plan has each gather right before its first use. Here, when one's turn comes, those that
     follow it are under way, in the order of their turns and up to ``limit`` bytes together; so the

@@ -1,5 +1,5 @@
-"""The order of a rank's graph: collectives early, what they give late, and outputs as soon as
-nothing they wait for is under way.
+"""Order a rank's graph: start collectives early, wait for them late, and compute outputs while
+others are under way.
 """
 
 import operator
@@ -16,8 +16,8 @@ from ftp.rules.local_op import RankGraph
 
 
 def schedule(graph: fx.Graph) -> fx.Graph:
-    """The same nodes in an order that hides communication; collectives keep theirs, on every rank
-    alike.
+    """The same nodes in an order that hides communication; collectives keep their order, equal on
+    every rank.
 
     Everything is computed when it is first needed: by a collective, in the order of these, or by an
     output. Between the start of a collective and the first use of its result stand the outputs that
@@ -118,7 +118,7 @@ def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> 
 
 
 def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """What computes with some values, or sends them."""
+    """The nodes that compute with some values, or send them."""
     found, stack = set(), list(values)
     while stack:
         for user in stack.pop().users:

@@ -1,4 +1,4 @@
-"""Collectives of dtypes that backends do not take: moved as bytes, and reduced in a wider dtype."""
+"""Collectives of dtypes that backends lack: sent as bytes, reduced in a wider dtype."""
 
 from typing import Any
 
@@ -12,8 +12,10 @@ c10d = torch.ops._c10d_functional
 REDUCING = (c10d.all_reduce.default, c10d.reduce_scatter_tensor.default)
 # Taken by every backend. The choice depends on the dtype alone, so that ranks make the same.
 TAKEN = frozenset(
-
-    (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int8, torch.uint8)
+    (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16,
+        torch.int64, torch.int32, torch.int8, torch.uint8,
+    )
 )  # fmt: skip
 # Sums of integers that overflow wrap around in the wider dtype, cut off, as in their own.
 WIDER = {
@@ -26,8 +28,8 @@ WIDER = {
 
 
 def as_backends_take(graph: fx.Graph) -> fx.Graph:
-    """The graph with its collectives in dtypes that backends take; a graph that has no others as
-    it is.
+    """The graph with its collectives in dtypes that every backend has; the same graph where all
+    are.
     """
     if all(_dtype(node) in (*TAKEN, None) for node in graph.nodes):
         return graph
@@ -58,7 +60,7 @@ def _dtype(node: fx.Node) -> torch.dtype | None:
 def _convert(
     graph: fx.Graph, node: fx.Node, by: Any, there: torch.dtype, back: torch.dtype
 ) -> None:
-    """Before a collective and after the wait for it."""
+    """Insert conversions before a collective and after its wait."""
 
     def converted(x: Any, dtype: torch.dtype) -> fx.Node:
         return (

@@ -46,9 +46,9 @@ def axis_order(graph: Graph, axes: Mapping[str, int], specs: Specs) -> tuple[lis
     """The order of the axes, mesh order preferred, in which most specs are a cut of ``[outer, f,
     inner]``, and the specs to plan for.
 
-    A dim that does not divide and is cut by the same axes in both orders fits no order twice, packs
-    of several sizes and units that ranks share fit none. Such a dim is planned as whole: it is
-    gathered where it comes in and sliced where it goes out.
+    Some dims fit no order: one that does not divide and is cut by the same axes in both orders,
+    packs of several sizes, units that ranks share. Such a dim is planned as whole: gathered on
+    entry, sliced on exit.
     """
     shaped = [(spec, node.results[0].shape) for node, spec in specs.inputs.items()]
     shaped += [(pin.spec, node.results[0].shape) for node, pin in specs.constraints.items()]

@@ -40,7 +40,7 @@ class Link:
             ``{"reduce_scatter": 2.0}``.
         measured: per kind of collective, where it was timed, points of (seconds that the ranks have
             computed since they last met, seconds by bytes of the whole tensor): ranks that compute
-            come one after the other, and what moves the bytes waits for a core.
+            come one after the other, and the thread that sends the bytes waits for a core.
         hidden: the share of a collective's time in which the ranks can compute.
     """
 
@@ -219,7 +219,7 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
 
     >>> alone, beside = ((1e3, 1e-4), (1e6, 1e-3)), ((1e3, 1e-3), (1e6, 2e-3))
     >>> link = Link(measured={"all_reduce": ((1e-4, alone), (1e-2, beside))})
-    >>> [round(measured_seconds("all_reduce", 1e6, 2, link, computed), 9) for computed in (0.0, 1e-3, 1.0)]
+    >>> [round(measured_seconds("all_reduce", 1e6, 2, link, c), 9) for c in (0.0, 1e-3, 1.0)]
     [0.001, 0.0015, 0.002]
     """
     if op not in link.measured:

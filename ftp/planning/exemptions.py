@@ -1,4 +1,4 @@
-"""Values that the placement constraints let move."""
+"""Values that the placement constraints let the planner reshard."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,16 +9,14 @@ from ftp.rules.op_kinds import is_product
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
-    """Values that no rule keeps in place, and values that may come back from where a conflict
-    product took them.
-
-    Free are those with a required layout, and those that feed nothing but conflict products:
-    products whose operands the batch cuts on different factors, as context parallelism cuts q and
-    k, and those of experts. What such a product gives may be cut as the batch does not cut it
-    (Ulysses cuts heads, experts their own dim), and may then move, until the next product.
+    """Values that no placement constraint binds, and values that a constraint does not bind after a
+    conflict matmul. A conflict matmul is one whose operands the batch cuts on different factors, as
+    context parallelism cuts q and k, or one of experts. Free are values with a required layout, and
+    those that feed conflict matmuls only. The result of one may be cut as the batch does not cut it
+    (Ulysses cuts heads, experts their own dim) and may be resharded until the next matmul.
     """
     free, after = set(required), set()
-    feeds: dict[Value, int] = {}  # bit 1: a conflict product, bit 2: any other
+    feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
     products = (
         [n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target)]
         if problem.is_data_axis
@@ -59,11 +57,10 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
 
 
 def _of_experts(problem: Problem, products: Sequence[Node]) -> set[Node]:
-    """Products of batch data with parameters that are cut on a factor which both share with the
-    result, and those that this cut reaches.
-
-    So experts are cut on the axis of the batch: tokens travel to them and back, in the backward
-    pass too, rather than the experts to them.
+    """Matmuls of experts: of batch data with parameters that are cut on a factor which both share
+    with the result, and those that this cut reaches. On an axis that cuts the batch and the
+    experts, tokens are sent to the experts and back, forward and backward, rather than the experts
+    gathered.
     """
     seeds = []
     for node in products:

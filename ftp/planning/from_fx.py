@@ -1,6 +1,4 @@
-"""A traced fx graph to a ``Graph`` with a rule on every op, and ops to primitives where a factor
-that they keep whole is to be cut.
-"""
+"""From a traced fx graph to a ``Graph`` with a rule on every op; from ops to primitives."""
 
 import operator
 import warnings
@@ -46,13 +44,13 @@ def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = Fal
 
 
 def constraints(graph: Graph) -> dict[Node, Pin]:
-    """What every constraint node fixes."""
+    """The pin of every constraint node."""
     return {node: pin_from_str(node.target) for node in graph.nodes if node.kind == "constrain"}
 
 
 def found_by_trial(graph: Graph) -> str:
-    """The rules of the ops for which none is stated, as text: what ranks compare beside the
-    program, to say more than that it differs.
+    """The rules found for ops without a stated one, as text. Ranks compare it, so that an error can
+    name the rule in which they differ.
     """
     unstated = {
         f"{n.target}: {n.rule}"
@@ -63,9 +61,7 @@ def found_by_trial(graph: Graph) -> str:
 
 
 def prune(graph: Graph) -> Graph:
-    """The graph in which per-rank code computes no result, and takes no operand, that nobody
-    needs.
-    """
+    """The graph in which per-rank code computes and takes only what is used."""
     used = set(graph.outputs)
     swapped: dict[Value, Value] = {}
     nodes: list[Node] = []
@@ -147,8 +143,7 @@ class _Builder:
                 node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin
             )
         elif node.target is CONSTRAIN:
-            # On an axis of which it does not speak it is the identity, and hands on what is pending
-            # too.
+            # On an axis that it does not name it is the identity, for pending sums too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
             made = Node(node.name, "constrain", args[1], (args[0],), {}, results, rule, **origin)
         else:
@@ -247,7 +242,7 @@ def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> G
 
 
 _traced: dict[Any, fx.GraphModule] = {}
-_MOST_TRACED = 256  # more than a model has, of its ops on its shapes
+_MOST_TRACED = 256  # more than the distinct decomposed calls of a model
 
 
 def _primitives(node: Node) -> fx.GraphModule:
@@ -263,8 +258,8 @@ def _primitives(node: Node) -> fx.GraphModule:
 
 
 def sum_of_scatter(graph: Graph) -> Graph:
-    """Sums over the dim along which values were scattered onto zeros, as sums of the values: no
-    sum over a cut dim is left.
+    """The graph with sums over a dim along which values were scattered onto zeros as sums of the
+    values, so that a cut of that dim leaves no pending sum.
     """
     for node in graph.nodes:
         if node.target is not aten.sum.dim_IntList or len(node.args) < 2:
@@ -308,7 +303,7 @@ def _metas(val: Any) -> tuple[Meta, ...]:
 
 
 def _candidate(call: Call) -> str:
-    """A line that is surely right for the call's ranks: every dim whole."""
+    """A rule that holds for any call with tensors of these ranks: every dim whole."""
 
     def dims(metas: Sequence[Meta], letters: Any) -> str:
         return ", ".join(" ".join(f"[{next(letters)}]" for _ in m.shape) or "()" for m in metas)

@@ -1,5 +1,5 @@
-"""The program between passes: a straight line of ops whose tensor dims are factors, with the cuts
-made so far.
+"""The planner's graph: a straight line of ops whose tensor dims are factors, with the cuts made so
+far.
 
 Shapes in a ``Node`` are global; ``sizes`` holds what is left of each factor on a rank after the
 mesh axes folded so far.
@@ -33,12 +33,12 @@ class FactorCut:
 
 @dataclass(frozen=True)
 class Move:
-    """A value brought from one layout to another on one axis; ``shape`` is the value's, local to
+    """A reshard: a value from one layout to another on one axis. ``shape`` is the value's, local to
     the axes folded before.
 
     Attributes:
-        product: the axes over whose product it runs, in the order of the mesh, if there are
-            several; ``axis`` then names them all.
+        product: the axes it runs over, in mesh order, where there are several; ``axis`` then names
+            them all.
     """
 
     axis: str
@@ -54,7 +54,7 @@ class Move:
 
     @property
     def op(self) -> str:
-        """The collective that does it, or the name of the local step."""
+        """The collective that it issues, or the name of its local op."""
         pair = self.src.kind + self.dst.kind
         if pair == "SS":
             return "all_gather" if self.src.dim == self.dst.dim else "all_to_all"
@@ -78,10 +78,10 @@ class Node:
             ``Program`` of per-rank code (``local``); None for an input.
         args, kwargs: as the op takes them, ``Value`` in place of tensors.
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
-        phase: how often forward and backward passes took turns before it.
-        region: the recomputation (``remat``) that it is part of.
-        cause: what asked for a move: a parameter path, a constraint, an op.
-        pending: per result the ``(axis, op)`` of reductions that are still to come.
+        phase: how often the program has switched between forward and backward before it.
+        region: the recomputed region (``remat``) that it is part of.
+        cause: what a reshard is for: a parameter path, a constraint, an op.
+        pending: per result the ``(axis, op)`` of its pending reductions.
     """
 
     name: str
@@ -109,7 +109,7 @@ class Node:
         return self.name
 
     def copy(self) -> "Node":
-        """One that can be changed without changing this one."""
+        """A copy; changes to it leave this node as it is."""
         made = copy(self)
         made.sizes, made.cuts, made.pending = dict(self.sizes), list(self.cuts), dict(self.pending)
         return made
@@ -161,10 +161,9 @@ class Value:
 
 @dataclass
 class Graph:
-    """Nodes in an order in which they can run, and the values that the program returns.
+    """Nodes in an order in which they can run, and the values that the program returns. Names are
 
-    Nodes are told apart by name wherever a program is printed, certified or passed on: of two that
-    have one name the later gets another.
+    unique: of two nodes with one name the later is renamed.
     """
 
     nodes: list[Node]
@@ -209,7 +208,7 @@ def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:
 def whole_rule(
     operands: Sequence[tuple[int, ...]], results: Sequence[tuple[int, ...]]
 ) -> BoundRule:
-    """Nothing may be cut: the rule of an op without one."""
+    """The rule of an op without one: nothing may be cut."""
     sizes: dict[str, int] = {}
 
     def dims(shape: Sequence[int]) -> Dims:

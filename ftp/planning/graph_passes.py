@@ -18,8 +18,8 @@ def live(graph: Graph) -> Graph:
 
 
 def merge_common(graph: Graph) -> Graph:
-    """The graph with equal ops on equal operands computed once; what a recomputation is to
-    repeat stays apart.
+    """The graph with equal ops on equal operands computed once, but for ops that a recomputed
+    region repeats.
     """
     seen: dict[Any, Node] = {}
     canonical: dict[int, Node] = {}
@@ -50,9 +50,7 @@ def merge_common(graph: Graph) -> Graph:
 
 
 def first_of_equals(graph: Graph) -> dict[Node, Node]:
-    """Per op or move the first one of the same value and layout; nothing where nothing is
-    recomputed.
-    """
+    """Per op or reshard the first of equal value and layout; empty without recomputed regions."""
     if not any(node.region for node in graph.nodes):
         return {}
     first: dict[Any, Node] = {}
@@ -79,8 +77,8 @@ def first_of_equals(graph: Graph) -> dict[Node, Node]:
 
 
 def keep_collectives(graph: Graph) -> Graph:
-    """The graph in which recomputations whose policy says so take what the forward pass has
-    moved, rather than move it again.
+    """The graph in which recomputed regions read the collectives' results of the forward pass,
+    where their policy keeps them, and issue none again.
     """
     firsts = first_of_equals(graph)
     kept = {

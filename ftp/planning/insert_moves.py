@@ -1,4 +1,4 @@
-"""An axis' plan applied to the graph: cuts, and moves as nodes."""
+"""Apply an axis' plan to the graph: cuts on nodes, reshards as nodes."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ from ftp.sharding.spec import PartitionSpec
 
 
 def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Graph:
-    """The graph with one axis folded in: its moves are nodes, its cuts are in the nodes' sizes."""
+    """The graph with one axis folded in: its reshards as nodes, its cuts in the nodes' sizes."""
     emitter = _Emitter(graph, plan)
     users = graph.users()
     required: dict[Value, list[Layout]] = {}
@@ -66,7 +66,7 @@ def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Gra
 
 
 def _at_rest(home: Layout, copies: Sequence[Layout]) -> Layout:
-    """The layout in which an output that is left open is returned."""
+    """The layout in which an open output is returned."""
     return next(layout for layout in (home, *copies) if is_at_rest(layout))
 
 
@@ -101,7 +101,7 @@ def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
 
 
 class _Emitter:
-    """Makes each copy of a value once."""
+    """Emits each copy of a value once."""
 
     def __init__(self, graph: Graph, plan: AxisPlan):
         self.plan = plan
@@ -113,7 +113,7 @@ class _Emitter:
         }
 
     def obtain(self, value: Value, need: Layout, user: Node | None) -> Value:
-        """``value`` in the layout ``need``, by the moves that the plan chose."""
+        """``value`` in the layout ``need``, by the reshards that the plan chose."""
         home = self.plan.strategies[value.node].results[value.index]
         need = R if need.kind == "R" else need
         if need == home or (need == R and home.kind == "R"):
@@ -165,8 +165,7 @@ class _Emitter:
 
 
 def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
-    """Factors of a move for the axes that are folded after it: what other axes may cut while this
-    one moves the value.
+    """The rule of a reshard, for the axes folded after it: which factors they may cut.
 
     In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further;
     an uneven one stays whole.

@@ -1,4 +1,4 @@
-"""What planning takes and gives."""
+"""The planner's input, specs, and its output, a plan."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,8 +11,8 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True)
 class Specs:
-    """What is fixed: a spec per input node, a pin per constraint node, and a spec per output
-    (None: left open).
+    """The fixed layouts: a spec per input node, a pin per constraint node, a spec per output (None:
+    open).
     """
 
     inputs: Mapping[Node, PartitionSpec]
@@ -22,17 +22,17 @@ class Specs:
 
 @dataclass
 class Plan:
-    """A program with its moves, cut over every axis of the mesh.
+    """A graph with its reshards, cut over every axis of the mesh.
 
     Attributes:
         axes: {name: size} in the order in which they were folded.
         solutions: per axis, what elimination found: cost in seconds, bound, largest table.
-        kept_rules: per axis, whether a plan exists that keeps all rules of conduct.
+        kept_rules: per axis, whether the plan keeps all placement constraints.
         out_specs: per output.
         alike: how many repeated layers were planned as one (0: none); optima and bounds are then
-            over plans that treat them alike.
-        entries, exits: inputs that are gathered and outputs that are sliced beside the plan, and
-            the specs that they have outside.
+            over plans that give them equal layouts.
+        entries, exits: inputs that are gathered on entry and outputs that are sliced on exit, with
+            their specs outside.
     """
 
     graph: Graph

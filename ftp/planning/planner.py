@@ -1,5 +1,5 @@
-"""Graph and specs to a plan: the cost network of one mesh axis after another, each over the shapes
-that the axes before left.
+"""From graph and specs to a plan: one cost network per mesh axis, each over the local shapes that
+the axes before leave.
 
 Decisions depend on global shapes and mesh sizes only, so that every rank reaches the same plan.
 """
@@ -48,13 +48,13 @@ def make_plan(
     """Plan ``graph`` for a mesh of ``axes`` {name: size}.
 
     Args:
-        batch_inputs: inputs whose cuts make an axis' activations stay in place (rule C1).
-        data_axes: the axes on which parameters move rather than activations.
+        batch_inputs: inputs whose shards fix the activations' on a data axis (placement constraint
+            C1).
+        data_axes: the axes on which parameters are resharded and activations are not.
         reshard_after_forward: gather a parameter again for the backward pass instead of keeping the
             gathered copy.
-        decompose: replaces nodes by primitives, where a factor that they keep whole is within
-            reach.
-        watch: sees each axis' problem before it is solved.
+        decompose: replaces nodes by primitives where an axis may cut a factor that they keep whole.
+        watch: called with each axis' problem before it is solved.
 
     Raises:
         PlanningError: where no program meets the specs.
@@ -87,7 +87,7 @@ def _make_plan(
     given = specs
     order, specs = axis_order(graph, axes, given)
     args = order, axes, data_axes, reshard_after_forward, hardware, decompose
-    # Who watches is to see the problems of the whole graph.
+    # ``watch`` is given the problems of the whole graph, so layers are not folded.
     if (
         watch is None
         and specs is given
@@ -100,7 +100,9 @@ def _make_plan(
 
 
 def _as_given(plan: Plan, given: Specs, planned: Specs) -> Plan:
-    """The plan with what it does where a spec could not be planned for."""
+    """The plan with the given specs, and the entries and exits where they differ from those planned
+    for.
+    """
     plan.entries = {
         node: spec for node, spec in given.inputs.items() if spec != planned.inputs[node]
     }
@@ -126,8 +128,8 @@ def plan_few(
     data_axes: Sequence[str] = (),
     decompose: Decompose | None = None,
 ) -> Plan | None:
-    """``make_plan`` of a graph whose repeated layers are left out already and stay so; None
-    where they come out different.
+    """``make_plan`` of a graph that is folded already and is not unfolded; None where tied layers
+    come out different.
     """
     with collection_paused():
         order, fitting = axis_order(graph, axes, specs)
@@ -147,8 +149,8 @@ def plan_few(
 
 
 def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) -> Plan | None:
-    """The plan of a graph whose layers repeat, from that of one with fewer of them; None where
-    they do not, or come out different.
+    """The plan of a graph with repeated layers, from that of the folded graph; None where no layers
+    repeat or tied layers come out different.
     """
     is_batch = set(batch)
     folded = fold(
@@ -197,9 +199,7 @@ def _plan_axes(
     ties: Callable[[Graph], Ties | None] | None = None,
     watch: Watch | None = None,
 ) -> Plan | None:
-    """The plan, one axis after another; None where layers that are to be decided alike are not
-    alike.
-    """
+    """The plan, one axis after another; None where tied layers differ."""
     if decompose is not None:
         graph = _decompose_on_demand(graph, order, axes, specs, batch, data_axes, decompose)
     plan = Plan(graph, {name: axes[name] for name in order})
@@ -274,7 +274,7 @@ def _problem(
 def _fixed(
     graph: Graph, name: str, folded: Sequence[str], axes: Mapping[str, int], specs: Specs
 ) -> tuple[dict[Node, Layout], list[Layout | None]]:
-    """The layouts on one axis of inputs and constraints, and of outputs (None: open)."""
+    """The fixed layouts on one axis: of inputs and constraints, and of outputs (None: open)."""
     pinned = {
         node: spec_layout(spec, node.shape(), name, axes, folded) or R
         for node, spec in (
@@ -298,7 +298,7 @@ def _reaches(
     specs: Specs,
     batch: Sequence[Node],
 ) -> tuple[Callable[[], Reach], Callable[[], Reach]]:
-    """What one axis may cut, closed from all that is fixed, and from the ``batch`` inputs alone."""
+    """What one axis may cut: the closure of all fixed layouts, and that of the ``batch`` inputs."""
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     n = axes[name]
     constrained = [
@@ -307,7 +307,7 @@ def _reaches(
         if pin.holds(name)
         for v in (Value(node), node.operands[0])
     ]
-    # Per-rank code says where its operands and results are, as a constraint does.
+    # Per-rank code fixes the layouts of its operands and results, as a constraint does.
     own: dict[Node, list[Cut]] = {
         node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"
     }
@@ -334,8 +334,7 @@ def _reaches(
         return found
 
     def from_batch() -> Reach:
-        # A constraint on a data axis says where activations stay, and the closure does not pass
-        # through it.
+        # A constraint on a data axis fixes activations; the closure does not pass through it.
         return (
             reach(graph, n, [(Value(node), pinned[node]) for node in batch] + constrained, pinned)
             if batch
@@ -345,14 +344,13 @@ def _reaches(
     return from_specs, from_batch
 
 
-SMALL_LATENCY = 0.1  # of the time that the program's median activation takes on the link
+SMALL_LATENCY = 0.1  # of the seconds that the program's median activation takes on the link
 
 
 def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
-    """Seconds that a collective costs however small it is, as planned with.
+    """The latency to plan with, in seconds. On a toy model's small tensors the link's own latency
 
-    A toy's tensors are all latency; planned so, it would be all about counting collectives, unlike
-    the model that it stands for.
+    would hide all else, and its plan would not be that of the large model that it stands for.
     """
     sizes = [
         math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
@@ -379,10 +377,9 @@ def _decompose_on_demand(
     data_axes: Sequence[str],
     decompose: Decompose,
 ) -> Graph:
-    """Replace ops by primitives wherever an axis may cut a factor that they keep whole.
+    """Replace ops by primitives where an axis may cut a factor that they keep whole. On a data axis
 
-    On a data axis only what the batch cuts counts: there activations stay as the batch cuts them,
-    whatever their parameters' layouts reach.
+    only the batch's cuts count, as activations keep those.
     """
     while True:
         blocked: dict[Node, None] = {}

@@ -1,6 +1,4 @@
-"""From a traced program to its plan: the one way that steps, exported programs and the search
-take.
-"""
+"""From a traced program to its plan, for steps, exported programs and the search."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +16,7 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True)
 class Prepared:
-    """A traced program as the planner takes it.
+    """A traced program, ready to be planned.
 
     Attributes:
         graph: rules on all ops, dead code gone, common subexpressions merged, dependencies marked.
@@ -33,14 +31,14 @@ class Prepared:
 
     @property
     def batch(self) -> list[Node]:
-        """The arguments that are no state."""
+        """The arguments that are not state."""
         return [node for node in self.arguments if node.depends & BATCH]
 
 
 def prepare(
     gm: fx.GraphModule, names: Sequence[str], is_state: Sequence[bool], *, strict: bool = False
 ) -> Prepared:
-    """A traced program ready to be planned.
+    """Bind rules to a traced program and simplify it.
 
     Args:
         names: what the arguments' tensors are called, in the order of the placeholders.
@@ -74,8 +72,8 @@ def plan_prepared(
         axes: the mesh's axes and their sizes.
         in_specs: per argument tensor.
         out_specs: per output of the graph; None leaves it to the planner.
-        data_axes: the axes on which parameters move rather than activations; default those that cut
-            a batch argument.
+        data_axes: the axes on which parameters are resharded and activations are not; default those
+            that cut a batch argument.
     """
     specs = dict(zip(prepared.arguments, in_specs, strict=True))
     if data_axes is None:

@@ -106,8 +106,8 @@ class Prices:
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
-                # PASS_ON may exceed a toy model's latency, and sums of single numbers, as in a norm,
-                # would be reduced one by one.
+                # PASS_ON may exceed a toy model's latency. Sums of single numbers, as in a norm,
+                # would then be reduced one by one.
                 is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
                 price += (
                     min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON

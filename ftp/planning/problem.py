@@ -1,4 +1,4 @@
-"""One mesh axis' problem and its solution."""
+"""The planning problem of one mesh axis, and its solution."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -13,7 +13,7 @@ from ftp.sharding.layout import Layout
 
 
 class NotAlike(Exception):
-    """Layers that are to be decided alike have different choices."""
+    """Two tied layers have different choices."""
 
 
 @dataclass
@@ -22,7 +22,7 @@ class AxisPlan:
 
     Attributes:
         strategies: per node.
-        copies: per value the layouts it is brought to, beside its home.
+        copies: per value the layouts that it is resharded to.
     """
 
     axis: str
@@ -35,16 +35,16 @@ class AxisPlan:
 
 @dataclass(frozen=True)
 class Open:
-    """Inputs whose layouts are to be found (`search`).
+    """Open inputs: those whose layouts `search` is to find.
 
     Attributes:
-        groups: of each such input the one that it lies like.
-        mirrors: outputs by their place, and the inputs that they lie like.
-        held: per input, seconds that holding it whole is priced with; a shard counts for its part.
-        kept: the same, per value that a forward pass keeps for a backward pass.
-        cuts: per input the layouts that it may have, beside whole.
-        is_bare: prices are those of ops and moves alone, without the small ones that choose between
-            equals; for bounds.
+        groups: per open input, the input whose layout it shares.
+        mirrors: per output, by its index, the input whose layout it shares.
+        held: per input, the price in seconds of holding it whole; a shard costs its share.
+        kept: the same, per value that the forward pass keeps for the backward pass.
+        cuts: per input the layouts that it may have beside replicated.
+        is_bare: prices are those of ops and reshards alone, without the small ones that break ties;
+            for bounds.
     """
 
     groups: Mapping[Node, Node]
@@ -57,8 +57,8 @@ class Open:
 
 @dataclass
 class Problem:
-    """What is given for one axis: the fixed layouts, what may be cut, and which rules of conduct
-    hold.
+    """One axis' problem: the fixed layouts, what may be cut, and what the placement constraints
+    need.
     """
 
     graph: Graph

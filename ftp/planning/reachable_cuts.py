@@ -1,8 +1,8 @@
 """Which factors of which values one mesh axis may cut: the closure of specs and constraints through
 the rules.
 
-Without this gate every op could be cut along every dim: plain tensor parallelism would turn into
-sequence parallelism.
+Without it every op could be cut along every dim, and plain tensor parallelism would become sequence
+parallelism.
 """
 
 from collections.abc import Iterable, Mapping
@@ -35,7 +35,7 @@ class Reach:
 def reach(
     graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: Mapping[Node, Layout]
 ) -> Reach:
-    """Close ``seeds`` forwards and backwards; nothing passes through per-rank code and the
+    """Close ``seeds`` through the rules in both directions; nothing passes through per-rank code or
     ``pinned`` nodes (inputs, constraints).
     """
     found = Reach()

@@ -1,4 +1,4 @@
-"""Parameters gathered again for the backward pass."""
+"""Gather parameters again for the backward pass."""
 
 from dataclasses import replace
 
@@ -11,11 +11,11 @@ from ftp.rules.op_kinds import VIEWS
 RECOMPUTED = VIEWS | {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
-}  # cheap enough to repeat on a regathered parameter
+}  # cheap, so repeated on a parameter that is gathered again
 
 
 def gather_again(graph: Graph) -> Graph:
-    """The graph in which each pass, forward or backward, gathers parameters anew
+    """The graph in which forward and backward each gather the parameters that they read
     (``reshard_after_forward``).
     """
     made: dict[tuple[Node, int], Node] = {}

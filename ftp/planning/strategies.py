@@ -9,12 +9,12 @@ from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
 
 GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered, through views
-PASS_ON = 1e-9  # seconds for each op that passes a partial sum on, so that ties reduce early
+PASS_ON = 1e-9  # seconds per op that passes a pending sum on; breaks ties: reduce early
 
 
 class Strategy(NamedTuple):
-    """What one op does on one axis: the layouts it takes and gives; the cut, or the group of
-    operands that are pending sums.
+    """What one op does on one axis: the layouts of operands and results; the factor that is cut, or
+    the operands that are pending sums.
     """
 
     operands: tuple[Layout, ...]
@@ -24,8 +24,8 @@ class Strategy(NamedTuple):
 
 
 def passes_gathered(node: Node) -> bool:
-    """Whether a node only hands on what was gathered: a view, a constraint of other axes, or
-    another axis' move that reduces nothing.
+    """Whether a node passes a gathered value on: a view, a constraint on other axes, or another
+    axis' reshard that reduces nothing.
     """
     return (
         node.target in VIEWS

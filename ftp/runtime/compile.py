@@ -1,5 +1,5 @@
-"""From one rank's graph to what runs it: eager code of fx, or inductor's without what
-torch.compile puts around it.
+"""From a rank's graph to a function that runs it: fx's eager code, or inductor's without
+torch.compile's guards and wrappers.
 """
 
 from collections.abc import Callable, Sequence
@@ -28,8 +28,8 @@ Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 @collection_paused()
 def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
-    """Runs the nodes one after another, donated weights written in place; ``inputs`` are such as
-    it will be given.
+    """Runs the nodes one after another and writes to donated inputs; ``inputs`` have the shapes and
+    strides that it will be given.
     """
     inputs = _dense(inputs, donated)
     gm = with_values(_unwritten(ordered(graph)), inputs)
@@ -38,16 +38,15 @@ def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run
 
 
 def _unwritten(graph: fx.Graph) -> fx.GraphModule:
-    """A module that is interpreted, for which no code is written."""
+    """A module that is interpreted only: its code is not generated."""
     with _use_lazy_graph_module(True):
         return _make_graph_module({}, graph)
 
 
 def _direct(graph: fx.Graph) -> fx.Graph:
-    """The graph with what takes longer to call than to do called in the shortest way: collectives
-    in memory, and a tensor for each output.
-
-    ``x.data`` is written out as such and takes a third of an op's time, ``x.detach()`` half of it.
+    """Replace small ops, whose call costs more than their work, by their cheapest call: collectives
+    in shared memory without the dispatcher, ``x.data`` for ``x.detach()`` (a third of an op's time,
+    not half).
     """
     for node in graph.nodes:
         if (issue := directly(node)) is not None:
@@ -58,7 +57,7 @@ def _direct(graph: fx.Graph) -> fx.Graph:
 
 
 def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
-    """The inputs at these positions contiguous: an expanded tensor cannot be written to."""
+    """The inputs, contiguous at these positions: an expanded tensor cannot be written to."""
     found = list(given)
     for i in at:
         found[i] = found[i].contiguous()
@@ -66,12 +65,12 @@ def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
 
 
 def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose) -> Run:
-    """Inductor's code for the pieces between collectives, called directly: a step has checked its
-    arguments, so no guards and no wrappers.
+    """Inductor's code for the subgraphs between collectives, called directly. A step has checked
+    its arguments, so there are no guards.
 
     An output that an elementwise chain makes of a donated input is written to that input's memory.
     Numbers among the inputs, the offsets of this rank's parts, become constants of the code. Equal
-    pieces are compiled once. ``choose`` says which of the graph's products oneDNN does.
+    subgraphs are compiled once. ``choose`` picks the matmuls that oneDNN does.
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
@@ -95,11 +94,12 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
     forward = fx.GraphModule(
         {}, _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))
     ).forward
-    return lambda given: forward(*_dense(given, tensors))  # the strides that the code is made for
+    return lambda given: forward(*_dense(given, tensors))  # the strides that the code is compiled
+    # for
 
 
 def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
-    """Inductor's code for one piece; it takes a list, which it empties."""
+    """Inductor's code for one subgraph; it takes a list, which it empties."""
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table
@@ -143,8 +143,8 @@ def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
 
 
 def _written(graph: fx.Graph, donated: Sequence[fx.Node]) -> dict[fx.Node, fx.Node]:
-    """Output -> the donated input, of its shape, that it is made of by elementwise ops on its
-    first operands; each input once.
+    """Per output the donated input of its shape that elementwise ops on first operands compute it
+    from; each input at most once.
     """
     found: dict[fx.Node, fx.Node] = {}
     for value in graph.output_node().args[0]:  # type: ignore[union-attr]

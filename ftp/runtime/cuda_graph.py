@@ -1,4 +1,4 @@
-"""A rank's step as one CUDA graph, collectives included: recorded once, then replayed by one call.
+"""Record a rank's step, its collectives included, as one CUDA graph, and replay it by one call.
 
 Recorded kernels read and write fixed addresses. An input that lies where it lay at the recording is
 used there; what comes from elsewhere at each call, as a batch does, is copied to memory of the
@@ -32,10 +32,12 @@ Place = tuple[int, tuple[int, ...]]  # address and strides
 
 
 class Graphs(Protocol):
-    """What records kernels and replays them."""
+    """The interface of a recorder of kernels."""
 
     def aside(self, run: Run, given: Sequence[Any]) -> Sequence[Tensor]:
-        """Runs it where it will be recorded, as libraries set up what they need there."""
+        """Run it on the stream where it will be recorded: libraries allocate their workspaces
+        there.
+        """
         ...
 
     def record(self, run: Run, given: Sequence[Any]) -> tuple[Callable[[], None], Sequence[Tensor]]:

@@ -1,4 +1,4 @@
-"""What the runner makes of a rank's graph: its order, and what is written in place of what."""
+"""The eager runner's form of a rank's graph: its order, and its writes in place."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,8 +19,8 @@ class Executed:
     """A rank's graph as it runs.
 
     Attributes:
-        ordered: without writes, in the order in which it runs, and the ``shapes`` of its values.
-        graph: with results written where an operand lies that is not needed any more.
+        ordered: in the order in which it runs, without writes; ``shapes`` are those of its values.
+        graph: with results written to operands' memory.
     """
 
     ordered: fx.Graph
@@ -29,7 +29,7 @@ class Executed:
 
 
 def executed(program: Program, local: LocalProgram, coordinate: Mapping[str, int]) -> Executed:
-    """What the eager runner makes of a rank's graph, for inputs that lie contiguously.
+    """The eager runner's form of a rank's graph, for contiguous inputs.
 
     Inductor's code (``compile=True``) is made of the ordered graph with its updates merged.
     """

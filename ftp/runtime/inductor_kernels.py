@@ -1,7 +1,6 @@
-"""Inductor's C++ kernels, those of several graphs compiled as one file.
+"""Compile inductor's C++ kernels of several graphs as one file. Inductor compiles each alone, and
 
-By itself inductor gives every kernel to the compiler alone, which spends most of a second on the
-headers of each.
+the compiler spends most of a second on the headers each time.
 """
 
 import subprocess
@@ -17,7 +16,7 @@ import torch
 
 @dataclass(frozen=True)
 class _Pending:
-    """Stands for a kernel until all of them are compiled."""
+    """A kernel before all of them are compiled."""
 
     argtypes: tuple[str, ...]
     source: str
@@ -25,7 +24,7 @@ class _Pending:
 
 @contextmanager
 def compiled_together() -> Iterator[None]:
-    """Inside, kernels for CPUs are kept; they are compiled at the end, together."""
+    """Within it, kernels for CPUs are collected; they are compiled together at the end."""
     from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.cpu_vec_isa import VecISA
@@ -140,7 +139,8 @@ def _joined(kernels: list[_Pending], template: str) -> str:
 _BINDING = """
 static PyObject* kernel{i}_py(PyObject* self, PyObject* args) {{
     try {{
-        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {n}) throw std::runtime_error("requires {n} args");
+        if (!PyTuple_CheckExact(args) || PyTuple_GET_SIZE(args) != {n})
+            throw std::runtime_error("requires {n} args");
         kernel{i}({arguments});
         Py_RETURN_NONE;
     }} catch (std::exception const& e) {{

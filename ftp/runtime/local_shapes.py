@@ -1,6 +1,4 @@
-"""What every value of a rank's graph is: shape, strides, dtype, and the memory that it shares
-with others, as eager kernels give it.
-"""
+"""Shape, strides, dtype and storage of every value of a rank's graph under eager kernels."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -36,8 +34,8 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalShapes:
-    """Per node of a rank's graph the tensors that it gives (a tuple's elements in order), and
-    which node made each storage.
+    """Per node of a rank's graph its result's tensors (a tuple's elements in order), and per
+    storage the node that allocates it.
     """
 
     values: Mapping[fx.Node, tuple[Held, ...]]
@@ -213,7 +211,7 @@ _OPERAND = "an operand"  # the next one, in place of its node
 
 
 def _is_arithmetic(target: Any) -> bool:
-    """Whether it computes with Python's own numbers, as of a rank's offsets."""
+    """Whether a node computes with Python numbers, as a rank's offsets are."""
     return getattr(target, "__module__", "") in ("_operator", "builtins", "math")
 
 

@@ -3,12 +3,12 @@
 1. ``decide``, on the plan, which is equal on all ranks: merge axes, chunk, fuse with matmuls, pack,
    prefetch.
 2. Partition: one rank's graph.
-3. ``rank_graph``: what was decided, done to the rank's graph.
+3. ``rank_graph``: apply the decisions to the rank's graph.
 4. On processes, the forms of collectives that backends take (``process_groups``, ``transport``,
    ``shared_memory``).
 5. ``ordered``: drop copies, put nodes in the order in which they run.
-6. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results where an
-   operand is stored that is not needed any more.
+6. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results to the memory
+   of operands that are not needed any more.
 """
 
 from collections.abc import Mapping, Sequence

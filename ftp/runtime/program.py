@@ -1,4 +1,4 @@
-"""A planned program: run it on processes, or simulate it."""
+"""A planned program, run on processes or simulated."""
 
 import hashlib
 import itertools
@@ -108,7 +108,7 @@ class Program:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal on all ranks that have planned the same program."""
+        """A hash, equal on all ranks that planned the same program."""
         return hashlib.sha256(self.description.encode()).hexdigest()[:16]
 
     @cached_property
@@ -158,7 +158,7 @@ class Program:
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
                 " ftp.make_mesh or ftp.simulated_mesh to run."
             )
-        # One rank alone needs no others to be simulated.
+        # A mesh of one rank needs no simulation.
         return (
             self._run_as_rank()
             if self.mesh.kind == "process" or self.mesh.size() == 1
@@ -185,7 +185,7 @@ class Program:
         return run
 
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
-        """What runs this rank's graph; ``given`` are inputs such as it will have."""
+        """The function that runs this rank's graph; ``given`` are its first inputs."""
         mesh, device = self.mesh, mesh_device(self.mesh)
         graph = as_backends_take(with_product_groups(program.gm.graph, mesh))
         if self.options.async_tp:
@@ -207,14 +207,12 @@ class Program:
         return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
 
     def has_issued(self, error: BaseException) -> bool:
-        """Whether this rank may have come to a collective of its graph when it raised ``error``."""
+        """Whether this rank may have issued a collective of its graph before ``error``."""
         done = _done(error)
         return done is None or any("collective" in node.meta for node in done)
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
-        """Those of the donated inputs that this rank may have written to when it raised
-        ``error``.
-        """
+        """The donated inputs that this rank may have written to before ``error``."""
         if self.mesh.kind == "simulated" and self.mesh.size() > 1:
             return ()  # a simulation writes to no input
         done = _done(error)
@@ -268,9 +266,7 @@ class Program:
 
 
 def _done(error: BaseException) -> list[fx.Node] | None:
-    """The nodes of a rank's graph that were run or begun when it raised the error; None where
-    that cannot be told.
-    """
+    """The nodes of a rank's graph that ran or began before the error; None if unknown."""
     traceback = error.__traceback__
     while traceback is not None:
         if traceback.tb_frame.f_code is Program._prepared.__code__:
@@ -285,7 +281,7 @@ def _done(error: BaseException) -> list[fx.Node] | None:
 
 
 def _failing(error: BaseException) -> fx.Node | None:
-    """The node of a rank's graph that raised it; None where the graph was compiled."""
+    """The node of a rank's graph that raised the error; None where the graph was compiled."""
     traceback, node = error.__traceback__, None
     while traceback is not None:
         frame = traceback.tb_frame
@@ -334,8 +330,8 @@ def join_parts(
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
-    """Per axis, and per product of axes, the groups of ranks, by their position on the mesh,
-    that differ in no other axis.
+    """Per axis and per product of axes, the groups of ranks (positions on the mesh) that differ in
+    those axes only.
     """
     names = mesh.axis_names
     found: dict[tuple[str, ...], dict[tuple[int, ...], list[int]]] = {
@@ -352,7 +348,7 @@ def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:
 
 
 def describe_plan(plan: Plan) -> str:
-    """The plan as text that is equal on all ranks: every node, what is cut and what is moved."""
+    """The plan as text that is equal on all ranks: every node with its cuts."""
     lines = []
     number = {node: i for i, node in enumerate(plan.graph.nodes)}
     for node, i in number.items():

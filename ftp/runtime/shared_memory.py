@@ -83,7 +83,7 @@ class SharedGroup:
         )
 
     def all_to_all(self, x: torch.Tensor) -> torch.Tensor:
-        """With equal parts."""
+        """An all-to-all of equal parts."""
         return self._issue(
             _ALL_TO_ALL,
             x,
@@ -203,7 +203,7 @@ def _opened(place: Place) -> mmap.mmap:
 
 
 def _from_all(mesh: Mesh, key: str, value: Any, lack: str) -> list[Any] | None:
-    """Every rank's value; None, on every rank and with a word, where one says what it lacks."""
+    """Every rank's value; None on every rank, with a warning, where one rank lacks something."""
     everyone = [json.loads(text) for text in exchange(mesh, key, json.dumps([value, lack]))]
     lacks = [
         f"rank {rank} {of_rank}"
@@ -228,7 +228,7 @@ def is_asked_for() -> bool:
 
 
 def stop() -> None:
-    """Makes this process' collectives through shared memory raise, and those of its peers."""
+    """Make this process' collectives through shared memory raise, and its peers'."""
     for group in _groups.values():
         group.stop()
 
@@ -260,8 +260,8 @@ def _is_known(node: fx.Node) -> bool:
 
 
 def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
-    """What does a node's collective in shared memory without torch's dispatcher, which takes longer
-    than a small collective; else None.
+    """A function that does a node's collective in shared memory without torch's dispatcher, which
+    costs more than a small collective; else None.
 
     A profiler that looks is shown the op.
     """
@@ -282,7 +282,8 @@ def _define(
     collective: torch._ops.OpOverload, run: Callable[..., torch.Tensor]
 ) -> torch._ops.OpOverload:
     """An op with the arguments of a collective of torch's, done at once in shared memory."""
-    name = f"ftp::{collective._schema.name.partition('::')[2].removesuffix('_tensor').removesuffix('_into')}_in_memory"
+    plain = collective._schema.name.partition("::")[2].removesuffix("_tensor")
+    name = f"ftp::{plain.removesuffix('_into')}_in_memory"
     schema = str(collective._schema)
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
     torch.library.impl(name, "CPU", run)

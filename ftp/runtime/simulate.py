@@ -1,8 +1,5 @@
-"""Run the per-rank graphs of a program for all ranks in one process, in lockstep from collective to
-collective.
-
-A rank's program is a straight line, and all ranks issue the same collectives in the same order; a
-collective is done on the list of the ranks' tensors.
+"""Run the graphs of all ranks in one process, in lockstep from collective to collective. All ranks
+issue the same collectives in the same order; each is a function of the list of the ranks' tensors.
 """
 
 import operator
@@ -55,9 +52,7 @@ def simulate(
 
 
 def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outputs]:
-    """One rank's run: gives each collective's node and arguments, and is sent what this rank
-    gets of it.
-    """
+    """One rank's run: yields each collective's node and arguments, is sent its result."""
     nodes = list(graph.nodes)
     last_use = _last_uses(nodes)
     env: dict[fx.Node, Any] = {}

@@ -1,7 +1,6 @@
-"""A rank's graph in pieces: what stands between two collectives is one, so that equal pieces, as of
-repeated layers, are compiled once.
-
-Little is lost by it: an op before a collective cannot be fused with one that needs its result.
+"""Split a rank's graph into subgraphs at its collectives, so that equal subgraphs, as of repeated
+layers, are compiled once. Little fusion is lost: an op before a collective cannot be fused with one
+that reads its result.
 """
 
 import operator
@@ -25,7 +24,7 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
 
 @dataclass(frozen=True)
 class Piece:
-    """Ops that are compiled together.
+    """A subgraph whose ops are compiled together.
 
     Attributes:
         nodes: of the whole graph, in its order.
@@ -45,7 +44,7 @@ class Piece:
         return [node.meta["val"] for node in self.inputs]
 
     def key(self) -> str:
-        """Equal for pieces that one compilation serves."""
+        """Equal for subgraphs that one compilation serves."""
         at = {node: f"%{i}" for i, node in enumerate(self.graph.nodes)}
         lines = [f"{tuple(v.shape)} {v.stride()} {v.dtype} {v.device}" for v in self.values()]
         lines += [
@@ -59,10 +58,9 @@ class Piece:
 def split(
     graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]
 ) -> list[Piece]:
-    """The pieces of a graph of `with_values`; what is in none, collectives and products alone, is
-    to be run as it is.
-
-    A view is made anew in every piece that uses it, so that no two inputs of a piece share memory.
+    """The subgraphs of a graph of `with_values`. Nodes in none of them, collectives and lone
+    matmuls, are run eagerly. A view is recomputed in every subgraph that uses it, so that no two
+    inputs of one share memory.
 
     Args:
         numbers: the values of inputs that are numbers, which become constants.
@@ -117,7 +115,7 @@ def split(
 
 
 def known_numbers(graph: fx.Graph, inputs: Mapping[fx.Node, Any]) -> dict[fx.Node, Any]:
-    """The numbers among a graph's inputs, and those that it computes from them."""
+    """The numbers among a graph's inputs, and those computed from them."""
     known = dict(inputs)
     for node in graph.nodes:
         target: Any = node.target
@@ -155,14 +153,14 @@ def _stands_alone(node: fx.Node) -> bool:
 
 
 def is_drawn_by_itself(node: fx.Node) -> bool:
-    """Whether random words come from compiled C, the faster on a CPU, and not from tensor
-    operations that inductor makes one kernel of.
+    """Whether random words come from ftp's compiled C, which is faster on a CPU than inductor's
+    kernel.
     """
     return node.meta["val"].device.type == "cpu"
 
 
 def _views_behind(node: fx.Node) -> list[fx.Node]:
-    """The views that a node's operands are, and those that these are views of."""
+    """The views among a node's operands, and the views that those are views of."""
     found, stack = [], list(node.all_input_nodes)
     while stack:
         view = stack.pop()
@@ -214,9 +212,7 @@ def _piece(
 def with_pieces(
     graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]
 ) -> fx.Graph:
-    """The graph with each piece as one call, which takes a list of its inputs and gives its
-    outputs.
-    """
+    """The graph with each subgraph as one call from a list of its inputs to its outputs."""
     place = {node: at for at, piece in enumerate(pieces) for node in piece.nodes}
     new: fx.Graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}

@@ -1,11 +1,11 @@
-"""Layers that repeat: a graph with most of them left out, to plan, and the plan with them put back.
+"""Fold repeated layers: a graph with most of them left out, to plan, and the facts to put them
+back.
 
 The inputs' names say which layer they belong to (``layers.3.attn.wq``), or their places in a stack
 (``ftp.scan``); every other node belongs to the last layer that it is computed from, in a backward
 pass to the first one. What layers far apart read, such as a global norm, belongs to none. Two
-layers are alike where all of their nodes are, in order and down to the layers beside them that each
-operand comes from. Of a run of alike layers a few are kept, one of which counts for those that are
-left out.
+layers are equal where all of their nodes are, in order, each operand coming from an equally distant
+layer. Of a run of equal layers a few are kept; one of them counts for those left out.
 """
 
 import re
@@ -19,7 +19,7 @@ from ftp.ops.stack import STACK, UNSTACK
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.rule import BoundRule
 
-FEWEST = 6  # alike layers in a row that are worth it
+FEWEST = 6  # equal layers in a row that are worth folding
 # Of them at each end: one beside the layers that differ, and one that is planned as those left out
 # are.
 KEPT = 2
@@ -33,8 +33,8 @@ _Layer = list[Any]
 
 @dataclass
 class Layers:
-    """The nodes of each layer, in order; what belongs to none is shared. Of the ``stacks`` each
-    slice belongs to a layer.
+    """The nodes of each layer, in order; a node of no layer is shared. Each slice of one of the
+    ``stacks`` belongs to a layer.
     """
 
     of: dict[Node, int]
@@ -48,11 +48,10 @@ class Layers:
 
 @dataclass(frozen=True)
 class Ties:
-    """Two layers beside each other that stand for a run of them: what is decided for one is decided
-    for all.
+    """Two adjacent layers that stand for a run of them: they share every decision.
 
     Attributes:
-        twins: of each node of the later layer the one of the earlier.
+        twins: per node of the later layer, that of the earlier.
         layers: what is in which.
         earlier: the number of the earlier layer.
         left_out: how many layers are between them in the whole graph.
@@ -64,13 +63,13 @@ class Ties:
     left_out: int
 
     def twin(self, value: Value) -> Value:
-        """The value of the earlier layer that is decided with it, or itself."""
+        """The value of the earlier layer that shares its decision, or itself."""
         if value.node in self.layers.stacks:
             return Value(value.node, self.earlier) if value.index == self.earlier + 1 else value
         return Value(self.twins.get(value.node, value.node), value.index)
 
     def weight(self, node: Node) -> int:
-        """How many nodes of the whole graph it stands for."""
+        """How many nodes of the whole graph a node stands for."""
         return self.left_out + 1 if self.layers.of.get(node) == self.earlier else 1
 
     def weight_of(self, value: Value) -> int:
@@ -93,15 +92,15 @@ class Ties:
 
 @dataclass
 class Folded:
-    """A graph without some layers, and what is needed to put them back.
+    """A graph with layers left out, and the facts to put them back.
 
     Attributes:
         graph: copies of the nodes that are left.
-        origin: of each of them the node of the whole graph.
+        origin: per copy, its node in the whole graph.
         kept: the outputs of the whole graph that it returns.
         left_out: how many layers it lacks, after ``stands_for``.
         labels: the layers of its inputs.
-        slices: how many slices its stacks have, where layers are those; else 0.
+        slices: the number of slices of its stacks, where layers are slices; else 0.
     """
 
     graph: Graph
@@ -115,9 +114,7 @@ class Folded:
     layers: Layers
 
     def ties(self, graph: Graph) -> Ties | None:
-        """What is to be decided alike in a graph on its way to a plan; None where the two layers
-        are not alike any more.
-        """
+        """The tied layers of a partly planned graph; None where the two layers differ by now."""
         layers = label(graph, self.labels, self.slices)
         t = self.stands_for
         if describe_layer(t, layers, decisions) != describe_layer(t + 1, layers, decisions):
@@ -144,8 +141,8 @@ def _labelled(
     users: Mapping[Node, int],
     shared: set[Node],
 ) -> Layers:
-    """Each node's layer; of operands from layers far apart the one that most read is ``shared``
-    from then on.
+    """Each node's layer. Of operands from layers far apart, the one with most users becomes
+    ``shared``.
     """
     stacks = {
         node
@@ -205,9 +202,7 @@ def _word_and_numbers(names: Mapping[Node, str]) -> tuple[str, dict[Node, int]]:
 
 
 def named_layers(graph: Graph) -> dict[Node, str]:
-    """What the layer of each node is called that belongs to one, such as ``layers.3``; slices of
-    stacks are ``layer 3``.
-    """
+    """Per node of a layer its name: ``layers.3``, or ``layer 3`` for a slice of a stack."""
     names = {node: node.name for node in graph.inputs}
     word, numbers = _word_and_numbers(names)
     labels = numbered(names)
@@ -227,7 +222,7 @@ def named_layers(graph: Graph) -> dict[Node, str]:
 
 
 def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
-    """Lines before the first layer or after the last one that read what a layer gives, such as the
+    """Source lines before the first layer or after the last that read a layer's result, such as the
     head's: (layer, line).
 
     They are lines of no other layer, and read no parameter of this one. Backward ops have the lines
@@ -250,14 +245,14 @@ def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tu
 
 
 def _computed(node: Node) -> Node:
-    """The node whose value this one is, moved or not."""
+    """The node that computed this value, before reshards and constraints."""
     while node.kind in ("move", "constrain"):
         node = node.operands[0].node
     return node
 
 
 def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:
-    """Per layer whether the next one is like it."""
+    """Per layer whether it equals the next one."""
     described: list[_Layer] = [describe_layer(r, layers, facts) for r in range(len(layers.nodes))]
     return [described[r] == described[r + 1] for r in range(len(described) - 1)]
 
@@ -299,10 +294,10 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
 
 
 def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -> Folded | None:
-    """The graph with most of a run of alike layers left out; None where there is no such run.
+    """The graph with most of a run of equal layers left out; None where there is no such run.
 
     Args:
-        facts: of a node all that its place in the graph does not say, such as the spec of an input.
+        facts: what decides on a node beside its place in the graph, such as the spec of an input.
         out_facts: the same, per output.
     """
     labels = numbered({node: node.name for node in graph.inputs})

@@ -1,4 +1,4 @@
-"""The plan of one layer stamped on all layers like it."""
+"""Unfold a plan: copy the plan of one layer to all equal layers."""
 
 import heapq
 from collections.abc import Mapping, Sequence
@@ -17,11 +17,11 @@ from ftp.planning.layers.repeats import (
 
 
 def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:
-    """The plan of the whole graph, and per output the output of the folded graph that it is like;
-    None where layers came out different.
+    """The plan of the whole graph, and per output the folded graph's output that it copies; None
+    where layers came out different.
 
     Args:
-        planned: the folded graph, with the moves and cuts that were decided.
+        planned: the folded graph, with its reshards and cuts.
     """
     layers = label(planned, folded.labels, folded.slices)
     t, gone = folded.stands_for, folded.left_out
@@ -115,7 +115,7 @@ class _Stamp:
         return found
 
     def _counterpart(self, node: Node, step: int) -> Node:
-        """The node that is to the n-th layer left out what ``node`` is to layer t."""
+        """The node of the n-th layer left out that corresponds to ``node`` of layer t."""
         layer = self.layers.of.get(node)
         origin = self.folded.origin[node]
         whole = self.folded.layers

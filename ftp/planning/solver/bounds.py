@@ -23,7 +23,7 @@ class Sweeps:
 
     The network is read as a sum of chains, each ascending in the order. A variable's visit makes
     the chains through it agree on what its values cost, and sends the messages to the variables
-    ahead. Variables that no message orders are visited together.
+    that come later. Variables that no message orders are visited together.
 
     - ``bound``: the sum of the chains' minima, which a pass never lowers.
     - ``slack[n, a]``: how much dearer value a of the n-th variable makes the chains through it, as

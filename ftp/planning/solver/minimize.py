@@ -62,7 +62,8 @@ def minimize(
         max_table: entries of the largest table to form; where that does not do, the result may have
             ``bound < cost``.
 
-    >>> solution = minimize([2, 2], [np.array([0.0, 1.0]), np.array([0.0, 0.5])], {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])})
+    >>> unary = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]
+    >>> solution = minimize([2, 2], unary, {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])})
     >>> solution.choice, solution.cost, solution.optimal
     ([1, 0], 1.0, True)
 
@@ -114,7 +115,8 @@ def min_marginals(
     """Per value of the variable the cheapest assignment with that value, None where there is none:
     what any other choice would cost.
 
-    >>> network = [2, 2], [np.array([0.0, 1.0]), np.array([0.0, 0.5])], {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])}
+    >>> unary = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]
+    >>> network = [2, 2], unary, {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])}
     >>> [solution.cost for solution in min_marginals(*network, 0) if solution]
     [3.5, 1.0]
     """

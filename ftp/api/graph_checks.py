@@ -1,0 +1,35 @@
+"""Check a prepared graph against the step's mesh."""
+
+from ftp.errors import MeshError, SpecError, join_failures
+from ftp.ops.constrain import Pin
+from ftp.planning.graph import Graph, Node
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import check_spec
+
+
+def check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
+    failures: dict[str, None] = {}
+    for node, pin in constrained.items():
+        where = f"the constraint at {node.source}" if node.source else "a constraint"
+        failures |= dict.fromkeys(check_spec(pin.spec, node.results[0].shape, mesh.axes, where))
+        failures |= dict.fromkeys(
+            f"{where} speaks of mesh axis {axis!r}, but the mesh is {mesh}. Give axes= names of"
+            " its axes."
+            for axis in pin.axes or ()
+            if axis not in (*mesh.axes, *pin.spec.axes)
+        )
+    if failures:
+        raise SpecError(join_failures(failures))
+
+
+def check_local_meshes(graph: Graph, mesh: Mesh) -> None:
+    failures: dict[str, None] = {}
+    for node in graph.nodes:
+        if node.kind == "local" and dict(node.target.axes) != mesh.axes:
+            given = ", ".join(f"{axis} {n}" for axis, n in node.target.axes.items())
+            failures[
+                f"ftp.local at {node.source} is given a mesh ({given}), but runs in a step on"
+                f" {mesh}. Give it the same mesh, or none."
+            ] = None
+    if failures:
+        raise MeshError(join_failures(failures))

@@ -1,0 +1,125 @@
+"""The specs and the memory of a step's outputs."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import optree
+import torch
+
+from ftp.planning.graph import Graph, Value
+from ftp.rules.op_kinds import VIEWS
+from ftp.sharding.arguments import Shape
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.trace import Traced
+
+
+def returned_trees(
+    tree: optree.PyTreeSpec,
+    shapes: Sequence[Shape | None],
+    specs: Sequence[PartitionSpec],
+    traced: Traced,
+    out_specs: Sequence[PartitionSpec | None],
+) -> dict[int, list[list[int]]]:
+    """The arguments that the result returns, such as an optimizer's state: with equal tree, shapes,
+    and specs where the result's are given.
+
+    Returns:
+        Per position of such an argument, for each equal tree of the result, the indices of its
+        leaves in the result.
+    """
+    returned = [
+        (None, None) if static else (traced.out_shapes[leaf], out_specs[leaf])
+        for leaf, static in zip(traced.out_leaves, traced.is_static, strict=True)
+    ]
+    subtrees = [flatten(sub) for sub in _subtrees(traced.out_tree.unflatten(range(len(returned))))]
+    found: dict[int, list[list[int]]] = {}
+    start = 0
+    for position, child in enumerate(tree.children()):
+        end = start + child.num_leaves
+        given = list(zip(shapes[start:end], specs[start:end], strict=True))
+        alike = [
+            indices
+            for indices, other in subtrees
+            if other == child
+            and all(
+                shape == returned[i][0] and returned[i][1] in (spec, None)
+                for (shape, spec), i in zip(given, indices, strict=True)
+            )
+        ]
+        if not child.is_leaf() and given and alike:
+            found[position] = alike
+        start = end
+    return found
+
+
+def with_given(
+    out_specs: Sequence[PartitionSpec | None],
+    trees: Mapping[int, Sequence[Sequence[int]]],
+    given: Mapping[int, Sequence[PartitionSpec]],
+    traced: Traced,
+) -> list[PartitionSpec | None]:
+    """``out_specs``, with the specs of the arguments for open outputs that return them, so that the
+    next call can take them.
+
+    Of several equal arguments the first is returned first; where the result has another number of
+    them, the planner chooses.
+    """
+    found = list(out_specs)
+    alike: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+    for indices in sorted(
+        {tuple(indices) for found in trees.values() for indices in found},
+        key=lambda own: (own[0], -len(own)),
+    ):
+        alike.setdefault(
+            tuple(p for p, found in trees.items() if list(indices) in found), []
+        ).append(indices)
+    for positions, subtrees in alike.items():
+        specs = [given[position] for position in positions]
+        if all(of == specs[0] for of in specs):
+            specs = specs[:1] * len(subtrees)
+        for indices, of in (
+            zip(subtrees, specs, strict=False) if len(subtrees) == len(specs) else ()
+        ):
+            for i, spec in zip(indices, of, strict=True):
+                if not traced.is_static[i] and found[leaf := traced.out_leaves[i]] is None:
+                    found[leaf] = spec
+    return found
+
+
+def _subtrees(tree: Any) -> list[Any]:
+    if tree is None or optree.tree_is_leaf(tree, none_is_leaf=False, namespace="ftp"):
+        return []
+    level = optree.tree_flatten_one_level(tree, none_is_leaf=False, namespace="ftp")
+    return [tree, *(sub for child in level.children for sub in _subtrees(child))]
+
+
+def renewed(
+    graph: Graph, donated: set[str]
+) -> tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]:
+    """The outputs that are views of an argument or of another output, and how each is copied:
+    writing to one must not change the other.
+    """
+    found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
+    taken: set[Value] = set()
+    for i, value in enumerate(graph.outputs):
+        is_spread = False
+        while value.node.operands and (
+            value.node.kind in ("constrain", "move") or value.node.target in VIEWS
+        ):
+            is_spread |= value.node.target is torch.ops.aten.expand.default
+            value = value.node.operands[0]
+        if (
+            value in taken
+            or is_spread
+            or (value.node.kind == "input" and value.node.name not in donated)
+        ):
+            found.append((i, torch.clone if not is_spread else _dense))
+        elif value.node.kind == "input":
+            found.append((i, torch.Tensor.detach))
+        taken.add(value)
+    return tuple(found)
+
+
+def _dense(x: torch.Tensor) -> torch.Tensor:
+    return x.clone(memory_format=torch.contiguous_format)
