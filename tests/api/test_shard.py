@@ -406,11 +406,11 @@ def test_collectives_of_zero_with_one_gather_a_weight(size: str, layers: int):
 def test_threads_may_share_a_step_of_a_simulated_mesh():
     mesh = ftp.simulated_mesh((2,), ("tp",))
     step = ftp.spmd(lambda w, x: (x @ w).tanh().sum(), mesh, (P(None, "tp"), P()), P())
-    w, wrong = torch.ones(4, 6), []
+    w, wrong = torch.ones(4, 6, dtype=torch.float64), []
 
     def work(k):
-        x = torch.full((3 + k, 4), 0.1 * (k + 1))
-        wrong.extend(k for _ in range(30) if abs(step(w, x) - (x @ w).tanh().sum()) > 1e-5)
+        x = torch.full((3 + k, 4), 0.1 * (k + 1), dtype=torch.float64)
+        wrong.extend(k for _ in range(30) if abs(step(w, x) - (x @ w).tanh().sum()) > 1e-12)
 
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(work, range(3)))

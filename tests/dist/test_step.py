@@ -1,5 +1,6 @@
 """Steps on gloo processes equal one device; ranks that differ all fail, and soon."""
 
+import itertools
 import os
 import time
 import warnings
@@ -69,6 +70,40 @@ def _every_dtype():
         if got[name][kind].dtype != due.dtype or not torch.equal(got[name][kind].view(torch.uint8), due.contiguous().view(torch.uint8))
     ]
     return wrong, issued
+
+
+def _short_shards():
+    """What differs from one device, or raises, of ops that act along a dim, with dims cut so that
+    ranks hold short and empty shards.
+    """
+    mesh, wrong = _mesh(), []
+    ops = {
+        "amax": lambda x, d: x.amax(d), "argmax": lambda x, d: x.argmax(d), "max": lambda x, d: x.max(d).values,
+        "norm inf": lambda x, d: torch.norm(x, float("inf"), d), "norm 2": lambda x, d: torch.linalg.vector_norm(x, 2, d),
+        "cumsum": lambda x, d: x.cumsum(d), "cumprod": lambda x, d: x.cumprod(d), "logcumsumexp": lambda x, d: x.logcumsumexp(d),
+        "sort": lambda x, d: x.sort(d).values, "topk": lambda x, d: x.topk(1, d).values, "fft": lambda x, d: torch.fft.fft(x, dim=d).abs(),
+        "softmax": lambda x, d: x.softmax(d), "prod": lambda x, d: x.prod(d), "var": lambda x, d: x.var(d, correction=0),
+        "logsumexp": lambda x, d: x.logsumexp(d), "median": lambda x, d: x.median(d).values,
+    }  # fmt: skip
+    for rows, dim in itertools.product((4, 1), (-1, -2)):
+        x = torch.rand(rows, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(rows))
+        due = {name: op(x, dim) for name, op in ops.items()}
+        for spec in (P("tp"), P(None, "tp")):
+            step = ftp.spmd(lambda x: {name: op(x, dim) for name, op in ops.items()}, mesh, spec, P())  # noqa: B023
+            got = step(ftp.device_put(x, mesh, spec))
+            wrong += [
+                f"{name} of {rows} x 4 along {dim}, {spec}"
+                for name in ops
+                if not torch.allclose(got[name], due[name], rtol=1e-12, atol=1e-12)
+            ]
+    _end()
+    return wrong
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_empty_and_short_shards_raise_on_no_rank(ranks):
+    for wrong in _values(launch(_short_shards, ranks, timeout=240)):
+        assert not wrong, "\n".join(wrong)
 
 
 def _ids_out_of_range():

@@ -202,3 +202,27 @@ def test_helpers_under_compile_are_seen_through():
     )(w, x)
     torch.testing.assert_close(found, (value, grad))
     assert torch._dynamo.config.error_on_nested_fx_trace is flag
+
+
+INF, NAN = float("inf"), float("nan")
+
+
+@pytest.mark.parametrize("values", [[INF, 2, 3], [NAN, 2, 3], [-INF, INF, 3], [0, INF, 2]], ids=str)
+@pytest.mark.parametrize("spec", [P(), P("tp")])
+def test_gradients_of_products_are_those_of_torch_func(values, spec):
+    """``torch.autograd.grad`` divides the product by the element, which makes NaN of infinities;
+    ``torch.func.grad``, whose gradients are a step's, multiplies the others.
+    """
+    x, mask = torch.tensor(values, dtype=torch.float64), torch.tensor([True, True, False])
+    for fn in (
+        torch.prod,
+        lambda x: torch.prod(x, 0),
+        lambda x: torch.masked.prod(x, 0, mask=mask),
+    ):
+        step = ftp.shard(fn, ftp.simulated_mesh((2,), ("tp",)), spec)
+        assert_same = torch.testing.assert_close
+        assert_same(step(x)[1], torch.func.grad(fn)(x), rtol=0, atol=0, equal_nan=True)
+    if values == [INF, 2, 3]:
+        leaf = x.clone().requires_grad_()
+        (by_autograd,) = torch.autograd.grad(leaf.prod(), leaf)
+        assert by_autograd.isnan()[0] and torch.func.grad(torch.prod)(x)[0] == 6
