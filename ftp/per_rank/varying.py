@@ -113,7 +113,7 @@ def _is_linear(
         return True
     assert isinstance(node.target, torch._ops.OpOverload), node.target
 
-    def meta(n: fx.Node) -> Meta:
+    def meta(n: fx.Node) -> Any:
         return Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype)
 
     slots: list[fx.Node] = []
