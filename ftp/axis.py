@@ -65,9 +65,8 @@ def all_gather(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     tensor([0, 1, 2, 3])
     """
     for name, n in reversed(_named("all_gather", axis)):
-        x = _Linear.apply(
-            _tensor("all_gather", x), OPS.all_gather.default, (name, n, _dim("all_gather", x, dim))
-        )  # type: ignore[assignment]
+        d = _dim("all_gather", _tensor("all_gather", x), dim)
+        x = _linear(x, OPS.all_gather.default, (name, n, d))
     return x
 
 
@@ -88,7 +87,7 @@ def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     for name, n in _named("reduce_scatter", axis):
         d = _dim("reduce_scatter", _tensor("reduce_scatter", x), dim)
         _require_divides("reduce_scatter", x, d, name, n)
-        x = _Linear.apply(x, OPS.reduce_scatter.default, (name, n, d))  # type: ignore[assignment]
+        x = _linear(x, OPS.reduce_scatter.default, (name, n, d))
     return x
 
 
@@ -115,10 +114,10 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
     )
     _require_divides("all_to_all", x, split, name, n)
     if split != concat:
-        return _Linear.apply(x, OPS.all_to_all.default, (name, n, split, concat))  # type: ignore[return-value]
+        return _linear(x, OPS.all_to_all.default, (name, n, split, concat))
     parts = x.unflatten(split, (1, n, x.shape[split] // n))
-    parts = _Linear.apply(parts, OPS.all_to_all.default, (name, n, split + 1, split))
-    return parts.flatten(split, split + 2)  # type: ignore[union-attr]
+    parts = _linear(parts, OPS.all_to_all.default, (name, n, split + 1, split))
+    return parts.flatten(split, split + 2)
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
@@ -151,7 +150,7 @@ def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
             " most once."
         )
     flat = tuple(i for pair in sorted(pairs) for i in pair)
-    return _Linear.apply(_tensor("ppermute", x), OPS.ppermute.default, (name, n, flat))  # type: ignore[return-value]
+    return _linear(_tensor("ppermute", x), OPS.ppermute.default, (name, n, flat))
 
 
 def axis_index(axis: Axes) -> Tensor:
@@ -361,9 +360,15 @@ _ALL = {
 }
 
 
+def _linear(x: Tensor, target: Any, args: tuple[Any, ...]) -> Tensor:
+    """Apply a linear collective with its gradient."""
+    applied: Any = _Linear.apply(x, target, args)
+    return applied
+
+
 def _reduced(x: Tensor, op: str, axis: str) -> Tensor:
     if op == "sum":
-        return _Linear.apply(x, OPS.all_reduce.default, (op, axis))  # type: ignore[return-value]
+        return _linear(x, OPS.all_reduce.default, (op, axis))
     return _Extremum.apply(x, op, axis)  # type: ignore[return-value]
 
 

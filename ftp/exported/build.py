@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ftp import random
@@ -329,9 +330,8 @@ class Build:
                             else torch.empty(shape, dtype=val.dtype, device=val.device)
                         )
                 elif node.op == "call_function":
-                    args, kwargs = fx.node.map_arg(
-                        (node.args, node.kwargs), lambda n: n.meta["val"]
-                    )  # type: ignore[misc]
+                    arguments: Any = (node.args, node.kwargs)
+                    args, kwargs = map_arg(arguments, lambda n: n.meta["val"])
                     node.meta["val"] = node.target(*args, **kwargs)
 
     def _example_inputs(self) -> Any:

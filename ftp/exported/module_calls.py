@@ -141,7 +141,7 @@ def memory_of(tensor: torch.Tensor) -> Any:
     )
 
 
-_LINEAR = {
+_LINEAR: dict[Any, int] = {
     aten.linear.default: 1,
     aten.addmm.default: 2,
     aten.mm.default: 1,
@@ -190,6 +190,6 @@ def _readers(node: fx.Node) -> list[tuple[str, str]]:
             found += _readers(user)
         elif user.target is aten.embedding.default and user.args[0] is node:
             found.append(("embedding", module))
-        elif user.target in _LINEAR and user.args[_LINEAR[user.target]] is node:  # type: ignore[index]
+        elif (at := _LINEAR.get(user.target)) is not None and user.args[at] is node:
             found.append(("linear", module))
     return found

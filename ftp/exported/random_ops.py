@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from ftp import random
 from ftp.random.torch_functions import DRAWN, Draws
@@ -49,8 +50,9 @@ _IN_PLACE = {
 
 def is_random(node: fx.Node) -> bool:
     """Whether a node's op draws random numbers."""
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: n.meta.get("val"))  # type: ignore[misc]
-    return _is_random(node.target, args, kwargs)  # type: ignore[arg-type]
+    arguments: Any = (node.args, dict(node.kwargs))
+    args, kwargs = map_arg(arguments, lambda n: n.meta.get("val"))
+    return _is_random(node.target, args, kwargs)
 
 
 def _is_random(target: Any, args: Any, kwargs: Any) -> bool:

@@ -219,9 +219,8 @@ def _out_specs(
     leaves = iter(result_specs(program, given))
     names = iter(names_of_leaves(program, True))
     inputs = {e.spec.arg.name: e.cut for e in entries}
-    vals = [
-        n.meta["val"] if isinstance(n, fx.Node) else n for n in program.graph.output_node().args[0]
-    ]  # type: ignore[union-attr]
+    returned: Any = program.graph.output_node().args[0]
+    vals = [n.meta["val"] if isinstance(n, fx.Node) else n for n in returned]
     found: list[P | None] = []
     failures = []
     for spec, val in zip(program.graph_signature.output_specs, vals, strict=True):

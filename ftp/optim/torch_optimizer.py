@@ -214,7 +214,8 @@ class _Torch:
         first: dict[str, Any] = {}
         for values in opt.state.values():
             first.update(_cloned(values))
-        opt.state = defaultdict(lambda: _Recording(first))  # pyright: ignore[reportAttributeAccessIssue]
+        recording: Any = defaultdict(lambda: _Recording(first))
+        opt.state = recording
         if first:
             dict.update(opt.state[mine], _cloned(first))
         mine.grad = torch.zeros_like(mine)
@@ -248,10 +249,12 @@ class _Torch:
             mine = [i for i, g in enumerate(groups) if g == group]
             if not mine:
                 continue
-            given = [[of[i] for i in mine] for of in (grad_leaves, slots, leaves)]
-            new = self._run(group, *given)
+            own_grads, own_slots, own_leaves = (
+                [of[i] for i in mine] for of in (grad_leaves, slots, leaves)
+            )
+            new = self._run(group, own_grads, own_slots, own_leaves)
             if self._is_dampened(group):
-                new = self._without_first_dampening(group, *given, new)
+                new = self._without_first_dampening(group, own_grads, own_slots, own_leaves, new)
             for i, (leaf, kept) in zip(mine, new, strict=True):
                 new_leaves[i], new_slots[i] = leaf, kept
         return treedef.unflatten(new_leaves), treedef.unflatten(new_slots)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 
 from ftp.axis import OPS, axis_of
 from ftp.errors import RuleError
@@ -89,7 +90,7 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
                     node.replace_all_uses_with(own)
             elif _is_linear(node, sums, axis, types):
                 arguments: Any = (node.args, node.kwargs)
-                args, kwargs = fx.node.map_arg(arguments, lambda n: sums.get(n, n))
+                args, kwargs = map_arg(arguments, lambda n: sums.get(n, n))
                 target: Any = node.target
                 made = sums[node] = graph.call_function(target, args, kwargs)
                 made.meta, types[made] = dict(node.meta), types[node] - {axis}
@@ -112,12 +113,13 @@ def _is_linear(
         return True
     assert isinstance(node.target, torch._ops.OpOverload), node.target
 
-    def meta(n: fx.Node) -> Meta:
+    def meta(n: fx.Node) -> Any:
         return Meta(tuple(n.meta["val"].shape), n.meta["val"].dtype)
 
     slots: list[fx.Node] = []
-    fx.node.map_arg((node.args, node.kwargs), slots.append)  # type: ignore[arg-type]
-    args, kwargs = fx.node.map_arg((node.args, node.kwargs), meta)  # type: ignore[misc]
+    arguments: Any = (node.args, node.kwargs)
+    map_arg(arguments, slots.append)
+    args, kwargs = map_arg(arguments, meta)
     val = node.meta["val"]
     vals = [val] if isinstance(val, torch.Tensor) else val
     try:

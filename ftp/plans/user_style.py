@@ -1,4 +1,6 @@
-"""Styles that are functions of the user's: ``(path, module) -> (specs, constraints)``."""
+"""Users' styles: functions ``(path, module) -> (specs, constraints)``, with paths from the model or
+from the module.
+"""
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -11,12 +13,9 @@ from ftp.functional.module_constraints import Constraint
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P
 
-UserStyle = Callable[[str, nn.Module], tuple[Mapping[str, P], Any]]
-"""Its paths are from the model or from the module."""
-
 
 def read_user_style(
-    style: UserStyle, path: str, module: nn.Module
+    style: Callable[..., Any], path: str, module: nn.Module
 ) -> tuple[dict[str, P], dict[str, Constraint]]:
     """Call a style and check its specs and constraints; returns both by path from ``module``.
 
@@ -49,7 +48,7 @@ def read_user_style(
 
 
 def _called(
-    style: UserStyle, path: str, module: nn.Module, given_by: str
+    style: Callable[..., Any], path: str, module: nn.Module, given_by: str
 ) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
     try:
         inspect.signature(style).bind(path, module)
