@@ -1,5 +1,5 @@
-"""Integer inputs that index a dim: what their values may be, read off a traced program, and a
-check of what ranks give.
+"""Integer inputs that index a dim: their bounds, found in a traced program, and a check of their
+values on all ranks.
 """
 
 import json
@@ -41,8 +41,8 @@ _SAME_VALUES = {
 
 
 def index_bounds(graph: fx.Graph) -> dict[int, list[Bound]]:
-    """Per input whose values index a dim, by its place, what they may be; of those that are
-    computed first nothing is said.
+    """The bounds of each input whose values index a dim, by position. Indices that the program
+    computes have none.
     """
     places = {node: i for i, node in enumerate(n for n in graph.nodes if n.op == "placeholder")}
     found: dict[int, list[Bound]] = {}
@@ -93,11 +93,10 @@ def check_indices(
     record: Calls,
     when: str = "",
 ) -> None:
-    """Checks what ranks give for inputs that index, inside of a call that all of them have begun.
+    """Checks the values of inputs that index a dim, within a call that all ranks have begun.
 
     Raises:
-        InputError: on all ranks, with each input that is out of range, a value of it, the bound and
-            the rank.
+        InputError: on all ranks: each input that is out of range, a value, the bounds and the rank.
     """
     if not bounds:
         return
