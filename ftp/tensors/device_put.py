@@ -189,7 +189,7 @@ def specs_of(tree: Any) -> Any:
     >>> import ftp
     >>> w = ftp.device_put(torch.ones(4), ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))
     >>> ftp.specs_of({"w": w, "step": 3})
-    {'step': P(), 'w': P('tp')}
+    {'w': P('tp'), 'step': P()}
     """
     leaves, treedef = flatten(tree)
     found = [placement_of(leaf) for leaf in leaves]
