@@ -1,6 +1,4 @@
-"""The arguments of a call, flat and named: what keys a program, what is wrong with them, and
-their global shapes, agreed by all ranks.
-"""
+"""The arguments of a step's call: flattened and named, the key of their program, and checks."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -27,9 +25,8 @@ class Arguments:
     """Positional arguments of a step, flat.
 
     Attributes:
-        key: equal for calls that the same program serves and whose tensors are as fit for it: tree,
-            static leaves, and of each tensor its shape, dtype, and what is remembered of it or else
-            its dispatch keys (device, layout, wrappers).
+        key: equal for calls that one program serves: tree, static leaves, and of each tensor shape,
+            dtype, and placement, or else dispatch keys (device, layout, wrappers).
     """
 
     def __init__(self, args: tuple[Any, ...], roots: Sequence[str] = ()):
@@ -51,7 +48,7 @@ class Arguments:
 
     @cached_property
     def positions(self) -> list[int]:
-        """Per leaf the position of its argument."""
+        """The position of each leaf's argument."""
         return [
             i for i, child in enumerate(self.treedef.children()) for _ in range(child.num_leaves)
         ]
@@ -63,8 +60,8 @@ class Arguments:
         specs: Sequence[PartitionSpec],
         mesh: Mesh,
     ) -> bool:
-        """Whether the program that was made for arguments of ``key`` and global ``shapes``
-        serves these, as far as this rank can tell.
+        """Whether a program made for arguments of ``key`` and global ``shapes`` serves these, as
+        far as this rank can tell.
         """
         treedef, *described = key
         if self.treedef != treedef:
@@ -96,8 +93,7 @@ _dispatch_keys = torch._C._dispatch_keys
 
 def _describe(leaf: Any) -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
-        # What is remembered of a tensor says where it is; to ask for the keys of every one would
-        # take longer than all the rest.
+        # A placement implies the dispatch keys, which take longer to read than all the rest.
         known = known_of(leaf)
         return (
             leaf.shape,
@@ -113,7 +109,7 @@ def _is_traced(leaf: torch.Tensor) -> bool:
 
 
 def check_static(call: Arguments) -> None:
-    """Raises for leaves that are neither plain tensors nor values that can tell programs apart."""
+    """Raises for leaves that are neither plain tensors nor hashable static values."""
     check_plain(call.leaves, call.names)
     failures = []
     for leaf, name in zip(call.leaves, call.names, strict=True):
@@ -134,7 +130,7 @@ def check_static(call: Arguments) -> None:
 
 
 def nones(call: Arguments) -> list[str]:
-    """What each None among the arguments is called."""
+    """The names of all None among the arguments."""
     found = []
     for i, arg in enumerate(call.args):
         root = call.roots[i] if i < len(call.roots) else f"args[{i}]"
@@ -149,7 +145,7 @@ def nones(call: Arguments) -> list[str]:
 
 
 def check_values(call: Arguments, mesh: Mesh) -> None:
-    """Raises for tensors that have no values, or not on the mesh's devices."""
+    """Raises for tensors without values, and for those on other devices than the mesh's."""
     check_plain(call.leaves, call.names)
     failures = []
     for leaf, name in zip(call.leaves, call.names, strict=True):
@@ -185,7 +181,7 @@ def check_values(call: Arguments, mesh: Mesh) -> None:
 
 
 def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> None:
-    """Raises where ``fn`` does not take this many arguments."""
+    """Raises if ``fn`` does not take this many arguments."""
     try:
         signature = inspect.signature(fn)
     except (TypeError, ValueError):
@@ -200,7 +196,7 @@ def check_signature(fn: Callable[..., Any], args: Sequence[Any], step: str) -> N
 
 
 def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
-    """Raises for a donated tensor that is a second leaf as well."""
+    """Raises for a donated tensor that is two leaves."""
     if beyond := [position for position in donate if not 0 <= position < len(call.args)]:
         raise DonationError(
             f"donate names argument {beyond[0]}, but the step is called with {len(call.args)}"

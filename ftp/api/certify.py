@@ -22,16 +22,24 @@ from ftp.sharding.spec import PartitionSpec
 
 
 def certify(lowered: Lowered) -> Certificate:
-    """The proof that a program's collectives make every output of every rank right; ``save`` keeps
-    it.
+    """Prove that a program's collectives make every output of every rank right.
+
+    Args:
+        lowered: the program, as ``step.lower(...)`` or ``ftp.lower`` returns it.
+
+    Returns:
+        The proof, checked; its ``save`` writes it to a file.
 
     Raises:
-        CertificateError: with each value that is wrong, on which rank, and why. That is a fault of
-            ftp: please report it.
+        CertificateError: each value that is wrong, on which rank, and why. That is a fault of ftp:
+            please report it.
 
     >>> import torch, ftp
-    >>> x, w = torch.empty(2, 8), torch.empty(8, 3)
-    >>> lowered = ftp.lower(lambda x, w: x @ w, ftp.AbstractMesh((4,), ("tp",)), (ftp.P(None, "tp"), ftp.P("tp")), x, w, out_specs=ftp.P())
+    >>> from ftp import P
+    >>> x, w, mesh = torch.empty(2, 8), torch.empty(8, 3), ftp.AbstractMesh((4,), ("tp",))
+    >>> lowered = ftp.lower(
+    ...     lambda x, w: x @ w, mesh, (P(None, "tp"), P("tp")), x, w, out_specs=P()
+    ... )
     >>> [o.name for o in certify(lowered).operations]
     ['x', 'w', 'mm']
     """
@@ -46,8 +54,8 @@ def certified(program: Program) -> Certificate:
 
 
 def certificate_of(program: Program) -> Certificate:
-    """What there is to check of a program, unchecked: of one with ``async_tp``, the program
-    before products are one with collectives.
+    """The certificate of a program, unchecked; with ``async_tp`` of the program before matmuls and
+    collectives are fused.
     """
     if program.options.async_tp:
         program = program.with_options(async_tp=False)
@@ -126,7 +134,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
 
 
 def _pending(value: Value) -> tuple[tuple[str, str], ...]:
-    """What is still to come for a value, moves included."""
+    """The pending reductions (axis, op) of a value, after its reshards."""
     node = value.node
     if node.kind == "constrain":
         return _pending(node.operands[0])

@@ -1,8 +1,8 @@
-"""The call that a step expects after the last one, so that one like it is known at a glance.
+"""Fast path: recognise a call whose arguments are the last call's results, and skip validation.
 
-A train loop gives a step what the last call returned, and a batch of the same shape. To find the
-program of such a call by its key takes longer than a small program runs. Here one pass of C++ looks
-at all tensors' metadata, and tensors of the last call are known by identity.
+A train loop passes a step what the last call returned, and a batch of the same shape. Finding the
+program by the call's key takes longer than a small program runs. Here one pass of C++ compares the
+metadata of all tensors, and results of the last call are compared by identity.
 """
 
 from collections.abc import Callable, Sequence
@@ -21,11 +21,10 @@ class Expected:
 
     Args:
         treedef, leaves: of the last call's arguments, which a program served.
-        facts: per leaf what was known of it.
-        before: what the call before that returned, if it was of the same program.
-        outputs: what is known of the outputs that a call returns; ``before`` is of use as long as
-            that is all there is to say.
-        donated: leaves whose memory the program reuses.
+        facts: what was known of each leaf.
+        before: what the call before the last returned, if it ran the same program.
+        outputs: what is known of the outputs of a call, until something changes it.
+        donated: leaves whose memory the program reuses, and what to remember of them.
     """
 
     def __init__(
@@ -57,7 +56,7 @@ class Expected:
         self._refs = _getter([at for at in came_from if at is not None])
         self._others = [i for i, at in enumerate(came_from) if at is None]
         self._facts = [facts[i] for i in self._others]
-        # What is to be said of the outputs once they were given to the next call.
+        # What is known of the outputs once they were passed to the next call.
         used = {came_from[i]: fact for i, fact in donated.items()}
         self.afterwards: Sequence[Fact] = [used.get(at, fact) for at, fact in enumerate(outputs)]
         if self.is_likely:
@@ -68,10 +67,8 @@ class Expected:
             ).check
 
     def leaves(self, args: tuple[Any, ...], last: Returned) -> list[torch.Tensor] | None:
-        """The leaves of a call that is like the one before, given ``last``, what that one returned;
-        None if it is not.
-
-        Dicts of any class with the same keys are alike.
+        """The leaves of a call that is like the last one, which returned ``last``; None if it is
+        not. Dicts with the same keys are alike, whatever their class.
         """
         if not self.is_likely or last.facts is not self.outputs:
             return None

@@ -1,5 +1,5 @@
-"""``init_params``: a model's own initialization as a pure function of a key, of which every rank
-computes its shards.
+"""``init_params``: a model's own initialization as a pure function of a key; each rank computes its
+shards.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -34,34 +34,35 @@ def init_params(
     buffers: bool = False,
     buffer_specs: Any = PartitionSpec(),
 ) -> Any:
-    """A model's parameters, drawn from ``key`` by its modules' own ``reset_parameters``, each rank
-    making its shards and no more.
+    """Draw a model's parameters from ``key`` by its modules' own ``reset_parameters``. Each rank
+    computes its shards alone.
 
-    The numbers do not depend on mesh and specs. ``model`` is best made under
-    ``torch.device("meta")``; it is left as it is. What is drawn for a module is that of its path
-    (docs/random.md); a tied tensor is that of its first path. Modules are reset after those within
-    them.
+    The numbers do not depend on mesh and specs. Each module draws from the key folded with its path
+    (docs/random.md); a tied tensor is drawn under its first path. A module is reset after its
+    submodules.
 
     Args:
-        key: an ``ftp.random`` key, the same on all ranks.
+        model: best made under ``torch.device("meta")``; it is not changed.
+        key: an ``ftp.random`` key, of shape (2,), the same on all ranks.
+        mesh: default that of ``ftp.use_mesh``.
         specs: spec tree of the parameters, as ``ftp.plan`` makes it, or a prefix of one.
-        init: ``{pattern: fn(key, shape, dtype)}`` over paths of parameters and buffers, in place of
-            what ``reset_parameters`` does: for modules that have none, or for other distributions.
-        buffers: return ``(params, buffers)``, as ``functionalize(model, buffers=True)`` has them:
-            buffers and frozen parameters too.
-        buffer_specs: spec tree of those.
+        init: ``{pattern: fn(key, shape, dtype)}`` over paths of parameters and buffers, to replace
+            ``reset_parameters`` where a module has none, or for another distribution.
+        buffers: return ``(params, buffers)``, as ``functionalize(model, buffers=True)`` does, with
+            buffers and frozen parameters.
+        buffer_specs: spec tree of these.
 
     Returns:
-        ``{path: tensor}`` of the parameters that require a gradient, placed as ``specs`` says.
+        ``{path: tensor}`` of the parameters that require a gradient, placed with ``specs``.
 
     Raises:
-        InputError: parameters that nothing says how to draw, all of them; patterns that match
-            nothing.
+        InputError: all parameters that have no initialization; patterns that match nothing.
 
     >>> import ftp
     >>> with torch.device("meta"):
     ...     model = nn.Linear(4, 6)
-    >>> params = init_params(model, ftp.random.key(0), ftp.simulated_mesh((2,), ("tp",)), {"weight": ftp.P("tp"), "bias": ftp.P("tp")})
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> params = init_params(model, ftp.random.key(0), mesh, ftp.P("tp"))
     >>> params["weight"].shape, bool((params["weight"].abs() <= 0.5).all())
     (torch.Size([6, 4]), True)
     """
@@ -181,8 +182,8 @@ def _drawn(
 def _fresh(
     model: nn.Module, tensors: Mapping[str, Tensor], device: torch.device
 ) -> Iterator[dict[str, Tensor]]:
-    """While it lasts the model's modules hold new tensors, by path; the dict has what they hold
-    at the end, the model what it had.
+    """A context in which the model's modules hold new tensors; the dict has those that they hold at
+    the end, by path. The model is restored.
     """
     paths = {id(t): path for path, t in tensors.items()}
     fresh: dict[str, Tensor] = {}
@@ -198,7 +199,7 @@ def _fresh(
                             tensor.shape, dtype=tensor.dtype, device=device
                         )
                         path = f"{prefix}.{name}" if prefix else name
-                        # Under its other paths a tied tensor is one that nobody reads.
+                        # A tied tensor is read under its first path alone.
                         if paths[id(tensor)] == path:
                             fresh[path] = made
             object.__setattr__(module, "__dict__", own)
@@ -214,7 +215,7 @@ def _fresh(
 
 
 def _written(model: nn.Module, tensors: Mapping[str, Tensor]) -> set[str]:
-    """The tensors that some reset writes to."""
+    """The paths of tensors that some reset writes to."""
     with _Writes() as writes:
         fresh = _drawn(model, tensors, {}, torch.zeros(2, dtype=torch.int64, device="meta"))
     return {path for path, t in fresh.items() if t.untyped_storage()._cdata in writes.storages}
@@ -223,7 +224,7 @@ def _written(model: nn.Module, tensors: Mapping[str, Tensor]) -> set[str]:
 def _check_covered(
     model: nn.Module, tensors: Mapping[str, Tensor], covered: set[str], wanted: list[str]
 ) -> None:
-    """Refuse tensors of which nothing says how they are made."""
+    """Raises for tensors without an initialization."""
     modules = dict(model.named_modules())
     failures = []
     for path in wanted:
@@ -246,7 +247,7 @@ def _check_covered(
 
 
 class _Writes(TorchDispatchMode):
-    """Notes the storages that ops write to; a view or ``.data`` has that of its tensor."""
+    """Collects the storages that ops write to; views and ``.data`` share their tensor's."""
 
     def __init__(self):
         super().__init__()

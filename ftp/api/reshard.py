@@ -1,4 +1,4 @@
-"""``reshard``: a live tree from specs to specs, and from mesh to mesh."""
+"""``reshard``: placed tensors to other specs, and to other meshes."""
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
@@ -30,25 +30,28 @@ def reshard(
     new_mesh: AnyMesh | None = None,
     max_bytes: int | None = None,
 ) -> Any:
-    """Placed tensors from specs ``old`` to specs ``new``; leaves that are no tensors pass through.
+    """Reshard tensors from specs ``old`` to specs ``new``, on one mesh or to another.
 
-    On one mesh they move by the cheapest collectives, a tensor at a time. To another mesh, or where
-    memory is bounded, each rank sends what others lack from rank to rank; all ranks of either mesh
-    call it.
+    On one mesh by the cheapest collectives, a tensor at a time. To another mesh, or with a bound on
+    memory, ranks send each other the parts that they lack. All ranks of either mesh call it.
 
     Args:
-        tree: on a rank outside ``mesh``, meta tensors of the global shapes, or anything with a
-            shape and a dtype.
+        tree: this rank's shards, placed or not; other leaves pass through. On a rank outside
+            ``mesh``: meta tensors of the global shapes, or anything with a shape and a dtype.
+        mesh: where the tensors are; None is that of ``ftp.use_mesh``.
         old, new: spec trees, prefixes of one, or one ``P`` for all.
-        new_mesh: where the tensors shall lie, if elsewhere: a DeviceMesh of more, fewer or other
-            ranks of the same world, or a simulated mesh, which every process that calls holds
-            whole. A rank outside it gets meta tensors of the global shapes.
-        max_bytes: the most that a rank holds at any time beside the tensors it gives and those it
-            gets; at least 16.
+        new_mesh: where the tensors are to be, if elsewhere: a DeviceMesh of any ranks of the same
+            world, or a simulated mesh, which every process that calls holds whole.
+        max_bytes: the most bytes of messages that a rank holds at a time; at least 16.
+
+    Returns:
+        The tree with shards under ``new``, placed. A rank outside ``new_mesh`` gets meta tensors of
+        the global shapes.
 
     Raises:
-        PlacementError, SpecError: tensors that do not lie as ``old`` says, specs that do not fit.
-            MismatchError: ranks that do not move the same; all before anything is sent.
+        SpecError: specs that do not fit.
+        PlacementError: tensors that are placed with other specs than ``old``.
+        MismatchError: ranks that reshard different trees. All before anything is sent.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -92,7 +95,7 @@ def _moved(leaf: torch.Tensor, mesh: Mesh, old: PartitionSpec, new: PartitionSpe
     return _mover(mesh, _shortest(old), _shortest(new))(leaf)
 
 
-# What every backend can send.
+# Dtypes that every backend can send.
 _MOVED = {
     torch.float64,
     torch.float32,
@@ -121,7 +124,7 @@ def _moved_as_bytes(
 
 
 def _shortest(spec: PartitionSpec) -> PartitionSpec:
-    """Equal specs of any length serve tensors of any rank, so that one step moves them all."""
+    """The spec without trailing ``None``, so that one step serves tensors of any rank."""
     cut = [dim for dim, entry in enumerate(spec) if entry is not None]
     return PartitionSpec(*list(spec)[: cut[-1] + 1]) if cut else PartitionSpec()
 
@@ -135,9 +138,7 @@ def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
 
 @torch.library.impl("ftp::local", "CompositeExplicitAutograd")
 def _on_simulated_ranks(xs: list[torch.Tensor], program: str) -> list[torch.Tensor]:
-    """Per-rank code on whole tensors outside of a step: the program of a step that has nothing
-    else.
-    """
+    """Per-rank code on whole tensors outside of a step: run as a step that does nothing else."""
     run = _simulated(program, xs[0].device.type)
     with torch.no_grad():
         return [x.clone() for x in run([x.detach() for x in xs])]

@@ -1,11 +1,10 @@
-"""The lock of a folder that one job at a time saves to: its owner's name and heartbeat, and how the
-place of a dead owner is taken.
+"""The lock of a folder, which one job at a time saves to: owner, heartbeat, and takeover of a dead
+owner's lock.
 
-Locks are numbered files; the highest number owns the folder. Whoever takes over creates the next
-number, which the file system lets only one do, and no lock is removed by another before a higher
-one is there. The owner sets the time of its file anew every second. It looks whether the folder is
-still its own before it completes a checkpoint, so that one who was stopped for long and wakes
-changes nothing.
+Locks are numbered files; the highest number owns the folder. To take over, a process creates the
+next number, which the file system lets only one do; it removes a lock only when a higher one is
+there. The owner touches its file every second, its heartbeat. Before it completes a checkpoint, it
+checks that it still owns the folder, so that a process which was stopped for long changes nothing.
 """
 
 import atexit
@@ -45,9 +44,10 @@ class Owner:
     """A process that saves, and its job.
 
     Attributes:
-        machine: what pids are unique on, a boot of a host and a namespace of processes; started:
-            tells a pid from a later one.
-        job: as a person calls it. token: equal in all ranks and attempts of a job, and in no other.
+        machine: a boot of a host and a process namespace: pids are unique within it.
+        started: when the process started, which tells it from a later one of the same pid.
+        job: what a person calls the job.
+        token: equal in all ranks and attempts of a job, and in no other.
     """
 
     host: str
@@ -61,13 +61,13 @@ class Owner:
         return f"process {self.pid} on {self.host} ({self.job})"
 
     def is_gone(self, machine: str) -> bool:
-        """Whether it is known to have ended, which can be told on its own machine."""
+        """Whether the process has ended; known on its own machine only."""
         return self.machine == machine and _started(self.pid) != self.started
 
 
 @dataclass(frozen=True)
 class Lock:
-    """A lock as it is found; no owner where it cannot be read, as it is being written."""
+    """A lock as found; without an owner while it is being written."""
 
     path: Path
     number: int
@@ -141,7 +141,7 @@ def is_held(folder: Path) -> bool:
 
 
 def check_held(folder: Path) -> None:
-    """Raises where another has taken the folder over."""
+    """Raises if another job has taken the folder over."""
     if is_held(folder):
         return
     top = _top(folder)
@@ -157,7 +157,7 @@ def check_held(folder: Path) -> None:
 
 
 def release() -> None:
-    """Gives all folders of this process free."""
+    """Releases all folders of this process."""
     with _taking:
         while _held:
             _, lock = _held.popitem()
@@ -166,7 +166,7 @@ def release() -> None:
 
 
 def _take(folder: Path, seen: Lock | None, me: Owner) -> Lock | None:
-    """The lock after ``seen``, the one that was judged dead; None if another was faster."""
+    """The lock after ``seen``, whose owner is dead; None if another process took it first."""
     number = 0 if seen is None else seen.number + 1
     path = folder / f"{LOCK}{number:08d}"
     try:
@@ -204,7 +204,7 @@ def _numbers(folder: Path) -> list[int]:
 
 
 def _top(folder: Path) -> Lock | None:
-    """The lock that counts."""
+    """The lock with the highest number."""
     while numbers := _numbers(folder):
         if (lock := _read(folder / f"{LOCK}{max(numbers):08d}", max(numbers))) is not None:
             return lock
@@ -212,9 +212,7 @@ def _top(folder: Path) -> Lock | None:
 
 
 def _read(path: Path, number: int) -> Lock | None:
-    """A lock, None if it is gone; opened anew, which makes network file systems ask for its
-    time.
-    """
+    """A lock, None if it is gone. Opening it makes network file systems read its time."""
     try:
         with path.open(encoding="utf-8") as file:
             beat, text = os.fstat(file.fileno()).st_mtime_ns, file.read()
@@ -228,9 +226,7 @@ def _read(path: Path, number: int) -> Lock | None:
 
 
 def _age(lock: Lock) -> float:
-    """Seconds since the last heartbeat, by the clock of the file system, as clocks of hosts
-    differ.
-    """
+    """Seconds since the last heartbeat, by the file system's clock, as hosts' clocks differ."""
     probe = lock.path.with_name(f"{SAVING}now-{uuid.uuid4().hex[:8]}")
     try:
         probe.mkdir()
@@ -242,7 +238,7 @@ def _age(lock: Lock) -> float:
 
 
 class _Heart:
-    """The thread that sets the time of the locks held anew."""
+    """The heartbeat thread: touches the locks that this process holds."""
 
     _thread: threading.Thread | None = None
 
@@ -293,7 +289,7 @@ def _this_process() -> Owner:
 
 
 def _job_token() -> str:
-    """Equal in all ranks of a job; a launcher's store outlives its attempts."""
+    """Equal in all ranks of a job, and in its restarts, which share the launcher's store."""
     if not dist.is_initialized() or dist.get_backend() == "fake":
         return _token
     store = c10d._get_default_store()
@@ -306,9 +302,7 @@ def _job_token() -> str:
 
 
 def _started(pid: int) -> str:
-    """When a process began; empty where there is none, or only what is left of it until its
-    parent asks.
-    """
+    """When a process started; empty for none, or a zombie."""
     stat = _line(f"/proc/{pid}/stat")
     if stat:
         state, *rest = stat[stat.rindex(")") + 2 :].split()

@@ -1,5 +1,5 @@
-"""Models as Hugging Face keeps them: whole tensors in safetensors files, read and written by
-shards.
+"""``load_safetensors`` and ``save_safetensors``: Hugging Face's files of whole tensors, read and
+written by shards.
 """
 
 import json
@@ -56,22 +56,27 @@ def load_safetensors(
     verify: bool = True,
     timeout: float | None = None,
 ) -> Any:
-    """Tensors of safetensors files, by path, placed on a mesh; all ranks call it, and each reads
-    its slices alone.
+    """Load tensors from safetensors files onto a mesh. All ranks call it, and each reads its slices
+    alone.
 
     Args:
         path: a file, or a folder: with an index (``*.safetensors.index.json``), or the files alone.
             The parts that ``torch.distributed.checkpoint`` writes in this format are put together.
         like: the tree to load, as for ``ftp.load``; its paths, joined by dots, are the names in the
             files.
-        rename: ``{path: name}`` or a function of a path, for names that differ; a path that the
-            dict does not hold is its own name.
-        verify: where the folder has a list of hashes, ``SHA256SUMS`` as ``sha256sum`` writes it,
-            compare those of the files read, each on one rank. Sizes are always checked.
+        mesh, specs: as for ``ftp.load``.
+        rename: ``{path: name}``, or a function from path to name, where the files have other names;
+            a path that is not in the dict is its own name.
+        verify: compare the hashes of the files with ``SHA256SUMS``, where the folder has one, each
+            on one rank. Sizes are always checked.
+        timeout: seconds that a rank waits for the others; default that of the process group.
+
+    Returns:
+        A tree like ``like`` of this rank's shards, placed with ``specs``.
 
     Raises:
-        CheckpointError: a file that is truncated, altered or missing, a tensor that is missing, or
-            of another shape or dtype, naming them; on every rank.
+        CheckpointError: every tensor that is missing, or of another shape or dtype; on every rank.
+        DamagedError: a file that is truncated, altered or missing; on every rank.
 
     >>> import tempfile, torch, ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -101,24 +106,29 @@ def save_safetensors(
     max_file_bytes: int = 5 * 10**9,
     timeout: float | None = None,
 ) -> None:
-    """Writes a tree of tensors as Hugging Face's libraries read it: whole tensors by path, in files
-    of at most ``max_file_bytes``.
+    """Save a tree of tensors as Hugging Face's libraries read it: whole tensors by path in
+    safetensors files, an index where there are several, and a list of hashes, ``SHA256SUMS``.
 
-    All ranks call it. They write a file each, and go on where files are more; a rank holds no more
-    than one file beside its shards. The folder may exist, but hold no safetensors files. An index
-    is written where there are several files, and a list of hashes, ``SHA256SUMS``, always.
+    All ranks call it and take turns to write files; a rank holds at most one file beside its
+    shards.
 
     Args:
-        rename: ``{path: name}`` or a function of a path, as for ``load_safetensors``.
-        max_file_bytes: a tensor that is larger has a file of its own.
+        folder: where to write; it may exist, but hold no safetensors files.
+        tree: this rank's shards, placed or not; all leaves are tensors.
+        mesh: default that of ``ftp.use_mesh``.
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``.
+        rename: ``{path: name}``, or a function from path to name, as for ``load_safetensors``.
+        max_file_bytes: bytes of tensors in a file at most; a larger tensor has a file of its own.
+        timeout: seconds that a rank waits for the others; default that of the process group.
 
     Raises:
-        CheckpointError: what the file system says, on every rank. FtpError: leaves that are no
-            tensors, specs that do not fit.
+        CheckpointError: what the file system says, on every rank.
+        InputError, SpecError: leaves that are no tensors, specs that do not fit.
 
     >>> import tempfile, torch, ftp
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     ftp.save_safetensors(folder, {"layers.0.w": torch.ones(4)}, ftp.simulated_mesh((2,), ("tp",)))
+    ...     ftp.save_safetensors(folder, {"layers.0.w": torch.ones(4)}, mesh)
     ...     sorted(os.listdir(folder))
     ['SHA256SUMS', 'model.safetensors']
     """
@@ -231,8 +241,8 @@ def _read_index(folder: Path) -> dict[str, str]:
 
 
 def _offsets(metadata: Mapping[str, str], path: Path) -> dict[str, Shape]:
-    """Where in the whole tensors those of a file begin, as torch.distributed.checkpoint notes
-    it.
+    """The offset of each tensor of a file in its whole tensor, as torch.distributed.checkpoint
+    writes it.
     """
     if OFFSETS not in metadata:
         return {}
@@ -404,7 +414,7 @@ def _finish(
     draft: Path,
     target: Path,
 ) -> None:
-    """Gives the files their place, what says that they are there last."""
+    """Renames the files into place; the index and the hashes come last."""
     write_text(draft / SUMS, "".join(f"{hashes[file]}  {file}\n" for file in files))
     last = [SUMS]
     if len(files) > 1:

@@ -22,8 +22,8 @@ def load(
     verify: bool = True,
     timeout: float | None = None,
 ) -> Any:
-    """Load the newest complete checkpoint in ``path`` onto any mesh with any specs. All ranks of the
-    mesh call it, and each reads its part; replicas are read once and passed on.
+    """Load the newest complete checkpoint in ``path`` onto any mesh with any specs. All ranks call
+    it, and each reads its part; replicas are read once and passed on.
 
     Nothing in a checkpoint is executed.
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds: its manifest as JSON, and the folders of a path that are complete."""
+"""A checkpoint's manifest, as JSON, and the complete checkpoints in a folder."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ _NAME = re.compile(r"(\d{8,})(?:-step-(\d+))?")
 
 @dataclass(frozen=True)
 class Chunk:
-    """A box of a tensor as one tensor of a file, and the hash of its bytes there."""
+    """A box of a tensor, stored as one tensor of a file, and the SHA-256 of its bytes."""
 
     file: str
     box: Box
@@ -30,9 +30,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A tensor: its global shape, the spec it was saved with, and the chunks that make it up;
-    dtype as torch names it.
-    """
+    """A tensor: dtype as torch names it, global shape, the spec it was saved with, its chunks."""
 
     dtype: str
     shape: Shape
@@ -40,7 +38,7 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]
 
     def problem(self, name: str) -> str | None:
-        """What keeps the chunks from being this tensor, each element once; None if nothing does."""
+        """Why the chunks are not each element of this tensor once; None if they are."""
         if not is_shape(self.shape):
             return f"the shape of {name!r}, {self.shape}, is not one of a tensor."
         for c in self.chunks:
@@ -82,9 +80,7 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a checkpoint but the values of its tensors, which are in safetensors
-    files beside it.
-    """
+    """All of a checkpoint but its tensors' values, which are in safetensors files beside it."""
 
     step: int | None
     mesh: str
@@ -93,7 +89,7 @@ class Manifest:
     files: dict[str, SavedFile]
 
     def to_json(self) -> str:
-        """One JSON object with the hash of what it says."""
+        """One JSON object, with its own hash."""
         body = _canonical({"format": _FORMAT, **asdict(self)})
         return f'{{"sha256": "{hashlib.sha256(body.encode()).hexdigest()}",\n"checkpoint": {body}}}'
 
@@ -148,8 +144,8 @@ class Manifest:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint that was completed: its folder, its number in the order of saving, and the
-    step it was given, if any.
+    """A complete checkpoint: its folder, its number in the order of saving, and its step, if it was
+    given one.
     """
 
     folder: Path
@@ -158,8 +154,8 @@ class Checkpoint:
 
     @cached_property
     def damage(self) -> str | None:
-        """What is wrong with it, None if nothing is: by its manifest and by the names, sizes and
-        headers of its files, not by values.
+        """What is wrong with the manifest, or the names, sizes and headers of the files; None if
+        nothing. Values are not read.
         """
         try:
             manifest = read_manifest(self.folder)
@@ -198,13 +194,22 @@ def folder_name(number: int, step: int | None) -> str:
 
 
 def checkpoints(path: str | Path) -> list[Checkpoint]:
-    """The complete checkpoints in a folder, oldest first; empty where there is none, or no folder.
+    """List the complete checkpoints in a folder, oldest first; none where there is no folder.
 
-    What has become of one since, by a bad disk or a hand, is its ``damage``, which is looked for
-    when it is asked for.
+    Each has ``folder``, ``number``, ``step`` (None if it was given none), and ``damage``: what is
+    wrong with its files, None if nothing, read when asked for.
 
-    >>> [c.step for c in checkpoints("/nowhere") if c.damage is None]
-    []
+    Args:
+        path: the folder that ``ftp.save`` was given.
+
+    Raises:
+        CheckpointError: a folder that cannot be listed.
+
+    >>> import tempfile, torch, ftp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     done = ftp.save(folder, torch.ones(4), ftp.simulated_mesh(2, "tp"), step=7)
+    ...     [(c.step, c.damage) for c in ftp.checkpoints(folder)]
+    [(7, None)]
     """
     try:
         entries = sorted(Path(path).iterdir())
@@ -223,11 +228,11 @@ def checkpoints(path: str | Path) -> list[Checkpoint]:
 
 
 def find(path: str | Path, step: int | None = None) -> Checkpoint:
-    """The newest complete checkpoint in a folder, or of those with ``step``; ``path`` may be the
-    folder of one itself.
+    """The newest complete checkpoint in a folder, or the newest of ``step``; or the one at ``path``
+    itself.
 
     Raises:
-        CheckpointError: where there is none.
+        CheckpointError: there is none.
     """
     path = Path(path)
     if (path / MANIFEST).is_file():

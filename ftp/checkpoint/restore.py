@@ -228,5 +228,6 @@ def _unlike_value(leaf: Leaf, path: str, saved: Any) -> list[str]:
     if are_numbers or type(leaf.value) is type(saved):
         return []
     return [
-        f"{leaf.name} is {kind_of(leaf.value)}, but the saved {path!r} is {saved!r}, {kind_of(saved)}."
+        f"{leaf.name} is {kind_of(leaf.value)}, but the saved {path!r} is {saved!r},"
+        f" {kind_of(saved)}."
     ]

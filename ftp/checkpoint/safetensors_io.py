@@ -1,6 +1,4 @@
-"""safetensors files: written to the disk for good, checked by their hashes, and read slice by
-slice.
-"""
+"""safetensors files: written and synced to the disk, checked by hashes, read slice by slice."""
 
 import hashlib
 import json
@@ -61,9 +59,7 @@ class Stored:
 
 @dataclass(frozen=True)
 class Header:
-    """What a safetensors file says of itself; ``size`` is that of the header, ``sha256`` its
-    hash.
-    """
+    """The header of a safetensors file, its size in bytes and its SHA-256."""
 
     tensors: dict[str, Stored]
     metadata: dict[str, str]
@@ -72,7 +68,7 @@ class Header:
 
 
 def read_header(path: Path) -> Header:
-    """The header of a file whose size is what it says.
+    """The header of a file, whose size must be the one that the header gives.
 
     Raises:
         DamagedError: a file that is missing, truncated, or no safetensors file.
@@ -113,7 +109,7 @@ def read_header(path: Path) -> Header:
 
 
 def is_shape(value: Iterable[Any]) -> bool:
-    """Whether these are sizes of dims, or where something begins in them: ints of at least 0."""
+    """Whether these are sizes or offsets: ints of at least 0."""
     return all(isinstance(n, int) and not isinstance(n, bool) and n >= 0 for n in value)
 
 
@@ -134,7 +130,7 @@ def file_hash(path: Path, begin: int, end: int) -> str:
 def write_file(
     path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None
 ) -> dict[str, str]:
-    """Writes contiguous CPU tensors and waits until the disk has them; the SHA-256 of each.
+    """Writes contiguous CPU tensors and syncs them to the disk; the SHA-256 of each.
 
     Raises:
         CheckpointError: what the file system says.
@@ -154,7 +150,7 @@ def write_file(
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes a text file and waits until the disk has it."""
+    """Writes a text file and syncs it to the disk."""
     try:
         with path.open("w", encoding="utf-8") as file:
             file.write(text)
@@ -165,7 +161,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Waits until the disk has a file, or the names in a folder."""
+    """Syncs a file, or the names in a folder, to the disk."""
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -174,7 +170,7 @@ def sync(path: Path) -> None:
 
 
 class TensorFile:
-    """A safetensors file, open for reading; of a tensor no more is read than is asked for."""
+    """A safetensors file, open for reading slices of its tensors."""
 
     def __init__(self, path: Path):
         from safetensors import SafetensorError, safe_open
@@ -186,7 +182,7 @@ class TensorFile:
             raise DamagedError(f"{path} cannot be read: {e}") from e
 
     def check(self, name: str, dtype: torch.dtype, shape: Shape) -> None:
-        """Raises where a tensor is not of this dtype and shape."""
+        """Raises for a tensor of another dtype or shape."""
         from safetensors import SafetensorError
 
         due = (STORED.get(dtype, "U8"), [*shape, dtype.itemsize] if dtype in BYTES else list(shape))

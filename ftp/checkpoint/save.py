@@ -67,8 +67,10 @@ def save(
     >>> import tempfile, torch, ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
     >>> with tempfile.TemporaryDirectory() as folder:
-    ...     done = ftp.save(folder, {"w": torch.ones(4), "epoch": 3}, mesh, {"w": ftp.P("tp"), "epoch": ftp.P()}, step=7)
-    ...     done.result().name, ftp.load(folder, {"w": torch.empty(4, device="meta"), "epoch": 0}, mesh)
+    ...     specs = {"w": ftp.P("tp"), "epoch": ftp.P()}
+    ...     done = ftp.save(folder, {"w": torch.ones(4), "epoch": 3}, mesh, specs, step=7)
+    ...     like = {"w": torch.empty(4, device="meta"), "epoch": 0}
+    ...     done.result().name, ftp.load(folder, like, mesh)
     ('00000000-step-7', {'w': tensor([1., 1., 1., 1.]), 'epoch': 3})
     """
     m = resolve(mesh)

@@ -255,8 +255,8 @@ class Calls:
         return self._exchanges.run(key, value, timeout, self._watch_host)
 
     def explain(self, error: BaseException, where: str = "") -> FtpError | None:
-        """Why a collective failed, for the caller to raise from ``error``: ranks disagree, or one is
-        missing. None for other errors.
+        """Why a collective failed, for the caller to raise from ``error``: ranks disagree, or one
+        is missing. None for other errors.
 
         A peer that raised, or has ended, closes its connections: that is all this rank sees. So it
         asks all ranks whether they are there. The first to know the cause publishes it, and ranks

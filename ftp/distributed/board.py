@@ -1,4 +1,4 @@
-"""One agreement's keys in the store: what each rank writes, and the first difference."""
+"""The keys of one agreement in the store: each rank's payload, and the verdict."""
 
 import base64
 import contextlib
@@ -15,8 +15,8 @@ AGREED = "agreed"
 
 @dataclass(frozen=True)
 class Board:
-    """The keys of one agreement. Whoever comes last compares; whoever knows of a failure says so
-    at once.
+    """The keys of one agreement. The last rank to come compares all payloads; a rank that fails
+    publishes that at once. The first verdict stands.
     """
 
     store: Store
@@ -28,7 +28,7 @@ class Board:
         return f"{self.prefix}/{self.number}/{name}"
 
     def open(self, call: int, skipped: str) -> bool:
-        """Whether this rank is the first to do so."""
+        """Opens the agreement; whether this rank is the first to."""
         mine = json.dumps(
             [
                 self.mesh.rank,
@@ -48,7 +48,7 @@ class Board:
         return rank, call, why
 
     def enter(self, payload: dict[str, str]) -> int:
-        """Publishes this rank's side; the number of ranks that have by now."""
+        """Publishes this rank's payload; the number of ranks that have."""
         self.store.set(
             self.key(self.mesh.rank), zlib.compress(json.dumps(payload).encode(), 1).hex()
         )
@@ -74,9 +74,7 @@ class Board:
         self.store.propose(self.key("verdict"), verdict)
 
     def break_off(self, verdict: str) -> None:
-        """Settles that a rank has gone on; its groups are closed, so the mesh is of no use from
-        here on.
-        """
+        """Publishes that a rank goes on with another program: the mesh takes no more calls."""
         self.settle(verdict)
         self.store.propose(f"{self.prefix}/broken", self.verdict())
 
@@ -93,8 +91,8 @@ class Board:
         return self.store.get(self.key("verdict"))
 
     def linger(self) -> None:
-        """Stays until all ranks know of the failure: this one may hold the store, and its end
-        closes their connections.
+        """Waits until all ranks know of the failure: this rank may hold the store, and its end
+        would close their connections.
         """
         with contextlib.suppress(RuntimeError):  # whoever holds it has seen all, and has left
             self.see()
@@ -105,7 +103,7 @@ class Board:
             )
 
     def see(self) -> int:
-        """The number of ranks that know how it ended, this one included."""
+        """Counts this rank as one that knows the verdict; the number of these."""
         return self.store.add(self.key("seen"), 1)
 
     def absent(self) -> list[int]:
@@ -119,12 +117,12 @@ class Board:
         return f"{who} never arrived: {waiting}.{said}{ABSENT}"
 
     def clean(self) -> None:
-        """Drops this rank's text, which nobody reads after an agreement."""
+        """Deletes this rank's payload, which nobody reads after the verdict."""
         self.store.delete([self.key(self.mesh.rank)])
 
     def forget(self, since: int) -> None:
-        """Drops the keys of this agreement and of failed ones before it, once all ranks know
-        that they agree.
+        """Deletes the keys of this agreement, and of failed ones before it, once all ranks know the
+        verdict.
         """
         if self.see() == self.mesh.size():
             names = ("open", "count", "verdict", "seen")
@@ -144,7 +142,7 @@ ABSENT = (
 
 
 def packed(values: list[str]) -> str:
-    """Values of all ranks, of which most are often equal, as short text."""
+    """All ranks' values as short text; most are often equal."""
     distinct = {value: i for i, value in enumerate(dict.fromkeys(values))}
     text = json.dumps([list(distinct), [distinct[value] for value in values]])
     return base64.b85encode(zlib.compress(text.encode(), 1)).decode()

@@ -1,5 +1,5 @@
-"""Processes on this host, watched by the kernel: it tells of one that ends at once, whoever else
-holds the ended one's sockets.
+"""Processes on this host, watched through pidfds: the kernel reports at once that one has ended,
+even if its children still hold its sockets.
 """
 
 import os
@@ -11,14 +11,13 @@ from collections.abc import Callable, Mapping
 
 
 def host() -> str | None:
-    """Equal for processes that know each other by their numbers; None where the kernel does not
-    watch processes.
-    """
+    """A name of this host and process namespace; None where the kernel has no pidfds."""
     try:
         os.close(os.pidfd_open(os.getpid()))
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read()
-        return f"{zlib.crc32((socket.gethostname() + boot + os.readlink('/proc/self/ns/pid')).encode()):08x}"
+        machine = socket.gethostname() + boot + os.readlink("/proc/self/ns/pid")
+        return f"{zlib.crc32(machine.encode()):08x}"
     except (OSError, AttributeError):
         return None
 

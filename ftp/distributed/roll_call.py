@@ -11,8 +11,8 @@ from ftp.sharding.mesh import Mesh
 
 @dataclass(frozen=True)
 class RollCall:
-    """Who is still there, asked once by whoever sees a collective fail; each rank's first answer
-    stands, and so does the first verdict.
+    """A question to all ranks, asked once, by the first that sees a collective fail. Each rank's
+    first answer stands, and so does the first verdict.
     """
 
     store: Store
@@ -23,7 +23,7 @@ class RollCall:
         return f"{self.prefix}/roll/{name}"
 
     def call(self) -> bool:
-        """Asks all ranks; whether nobody has before."""
+        """Asks all ranks; whether this rank is the first to."""
         return self.store.propose(self.key("called"), str(self.mesh.rank)) == str(self.mesh.rank)
 
     def is_called(self) -> bool:
@@ -40,7 +40,7 @@ class RollCall:
         return self.store.check(self.key("verdict"))
 
     def settle(self, why: str, *, is_missing: bool) -> tuple[str, bool]:
-        """Publishes what is wrong, and whether a rank is gone; what the first has published."""
+        """Publishes what is wrong, and whether a rank is gone; returns the first verdict."""
         self.store.propose(self.key("verdict"), json.dumps([why, is_missing]))
         return self.learn()
 
@@ -49,11 +49,13 @@ class RollCall:
         return why, is_missing
 
     def see(self) -> None:
-        """Tells that this rank knows the verdict."""
+        """Counts this rank as one that knows the verdict."""
         self.store.add(self.key("seen"), 1)
 
     def linger(self, ranks: int | None = None) -> None:
-        """Stays until as many know, or all that are there: this rank may hold the store."""
+        """Waits until ``ranks`` ranks, default all that answered, know the verdict: this rank may
+        hold the store.
+        """
         with contextlib.suppress(RuntimeError):
             wait_until(
                 LINGER,
@@ -65,8 +67,11 @@ class RollCall:
             )
 
     def verdict(self, call: int, waited: str, patience: float) -> tuple[str, bool]:
-        """What all have said, or those who did in time, as the first saw it who knew; ``waited``
-        says for how long this rank waited.
+        """The verdict, from the answers of all ranks, or of those that answer in ``patience``
+        seconds.
+
+        Args:
+            waited: for how long this rank waited in its collective, for the message.
         """
         wait_until(
             patience,

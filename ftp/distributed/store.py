@@ -1,7 +1,6 @@
-"""The store that ranks talk through, with a deadline for every question.
+"""torch's store, with a deadline for every operation.
 
-torch waits for ever for an answer of a process that is stopped. So questions are asked by a thread
-of their own.
+torch waits for ever for a store whose process is stopped. So a thread of its own asks it.
 """
 
 import contextlib
@@ -86,9 +85,7 @@ def cloned(store: Any, timeout: float) -> c10d.Store:
 
 
 class Store:
-    """Questions over a connection that have to be answered within ``seconds`` from now, all of them
-    together.
-    """
+    """Operations that must all be answered within ``seconds`` from now."""
 
     def __init__(self, connection: Connection, seconds: float):
         self._connection, self._until = connection, time.monotonic() + seconds
@@ -110,14 +107,14 @@ class Store:
         self._ask(lambda store: store.set(key, value))
 
     def multi_set(self, keys: Sequence[str]) -> None:
-        """Sets keys to nothing."""
+        """Sets keys to empty values."""
         self._ask(lambda store: store.multi_set(list(keys), [""] * len(keys)))
 
     def add(self, key: str, number: int) -> int:
         return self._ask(lambda store: store.add(key, number))
 
     def propose(self, key: str, value: str) -> str:
-        """Sets a key that is not there yet; what it holds then."""
+        """Sets a key unless it is set; the value that it has then."""
         return self._ask(lambda store: store.compare_set(key, "", value)).decode()
 
     def append(self, key: str, value: str) -> None:
@@ -128,8 +125,8 @@ class Store:
 
 
 def wait(store: c10d.Store, key: str, stop: threading.Event) -> bool:
-    """Waits, without asking, for somebody to set ``key``; False if only time has passed. Raises
-    where the store is gone.
+    """Waits for a peer to set ``key``, without polling; False if only time has passed. Raises where
+    the store is gone.
     """
     if not calls_back(store):
         stop.wait(_LOOK)
@@ -141,12 +138,12 @@ def wait(store: c10d.Store, key: str, stop: threading.Event) -> bool:
 
 
 def calls_back(store: Any) -> bool:
-    """Whether the store answers a wait when the key is set; a file has to be looked at."""
+    """Whether the store wakes a waiting client when the key is set; a file store is polled."""
     while isinstance(store, c10d.PrefixStore):
         store = store.underlying_store
     return type(store).__name__ == "TCPStore"  # not among what torch exports
 
 
 def holder() -> str:
-    """Who holds the store, as far as the environment tells."""
+    """The process that holds the store, as far as the environment tells."""
     return "the launcher" if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" else "rank 0"

@@ -1,7 +1,7 @@
-"""Work that a GPU has been given and has not done.
+"""Calls whose work a GPU has not finished.
 
-NCCL's collectives return as soon as they are issued, and one whose peer is missing never ends: no
-call raises. What blocks then is whatever reads a result.
+NCCL's collectives return when they are issued, and one whose peer is missing neither ends nor
+raises. Whatever reads a result blocks.
 """
 
 import atexit
@@ -19,13 +19,12 @@ Mark = Callable[[], Reached]
 
 
 class Unfinished:
-    """Marks behind the calls of a mesh, and a thread that looks whether the GPU comes to them.
+    """CUDA events after the calls of a mesh, and a thread that queries them.
 
     Args:
-        late: called once, by that thread, with the seconds for which the GPU has not come to a
-            mark.
-        mark: puts one behind what the GPU has been given by now, and gives what says whether the
-            GPU has come to it.
+        late: called once, by the thread, with the seconds for which the GPU has not reached an
+            event.
+        mark: records an event, and returns its query.
     """
 
     def __init__(self, late: Callable[[float], None], mark: Mark | None = None):
@@ -38,7 +37,7 @@ class Unfinished:
         return bool(self._marks)
 
     def given(self, seconds: float) -> None:
-        """Notes that a call has been issued, for which the GPU may take so long."""
+        """Records that a call was issued, for which the GPU may take ``seconds``."""
         if self._stop.is_set():
             return
         self._marks.append((self._mark(), seconds))

@@ -1,9 +1,9 @@
-"""Waiting for ranks, and their texts in messages."""
+"""Waiting for ranks, and texts for messages about them."""
 
 import time
 from collections.abc import Callable
 
-# A second that all ranks together ask the store while they wait; it takes more (docs/faults.md).
+# Questions to the store, a second, of all waiting ranks together; it answers more (docs/faults.md).
 QUESTIONS = 10_000
 LINGER = 2.0  # seconds that a failing rank stays, at the most, for the others to read why
 
@@ -14,8 +14,8 @@ RESTART = (
 
 
 def wait_until(timeout: float, ready: Callable[[], bool], ranks: int) -> bool:
-    """Whether it became ready in time; asks the more rarely the longer it waits and the more do;
-    can be interrupted from the keyboard.
+    """Whether ``ready`` became true in ``timeout`` seconds. It is asked less often the longer this
+    waits, and the more ranks there are. Ctrl-C interrupts it.
     """
     start = time.monotonic()
     while not ready():

@@ -12,7 +12,7 @@ Shape = tuple[int, ...]
 
 
 def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
-    """What a function calls its positional arguments."""
+    """The names of a function's positional arguments."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
@@ -25,9 +25,7 @@ def argument_names(fn: Callable[..., Any]) -> tuple[str, ...]:
 def argument_specs(
     specs: Any, args: tuple[Any, ...], roots: Sequence[str], where: str
 ) -> list[PartitionSpec]:
-    """A spec per leaf, from a prefix tree of the tuple of arguments; of a single argument it may
-    be that argument's own tree.
-    """
+    """A spec for each leaf, from a prefix tree of the tuple of arguments, or of a single one."""
     names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
     if isinstance(specs, PartitionSpec):
         return [specs] * len(flatten(args)[0])

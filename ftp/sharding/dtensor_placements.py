@@ -32,15 +32,16 @@ def is_placements(value: Any) -> bool:
 def spec_of_placements(
     placements: Sequence[Any], mesh: Mesh, shape: Sequence[int], where: str
 ) -> P:
-    """The spec of a tensor of global ``shape`` that lies as one placement for each axis of ``mesh``
-    says; dims may be negative.
+    """The spec that shards a tensor of global ``shape`` as DTensor placements do, one for each axis
+    of ``mesh``; dims may be negative.
 
     Raises:
         SpecError: pending sums, and cuts that no spec states.
 
     >>> from torch.distributed.tensor import Replicate, Shard
     >>> from ftp.sharding.mesh import resolve, simulated_mesh
-    >>> spec_of_placements((Shard(-1), Replicate()), resolve(simulated_mesh((2, 2), ("dp", "tp"))), (4, 6), "w")
+    >>> mesh = resolve(simulated_mesh((2, 2), ("dp", "tp")))
+    >>> spec_of_placements((Shard(-1), Replicate()), mesh, (4, 6), "w")
     P(None, 'dp')
     """
     if len(placements) != len(mesh.axes):
@@ -77,11 +78,10 @@ def spec_of_placements(
 
 
 def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) -> tuple[Any, ...]:
-    """The placements under which DTensor holds, on every rank, what ``spec`` says of a tensor of
-    global ``shape``.
+    """The DTensor placements that shard a tensor of global ``shape`` as ``spec`` does.
 
     Raises:
-        SpecError: where there are none, as for uneven shards of two axes in some orders.
+        SpecError: there are none, as for uneven shards of two axes in some orders.
 
     >>> from ftp.sharding.mesh import resolve, simulated_mesh
     >>> mesh = resolve(simulated_mesh((2, 2), ("dp", "tp")))
@@ -120,8 +120,8 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
 
 
 def specs_of_any(specs: Any, tree: Any, mesh: Mesh, where: str = "tree") -> Any:
-    """A spec tree in which sequences of placements, for a leaf or for all leaves below, have
-    become specs.
+    """A spec tree with every sequence of placements, for one leaf or all leaves below, replaced by
+    specs.
     """
     if is_placements(specs):
         if isinstance(tree, torch.Tensor):
@@ -186,8 +186,8 @@ def _entry_of(cuts: _Cuts, size: int, mesh: Mesh) -> Any:
 
 
 def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | None:
-    """The first rank, by position on the mesh, that DTensor gives another part of a dim than the
-    spec does.
+    """The first rank, by position on the mesh, whose part of a dim differs between DTensor and the
+    spec.
     """
     axes = [axis for axis, _, _ in cuts]
     for at in product(*(range(n) for _, n, _ in cuts)):
@@ -199,8 +199,8 @@ def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | Non
 
 
 def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Piece]:
-    """What a rank holds of a dim: cut axis by axis in the mesh's order, each of ``factor``
-    chunks for itself.
+    """What a rank holds of a dim in DTensor: the dim is cut axis by axis in the mesh's order, each
+    of ``factor`` chunks by itself.
     """
     held = [(0, size)]
     for (_, n, factor), index in zip(cuts, at, strict=True):
@@ -246,15 +246,12 @@ def is_dtensor(value: Any) -> bool:
 
 
 def check_plain(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Raises for DTensors, whose own methods would do what is meant to be done with a rank's
-    shard.
-    """
+    """Raises for DTensors: ftp works on a rank's plain shard."""
     found = [name for leaf, name in zip(leaves, names, strict=True) if is_dtensor(leaf)]
     if found:
         raise InputError(
             join_failures(
-                f"{name} is a DTensor, a shard already. Take it as it lies with"
-                " ftp.from_dtensor(tree)."
+                f"{name} is a DTensor, a shard already. Take its shard with ftp.from_dtensor(tree)."
                 for name in found
             )
         )

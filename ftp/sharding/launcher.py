@@ -1,6 +1,5 @@
-"""What launched this process: its rank, and where ranks meet.
-
-From the variables of torchrun, SLURM's srun or Open MPI's mpirun.
+"""Rank, world size and rendezvous, from the variables of torchrun, SLURM's srun or Open MPI's
+mpirun.
 """
 
 import os
@@ -27,12 +26,14 @@ class Launched:
 
 
 def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
-    """None without a launcher. One task of srun or mpirun alone is as good as none.
+    """How a launcher started this process; None without a launcher, or with one task of srun or
+    mpirun.
 
-    SLURM's store is on the step's first host, at a port made of the job's number; Open MPI's is on
-    this host where all ranks are. MASTER_ADDR and MASTER_PORT say otherwise.
+    Under SLURM the store is on the step's first host, at a port derived from the job's number;
+    under Open MPI on this host, if all ranks are here. MASTER_ADDR and MASTER_PORT override both.
 
-    >>> slurm = {"SLURM_STEP_NODELIST": "gpu[07-09,12]", "SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0"}
+    >>> slurm = {"SLURM_STEP_NODELIST": "gpu[07-09,12]"}
+    >>> slurm |= {"SLURM_JOB_ID": "4242", "SLURM_STEP_ID": "0"}
     >>> task = {"SLURM_PROCID": "5", "SLURM_STEP_NUM_TASKS": "32", "SLURM_LOCALID": "1"}
     >>> launched({**slurm, **task})
     Launched(rank=5, world=32, local_rank=1, meets_at='tcp://gpu07:63606?rank=5&world_size=32')
@@ -78,5 +79,5 @@ def _first_host(nodes: str) -> str:
 
 
 def _port(job: str) -> int:
-    """One of the last 4096, which Linux gives to nobody by itself."""
+    """One of the last 4096 ports, which Linux does not assign by itself."""
     return 65536 - 4096 + zlib.crc32(job.encode()) % 4096

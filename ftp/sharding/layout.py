@@ -1,4 +1,4 @@
-"""Where a value lies on one mesh axis, and sizes that may differ from rank to rank.
+"""How a value is sharded over one mesh axis, and sizes that may differ from rank to rank.
 
 A layout says, for one axis, that a value is replicated (``R``), a pending reduction (``P``) or cut
 (``S``). Cut means: dim ``dim`` is seen as ``[outer, f, inner]`` and ``f`` is cut as ``torch.chunk``

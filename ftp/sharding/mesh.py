@@ -1,4 +1,4 @@
-"""Meshes: named axes, this process' place on them, and the process groups along them."""
+"""Meshes: named axes, this process' coordinate on them, and the process groups along them."""
 
 import math
 from collections.abc import Iterator, Sequence
@@ -34,7 +34,15 @@ from ftp.sharding.process_group import (
 
 @dataclass(frozen=True)
 class AbstractMesh:
-    """A mesh without processes or devices: enough to plan a program for any number of ranks.
+    """A mesh without processes or devices, to plan programs for any number of ranks.
+
+    Args:
+        shape: the size of each axis, or one int.
+        axis_names: a name for each axis, or one str.
+        device_type: what programs are planned for: "cpu", "cuda" or "meta".
+
+    Raises:
+        MeshError: sizes and names that do not match, names used twice, an unknown device type.
 
     >>> mesh = AbstractMesh((64, 16), ("dp", "tp"), device_type="cuda")
     >>> mesh.axes, mesh.size()
@@ -68,7 +76,7 @@ class AbstractMesh:
         return math.prod(self.shape)
 
     def __getitem__(self, axis_names: str | tuple[str, ...]) -> Self:
-        """The mesh of some of the axes alone, in this mesh's order, as a DeviceMesh gives it.
+        """The submesh of some axes, in this mesh's order, as of a DeviceMesh.
 
         >>> AbstractMesh((4, 2), ("dp", "tp"))["tp"]
         AbstractMesh(shape=(2,), axis_names=('tp',), device_type='cpu')
@@ -90,16 +98,23 @@ class AbstractMesh:
 
 @dataclass(frozen=True)
 class SimulatedMesh(AbstractMesh):
-    """A mesh whose ranks all live in this process: global arrays in, global arrays out."""
+    """A mesh whose ranks are all simulated in this process: global tensors in, global tensors
+    out.
+    """
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """What the engine knows of a mesh, as a value; `resolve` makes it from any kind of mesh.
+    """A mesh of any kind as a value; `resolve` makes it.
 
-    ``ranks`` are the global ranks, row-major, and ``rank`` is this process' own; both are of
-    process meshes only. Two meshes of the same ranks are equal within one life of the default
-    process group, whatever groups they made.
+    Two meshes of the same ranks are equal within one life of the default process group, whatever
+    groups they made.
+
+    Attributes:
+        ranks: the global ranks, row-major; empty without processes.
+        rank: this process' global rank.
+        world: the number of the default process group, counted in this process.
+        groups: the names of this rank's process groups, one for each axis.
     """
 
     shape: tuple[int, ...]
@@ -123,13 +138,11 @@ class Mesh:
 
     @property
     def coordinate(self) -> dict[str, int] | None:
-        """This process' position on each axis; None without processes and for a rank outside the
-        mesh.
-        """
+        """This process' index on each axis; None without processes, or outside the mesh."""
         return self.coordinates()[self.ranks.index(self.rank)] if self.rank in self.ranks else None
 
     def coordinates(self) -> list[dict[str, int]]:
-        """The position of every rank, row-major.
+        """The index of every rank on each axis, row-major.
 
         >>> resolve(simulated_mesh((1, 2), ("dp", "tp"))).coordinates()
         [{'dp': 0, 'tp': 0}, {'dp': 0, 'tp': 1}]
@@ -139,11 +152,9 @@ class Mesh:
         ]
 
     def group_name(self, axis: str, *others: str) -> str:
-        """The name that functional collectives along an axis take; of a process group, it differs
-        from rank to rank.
-
-        Of the product of several axes it is one that stands for `product_group` until a run, as
-        making a group takes all ranks.
+        """The group name that functional collectives along an axis take; it may differ from rank
+        to rank. For the product of several axes it is a stand-in until the run, when all ranks make
+        the group (`product_group`).
         """
         for name in (axis, *others):
             if name not in self.axis_names:
@@ -170,9 +181,19 @@ def make_mesh(
 ) -> DeviceMesh | SimulatedMesh:
     """A mesh over all processes, or over simulated ranks where there are none.
 
-    It uses the default process group if one is initialised; else, where torchrun, srun or mpirun
-    launched this process, it initialises one; else the mesh is simulated. ``device_type`` defaults
-    to the process group's, or to the accelerator if there is one.
+    It uses the default process group if one is initialised. Where torchrun, srun or mpirun launched
+    this process, it initialises one. Otherwise the mesh is simulated.
+
+    Args:
+        shape: the size of each axis, or one int; the product is the number of processes.
+        axis_names: a name for each axis, or one str.
+        device_type: "cpu" or "cuda"; default the process group's, or "cuda" where there is a GPU.
+
+    Returns:
+        A torch DeviceMesh, or a simulated mesh.
+
+    Raises:
+        MeshError: a shape that does not fit the processes, or a device that is not there.
 
     >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
     {'dp': 2, 'tp': 4}
@@ -209,7 +230,15 @@ def make_mesh(
 def simulated_mesh(
     shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str = "cpu"
 ) -> SimulatedMesh:
-    """A mesh whose ranks are all simulated in this process, also under torchrun.
+    """A mesh whose ranks are all simulated in this process, under torchrun too.
+
+    Args:
+        shape: the size of each axis, or one int.
+        axis_names: a name for each axis, or one str.
+        device_type: "cpu" or "cuda": where all ranks' tensors are.
+
+    Raises:
+        MeshError: sizes and names that do not match, or a device that is not there.
 
     >>> simulated_mesh(3, "tp")
     SimulatedMesh(shape=(3,), axis_names=('tp',), device_type='cpu')
@@ -221,7 +250,13 @@ def simulated_mesh(
 
 @contextmanager
 def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
-    """Supplies ``mesh`` to every call inside that is not given one.
+    """A context in which ``mesh`` is the default of every call that takes a mesh.
+
+    Args:
+        mesh: a torch DeviceMesh, or a mesh of ftp.
+
+    Raises:
+        MeshError: what is no mesh.
 
     >>> with use_mesh(simulated_mesh((2,), ("tp",))):
     ...     resolve(None).axes
@@ -235,7 +270,7 @@ def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
 
 
 def resolve(mesh: AnyMesh | None) -> Mesh:
-    """The engine's view of a mesh; ``None`` takes that of the surrounding `use_mesh`."""
+    """A mesh of any kind as a `Mesh`; ``None`` is that of the surrounding `use_mesh`."""
     if isinstance(mesh, Mesh):
         return mesh
     if mesh is None:
@@ -265,7 +300,7 @@ def resolve(mesh: AnyMesh | None) -> Mesh:
 
 
 def require_coordinate(mesh: Mesh) -> dict[str, int]:
-    """This process' position on a mesh of processes; an error if it has none."""
+    """This process' coordinate on a mesh of processes; an error if it is not on the mesh."""
     if mesh.kind != "process":
         raise MeshError(
             f"The mesh {mesh} is {mesh.kind}: it has no processes, so no rank has a place on it."
@@ -281,7 +316,7 @@ def require_coordinate(mesh: Mesh) -> dict[str, int]:
 
 
 def require_alive(mesh: Mesh) -> None:
-    """An error for a mesh of processes whose process group is destroyed, and perhaps replaced."""
+    """Raises for a mesh whose process group is destroyed, or replaced."""
     if mesh.kind == "process" and (not dist.is_initialized() or current_world() != mesh.world):
         raise MeshError(
             f"The process group of the mesh {mesh} is destroyed. Make the mesh, and the steps on"
@@ -292,8 +327,8 @@ def require_alive(mesh: Mesh) -> None:
 def set_timeout(mesh: Mesh, seconds: float) -> None:
     """Sets how long a collective on the mesh waits for a missing rank.
 
-    NCCL's own thread ends the process after that time: it waits longer, so that ranks find out
-    first who is missing.
+    NCCL's watchdog ends the process after its timeout. It is given longer, so that ranks first find
+    out who is missing.
     """
     if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
         longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
@@ -301,7 +336,7 @@ def set_timeout(mesh: Mesh, seconds: float) -> None:
 
 
 def mesh_device(mesh: Mesh) -> torch.device:
-    """The device that this process computes on, with its number where it is a GPU that is there."""
+    """The device that this process computes on; a GPU with its index, where there is one."""
     if mesh.device_type == "cuda" and mesh.kind != "abstract" and torch.cuda.is_available():
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(mesh.device_type)
@@ -320,7 +355,7 @@ def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
 
 
 def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
-    """This rank's groups along the axes, and over those products of axes for which there is one."""
+    """This rank's groups along the axes, and over the products of axes that have a group."""
     assert mesh.torch is not None
     return [
         *mesh.torch.get_all_groups(),
@@ -329,8 +364,8 @@ def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
 
 
 def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group over the product of some axes; all ranks of the mesh ask for it together
-    when it is first made.
+    """This rank's group over the product of some axes; the first time, all ranks of the mesh call
+    this together, which makes the group.
     """
     key = mesh, tuple(axes)
     if key not in product_groups:

@@ -27,8 +27,8 @@ NCCL_LONGER = 30.0  # seconds
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How many seconds a rank waits for the others: to the end of a program's first run, and in
-    any later run.
+    """Seconds that a rank waits for the others: until the end of a program's first run, and in
+    later runs.
     """
 
     start: float = START_TIMEOUT
@@ -40,7 +40,7 @@ product_groups: dict[tuple[Any, tuple[str, ...]], dist.ProcessGroup] = {}
 _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
 endings: list[Callable[[], None]] = []
-"""What gives back that without which no process group ends."""
+"""Called before the default process group ends, to release what would keep it from ending."""
 
 
 def init_process_group(
@@ -49,22 +49,26 @@ def init_process_group(
     step_timeout: float | None = None,
     device_type: str | None = None,
 ) -> None:
-    """Initialises the default process group from a launcher's environment; `make_mesh` does it with
-    the defaults.
+    """Initialise the default process group from the environment of torchrun, srun or mpirun.
+    ``make_mesh`` does it with the defaults.
 
-    Every attempt of a launcher that restarts its workers gets keys of its own in the launcher's
-    store, so that none meets the addresses of processes that are gone.
+    A launcher's restarts use keys of their own in its store, so that none meets the addresses of
+    processes that are gone.
 
     Args:
-        timeout: seconds that a rank waits for a missing one, until a program has run once: ranks
-            trace, compile and connect then.
-        step_timeout: the same for later runs; default 100, or ``timeout`` where that is less.
-        device_type: "cuda" talks NCCL and takes the device of the local rank, or the only one that
-            the process sees; "cpu" talks gloo; default: what there is.
+        timeout: seconds that a rank waits for a missing one until a program has run once, while
+            ranks trace, compile and connect.
+        step_timeout: seconds that it waits in later runs; default 100, or ``timeout`` if less.
+        device_type: "cuda" uses NCCL, and the device of the local rank, or the only one that the
+            process sees; "cpu" uses gloo. Default: "cuda" where there is a GPU.
 
     Raises:
-        MeshError: without a launcher's environment, with a default process group already there,
-            without a GPU for each process.
+        MeshError: no launcher's environment, a default process group that is there already, no GPU
+            for each process, or timeouts that are not positive.
+
+    >>> init_process_group(timeout=600.0)  # without a launcher
+    Traceback (most recent call last):
+    ftp.errors.MeshError: RANK and WORLD_SIZE are not in the environment. Launch with torchrun ...
     """
     device_type = device_type or default_device_type()
     check_mesh_shape((1,), ("world",), device_type, DEVICE_TYPES, "init_process_group")
@@ -103,14 +107,14 @@ def init_process_group(
 
 
 def destroy_process_group() -> None:
-    """Waits for saves and for all ranks, then ends the default process group; where there is none,
-    as in a simulation, for saves.
+    """Wait for saves and for all ranks, then destroy the default process group; without one, as in
+    a simulation, wait for saves alone.
 
-    A process that ends without it may take a store with it that others still talk to.
+    A process that ends without it may take the store with it that others still use.
 
     Raises:
-        CheckpointError: a save failed of which nobody has asked the result; the process group has
-            ended.
+        CheckpointError: a save failed, and nobody has asked for its result. The process group is
+            destroyed all the same.
 
     >>> destroy_process_group()
     """
@@ -128,14 +132,12 @@ def destroy_process_group() -> None:
 
 
 def timeouts() -> Timeouts | None:
-    """What `init_process_group` was given; None for a process group that others initialised,
-    whose timeouts are theirs.
-    """
+    """The timeouts given to ftp's `init_process_group`; None where torch's was called."""
     return _timeouts.get(current_world())
 
 
 def own_timeouts() -> Timeouts:
-    """Those of a process group that others initialised."""
+    """The timeouts of a process group that torch's ``init_process_group`` made."""
     seconds = timeout_of(c10d._get_default_group()).total_seconds()
     return Timeouts(seconds, seconds)
 
@@ -146,8 +148,8 @@ def restart_count() -> int:
 
 
 def current_world() -> int:
-    """Which default process group this is, counted from 0 in this process; names of groups die
-    with it.
+    """The number of the default process group, counted from 0 in this process; names of groups are
+    valid within one.
     """
     if not dist.is_initialized():
         raise MeshError(
@@ -212,7 +214,7 @@ def require_device(device_type: str, where: str) -> None:
 
 
 def talks_nccl() -> bool:
-    """Whether tensors on GPUs go through NCCL, as without a backend given where it is there."""
+    """Whether collectives on GPU tensors use NCCL."""
     return "nccl" in c10d.get_backend_config()
 
 
@@ -223,7 +225,7 @@ def default_device_type() -> str:
 
 
 def gpu_uuid(index: int) -> str:
-    """What names a GPU in every process, whichever of them it sees."""
+    """A GPU's name, equal in all processes, whatever indices they give it."""
     return str(torch.cuda.get_device_properties(index).uuid)
 
 
@@ -241,7 +243,7 @@ def _own_device(launch: Launched) -> int:
 
 
 def _require_own_gpus() -> None:
-    """Raises on every rank where several have one GPU, which NCCL refuses; ends the process
+    """Raises on every rank where several use one GPU, which NCCL refuses, and destroys the process
     group.
     """
     uuid = gpu_uuid(torch.cuda.current_device()).encode()

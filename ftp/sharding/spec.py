@@ -10,10 +10,11 @@ from ftp.errors import SpecError
 
 @dataclass(frozen=True)
 class Units:
-    """An axis name that cuts a dim, or each of the packs that lie along it, in whole units of
-    ``size`` elements.
+    """A cut of a dim over a mesh axis in whole units of ``size`` elements; `units` makes it.
 
-    ``pack`` is the number of equal packs, or the sizes of all of them.
+    Attributes:
+        pack: how many equal packs the dim holds one after another, each cut by itself; or the size
+            of each.
     """
 
     axis: str
@@ -30,7 +31,7 @@ class Units:
         return self.size == 1 and self.pack == 1
 
     def sizes(self, size: int) -> tuple[int, ...]:
-        """What the packs along a dim of ``size`` measure."""
+        """The sizes of the packs along a dim of ``size``."""
         return (size // self.pack,) * self.pack if isinstance(self.pack, int) else self.pack
 
     def fits(self, size: int) -> bool:
@@ -47,18 +48,19 @@ class Units:
 
 
 def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
-    """An entry of a spec that cuts a dim over ``axis`` in whole units of ``size`` elements, such as
-    attention heads.
+    """An entry of a ``P`` that cuts a dim over ``axis`` in whole units of ``size`` elements:
+    attention heads, say.
 
-    Where the ranks are a multiple of the units, 2 heads on 4 ranks say, neighbouring ranks share a
-    unit: each holds all of it, and its gradient is the sum of what they contribute.
+    Where the ranks are a multiple of the units, as 4 ranks for 2 heads, neighbouring ranks hold the
+    same unit, and its gradient is the sum of theirs.
 
     Args:
+        axis: a mesh axis.
         size: elements that stay together; the dim, or each pack, is a multiple of it.
-        pack: tensors that lie one after another along the dim, each cut for itself: a shard is this
-            rank's part of the first, then of the second, and so on. A number where all are of one
-            size (3 for q, k and v, 2 for gate and up; Megatron's ``partition_stride``), else the
-            size of each, as ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
+        pack: the tensors that are concatenated along the dim, each of which is cut by itself: a
+            shard is this rank's part of the first, then of the second, and so on. Their number
+            where all have one size (3 for q, k and v; Megatron's ``partition_stride``), else the
+            size of each: ``(32 * 128, 8 * 128, 8 * 128)`` for grouped q, k and v.
 
     Raises:
         SpecError: what is no axis name, or no positive number.
@@ -87,11 +89,15 @@ Entry = None | str | Units | EllipsisType | tuple["str | Units", ...]
 
 
 class PartitionSpec:
-    """One entry per tensor dim: ``None``, an axis name, or a tuple of names, major to minor.
+    """How a tensor is sharded: which mesh axes cut each dim. ``P`` is short for it.
 
-    Missing trailing entries are ``None``; specs that differ only in those are equal. In a
-    constraint a leading ``...`` stands for the dims before the last ones: ``P(..., "tp")`` cuts the
-    last dim.
+    Args:
+        entries: one for each dim: ``None`` where the dim is whole, an axis name, ``units(...)``, or
+            a tuple of these, major to minor. Missing trailing entries are ``None``. In a constraint
+            a leading ``...`` stands for any number of ``None``: ``P(..., "tp")`` cuts the last dim.
+
+    Raises:
+        SpecError: an axis that is used twice, an entry of another type.
 
     >>> P("tp", None) == P("tp")
     True
@@ -188,10 +194,12 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
 def check_spec(
     spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str
 ) -> list[str]:
-    """What is wrong with ``spec`` for a tensor of global ``shape`` on a mesh of ``axes`` {name:
-    size}; empty if nothing.
+    """What is wrong with ``spec`` for a tensor of global ``shape``; empty if nothing.
 
-    ``where`` names the leaf in the messages, as ``params['mlp']['up']``.
+    Args:
+        shape: None where it is not known.
+        axes: the mesh, {name: size}.
+        where: what messages call the tensor, as ``params['mlp']['up']``.
     """
     failures = []
     if spec.entries[:1] == (...,):
@@ -217,7 +225,7 @@ def check_spec(
 def _ragged(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], where: str
 ) -> list[str]:
-    """Units or packs that do not fit what they cut, on any rank."""
+    """Units and packs that do not fit their dim, on any rank."""
     failures = []
     for dim in range(len(spec)):
         sizes = {int(shape[dim])}
@@ -257,9 +265,7 @@ def _misfit(cut: Units, dim: str, size: int) -> str:
 
 
 def _repeated(spec: PartitionSpec) -> str:
-    """What is wrong with a spec in which an axis cuts twice, and the spec that lacks all cuts
-    but its first.
-    """
+    """What is wrong with a spec that uses an axis twice, and a spec with its first use alone."""
     first: dict[str, int] = {}
     again, kept = [], []
     for dim in range(len(spec)):
@@ -288,8 +294,8 @@ def local_shape(
     axes: dict[str, int],
     coordinate: dict[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the shard at ``coordinate`` {axis: index} (the first rank, which holds the
-    largest, if not given).
+    """The shape of the shard at ``coordinate`` {axis: index}; default that of the first rank, which
+    is the largest.
 
     >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     ((3, 3), (2, 3))
@@ -319,10 +325,10 @@ Piece = tuple[int, int]
 def local_pieces(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
 ) -> list[list[Piece]]:
-    """Per dim the (start, stop) of each piece of the global dim that the shard at ``coordinate`` is
-    made of, in its order.
+    """For each dim, the pieces (start, stop) of the global dim in the shard at ``coordinate``, in
+    order: several only of a packed dim.
 
-    There is one piece but for packed dims; cut as ``torch.chunk`` cuts, axis inside axis.
+    Cut as ``torch.chunk`` cuts, one axis after another.
 
     >>> local_pieces(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     [[(3, 5)], [(0, 3)]]
@@ -342,8 +348,8 @@ def local_pieces(
 
 
 def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
-    """What rank ``index`` of ``n`` holds of a dim of ``size``, pack after pack; at least one piece,
-    which may be empty.
+    """The pieces (start, stop) of a dim of ``size`` that rank ``index`` of ``n`` holds, pack after
+    pack; at least one, which may be empty.
 
     >>> [cut_pieces(6, 4, i, units("tp", 3)) for i in range(4)]
     [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
@@ -358,7 +364,7 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
 
 
 def _within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
-    """The pieces of the global dim that lie at (start, stop) of what ``held`` make up."""
+    """The pieces of the global dim at (start, stop) of the concatenation of ``held``."""
     found, before = [], 0
     for a, b in held:
         low, high = max(start, before), min(stop, before + b - a)
@@ -388,16 +394,16 @@ def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) 
 
 
 def known_size(spec: PartitionSpec, dim: int) -> int | None:
-    """The global size that a spec itself tells: the sum of its packs, where their sizes are
-    given on the major cut.
+    """The global size of a dim that its spec alone gives: the sum of the packs, where the major
+    cut lists their sizes.
     """
     cuts = spec.cuts(dim)
     return sum(cuts[0].pack) if cuts and isinstance(cuts[0].pack, tuple) else None
 
 
 def chunk(size: int, n: int, index: int, unit: int = 1) -> tuple[int, int]:
-    """Offset and length of chunk ``index`` of ``n``, in whole units, the last unit possibly short;
-    as ``torch.chunk``.
+    """Offset and length of chunk ``index`` of ``n``, in whole units, as ``torch.chunk``; the last
+    unit may be short.
 
     >>> [chunk(5, 4, i) for i in range(4)]
     [(0, 2), (2, 2), (4, 1), (5, 0)]

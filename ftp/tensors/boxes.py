@@ -1,6 +1,4 @@
-"""Boxes: the rectangular parts of a tensor that a rank holds, who holds the same, and where two
-of them meet.
-"""
+"""Boxes: the rectangular parts of a tensor that ranks hold, and their intersections."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,7 +24,7 @@ class Box:
         return prod(self.size)
 
     def meet(self, other: "Box") -> "Box | None":
-        """What both cover, if they have an element in common.
+        """The intersection, None where it is empty.
 
         >>> Box((0, 0), (4, 4)).meet(Box((2, 3), (4, 4)))
         Box(start=(2, 3), size=(2, 1))
@@ -40,7 +38,7 @@ class Box:
         return Box(start, size) if all(n > 0 for n in size) else None
 
     def slices(self, origin: Sequence[int]) -> tuple[slice, ...]:
-        """The box within a tensor whose first element lies at ``origin``.
+        """The slices of the box in a tensor that begins at ``origin`` of the global tensor.
 
         >>> Box((2, 3), (2, 1)).slices((2, 0))
         (slice(0, 2, None), slice(3, 4, None))
@@ -50,7 +48,7 @@ class Box:
         )
 
     def split(self, numel: int) -> list["Box"]:
-        """Boxes of at most ``numel`` elements that make up this one, in order.
+        """This box as boxes of at most ``numel`` elements, in order.
 
         >>> [b.start for b in Box((0, 0), (2, 5)).split(3)]
         [(0, 0), (0, 3), (1, 0), (1, 3)]
@@ -84,7 +82,7 @@ class Part:
     origin: Shape
 
     def slices(self, box: Box) -> tuple[slice, ...]:
-        """Where in the shard ``box``, which lies within this part, is."""
+        """The slices in the shard of ``box``, a part of this box."""
         return box.slices(tuple(a - o for a, o in zip(self.box.start, self.origin, strict=True)))
 
 
@@ -120,7 +118,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
 
 
 def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
-    """The parts of a shard made of these pieces of each dim; none of an empty one.
+    """The parts of a shard, from its pieces of each dim; no part of an empty one.
 
     >>> [(p.box.start, p.origin) for p in parts_of([[(2, 4), (6, 8)], [(0, 3)]])]
     [((2, 0), (0, 0)), ((6, 0), (2, 0))]
@@ -137,8 +135,8 @@ def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
 
 @lru_cache(maxsize=4096)
 def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[Part, ...], ...]:
-    """The parts that each rank of a mesh holds, in the order of its ranks; on a simulated mesh
-    the one process holds all.
+    """The parts that each rank of a mesh holds, row-major; on a simulated mesh one process holds
+    all.
     """
     if mesh.kind != "process":
         return (tuple(parts_of([[(0, n)] for n in shape])),)
@@ -157,7 +155,7 @@ def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[Part,
 
 @lru_cache(maxsize=4096)
 def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[int, ...]]:
-    """Every box that ranks of the mesh hold, and the positions of those ranks."""
+    """Every box that is held on the mesh, and the positions of the ranks that hold it."""
     found: dict[Box, list[int]] = {}
     for position, parts in enumerate(parts_on(mesh, spec, shape)):
         for part in parts:
@@ -166,8 +164,8 @@ def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[in
 
 
 def _joined(pieces: Sequence[Piece], size: int) -> Sequence[Piece]:
-    """One piece where they make up the dim in order; joined further, boxes of ranks that share
-    units would not be equal.
+    """One piece where the pieces are the whole dim in order. Joined further, boxes of ranks that
+    share units would differ.
     """
     ends = [0, *(b for _, b in pieces)]
     return (

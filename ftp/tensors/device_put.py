@@ -67,8 +67,10 @@ def device_put(
         ReplicaError: with ``check_inputs``, tensors that differ between ranks.
 
     >>> import ftp
-    >>> ftp.device_put({"w": torch.ones(4, 2)}, ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))["w"].shape
-    torch.Size([4, 2])
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> params = ftp.device_put({"w": torch.ones(4, 2)}, mesh, ftp.P("tp"))
+    >>> params["w"].shape, ftp.specs_of(params)
+    (torch.Size([4, 2]), {'w': P('tp')})
     """
     m = resolve(mesh)
     is_compared = check_inputs and src is None
@@ -185,8 +187,9 @@ def specs_of(tree: Any) -> Any:
         PlacementError: a tensor that ftp has not placed.
 
     >>> import ftp
-    >>> specs_of({"w": ftp.device_put(torch.ones(4), ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))})
-    {'w': P('tp')}
+    >>> w = ftp.device_put(torch.ones(4), ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))
+    >>> ftp.specs_of({"w": w, "step": 3})
+    {'w': P('tp'), 'step': P()}
     """
     leaves, treedef = flatten(tree)
     found = [placement_of(leaf) for leaf in leaves]

@@ -19,22 +19,25 @@ from ftp.tensors.sharded_tree import agree_on_shapes, sharded_tree
 
 
 def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any:
-    """This rank's shards as DTensors over the same memory; leaves that are no tensors pass through.
+    """Wrap this rank's shards as DTensors over the same memory.
 
-    Ranks tell each other the shapes that they hold, through the store: no collective is issued. A
-    leaf stays a leaf, with its ``requires_grad``; a Parameter stays one; through anything else
-    gradients flow as through ``DTensor.from_local``.
+    Ranks compare the shapes that they hold through the store; no collective is issued. A leaf stays
+    a leaf, with its ``requires_grad``, and a Parameter a Parameter; through other tensors gradients
+    flow as through ``DTensor.from_local``.
 
     Args:
-        tree: local shards, as ``device_put``, a step or ``DTensor.from_local``'s callers hold them.
+        tree: this rank's shards, placed or not; leaves that are no tensors pass through.
         mesh: a torch DeviceMesh, as ``ftp.make_mesh`` makes under a launcher.
-        specs: a spec tree, a prefix of one, or one ``P`` for all; DTensor placements where a spec
-            may stand.
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. DTensor
+            placements may stand for a spec.
+
+    Returns:
+        The tree of DTensors.
 
     Raises:
-        MismatchError: shards that are not those of one tensor, with the rank and the path, on every
-            rank.
-        SpecError: a spec that DTensor has no placements for.
+        MismatchError: on every rank: shards that are not those of one tensor, with rank and path.
+        SpecError: a spec that does not fit, or that DTensor has no placements for.
+        MeshError: a mesh without processes.
 
     >>> import ftp
     >>> ftp.to_dtensor({"w": torch.ones(2)}, ftp.simulated_mesh((2,), ("tp",)), ftp.P("tp"))
@@ -73,15 +76,19 @@ def to_dtensor(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
 
 
 def from_dtensor(tree: Any) -> Any:
-    """DTensors as this rank's shards, which remember mesh, spec and global shape; other leaves pass
-    through. Nothing is sent.
+    """Unwrap DTensors to this rank's shards, placed. Nothing is sent.
 
-    The specs are what ``ftp.specs_of`` reads from the result. A leaf stays a leaf, with its
-    ``requires_grad``; a Parameter stays one.
+    A leaf stays a leaf, with its ``requires_grad``, and a Parameter a Parameter.
+
+    Args:
+        tree: DTensors; other leaves pass through.
+
+    Returns:
+        The tree of shards; ``ftp.specs_of`` gives their specs.
 
     Raises:
-        SpecError: placements that no spec states: pending sums, shards that are not
-            ``torch.chunk``'s.
+        SpecError: placements that no spec states, as pending sums, and shards that are not cut as
+            ``torch.chunk`` cuts.
 
     >>> from_dtensor({"n": 3})
     {'n': 3}

@@ -17,17 +17,15 @@ from ftp.tensors.placement import placement_of
 
 
 def abstract(leaf: Any, shape: Shape | None) -> Any:
-    """A leaf as the tracer takes it: of global shape, without storage where that differs from
-    what it is.
-    """
+    """A leaf as the tracer takes it: of global shape, on meta where it is a shard."""
     if not isinstance(leaf, torch.Tensor) or shape is None or tuple(leaf.shape) == shape:
         return leaf
     return torch.empty(shape, dtype=leaf.dtype, device="meta")
 
 
 def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] | None:
-    """The global shape of a leaf as far as one rank can tell: as placed, else as if all shards
-    were equal.
+    """The global shape of a leaf as far as one rank can tell: that of its placement, else as if all
+    shards were equal.
     """
     if not isinstance(leaf, torch.Tensor):
         return None
@@ -71,7 +69,7 @@ def without_addresses(text: str) -> str:
 
 
 def content_hash(tensor: torch.Tensor) -> str | None:
-    """A digest of a tensor's values; None where they are all one number, which says nothing."""
+    """A digest of a tensor's values; None where all are equal, as of zeros on every rank."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() < 2 or bool((flat == flat[0]).all()):
         return None
@@ -87,10 +85,11 @@ def agreed_shapes(
     mesh: Mesh,
     loaded: Collection[int] = (),
 ) -> list[Shape | None]:
-    """The global shape of every leaf, from what all ranks hold; the same, or the same error, on
-    every rank.
+    """The global shape of every leaf; the same, or the same error, on every rank.
 
-    ``loaded`` are the leaves of which a loader gives each rank its part, as of a batch.
+    Args:
+        everyone: `describe_held` of each leaf, for each rank.
+        loaded: leaves of a batch, whose shards a loader gives to each rank.
     """
     shapes: list[Shape | None] = []
     failures: list[str] = []
@@ -160,7 +159,7 @@ def _no_shards(
     due: Shape | None,
     is_loaded: bool,
 ) -> str:
-    # What is assembled from the first ranks fits rank 0 itself; name one that differs from it.
+    # Rank 0 fits the shape assembled from the first ranks: name a rank that differs.
     other = rank or next((r for r, h in enumerate(held) if h["local"] != held[0]["local"]), 0)
     given = (
         f"rank {mesh.ranks[0]} holds {tuple(held[0]['local'])}, rank {mesh.ranks[other]}"
@@ -181,12 +180,12 @@ def _no_shards(
 
 
 def _first_odd(values: Sequence[Any]) -> int:
-    """The first that differs from the one at 0; 0 if none does."""
+    """The position of the first value that differs from the first one; 0 if none does."""
     return next((i for i, value in enumerate(values) if value != values[0]), 0)
 
 
 def _assembled(locals_: Sequence[Sequence[int]], spec: PartitionSpec, mesh: Mesh) -> list[int]:
-    """What the shards along each cut dim add up to."""
+    """The global shape: along each cut dim the sum of the shards."""
     shape = list(locals_[0])
     for dim in range(min(len(spec), len(shape))):
         axes = {cut.axis for cut in spec.cuts(dim)}

@@ -1,4 +1,4 @@
-"""Placements: what is remembered of a placed tensor: mesh, spec, global shape, donation."""
+"""Placements: the mesh, spec and global shape that ftp remembers of a tensor; donations."""
 
 import threading
 import weakref
@@ -16,9 +16,7 @@ from ftp.sharding.spec import PartitionSpec
 
 @dataclass(frozen=True, eq=False)
 class Placement:
-    """Where a tensor that ftp made lies; there is one object for each, so that identity is
-    equality.
-    """
+    """How a tensor that ftp made is sharded. Equal placements are one object."""
 
     mesh: Mesh
     spec: PartitionSpec
@@ -39,7 +37,7 @@ def placement(mesh: Mesh, spec: PartitionSpec, shape: tuple[int, ...]) -> Placem
 
 @dataclass(frozen=True, eq=False)
 class Donated:
-    """What is known of a tensor whose memory a call was given to reuse."""
+    """Remembered of a tensor whose memory a call may reuse: ``by`` names the argument."""
 
     by: str
 
@@ -63,12 +61,12 @@ def _forget(ref: _Ref) -> None:
 
 
 class Returned:
-    """Tensors that one call returned, noted together, which takes a third of the time of one by
-    one.
+    """Tensors that one call returned, remembered together, in a third of the time that one by one
+    takes.
 
     Attributes:
-        facts: what is known of each; the object that `returned` was given for as long as that is
-            all there is to say, None once they are noted one by one.
+        facts: what is known of each: the object that `returned` was given while nothing has
+            changed, None once the tensors are remembered one by one.
         call: its number on its mesh.
     """
 
@@ -91,8 +89,8 @@ _noting = threading.Lock()
 
 
 def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) -> Returned:
-    """Notes a fact for each tensor for as long as it lives, and that call number ``call`` made
-    it; the tensors are new.
+    """Remembers a fact for each of these new tensors while it lives, and that call number ``call``
+    made it.
     """
     global _latest
     made = Returned(tensors, facts, call)
@@ -108,7 +106,7 @@ def returned(tensors: Sequence[torch.Tensor], facts: Sequence[Fact], call: int) 
 
 
 def remember(tensor: torch.Tensor, fact: Fact, call: int | None = None) -> torch.Tensor:
-    """Notes ``fact`` for as long as the tensor lives, and the number of the call that made it."""
+    """Remembers ``fact`` while the tensor lives, and the number of the call that made it."""
     key = id(tensor)
     for latest in _latest:
         if (at := latest.find(tensor)) is not None and latest.facts is not None:
@@ -173,7 +171,7 @@ def placement_of(leaf: Any) -> Placement | None:
 
 
 def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
-    """Raises for tensors that an earlier call was given to reuse."""
+    """Raises for tensors that were donated to an earlier call."""
     facts = [known_of(leaf) for leaf in leaves]
     failures = [
         f"{name} was donated, as {fact.by} of an earlier call, which may have reused its memory."
@@ -188,7 +186,7 @@ def check_alive(leaves: Sequence[Any], names: Sequence[str]) -> None:
 def check_placed(
     leaves: Sequence[Any], specs: Sequence[PartitionSpec], names: Sequence[str], mesh: Mesh
 ) -> None:
-    """Raises for tensors that are known to lie elsewhere than the call needs them."""
+    """Raises for tensors that are placed on another mesh, or with another spec."""
     failures = []
     for leaf, spec, name in zip(leaves, specs, names, strict=True):
         known = placement_of(leaf)
@@ -203,7 +201,7 @@ def check_placed(
         elif known.spec != spec:
             failures.append(
                 f"{name} is placed with spec {known.spec}, but {spec} is asked for."
-                f" Move it with ftp.reshard(tree, mesh, {known.spec}, {spec})."
+                f" Reshard it with ftp.reshard(tree, mesh, {known.spec}, {spec})."
             )
     if failures:
         raise PlacementError(join_failures(failures))

@@ -1,5 +1,5 @@
-"""``check_replicas``: digests of replicated tensors, compared by a few small all-reduces. Ranks that
-differ are looked for only if any do.
+"""``check_replicas``: digests of replicated tensors, compared by a few small all-reduces. Only
+where some differ are the ranks looked for.
 """
 
 import json
@@ -63,7 +63,7 @@ def compare_copies(
     record: Calls,
     when: str = "",
 ) -> None:
-    """`check_replicas` of leaves, inside of a call that all ranks have begun."""
+    """`check_replicas` of leaves, within a call that all ranks have begun."""
     chosen = [
         i
         for i, leaf in enumerate(leaves)
@@ -78,7 +78,7 @@ def compare_copies(
     for axis in mesh.axis_names:
         shared = [k for k, i in enumerate(chosen) if axis not in specs[i].axes]
         if shared and mesh.axes[axis] > 1:
-            # Of one number and its complement the maxima are complements where all have the same.
+            # The maxima of a number and of its complement are complements where all ranks agree.
             both = torch.stack([mine[shared], ~mine[shared]])
             dist.all_reduce(both, dist.ReduceOp.MAX, mesh.torch.get_group(axis))
             differs |= (both[0] != ~both[1]).any()
@@ -123,9 +123,7 @@ def digest(x: Tensor) -> Tensor:
 
 @lru_cache(maxsize=8)
 def _weights(device: str) -> Tensor:
-    """Odd numbers without a pattern: what a change of one element adds to the sum cannot vanish
-    modulo 2^64.
-    """
+    """Pseudorandom odd numbers: a change of one element changes the sum modulo 2^64."""
     return torch.tensor([_odd(i) for i in range(_CHUNK)], dtype=torch.int64, device=device)
 
 
@@ -143,7 +141,7 @@ def _odd(i: int) -> int:
 def _odd_ranks(
     digests: Mapping[int, int], spec: PartitionSpec, name: str, mesh: Mesh, when: str
 ) -> list[str]:
-    """A sentence for every set of ranks that should share a tensor and do not."""
+    """A sentence for each group of ranks that should hold one tensor alike, and do not."""
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, at in zip(mesh.ranks, mesh.coordinates(), strict=True):
         groups.setdefault(tuple(i for axis, i in at.items() if axis in spec.axes), []).append(rank)

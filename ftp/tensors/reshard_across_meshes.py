@@ -65,16 +65,16 @@ def _sent(
 
 
 def _both(old: Mesh, new: Mesh) -> Mesh:
-    """The ranks of two meshes, as one on which they agree; a simulated mesh is in every process."""
+    """A mesh of the ranks of two meshes, to agree on; a simulated mesh is in every process."""
     for mesh in (old, new):
         if mesh.kind == "abstract":
             raise MeshError(
-                f"The mesh {mesh} is abstract: nothing lies on it. Give a mesh of processes, or"
-                " ftp.simulated_mesh."
+                f"The mesh {mesh} is abstract: nothing is stored on it. Give a mesh of processes,"
+                " or ftp.simulated_mesh."
             )
     if old.device_type != new.device_type:
         raise MeshError(
-            f"The mesh {old} and the new one {new} are of different devices. Move the tensors with"
+            f"The mesh {old} and the new one {new} are of different devices. Copy the tensors with"
             " .to() first."
         )
     processes = [mesh for mesh in (old, new) if mesh.kind == "process"]
@@ -99,7 +99,9 @@ def _check_values(tree: ShardedTree, is_here: bool) -> None:
         if is_here and isinstance(leaf.value, Tensor) and leaf.value.is_meta
     ]
     if meta:
-        raise InputError(f"{', '.join(meta[:8])}: on the meta device there are no values to move.")
+        raise InputError(
+            f"{', '.join(meta[:8])}: on the meta device there are no values to reshard."
+        )
 
 
 def _facts(sources: ShardedTree, targets: ShardedTree) -> list[str]:
@@ -115,7 +117,7 @@ def _facts(sources: ShardedTree, targets: ShardedTree) -> list[str]:
 def _check_equal(
     facts: list[str] | Exception, names: Sequence[str], both: Mesh, max_bytes: int | None
 ) -> None:
-    """Raises on all ranks where they would not move the same."""
+    """Raises on all ranks where they would not reshard the same."""
     is_error = isinstance(facts, Exception)
     told = (
         facts
@@ -134,12 +136,12 @@ def _check_equal(
         ):
             if a != b:
                 raise MismatchError(
-                    f"Ranks would move different trees, at leaf {i}: rank {both.ranks[0]} has"
+                    f"Ranks would reshard different trees, at leaf {i}: rank {both.ranks[0]} has"
                     f" {a[0]}: {a[1]}; rank {rank} {b[0]}: {b[1]}."
                     " Give all ranks the same; those outside the old mesh meta tensors of the"
                     " global shapes."
                 )
-    raise MismatchError("Ranks would move trees of different sizes. Give all ranks the same.")
+    raise MismatchError("Ranks would reshard trees of different sizes. Give all ranks the same.")
 
 
 def _check_bytes(max_bytes: Any) -> None:

@@ -1,5 +1,5 @@
-"""Moving boxes of tensors from the ranks that hold them to those that need them, in rounds of
-bounded size.
+"""Boxes of tensors sent from the ranks that hold them to those that need them, in rounds of bounded
+size.
 """
 
 from collections import defaultdict
@@ -21,7 +21,7 @@ DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time where no bound is giv
 
 @dataclass(frozen=True)
 class Moving:
-    """A tensor that moves: its global shape and dtype, where it lies and where it shall lie."""
+    """A tensor to reshard: its global shape and dtype, its spec now and then."""
 
     shape: Shape
     dtype: torch.dtype
@@ -29,7 +29,7 @@ class Moving:
     new: PartitionSpec
 
     def nbytes(self, box: Box) -> int:
-        """What a box takes in a message."""
+        """Bytes that a box takes in a message."""
         return -(-box.numel * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
 
 
@@ -44,14 +44,14 @@ class Piece:
 
 
 def members(mesh: Mesh, world: Sequence[int]) -> tuple[int, ...]:
-    """The ranks of the world that hold what lies on a mesh; a simulated one lies in each of
-    them.
+    """The ranks of the world that hold what is stored on a mesh; each of them holds a simulated
+    mesh whole.
     """
     return mesh.ranks if mesh.kind == "process" else tuple(world)
 
 
 def position(mesh: Mesh, rank: int) -> int | None:
-    """Where in the tables of `parts_on` a rank of the world finds itself."""
+    """The position in `parts_on` of a rank of the world; None outside the mesh."""
     if mesh.kind != "process":
         return 0
     return mesh.ranks.index(rank) if rank in mesh.ranks else None
@@ -66,10 +66,8 @@ def routes(
     shape: Shape,
     world: tuple[int, ...],
 ) -> tuple[tuple[Box, int, int], ...]:
-    """``(box, source, target)`` of all that the new ranks need: from the rank itself where it holds
-    it, else from one that does.
-
-    Ranks that hold the same take turns, so that none of them sends to all.
+    """``(box, source, target)`` of all boxes that the new ranks need, from the rank itself where it
+    holds the box, else from one that does. Replicas take turns to send.
     """
     holding: dict[Box, list[int]] = defaultdict(list)
     for rank in members(old, world):
@@ -87,8 +85,8 @@ def routes(
 
 
 def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) -> list[list[Piece]]:
-    """The pieces, cut so that no rank sends and receives more than ``max_bytes`` in a round; alike
-    on every rank.
+    """The pieces, cut and grouped so that no rank sends and receives more than ``max_bytes`` in a
+    round; equal on every rank.
 
     >>> w = Moving((8,), torch.float32, PartitionSpec("tp"), PartitionSpec())
     >>> [[p.box.start for p in r] for r in rounds([Piece(0, Box((0,), (8,)), 0, 1)], [w], 16)]
@@ -178,7 +176,7 @@ def _exchange(
     rank: int,
     device: torch.device,
 ) -> None:
-    """One round: a message for each pair of ranks. What it allocates is gone when it returns."""
+    """One round: a message for each pair of ranks, freed when this returns."""
     sizes: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:
         sizes[p.source, p.target] += moving[p.tensor].nbytes(p.box)
@@ -212,7 +210,7 @@ def _exchange(
 def _slots(
     pieces: Sequence[Piece], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]
 ) -> Iterator[tuple[Piece, Tensor]]:
-    """Where in the messages each piece is, shaped and typed as it is."""
+    """Each piece with a view of its bytes in the messages, in its shape and dtype."""
     begin: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:
         m, pair = moving[p.tensor], (p.source, p.target)

@@ -548,7 +548,7 @@ def test_a_tensor_that_is_placed_otherwise():
     placed = ftp.device_put(PARAMS, MESH, {"w": P("tp"), "b": P("tp")})
     assert message(step(specs=SPECS), placed, X) == (
         "PlacementError: params['w'] is placed with spec P('tp'), but P(None, 'tp') is asked for."
-        " Move it with ftp.reshard(tree, mesh, P('tp'), P(None, 'tp'))."
+        " Reshard it with ftp.reshard(tree, mesh, P('tp'), P(None, 'tp'))."
     )
     other = ftp.simulated_mesh((4,), ("tp",))
     assert message(ftp.shard(lambda p, x: p.sum(), other), placed["b"], X) == (

@@ -161,7 +161,7 @@ def test_bad_specs(old, new, text):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"new_mesh": ftp.AbstractMesh((2,), ("a",))}, "is abstract: nothing lies on it"),
+        ({"new_mesh": ftp.AbstractMesh((2,), ("a",))}, "is abstract: nothing is stored on it"),
         ({"max_bytes": 8}, "max_bytes=8: give an int of at least 16"),
         (
             {"new_mesh": ftp.simulated_mesh((2,), ("tp",))},

@@ -173,7 +173,7 @@ def test_a_dtensor_is_refused_with_the_way_to_its_shard():
         for message in calls:
             root = message.partition("[")[0]
             assert root in ("params", "p", "tree")
-            assert message == (f"{root}['w'] is a DTensor, a shard already. Take it as it lies with"
+            assert message == (f"{root}['w'] is a DTensor, a shard already. Take its shard with"
                               " ftp.from_dtensor(tree).")
         assert of_model == (
             "parameter '0.weight', parameter '0.bias' of Sequential are DTensors, as"

@@ -104,7 +104,7 @@ def test_what_cannot_be_placed_is_refused():
     placed = ftp.device_put(torch.ones(4, 4), MESH, P("tp"))
     with pytest.raises(
         ftp.errors.PlacementError,
-        match=r"Move it with ftp.reshard\(tree, mesh, P\('tp'\), P\('tp', 'dp'\)\)",
+        match=r"Reshard it with ftp.reshard\(tree, mesh, P\('tp'\), P\('tp', 'dp'\)\)",
     ):
         ftp.device_put(placed, MESH, P("tp", "dp"))
     with pytest.raises(
