@@ -13,7 +13,7 @@ from torch._ops import OpOverload
 
 from ftp import random
 from ftp.random.torch_functions import DRAWN, Draws
-from ftp.tracing.recorder import is_deterministic
+from ftp.tracing.op_facts import is_deterministic
 
 aten = torch.ops.aten
 # torch's functions with the arguments of the op of the same name; in-place ones are ops of their
