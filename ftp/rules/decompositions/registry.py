@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 
 from ftp.rules.overloads import MissingOp
@@ -25,6 +26,13 @@ def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[.
         return fn
 
     return register
+
+
+def from_torch(*ops: OpOverload) -> None:
+    """Register torch's own decompositions, where they cost no more collectives than ours would and
+    lose no precision.
+    """
+    DECOMPOSITIONS.update((op, decomposition_table[op]) for op in ops if op in decomposition_table)
 
 
 def widened(x: Tensor) -> Tensor:
