@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from ftp import random
 from ftp.random.torch_functions import DRAWN, Draws
-from ftp.tracing.recorder import is_deterministic
+from ftp.tracing.op_facts import is_deterministic
 
 aten = torch.ops.aten
 # torch's function for an op, with the same arguments. Ops of in-place functions have out-of-place

@@ -53,7 +53,8 @@ def pointwise(
             values would otherwise be added once by each rank.
         if_floats: whether ``linear`` holds for floating-point and complex tensors only.
 
-    >>>     >>> pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
+    >>> aten = torch.ops.aten
+    >>> pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
     >>> pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
     """
     groups = tuple(map(tuple, linear))
@@ -114,7 +115,8 @@ def along_dim(
         dim: the arguments that name the dims, or a dim itself.
         if_zero: the argument that must be 0 for ``linear`` to hold.
 
-    >>>     >>> along_dim(aten._softmax.default, "... [d] -> ... [d]")
+    >>> aten = torch.ops.aten
+    >>> along_dim(aten._softmax.default, "... [d] -> ... [d]")
     >>> along_dim(aten.diagonal.default, "... [a] [b] -> ... [y]", dim=("dim1", "dim2"))
     """
     *targets, text = ops

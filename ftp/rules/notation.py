@@ -1,11 +1,14 @@
 """Factor notation: ``"m k, k n -> m n {k}"`` to factors and back; parse and print are inverse.
 
-Operands stand before the arrow, results after it, dims apart by spaces::
+Operands stand before the arrow, results after it, with spaces between dims::
 
-    letters     factors, one per dim          ...      leading batch dims, same in every tensor (i
-    j)       one dim, i major              1        a dim of size one [d]         the op acts along
-    d: it is whole on every rank {k}         after a result: when k is split, this result is a
-    pending sum over it; {k:max} a pending maximum
+    letters     factors, one per dim
+    ...         leading batch dims, the same in every tensor
+    (i j)       one dim, i major
+    1           a dim of size one
+    [d]         the op acts along d: it is whole on every rank
+    {k}         after a result: when k is split, this result is a pending sum over it
+    {k:max}     the same for a pending maximum
 """
 
 import re

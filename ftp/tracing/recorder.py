@@ -2,12 +2,10 @@
 that called it.
 """
 
-import functools
 import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,126 +28,25 @@ from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
 from ftp.ops.static_shape import FIXED
-from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
 from ftp.source import describe_line, is_users
 from ftp.tracing.call_cache import Call, Recall
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, at_line, explain
+from ftp.tracing.op_facts import (
+    ALWAYS,
+    check_dtypes,
+    checks_in_gradient,
+    is_deterministic,
+    op_facts,
+)
 
 aten = torch.ops.aten
-
-
-def _where_rounded_alike(by: Callable[..., Any]) -> Callable[..., Any]:
-    """In half precision a fused product and sum rounds once, where its parts round twice: there
-    it stays.
-    """
-    return lambda x, *args, **kwargs: NotImplemented if x.dtype in HALF else by(x, *args, **kwargs)
-
-
-# Fewer primitives where no kernel is lost: a product and a sum, a sum and a division.
-ALWAYS = {
-    op: _where_rounded_alike(DECOMPOSITIONS[op])
-    if packet in (aten.addmm, aten.addmv, aten.baddbmm)
-    else DECOMPOSITIONS[op]
-    for packet in (
-        aten.addmm,
-        aten.addmv,
-        aten.baddbmm,
-        aten.mean,
-        aten.std,
-        aten.std_mean,
-        aten.var,
-        aten.var_mean,
-    )
-    for op in (getattr(packet, overload) for overload in packet.overloads())
-    if op in DECOMPOSITIONS
-}
 
 
 # What an exported graph says of where a node is from.
 PROVENANCE = ("nn_module_stack", "stack_trace", "torch_fn", "source_fn_stack", "custom")
 
 
-_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
-
-
-# Operands that must be of one dtype, though kernels for shapes alone take any.
-_ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
-    aten._cdist_forward.default: (0, 1),
-    aten._prelu_kernel.default: (0, 1),
-    aten._softmax_backward_data.default: (0, 1),
-    aten._log_softmax_backward_data.default: (0, 1),
-    aten.addbmm.default: (0, 1, 2),
-    aten.addmm.default: (0, 1, 2),
-    aten.addmv.default: (0, 1, 2),
-    aten.baddbmm.default: (0, 1, 2),
-    aten.binary_cross_entropy.default: (0, 1, 2),
-    aten.bmm.default: (0, 1),
-    aten.complex.default: (0, 1),
-    aten.convolution.default: (0, 1, 2),
-    aten.dot.default: (0, 1),
-    aten.grid_sampler_2d.default: (0, 1),
-    aten.grid_sampler_3d.default: (0, 1),
-    aten.heaviside.default: (0, 1),
-    aten.index_add.default: (0, 3),
-    aten.index_copy.default: (0, 3),
-    aten.index_put.default: (0, 2),
-    aten.index_put_.default: (0, 2),
-    aten.mm.default: (0, 1),
-    aten.mv.default: (0, 1),
-    aten.native_group_norm.default: (0, 1, 2),
-    aten.native_layer_norm.default: (0, 2, 3),
-    aten.nll_loss_forward.default: (0, 2),
-    aten.polar.default: (0, 1),
-    aten.vdot.default: (0, 1),
-}
-
-
-# Gradients whose formulas look at values: for an error, should a second derivative be asked for
-# where zeros meet, or one that is none because the loss depends on the phase of singular vectors.
-_CHECKING = (
-    "IndexReduceBackward0",
-    "LinalgEigBackward0",
-    "LinalgEighBackward0",
-    "LinalgSvdBackward0",
-    "ScatterReduceBackward0",
-)
-
-
-def _is_checking() -> bool:
-    """Whether torch asks for a value in such a formula; ``True`` lets the gradient be, and
-    refuses the second derivative.
-    """
-    behind = torch._C._current_autograd_node()
-    return behind is not None and behind.name() in _CHECKING
-
-
-# These take parameters in float32 with an input in half precision.
-_NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
-
-
 _DEVICE = torch.ops.prim.device.default
-
-
-@dataclass(frozen=True)
-class _Facts:
-    """What there is to heed of an op, whatever it is called on."""
-
-    is_random: bool
-    of_one_dtype: bool
-    reads_value: bool
-    is_lift: bool
-    is_mutable: bool
-
-
-@functools.cache
-def _facts(func: OpOverload) -> _Facts:
-    return _Facts(
-        torch.Tag.nondeterministic_seeded in func.tags,
-        func in _ONE_DTYPE,
-        func in (aten._local_scalar_dense.default, aten.allclose.default),
-        func in _LIFTS,
-        func._schema.is_mutable,
-    )
 
 
 class Recorder(TorchDispatchMode):
@@ -209,7 +106,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE and type(args[0]) is FakeTensor:
             return args[0].fake_device
-        facts = _facts(func)
+        facts = op_facts(func)
         kwargs = dict(kwargs or {})
         self.line = line = self._line()
         if facts.is_random and not is_deterministic(func, args, kwargs):
@@ -220,7 +117,7 @@ class Recorder(TorchDispatchMode):
                 " before ftp.functionalize."
             )
         if facts.of_one_dtype:
-            _check_dtypes(func, args, line)
+            check_dtypes(func, args, line)
         if facts.reads_value:
             if (
                 func is aten._local_scalar_dense.default
@@ -229,7 +126,7 @@ class Recorder(TorchDispatchMode):
             ):
                 with _disable_current_modes():
                     return func(*args)
-            if _is_checking():
+            if checks_in_gradient():
                 return True
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
@@ -415,33 +312,6 @@ def _has_guard(device_type: str) -> bool:
         getattr(module, "_is_compiled", lambda: False)()
         or getattr(module, "is_available", lambda: False)()
     )
-
-
-def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    """Attention and recurrent kernels count as random ops; they are none without dropout."""
-    for i, argument in enumerate(func._schema.arguments):
-        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
-        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
-            return True
-        if argument.name in ("train", "training") and value is False:
-            return True
-    return False
-
-
-def _check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
-    operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
-    if (
-        func in _NARROW_INPUT
-        and operands[0].dtype in (torch.bfloat16, torch.float16)
-        and operands[-1].dtype == torch.float32
-    ):
-        operands = operands[1:]
-    if len({x.dtype for x in operands}) > 1:
-        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
-        raise TraceError(
-            f"{func} gets operands of dtypes {dtypes}{at_line(line)} which torch refuses. Convert"
-            " them to one with .to(dtype)."
-        )
 
 
 def record(flat: Callable[..., Any], inputs: Sequence[Tensor]) -> fx.GraphModule:

@@ -40,6 +40,7 @@ from ftp.tracing.functionalize_graph import (
     storages,
     writes,
 )
+from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.value_independent import unchecked
 
@@ -128,7 +129,7 @@ def trace(
     # does not have.
     with (
         _nested_traces(),
-        _transformers_tracing(),
+        patched_libraries(),
         unchecked(),
         recorder.mode,
         _force_original_view_tracking(True),
@@ -429,20 +430,3 @@ def _uncalled(traced: Callable[..., Any]) -> Callable[..., Callable[..., list[An
             torch.func.jvp(func, primals, pytree.tree_unflatten(given, tree))[1]
         )
     )
-
-
-@contextmanager
-def _transformers_tracing() -> Iterator[None]:
-    """transformers builds its masks without asking for values when it believes that it is
-    traced.
-    """
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    if masking is None or not hasattr(masking, "is_tracing"):
-        yield
-        return
-    original = masking.is_tracing
-    masking.is_tracing = lambda *args, **kwargs: True
-    try:
-        yield
-    finally:
-        masking.is_tracing = original

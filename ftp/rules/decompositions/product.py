@@ -1,11 +1,9 @@
 """Matrix products with an addend, and diagonals, as primitives."""
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
-from ftp.rules.decompositions.registry import decomposition
+from ftp.rules.decompositions.registry import decomposition, from_torch
 from ftp.rules.overloads import aten
 
 # Products with something added.
@@ -33,32 +31,4 @@ def addbmm(x: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1
     return added_product(x, flat, b.reshape(batch * k, b.shape[2]), beta=beta, alpha=alpha)
 
 
-@decomposition(aten.trace.default)
-def trace(x: Tensor) -> Tensor:
-    return torch.diagonal(x).sum()
-
-
-@decomposition(aten.diag_embed.default)
-def diag_embed(x: Tensor, offset: int = 0, dim1: int = -2, dim2: int = -1) -> Tensor:
-    padded = torch.constant_pad_nd(x, [offset, 0] if offset > 0 else [0, -offset])
-    at = torch.arange(padded.shape[-1], device=x.device)
-    made = torch.where(
-        at.unsqueeze(0) == at.unsqueeze(1) + offset,
-        padded.unsqueeze(-2),
-        torch.zeros((), dtype=x.dtype, device=x.device),
-    )
-    return made.movedim((-2, -1), (dim1, dim2))
-
-
-@decomposition(aten.rot90.default)
-def rot90(x: Tensor, k: int = 1, dims: Sequence[int] = (0, 1)) -> Tensor:
-    first, second = dims
-    match k % 4:
-        case 0:
-            return x.clone()
-        case 1:
-            return torch.flip(x, [second]).transpose(first, second)
-        case 2:
-            return torch.flip(x, [first, second])
-        case _:
-            return torch.flip(x, [first]).transpose(first, second)
+from_torch(aten.diag_embed.default, aten.rot90.default, aten.trace.default)

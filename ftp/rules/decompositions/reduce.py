@@ -7,7 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.rules.decompositions.registry import decomposition, element_count, widened, wrapped_dims
+from ftp.rules.decompositions.registry import (
+    decomposition,
+    element_count,
+    from_torch,
+    widened,
+    wrapped_dims,
+)
 from ftp.rules.overloads import aten
 
 # Reductions.
@@ -221,7 +227,4 @@ def _extremum(
     return (value if keepdim else value.squeeze(dim)), _first_of(x, value, dim, keepdim)
 
 
-@decomposition(aten.aminmax.default)
-def aminmax(x: Tensor, *, dim: int | None = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
-    dims = wrapped_dims(x, dim)
-    return torch.amin(x, dims, keepdim), torch.amax(x, dims, keepdim)
+from_torch(aten.aminmax.default)

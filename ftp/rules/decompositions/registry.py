@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._decomp import decomposition_table
 from torch._ops import OpOverload
+
+from ftp.rules.overloads import MissingOp
 
 DECOMPOSITIONS: dict[OpOverload, Callable[..., Any]] = {}
 HALF = (torch.float16, torch.bfloat16)
@@ -14,13 +17,22 @@ NONE, MEAN = 0, 1
 
 
 def decomposition(*ops: OpOverload) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """Register a function of the op's signature that computes it from other ops."""
+    """Register a function of the op's signature that computes it from other ops. Ops that torch
+    lacks are skipped.
+    """
 
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
-        DECOMPOSITIONS.update(dict.fromkeys(ops, fn))
+        DECOMPOSITIONS.update((op, fn) for op in ops if not isinstance(op, MissingOp))
         return fn
 
     return register
+
+
+def from_torch(*ops: OpOverload) -> None:
+    """Register torch's own decompositions, where they cost no more collectives than ours would and
+    lose no precision.
+    """
+    DECOMPOSITIONS.update((op, decomposition_table[op]) for op in ops if op in decomposition_table)
 
 
 def widened(x: Tensor) -> Tensor:

@@ -1,0 +1,155 @@
+"""Facts about single ops that the recorder asks for: dtypes, randomness, values read in gradients,
+and the ops that are always decomposed.
+"""
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from ftp.errors import TraceError
+from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF
+from ftp.rules.overloads import aten
+from ftp.tracing.explain_errors import at_line
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What the recorder checks of an op, whatever its arguments."""
+
+    is_random: bool
+    of_one_dtype: bool
+    reads_value: bool
+    is_lift: bool
+    is_mutable: bool
+
+
+@functools.cache
+def op_facts(func: OpOverload) -> OpFacts:
+    return OpFacts(
+        torch.Tag.nondeterministic_seeded in func.tags,
+        func in _ONE_DTYPE,
+        func in (aten._local_scalar_dense.default, aten.allclose.default),
+        func in _LIFTS,
+        func._schema.is_mutable,
+    )
+
+
+def _unless_half(by: Callable[..., Any]) -> Callable[..., Any]:
+    """The decomposition, but for half precision: a fused matmul and sum rounds once, its parts
+    twice.
+    """
+    return lambda x, *args, **kwargs: NotImplemented if x.dtype in HALF else by(x, *args, **kwargs)
+
+
+# Ops that are always decomposed, at no loss of a kernel: a matmul and a sum, a sum and a division.
+ALWAYS = {
+    op: _unless_half(DECOMPOSITIONS[op])
+    if packet in (aten.addmm, aten.addmv, aten.baddbmm)
+    else DECOMPOSITIONS[op]
+    for packet in (
+        aten.addmm,
+        aten.addmv,
+        aten.baddbmm,
+        aten.mean,
+        aten.std,
+        aten.std_mean,
+        aten.var,
+        aten.var_mean,
+    )
+    for op in (getattr(packet, overload) for overload in packet.overloads())
+    if op in DECOMPOSITIONS
+}
+
+
+_LIFTS = (aten.lift_fresh.default, aten.lift_fresh_copy.default, aten.lift.default)
+
+
+# Operands that must be of one dtype, though kernels for shapes alone take any.
+_ONE_DTYPE: dict[OpOverload, tuple[int, ...]] = {
+    aten._cdist_forward.default: (0, 1),
+    aten._prelu_kernel.default: (0, 1),
+    aten._softmax_backward_data.default: (0, 1),
+    aten._log_softmax_backward_data.default: (0, 1),
+    aten.addbmm.default: (0, 1, 2),
+    aten.addmm.default: (0, 1, 2),
+    aten.addmv.default: (0, 1, 2),
+    aten.baddbmm.default: (0, 1, 2),
+    aten.binary_cross_entropy.default: (0, 1, 2),
+    aten.bmm.default: (0, 1),
+    aten.complex.default: (0, 1),
+    aten.convolution.default: (0, 1, 2),
+    aten.dot.default: (0, 1),
+    aten.grid_sampler_2d.default: (0, 1),
+    aten.grid_sampler_3d.default: (0, 1),
+    aten.heaviside.default: (0, 1),
+    aten.index_add.default: (0, 3),
+    aten.index_copy.default: (0, 3),
+    aten.index_put.default: (0, 2),
+    aten.index_put_.default: (0, 2),
+    aten.mm.default: (0, 1),
+    aten.mv.default: (0, 1),
+    aten.native_group_norm.default: (0, 1, 2),
+    aten.native_layer_norm.default: (0, 2, 3),
+    aten.nll_loss_forward.default: (0, 2),
+    aten.polar.default: (0, 1),
+    aten.vdot.default: (0, 1),
+}
+
+
+# Autograd nodes (torch 2.13) whose formulas read values, to raise an error: a second derivative at
+# zeros, or a gradient that does not exist because the loss depends on the phase of singular
+# vectors.
+_CHECKING = (
+    "IndexReduceBackward0",
+    "LinalgEigBackward0",
+    "LinalgEighBackward0",
+    "LinalgSvdBackward0",
+    "ScatterReduceBackward0",
+)
+
+
+def checks_in_gradient() -> bool:
+    """Whether torch reads a value in such a formula; answering ``True`` keeps the gradient, and
+    refuses the second derivative.
+    """
+    node = torch._C._current_autograd_node()
+    return node is not None and node.name() in _CHECKING
+
+
+# These take parameters in float32 with an input in half precision.
+_NARROW_INPUT = (aten.native_group_norm.default, aten.native_layer_norm.default)
+
+
+def is_deterministic(func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether an op that torch tags as random draws nothing: attention and recurrent kernels
+    without dropout.
+    """
+    for i, argument in enumerate(func._schema.arguments):
+        value = args[i] if i < len(args) else kwargs.get(argument.name, argument.default_value)
+        if argument.name in ("dropout_p", "dropout", "p") and value == 0:
+            return True
+        if argument.name in ("train", "training") and value is False:
+            return True
+    return False
+
+
+def check_dtypes(func: OpOverload, args: Sequence[Any], line: str) -> None:
+    """Refuse operands of different dtypes, where torch's kernels do."""
+    operands = [args[i] for i in _ONE_DTYPE[func] if i < len(args) and isinstance(args[i], Tensor)]
+    if (
+        func in _NARROW_INPUT
+        and operands[0].dtype in (torch.bfloat16, torch.float16)
+        and operands[-1].dtype == torch.float32
+    ):
+        operands = operands[1:]
+    if len({x.dtype for x in operands}) > 1:
+        dtypes = " and ".join(str(x.dtype).removeprefix("torch.") for x in operands)
+        raise TraceError(
+            f"{func} gets operands of dtypes {dtypes}{at_line(line)} which torch refuses. Convert"
+            " them to one with .to(dtype)."
+        )
