@@ -13,6 +13,8 @@ import ftp
 RESULTS = {"Certificate", "Collective", "Divergence", "Found", "Lowered", "Saving", "Step"}
 MODULES = {name for name in ftp.__all__ if isinstance(getattr(ftp, name), ModuleType)}
 CALLED = sorted(set(ftp.__all__) - RESULTS - MODULES - {"FtpError", "__version__"})
+# What these are is said by their annotation; ``mesh`` is that of ``ftp.use_mesh`` where it is None.
+OBVIOUS = {"mesh", "model", "self", "args", "kwargs"}
 # Cannot fail by what they are given: the mesh or the file system may, as their text says.
 NEVER_RAISE = {"checkpoints", "Hardware", "Link", "PartitionSpec"}
 # An example needs processes of a launcher.
@@ -29,7 +31,7 @@ def doc_of(name: str) -> str:
 
 def arguments(name: str) -> list[str]:
     value = getattr(ftp, name)
-    return [p for p in inspect.signature(value).parameters if p not in {"self", "args", "kwargs"}]
+    return [p for p in inspect.signature(value).parameters if p not in OBVIOUS]
 
 
 def section(text: str, title: str) -> str:
@@ -76,7 +78,5 @@ def test_errors(name: str):
 def test_attributes(name: str):
     text = doc_of(name)
     fields = getattr(getattr(ftp, name), "__dataclass_fields__", {})
-    unnamed = [
-        f for f in fields if not f.startswith("_") and not re.search(rf"\b{f}\b", text)
-    ]
+    unnamed = [f for f in fields if not f.startswith("_") and not re.search(rf"\b{f}\b", text)]
     assert not unnamed, f"ftp.{name} does not say what its {', '.join(unnamed)} is"

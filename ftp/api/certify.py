@@ -26,6 +26,9 @@ def certify(lowered: Lowered) -> Certificate:
     """The proof that a program's collectives make every output of every rank right; ``save`` keeps
     it.
 
+    Args:
+        lowered: of ``ftp.lower`` or ``step.lower``, on a mesh of any kind and size.
+
     Raises:
         CertificateError: with each value that is wrong, on which rank, and why. That is a fault of
             ftp: please report it.

@@ -66,6 +66,8 @@ def load_safetensors(
             dict does not hold is its own name.
         verify: where the folder has a list of hashes, ``SHA256SUMS`` as ``sha256sum`` writes it,
             compare those of the files read, each on one rank. Sizes are always checked.
+        specs: prefix tree of specs; None replicates.
+        timeout: seconds to wait for the other ranks; default the process group's.
 
     Raises:
         CheckpointError: a file that is truncated, altered or missing, a tensor that is missing, or
@@ -107,8 +109,12 @@ def save_safetensors(
     is written where there are several files, and a list of hashes, ``SHA256SUMS``, always.
 
     Args:
+        folder: is made where there is none.
+        tree: placed tensors, or whole ones where there are no ``specs``.
+        specs: prefix tree of specs; None takes those that the tensors were placed with.
         rename: ``{path: name}`` or a function of a path, as for ``load_safetensors``.
         max_file_bytes: a tensor that is larger has a file of its own.
+        timeout: seconds to wait for the other ranks; default the process group's.
 
     Raises:
         CheckpointError: what the file system says, on every rank. FtpError: leaves that are no

@@ -200,6 +200,9 @@ def folder_name(number: int, step: int | None) -> str:
 def checkpoints(path: str | Path) -> list[Checkpoint]:
     """The complete checkpoints in a folder, oldest first; empty where there is none, or no folder.
 
+    Args:
+        path: the folder that ``ftp.save`` was given.
+
     What has become of one since, by a bad disk or a hand, is its ``damage``, which is looked for
     when it is asked for.
 

@@ -53,7 +53,14 @@ from ftp.tensors.global_tree import Shards, agreed, digest, patience, shards_of,
 
 
 class Saving:
-    """A save that goes on, or is done."""
+    """A save that goes on, or is done.
+
+    >>> import tempfile, torch, ftp
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     saving = ftp.save(folder, torch.ones(2), ftp.simulated_mesh(2, "dp"), step=1, wait=False)
+    ...     saving.result().name, saving.done()
+    ('00000000-step-1', True)
+    """
 
     def __init__(self, future: "Future[Path]"):
         self._future = future

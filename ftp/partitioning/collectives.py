@@ -58,6 +58,13 @@ class Collective:
         wire_nbytes: bytes that this rank sends, as a ring.
         source: the line of the user's code that the value comes from.
         cause: what needed the move.
+
+    >>> import ftp
+    >>> mesh = ftp.AbstractMesh((4,), ("tp",))
+    >>> lowered = ftp.lower(lambda x: x.sum(), mesh, ftp.P("tp"), torch.ones(8), out_specs=ftp.P())
+    >>> collective, = lowered.collectives
+    >>> collective.op, collective.axes, collective.nbytes
+    ('all_reduce', ('tp',), 4)
     """
 
     op: str

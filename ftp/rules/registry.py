@@ -52,10 +52,16 @@ def rule(
     """State the sharding rule of ``ops`` in factor notation, or decorate a function ``(call: Call)
     -> Rule | str`` that does.
 
-    >>> rule(torch.ops.aten.mv.default, "m k, k -> m {k}", linear=[(0,), (1,)])
+    Args:
+        ops: the ops, and last the text, where no function is decorated.
+        linear: groups of operands that may be pending sums together, giving a pending sum.
+        local: computes a rank's form of the op, where it is not the op itself.
+        decompose: whether the op may be taken apart where the rule leaves a cut dim whole.
 
     Raises:
         RuleError: where the text does not parse.
+
+    >>> rule(torch.ops.aten.mv.default, "m k, k -> m {k}", linear=[(0,), (1,)])
     """
     *targets, last = ops
     if isinstance(last, str):
@@ -78,7 +84,16 @@ def rule(
 
 
 def einsum(*ops: "OpOverload | str") -> None:
-    """A product: factors that no result has are summed over; linear in each operand."""
+    """A product: factors that no result has are summed over; linear in each operand.
+
+    Args:
+        ops: the ops, then the text: ``"m k, k n -> m n"``, a letter for each dim.
+
+    Raises:
+        RuleError: the text does not parse, or is not of the ops.
+
+    >>> einsum(torch.ops.aten.mm.default, "m k, k n -> m n")
+    """
     *targets, text = ops
     notation = parse(text)  # type: ignore[arg-type]
     kept = {f for dims in notation.results for dim in dims for f in dim}
@@ -100,7 +115,18 @@ def einsum(*ops: "OpOverload | str") -> None:
 def pointwise(
     *ops: OpOverload, linear: Sequence[Sequence[int]] = (), local: LocalHook | None = None
 ) -> None:
-    """Elementwise ops; operands broadcast to the result from the right."""
+    """Elementwise ops; operands broadcast to the result from the right.
+
+    Args:
+        ops: the ops.
+        linear: groups of operands that may be pending sums together, giving a pending sum.
+        local: computes a rank's form of the op, where it is not the op itself.
+
+    Raises:
+        RuleError: what is given is no op.
+
+    >>> pointwise(torch.ops.aten.sub.Tensor, linear=[(0, 1)])
+    """
     groups = tuple(map(tuple, linear))
 
     def maker(call: Call) -> Rule:
@@ -129,6 +155,17 @@ def reduction(
 ) -> None:
     """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
     ``op=None``: the reduced dims stay whole.
+
+    Args:
+        ops: the ops.
+        op: how ranks' results of a part of the dims are combined: "sum", "max", "min".
+        linear: groups of operands that may be pending sums together, giving a pending sum.
+        local: computes a rank's form of the op, where it is not the op itself.
+
+    Raises:
+        RuleError: what is given is no op.
+
+    >>> reduction(torch.ops.aten.amax.default, op="max")
     """
 
     def maker(call: Call) -> Rule:
@@ -145,6 +182,17 @@ def along_dim(
 ) -> None:
     """Ops that act along their argument ``dim``; the text's one [d] stands for that dim wherever
     it is.
+
+    Args:
+        ops: the ops, then the text: ``"... [d] -> ... [d]"``.
+        linear: groups of operands that may be pending sums together, giving a pending sum.
+        local: computes a rank's form of the op, where it is not the op itself.
+        dim: the name of the argument.
+
+    Raises:
+        RuleError: the text does not parse.
+
+    >>> along_dim(torch.ops.aten.cumsum.default, "... [d] -> ... [d]", linear=[(0,)])
     """
     *targets, text = ops
     notation = parse(text)  # type: ignore[arg-type]

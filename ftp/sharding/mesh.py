@@ -36,6 +36,14 @@ from ftp.sharding.process_group import (
 class AbstractMesh:
     """A mesh without processes or devices: enough to plan a program for any number of ranks.
 
+    Args:
+        shape: ranks on each axis; an int where there is one axis.
+        axis_names: a name for each; a string where there is one axis.
+        device_type: of the devices to plan for, "cpu" or "cuda".
+
+    Raises:
+        MeshError: sizes and names that do not fit each other.
+
     >>> mesh = AbstractMesh((64, 16), ("dp", "tp"), device_type="cuda")
     >>> mesh.axes, mesh.size()
     ({'dp': 64, 'tp': 16}, 1024)
@@ -174,6 +182,13 @@ def make_mesh(
     launched this process, it initialises one; else the mesh is simulated. ``device_type`` defaults
     to the process group's, or to the accelerator if there is one.
 
+    Args:
+        shape: ranks on each axis; an int where there is one axis.
+        axis_names: a name for each; a string where there is one axis.
+
+    Raises:
+        MeshError: sizes and names that do not fit each other, or the number of processes.
+
     >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
     {'dp': 2, 'tp': 4}
     """
@@ -211,6 +226,14 @@ def simulated_mesh(
 ) -> SimulatedMesh:
     """A mesh whose ranks are all simulated in this process, also under torchrun.
 
+    Args:
+        shape: ranks on each axis; an int where there is one axis.
+        axis_names: a name for each; a string where there is one axis.
+        device_type: where the ranks' tensors are.
+
+    Raises:
+        MeshError: sizes and names that do not fit each other.
+
     >>> simulated_mesh(3, "tp")
     SimulatedMesh(shape=(3,), axis_names=('tp',), device_type='cpu')
     """
@@ -222,6 +245,9 @@ def simulated_mesh(
 @contextmanager
 def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
     """Supplies ``mesh`` to every call inside that is not given one.
+
+    Raises:
+        MeshError: ``mesh`` is no mesh.
 
     >>> with use_mesh(simulated_mesh((2,), ("tp",))):
     ...     resolve(None).axes

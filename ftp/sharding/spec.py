@@ -93,6 +93,12 @@ class PartitionSpec:
     constraint a leading ``...`` stands for the dims before the last ones: ``P(..., "tp")`` cuts the
     last dim.
 
+    Args:
+        entries: for each dim of the tensor, from the first.
+
+    Raises:
+        SpecError: an axis that is named twice, an entry that is none of these.
+
     >>> P("tp", None) == P("tp")
     True
     >>> P(("dp", "tp")).axes

@@ -134,6 +134,15 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     """The exact inverse of ``device_put``: full tensors, on every rank; all ranks of the mesh call
     it together.
 
+    Args:
+        tree: shards, with leaves that are no tensors as they are.
+        mesh: default that of the surrounding ``ftp.use_mesh``.
+        specs: prefix tree of specs; None takes those that ``device_put`` and steps noted.
+
+    Raises:
+        PlacementError: tensors that lie otherwise than the specs say, or that ftp has not placed.
+            SpecError: specs that do not fit the tree.
+
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
     >>> ftp.device_get(ftp.device_put(torch.arange(3), mesh, ftp.P("tp")), mesh, ftp.P("tp"))
@@ -197,6 +206,14 @@ def local_slice(
 
     In place of a slice there is an index tensor for a packed dim (``ftp.units(..., pack=)``) of
     which this rank holds several pieces.
+
+    Args:
+        mesh: None takes that of the surrounding ``ftp.use_mesh``.
+        spec: of the tensor.
+        shape: the tensor's global shape.
+
+    Raises:
+        SpecError: a spec that does not fit the shape or the mesh.
 
     >>> import ftp
     >>> local_slice(ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"), (6, 3))

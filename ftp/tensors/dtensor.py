@@ -121,6 +121,9 @@ def from_dtensor(tree: Any) -> Any:
     The specs are what ``ftp.specs_of`` reads from the result. A leaf stays a leaf, with its
     ``requires_grad``; a Parameter stays one.
 
+    Args:
+        tree: any tree with DTensors.
+
     Raises:
         SpecError: placements that no spec states: pending sums, shards that are not
             ``torch.chunk``'s.
