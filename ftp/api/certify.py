@@ -30,6 +30,9 @@ def certify(lowered: Lowered) -> Certificate:
     Returns:
         The proof, checked; its ``save`` writes it to a file.
 
+    Args:
+        lowered: of ``ftp.lower`` or ``step.lower``, on a mesh of any kind and size.
+
     Raises:
         CertificateError: each value that is wrong, on which rank, and why. That is a fault of ftp:
             please report it.

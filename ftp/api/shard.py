@@ -164,6 +164,7 @@ def spmd(
     included.
 
     Args:
+        fn: takes and returns trees of tensors, and has no side effects.
         in_specs: prefix tree of the tuple of arguments; one ``P`` covers all. With one argument it
             may be that argument's own tree.
         out_specs: prefix tree of the result; None leaves the choice to propagation, but for trees
@@ -174,6 +175,11 @@ def spmd(
             specs.
 
     The other arguments are those of ``shard``.
+
+    Raises:
+        SpecError: specs that do not fit the mesh or, at a call, the arguments. At the first call of
+            new shapes also: TraceError, a function that cannot be traced; PlanningError, specs that
+            no program satisfies.
 
     >>> import ftp
     >>> double = ftp.spmd(lambda x: 2 * x, ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"))
@@ -231,6 +237,14 @@ def lower(
 ) -> Lowered:
     """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it
     runs.
+
+    Args:
+        args: the arguments of ``fn``, tensors whole.
+
+    The other arguments are those of ``spmd``.
+
+    Raises:
+        FtpError: as the first call of the step would.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((4,), ("tp",))

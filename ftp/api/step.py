@@ -129,6 +129,11 @@ class Step:
             arguments to a spec per leaf.
         arguments: what the positional arguments are called in messages.
         state: positions of arguments that are state rather than a batch.
+
+    >>> import ftp
+    >>> step = ftp.spmd(lambda x: 2 * x, ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"))
+    >>> isinstance(step, Step), step(torch.ones(2)), len(step.lower(torch.ones(2)).collectives)
+    (True, tensor([2., 2.]), 0)
     """
 
     def __init__(

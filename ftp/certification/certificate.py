@@ -119,7 +119,13 @@ class Certificate:
         groups: the axes of each process group that the ranks' graphs name.
         operations: the single-device program.
         outputs: what it returns, each with its spec.
+        ranks: the ranks' programs.
         donated: positions of inputs whose memory the ranks may write to.
+
+    >>> import ftp
+    >>> mesh = ftp.AbstractMesh((2,), ("tp",))
+    >>> ftp.certify(ftp.lower(torch.exp, mesh, ftp.P("tp"), torch.ones(4)))
+    certificate of 2 values and ops on (tp 2), 2 ranks
     """
 
     axes: Mapping[str, int]

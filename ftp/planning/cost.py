@@ -42,6 +42,9 @@ class Link:
             computed since they last met, seconds by bytes of the whole tensor): ranks that compute
             come one after the other, and the thread that sends the bytes waits for a core.
         hidden: the share of a collective's time in which the ranks can compute.
+
+    >>> Link(latency=2e-6, bandwidth=450e9).bandwidth
+    450000000000.0
     """
 
     latency: float = 1e-5
@@ -79,6 +82,10 @@ class Hardware:
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any on tensors that are not dense (``strided``), where memory is not what limits them.
         convolution: as ``attention``, of convolutions.
+
+    >>> hardware = Hardware(flops=1e12, links={"dp": Link(bandwidth=1e9)})
+    >>> hardware.link_of(["tp", "dp"]).bandwidth
+    1000000000.0
     """
 
     flops: float = 5e14

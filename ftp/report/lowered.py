@@ -51,6 +51,12 @@ class Lowered:
 
     Attributes:
         plan: what was decided, with the cost of each axis' network.
+
+    >>> import ftp, torch
+    >>> mesh = ftp.AbstractMesh((4,), ("tp",))
+    >>> lowered = ftp.lower(lambda x: x.sum(), mesh, ftp.P("tp"), torch.ones(8), out_specs=ftp.P())
+    >>> [c.op for c in lowered.collectives], lowered.out_specs
+    (['all_reduce'], P())
     """
 
     def __init__(self, program: Program, again: Callable[..., "Lowered"] | None = None):

@@ -49,6 +49,10 @@ def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Pict
         mesh: for a tree; default that of the surrounding ``ftp.use_mesh``.
         specs: prefix tree of specs of the tree.
 
+    Raises:
+        InputError: a leaf that is neither a tensor nor a shape. PlacementError: without ``specs``,
+            a tensor that ftp has not placed. SpecError: specs that do not fit.
+
     >>> import ftp
     >>> print(ftp.visualize(torch.ones(4, 6), ftp.simulated_mesh((2,), ("tp",)), ftp.P(None, "tp")))
     tensor (4, 6) as P(None, 'tp') on tp 2

@@ -56,6 +56,9 @@ def calibrate(
         dtypes: of the products that are timed.
         seconds: for each of some twenty measurements, and some forty an axis, about.
 
+    Raises:
+        MeshError: on a mesh of processes, a rank that is missing.
+
     >>> import ftp
     >>> machine = ftp.calibrate(dtypes=[torch.float32], seconds=0.001)
     >>> machine.flops_of(torch.float32) > 0 and machine.memory > 0 and machine.overhead > 0

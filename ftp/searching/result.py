@@ -41,10 +41,18 @@ class Found:
         loss_fn: the loss with those constraints, to be given to ``shard``; where there are none,
             the one that was given.
         lowered: the program under the plan.
+        hardware: the rates that it was estimated with.
         limit: bytes that it was to fit in.
         price: seconds that a byte held was priced with.
         rivals: by name the best plan of each kind that was tried, such as plain data parallelism.
         planned: seconds as the networks count them: ops and collectives one after the other.
+
+    >>> import ftp, torch
+    >>> params = {"w": torch.empty(64, 64, device="meta")}
+    >>> mesh, x = ftp.AbstractMesh((2,), ("dp",)), torch.empty(8, 64, device="meta")
+    >>> found = ftp.search(lambda p, x: (x @ p["w"]).sum(), params, mesh, ftp.P("dp"), x)
+    >>> found.specs(params), found.bound <= found.planned
+    ({'w': P(None, None)}, True)
     """
 
     patterns: dict[str, PartitionSpec]

@@ -52,11 +52,13 @@ def search(
     model's blocks (``layers.3``) may be cut too, as sequence parallelism cuts them.
 
     Args:
+        loss_fn: ``loss_fn(params, *batch)``, a scalar, for one device.
         params: the parameters, real or meta.
         batch_specs, batch: specs of the batch arguments, as in ``shard``, and the arguments, real
             or meta. Or in place of the specs the batch itself, placed by ``device_put`` (meta
             tensors will do), which knows its shapes and its specs.
         memory: bytes that ``lowered.memory`` may not exceed; None sets no limit.
+        hardware: the rates by which plans are compared, such as ``Hardware.h100()``.
         data_axes: as in ``shard``; on these, what is cut is gathered where it is used.
 
     Returns:

@@ -44,6 +44,14 @@ class AbstractMesh:
     Raises:
         MeshError: sizes and names that do not match, names used twice, an unknown device type.
 
+    Args:
+        shape: ranks on each axis; an int where there is one axis.
+        axis_names: a name for each; a string where there is one axis.
+        device_type: of the devices to plan for, "cpu" or "cuda".
+
+    Raises:
+        MeshError: sizes and names that do not fit each other.
+
     >>> mesh = AbstractMesh((64, 16), ("dp", "tp"), device_type="cuda")
     >>> mesh.axes, mesh.size()
     ({'dp': 64, 'tp': 16}, 1024)
@@ -195,6 +203,13 @@ def make_mesh(
     Raises:
         MeshError: a shape that does not fit the processes, or a device that is not there.
 
+    Args:
+        shape: ranks on each axis; an int where there is one axis.
+        axis_names: a name for each; a string where there is one axis.
+
+    Raises:
+        MeshError: sizes and names that do not fit each other, or the number of processes.
+
     >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
     {'dp': 2, 'tp': 4}
     """
@@ -240,6 +255,14 @@ def simulated_mesh(
     Raises:
         MeshError: sizes and names that do not match, or a device that is not there.
 
+    Args:
+        shape: ranks on each axis; an int where there is one axis.
+        axis_names: a name for each; a string where there is one axis.
+        device_type: where the ranks' tensors are.
+
+    Raises:
+        MeshError: sizes and names that do not fit each other.
+
     >>> simulated_mesh(3, "tp")
     SimulatedMesh(shape=(3,), axis_names=('tp',), device_type='cpu')
     """
@@ -257,6 +280,9 @@ def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
 
     Raises:
         MeshError: what is no mesh.
+
+    Raises:
+        MeshError: ``mesh`` is no mesh.
 
     >>> with use_mesh(simulated_mesh((2,), ("tp",))):
     ...     resolve(None).axes

@@ -99,6 +99,12 @@ class PartitionSpec:
     Raises:
         SpecError: an axis that is used twice, an entry of another type.
 
+    Args:
+        entries: for each dim of the tensor, from the first.
+
+    Raises:
+        SpecError: an axis that is named twice, an entry that is none of these.
+
     >>> P("tp", None) == P("tp")
     True
     >>> P(("dp", "tp")).axes

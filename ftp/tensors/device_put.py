@@ -221,6 +221,14 @@ def local_slice(
     Raises:
         SpecError: a spec that does not fit the shape or the mesh, or that packs several dims.
 
+    Args:
+        mesh: None takes that of the surrounding ``ftp.use_mesh``.
+        spec: of the tensor.
+        shape: the tensor's global shape.
+
+    Raises:
+        SpecError: a spec that does not fit the shape or the mesh.
+
     >>> import ftp
     >>> local_slice(ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"), (6, 3))
     (slice(0, 6, None), slice(0, 3, None))

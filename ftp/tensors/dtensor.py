@@ -86,6 +86,9 @@ def from_dtensor(tree: Any) -> Any:
     Returns:
         The tree of shards; ``ftp.specs_of`` gives their specs.
 
+    Args:
+        tree: any tree with DTensors.
+
     Raises:
         SpecError: placements that no spec states, as pending sums, and shards that are not cut as
             ``torch.chunk`` cuts.

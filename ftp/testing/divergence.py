@@ -36,6 +36,9 @@ class Divergence:
         error: the largest absolute difference; infinite where the rank's form of the op cannot be
             right for any input.
         why: in words.
+
+    >>> Divergence("mm", "train.py:8", {"tp": 1}, 0.5, "an operand is not reduced").rank
+    {'tp': 1}
     """
 
     name: str
@@ -52,6 +55,7 @@ def first_divergence(
     agree.
 
     Args:
+        step: of ``shard`` or ``spmd`` on a simulated mesh.
         args: what the step takes, tensors whole.
         rtol, atol: as ``torch.testing.assert_close``; by default what rounding can do to each value
             in its dtype.
