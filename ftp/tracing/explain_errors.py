@@ -32,7 +32,8 @@ NO_VALUES = (
 
 
 _OF_FUNCTIONS = re.compile(
-    r"no rule registered for HigherOrderOperator (\w+)|(FlexAttention) does not support backward|TransformType\.Grad"
+    r"no rule registered for HigherOrderOperator (\w+)|(FlexAttention) does not support"
+    r" backward|TransformType\.Grad"
 )
 
 
@@ -85,7 +86,8 @@ def explain(error: Exception) -> FtpError | None:
     if isinstance(error, DataDependentOutputException | GuardOnDataDependentSymNode) or (
         type(error) is RuntimeError
         and re.search(
-            r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data pointer|data is not allocated yet",
+            r"data-dependent control flow|\.item\(\)|numpy\(\)|tolist\(\)|Cannot access data"
+            r" pointer|data is not allocated yet",
             text,
         )
     ):

@@ -775,7 +775,8 @@ def test_ids_out_of_range(cut: P):
         )
         with pytest.raises(
             ftp.errors.InputError,
-            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at .*_errors",
+            match=rf"{name} holds {value}, which is not in \[0, 11\), where it indexes at"
+            r" .*_errors",
         ):
             step(params, torch.tensor(bad))
 

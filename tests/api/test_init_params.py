@@ -178,7 +178,8 @@ def test_initializers_by_pattern():
     ].tolist() == list(range(6))
     with pytest.raises(
         InputError,
-        match=r"init of 'scale' returns torch.float32 of shape \(2,\); the parameter is torch.float32 of shape \(6,\)",
+        match=r"init of 'scale' returns torch.float32 of shape \(2,\); the parameter is"
+        r" torch.float32 of shape \(6,\)",
     ):
         ftp.init_params(model, KEY, ONE, init={"scale": lambda key, shape, dtype: torch.ones(2)})
     with pytest.raises(InputError, match="'scales' matches"):

@@ -198,7 +198,8 @@ def test_an_axis_that_the_mesh_has_not():
     )
     with pytest.raises(
         SpecError,
-        match=r"speaks of mesh axis 'model', but the mesh is \(tp 2\) on cpu. Give axes= names of its axes.",
+        match=r"speaks of mesh axis 'model', but the mesh is \(tp 2\) on cpu. Give axes= names of"
+        r" its axes.",
     ):
         step.lower(torch.ones(2), torch.ones(2))
 
@@ -206,7 +207,8 @@ def test_an_axis_that_the_mesh_has_not():
 def test_only_a_constraint_may_begin_with_dots():
     with pytest.raises(
         SpecError,
-        match=r"has spec P\(\.\.\., 'tp'\), but only a constraint may begin with '...'. Give P\(None, 'tp'\).",
+        match=r"has spec P\(\.\.\., 'tp'\), but only a constraint may begin with '...'. Give"
+        r" P\(None, 'tp'\).",
     ):
         ftp.shard(lambda p, x: (x * p).sum(), ftp.simulated_mesh(2, "tp"), P(..., "tp")).lower(
             torch.ones(2, 2), torch.ones(2, 2)

@@ -91,12 +91,14 @@ def test_what_requires_a_gradient_still_does(mesh):
 def test_what_cannot_be_placed_is_refused():
     with pytest.raises(
         ftp.errors.InputError,
-        match=r"tree\['a'\] is computed from tensors that require a gradient \(MulBackward0\).*ftp.constrain",
+        match=r"tree\['a'\] is computed from tensors that require a gradient"
+        r" \(MulBackward0\).*ftp.constrain",
     ):
         ftp.device_put({"a": torch.ones(4, requires_grad=True) * 2}, MESH, P("tp"))
     with pytest.raises(
         ftp.errors.InputError,
-        match=r"belongs to a trace and has no values; pin values inside a function with ftp.constrain",
+        match=r"belongs to a trace and has no values; pin values inside a function with"
+        r" ftp.constrain",
     ):
         torch.func.grad(lambda x: ftp.device_put(x, MESH, P("tp")).sum())(torch.ones(4))
     with pytest.raises(ftp.errors.InputError, match=r"belongs to a trace"):

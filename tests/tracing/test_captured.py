@@ -56,7 +56,8 @@ def test_another_tensor_in_a_variable():
     (warning,) = caught
     assert warning.filename == __file__
     assert str(warning.message) == (
-        f"'mask', which loss (tests/tracing/test_captured.py:{line}) reads, is another object now, a tensor of"
+        f"'mask', which loss (tests/tracing/test_captured.py:{line}) reads, is another object now,"
+        " a tensor of"
         " shape (3,). The step goes on with"
         " the tensor that it captured when it was traced, of shape (3,). Give what changes as an"
         " argument of the step, or make the step"

@@ -518,7 +518,8 @@ def test_operators_of_functions():
     for fn in (branch, grad_and_value(lambda x: branch(x).sum())):
         with pytest.raises(
             TraceError,
-            match=r"takes functions, into which a trace does not see at(.|\n)*test_trace.py(.|\n)*torch.where",
+            match=r"takes functions, into which a trace does not see"
+            r" at(.|\n)*test_trace.py(.|\n)*torch.where",
         ):
             traced(fn, torch.ones(3))
 
