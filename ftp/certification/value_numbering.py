@@ -112,13 +112,11 @@ class _Numbers:
         every = range(len(node.meta["val"]))
         kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
         if self.key(LOCAL, node.args, {}, 0) not in self.classes:
-            kept = sorted(
-                {
-                    n.args[1]
-                    for n in node.users
-                    if n.target is operator.getitem and n in self.live(node.graph)
-                }
-            )  # type: ignore[type-var]
+            live = self.live(node.graph)
+            items: list[Any] = [
+                n.args[1] for n in node.users if n.target is operator.getitem and n in live
+            ]
+            kept = sorted(set(items))
             if not kept:
                 return [None for _ in every]
             program, taken = program_of(key).giving(kept)  # type: ignore[arg-type]

@@ -1,3 +1,1 @@
-"""What a program is said to need before it runs: memory, collectives, time, and what is odd
-about it. Nothing here decides anything.
-"""
+"""Reports on a program before it runs: memory, collectives, time, lint. Nothing here changes it."""

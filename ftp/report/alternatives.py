@@ -1,6 +1,4 @@
-"""Why a value lies as it does, and what the whole plan would cost otherwise; and how two
-programs differ.
-"""
+"""Why a value has its layout, and the plan's cost with others; the difference of two programs."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,12 +20,12 @@ class Alternative:
     """Another layout, and the whole plan with it.
 
     Attributes:
-        layout: a spec, or of a value its layout on one axis.
-        axis: the mesh axis of a value's layout; "" for a spec, which speaks of all.
-        seconds: what the plan costs by the planner's prices; None where no plan has it.
-        delta: how much more than the plan that was made.
+        layout: a spec for an input, or a value's layout on one axis.
+        axis: the mesh axis of a value's layout; "" for a spec.
+        seconds: the plan's cost by the planner's prices; None if no plan has this layout.
+        delta: the extra cost over the chosen plan.
         wire_nbytes, memory: of the program with that spec, per rank; None for a value's layout.
-        chosen: whether it is what the plan has.
+        chosen: whether the plan has this layout.
     """
 
     layout: str
@@ -54,8 +52,8 @@ class Alternative:
 
 @dataclass(frozen=True)
 class Why:
-    """The decisions behind a layout, from the value back to where its cuts come from, and what
-    other layouts would cost.
+    """The decisions behind a layout, from the value back to the origin of its cuts, and the cost of
+    other layouts.
     """
 
     name: str
@@ -67,7 +65,7 @@ class Why:
         lines = [f"{self.name}: {self.layout}", *(f"  {line}" for line in self.chain)]
         if self.alternatives:
             lines += [
-                "the whole plan, with this and with other layouts (* is the one it has):",
+                "the whole plan with each layout (* is the chosen one):",
                 *(f"  {a}" for a in self.alternatives),
             ]
         return "\n".join(lines)
@@ -91,7 +89,7 @@ def describe_layout(layout: Layout) -> str:
 def neighbours(
     spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]
 ) -> list[PartitionSpec]:
-    """The spec, and those that differ from it in where one mesh axis is.
+    """The spec, and those that differ from it in the dim that one mesh axis cuts.
 
     >>> neighbours(PartitionSpec("tp"), (4, 4), {"tp": 2})
     [P('tp'), P(), P(None, 'tp')]
@@ -133,8 +131,8 @@ def _shortest(spec: PartitionSpec) -> tuple[object, ...]:
 def chain_of(
     value: Value, found: Origins, specs: dict[Node, PartitionSpec], axes: Sequence[str]
 ) -> list[str]:
-    """Per axis that cuts a value, or on which it is a pending sum, the values that this comes
-    from, back to an input or a constraint.
+    """Per axis that cuts a value, or on which it is a pending sum, the chain of values back to the
+    input or constraint that caused it.
     """
     lines = []
     for axis in axes:
@@ -152,9 +150,7 @@ def chain_of(
                 lines.append(f"    {typed(at)} = {step}")
                 steps += 1
             at = following
-    return lines or [
-        "whole on every rank: nothing that it is computed from is cut in a way that reaches it"
-    ]
+    return lines or ["replicated: no cut of an input or constraint reaches it"]
 
 
 def _line(node: Node) -> str:
@@ -166,7 +162,7 @@ def _line(node: Node) -> str:
 
 
 def find(graph: Graph, name: str) -> Value | None:
-    """The value of that name, as the printed program or a parameter's path has it."""
+    """The value with a name of the printed program, or the parameter with a path."""
     wanted = name.removeprefix("%")
     for node in graph.nodes:
         if node.name == wanted:
@@ -179,11 +175,11 @@ def find(graph: Graph, name: str) -> Value | None:
 
 @dataclass(frozen=True)
 class Difference:
-    """What another program does otherwise; the numbers are the other's minus this one's, per rank.
+    """How another program differs; numbers are the other's minus this one's, per rank.
 
     Attributes:
-        specs: per input whose spec differs, this one's and the other's.
-        added, removed: collectives, as (op, axes, shape, dtype), and how many.
+        specs: per input with a different spec, this program's and the other's.
+        added, removed: collectives as (op, axes, shape, dtype), with their counts.
     """
 
     specs: Mapping[str, tuple[str, str]]

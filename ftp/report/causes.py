@@ -1,4 +1,4 @@
-"""Why a value lies as it does: the input or constraint that a cut or a pending sum comes from."""
+"""Causes of layouts: the input or constraint that each cut and pending sum comes from."""
 
 from collections.abc import Iterator, Sequence
 
@@ -9,16 +9,16 @@ from ftp.sharding.spec import PartitionSpec
 
 Origins = dict[tuple[Value, str], Node]
 Users = dict[Value, list[tuple[Node, int]]]
-AHEAD = 32  # ops looked at for what a cut is for
+FORWARD = 32  # users searched for the constraint that a cut leads to
 
 
 def origins(
     graph: Graph, axes: Sequence[str], cut_inputs: Sequence[tuple[Node, PartitionSpec]]
 ) -> Origins:
-    """Per value and axis on which it is cut or pending, the input or constraint that made it so.
+    """Per value and axis over which it is cut or pending, the input or constraint that caused it.
 
-    An op that several operands cut on one factor owes it to parameters rather than activations, and
-    to constraints rather than inputs.
+    If several operands cut one factor of an op, a constraint is named before a parameter, and a
+    parameter before an activation.
     """
     found: Origins = {}
     users = graph.users()
@@ -49,11 +49,11 @@ def _through_move(node: Node, axis: str, found: Origins, users: Users) -> Node |
     if move.axis == axis and move.dst.kind == "R":
         return None
     if move.axis == axis and move.dst.kind == "S":
-        return constraint_ahead(Value(node), axis, users) or found.get((node.operands[0], axis))
+        return constraint_forward(Value(node), axis, users) or found.get((node.operands[0], axis))
     return found.get((node.operands[0], axis))
 
 
-def constraint_ahead(value: Value, axis: str, users: Users) -> Node | None:
+def constraint_forward(value: Value, axis: str, users: Users) -> Node | None:
     """The nearest constraint on ``axis`` that the value's cut leads to."""
     queue, seen = [value], {value.node}
     for at in queue:
@@ -61,7 +61,7 @@ def constraint_ahead(value: Value, axis: str, users: Users) -> Node | None:
             if user.kind == "constrain" and axis in pin_from_str(user.target).spec.axes:
                 return user
             is_cut = any(cut.axis == axis for cut in user.cuts)
-            if is_cut and user not in seen and len(seen) < AHEAD:
+            if is_cut and user not in seen and len(seen) < FORWARD:
                 seen.add(user)
                 queue += [Value(user, index) for index in range(len(user.results))]
     return None
@@ -103,7 +103,7 @@ def describe(origin: Node, specs: dict[Node, PartitionSpec]) -> str:
 def of_moves(
     graph: Graph, found: Origins, specs: dict[Node, PartitionSpec], outputs: Sequence[str]
 ) -> dict[str, str]:
-    """Per move, by name, which cut makes it necessary and what needs its result."""
+    """Per reshard, by name, the cut that makes it necessary and the op that needs its result."""
     users = graph.users()
     returned: dict[Value, str] = {}
     for value, name in zip(graph.outputs, outputs, strict=False):
@@ -116,7 +116,7 @@ def of_moves(
         origin = found.get((node.operands[0], move.axis))
         because = {"P": "summed because of", "S": "cut by"}.get(move.src.kind, "whole,")
         first = f"{because} {describe(origin, specs)}" if origin is not None else ""
-        ahead = constraint_ahead(Value(node), move.axis, users) if move.dst.kind == "S" else None
+        ahead = constraint_forward(Value(node), move.axis, users) if move.dst.kind == "S" else None
         last = (
             f"for {describe(ahead, specs)}"
             if ahead is not None

@@ -1,5 +1,5 @@
-"""The collectives of a program as a sequence that shows itself as a table, folded by repeats,
-and that a test can make claims about.
+"""The collectives of a program: a sequence that prints as a table with repeats folded, and claims
+about it for tests.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +18,12 @@ KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 @dataclass(frozen=True)
 class TableRow:
-    """Collectives that repeat, as those of a model's layers do.
+    """Equal collectives, such as those of a model's layers, as one row.
 
     Attributes:
         shape, dtype: of this rank's buffer on the larger side.
         wire_nbytes: bytes that a rank sends for one of them; ``count`` is how many there are.
-        why: of the first of them.
+        why: the reason of the first of them.
     """
 
     op: str
@@ -149,7 +149,8 @@ class Collectives(tuple[Collective, ...]):
             f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in _cells(row))}</tr>"
             for row in self.rows
         )
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table><p>{escape(self._total())}</p>"
+        table = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+        return f"{table}<p>{escape(self._total())}</p>"
 
 
 def _cells(row: TableRow) -> tuple[str, ...]:

@@ -1,6 +1,4 @@
-"""Ops whose inputs disagree on their layout, with nothing but the cost to decide which of them
-moves.
-"""
+"""Ops whose inputs disagree on their layout, where only the cost decides which is resharded."""
 
 from collections.abc import Mapping
 
@@ -14,11 +12,11 @@ from ftp.sharding.spec import PartitionSpec
 def disagreements(
     graph: Graph, found: Origins, specs: Mapping[Node, PartitionSpec]
 ) -> list[Finding]:
-    """Per op that two cuts of one axis meet in, where an activation gives way that is cut because
-    parameters are.
+    """Ops whose inputs one axis cuts on different dims, where the plan reshards an activation that
+    parameters cut.
 
-    A constraint, a cut of the batch and a parameter that moves to where the data is are decisions;
-    a pending sum is no cut.
+    Not reported are constraints, cuts of the batch, and parameters gathered for the data: these are
+    decisions. A pending sum is no cut.
     """
     findings = []
     for node in graph.nodes:
@@ -49,7 +47,7 @@ def _finding(
     text = (
         f"({node.target}){at} takes inputs that {axis!r} cuts on different dims: %{home.name}, cut"
         f" by {describe(origin, dict(specs))},"
-        f" and %{_moved_root(other).name}. The plan moves the first ({moved.target.op}), by cost"
+        f" and %{_moved_root(other).name}. The plan reshards the first ({moved.target.op}), by cost"
         " alone."
         f" Say what you mean: x = ftp.constrain(x, {spec}), x the value{made}."
     )
@@ -57,7 +55,7 @@ def _finding(
 
 
 def _moved(value: Value) -> Node | None:
-    """The move that an operand comes from, through views."""
+    """The reshard that an operand comes from, through views."""
     while value.node.kind == "op" and value.node.target in VIEWS:
         value = value.node.operands[0]
     return value.node if value.node.kind == "move" else None

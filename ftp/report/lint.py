@@ -1,6 +1,4 @@
-"""What is odd about a program: cuts that do nothing, weights on every rank, shards that differ,
-activations that are gathered whole.
-"""
+"""Lint: specs that shard nothing, replicated weights, uneven shards, activations gathered whole."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -21,15 +19,15 @@ WASTED = 0.05  # of a shard's memory and time, from which unevenness is a warnin
 
 @dataclass(frozen=True)
 class Finding:
-    """One oddity.
+    """One finding.
 
     Attributes:
         kind: ``shards nothing``, ``replicated``, ``uneven`` or ``gathered``.
         severity: ``warning``, which ``strict=True`` makes an error, or ``note``.
         where: the parameter path, pattern or op.
-        text: what is odd, what it costs, and what to do.
-        nbytes: bytes per rank that it wastes or moves.
-        count: how many alike there are.
+        text: what was found, what it costs, and what to do.
+        nbytes: bytes per rank that it wastes or sends.
+        count: how many equal ones there are.
     """
 
     kind: str
@@ -61,11 +59,11 @@ def lint(
     found: Origins,
     collectives: Mapping[str, Any],
 ) -> list[Finding]:
-    """All findings, warnings first, those that repeat with the layers once.
+    """All findings, warnings first; those that repeat with the layers are merged.
 
     Args:
         inputs: input nodes with their specs and roles.
-        collectives: per move, by name, its record.
+        collectives: per reshard, by name, its record.
     """
     specs = {node: spec for node, spec, _ in inputs}
     findings = [
@@ -215,9 +213,7 @@ def _gathered(
 
 
 def _parts(value: Value, dim: int, users: Users) -> int:
-    """In how many equal parts the ops that use ``value`` take its ``dim`` apart; 1 where they do
-    not.
-    """
+    """In how many equal parts the users of ``value`` split its ``dim``; 1 if they do not."""
     for user, slot in users.get(value, ()):
         parts = [result.shape for result in user.results]
         if user.kind != "op":
@@ -264,8 +260,9 @@ class Uneven:
 
 def uneven_dims(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) -> list[Uneven]:
     """
-    >>> [(u.dim, u.largest, round(u.wasted, 3), u.below, u.above) for u in uneven_dims(PartitionSpec("tp"), (10, 3), {"tp": 4})]
-    [(0, 3, 0.167, 8, 12)]
+    >>> (found,) = uneven_dims(PartitionSpec("tp"), (10, 3), {"tp": 4})
+    >>> found.dim, found.largest, round(found.wasted, 3), found.below, found.above
+    (0, 3, 0.167, 8, 12)
     """
     found = []
     most = local_shape(spec, shape, dict(axes))

@@ -1,8 +1,7 @@
-"""Lowered: a program before it runs, to be read, counted, priced and compared."""
+"""``Lowered``: a program before it runs, to be read, counted, priced and compared."""
 
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
@@ -30,12 +29,12 @@ from ftp.report.alternatives import (
     find,
     neighbours,
 )
-from ftp.report.causes import Origins, of_moves, origins
+from ftp.report.causes import Origins, of_moves
 from ftp.report.collectives import Collectives, broken_claims
-from ftp.report.disagreement import disagreements
-from ftp.report.lint import Finding, lint
+from ftp.report.lint import Finding
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
-from ftp.report.names import dtype_name
+from ftp.report.program_lint import lint_of, origins_of
+from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
 from ftp.runtime.executed import executed, local_inputs
@@ -112,7 +111,7 @@ class Lowered:
     @cached_property
     @collection_paused()
     def memory(self) -> Memory:
-        """Peak bytes per rank, an int that has the parts and a picture of live bytes over the
+        """Peak bytes per rank, an int with its parts and a picture of live bytes over the
         program.
 
         What the eager runner holds, with its order of the ops and its writes in place: arguments
@@ -145,7 +144,7 @@ class Lowered:
 
     @collection_paused()
     def cost(self, hardware: Hardware = DEFAULT) -> Cost:
-        """Estimated seconds of a step on each rank, a float that has the time of every op and
+        """Estimated seconds of a step on each rank, a float with the time of every op and
         collective.
 
         Args:
@@ -178,9 +177,11 @@ class Lowered:
                 lines of the program.
 
         >>> import ftp
-        >>> w = {"w": torch.ones(8, 4)}
-        >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), ftp.AbstractMesh((4,), ("dp",)), {"w": ftp.P()}, batch_specs=ftp.P("dp"))
-        >>> step.lower(w, torch.ones(8, 8)).assert_collectives(all_reduce=2, all_gather=0, max_bytes=300)
+        >>> w, mesh = {"w": torch.ones(8, 4)}, ftp.AbstractMesh((4,), ("dp",))
+        >>> loss = lambda p, x: (x @ p["w"]).sum()
+        >>> step = ftp.shard(loss, mesh, {"w": ftp.P()}, batch_specs=ftp.P("dp"))
+        >>> lowered = step.lower(w, torch.ones(8, 8))
+        >>> lowered.assert_collectives(all_reduce=2, all_gather=0, max_bytes=300)
         """
         given = {
             "all_reduce": all_reduce,
@@ -204,29 +205,30 @@ class Lowered:
     @cached_property
     @collection_paused()
     def lint(self) -> list[Finding]:
-        """What is odd about the program, warnings first: specs that shard nothing, large parameters
-        on every rank, uneven shards with what they waste, activations gathered whole, ops whose
-        inputs disagree on their layout. With ``strict=True`` a warning is an error."""
+        """Findings, warnings first: specs that shard nothing, large replicated parameters, uneven
+        shards with their waste, activations gathered whole, ops with inputs that disagree on their
+        layout. With ``strict=True`` a warning is an error.
+        """
         return lint_of(self._program, self._local, self._origins)
 
     def why(self, name: str) -> Why:
-        """The decisions behind the layout of a value or a parameter, and what the whole plan would
-        cost with each other one.
+        """The decisions behind the layout of a value or a parameter, and the whole plan's cost with
+        each other layout.
 
-        For an input, every spec that cuts at most one dim over an axis more, less or elsewhere: the
-        program is planned anew with each, exactly. For a value, every layout that it could have, an
-        axis at a time: the minimum over all plans with it.
+        For an input, every spec that differs in the dim that one axis cuts: the program is planned
+        anew with each, exactly. For a value, every layout on each axis: the minimum over all plans
+        with it.
 
         Args:
-            name: as the printed program has it, with or without ``%``; of a parameter its path will
-                do.
+            name: as in the printed program, with or without ``%``, or a parameter's path.
 
         Raises:
             ReportError: no such value.
 
         >>> import ftp
-        >>> params = {"w": torch.empty(8, 4)}
-        >>> step = ftp.shard(lambda p, x: (x @ p["w"]).square().sum(), ftp.AbstractMesh((2,), ("tp",)), {"w": ftp.P(None, "tp")})
+        >>> params, mesh = {"w": torch.empty(8, 4)}, ftp.AbstractMesh((2,), ("tp",))
+        >>> loss = lambda p, x: (x @ p["w"]).square().sum()
+        >>> step = ftp.shard(loss, mesh, {"w": ftp.P(None, "tp")})
         >>> print(step.lower(params, torch.empty(16, 8)).why("mm").chain[0])
         over tp: because of params['w'] P(None, 'tp')
         """
@@ -251,7 +253,7 @@ class Lowered:
         return Why(value.node.name, layout, tuple(chain), tuple(found))
 
     def diff(self, other: "Lowered") -> Difference:
-        """What another program, such as the same function's under other specs, does otherwise."""
+        """How another program differs, such as the same function under other specs."""
         mine, theirs = counts(self.collectives), counts(other.collectives)
         specs = {
             node.name: spec
@@ -321,7 +323,13 @@ class Lowered:
         """
         lines = self._lines
         head = f"program on {self._program.mesh}"
-        return "\n".join([head, *(folded(lines) if fold else lines), *self._summary()])
+        return "\n".join(
+            [
+                head,
+                *(folded(lines) if fold else lines),
+                *summary(self.plan, self.collectives, self.lint),
+            ]
+        )
 
     def __str__(self) -> str:
         return self.text()
@@ -346,8 +354,8 @@ class Lowered:
 
     @cached_property
     def _executed(self) -> tuple[fx.Graph, LocalShapes, list[int]]:
-        """What the eager runner makes of the graph and runs, its shapes, and bytes of outputs
-        that are copied as they are returned.
+        """The graph that the eager runner runs, its shapes, and the bytes of each output that is
+        copied when it is returned.
         """
         program, device = self._program, mesh_device(self._program.mesh).type
         made = executed(program, self._local, self._coordinate)
@@ -363,12 +371,12 @@ class Lowered:
 
     @property
     def executed(self) -> fx.Graph:
-        """What the eager runner runs."""
+        """The graph that the eager runner runs."""
         return self._executed[0]
 
     @property
     def input_bytes(self) -> dict[str, int]:
-        """Of each input of the plan the bytes on this rank."""
+        """Bytes of each input on this rank."""
         sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in self._local_inputs]
         return dict(zip([node.name for node in self.plan.graph.inputs], sizes, strict=True))
 
@@ -420,62 +428,12 @@ class Lowered:
             for c in [node.meta["collective"]]
         ]
 
-    def _summary(self) -> list[str]:
-        lines = [
-            f"collectives: {len(self.collectives)}, {self.collectives.wire_nbytes:,} bytes sent"
-            " per rank"
-        ]
-        counts = Counter((c.op, c.axes, c.shape, c.dtype) for c in self.collectives)
-        for (op, axes, shape, dtype), count in counts.items():
-            lines.append(
-                f"  {count:4d} x {op} over {', '.join(axes)} of {dtype_name(dtype)}{list(shape)}"
-            )
-        for axis, solution in self.plan.solutions.items():
-            proof = (
-                "optimal"
-                if solution.optimal
-                else f"at most {(solution.cost - solution.bound) / solution.cost:.1%} above the"
-                " optimum"
-            )
-            broken = (
-                ""
-                if self.plan.kept_rules[axis]
-                else "; no plan keeps all rules of conduct: some activations or parameters move"
-                " that should stay"
-            )
-            alike = f" with {self.plan.alike} repeated layers alike" if self.plan.alike else ""
-            lines.append(
-                f"plan over {axis}: {proof}{alike}, largest table"
-                f" {solution.largest_table:,}{broken}"
-            )
-        lines += [str(finding) for finding in self.lint if finding.severity == "warning"]
-        return lines
-
 
 def _kind_on(value: Value, axis: str) -> str:
     if any(a == axis for a, _ in value.node.pending.get(value.index, ())):
         return "P"
     mine = {factor for dim in value.dims for factor in dim}
     return "S" if any(cut.axis == axis and cut.factor in mine for cut in value.node.cuts) else "R"
-
-
-def origins_of(program: Program) -> Origins:
-    graph = program.plan.graph
-    return origins(
-        graph, list(program.plan.axes), list(zip(graph.inputs, program.in_specs, strict=False))
-    )
-
-
-def lint_of(program: Program, local: LocalProgram, found: Origins) -> list[Finding]:
-    graph = program.plan.graph
-    issued = {
-        n.meta.get("origin", ""): n.meta["collective"]
-        for n in local.gm.graph.nodes
-        if "collective" in n.meta
-    }
-    inputs = list(zip(graph.inputs, program.in_specs, program.roles, strict=False))
-    odd = disagreements(graph, found, {node: spec for node, spec, _ in inputs})
-    return [*odd, *lint(graph, inputs, program.mesh.axes, found, issued)]
 
 
 def check_strictly(program: Program) -> None:

@@ -35,16 +35,15 @@ class Moment:
 
 
 class Memory(int):
-    """Peak bytes per rank, an int; printing it gives the parts at the peak and a picture of live
-    bytes over the program.
+    """Peak bytes per rank, an int; prints the parts at the peak and a picture of live bytes over
+    the program.
 
     Attributes:
         parts: ``{kind: bytes}`` at the peak; they add up to it. Kinds: parameters, optimizer (other
             state that comes in), batch, constants (tensors that the function captured), gradients,
             outputs (whatever else is returned), activations (kept by a forward pass for a backward
             pass), collectives (what they have received), temporaries.
-        totals: ``{kind: bytes}`` of all the parameters, gradients and so on that there are at any
-            time, exact.
+        totals: ``{kind: bytes}`` of all parameters, gradients and so on, at any time; exact.
         peak_op: the op at the peak, and its source line.
         timeline: a ``Moment`` per op.
     """
@@ -82,16 +81,14 @@ class Memory(int):
 
     @property
     def activations(self) -> int:
-        """Bytes at the peak beside what comes in, of constants and gradients."""
+        """Bytes at the peak that are neither inputs, constants nor gradients."""
         return self - sum(
             self.parts.get(k, 0)
             for k in ("parameters", "optimizer", "batch", "constants", "gradients")
         )
 
     def picture(self, width: int = 72, height: int = 8) -> str:
-        """Live bytes over the program, as text: columns are ops in order, each the most of those
-        it stands for.
-        """
+        """Live bytes over the program, as text: each column is the maximum over some ops."""
         columns = self.columns(width)
         top = max(max(columns, default=0), 1)
         lines = []
@@ -110,7 +107,7 @@ class Memory(int):
         return [moment.live for moment in self.moments(width)]
 
     def moments(self, width: int) -> list[Moment]:
-        """At most ``width`` moments: that of the most live bytes in each stretch of the program."""
+        """At most ``width`` moments: those with most live bytes in each stretch of the program."""
         ops, n = len(self.timeline), min(width, len(self.timeline))
         return [
             max(self.timeline[i * ops // n : (i + 1) * ops // n], key=lambda m: m.live)
@@ -170,10 +167,10 @@ def measure(
 
     Args:
         roles: per input tensor its kind; inputs are kept by the caller throughout.
-        phase: how often forward and backward passes took turns before a node.
+        phase: how often forward and backward passes alternated before a node.
         collective: whether a node issues a collective.
         workspace: bytes that an op needs while it runs, beside its operands and results.
-        copies: bytes of outputs that are copied as they are returned.
+        copies: bytes of outputs that are copied when they are returned.
     """
     nodes = list(graph.nodes)
     position = {node: at for at, node in enumerate(nodes)}
@@ -231,9 +228,7 @@ def on_cpu(node: fx.Node, shapes: LocalShapes) -> int:
         return 0
     first, second = operands[0].nbytes, operands[1].nbytes
     if node.target is aten.convolution_backward.default:
-        return (
-            first + second
-        )  # of the gradient and the input, beside the weight's gradient that becomes its own
+        return first + second  # copies of the gradient and the input
     return max(first + second, shapes.values[node][0].nbytes)
 
 
@@ -246,7 +241,7 @@ def _kinds(
     collective: Callable[[fx.Node], bool],
     readers: Mapping[int, set[int]],
 ) -> dict[int, str]:
-    """What each storage is for."""
+    """The kind of each storage."""
     kind = {
         held.storage: role
         for node, role in zip(inputs, roles, strict=True)
@@ -260,9 +255,8 @@ def _kinds(
     for values in shapes.values.values():
         for held in values:
             seen.setdefault(held.storage, set()).add((held.shape, held.dtype))
-    returned = {
-        held.storage for out in graph.output_node().args[0] for held in shapes.values.get(out, ())
-    }  # type: ignore[union-attr]
+    outputs: Any = graph.output_node().args[0]
+    returned = {held.storage for out in outputs for held in shapes.values.get(out, ())}
     for storage, maker in shapes.makers.items():
         if storage in kind:
             continue
@@ -283,9 +277,7 @@ def _kinds(
 
 
 def copied_bytes(output: fx.Node, shapes: LocalShapes, donated: Collection[int]) -> list[int]:
-    """Bytes of the outputs that are views of an input or of one another, and so are copied as
-    they are returned.
-    """
+    """Bytes of the outputs that share memory with an input or another output, and so are copied."""
     seen = {held.storage for node in shapes.inputs for held in shapes.values[node]} - set(donated)
     copies = []
     for out in output.args[0]:  # type: ignore[union-attr]

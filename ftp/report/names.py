@@ -1,4 +1,4 @@
-"""Short names of dtypes, and texts in which repeated layers read alike."""
+"""Short names of dtypes, and texts without the numbers of repeated layers."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Which rank holds what of a tensor, as text and as HTML."""
+"""Which rank holds which shard of a tensor, as text and as HTML."""
 
 from collections.abc import Mapping, Sequence
 from html import escape
@@ -6,18 +6,18 @@ from itertools import product
 
 from ftp.sharding.spec import PartitionSpec, local_pieces
 
-MOST = 64  # different shards that are written out
+MOST = 64  # shards that are listed
 
 
 def holders(
     spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]
 ) -> dict[tuple[str, ...], list[int]]:
-    """Per different shard, as a slice a dim, the ranks that hold it, in mesh order."""
+    """Per distinct shard, as a slice of each dim, the ranks that hold it, in mesh order."""
     found: dict[tuple[str, ...], list[int]] = {}
     for rank, at in enumerate(product(*map(range, axes.values()))):
-        pieces = local_pieces(spec, shape, dict(axes), dict(zip(axes, at, strict=True)))
+        slices = local_pieces(spec, shape, dict(axes), dict(zip(axes, at, strict=True)))
         found.setdefault(
-            tuple(" and ".join(f"{a}:{b}" for a, b in dim) for dim in pieces), []
+            tuple(" and ".join(f"{a}:{b}" for a, b in dim) for dim in slices), []
         ).append(rank)
     return found
 
@@ -77,7 +77,7 @@ def as_html(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, int]) 
 def grid(
     found: Mapping[tuple[str, ...], list[int]],
 ) -> list[list[tuple[tuple[str, ...], list[int]]]] | None:
-    """The shards in rows and columns, None where they are more than fit or are cut on more dims."""
+    """The shards in rows and columns; None if there are too many, or more than two dims are cut."""
     parts = list(found)
     varying = [dim for dim in range(len(parts[0])) if len({part[dim] for part in parts}) > 1]
     if len(varying) > 2 or len(parts) > 16 or not parts[0]:

@@ -1,5 +1,5 @@
-"""A planned program as text: a line per op, with runs of lines that repeat, as those of a
-model's layers do, folded.
+"""A planned program as text: a line per op, with repeated lines, such as those of a model's layers,
+folded.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -54,26 +54,26 @@ def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
 
 
 def typed(value: Value) -> str:
-    """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``;
-    pending sums behind.
+    """A value's dtype, global shape and the axes that cut each dim, as ``f32[512@dp, 256]``,
+    followed by its pending sums.
     """
     cuts: dict[str, list[str]] = {}
     for cut in value.node.cuts:
         cuts.setdefault(cut.factor, []).append(cut.axis)
-    pieces = []
+    dims = []
     for size, dim in zip(value.meta.shape, value.dims, strict=True):
         axes = [axis for factor in dim for axis in cuts.get(factor, ())]
-        pieces.append(f"{size}@{','.join(axes)}" if axes else str(size))
+        dims.append(f"{size}@{','.join(axes)}" if axes else str(size))
     pending = "".join(
         f" {{{op} over {axis}}}" for axis, op in value.node.pending.get(value.index, ())
     )
-    return f"{dtype_name(value.meta.dtype)}[{', '.join(pieces)}]{pending}"
+    return f"{dtype_name(value.meta.dtype)}[{', '.join(dims)}]{pending}"
 
 
 def folded(lines: Sequence[str], least: int = 3) -> list[str]:
-    """The lines with each run of equal blocks written once, under a line that says how often.
+    """Fold each run of equal blocks of lines into one, under a line with the count.
 
-    Blocks are equal if they differ in the numbers in names only. A block has at least ``least``
+    Blocks are equal if they differ only in numbers in names. A block has at least ``least``
     lines.
 
     >>> print("\\n".join(folded(["a = f(x)", *[f"  %h_{i} = g" for i in range(9)], "b"], least=1)))
@@ -101,7 +101,7 @@ def folded(lines: Sequence[str], least: int = 3) -> list[str]:
 
 
 def _repeats(alike: np.ndarray, least: int) -> list[tuple[int, int, int]]:
-    """The sequence as (start, length, how often) of blocks in a row, the ones that save most
+    """The sequence as consecutive blocks (start, length, count); the largest savings are folded
     first.
     """
     done: list[tuple[int, int, int]] = []

@@ -1,5 +1,5 @@
-"""A rank's program timed on a hardware's rates: a roofline per op, latency and bytes per
-collective, overlapped where the schedule does.
+"""Estimated time of a rank's program: a roofline per op, latency and bytes per collective,
+overlapped as scheduled.
 """
 
 import functools
@@ -29,7 +29,7 @@ class Timed:
 
     Attributes:
         begin, seconds: when it begins in the estimated step, and how long it takes.
-        flops: floating-point operations, counted for products and convolutions only.
+        flops: floating-point operations, counted for matmuls, attention and convolutions.
         nbytes: bytes read and written; of a collective this rank's buffer on the larger side.
         limit: ``compute``, ``memory``, ``overhead`` or ``link``.
     """
@@ -45,12 +45,12 @@ class Timed:
 
 
 class Cost(float):
-    """Estimated seconds of a step on each rank, a float; printing it gives where they go.
+    """Estimated seconds of a step on each rank, a float; prints the ops that take longest.
 
     Attributes:
         ops: every op that takes time, in order; ``collectives`` every collective.
         hardware: the rates.
-        flops: of all products, on this rank.
+        flops: of all matmuls, on this rank.
         waiting: seconds in which nothing is computed because a collective's result is awaited.
         mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype
             counted by its own rate.
@@ -100,7 +100,7 @@ class Cost(float):
         return sum(c.seconds for c in self.collectives)
 
     def by_op(self) -> dict[str, tuple[int, float]]:
-        """Per op or collective how often and how long, the longest first."""
+        """Count and seconds per kind of op or collective, the longest first."""
         found: dict[str, tuple[int, float]] = {}
         for one in (*self.ops, *self.collectives):
             count, seconds = found.get(one.op, (0, 0.0))
@@ -108,7 +108,7 @@ class Cost(float):
         return dict(sorted(found.items(), key=lambda item: -item[1][1]))
 
     def report(self, most: int = 12) -> str:
-        """The total, what it is made of, and the ops that take longest."""
+        """The total, its parts, and the ops that take longest."""
         head = (
             f"cost on {self.hardware.name}: {in_seconds(self)} a step,"
             f" {in_seconds(self.computing)} computing,"
@@ -162,17 +162,15 @@ def in_seconds(seconds: float) -> str:
 def estimate(
     graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
 ) -> Cost:
-    """Run a rank's program on the clock: one stream computes, one communicates, and a wait holds
-    the first up.
-    """
+    """Time a rank's program: one stream computes, one communicates, and a wait blocks the first."""
     now = link_free = waiting = ideal = met = 0.0
     moved = 0
     done: dict[fx.Node, float] = {}
     ops: list[Timed] = []
     collectives: list[Timed] = []
-    if not hardware.hides_overhead:  # each tensor that comes in or goes out is looked at
-        looked_at = len(shapes.inputs) + len(graph.output_node().args[0])  # type: ignore[arg-type]
-        now = hardware.overhead * looked_at
+    if not hardware.hides_overhead:  # each input and output is checked
+        checked = len(shapes.inputs) + len(graph.output_node().args[0])  # type: ignore[arg-type]
+        now = hardware.overhead * checked
         ops.append(Timed("call", "call of the step", "", 0.0, now, 0.0, 0, "overhead"))
     for node in graph.nodes:
         if node.op in ("placeholder", "output"):
@@ -190,10 +188,7 @@ def estimate(
             collectives.append(
                 Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link")
             )
-            if node.target in (
-                gather_products,
-                product_scatter,
-            ):  # its product takes as long, or its transfer
+            if node.target in (gather_products, product_scatter):  # the longer of matmul, transfer
                 timed = _op(node, shapes, hardware, now, 0)
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
                 ops.append(timed)
@@ -216,7 +211,7 @@ def estimate(
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> Timed:
-    """Args: moved: bytes of the product that comes before, 0 of any other op."""
+    """Args: moved: bytes of the preceding op if it is a matmul, else 0."""
     results = shapes.values[node]
     operands = [shapes.values[n][0] for n in node.all_input_nodes if n in shapes.values]
     reads = {o.storage for o in operands}
@@ -236,7 +231,7 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
             hardware.cache if hardware.cache and nbytes <= hardware.cache_size else hardware.memory
         )
         limit = max(work, key=work.__getitem__)
-        # On a CPU a product first packs its operands.
+        # On a CPU a matmul first packs its operands.
         seconds = sum(work.values()) if flops and not hardware.hides_overhead else work[limit]
         if hardware.fresh:
             made = [
@@ -272,7 +267,7 @@ def _arithmetic(
     flops: float,
     hardware: Hardware,
 ) -> float:
-    """Seconds of an op's arithmetic, were its operands at hand."""
+    """Seconds of an op's arithmetic alone."""
     if flops:
         name = _name(node.target)
         reached = (
@@ -310,11 +305,11 @@ _LIKE = {
     }.items()
     for like in others.split()
 }
-"""Of an op that was not measured the one whose elements take about as long."""
+"""For an op that was not measured, a measured one with about the same time per element."""
 
 
 def _is_dense(held: Held) -> bool:
-    """Whether its elements fill a stretch of memory, in whatever order."""
+    """Whether its elements fill a range of memory, in any order."""
     expected = 1
     for stride, size in sorted(
         (stride, size) for stride, size in zip(held.stride, held.shape, strict=True) if size != 1
@@ -326,7 +321,7 @@ def _is_dense(held: Held) -> bool:
 
 
 def _calls(node: fx.Node) -> int:
-    """How many kernels an op starts: a loop's over a list of tensors on a CPU, one for each."""
+    """How many kernels an op starts: on a CPU, an op on a list starts one for each tensor."""
     if "_foreach_" in str(node.target) and node.args and isinstance(node.args[0], list | tuple):
         return len(node.args[0])
     return 1
@@ -336,7 +331,7 @@ _FROM_INDEX = {aten.embedding.default, aten.gather.default, aten.index_select.de
 
 
 def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
-    """Operations of a product, counted as torch's own FLOP counter counts; 0 for any other op."""
+    """FLOPs of a matmul, attention or convolution by torch's own counter; 0 for any other op."""
     target: Any = node.target
     packet = getattr(target, "overloadpacket", None)
     is_pipelined = target in (gather_products, product_scatter)

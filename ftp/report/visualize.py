@@ -1,4 +1,4 @@
-"""``visualize``: which rank holds what, of a tensor or of a whole program."""
+"""``visualize``: which rank holds which shard, of a tensor or a whole program."""
 
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,7 @@ class Picture:
 
 
 def visualize(what: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Picture:
-    """Which rank holds what: of a program, of a placed tensor, or of a tree of tensors under specs.
+    """Show which rank holds which shard, of a program, a placed tensor, or a tree with specs.
 
     Args:
         what: a ``Lowered``; a tensor or tree that ``device_put`` placed; or, with ``specs``, any
@@ -86,7 +86,7 @@ def _placed(leaves: list[Any], names: list[str]) -> Picture:
         where = placement_of(leaf)
         if where is None:
             raise InputError(
-                f"{name} was not placed by ftp.device_put, so that only you know its spec. Give"
+                f"{name} was not placed by ftp.device_put, so its spec is not known. Give"
                 " visualize(tree, mesh, specs)."
             )
         axes = where.mesh.axes

@@ -26,9 +26,7 @@ def test_the_chain_leads_to_the_parameter():
     why = lower().why("%mm_1")
     assert why.chain[0].startswith("over tp: because of params['down'] P('tp'")
     assert why.layout == "f32[32, 64] {sum over tp}" and "mm" in str(why)
-    assert lower().why("x").chain == (
-        "whole on every rank: nothing that it is computed from is cut in a way that reaches it",
-    )
+    assert lower().why("x").chain == ("replicated: no cut of an input or constraint reaches it",)
 
 
 def test_other_specs_of_a_parameter_cost_what_plans_with_them_cost():

@@ -269,7 +269,7 @@ def test_layers_that_are_alike_are_one_branch_of_the_outline():
     }
     text = ftp.visualize(shapes, mesh, specs).html
     assert (
-        "<code>0 to 6, 8 to 11</code> <small>2 tensors, 160 B a rank (62% of 256 B) each, 11 alike"
+        "<code>0 to 6, 8 to 11</code> <small>2 tensors, 160 B a rank (62% of 256 B) each, 11 equal"
         in text
     )
     assert "<code>7</code>" in text and "f32[8@tp, 4]" in text and "f32[8, 4@tp]" in text

@@ -1,8 +1,5 @@
-"""Live bytes over a program as a picture in HTML: what holds them, stacked, with the op at each
-place.
-"""
+"""Live bytes over a program as an SVG: stacked by kind, with the op at each column."""
 
-from collections.abc import Sequence
 from html import escape
 
 from ftp.report.memory import KINDS, Memory, in_bytes
@@ -30,28 +27,33 @@ def timeline(memory: Memory) -> str:
     shown = [kind for kind in KINDS if any(moment.parts.get(kind) for moment in columns)]
     for kind in shown:
         upper = [b + moment.parts.get(kind, 0) for b, moment in zip(base, columns, strict=True)]
-        ahead = [
+        forward = [
             f"{LEFT + at * step:.1f},{_y(n, top)} {LEFT + (at + 1) * step:.1f},{_y(n, top)}"
             for at, n in enumerate(upper)
         ]
-        back = [
+        backward = [
             f"{LEFT + (at + 1) * step:.1f},{_y(n, top)} {LEFT + at * step:.1f},{_y(n, top)}"
             for at, n in reversed(list(enumerate(base)))
         ]
-        areas.append(f'<polygon points="{" ".join(ahead + back)}" fill="{_colour(kind)}"/>')
+        areas.append(f'<polygon points="{" ".join(forward + backward)}" fill="{_colour(kind)}"/>')
         base = upper
     hovers = "".join(
-        f'<rect x="{LEFT + at * step:.1f}" y="{TOP}" width="{step:.2f}" height="{HEIGHT}" fill="transparent">'
-        f"<title>{escape(f'{in_bytes(moment.live)} at {moment.op}  {moment.source}'.strip())}</title></rect>"
+        f'<rect x="{LEFT + at * step:.1f}" y="{TOP}" width="{step:.2f}" height="{HEIGHT}"'
+        ' fill="transparent"><title>'
+        f"{escape(f'{in_bytes(moment.live)} at {moment.op}  {moment.source}'.strip())}"
+        "</title></rect>"
         for at, moment in enumerate(columns)
     )
     labels = "".join(
-        f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{_y(n, top)}" y2="{_y(n, top)}" stroke="#94a3b8" stroke-dasharray="2 4"/>'
-        f'<text x="{LEFT - 6}" y="{_y(n, top)}" text-anchor="end" dominant-baseline="middle">{in_bytes(n)}</text>'
+        f'<line x1="{LEFT}" x2="{LEFT + WIDTH}" y1="{_y(n, top)}" y2="{_y(n, top)}"'
+        ' stroke="#94a3b8" stroke-dasharray="2 4"/>'
+        f'<text x="{LEFT - 6}" y="{_y(n, top)}" text-anchor="end" dominant-baseline="middle">'
+        f"{in_bytes(n)}</text>"
         for n in (0, top / 2, top)
     )
     svg = (
-        f'<svg id="timeline" viewBox="0 0 {LEFT + WIDTH + 8} {TOP + HEIGHT + 24}" width="{LEFT + WIDTH + 8}" role="img"'
+        f'<svg id="timeline" viewBox="0 0 {LEFT + WIDTH + 8} {TOP + HEIGHT + 24}"'
+        f' width="{LEFT + WIDTH + 8}" role="img"'
         f' font-size="11" fill="#475569">{"".join(areas)}{labels}{hovers}'
         f'<text x="{LEFT}" y="{TOP + HEIGHT + 16}">first op</text>'
         f'<text x="{LEFT + WIDTH}" y="{TOP + HEIGHT + 16}" text-anchor="end">last op</text></svg>'
@@ -66,15 +68,6 @@ def timeline(memory: Memory) -> str:
     return (
         f"{peak}{svg}<table><tr><th>at the peak</th><th>bytes</th><th>share</th></tr>{rows}</table>"
     )
-
-
-def _steps(heights: Sequence[float], step: float, top: float) -> list[str]:
-    """Two corners for each column."""
-    return [
-        f"{LEFT + (at + side) * step:.1f},{_y(n, top)}"
-        for at, n in enumerate(heights)
-        for side in (0, 1)
-    ]
 
 
 def _y(nbytes: float, top: float) -> str:

@@ -1,6 +1,4 @@
-"""One self-contained HTML page about a program: no scripts or styles from elsewhere, every name
-escaped.
-"""
+"""One self-contained HTML page about a program: no external scripts, every name escaped."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +12,19 @@ from ftp.report.memory import Memory, in_bytes
 from ftp.report.timing import Cost, in_seconds
 
 _STYLE = """
-body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem;color:#1c2430;background:#fff}
-h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem;border-bottom:1px solid #ccd3dc}small{color:#64748b}
-table{border-collapse:collapse;margin:.4rem 0}td,th{border:1px solid #ccd3dc;padding:.2rem .5rem;text-align:left;vertical-align:top}
-th{background:#eef2f6}td:not(:last-child){white-space:nowrap}td.n{text-align:right;font-variant-numeric:tabular-nums}
+body{font:14px/1.45 system-ui,sans-serif;margin:2rem auto;max-width:72rem;padding:0 1rem}
+body{color:#1c2430;background:#fff}small{color:#64748b}
+h1{font-size:1.4rem}h2{font-size:1.1rem;margin-top:2rem;border-bottom:1px solid #ccd3dc}
+table{border-collapse:collapse;margin:.4rem 0}
+td,th{border:1px solid #ccd3dc;padding:.2rem .5rem;text-align:left;vertical-align:top}
+th{background:#eef2f6}td:not(:last-child){white-space:nowrap}
+td.n{text-align:right;font-variant-numeric:tabular-nums}
 code,pre{font:12px/1.4 ui-monospace,monospace}pre{background:#f6f8fa;padding:.6rem;overflow-x:auto}
-summary{cursor:pointer}details{margin:.15rem 0 .15rem 1rem}td details{margin:0}.warning{color:#9a3412;font-weight:600}
-.holders td{background:#eef6ff}svg{max-width:100%}.key{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
-.figures{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.6rem}.figures b{display:block;font-size:1.15rem}
+summary{cursor:pointer}details{margin:.15rem 0 .15rem 1rem}td details{margin:0}
+.warning{color:#9a3412;font-weight:600}.holders td{background:#eef6ff}svg{max-width:100%}
+.key{display:inline-block;width:.8em;height:.8em;margin-right:.4em}
+.figures{list-style:none;padding:0;display:flex;flex-wrap:wrap;gap:.6rem}
+.figures b{display:block;font-size:1.15rem}
 .figures li{background:#f6f8fa;border:1px solid #ccd3dc;padding:.5rem .8rem}
 """
 
@@ -37,7 +40,7 @@ def page(
     program: str = "",
     by_layer: Mapping[str, Collectives] | None = None,
 ) -> str:
-    """The page; sections for which nothing is given are left out."""
+    """The page; sections without data are left out."""
     mesh = " x ".join(f"{axis} {n}" for axis, n in axes.items())
     parts = [
         f"<h1>{escape(title)}</h1>",
@@ -58,16 +61,18 @@ def page(
         parts.append(f'<h2 id="cost">Cost</h2><pre>{escape(cost.report())}</pre>')
     if program:
         parts.append(
-            f'<h2 id="program">Program</h2><details><summary>every op</summary><pre>{escape(program)}</pre></details>'
+            '<h2 id="program">Program</h2><details><summary>every op</summary>'
+            f"<pre>{escape(program)}</pre></details>"
         )
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style></head>'
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head>"
         f"<body>{''.join(parts)}</body></html>\n"
     )
 
 
 def _figures(collectives: Collectives | None, memory: Memory | None, cost: Cost | None) -> str:
-    """What a reader looks for first."""
+    """The key figures at the top of the page."""
     found = {}
     if memory is not None:
         found |= {
@@ -81,11 +86,8 @@ def _figures(collectives: Collectives | None, memory: Memory | None, cost: Cost 
         }
     if cost is not None:
         found |= {f"a step, estimated on {cost.hardware.name}": in_seconds(cost)}
-    return (
-        f'<ul class="figures">{"".join(f"<li><b>{escape(n)}</b> {escape(what)}</li>" for what, n in found.items())}</ul>'
-        if found
-        else ""
-    )
+    items = "".join(f"<li><b>{escape(n)}</b> {escape(what)}</li>" for what, n in found.items())
+    return f'<ul class="figures">{items}</ul>' if found else ""
 
 
 def _layers(by_layer: Mapping[str, Collectives]) -> str:

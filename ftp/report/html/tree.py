@@ -1,6 +1,4 @@
-"""The tensors of a program as a tree of their paths, in HTML; layers that are alike are shown
-once.
-"""
+"""The tensors of a program as a tree of their paths, in HTML; equal layers are shown once."""
 
 import math
 import re
@@ -12,7 +10,7 @@ from ftp.report.memory import in_bytes
 from ftp.report.shard_grid import as_html
 from ftp.sharding.spec import PartitionSpec, local_shape
 
-MOST_RANKS = 256  # for which it is drawn who holds what
+MOST_RANKS = 256  # of a mesh whose shards are drawn
 _KEYS = re.compile(r"\['((?:[^'\\]|\\.)*)'\]|\[(\d+)\]|\.(\w+)")
 
 
@@ -43,13 +41,14 @@ class Leaf:
             ",".join(cut.axis for cut in self.spec.cuts(dim)) if dim < len(self.spec) else ""
             for dim in range(len(self.shape))
         ]
-        return f"{self.dtype}[{', '.join(f'{n}@{c}' if c else str(n) for n, c in zip(self.shape, cuts, strict=True))}]"
+        dims = [f"{n}@{c}" if c else str(n) for n, c in zip(self.shape, cuts, strict=True)]
+        return f"{self.dtype}[{', '.join(dims)}]"
 
 
 @dataclass
 class Branch:
-    """What lies under one part of a path; ``alike`` are the names of siblings that it stands
-    for.
+    """The tensors below one part of a path; ``alike`` are the names of the equal siblings that it
+    stands for.
     """
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
@@ -74,7 +73,7 @@ class Branch:
 
 
 def path(name: str) -> tuple[str, ...]:
-    """The parts of a name: the argument, then keys, those of modules taken apart at their dots.
+    """The parts of a name: the argument, then keys, split at the dots of module paths.
 
     >>> path("params['layers.0.up']"), path("batch[1]")
     (('params', 'layers', '0', 'up'), ('batch', '1'))
@@ -87,14 +86,14 @@ def path(name: str) -> tuple[str, ...]:
 
 
 def outline(leaves: Sequence[Leaf], axes: Mapping[str, int]) -> str:
-    """Nested lists that open; every argument is open at first."""
+    """Nested collapsible lists; every argument starts open."""
     root = Branch()
     for leaf in leaves:
         *above, last = path(leaf.name)
         at = root
         for part in above:
             at = at.branches.setdefault(part, Branch())
-        while last in at.leaves:  # names that read alike
+        while last in at.leaves:  # equal names
             last += " "
         at.leaves[last] = leaf
     _merge(root)
@@ -105,7 +104,7 @@ def outline(leaves: Sequence[Leaf], axes: Mapping[str, int]) -> str:
 
 
 def _merge(branch: Branch) -> None:
-    """Keeps one of the numbered branches that are alike."""
+    """Keep one of the numbered branches that are equal."""
     firsts: dict[object, Branch] = {}
     for name, child in list(branch.branches.items()):
         _merge(child)
@@ -123,7 +122,7 @@ def _branch(part: str, branch: Branch, axes: Mapping[str, int], opened: bool = F
         ((part, branch),) = branch.branches.items()
         name += f".{_label(part, branch)}"
     count, held, total = branch.totals(axes)
-    times = f" each, {len(branch.alike)} alike" if len(branch.alike) > 1 else ""
+    times = f" each, {len(branch.alike)} equal" if len(branch.alike) > 1 else ""
     share = f" ({held / total:.0%} of {in_bytes(total)})" if total else ""
     head = (
         f"<code>{escape(name)}</code> <small>{count} tensor{'s' if count != 1 else ''},"
