@@ -322,8 +322,13 @@ class Joint:
     def accepted(self, user, pair, need, layouts):
         """Per axis the layouts in which an operand serves a strategy."""
         return [
-            [have for have in layouts[i] if _serves(have, need[i], pair[i], self.could_be_cut[i], user)] for i in (0, 1)
-        ]  # fmt: skip
+            [
+                have
+                for have in layouts[i]
+                if _serves(have, need[i], pair[i], self.could_be_cut[i], user)
+            ]
+            for i in (0, 1)
+        ]
 
     def flow(self, homes, states, edges, paid, sinks) -> None:
         """A unit from where the value is to where it is wanted; ``sinks``: (amount, accepted

@@ -321,7 +321,8 @@ def missed(row: dict[str, Any]) -> list[str]:
 def disagreement(row: dict[str, Any], earlier: Sequence[dict[str, Any]], device: str) -> str:
     """How a row's first loss differs from that of the first row of its model; "" if it does not.
 
-    >>> disagreement({"model": "1b", "loss": 10.5}, [{"model": "1b", "peer": "torch", "loss": 10.0}], "cuda")
+    >>> first = {"model": "1b", "peer": "torch", "loss": 10.0}
+    >>> disagreement({"model": "1b", "loss": 10.5}, [first], "cuda")
     'its first loss is 10.5, that of torch 10'
     """
     first = next((r for r in earlier if r["model"] == row["model"] and "loss" in r), None)

@@ -23,15 +23,16 @@ try:
 except ModuleNotFoundError:
     RULES = importlib.import_module("ftp.registry").RULES
 importlib.import_module("ftp.rules")
-# A rule of one line is a text or a call of a short form. A function of the op's own is registered by
-# the decorator ``rule``; what any other function puts into the registry counts only if that function
+# A rule of one line is a text or a call of a short form. A function of the op's own is registered
+# by the decorator ``rule``; what another function registers counts only if that function
 # is called for several ops.
 makers = [e.__qualname__.split(".")[0] if callable(e) else "" for e in RULES.values()]
 lines = [m == "" or m != "rule" and makers.count(m) > 1 for m in makers]
 named = [getattr(ftp, n) for n in ftp.__all__ if n != "__version__"]
 docs = [(n.__doc__ or "") for n in named]
 print(json.dumps({
-    "seconds": seconds, "rules": len(lines), "one line": sum(lines), "public names": len(ftp.__all__),
+    "seconds": seconds, "rules": len(lines), "one line": sum(lines),
+    "public names": len(ftp.__all__),
     "documented": sum(map(bool, docs)), "with an example": sum(">>>" in d for d in docs),
 }))
 """

@@ -322,7 +322,8 @@ if __name__ == "__main__":
     try:
         code = main()
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads, `head` say, has seen enough; nothing is left to be written as the interpreter ends
+    except BrokenPipeError:
+        # The reader, such as `head`, has seen enough; nothing may be written at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         code = 1
     sys.exit(code)

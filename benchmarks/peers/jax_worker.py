@@ -120,7 +120,8 @@ class _Train:
         kinds: dict[str, int] = {}
         nbytes = 0
         for shapes, kind in re.findall(
-            r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(",
+            r"= (.+?) (all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)"
+            r"(?:-start)?\(",
             self.run.as_text(),
         ):
             kinds[kind] = kinds.get(kind, 0) + 1

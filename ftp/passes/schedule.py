@@ -91,7 +91,7 @@ def schedule(graph: fx.Graph) -> fx.Graph:
 
 
 def _forward_ends(nodes: Sequence[fx.Node]) -> deque[fx.Node]:
-    """What of a forward pass the backward pass after it does not read, but what comes later does."""
+    """Nodes of a forward pass that only later passes read, not the backward pass after it."""
     last = max((node.meta.get("phase", 0) for node in nodes), default=0)
     found: set[fx.Node] = set()
     for node in reversed(nodes):

@@ -70,10 +70,14 @@ def search(
             of a batch.
 
     >>> import ftp
-    >>> params = {"up": torch.empty(1024, 4096, device="meta"), "down": torch.empty(4096, 1024, device="meta")}
+    >>> meta = torch.device("meta")
+    >>> params = {
+    ...     "up": torch.empty(1024, 4096, device=meta), "down": torch.empty(4096, 1024, device=meta)
+    ... }
     >>> def loss_fn(p, x):
     ...     return torch.relu(x @ p["up"] @ p["down"]).sum()
-    >>> found = search(loss_fn, params, ftp.AbstractMesh((4,), ("tp",)), ftp.P(), torch.empty(64, 1024, device="meta"))
+    >>> mesh, x = ftp.AbstractMesh((4,), ("tp",)), torch.empty(64, 1024, device=meta)
+    >>> found = search(loss_fn, params, mesh, ftp.P(), x)
     >>> found.patterns
     {'down': P('tp', None), 'up': P(None, 'tp')}
 

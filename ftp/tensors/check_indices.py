@@ -245,4 +245,4 @@ def _one_hot_classes(node: Any) -> int | None:
         and node.target is aten.arange.default
         and "layout" in node.kwargs  # as ftp.tracing.value_independent writes it
     )
-    return node.args[0] if is_of_one_hot else None
+    return int(node.args[0]) if is_of_one_hot else None  # type: ignore[arg-type]

@@ -137,15 +137,9 @@ def op_inputs(
     """
     args, kwargs = draw(st.sampled_from(list(like)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
-    old = sorted(
-        {
-            s
-            for x in optree.tree_leaves((args, kwargs), namespace=NAMESPACE)
-            if isinstance(x, Tensor)
-            for s in x.shape
-            if s > 1
-        }
-    )  # type: ignore[arg-type]
+    call: Any = (args, kwargs)
+    tensors = [x for x in optree.tree_leaves(call, namespace=NAMESPACE) if isinstance(x, Tensor)]
+    old = sorted({size for x in tensors for size in x.shape if size > 1})
     sizes = {size: draw(st.integers(1, max_size)) for size in old}
     below = min(sizes.values(), default=1)
 

@@ -174,7 +174,8 @@ def _of_experts(error: Exception) -> str:
             return (
                 "\n  These are a model's experts, in a form that cannot be traced. Build the model"
                 " with"
-                ' config.experts_implementation="batched_mm" (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
+                ' config.experts_implementation="batched_mm"'
+                ' (from_config(..., experts_implementation="batched_mm")): its shapes are fixed.'
             )
         traceback = traceback.tb_next
     return ""

@@ -159,7 +159,8 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
     """``fn(params, *batch) -> (loss, grads)``, or ``((loss, aux), grads)``, over optree trees;
     gradients as ``params`` is.
 
-    >>> grad_and_value(lambda params, x: (params["w"] * x).sum())({"w": torch.ones(2)}, torch.tensor([2.0, 3.0]))
+    >>> fn = grad_and_value(lambda params, x: (params["w"] * x).sum())
+    >>> fn({"w": torch.ones(2)}, torch.tensor([2.0, 3.0]))
     (tensor(5.), {'w': tensor([2., 3.])})
 
     Raises:
@@ -274,7 +275,8 @@ def decompose(
             of tensors.
 
     >>> x = torch.empty(4, 3, device="meta")
-    >>> print(decompose(aten.addcmul.default, [x, x, x], {}, lambda x, a, b: x + a * b).code.strip())
+    >>> made = decompose(aten.addcmul.default, [x, x, x], {}, lambda x, a, b: x + a * b)
+    >>> print(made.code.strip())
     def forward(self, arg_0, arg_1, arg_2):
         mul = torch.ops.aten.mul.Tensor(arg_1, arg_2);  arg_1 = arg_2 = None
         add = torch.ops.aten.add.Tensor(arg_0, mul);  arg_0 = mul = None

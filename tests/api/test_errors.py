@@ -28,7 +28,10 @@ def scaled_loss(params, x, *, scale=1.0):
     return scale * loss_fn(params, x)
 
 
-LINE = f'test_errors.py:{loss_fn.__code__.co_firstlineno + 1}  return (x @ params["w"] + params["b"]).square().mean()'
+LINE = (
+    f"tests/api/test_errors.py:{loss_fn.__code__.co_firstlineno + 1}"
+    '  return (x @ params["w"] + params["b"]).square().mean()'
+)
 
 
 def exported():

@@ -25,7 +25,10 @@ from ftp import P
 
 
 def report(mesh):
-    params = {"up": torch.empty(64, 256, device="meta"), "<script>alert(1)</script>": torch.empty(256, 64, device="meta")}
+    params = {
+        "up": torch.empty(64, 256, device="meta"),
+        "<script>alert(1)</script>": torch.empty(256, 64, device="meta"),
+    }
     specs = {"up": P(None, "tp"), "<script>alert(1)</script>": P("tp")}
 
     def loss_fn(params, x):

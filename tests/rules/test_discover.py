@@ -197,7 +197,8 @@ def test_strict_names_what_was_found():
     )
     with pytest.raises(
         PlanningError,
-        match=r"has no sharding rule\. It is called at .*\n  State one, such as this one proven on 15",
+        match=r"has no sharding rule\. It is called at .*\n"
+        r"  State one, such as this one proven on 15",
     ):
         step(floats(5, 3), floats(3, 4))
 

@@ -175,6 +175,7 @@ def test_a_worker_that_dies_costs_one_case(tmp_path: Path):
     out.write_text(
         '{"begin": {"op": "add", "sample": 0, "mesh": "2"}}\n{"ended": "crashed", "code": -11}\n'
         '{"begin": {"op": "add", "sample": 1, "mesh": "3"}}\n'
-        '{"op": "add", "sample": 1, "mesh": "3", "status": "right", "message": "", "specs": "", "replicated": [], "seconds": 0.1}\n'
+        '{"op": "add", "sample": 1, "mesh": "3", "status": "right", "message": "", "specs": "",'
+        ' "replicated": [], "seconds": 0.1}\n'
     )
     assert [(o.sample, o.status) for o in op_sweep.read(out)] == [(0, "crashed"), (1, "right")]

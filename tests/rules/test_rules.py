@@ -384,8 +384,20 @@ def _free(rule: BoundRule) -> set[str]:
 @pytest.mark.parametrize(
     ("op", "text", "linear", "args", "message"),
     [
-        (aten.mm.default, "m k, k n -> m n", [], (torch.ones(4, 5).double(), torch.ones(5, 3).double()), "cut k of 5 in 2"),
-        (aten.exp.default, "a -> a", [(0,)], (torch.ones(4).double(),), "operands 0 as sums over 2"),
+        (
+            aten.mm.default,
+            "m k, k n -> m n",
+            [],
+            (torch.ones(4, 5).double(), torch.ones(5, 3).double()),
+            "cut k of 5 in 2",
+        ),
+        (
+            aten.exp.default,
+            "a -> a",
+            [(0,)],
+            (torch.ones(4).double(),),
+            "operands 0 as sums over 2",
+        ),
         (aten.cumsum.default, "a b -> a b", [], (torch.ones(4, 3).double(), 0), "cut a of 4 in 2"),
         (aten.sum.default, "a -> () {a:max}", [], (torch.ones(4).double(),), "cut a of 4 in 2"),
     ],

@@ -373,8 +373,10 @@ def specs(
     Where both cut one weight, ``order`` says how: ZeRO on a dim that tp leaves free, or on tp's dim
     with tp or zero as the major axis. Alone, and for what tp leaves whole, ZeRO cuts dim 0.
 
-    >>> specs({"w": (2, 1)}, tp="tp", zero="dp"), specs({"w": (2, 1)}, tp="tp", zero="dp", order="tp zero")
-    ({'w': P('dp', 'tp')}, {'w': P(None, ('tp', 'dp'))})
+    >>> specs({"w": (2, 1)}, tp="tp", zero="dp")
+    {'w': P('dp', 'tp')}
+    >>> specs({"w": (2, 1)}, tp="tp", zero="dp", order="tp zero")
+    {'w': P(None, ('tp', 'dp'))}
     """
     return {pattern: _spec(ndim, dim, tp, zero, order) for pattern, (ndim, dim) in cuts.items()}
 

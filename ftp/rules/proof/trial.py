@@ -182,7 +182,8 @@ def resized(
     Args:
         arguments: whether to rename sizes among the arguments that the schema says are sizes, too.
 
-    >>> args, _ = resized(torch.ops.aten.view.default, [torch.ones(2, 3), [3, 2]], {}, {2: 4}, lambda shape, old: old.new_zeros(shape))
+    >>> view, zeros = torch.ops.aten.view.default, lambda shape, old: old.new_zeros(shape)
+    >>> args, _ = resized(view, [torch.ones(2, 3), [3, 2]], {}, {2: 4}, zeros)
     >>> args[0].shape, args[1]
     (torch.Size([4, 3]), [3, 4])
     """
