@@ -114,17 +114,33 @@ def is_shape(value: Iterable[Any]) -> bool:
 
 
 def file_hash(path: Path, begin: int, end: int) -> str:
-    """The SHA-256 of the bytes (begin, end) of a file, read a block at a time."""
+    """The SHA-256 of the bytes (begin, end) of a file, read a block at a time.
+
+    Raises:
+        DamagedError: a file that cannot be read, or is gone: a later save may have removed its
+            checkpoint.
+    """
     found = hashlib.sha256()
-    with path.open("rb", buffering=0) as file:
-        file.seek(begin)
-        while begin < end:
-            block = file.read(min(_BLOCK, end - begin))
-            if not block:
-                break
-            found.update(block)
-            begin += len(block)
+    try:
+        with path.open("rb", buffering=0) as file:
+            file.seek(begin)
+            while begin < end:
+                block = file.read(min(_BLOCK, end - begin))
+                if not block:
+                    break
+                found.update(block)
+                begin += len(block)
+    except OSError as e:
+        raise DamagedError(f"{path} cannot be read: {e}") from None
     return found.hexdigest()
+
+
+def file_size(path: Path) -> int:
+    """Bytes of a file; a DamagedError where it is gone."""
+    try:
+        return path.stat().st_size
+    except OSError as e:
+        raise DamagedError(f"{path} cannot be read: {e}") from None
 
 
 def write_file(

@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ftp.checkpoint.manifest import SavedFile, SavedTensor, check_header
-from ftp.checkpoint.safetensors_io import Header, file_hash, read_header
+from ftp.checkpoint.safetensors_io import Header, file_hash, file_size, read_header
 from ftp.errors import DamagedError, join_failures
 from ftp.sharding.mesh import Mesh
 
@@ -66,9 +66,9 @@ def verify_hashes(
                     " manifest states."
                 )
     whole = {chunk.file for _, chunk in chunks} & set(source.hashes)
-    for name in _share_of(sorted(whole), lambda name: (source.folder / name).stat().st_size, me, n):
+    for name in _share_of(sorted(whole), lambda name: file_size(source.folder / name), me, n):
         path = source.folder / name
-        if file_hash(path, 0, path.stat().st_size) != source.hashes[name]:
+        if file_hash(path, 0, file_size(path)) != source.hashes[name]:
             failures.append(
                 f"{path} was altered: it does not have the sha256 that is stated for it."
             )

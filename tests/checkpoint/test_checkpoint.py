@@ -22,6 +22,7 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
+from ftp.checkpoint import source
 from ftp.checkpoint.safetensors_io import BYTES, STORED
 from ftp.sharding.pytree import flatten
 
@@ -498,3 +499,19 @@ def test_an_altered_tensor_is_named_with_what_else_there_is(tmp_path):
         f" ftp.load('{tmp_path}/00000000-step-1', ...)."
     )
     assert same(ftp.load(tmp_path, meta(tree), MESH, step=1)["w"], tree["w"])
+
+
+def test_a_checkpoint_that_a_later_save_removes_under_a_load(tmp_path, monkeypatch):
+    """What a load finds gone is a damage of the checkpoint, not an error of the file system."""
+    tree = {"w": torch.arange(6.0)}
+    folder = ftp.save(tmp_path, tree, MESH).result()
+    read = source.read_header
+
+    def removed_after_its_header(path):
+        header = read(path)
+        path.unlink()
+        return header
+
+    monkeypatch.setattr(source, "read_header", removed_after_its_header)
+    with pytest.raises(ftp.errors.DamagedError, match=r"rank-00000.safetensors cannot be read"):
+        ftp.load(folder, meta(tree), MESH)
