@@ -33,7 +33,7 @@ NEEDED = {
     "torch._inductor.cpp_builder": "get_cpp_compiler",
     "torch._inductor.cpu_vec_isa": "VecISA",
     "torch._inductor.decomposition": "select_decomp_table",
-    "torch._ops": "HigherOrderOperator OpOverload",
+    "torch._ops": "HigherOrderOperator OpOverload OpOverloadPacket",
     "torch._prims_common": "is_non_overlapping_and_dense_or_false",
     "torch._subclasses.fake_tensor": "DataDependentOutputException DynamicOutputShapeException"
     " FakeTensor FakeTensorMode UnsupportedOperatorException",

@@ -398,8 +398,8 @@ def calls(mesh: Mesh) -> Calls:
     >>> from ftp.sharding.mesh import resolve, simulated_mesh
     >>> record = calls(resolve(simulated_mesh((2,), ("tp",))))
     >>> with record.running("a program"):
-    ...     record.next()
-    1
+    ...     record.next() == record.call + 1
+    True
     """
     record = _calls.get(mesh)
     if record is None:

@@ -56,6 +56,12 @@ class Collective:
         wire_nbytes: bytes that this rank sends, as a ring.
         source: the line of the user's code that the value comes from.
         cause: what the reshard is for.
+
+    >>> import ftp
+    >>> mesh = ftp.AbstractMesh((2,), ("dp",))
+    >>> lowered = ftp.lower(lambda x: x.sum(), mesh, ftp.P("dp"), torch.ones(4), out_specs=ftp.P())
+    >>> [(c.op, c.axes, c.nbytes) for c in lowered.collectives]
+    [('all_reduce', ('dp',), 4)]
     """
 
     op: str

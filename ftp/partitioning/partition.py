@@ -280,7 +280,6 @@ class _Emission:
             if at.op == "call_function":
                 at.meta.setdefault("source", node.source)
                 at.meta.setdefault("origin", node.name)
-                at.meta.setdefault("phase", node.phase)
             at = at.prev
 
     def _emit(self, node: Node) -> None:

@@ -3,8 +3,7 @@ others are under way.
 """
 
 import operator
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 
 from torch import fx
 from torch.fx.node import map_arg
@@ -23,9 +22,6 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     output. Between the start of a collective and the first use of its result stand the outputs that
     depend on earlier collectives only. In a train step these are the products for the weights'
     gradients and the weights' updates; after an update its gradient is needed no more.
-
-    A forward pass is computed to its end before the backward pass after it begins: a loss that only
-    the output reads would else hold what it is computed from until then.
 
     A gather of parameters needs nothing that is computed. It starts when all that stands before it
     in the graph and reads gathered parameters is done, so that no more of these are held than the
@@ -48,11 +44,10 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     }
     final = {node: max(latest[one] for one in together) for node, together in due.items()}
     pending = sorted(due, key=lambda node: (final[node], position[node]))
-    ends = _forward_ends(nodes)
     new = RankGraph()
     env: dict[fx.Node, fx.Node] = {}
 
-    def emit(wanted: Iterable[fx.Node], issued: int = len(collectives)) -> None:
+    def emit(wanted: Iterable[fx.Node]) -> None:
         missing, stack = set(), [node for node in wanted if node not in env]
         while stack:
             node = stack.pop()
@@ -60,11 +55,7 @@ def schedule(graph: fx.Graph) -> fx.Graph:
                 missing.add(node)
                 stack += [operand for operand in node.all_input_nodes if operand not in env]
         for node in sorted(missing, key=position.__getitem__):
-            while ends and ends[0].meta["phase"] < node.meta.get("phase", 0):
-                if latest[end := ends.popleft()] < issued:
-                    emit([end], issued)
-            if node not in env:
-                env[node] = new.node_copy(node, env.__getitem__)
+            env[node] = new.node_copy(node, env.__getitem__)
 
     emit(node for node in nodes if node.op == "placeholder")
     at = read = 0
@@ -76,7 +67,7 @@ def schedule(graph: fx.Graph) -> fx.Graph:
                 until += 1
             emit(readers[read:until])
             read = until
-        emit([collective], i)
+        emit([collective])
         # What was computed since an earlier collective's start was computed for this one; a gather
         # of parameters needs nothing.
         while not is_ahead and at < len(pending) and final[pending[at]] < i:
@@ -88,21 +79,6 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     new.output(map_arg(graph.output_node().args[0], env.__getitem__))
     new.output_node().meta.update(graph.output_node().meta)
     return new
-
-
-def _forward_ends(nodes: Sequence[fx.Node]) -> deque[fx.Node]:
-    """Nodes of a forward pass that only later passes read, not the backward pass after it."""
-    last = max((node.meta.get("phase", 0) for node in nodes), default=0)
-    found: set[fx.Node] = set()
-    for node in reversed(nodes):
-        phase = node.meta.get("phase", 0)
-        is_forward = node.op == "call_function" and phase % 2 == 0 and phase < last
-        if is_forward and all(
-            user.op == "output" or user in found or user.meta.get("phase", 0) > phase + 1
-            for user in node.users
-        ):
-            found.add(node)
-    return deque(node for node in nodes if node in found)
 
 
 def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> dict[fx.Node, int]:

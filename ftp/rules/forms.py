@@ -16,6 +16,12 @@ from ftp.rules.rule import Call, LocalHook, Rule
 def einsum(*ops: "OpOverload | str") -> None:
     """Products: factors that no result has are summed over; linear in each operand.
 
+    Args:
+        ops: op overloads, then the text.
+
+    Raises:
+        RuleError: what is given as an op is no op overload, or the text does not parse.
+
     >>> einsum(torch.ops.aten.mm.default, "m k, k n -> m n")
     """
     *targets, text = ops
@@ -53,6 +59,9 @@ def pointwise(
             values would otherwise be added once by each rank.
         if_floats: whether ``linear`` holds for floating-point and complex tensors only.
 
+    Raises:
+        RuleError: what is given as an op is no op overload.
+
     >>> aten = torch.ops.aten
     >>> pointwise(aten.mul.Tensor, linear=[(0,), (1,)])
     >>> pointwise(aten.masked_fill.Scalar, linear=[(0,)], if_zero="value")
@@ -89,6 +98,15 @@ def reduction(
     """Ops over ``dim`` (all dims where it is missing, None or empty) with ``keepdim``;
     ``op=None``: the reduced dims stay whole.
 
+    Args:
+        ops: op overloads.
+        op: how ranks' results are reduced where a reduced dim is cut: ``sum``, ``max``, ``min``.
+        linear: groups of operands that may be pending sums together.
+        local: emits the op's local form.
+
+    Raises:
+        RuleError: what is given as an op is no op overload.
+
     >>> reduction(torch.ops.aten.amax.default, op="max")
     """
     register(ops, lambda call: reduced(call, op, linear, local))
@@ -114,6 +132,9 @@ def along_dim(
         local: emits the op's local form.
         dim: the arguments that name the dims, or a dim itself.
         if_zero: the argument that must be 0 for ``linear`` to hold.
+
+    Raises:
+        RuleError: what is given as an op is no op overload, or the text does not parse.
 
     >>> aten = torch.ops.aten
     >>> along_dim(aten._softmax.default, "... [d] -> ... [d]")

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import count
 
 import torch
@@ -295,13 +296,29 @@ along_dim(
     dim=DIAGONAL, linear=[(0, 1)],
 )  # fmt: skip
 along_dim(aten.select_scatter.default, "... [d], ... -> ... [d]", linear=[(0, 1)])
-along_dim(
-    aten.unfold.default, aten.unfold_copy.default, "... [d] -> ... [y] [w]",
-    dim="dimension", linear=[(0,)],
-)  # fmt: skip
-along_dim(
-    aten.unfold_backward.default, "... [y] [w] -> ... [d]", linear=[(0,)], local=with_shape(1)
-)
+
+
+@rule(aten.unfold.default, aten.unfold_copy.default)
+def unfold(call: Call) -> Rule:
+    """Windows of a dim stand in its place, what each holds in the last dim."""
+    return _windows(call.operands[0].ndim, call.arg("dimension"))
+
+
+@rule(aten.unfold_backward.default)
+def unfold_backward(call: Call) -> Rule:
+    found = _windows(call.results[0].ndim, call.arg("dim"))
+    notation = found.notation
+    back = replace(notation, operands=notation.results, results=notation.operands)
+    return replace(found, notation=back, local=with_shape(1))
+
+
+def _windows(ndim: int, dim: int) -> Rule:
+    if not ndim:
+        return Rule(Notation(((),), ((("w",),),), frozenset({"w"}), ((),)), ((0,),))
+    at, dims = dim % ndim, numbered(ndim)
+    result = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
+    return Rule(Notation((dims,), (result,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),))
+
 
 # The halves of a dim are (k s), k = 2.
 along_dim(aten.glu.default, "... ([k] s) -> ... s", local=unless_empty())

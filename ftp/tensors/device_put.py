@@ -212,6 +212,7 @@ def local_slice(
 
     Args:
         mesh: default that of ``ftp.use_mesh``.
+        spec: how the mesh cuts the tensor.
         shape: the global shape.
 
     Returns:

@@ -182,6 +182,17 @@ _FILLED_LIKE: dict[Any, Callable[[fx.Node], Any]] = {
     aten.ones_like.default: lambda node: 1,
     aten.full_like.default: lambda node: node.args[1],
 }
+
+
+def _is_seed(node: fx.Node) -> bool:
+    """Whether a scalar is filled like one that nothing else reads: the seed of a backward pass from
+    a loss that is not returned, which so need not be computed.
+    """
+    return (
+        node.target in _FILLED_LIKE and not node.meta["val"].ndim and len(node.args[0].users) == 1  # type: ignore[union-attr]
+    )
+
+
 _EMPTY_LIKE = (aten.empty_like.default, aten.new_empty.default)
 
 
@@ -236,9 +247,7 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         node.args, node.kwargs = from_the_front(
             node.target, node.args, node.kwargs, lambda n: n.meta["val"]
         )
-        if node.target in _FILLED_LIKE and not node.meta["val"].ndim:
-            # A seed of a backward pass: it reads no content of the loss, which so need not be
-            # reduced for it.
+        if _is_seed(node):
             value, made = _FILLED_LIKE[node.target](node), node.meta["val"]
             node.target, node.args = aten.full.default, ([], value)
             node.kwargs = {"dtype": made.dtype, "device": made.device}

@@ -239,7 +239,7 @@ def test_a_none_that_the_function_asks_for_is_fine():
     found = message(step(lambda p, b, other: b["x"].sum()), PARAMS, {"x": None}, None)
     assert found.startswith(
         "InputError: b['x'] and other are None, which the function uses as something else at"
-        " test_errors.py:"
+        " tests/api/test_errors.py:"
     )
 
 
@@ -624,7 +624,7 @@ def test_a_donated_tensor_that_passes_through_may_be_donated_again():
 
 
 def test_what_is_known_of_a_tensor_dies_with_it():
-    from ftp.tensors import device_put as placement
+    from ftp.tensors import placement
 
     before = len(placement._known)
     for _ in range(3):

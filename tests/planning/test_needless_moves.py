@@ -1,6 +1,5 @@
 """Nothing is moved that need not be: exact collectives of programs that once moved more."""
 
-import pytest
 import torch
 
 import ftp
@@ -9,22 +8,6 @@ from ftp import P
 
 def ops(lowered):
     return [c.op for c in lowered.collectives]
-
-
-@pytest.mark.parametrize("n", [1, 4, 16])
-def test_microbatches_sum_their_losses_before_they_are_reduced(n):
-    def loss(p, x):
-        return torch.tanh(x @ p["a"]).square().mean()
-
-    params = {"a": torch.randn(4, 6, dtype=torch.float64)}
-    x = torch.randn(64, 4, dtype=torch.float64)
-    accumulated = ftp.optim.accumulate(torch.func.grad_and_value(loss), n)
-    step = ftp.spmd(accumulated, ftp.simulated_mesh((2,), ("dp",)), (P(), P("dp")), P())
-    assert ops(step.lower(params, x)) == ["all_reduce"] * 2
-    grads, value = step(params, x)
-    due, whole = accumulated(params, x)
-    torch.testing.assert_close(grads["a"], due["a"], rtol=1e-12, atol=1e-12)
-    torch.testing.assert_close(value, whole, rtol=1e-12, atol=1e-12)
 
 
 def test_a_loss_that_is_not_returned_is_not_reduced():

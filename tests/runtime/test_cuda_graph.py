@@ -28,9 +28,7 @@ def stands_in(monkeypatch: pytest.MonkeyPatch) -> Callable[[Tape], Tape]:
     """Has steps on a CPU recorded by a stand-in."""
 
     def install(graphs: Tape) -> Tape:
-        monkeypatch.setattr(
-            "ftp.api.shard._checked_cuda_graph", lambda cuda_graph, mesh, check_inputs: cuda_graph
-        )
+        monkeypatch.setattr("ftp.api.options._check_cuda_graph", lambda options, mesh: None)
         monkeypatch.setattr("ftp.runtime.program.check_recordable", lambda graph, device: None)
         monkeypatch.setattr("ftp.runtime.program.graphs_of", lambda device: graphs)
         return graphs
@@ -117,7 +115,7 @@ def _two_ranks() -> list[int]:
     import ftp.runtime.program
 
     graphs = Tape()
-    ftp.api.shard._checked_cuda_graph = lambda cuda_graph, mesh, check_inputs: cuda_graph
+    ftp.api.options._check_cuda_graph = lambda options, mesh: None
     ftp.runtime.program.check_recordable = lambda graph, device: None
     ftp.runtime.program.graphs_of = lambda device: graphs
     os.environ["FTP_SHM"] = "0"  # collectives that are torch's
@@ -241,7 +239,7 @@ def test_collectives_of_the_host_are_refused(monkeypatch: pytest.MonkeyPatch, ba
     from ftp.runtime.process_groups import check_recordable
 
     group = SimpleNamespace(_get_backend=lambda device: SimpleNamespace(name=lambda: backend))
-    monkeypatch.setattr("ftp.runtime.program._resolve_process_group", lambda name: group)
+    monkeypatch.setattr("ftp.runtime.process_groups._resolve_process_group", lambda name: group)
     mesh = ftp.AbstractMesh((2,), ("tp",), device_type="cuda")
     lowered = ftp.lower(
         lambda x: x.sum(), mesh, P("tp"), torch.empty(4, device="meta"), out_specs=P()

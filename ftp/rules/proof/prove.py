@@ -52,11 +52,11 @@ def check_rule(
     >>> x = torch.arange(6.0, dtype=torch.float64).reshape(2, 3)
     >>> for line in check_rule(torch.ops.aten.t.default, [((x,), {})], ranks=[2], pairs=False):
     ...     print(line)
-    ~0 ~1 -> ~1 ~0: cut ~0 of 2 in 2
-    ~0 ~1 -> ~1 ~0: cut ~0 of 2 in 3
-    ~0 ~1 -> ~1 ~0: cut ~1 of 3 in 2
-    ~0 ~1 -> ~1 ~0: cut ~1 of 3 in 4
-    ~0 ~1 -> ~1 ~0: operands 0 as sums over 2
+    m n -> n m: cut m of 2 in 2
+    m n -> n m: cut m of 2 in 3
+    m n -> n m: cut n of 3 in 2
+    m n -> n m: cut n of 3 in 4
+    m n -> n m: operands 0 as sums over 2
 
     Raises:
         RuleError: with the rule, the strategy and the first difference.
