@@ -26,6 +26,7 @@ ALLOWED = {
     "tracing": "axis functional ops rules sharding",
     "per_rank": "axis rules sharding tracing",
     "certification": "ops per_rank rules tracing",
+    "equivalence": "axis certification ops rules sharding",
     "planning": "functional ops per_rank rules sharding tracing",
     "partitioning": "axis per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
@@ -38,7 +39,7 @@ ALLOWED = {
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
     "cli": "api functional planning plans report sharding",
-    "__main__": "certification cli rules",
+    "__main__": "certification cli equivalence rules",
 }
 
 
