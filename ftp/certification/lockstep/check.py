@@ -34,7 +34,7 @@ DRAWS, ORDERED_DRAWS = 4, 12
 _ATTEMPTS = 8
 _EXPS = words(
     """
-    exp expm1 sigmoid silu tanh _softmax sigmoid_backward silu_backward
+    exp expm1 sigmoid silu tanh _softmax _safe_softmax sigmoid_backward silu_backward
     """
 )
 _LOGS = frozenset(["log", "log1p"])

@@ -1,5 +1,7 @@
 """Ops on values of a residue field, by the name of the op; one function for all its overloads.
 
+Longer than other files because it is one table: every op of which the proofs know something.
+
 Each function takes a ``Call`` and the op's arguments. Operands may be values, numbers, or tensors
 of integers, whose elements are known numbers.
 """
