@@ -16,8 +16,8 @@ from ftp.certification.certificate import Ranks
 from ftp.certification.checker import check
 from ftp.errors import CertificateError
 from ftp.report.timing import flops_of
+from ftp.runtime.executed import local_inputs
 from ftp.runtime.local_shapes import local_shapes
-from ftp.runtime.program import local_inputs
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
