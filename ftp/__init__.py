@@ -159,9 +159,9 @@ __all__ = [
     "testing",
     "to_dtensor",
     "units",
-    "zigzag",
     "use_mesh",
     "visualize",
+    "zigzag",
 ]
 
 

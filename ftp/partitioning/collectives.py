@@ -19,7 +19,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 from torch.distributed import _functional_collectives  # noqa: F401  (graph passes then keep a collective that one rank has no use for)
 
 from ftp.planning.graph import PARAMETER, Move, Node
-from ftp.sharding.layout import Layout, pieces
+from ftp.sharding.layout import Layout
+from ftp.sharding.layout import pieces as pieces_held
 from ftp.sharding.spec import Piece
 
 aten = torch.ops.aten
@@ -152,7 +153,7 @@ class MoveSite:
         n = self.move.n
         if not layout.zigzag:
             return _Dim(layout.dim, outer, f, inner, g, -(-f // n))
-        (_, a), (_, b) = pieces(f, n, self.coordinate[self.move.axis], True)
+        (_, a), (_, b) = pieces_held(f, n, self.coordinate[self.move.axis], True)
         return _Dim(layout.dim, outer, f, inner, g, -(-f // n), (a, b))
 
     def collective(self, target: Any, x: fx.Node, *args: Any, shape: Sequence[int]) -> fx.Node:
@@ -285,8 +286,9 @@ def _trimmed_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _Dim, n: 
     parts = [
         site.emit(aten.slice.Tensor, x, at, start, start + length)
         for start, length in ((0, a), (half, b))
+        if length or not start
     ]
-    made = site.emit(aten.cat.default, parts, at)
+    made = site.emit(aten.cat.default, parts, at) if len(parts) > 1 else parts[0]
     whole = [*shape[: cut.dim], cut.outer * (a + b) * cut.inner, *shape[cut.dim + 1 :]]
     return _reshape(site, made, [*before, a + b, *after], whole)
 

@@ -2,9 +2,9 @@
 
 A layout says, for one axis, that a value is replicated (``R``), a pending reduction (``P``) or cut
 (``S``). Cut means: dim ``dim`` is seen as ``[outer, f, inner]`` and ``f`` is cut as ``torch.chunk``
-cuts, or dealt in zigzag: of 2n chunks rank r holds chunks r and 2n-1-r. Sizes are ints wherever all ranks agree; the length of an uneven chunk is a ``Chunk``, and a
-product with such a length in it is a ``Product``, so that a decision never looks at one rank's
-shard.
+cuts, or in zigzag: of 2n chunks rank r holds chunks r and 2n-1-r. Sizes are ints wherever all ranks
+agree; the length of an uneven chunk is a ``Chunk``, and a product with such a length in it is a
+``Product``, so that a decision never looks at one rank's shard.
 """
 
 import math

@@ -91,8 +91,13 @@ def decoder(params: Any, tokens: Tensor, targets: Tensor, key: Tensor) -> Tensor
 
 @pytest.mark.parametrize(
     ("shape", "names", "length"),
-    [((2,), ("cp",), 8), ((3,), ("cp",), 7), ((5,), ("cp",), 6), ((2, 2), ("cp", "tp"), 9)]
-    + [((2, 2), ("dp", "cp"), 10)],
+    [
+        ((2,), ("cp",), 8),
+        ((3,), ("cp",), 7),
+        ((5,), ("cp",), 6),
+        ((2, 2), ("cp", "tp"), 9),
+        ((2, 2), ("dp", "cp"), 10),
+    ],
 )
 def test_a_decoder(shape: Any, names: Any, length: int):
     made = torch.Generator().manual_seed(length)
