@@ -326,17 +326,13 @@ def _leaving_after(how):
     return _caught(ftp.destroy_process_group)[0], dist.is_initialized()
 
 
-@pytest.mark.parametrize(
-    ("how", "why"),
-    [
-        ("killed", "Rank 1 has been killed, or has ended without a word|A rank has ended"),
-        ("left", "A rank has ended, or has destroyed its process group, before it came to"),
-    ],
-)
-def test_leaving_tells_what_no_call_has_told(how, why):
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_leaving_tells_what_no_call_has_told(how):
     rank, _ = launch(_leaving_after, 2, how)
     assert rank.exit == 0, rank
     error, is_initialized = rank.value
+    # The end of the peer's connections may be seen before the end of its process.
+    why = "Rank 1 has been killed, or has ended without a word|A rank has ended, or has destroyed"
     assert re.match(f"CollectiveError: ({why})", error) and not is_initialized, error
 
 
