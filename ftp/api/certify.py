@@ -112,7 +112,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         args = (tuple(map(_ref, node.operands)), program.key)
         return Operation(node.name, LOCAL, args, {}, node.results, source=node.source, ports=ports)
     claims = tuple(
-        Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner)), c.zigzag)
+        Claim(c.axis, c.factor, _size(c.outer), _size(c.extent), _size(c.inner), c.zigzag)
         for c in node.cuts
     )
     partial: dict[str, list[int]] = {}
