@@ -379,7 +379,8 @@ def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     at = 1 if node.target is PART_BACKWARD else 0
     q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
     after = 6 if node.target is PART_BACKWARD else 3
-    rows, columns, *causal = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
+    given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
+    rows, columns, *causal = given
     pairs = visible(pieces_of(rows, q[2]), pieces_of(columns, k[2]), bool(causal and causal[0]))
     of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
     return float(math.prod(q[:2]) * pairs * of_pair)
