@@ -5,6 +5,8 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from ftp.tracing.attention_functions import flex_attention, varlen_attention
+
 
 @contextmanager
 def patched_libraries() -> Iterator[None]:
@@ -30,4 +32,8 @@ def _transformers() -> Iterator[None]:
         masking.is_tracing = original
 
 
-PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (_transformers,)
+PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+    _transformers,
+    flex_attention,
+    varlen_attention,
+)
