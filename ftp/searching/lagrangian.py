@@ -494,6 +494,7 @@ class Searching:
             ties=ties,
             batch_inputs=list(net.batch),
             data_axes=self.data_axes,
+            hardware=self.hardware,
             decompose=decompose,
         )
         if found is None:
@@ -507,6 +508,7 @@ class Searching:
             in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
             out_tree=self.traced.out_tree,
             roles=tuple(_role(net, node) for node in found.graph.inputs),
+            hardware=self.hardware,
         )
         return estimate(Lowered(program), net.folded, self.hardware)
 
