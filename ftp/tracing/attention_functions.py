@@ -70,7 +70,8 @@ def _flex(
     """The result, and the log-sum-exp and the maximum of the scores in base 2, as the kernel has
     them.
     """
-    _, _, kv_count, kv_index, full_count, full_index, *_, rows, columns, mask_mod = block_mask
+    _, _, kv_count, kv_index, full_count, full_index = block_mask[:6]
+    rows, columns, mask_mod = block_mask[-3:]
     scores = _scores(query, key, scale)
     at = [torch.arange(n, device=query.device) for n in scores.shape]
     scores = _at_each(score_mod, 1)(scores, *at)
