@@ -293,14 +293,15 @@ class OpForms:
             self.rules[op.name] = rule_of(op, self.operations)
         return self.rules[op.name]
 
-    def key(self, ref: Ref, cell: Cell) -> str:
+    def key(self, ref: Ref, cell: Cell | None = None) -> str:
         """The name of the value that a reference stands for. In per-rank code each position along
-        its axes has a value of its own.
+        its axes has a value of its own, that of a cell.
         """
         found = self.key_in(self.names, ref)
         root = self.operations.get(found.rpartition(".")[0])
         if root is None or not (axes := self.parts.rank_axes[root.name]):
             return found
+        assert cell is not None, ref
         at = [f"{axis}={cell.at[self.parts.axes[axis].dim][0]}" for axis in sorted(axes)]
         return f"{found}@{','.join(at)}"
 
