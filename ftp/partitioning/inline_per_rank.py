@@ -11,10 +11,12 @@ import torch
 from torch import fx
 
 from ftp.axis import OPS, axis_of
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.partitioning.collectives import Collective
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
 from ftp.per_rank.program import Program
-from ftp.planning.graph import Move, Node
+from ftp.planning.graph import Move, Node, Value
+from ftp.rules.rule import replaced
 from ftp.sharding.layout import R, partial, shard, size_at
 
 aten = torch.ops.aten
@@ -57,10 +59,13 @@ def emit_per_rank(
     axis = collective_axis(node.target, node.args)
     if axis is None:
         return None
-    x = site.emit(aten.contiguous.default, operands[0])
-    x.meta["takes"] = 0
+    given = [site.emit(aten.contiguous.default, x) for x in operands]
+    for slot, x in enumerate(given):
+        x.meta["takes"] = slot
+    feed = iter(given)
+    x, *args = replaced(node.args, Value, lambda _: next(feed))
     shape = tuple(size_at(s, site.coordinate) for s in node.operand_shape(0))
-    call = CollectiveCall(node.target, node.args[1:], site.axes[axis], shape)
+    call = CollectiveCall(node.target, args, site.axes[axis], shape)
     return [emit_collective(site, call, x, node.operands[0].meta.dtype, node.name, node.source)]
 
 
@@ -107,7 +112,7 @@ class CollectiveCall:
     """A collective of per-rank code.
 
     Attributes:
-        args: without the tensor.
+        args: without the tensor that is sent.
         n: the size of its axis.
         shape: of the tensor, on this rank.
     """
@@ -128,6 +133,8 @@ def emit_collective(
     site: InlineSite, call: CollectiveCall, x: fx.Node, dtype: torch.dtype, name: str, source: str
 ) -> fx.Node:
     """Emit a collective of per-rank code on ``x``."""
+    if call.target is OPS.exchange_rows.default:
+        return _exchanged(site, call, x, dtype, source)
     if call.n == 1:
         alone = call.target is not OPS.ppermute.default or call.args[2]
         return x if alone else site.emit(aten.zeros_like.default, x)
@@ -207,3 +214,31 @@ def _permuted(
     if not any(got):
         return site.emit(aten.full.default, list(call.shape), 0, dtype=dtype, device=site.device)
     return site.emit(aten.reshape.default, arrived, list(call.shape))
+
+
+def _exchanged(
+    site: InlineSite, call: CollectiveCall, x: fx.Node, dtype: torch.dtype, source: str
+) -> fx.Node:
+    """An all-to-all of rows whose part sizes are values."""
+    counts, axis, n, bound, back = call.args
+    if n == 1:
+        return site.emit(FIRST_ROWS, x, counts, bound, back, source)
+    issued = site.emit(ALL_TO_ALL_ROWS, x, counts, bound, back, source, site.group(axis))
+    rows, *row = call.shape
+    each = math.prod(row) * dtype.itemsize
+    expected = min(rows, bound)  # the larger buffer has room for the worst case
+    shape = (expected, *row)
+    issued.meta["collective"] = Collective(
+        "all_to_all",
+        (axis,),
+        shape,
+        dtype,
+        expected * each,
+        shape,
+        expected * each * (n - 1) // n,
+        source,
+        site.cause,
+        max(rows, bound) * each,
+    )
+    issued.meta["axis"] = axis
+    return issued

@@ -176,6 +176,18 @@ rule(OPS.all_gather.default)(lambda call: _divided(call, {}, {call.args[3]: "g"}
 rule(OPS.reduce_scatter.default, OPS.own_part.default)(
     lambda call: _divided(call, {call.args[3]: "g"}, {}, call.args[2])
 )
+
+
+@rule(OPS.exchange_rows.default)
+def exchange_rows(call: Call) -> Rule:
+    _, *rest = _dims(call)
+    counts: tuple[Dim, ...] = (("i",), ("j",))
+    notation = Notation(
+        ((("k",), *rest), counts), ((("m",), *rest),), frozenset({"k", "m", "i", "j"}), ((),)
+    )
+    return Rule(notation, ((0,),))
+
+
 rule(OPS.all_to_all.default)(
     lambda call: _divided(call, {call.args[3]: "g"}, {call.args[4]: "h"}, call.args[2])
 )

@@ -188,3 +188,35 @@ def test_a_constraint_within_names_the_other_axes():
     assert [c.axes for c in lowered.collectives] == [("tp",)]
     with pytest.raises(ftp.errors.SpecError, match="stands in per-rank code over 'ep'"):
         step(P("ep")).lower(x, w)
+
+
+def test_rows_whose_counts_are_values():
+    mesh = ftp.simulated_mesh((2, 2), ("ep", "tp"))
+
+    def experts(x, first, up, down):  # tokens that are sorted by rank
+        counts = torch.stack([first.sum(), len(first) - first.sum()])
+        arrived = ftp.axis.all_to_all(x, "ep", send_counts=counts, bound=6)
+        done = (arrived @ up[0]).tanh() @ down[0]
+        back = ftp.axis.all_to_all(counts, "ep")
+        return ftp.axis.all_to_all(done, "ep", send_counts=back, bound=len(x))
+
+    specs = (P("ep"), P("ep"), P("ep"), P("ep"))
+    layer = ftp.local(experts, mesh, specs, P("ep"), axes=("ep",))
+    first = torch.tensor([1, 1, 0, 0, 1, 1, 1, 0])
+
+    def plain(p, x):
+        both = (torch.einsum("td,edf->etf", x @ p["in"], p["up"])).tanh()
+        done = torch.einsum("etf,efd->etd", both, p["down"])
+        return torch.where(first[:, None] > 0, done[0], done[1])
+
+    lowered = check(
+        lambda p, x: layer(x @ p["in"], first, p["up"], p["down"]),
+        plain,
+        mesh,
+        {"in": P(), "up": P("ep", None, "tp"), "down": P("ep", "tp")},
+        P("ep"),
+        {"in": drawn(4, 4), "up": drawn(2, 4, 6), "down": drawn(2, 6, 4)},
+        drawn(8, 4),
+    )
+    over = Counter((c.op, c.axes) for c in lowered.collectives if len(c.shape) == 2)
+    assert over["all_reduce", ("tp",)] == 2
