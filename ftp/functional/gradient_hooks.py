@@ -48,19 +48,18 @@ class GradientHooks:
             TraceError: a gradient is taken, and a hook cannot run.
         """
         leaves = (*values.values(), *flatten(inputs)[0])
-        is_func = (self.of_modules or self.refused) and any(map(_is_differentiated, leaves))
-        is_taken = is_func or _is_taken_by_autograd(values)
-        if self.refused and is_taken:
-            raise TraceError(
+        by_func = any(map(_is_differentiated, leaves))
+        if hooks := (
+            (*self.refused, *self.of_modules)
+            if by_func
+            else self.refused
+            if _is_taken_by_autograd(values)
+            else ()
+        ):
+            kind = TraceError if self.refused else GradientRefused
+            raise kind(
                 join_failures(
-                    f"{name}: {hook}, which no step runs. {_INSTEAD}" for hook in self.refused
-                )
-            )
-        if self.of_modules and is_func:
-            raise GradientRefused(
-                join_failures(
-                    f"{name}: {hook}, which torch.func does not run. {_INSTEAD}"
-                    for hook in self.of_modules
+                    f"{name}: {hook}, which torch.func does not run. {_INSTEAD}" for hook in hooks
                 )
             )
         if not self.of_parameters:

@@ -1,5 +1,8 @@
 """Gradients that torch.func refuses and torch.autograd takes: equal to torch on one device."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -190,3 +193,25 @@ def test_torch_func_is_kept_where_it_works():
     expected = torch.func.grad_and_value(loss)(w, x)
     found = ftp.shard(loss, ftp.simulated_mesh(2, "tp"), P(None, "tp"))(w, x)
     torch.testing.assert_close(found, expected[::-1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_guide_runs():
+    text = (Path(__file__).parent.parent.parent / "docs" / "gradients.md").read_text()
+    (block,) = text.split("```python\n")[1:]
+    exec(compile(block.split("```")[0], "docs/gradients.md", "exec"), {})
+
+
+REFUSED = {
+    "calls backward()": lambda p, x: (_block(x, p).sum().backward(), p["up"].sum())[1],
+    "draws random numbers": lambda p, x: checkpoint(
+        lambda y: F.dropout(y @ p["up"], 0.5), x, use_reentrant=False
+    ).sum(),
+    "forward takes ctx": lambda p, x: torch.func.grad(lambda x: Swish.apply(x).sum())(x).sum(),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_stays_refused_says_so(words):
+    step = ftp.shard(REFUSED[words], ftp.simulated_mesh(2, "tp"), P())
+    with pytest.raises(ftp.errors.TraceError, match=re.escape(words)):
+        step.lower({"up": drawn(4, 8), "down": drawn(8, 4)}, drawn(6, 4))
