@@ -1,5 +1,5 @@
-"""DiLoCo: replicas that train by themselves and meet every few steps, on a mesh of replicas and data
-ranks. Inner steps cross no replica; an outer step is two all-reduces.
+"""DiLoCo: replicas that train by themselves and meet every few steps, on a mesh of replicas and
+data ranks. Inner steps cross no replica; an outer step is two all-reduces.
 
     python examples/diloco.py                         # a simulated 2 x 2 mesh in this process
     torchrun --nproc-per-node=4 examples/diloco.py    # the same file on four processes
