@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ftp.rules.op_kinds import STACKS, VIEWS, is_product, matmuls_in
+from ftp.rules.op_kinds import STACKS, VIEWS, is_product, multiplications
 from ftp.rules.rule import BoundRule, Meta
 
 Curve = tuple[tuple[float, float], ...]
@@ -268,6 +268,6 @@ def op_seconds(
     )
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
     if is_product(target):
-        operations = 2 * math.prod(sizes.values()) * matmuls_in(target)
+        operations = 2 * multiplications(target, sizes)
         seconds = max(seconds, operations / hardware.flops)
     return seconds
