@@ -71,7 +71,7 @@ def made(mesh, remat=None, **options):
     return step, {k: v.clone() for k, v in params.items()}, torch.randn(4, 4, 8)
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(OPTIONS, 2), ids=" × ".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids=" × ".join)
 def test_every_pair_works_or_is_refused(pair):
     given = {name: OPTIONS[name] for name in pair}
     if frozenset(pair) in refused_on_the_page():
