@@ -38,7 +38,8 @@ class Work(float):
     """Matmul operations of all ranks over one device's, a float; prints by layer.
 
     Shards of a cut op add up to the op, uneven ones too; an op that an axis does not cut is done on
-    each of its ranks. Per-rank code (``ftp.local``) is not counted.
+    each of its ranks. Of attention every pair of a query and a key counts, masked or not. Per-rank
+    code (``ftp.local``) is not counted.
 
     Attributes:
         flops: of all ranks. one_device: of one device that runs the program alone.

@@ -23,7 +23,6 @@ CASES = {
     "uneven tp": (MLPConfig(), (3,), {"tp": "tp"}, P()),
     "dp, tp unused": (LlamaConfig(), (2, 2), {}, P("dp")),
     "uneven": (LlamaConfig(hidden=25), (2, 3), {"tp": "tp", "zero": "dp"}, P("dp")),
-    "cp": (LlamaConfig(layers=1), (2,), {}, P(None, "dp")),
     "convolutions": (CNNConfig(blocks=1), (2, 2), {"tp": "tp"}, P("dp")),
 }  # fmt: skip
 
@@ -55,6 +54,26 @@ def test_work_is_what_all_ranks_programs_do(name):
     assert one.work == 1.0
     if name == "dp, tp unused":
         assert found.work == 2.0 and list(found.work.by_layer) == ["layers.0", "layers.1", ""]
+
+
+def test_work_of_attention_over_cut_queries():
+    """Every pair of a query and a key counts, as torch's counter has it."""
+
+    def attend(params, x):
+        q, k, v = [(x @ params[name]).unflatten(-1, (2, -1)).transpose(1, 2) for name in "qkv"]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
+
+    params = {name: torch.empty(8, 8, device="meta") for name in "qkv"}
+    x = torch.empty(2, 7, 8, device="meta")
+
+    def lowered(mesh, batch_specs):
+        return ftp.shard(attend, mesh, P(), batch_specs=batch_specs).lower(params, x)
+
+    found = lowered(ftp.AbstractMesh((3,), ("cp",)), P(None, "cp"))
+    one = lowered(ftp.AbstractMesh((1,), ("none",)), P())
+    everywhere = [done_by(found, at) for at in found._program.mesh.coordinates()]
+    assert found.work.flops == sum(everywhere) and found.work == 1.0
+    assert found.work.one_device == done_by(one, {"none": 0})
 
 
 def test_repeated_work_is_named_with_its_cause():
