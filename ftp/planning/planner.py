@@ -312,7 +312,7 @@ def _reaches(
     ]
     # Per-rank code fixes the layouts of its operands and results, as a constraint does.
     own: dict[Node, list[Cut]] = {
-        node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"
+        node: [Cut(factor(name))] for node in graph.nodes if node.kind == "local"
     }
     for node, (cut,) in own.items():
         there = [

@@ -176,7 +176,7 @@ class Searching:
             for dim in range(len(spec)):
                 for cut in spec.cuts(dim):
                     packs = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
-                    found[cut.axis][pattern] = Layout("S", dim, packs, cut.size)
+                    found[cut.axis][pattern] = Layout("S", dim, packs, cut.size, zigzag=cut.zigzag)
         return found
 
     def kind_of(self, candidate: Candidate) -> str:
