@@ -5,7 +5,7 @@ device.
     torchrun --nproc-per-node=2 examples/toy_mlp.py    # the same file on two processes
 
 Prints the loss of every step, sharded and on one device, and fails if they differ. It computes in
-float64: in float32 the two would differ by roundings, as much as the machine's kernels make of them.
+float64: in float32 the two would differ by roundings, other ones on each machine.
 """
 
 import argparse

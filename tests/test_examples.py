@@ -92,9 +92,8 @@ def test_the_train_step_of_the_readme(tmp_path):
         "whole = ftp.functionalize(model)[1]; *_, here = train_step(whole, opt.init(whole),"
         " batch, ftp.random.key(0))"
     )
-    script = "\n".join(
-        [wide, tour(), block, plain, "print(metrics['loss'].item(), here['loss'].item())"]
-    )
+    shown = "print(metrics['loss'].item(), here['loss'].item())"
+    script = "\n".join([wide, tour(), block, plain, shown])
     (tmp_path / "train.py").write_text(script)
     sharded, one_device = map(float, python("train.py", cwd=tmp_path).splitlines()[-1].split())
     assert sharded == pytest.approx(one_device, rel=1e-9)

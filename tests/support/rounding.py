@@ -1,7 +1,7 @@
-"""What rounding may do to a result below double precision, on any machine: ``ftp.testing``'s bound.
+"""What rounding may do to a result below double precision, on any machine; as ``ftp.testing``.
 
-Kernels add up in different orders on different machines, so no fixed bound holds on all of them. The
-bound is made of float64's result and of how far plain torch itself is off from it.
+Kernels add up in different orders on different machines, so no fixed bound holds on all of them.
+This one is made of float64's result and of how far plain torch itself is off from it.
 """
 
 import torch
