@@ -10,6 +10,7 @@ import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certification.certificate import Certificate, Claim, Operation, Ports, Ranks, Ref, Spec
 from ftp.certification.checker import check
 from ftp.certification.value_numbering import check_traced
+from ftp.errors import InputError
 from ftp.per_rank.program import LOCAL
 from ftp.per_rank.program import Program as RankProgram
 from ftp.planning.graph import Node, Value
@@ -60,6 +61,12 @@ def certificate_of(program: Program) -> Certificate:
     """The certificate of a program, unchecked; with ``async_tp`` of the program before matmuls and
     collectives are fused.
     """
+    if program.options.reduce_dtype is not None:
+        raise InputError(
+            "A certificate proves that a program sums what one device sums; with reduce_dtype="
+            "torch.bfloat16 its terms are rounded. Certify the step without reduce_dtype, whose"
+            " plan is the same."
+        )
     if program.options.async_tp:
         program = program.with_options(async_tp=False)
     plan, mesh = program.plan, program.mesh
@@ -112,7 +119,8 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         args = (tuple(map(_ref, node.operands)), program.key)
         return Operation(node.name, LOCAL, args, {}, node.results, source=node.source, ports=ports)
     claims = tuple(
-        Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts
+        Claim(c.axis, c.factor, _size(c.outer), _size(c.extent), _size(c.inner), c.zigzag)
+        for c in node.cuts
     )
     partial: dict[str, list[int]] = {}
     for slot, value in enumerate(node.operands):
@@ -158,9 +166,12 @@ def _size(size: Size) -> Any:
     return (
         size
         if isinstance(size, int)
-        else [size.const, [[_size(c.size), c.axis, c.n] for c in size.chunks]]
+        else [size.const, [[_size(c.size), c.axis, c.n, c.zigzag] for c in size.chunks]]
     )
 
 
 def _cuts(spec: PartitionSpec) -> Spec:
-    return tuple(tuple((c.axis, c.size, c.pack) for c in spec.cuts(d)) for d in range(len(spec)))
+    return tuple(
+        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
+        for d in range(len(spec))
+    )

@@ -16,13 +16,14 @@ import torch
 from torch import fx
 
 from ftp.errors import CertificateError
+from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.rule import Meta, tensors
 
 Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
-]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
-VERSION = 4
+]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
+VERSION = 5
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "takes", "gives", "dtypes", "shape", "strides")
@@ -44,7 +45,8 @@ class Ref:
 class Claim:
     """A claimed cut of a factor over an axis, the factor viewed as ``[outer, extent, inner]``.
 
-    A size is an int, or ``[const, [[size, axis, n], ...]]``.
+    A size is an int, or ``[const, [[size, axis, n, is_zigzag], ...]]``. In a zigzag the extent is
+    2n chunks, of which rank r holds chunks r and 2n-1-r.
     """
 
     axis: str
@@ -52,6 +54,7 @@ class Claim:
     outer: Any
     extent: Any
     inner: Any
+    zigzag: bool = False
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,11 @@ class Certificate:
                     f"{o.name} {where} returns"
                     f" {', '.join(_written(*result) for result in o.ports.results)}"
                 ] = None
+            if o.target is LEAVE and (same := _claimed_equal(o)):
+                found[f"{o.name} {where} is equal on all ranks along {same}"] = None
+            if (axis := collective_axis(o.target, o.args)) is not None:
+                name = str(o.target).split(".")[1]
+                found[f"{name} over {axis} in per-rank code {where} does what it says"] = None
             if o.found:
                 linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
                 found[
@@ -243,7 +251,9 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "args": _encode(o.args),
                 "kwargs": _encode(dict(o.kwargs)),
                 "results": [[list(m.shape), _encode(m.dtype)] for m in o.results],
-                "claims": [[k.axis, k.factor, k.outer, k.extent, k.inner] for k in o.claims],
+                "claims": [
+                    [k.axis, k.factor, k.outer, k.extent, k.inner, k.zigzag] for k in o.claims
+                ],
                 "partial": o.partial,
                 "spec": o.spec,
                 "source": o.source,
@@ -303,6 +313,12 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     return Certificate(body["axes"], groups, operations, outputs, ranks, donated, recorded)
 
 
+def _claimed_equal(left: Operation) -> str:
+    """The axes along which per-rank code claims that a value is equal on all ranks."""
+    _, region, _, axes, _, _, pending = left.args
+    return ", ".join(axis for axis in region if axis not in (*axes, *pending))
+
+
 def _written(spec: Spec, pending: Sequence[str]) -> str:
     dims = [[repr(axis) for axis, _, _ in dim] for dim in spec]
     entries = [
@@ -316,7 +332,8 @@ def _written(spec: Spec, pending: Sequence[str]) -> str:
 def _spec(spec: Any) -> Spec:
     return tuple(
         tuple(
-            (axis, unit, pack if isinstance(pack, int) else tuple(pack)) for axis, unit, pack in dim
+            (axis, unit, pack if isinstance(pack, int | str) else tuple(pack))
+            for axis, unit, pack in dim
         )
         for dim in spec
     )

@@ -439,4 +439,7 @@ def _as_specs(specs: Any, tree: Any, mesh: Mesh, where: str) -> Any:
 
 
 def _cuts(spec: PartitionSpec) -> Spec:
-    return tuple(tuple((c.axis, c.size, c.pack) for c in spec.cuts(d)) for d in range(len(spec)))
+    return tuple(
+        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
+        for d in range(len(spec))
+    )

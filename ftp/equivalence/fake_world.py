@@ -26,11 +26,11 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
     outer = _outer_world()
     if outer is not None:
         dist.destroy_process_group()
-    kept = dict(mesh.__dict__) if isinstance(mesh, DeviceMesh) else None
+    of_mesh: Any = mesh.__dict__ if isinstance(mesh, DeviceMesh) else None
     try:
         made = _device_mesh(resolved.shape, resolved.axis_names, rank)
         if isinstance(mesh, DeviceMesh):
-            mesh.__dict__.update(made.__dict__)
+            of_mesh.update(made.__dict__)
             made = mesh
         with standing_in(made), made:
             yield made
@@ -38,8 +38,8 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
         dist.destroy_process_group()
         if outer is not None:
             again = _device_mesh(resolved.shape, resolved.axis_names, outer)
-            if isinstance(mesh, DeviceMesh) and kept is not None:
-                mesh.__dict__.update(again.__dict__)
+            if of_mesh is not None:
+                of_mesh.update(again.__dict__)
 
 
 def _outer_world() -> int | None:

@@ -156,8 +156,8 @@ def _in_place(*names: str):
 
 
 def _reduction(given: Mapping[str, Any]) -> str:
-    op = given["reduce_op"]
-    op = op.op() if isinstance(op, torch.ScriptObject) else op
+    op: Any = given["reduce_op"]
+    op = op if isinstance(op, dist.ReduceOp.RedOpType) else op.op()
     for known, name in _REDUCTIONS.items():
         if op == known or int(op) == int(known):  # type: ignore[arg-type]
             return name

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch._C._autograd import _get_sequence_nr
 from torch._decomp import decomposition_table
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -165,7 +166,7 @@ class Recorder(TorchDispatchMode):
         running = torch._C._current_autograd_node()
         line = ", from ".join(user_lines(SHOWN, _CALLER))
         if running is None:
-            self._lines.setdefault(torch.autograd._get_sequence_nr() - 1, line)
+            self._lines.setdefault(_get_sequence_nr() - 1, line)
             return line
         forward = self._lines.get(running._sequence_nr(), "")
         if not forward or not self._is_users_backward(running):

@@ -22,14 +22,19 @@ from ftp.partitioning.collectives import (
     emit_move,
     emit_pieces,
 )
-from ftp.partitioning.inline_per_rank import InlineSite, axes_by_rank, inline
+from ftp.partitioning.inline_per_rank import (
+    InlineSite,
+    axes_by_rank,
+    axes_of_calls,
+    emit_per_rank,
+)
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.planning.insert_moves import move_rule
 from ftp.planning.plan import Plan
 from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
 from ftp.rules.rule import Meta, replaced
-from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
+from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
 from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
 
 Coordinate = Mapping[str, int]
@@ -38,17 +43,21 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Offset:
-    """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), or the length
-    ``after`` it.
+    """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), the length
+    ``after`` it, or where the ``second`` piece of a zigzag begins.
     """
 
     kind: str
     size: Size
     axis: str
     n: int
+    zigzag: bool = False
 
     def at(self, coordinate: Coordinate) -> int:
-        start, length = chunk_at(Chunk(self.size, self.axis, self.n), coordinate)
+        chunk = Chunk(self.size, self.axis, self.n, self.zigzag)
+        if self.kind == "second":
+            return pieces_at(chunk, coordinate)[1][0]
+        start, length = chunk_at(chunk, coordinate)
         match self.kind:
             case "start":
                 return start
@@ -111,6 +120,8 @@ class Partitioner:
         local = [
             axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"
         ]
+        ops = [node for node in self.plan.graph.nodes if node.kind == "op"]
+        local.append(axes_of_calls((node.target, node.args) for node in ops))
         firsts = firsts.union(*(contributing for contributing, _ in local))
         self._permuting = [
             a for a in self.plan.axes if any(a in permuting for _, permuting in local)
@@ -238,7 +249,9 @@ class _Emission:
             here = list(shape)
             shape[at.dim] = at.size
             packs = at.cut.sizes(at.size)
-            regular = shard(at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n)
+            regular = shard(
+                at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n, at.cut.zigzag
+            )
             layout = shard(at.dim, 1, at.size, 1, n) if at.is_irregular else regular
             move = Move(
                 at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape)
@@ -295,23 +308,11 @@ class _Emission:
             )
             self.env[Value(node)] = emit_chunks(site, x, count) if count > 1 else emit_move(site, x)
             return
-        if node.kind == "local":
-            cause = f"ftp.local at {node.source}"
-            axes = node.target.axes
-            site = InlineSite(
-                self.graph,
-                self.device,
-                lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
-                lambda x, move, dtype, name, source: self._move(
-                    x, move, dtype, f"{node.name}.{name}", source, cause
-                ),
-                self.group_name,
-                self.coordinate,
-                cause,
-            )
-            made = inline(site, node.target, [self.env[v] for v in node.operands])
-            self._give(node, made)
-            return
+        if node.kind == "local" or node.rank_axes:
+            operands = [self.env[v] for v in node.operands]
+            if (found := emit_per_rank(self._inline_site(node), node, operands)) is not None:
+                self._give(node, found)
+                return
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:
             cuts.setdefault(cut.factor, []).append(self._cut(cut))
@@ -344,15 +345,37 @@ class _Emission:
                 self.env[Value(node, index)] = x
                 x.meta["gives"] = [*x.meta.get("gives", ()), index]
 
+    def _inline_site(self, node: Node) -> InlineSite:
+        cause = f"ftp.local at {node.source}"
+        axes = self.plan.axes
+        return InlineSite(
+            self.graph,
+            self.device,
+            lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
+            lambda x, move, dtype, name, source: self._move(
+                x, move, dtype, f"{node.name}.{name}", source, cause
+            ),
+            self.group_name,
+            axes,
+            self.coordinate,
+            cause,
+        )
+
     def _site(self, node: Node, sizes: Mapping[str, int]) -> MoveSite:
         return MoveSite(
             self.graph,
             node,
             sizes,
             node.results[0].shape,
-            lambda kind: self._offset(
-                Offset(kind, _moved_extent(node), node.target.axis, node.target.n)
+            lambda kind, size: self._offset(
+                Offset(
+                    kind,
+                    _moved_extent(node) if size is None else size,
+                    node.target.axis,
+                    node.target.n,
+                )
             ),
+            self.coordinate,
             self.group_name(*node.target.axes),
             all(self.coordinate[axis] == 0 for axis in node.target.axes),
         )
@@ -374,12 +397,17 @@ class _Emission:
 
     def _cut(self, cut: FactorCut) -> Cut:
         n = self.plan.axes[cut.axis]
-        _, length = chunk_at(Chunk(cut.extent, cut.axis, n), self.coordinate)
-        start = self._offset(Offset("start", cut.extent, cut.axis, n))
+        held = pieces_at(Chunk(cut.extent, cut.axis, n, cut.zigzag), self.coordinate)
+        begins = [
+            self._offset(Offset(kind, cut.extent, cut.axis, n, cut.zigzag))
+            for kind in ("start", "second")[: len(held)]
+        ]
         outer, size, inner = (
             size_at(s, self.coordinate) for s in (cut.outer, cut.extent, cut.inner)
         )
-        return Cut(outer, size, inner, start, length)
+        length = sum(length for _, length in held)
+        second = (begins[1], held[1][1]) if cut.zigzag else None
+        return Cut(outer, size, inner, begins[0], length, second)
 
     def _offset(self, offset: Offset) -> fx.Node:
         if offset not in self.offsets:

@@ -21,7 +21,7 @@ BATCH, PARAMETER = 1, 2
 @dataclass(frozen=True)
 class FactorCut:
     """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the
-    axes folded before.
+    axes folded before; ``zigzag``: its chunks are dealt in zigzag.
     """
 
     axis: str
@@ -29,6 +29,7 @@ class FactorCut:
     outer: Size
     extent: Size
     inner: Size
+    zigzag: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,10 @@ class Node:
         region: the recomputed region (``remat``) that it is part of.
         cause: what a reshard is for: a parameter path, a constraint, an op.
         pending: per result the ``(axis, op)`` of its pending reductions.
+        own_axes: those on which it fixes its layouts itself: per-rank code, or what enters or
+            leaves it.
+        rank_axes: those along which its results are one rank's, between ops that enter and leave
+            per-rank code. On them nothing is cut or moved.
     """
 
     name: str
@@ -100,6 +105,8 @@ class Node:
     cuts: list[FactorCut] = field(default_factory=list)
     pending: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     operands: tuple["Value", ...] = ()
+    own_axes: frozenset[str] = frozenset()
+    rank_axes: frozenset[str] = frozenset()
 
     def __post_init__(self):
         self.sizes = self.sizes or dict(self.rule.sizes)

@@ -3,6 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
+from ftp.planning.machine import GivenHardware
+
 PROGRAMS = 64  # that a step keeps
 
 
@@ -27,6 +31,8 @@ class Options:
     cuda_graph: bool = False
     async_tp: bool = False
     programs: int = PROGRAMS
+    hardware: GivenHardware = None
+    reduce_dtype: torch.dtype | None = None
 
 
 DEFAULT = Options()

@@ -10,8 +10,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
 from ftp.ops.symmetric_memory import gather_products, product_scatter
 from ftp.partitioning.partition import LocalProgram
+from ftp.passes.transport import pads_as_kernels_take
 
 c10d = torch.ops._c10d_functional
 
@@ -33,7 +35,10 @@ def simulate(
     Returns:
         Per rank its local outputs.
     """
-    ranks = [_rank(p.gm.graph, given) for p, given in zip(programs, inputs, strict=True)]
+    ranks = [
+        _rank(pads_as_kernels_take(p.gm.graph), given)
+        for p, given in zip(programs, inputs, strict=True)
+    ]
     results: list[Any] = [None] * len(ranks)
     while True:
         issued: list[Issued] = []
@@ -144,6 +149,7 @@ COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
 }
 # From the arguments of each rank, where these are not the same but for the tensor.
 BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
+    ALL_TO_ALL_ROWS: exchanged,
     c10d.all_to_all_single.default: _all_to_all,
     gather_products: _gather_products,
     product_scatter: _product_scatter,

@@ -31,7 +31,7 @@ from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.layout import Layout, R, is_even, nominal, shard
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
-from ftp.sharding.spec import PartitionSpec, Units
+from ftp.sharding.spec import PartitionSpec, Units, Zigzag
 from ftp.tracing.trace import Traced, grad_and_value, trace
 
 MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
@@ -354,6 +354,7 @@ def _reaches(
     }
     found = reach(
         net.graph,
+        axis,
         n,
         fixed + constrained + [(Value(node), c) for node, p in free.items() for c in cuts[p]],
         pinned,
@@ -362,7 +363,9 @@ def _reaches(
         # What norms scale, the features between blocks, stays whole: to cut it is a plan of another
         # kind, dearer in collectives.
         scales = [node for node in net.params if _is_scale(net, node) and node not in pinned]
-        whole = reach(net.graph, n, [(Value(node), Layout("S", 0)) for node in scales], pinned).cuts
+        whole = reach(
+            net.graph, axis, n, [(Value(node), Layout("S", 0)) for node in scales], pinned
+        ).cuts
         found.cuts = {
             node: [cut for cut in cuts if cut not in whole.get(node, ())]
             for node, cuts in found.cuts.items()
@@ -377,7 +380,7 @@ def _reaches(
             cuts[pattern] = [*cuts[pattern], *packed]
     return (
         found,
-        reach(net.graph, n, of_batch, pinned) if is_data else Reach(),
+        reach(net.graph, axis, n, of_batch, pinned) if is_data else Reach(),
         pinned,
         {node: cuts[p] for node, p in free.items()},
     )
@@ -500,6 +503,8 @@ def solve_axes(
 
 
 def entry_of(axis: str, layout: Layout) -> str | Units:
+    if layout.zigzag:
+        return Zigzag(axis)
     return (
         axis
         if layout.outer == layout.inner == 1

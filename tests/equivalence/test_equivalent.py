@@ -3,6 +3,7 @@
 import json
 import linecache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.flo
 ROWS = (P(None, "tp"), P("tp"))
 
 
-def prove(reference, program, *args, specs=ROWS, out=P(), mesh=MESH, **options):
+def prove(reference, program, *args, specs: Any = ROWS, out: Any = P(), mesh=MESH, **options):
     return ftp.equivalent(reference, program, mesh, specs, out, *(args or (X, W)), **options)
 
 
@@ -61,7 +62,7 @@ def functional(x, w):
 
 def asynchronous(x, w):
     y = x @ w
-    work = dist.all_reduce(y, async_op=True)
+    work: Any = dist.all_reduce(y, async_op=True)
     work.wait()
     return y
 
@@ -206,7 +207,7 @@ def test_both_ranks_receive_first():
 def test_a_result_that_is_read_before_it_arrives():
     def program(x, w):
         y = x @ w
-        work = dist.all_reduce(y, async_op=True)
+        work: Any = dist.all_reduce(y, async_op=True)
         z = y + 0  # too early
         work.wait()
         return z
@@ -270,7 +271,8 @@ def test_undecided_names_what_it_cannot_see_through():
 def test_inputs_that_show_the_difference():
     with pytest.raises(CertificateError) as e:
         prove(torch.matmul, torch.matmul)
-    x, w = e.value.inputs
+    inputs: Any = e.value.inputs
+    x, w = inputs
     whole, half = x @ w, x[:, :3] @ w[:3]
     assert (e.value.output, e.value.rank) == ("output", 0)
     assert not torch.allclose(whole, half)

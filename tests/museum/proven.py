@@ -202,7 +202,7 @@ def train(w, v, x, y):
 
 def ddp(w, v, x, y):
     loss, grads = train(w, v, x, y)
-    works = [dist.all_reduce(g, async_op=True) for g in grads]
+    works: list[Any] = [dist.all_reduce(g, async_op=True) for g in grads]
     for work in works:
         work.wait()
     for g in grads:
@@ -247,7 +247,9 @@ class Shift(torch.autograd.Function):
 
 
 def ring_attention(q, k, v):
-    largest = total = out = None
+    largest: Any = None
+    total: Any = None
+    out: Any = None
     for step in range(dist.get_world_size()):
         if step:
             k, v = Shift.apply(k, 1), Shift.apply(v, 1)

@@ -251,7 +251,7 @@ def _depth(program: Sequence[tuple[Any, Sequence[Any], Any, Any]]) -> tuple[int,
         deepest = (max(deepest[0], here[0]), max(deepest[1], here[1]))
         if schema is not None and schema.is_mutable:
             floor = (max(floor[0], here[0]), max(floor[1], here[1]))
-    return *deepest, infinite, ordered
+    return deepest[0], deepest[1], infinite, ordered
 
 
 def _holds_infinity(args: Any) -> bool:

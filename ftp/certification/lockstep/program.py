@@ -7,7 +7,10 @@ from typing import Any
 
 import torch
 
+from ftp.certification.cells import Cell
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref, Spec
+from ftp.certification.element_map import MeshAxis
+from ftp.certification.expected_parts import ExpectedParts
 from ftp.rules.rule import replaced
 
 
@@ -39,35 +42,18 @@ def coordinates(certificate: Certificate) -> list[Coordinate]:
 
 def positions(
     size: int, cuts: Sequence[tuple[str, int, Any]], axes: Mapping[str, int], at: Mapping[str, int]
-) -> list[int]:
+) -> torch.Tensor:
     """The positions along a dim that a rank holds."""
-    held = list(range(size))
-    for axis, unit, packs in cuts:
-        sizes = [len(held) // packs] * packs if isinstance(packs, int) else list(packs)
-        found, begin = [], 0
-        for length in sizes:
-            found += _chunk(held[begin : begin + length], unit, axes[axis], at[axis])
-            begin += length
-        held = found
-    return held
-
-
-def _chunk(held: list[int], unit: int, n: int, i: int) -> list[int]:
-    count = -(-len(held) // unit)
-    if unit > 1 and 0 < count < n and n % count == 0:
-        first, length = i // (n // count), 1
-    else:
-        each = -(-count // n)
-        first = min(i * each, count)
-        length = min(each, count - first)
-    return held[first * unit : (first + length) * unit]
+    along = {name: MeshAxis(name, dim, n) for dim, (name, n) in enumerate(axes.items())}
+    cell = Cell(0, tuple((at[name],) for name in axes))
+    return torch.from_numpy(ExpectedParts(along, ()).cut(size, cuts, cell).reshape(-1))
 
 
 def shard(domain: Any, x: Any, spec: Spec, axes: Mapping[str, int], at: Mapping[str, int]) -> Any:
     """The shard of a whole tensor that a rank holds, in memory of its own."""
     for dim, cuts in enumerate(spec):
         if cuts:
-            index = torch.tensor(positions(x.shape[dim], cuts, axes, at), dtype=torch.int64)
+            index = positions(x.shape[dim], cuts, axes, at)
             x = domain.move(lambda t, dim=dim, index=index: t.index_select(dim, index), x)
     return domain.separate(x)
 
@@ -82,9 +68,9 @@ def shards(
 ) -> list[Any]:
     """Each rank's tensor of a whole one; of a pending sum, terms drawn at random."""
     axes, names = certificate.axes, list(certificate.axes)
-    whole = {(): x}
+    whole: dict[tuple[int, ...], Any] = {(): x}
     for axis in unreduced:
-        split = {}
+        split: dict[tuple[int, ...], Any] = {}
         for before, value in whole.items():
             rest = value
             for i in range(axes[axis] - 1):

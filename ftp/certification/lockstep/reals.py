@@ -43,17 +43,18 @@ class Reals:
     def call(
         self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[Any]
     ) -> Any:
-        args, kwargs = tree_map(
+        both: Any = tree_map(
             lambda x: wide(x) if isinstance(x, torch.dtype) else x, (list(args), dict(kwargs))
         )
-        if "device" in kwargs:
-            kwargs["device"] = torch.device("cpu")
+        args, options = both
+        if "device" in options:
+            options["device"] = torch.device("cpu")
         if target is LITERAL:
             return torch.tensor(args[0], dtype=args[2]).reshape(tuple(args[1]))
         name = target._schema.name.split("::")[1]
         if dtypes and dtypes[0] is torch.float32 and name in FACTORIES:
-            kwargs.setdefault("dtype", torch.float64)
-        found = target(*args, **kwargs)
+            options.setdefault("dtype", torch.float64)
+        found = target(*args, **options)
         if name in UNINITIALISED and found.is_floating_point():
             self._draws += 1
             found.copy_(self.draw(found.shape, -self._draws, found.dtype))

@@ -145,7 +145,8 @@ def dtypes_of(node: fx.Node) -> list[torch.dtype]:
 
 
 def _issue(domain: Any, rank: Rank, node: fx.Node, table: dict[Any, dict[int, _Call]]) -> None:
-    kind, sent, into, ranks, group, option, sizes, number = node.args
+    arguments: Any = node.args
+    kind, sent, into, ranks, group, option, sizes, number = arguments
     _require_quiet(domain, rank, node)
     sent = [rank.values[n] for n in sent]  # type: ignore[union-attr]
     into = [rank.values[n] for n in into]  # type: ignore[union-attr]
