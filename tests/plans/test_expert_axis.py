@@ -94,17 +94,17 @@ def test_any_routing_is_the_loop_over_experts_often(plan, routing):
 
 
 def test_tokens_travel_and_weights_stay():
-    """Each way 2 × rows × k × dim × itemsize × (n - 1) / n bytes, there and back together."""
+    """Each way rows × k × dim × itemsize × (n - 1) / n bytes: there, back, and the gradient of what
+    came back; that of x is not asked for.
+    """
     params, x = drawn(8, 12, None, 0)
     specs = {"up": P("dp"), "down": P("dp")}
     program = step_of(ftp.AbstractMesh((4,), ("dp",)), 2, "dp", ("dp",), specs).lower(params, x)
     rows = [c for c in program.collectives if c.op == "all_to_all" and c.worst_nbytes is not None]
-    assert sum(c.wire_nbytes for c in rows) == 2 * 2 * 3 * 2 * DIM * 8 * 3 // 4
-    assert all(c.worst_nbytes == 4 * 3 * 2 * DIM * 8 for c in rows)
-    assert max(math.prod(c.global_shape) for c in program.collectives) < 8 * DIM * HIDDEN
-    assert not {c.op for c in program.collectives if math.prod(c.global_shape) > 64} & {
-        "all_gather"
-    }
+    assert [c.wire_nbytes for c in rows] == [3 * 2 * DIM * 8 * 3 // 4] * 3
+    assert {c.worst_nbytes for c in rows} == {4 * 3 * 2 * DIM * 8}
+    others = [c for c in program.collectives if c.worst_nbytes is None]
+    assert max(math.prod(c.global_shape) for c in others) < 8 * DIM * HIDDEN
 
 
 def test_a_stated_capacity_raises_and_drops_nothing():
