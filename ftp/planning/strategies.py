@@ -8,7 +8,9 @@ from ftp.planning.reachable_cuts import Cut, factor_of, layout_of
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
 
-GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered, through views
+# Replicated because a shard was gathered, through views and ops that widen it.
+GATHERED = Layout("R", op="gathered")
+WHOLE = Layout("R", op="whole")  # an operand's need: replicated, gathered or not
 PASS_ON = 1e-9  # seconds per op that passes a pending sum on; breaks ties: reduce early
 
 
@@ -41,11 +43,13 @@ def strategies(
     pinned: Layout | None,
     may_pend: Iterable[Value] = (),
     *,
+    widens: bool = False,
     is_fixed: bool = False,
 ) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
 
     Args:
+        widens: whether operands may be gathered for it, as its result has more bytes.
         is_fixed: the op has one cut, or none, and does nothing else.
     """
     if pinned is not None:
@@ -55,6 +59,8 @@ def strategies(
     found = [] if is_fixed and cuts else [Strategy((R,) * slots, (R,) * results)]
     if cuts and passes_gathered(node) and not is_fixed:
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
+    elif cuts and widens and not is_fixed:
+        found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
     for cut in cuts:
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
         gives = tuple(
