@@ -58,7 +58,7 @@ def draw_batch(data, step, batch, context):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description="Train a small mixture of experts.")
     for name, default in (("steps", 30), ("dim", 32), ("batch", 8), ("context", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", default="runs/train_moe")

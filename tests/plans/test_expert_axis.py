@@ -185,7 +185,7 @@ def expert_program(name: str, implementation: str, plan: str) -> tuple[float, An
         lambda p, x: full(fn(p, input_ids=x, use_cache=False)), mesh, specs, batch_specs=batch
     )
     loss, grads = step(params, x)
-    off = [abs(float(loss) - float(value))]
+    off = [abs(float(loss) - float(value.detach()))]
     for path, p in model.named_parameters():
         expected = torch.zeros_like(p) if p.grad is None else p.grad
         off.append(float((grads[path] - expected).abs().max()))
