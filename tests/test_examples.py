@@ -161,6 +161,54 @@ def test_toy_mlp_under_torchrun(tmp_path):
     assert len(toy_losses(torchrun(2, str(ROOT / "examples/toy_mlp.py"), cwd=tmp_path))) == 10
 
 
+def test_diloco_crosses_replicas_in_outer_steps_alone(tmp_path):
+    said = python(str(ROOT / "examples/diloco.py"), "--rounds", "1", cwd=tmp_path)
+    assert "an inner step issues collectives over: {'dp': 4}" in said
+    assert "an outer step issues collectives over: {'replica': 2}" in said
+
+
+def test_diloco_equals_its_replicas_on_one_device():
+    spec = importlib.util.spec_from_file_location("diloco", ROOT / "examples/diloco.py")
+    assert spec is not None and spec.loader is not None
+    diloco = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(diloco)
+    opt, rounds, steps, rows = ftp.optim.from_torch(torch.optim.AdamW, lr=0.02), 2, 2, 4
+    mesh = ftp.simulated_mesh((3, 2), ("replica", "dp"))
+    losses, params, _ = diloco.train(mesh, 3, opt, rounds, steps, rows)
+
+    start, velocity, stacked = diloco.start_of(3, opt)
+    replicas = [diloco.tree_map(lambda t, i=i: t[i], stacked) for i in range(3)]
+    feed = diloco.batches(3, rounds, steps, rows)
+    for round_ in range(rounds):
+        for _ in range(steps):
+            x, y = next(feed)
+            found = []
+            for i, (own, state) in enumerate(replicas):
+                grads, loss = torch.func.grad_and_value(diloco.loss_fn)(own, x[i], y[i])
+                replicas[i] = opt.update(grads, state, own)
+                found.append(float(loss))
+        learned = [
+            torch.cat([(start[k] - p).flatten() for k, p in own.items()]) for own, _ in replicas
+        ]
+        mean = torch.stack(learned).mean(0)
+        velocity = diloco.MOMENTUM * velocity + mean
+        parts = (mean + diloco.MOMENTUM * velocity).split([p.numel() for p in start.values()])
+        start = {
+            k: p - diloco.OUTER_LR * part.view_as(p)
+            for (k, p), part in zip(start.items(), parts, strict=True)
+        }
+        replicas = [(dict(start), state) for _, state in replicas]
+        assert losses[round_] == pytest.approx(sum(found) / 3, rel=1e-4)
+    for name, p in start.items():
+        torch.testing.assert_close(params[name], p, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.dist
+def test_diloco_under_torchrun(tmp_path):
+    said = torchrun(4, str(ROOT / "examples/diloco.py"), "--rounds", "1", cwd=tmp_path)
+    assert "an outer step issues collectives over: {'replica': 2}" in said
+
+
 EXAMPLE = ROOT / "examples/train_gpt.py"
 
 
