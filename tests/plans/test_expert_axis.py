@@ -203,7 +203,7 @@ def check_model(name: str, implementation: str, plan: str) -> None:
     kinds = Counter(c.op for c in program.collectives if c.worst_nbytes is not None)
     assert kinds["all_to_all"] >= 4
     shapes = {tuple(shape) for _, shape in ours.values() if len(shape) == 3}
-    assert not shapes & {tuple(c.global_shape) for c in program.collectives}
+    assert not {shape[1:] for shape in shapes} & {c.global_shape[1:] for c in program.collectives}
 
 
 @pytest.mark.parametrize(
