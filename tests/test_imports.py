@@ -23,7 +23,7 @@ ALLOWED = {
     "functional": "ops random sharding",
     "optim": "ops sharding tensors",
     "tracing": "axis functional ops rules sharding",
-    "per_rank": "axis rules sharding tracing",
+    "per_rank": "axis ops rules sharding tracing",
     "plans": "functional ops per_rank sharding",
     "certification": "ops per_rank rules tracing",
     "planning": "functional ops per_rank rules sharding tracing",
