@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
-from ftp.api.options import checked_options
+from ftp.api.options import check_pipeline, checked_options
+from ftp.api.pipelined_step import PipelinedStep
 from ftp.api.step import Step
 from ftp.errors import InputError
+from ftp.pipeline.placement import Pipeline
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -38,6 +40,7 @@ def shard(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -82,6 +85,8 @@ def shard(
             program before fusion.
         programs: how many programs the step keeps, one per combination of shapes, dtypes and
             static values; the least recently used is dropped, and planned again when needed.
+        pipeline: run the model in stages over one axis, microbatch by microbatch; ``specs`` are
+            those of ``pipeline.place(params, specs, mesh)`` (see docs/pipelines.md).
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -112,32 +117,29 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    return Step(
-        grad_and_value(loss_fn, has_aux=has_aux),
+    options = checked_options(
         m,
-        in_specs,
-        out_specs,
-        arguments=("params", *names[1:]),
-        state=(0,),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                certify=certify,
-                pack=pack,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-            ),
+        Options(
+            data_axes=data_axes,
+            reshard_after_forward=reshard_after_forward,
+            donate=donate,
+            compile=compile,
+            strict=strict,
+            certify=certify,
+            pack=pack,
+            check_inputs=check_inputs,
+            prefetch=prefetch,
+            chunks=chunks,
+            cuda_graph=cuda_graph,
+            async_tp=async_tp,
+            programs=programs,
         ),
     )
+    fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options)
+        return PipelinedStep(fn, m, in_specs, pipeline, arguments=arguments, options=options)
+    return Step(fn, m, in_specs, out_specs, arguments=arguments, state=(0,), options=options)
 
 
 def spmd(

@@ -18,6 +18,7 @@ from ftp.passes.aliasing import families
 from ftp.passes.fuse_optimizer_updates import changed
 from ftp.passes.transport import as_backends_take
 from ftp.paused_gc import collection_paused
+from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.plan import Plan
 from ftp.runtime.compile import Run, compiled, eager
@@ -105,6 +106,11 @@ class Program:
     @property
     def out_shapes(self) -> list[tuple[int, ...]]:
         return [v.meta.shape for v in self.plan.graph.outputs]
+
+    @property
+    def trial_rules(self) -> str:
+        """The rules found for ops without a stated one, as text."""
+        return found_by_trial(self.plan.graph)
 
     @cached_property
     def fingerprint(self) -> str:
