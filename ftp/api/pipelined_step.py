@@ -1,5 +1,6 @@
 """A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from ftp.api.graph_checks import check_constraints, check_local_meshes
 from ftp.api.step import InSpecs, Step, _Planned
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
+from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.planning.planner import Watch
@@ -56,7 +58,8 @@ class PipelinedStep(Step):
         call = Arguments(args, self._arguments)
         specs = self._checked_specs(call)
         shapes = self._estimated_shapes(call, specs)
-        return LoweredPipeline(self._build(call, specs, shapes).program)  # type: ignore[arg-type]
+        known = self._programs.get(call.key) or self._build(call, specs, shapes)
+        return LoweredPipeline(known.program)  # type: ignore[arg-type]
 
     @collection_paused()
     def _build(
@@ -80,6 +83,7 @@ class PipelinedStep(Step):
         ranks = self.mesh.axes[pipeline.axis]
         actions = pipeline.actions(ranks)
         results = len(traced.out_shapes) - n
+        whole_graph = copy.deepcopy(traced.gm.graph)
         stages = split(
             traced.gm,
             [0 if stage is None else stage for stage in stage_of],
@@ -88,6 +92,7 @@ class PipelinedStep(Step):
             ranks * pipeline.chunks,
             halves=any(action.kind == "I" for own in actions for action in own),
         )
+        check_stages(whole_graph, n, len(tensors) - n, stages, actions)
         within = within_stage(self.mesh, pipeline.axis)
 
         def check(prepared: Prepared) -> None:

@@ -3,8 +3,9 @@ stages.
 """
 
 import hashlib
+import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 
 from ftp.errors import MeshError
 from ftp.pipeline.placement import Pipeline
-from ftp.pipeline.schedule import Action
+from ftp.pipeline.schedule import Action, Timed
 from ftp.runtime.stage_programs import Held, StagePrograms
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import PartitionSpec, local_shape
@@ -52,6 +53,7 @@ class PipelineProgram:
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
     donated: tuple[int, ...] = ()
+    measured: list[Timed] = field(default_factory=list)  # this process' actions in its last call
 
     @property
     def ranks(self) -> int:
@@ -107,6 +109,7 @@ class PipelineProgram:
         return self._run_as_rank if self.mesh.kind == "process" else self._run_simulated
 
     def _run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.measured.clear()
         coordinate = require_coordinate(self.mesh)
         rank = coordinate[self.pipeline.axis]
         posts = _Messages(self.mesh, self.pipeline.axis, self._tags)
@@ -163,6 +166,7 @@ class PipelineProgram:
         return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
 
     def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.measured.clear()
         posts = _Mailbox()
         workers = [
             _Worker(self, rank, inputs, posts, lambda held: held.shape)
@@ -197,13 +201,15 @@ class _Worker:
     ):
         self.program, self.rank, self.posts, self.local = program, rank, posts, local
         n = len(program.leaves)
-        self.params, batch = list(inputs[:n]), inputs[n:]
+        self.given, batch = inputs[:n], inputs[n:]
+        self.params = list(self.given)  # with those of other stages, once they are borrowed
         count = program.pipeline.microbatches
         self.batches = [
             [x.unflatten(0, (-1, count)).select(1, i) for x in batch] for i in range(count)
         ]
         self.values: dict[tuple[int, int], Values] = {}
         self.totals: dict[tuple[str, int] | tuple[int, int], torch.Tensor] = {}
+        self.begin = time.perf_counter()
         self.borrowed: list[tuple[Key, int]] = []  # messages on their way, and their leaves
 
     def run(self) -> Generator[None, None, None]:
@@ -215,11 +221,14 @@ class _Worker:
             for following in own[at : at + 2]:
                 self._expect(following)
             yield from self._receive(action)
+            start = time.perf_counter()
             try:
                 self._act(action)
             except Exception as e:
                 e.add_note(f"in {action!r} of the pipeline")
                 raise
+            end = time.perf_counter()
+            program.measured.append(Timed(action, self.rank, start - self.begin, end - self.begin))
         for leaf, found in enumerate(stages.gradients):
             holder = program.stage_of[leaf]
             if holder is not None and program.ranks > 1:
@@ -235,7 +244,7 @@ class _Worker:
         for leaf, held in enumerate(program.leaves):
             total = self.totals.get(("gradient", leaf))
             if total is None:
-                gradients.append(torch.empty_like(self.params[leaf], requires_grad=False))
+                gradients.append(torch.empty_like(self.given[leaf], requires_grad=False))
             else:
                 gradients.append(total / count)
         return [*(x / count for x in results), *gradients]
