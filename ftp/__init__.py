@@ -102,6 +102,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 
 __all__ = [
     "AbstractMesh",
+    "Action",
     "Certificate",
     "Collective",
     "Constraint",
@@ -113,6 +114,7 @@ __all__ = [
     "Lowered",
     "P",
     "PartitionSpec",
+    "Pipeline",
     "Saving",
     "Step",
     "__version__",

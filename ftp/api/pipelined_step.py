@@ -47,7 +47,13 @@ class PipelinedStep(Step):
             raise AssertionError("a pipelined step has out specs of its own")
 
         super().__init__(
-            fn, mesh, in_specs, gradients_as_params, arguments=arguments, state=(0,), options=options
+            fn,
+            mesh,
+            in_specs,
+            gradients_as_params,
+            arguments=arguments,
+            state=(0,),
+            options=options,
         )
         self._pipeline = pipeline
 
@@ -172,10 +178,7 @@ class PipelinedStep(Step):
                 )
             count = pipeline.microbatches
             rows = (
-                {
-                    local_shape(spec, shape, self.mesh.axes, at)[0]
-                    for at in self.mesh.coordinates()
-                }
+                {local_shape(spec, shape, self.mesh.axes, at)[0] for at in self.mesh.coordinates()}
                 if shape
                 else {1}
             )

@@ -40,7 +40,7 @@ class Numbering:
             else:
                 read = [env[n] for n in node.all_input_nodes]
                 order = {n: f"%{env[n]}" for n in node.all_input_nodes}
-                args = fx.node.map_arg((node.args, dict(node.kwargs)), lambda n: order[n])  # type: ignore[misc]
+                args = fx.node.map_arg((node.args, dict(node.kwargs)), order.__getitem__)  # type: ignore[misc]
                 env[node] = self.of((str(node.target), str(args)))
                 if node.target is torch.ops.aten.add.Tensor and not node.kwargs:
                     sides = [env[a] if isinstance(a, fx.Node) else None for a in node.args]
@@ -68,14 +68,15 @@ def check_stages(
 ) -> None:
     """Raises unless every result and gradient of every microbatch is that of the traced step.
 
-    Every piece's inputs must have been computed by the rank that reads them, or sent to it, by then;
-    every message is read, or handed on; every action's results are used once.
+    Every piece's inputs must have been computed by the rank that reads them, or sent to it, by
+    then; every message is read, or handed on; every action's results are used once.
 
     Args:
         traced: the step, before it was split: ``params`` inputs, ``batch`` inputs, constants.
 
     Raises:
-        CertificateError: the first value that is wrong or missing. A fault of ftp, please report it.
+        CertificateError: the first value that is wrong or missing. That is a fault of ftp: please
+            report it.
     """
     numbering = Numbering()
     inputs = sum(node.op == "placeholder" for node in traced.nodes)
@@ -169,7 +170,9 @@ def _check_order(stages: Stages, actions: Actions) -> None:
                         )
                     posted["F" if kind == "F" else "B", stage, i] = sent[stage]
                 if kind == "F":
-                    counted.update(("result", n) for n, (k, _) in enumerate(stages.results) if k == stage)
+                    counted.update(
+                        ("result", n) for n, (k, _) in enumerate(stages.results) if k == stage
+                    )
                 if kind in "BW":
                     counted.update(
                         (f"gradient {leaf}", stage)

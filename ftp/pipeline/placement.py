@@ -1,6 +1,4 @@
-"""``Pipeline``: which axis holds a pipeline's stages, which schedule runs on them, and the placement
-of parameters.
-"""
+"""``Pipeline``: the axis that holds the stages, their schedule, and the stage of each parameter."""
 
 import math
 from collections.abc import Sequence
@@ -27,8 +25,9 @@ class Pipeline:
             ``ftp.optim.accumulate`` has it.
         schedule: "1f1b", "gpipe", "interleaved", "zero_bubble"; or a list of actions for each rank
             of the axis.
-        stages: per stage the patterns of its parameters, over paths as ``ftp.plan`` takes them; None
-            cuts the parameters, in the order of the tree, into stages of equal cost, between layers.
+        stages: per stage the patterns of its parameters, over paths as ``ftp.plan`` takes them;
+            None cuts the parameters, in the order of the tree, into stages of equal cost, between
+            layers.
         chunks: stages a rank; "gpipe", "interleaved" and lists of actions take more than one.
 
     Raises:
@@ -75,7 +74,7 @@ class Pipeline:
                 )
             if self.chunks > 1 and self.schedule not in ("gpipe", "interleaved"):
                 raise ScheduleError(
-                    f'schedule={self.schedule!r} runs one stage a rank, not chunks={self.chunks}.'
+                    f"schedule={self.schedule!r} runs one stage a rank, not chunks={self.chunks}."
                     ' Give schedule="interleaved".'
                 )
 
@@ -120,8 +119,8 @@ class Pipeline:
         return made
 
     def place(self, params: Any, specs: Any = None, mesh: AnyMesh | None = None) -> Any:
-        """The specs with a stage for every parameter: a rank of the axis holds the parameters of its
-        stages, and empty tensors in place of the others.
+        """The specs with a stage for every parameter: a rank of the axis holds the parameters of
+        its stages, and empty tensors in place of the others.
 
         A parameter that several stages read, as an embedding that is also the head, belongs to the
         first of them; a step sends it to the others, and their gradients back, once.
@@ -168,7 +167,7 @@ class Pipeline:
         """The stage of a parameter; None of one that is on every rank.
 
         Raises:
-            SpecError: a spec that gives no stage though the tensor has dims, or one of another axis.
+            SpecError: a spec that cuts a dim over the axis, or gives a stage of another one.
         """
         entry = staged(spec)
         if entry is not None and entry.axis == self.axis:
@@ -204,11 +203,11 @@ def _by_pattern(
                 failures.append(
                     f"stages gives {pattern!r} to stage {patterns[pattern]} and to stage {stage}."
                 )
-    found = match_patterns(
-        patterns, [(path,) for path in paths], names, "the parameters", failures
-    )
+    found = match_patterns(patterns, [(path,) for path in paths], names, "the parameters", failures)
     failures += [
-        f"{name} matches no pattern of stages." for name, m in zip(names, found, strict=True) if not m
+        f"{name} matches no pattern of stages."
+        for name, m in zip(names, found, strict=True)
+        if not m
     ]
     held = {match[1] for match in found if match}
     failures += [f"stages[{k}] is given no parameter." for k in range(count) if k not in held]
@@ -261,7 +260,7 @@ def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:
 
 
 def _in_order(params: Any) -> list[int]:
-    """The leaves as the tree's containers have them: dicts as they were filled, which optree sorts."""
+    """The leaves in the order of their containers: of a dict as it was filled, not sorted."""
     leaves, treedef = flatten(params)
     numbers = treedef.unflatten(range(len(leaves)))
 

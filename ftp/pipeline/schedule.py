@@ -104,9 +104,7 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
 
     made = []
     for rank in range(ranks):
-        forward = [
-            Action("F", chunk * ranks + rank, i) for chunk, i in map(at, range(total))
-        ]
+        forward = [Action("F", chunk * ranks + rank, i) for chunk, i in map(at, range(total))]
         backward = [
             Action("B", (chunks - 1 - chunk) * ranks + rank, i)
             for chunk, i in map(at, range(total))
@@ -120,45 +118,29 @@ def interleaved(ranks: int, microbatches: int, chunks: int) -> list[list[Action]
 
 
 def zero_bubble(ranks: int, microbatches: int, chunks: int) -> list[list[Action]]:
-    """1F1B with the parameters' gradients apart, which fill the time in which a rank would wait:
-    ZB-H1, with no more memory than 1F1B. Each rank's next action is decided in the order of time,
-    as if all actions took equally long.
+    """1F1B with the parameters' gradients apart, which fill the time in which a rank would wait: a
+    third of 1F1B's wait is left, and each rank holds as many microbatches as 1F1B's first one.
+
+    Source: Qi et al. (2023), the handcrafted schedule ZB-H1.
     """
-    made: list[list[Action]] = [[] for _ in range(ranks)]
-    done: dict[Action, float] = {}
-    clock = [0.0] * ranks
-    todo = {(kind, rank): iter(range(microbatches)) for rank in range(ranks) for kind in "FIW"}
-    ahead = {key: next(left) for key, left in todo.items()}
-
-    def ready(action: Action) -> float | None:
-        """When an action can begin at the earliest; None while that is not known."""
-        times = [
-            next((done[one] for one in choice if one in done), None)
-            for choice in needs(action, ranks)
-        ]
-        return None if None in times else max((t for t in times if t is not None), default=0.0)
-
-    while any(len(own) < 3 * microbatches for own in made):
-        options = []
-        for rank in range(ranks):
-            for order, kind in enumerate("IFW"):
-                number = ahead.get((kind, rank))
-                if number is None:
-                    continue
-                held = ahead.get(("F", rank), microbatches) - ahead.get(("W", rank), microbatches)
-                if kind == "F" and held >= ranks - rank:
-                    continue  # as much as 1F1B holds
-                action = Action(kind, rank, number)  # type: ignore[arg-type]
-                if (at := ready(action)) is not None:
-                    options.append((max(at, clock[rank]), order, rank, action))
-        start, _, rank, action = min(options, key=lambda o: o[:3])
-        made[rank].append(action)
-        done[action] = clock[rank] = start + 1
-        following = next(todo[action.kind, rank], None)
-        if following is None:
-            del ahead[action.kind, rank]
-        else:
-            ahead[action.kind, rank] = following
+    made = []
+    for rank in range(ranks):
+        ahead = min(microbatches, ranks - 1 - rank)
+        own = [Action("F", rank, i) for i in range(ahead)]
+        inner = outer = 0  # how many "I" and "W" there are so far
+        while inner < microbatches:
+            if ahead < microbatches:
+                own.append(Action("F", rank, ahead))
+                ahead += 1
+                waits = rank  # the later the rank, the earlier its gradients are waited for
+            else:
+                waits = 0
+            own.append(Action("I", rank, inner))
+            inner += 1
+            if inner - outer > waits:
+                own.append(Action("W", rank, outer))
+                outer += 1
+        made.append([*own, *(Action("W", rank, i) for i in range(outer, microbatches))])
     return made
 
 

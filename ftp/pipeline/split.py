@@ -1,9 +1,9 @@
 """Cut one traced step, loss and gradients, into the pieces that the stages of a pipeline run.
 
-1. Every value of the forward pass gets a stage: the largest among the parameters that it is computed
-   from. What depends on the batch or on parameters alone is computed wherever it is read.
-2. Every value of the backward pass gets the last stage, not after those of the gradients that it is
-   computed from, at which the activations and parameters that it reads are found.
+1. Every value of the forward pass gets a stage: the largest among the parameters that it is
+   computed from. What depends on the batch or on parameters alone is computed where it is read.
+2. Every value of the backward pass gets the last stage, not after those of the gradients that it
+   is computed from, at which the activations and parameters that it reads are found.
 3. A value that a later stage (of a gradient: an earlier one) reads is passed from stage to stage.
 4. A stage's pieces are the nodes that its results, and what it passes on, need.
 """
@@ -181,7 +181,9 @@ class _Split:
             for x in node.all_input_nodes:
                 of = self.of[x]
                 if of.kind == ACTIVATION and of.first < to:
-                    stays |= not any(u in self.is_forward and self.of[u].first >= to for u in x.users)
+                    stays |= not any(
+                        u in self.is_forward and self.of[u].first >= to for u in x.users
+                    )
             if stays:
                 del target[node]
             else:
@@ -293,9 +295,9 @@ class _Split:
             else:
                 own = self.of[node]
                 earlier = [k for k in read if k < own.first]
-                if own.kind == GRADIENT and own.first not in read and earlier:
-                    if node.target is not operator.getitem and len(node.users) == 1:
-                        self.of[node] = _Value(GRADIENT, max(earlier), max(earlier))
+                is_alone = node.target is not operator.getitem and len(node.users) == 1
+                if own.kind == GRADIENT and own.first not in read and earlier and is_alone:
+                    self.of[node] = _Value(GRADIENT, max(earlier), max(earlier))
                 terms.setdefault(self._home(node, leaf), []).append(node)
         found = {}
         for stage, own in terms.items():
@@ -328,7 +330,9 @@ class _Split:
             roots = [n for n in send if self._is_made_backward(n, k)]
             made = self._needed([*own, *roots], lambda n, k=k: self._backward_rule(n, k))
             through = [n for n in send if n not in roots and not self._is_here(n, k)]
-            asked = list(dict.fromkeys([*through, *(n for n in made.read if not self._is_here(n, k))]))
+            asked = list(
+                dict.fromkeys([*through, *(n for n in made.read if not self._is_here(n, k))])
+            )
             if asked and k == last:
                 raise PlanningError(
                     f"The value {asked[0].name} of the backward pass is read before it is computed:"
@@ -354,22 +358,14 @@ class _Split:
             outer = self._needed(own, lambda n, k=k, inner=inner: self._outer_rule(n, k, inner))
             kept = [n for n in outer.read if n in inner.made or _tuple_in(n, inner.made)]
             if kept:
-                inner = self._needed(
-                    [*send, *kept], lambda n, k=k: self._backward_rule(n, k)
-                )
+                inner = self._needed([*send, *kept], lambda n, k=k: self._backward_rule(n, k))
             if send:
                 pieces["I", k] = self._piece("I", k, inner, list(dict.fromkeys([*send, *kept])))
             if own:
                 pieces["W", k] = self._piece("W", k, outer, list(dict.fromkeys(own)))
         borrowed = [
             tuple(
-                sorted(
-                    {
-                        p.stage
-                        for p in pieces.values()
-                        if leaf in p.params and p.stage != holder
-                    }
-                )
+                sorted({p.stage for p in pieces.values() if leaf in p.params and p.stage != holder})
             )
             for leaf, holder in enumerate(self.holders)
         ]
@@ -397,10 +393,11 @@ class _Split:
         wanted: Sequence[Sequence[fx.Node]],
     ) -> tuple[list["_Needed"], list[list[fx.Node]], list[list[fx.Node]]]:
         """Per stage the nodes of its forward pass, what it sends on, what it keeps."""
-        activations = [n for n in self.nodes if n in self.is_forward and self.of[n].kind == ACTIVATION]
+        activations = [
+            n for n in self.nodes if n in self.is_forward and self.of[n].kind == ACTIVATION
+        ]
         sent: list[list[fx.Node]] = [
-            [n for n in activations if self._is_sent(n, k)]
-            for k in range(self.stages)
+            [n for n in activations if self._is_sent(n, k)] for k in range(self.stages)
         ]
         made, saved = [], []
         for k in range(self.stages):
@@ -468,9 +465,7 @@ class _Split:
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
     ) -> Piece:
         graph, env = fx.Graph(), {}
-        groups = [
-            [n for n in group if n in needed.inputs] for group in (self.params, self.batch)
-        ]
+        groups = [[n for n in group if n in needed.inputs] for group in (self.params, self.batch)]
         groups += [needed.read, [n for n in self.constants if n in needed.inputs]]
         for node in (n for group in groups for n in group):
             env[node] = graph.placeholder(node.name)

@@ -1,4 +1,4 @@
-"""``LoweredPipeline``: a pipeline's programs before they run: messages, memory, bubble, timeline."""
+"""``LoweredPipeline``: a pipeline before it runs: programs, messages, memory, bubble, timeline."""
 
 import json
 import math
@@ -163,7 +163,9 @@ class LoweredPipeline:
         for kind, stage, _ in program.actions[rank]:
             lowered = self.stages[stage].get(kind)
             if lowered is not None:
-                found += [replace(c, cause=f"{c.cause}, stage {stage}") for c in lowered.collectives]
+                found += [
+                    replace(c, cause=f"{c.cause}, stage {stage}") for c in lowered.collectives
+                ]
             found += self.messages(stage, kind)
         for leaf, (held, holder) in enumerate(zip(program.leaves, program.stage_of, strict=True)):
             if holder is None:
@@ -209,7 +211,9 @@ class LoweredPipeline:
         made, stages = program.made, program.made.stages
         own = [
             held
-            for leaf, (held, holder) in enumerate(zip(program.leaves, program.stage_of, strict=True))
+            for leaf, (held, holder) in enumerate(
+                zip(program.leaves, program.stage_of, strict=True)
+            )
             if holder is None
             or any(k % program.ranks == rank for k in (holder, *stages.borrowed[leaf]))
         ]
@@ -277,7 +281,7 @@ class LoweredPipeline:
 
     @property
     def ideal_bubble(self) -> float | None:
-        """The bubble in closed form, where all stages take equally long: ``(p - 1) / (v m + p - 1)``
+        """The bubble in closed form, of stages that take equally long: ``(p - 1) / (v m + p - 1)``
         of p ranks, m microbatches and v chunks; None for schedules without one.
         """
         pipeline, p = self._program.pipeline, self._program.ranks
@@ -322,4 +326,3 @@ class LoweredPipeline:
         closed = "" if ideal is None else f", {ideal:.1%} if all stages took equally long"
         lines.append(f"bubble: {self.bubble:.1%}{closed}")
         return "\n".join([*lines, self.timeline.picture()])
-

@@ -128,9 +128,7 @@ class PipelineProgram:
             held = self.made.values[name]
             own = worker.totals.get(("result", i))
             if own is None:
-                shape = local_shape(
-                    held.spec, held.shape, self.made.mesh.axes, self._within
-                )
+                shape = local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
                 own = torch.empty(shape, dtype=held.dtype, device=mesh_device(self.mesh))
             own = own.contiguous()
             source = dist.get_global_rank(group, stage % self.ranks)
@@ -241,7 +239,7 @@ class _Worker:
         program = self.program
         count = program.pipeline.microbatches
         gradients = []
-        for leaf, held in enumerate(program.leaves):
+        for leaf, _held in enumerate(program.leaves):
             total = self.totals.get(("gradient", leaf))
             if total is None:
                 gradients.append(torch.empty_like(self.given[leaf], requires_grad=False))

@@ -78,15 +78,15 @@ def plan_stages(
         data_axes = tuple(dict.fromkeys(axis for spec in batch for axis in spec.axes))
     own = replace(options, data_axes=data_axes)
     gradients = {
-        name: params[leaf]
-        for leaf, found in enumerate(stages.gradients)
-        for name in found.values()
+        name: params[leaf] for leaf, found in enumerate(stages.gradients) for name in found.values()
     }
     found: dict[Any, Program] = {}
     programs: dict[tuple[Kind, int], Program] = {}
     values: dict[str, Held] = {}
     order = [("F", k) for k in sorted({k for _, k in stages.pieces})]
-    order += [(kind, k) for k in sorted({k for _, k in stages.pieces}, reverse=True) for kind in "BIW"]
+    order += [
+        (kind, k) for k in sorted({k for _, k in stages.pieces}, reverse=True) for kind in "BIW"
+    ]
     for key in order:
         piece = stages.pieces.get(key)  # type: ignore[arg-type]
         if piece is None:
