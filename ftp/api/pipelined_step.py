@@ -115,6 +115,7 @@ class PipelinedStep(Step):
             batch,
             traced.constants,
             self._options,
+            self._hardware_on(self.mesh.hosts),
             check,
         )
         for program in {id(p): p for p in made.programs.values()}.values():

@@ -8,9 +8,11 @@ import torch
 import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError
 from ftp.pipeline.placement import Pipeline
+from ftp.planning.machine import GivenHardware
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -41,6 +43,7 @@ def shard(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     pipeline: Pipeline | None = None,
+    hardware: GivenHardware = None,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -87,6 +90,10 @@ def shard(
             static values; the least recently used is dropped, and planned again when needed.
         pipeline: run the model in stages over one axis, microbatch by microbatch; ``specs`` are
             those of ``pipeline.place(params, specs, mesh)`` (see docs/pipelines.md).
+        hardware: the machine that plans are made for: a preset (``"h100"``, ``"h200"``,
+            ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
+            ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
+            with the network's link for axes that leave a host.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -133,6 +140,7 @@ def shard(
             cuda_graph=cuda_graph,
             async_tp=async_tp,
             programs=programs,
+            hardware=hardware,
         ),
     )
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
@@ -161,6 +169,7 @@ def spmd(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    hardware: GivenHardware = None,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
     included.
@@ -206,7 +215,8 @@ def spmd(
         )
 
     m = resolve(mesh)
-    return Step(
+    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    return made(
         fn,
         m,
         input_specs,
@@ -229,13 +239,19 @@ def spmd(
                 cuda_graph=cuda_graph,
                 async_tp=async_tp,
                 programs=programs,
+                hardware=hardware,
             ),
         ),
     )
 
 
 def lower(
-    fn: Callable[..., Any], mesh: AnyMesh | None, in_specs: Any, *args: Any, out_specs: Any = None
+    fn: Callable[..., Any],
+    mesh: AnyMesh | None,
+    in_specs: Any,
+    *args: Any,
+    out_specs: Any = None,
+    hardware: GivenHardware = None,
 ) -> Lowered:
     """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it
     runs.
@@ -256,7 +272,7 @@ def lower(
     >>> [c.op for c in lowered.collectives]
     ['all_reduce']
     """
-    return spmd(fn, mesh, in_specs, out_specs).lower(*args)
+    return spmd(fn, mesh, in_specs, out_specs, hardware=hardware).lower(*args)
 
 
 def _check_callable(fn: Any, name: str, form: str) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ftp.partitioning.collectives import Collective
 from ftp.pipeline.schedule import Action, Kind, Timed, bubble, held_microbatches, simulate
-from ftp.planning.cost import DEFAULT, Hardware
+from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
@@ -252,25 +252,25 @@ class LoweredPipeline:
 
     # Time.
 
-    def seconds(self, action: Action, hardware: Hardware = DEFAULT) -> float:
+    def seconds(self, action: Action, hardware: GivenHardware = None) -> float:
         """The estimated time of an action."""
         lowered = self.stages[action.stage].get(action.kind)
         if lowered is None:
             return 0.0
-        known = self._costs.setdefault(hardware, {})
+        known = self._costs.setdefault(repr(hardware), {})
         if id(lowered) not in known:
             known[id(lowered)] = float(lowered.cost(hardware))
         return known[id(lowered)]
 
     @cached_property
-    def _costs(self) -> dict[Hardware, dict[int, float]]:
+    def _costs(self) -> dict[str, dict[int, float]]:
         return {}
 
-    def timed(self, hardware: Hardware = DEFAULT) -> list[Timed]:
+    def timed(self, hardware: GivenHardware = None) -> list[Timed]:
         """When each action runs, by estimated times."""
         return simulate(self.actions, len(self.stages), lambda a: self.seconds(a, hardware))
 
-    def cost(self, hardware: Hardware = DEFAULT) -> float:
+    def cost(self, hardware: GivenHardware = None) -> float:
         """Estimated seconds of a step, by the slowest rank."""
         return max(t.end for t in self.timed(hardware))
 

@@ -3,7 +3,7 @@ pipeline's, with what crosses stages sharded as its producer leaves it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from torch import fx
 
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.split import Piece, Stages
+from ftp.planning.cost import Hardware
 from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
@@ -63,6 +64,7 @@ def plan_stages(
     batch: Sequence[PartitionSpec],
     constants: Sequence[torch.Tensor],
     options: Options,
+    hardware: Hardware,
     check: Callable[[Prepared], None],
 ) -> StagePrograms:
     """Plan every piece, forward passes first: what a stage takes is sharded as it was left.
@@ -71,46 +73,77 @@ def plan_stages(
         mesh: as `within_stage` gives it.
         names: of the parameters, and of the batch tensors.
         params, batch: their specs, without stages.
+        hardware: that plans are made for.
         check: raises for constraints that do not fit the mesh.
     """
-    data_axes = options.data_axes
-    if data_axes is None:
-        data_axes = tuple(dict.fromkeys(axis for spec in batch for axis in spec.axes))
-    own = replace(options, data_axes=data_axes)
+    if options.data_axes is None:
+        axes = dict.fromkeys(axis for spec in batch for axis in spec.axes)
+        options = replace(options, data_axes=tuple(axes))
     gradients = {
         name: params[leaf] for leaf, found in enumerate(stages.gradients) for name in found.values()
     }
-    found: dict[Any, Program] = {}
-    programs: dict[tuple[Kind, int], Program] = {}
-    values: dict[str, Held] = {}
-    order = [("F", k) for k in sorted({k for _, k in stages.pieces})]
-    order += [
-        (kind, k) for k in sorted({k for _, k in stages.pieces}, reverse=True) for kind in "BIW"
-    ]
-    for key in order:
-        piece = stages.pieces.get(key)  # type: ignore[arg-type]
-        if piece is None:
-            continue
+    numbers = sorted({k for _, k in stages.pieces})
+    order: list[tuple[Any, int]] = [("F", k) for k in numbers]
+    order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
+    planner = PiecePlanner(
+        mesh, names, params, batch, constants, gradients, options, hardware, check
+    )
+    programs = {key: planner.plan(stages.pieces[key]) for key in order if key in stages.pieces}
+    return StagePrograms(mesh, stages, programs, planner.values)
+
+
+@dataclass
+class PiecePlanner:
+    """Plans pieces in an order in which each comes after those whose values it reads.
+
+    Attributes:
+        mesh: as `within_stage` gives it.
+        names, params, batch: of `plan_stages`.
+        asked: specs of values that are decided, by name.
+        check: raises for constraints that do not fit the mesh.
+        values: what the pieces so far give, by name.
+    """
+
+    mesh: Mesh
+    names: tuple[Sequence[str], Sequence[str]]
+    params: Sequence[PartitionSpec]
+    batch: Sequence[PartitionSpec]
+    constants: Sequence[torch.Tensor]
+    asked: Mapping[str, PartitionSpec]
+    options: Options
+    hardware: Hardware
+    check: Callable[[Prepared], None]
+    values: dict[str, Held] = field(default_factory=dict)
+    _known: dict[str, Program] = field(default_factory=dict)
+
+    def plan(self, piece: Piece) -> Program:
+        """The program of a piece; the one of an equal piece, if there was one."""
         given = [
-            *(params[i] for i in piece.params),
-            *(batch[i] for i in piece.batch),
-            *(values[name].spec for name in piece.values),
+            *(self.params[i] for i in piece.params),
+            *(self.batch[i] for i in piece.batch),
+            *(self.values[name].spec for name in piece.values),
         ]
-        asked = [gradients.get(name) for name in piece.outputs]
+        asked = [self.asked.get(name) for name in piece.outputs]
         text = _describe(piece, given, asked)
-        if text not in found:
-            made = _planned(piece, mesh, names, given, asked, constants, own, check)
-            found[text] = made
-        program = programs[piece.kind, piece.stage] = found[text]
+        if text not in self._known:
+            self._known[text] = _planned(
+                piece,
+                self.mesh,
+                self.names,
+                given,
+                asked,
+                self.constants,
+                self.options,
+                self.hardware,
+                self.check,
+            )
+        program = self._known[text]
+        outputs: Any = piece.gm.graph.output_node().args[0]
         for name, spec, shape, node in zip(
-            piece.outputs,
-            program.out_specs,
-            program.out_shapes,
-            piece.gm.graph.output_node().args[0],  # type: ignore[arg-type]
-            strict=True,
+            piece.outputs, program.out_specs, program.out_shapes, outputs, strict=True
         ):
-            values[name] = Held(spec, shape, node.meta["val"].dtype)  # type: ignore[union-attr]
-    return StagePrograms(mesh, stages, programs, values)
+            self.values[name] = Held(spec, shape, node.meta["val"].dtype)
+        return program
 
 
 def _planned(
@@ -121,6 +154,7 @@ def _planned(
     asked: Sequence[PartitionSpec | None],
     constants: Sequence[torch.Tensor],
     options: Options,
+    hardware: Hardware,
     check: Callable[[Prepared], None],
 ) -> Program:
     called = [names[0][i] for i in piece.params] + [names[1][i] for i in piece.batch]
@@ -136,6 +170,7 @@ def _planned(
         data_axes=options.data_axes,
         reshard_after_forward=options.reshard_after_forward,
         strict=options.strict,
+        hardware=hardware,
     )
     roles = ["parameters"] * len(piece.params) + ["batch"] * len(piece.batch)
     roles += ["activations"] * len(piece.values)
@@ -153,6 +188,7 @@ def _planned(
         leaf_specs=tuple(given),
         roles=tuple(roles),
         options=options,
+        hardware=hardware,
     )
 
 
