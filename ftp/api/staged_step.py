@@ -20,6 +20,7 @@ from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import Prepared
 from ftp.report.lowered import check_strictly
+from ftp.report.staged import LoweredRounds
 from ftp.runtime.stage_programs import Held, PiecePlanner, within_stage
 from ftp.runtime.staged_program import StagedProgram
 from ftp.sharding.arguments import Shape
@@ -37,6 +38,16 @@ def has_stages(specs: Any) -> bool:
 
 class StagedStep(Step):
     """``Step`` of a function whose specs give stages; ``ftp.spmd`` makes it."""
+
+    def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]
+        """The programs for these arguments (real, fake or meta), without running them or talking to
+        other ranks.
+        """
+        call = Arguments(args, self._arguments)
+        specs = self._checked_specs(call)
+        shapes = self._estimated_shapes(call, specs)
+        known = self._programs.get(call.key) or self._build(call, specs, shapes)
+        return LoweredRounds(known.program)  # type: ignore[arg-type]
 
     @collection_paused()
     def _build(

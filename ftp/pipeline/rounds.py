@@ -1,4 +1,4 @@
-"""Cut any traced function whose inputs belong to stages, such as an optimizer's update, into rounds.
+"""Cut a traced function whose inputs belong to stages, such as an optimizer's update, into rounds.
 
 A value is computed on the rank that holds what it is computed from. Where that is several ranks, as
 for a norm over all gradients, they hand each other their operands and every rank computes it; what

@@ -145,9 +145,8 @@ class StagedProgram:
         at = {axis: coordinate[axis] for axis in axes}
         like = [self.values[name] for name in names]
         shapes = [local_shape(x.spec, x.shape, axes, at) for x in like]
-        sizes = [
-            torch.Size(s).numel() * x.dtype.itemsize for s, x in zip(shapes, like, strict=True)
-        ]
+        numbers = [torch.Size(shape).numel() for shape in shapes]
+        sizes = [n * x.dtype.itemsize for n, x in zip(numbers, like, strict=True)]
         if rank == owner:
             own = [held[n] if n in held else given[n] for n in names]
             data = torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in own])

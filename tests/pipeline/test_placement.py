@@ -94,6 +94,6 @@ def test_verbs_take_placed_specs(tmp_path):
     ftp.save(tmp_path / "saved", placed, mesh, specs, step=3)
     back = ftp.load(tmp_path / "saved", params, ftp.simulated_mesh((4,), ("dp",)), P())
     moved = ftp.reshard(placed, mesh, specs, P())
-    for a, b, c in zip(*map(optree.tree_leaves, (params, back, moved)), strict=True):
+    for a, b, c in zip(*(optree.tree_leaves(t) for t in (params, back, moved)), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     assert ftp.specs_of(placed)["layers"][1]["up"] == specs["layers"][1]["up"]
