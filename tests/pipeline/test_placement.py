@@ -1,5 +1,7 @@
 """Stages of parameters: by cost, by pattern; and what every verb makes of them."""
 
+from typing import Any
+
 import optree
 import pytest
 import torch
@@ -94,6 +96,7 @@ def test_verbs_take_placed_specs(tmp_path):
     ftp.save(tmp_path / "saved", placed, mesh, specs, step=3)
     back = ftp.load(tmp_path / "saved", params, ftp.simulated_mesh((4,), ("dp",)), P())
     moved = ftp.reshard(placed, mesh, specs, P())
-    for a, b, c in zip(*(optree.tree_leaves(t) for t in (params, back, moved)), strict=True):
+    trees: list[Any] = [params, back, moved]
+    for a, b, c in zip(*map(optree.tree_leaves, trees), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
     assert ftp.specs_of(placed)["layers"][1]["up"] == specs["layers"][1]["up"]
