@@ -203,7 +203,8 @@ class _Worker:
         self.params = list(self.given)  # with those of other stages, once they are borrowed
         count = program.pipeline.microbatches
         self.batches = [
-            [x.unflatten(0, (-1, count)).select(1, i) for x in batch] for i in range(count)
+            [x.unflatten(0, (-1, count)).select(1, i).contiguous() for x in batch]
+            for i in range(count)
         ]
         self.values: dict[tuple[int, int], Values] = {}
         self.totals: dict[tuple[str, int] | tuple[int, int], torch.Tensor] = {}

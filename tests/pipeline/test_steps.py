@@ -213,7 +213,11 @@ def test_errors():
         SpecError, match=r"Make the specs with pipeline.place\(params, specs, mesh\)"
     ):
         plain(params, *model.batch(8))
-    options: list[dict[str, Any]] = [{"donate": (0,)}, {"check_inputs": True}]
+    options: list[dict[str, Any]] = [
+        {"donate": (0,)},
+        {"check_inputs": True},
+        {"reduce_dtype": torch.bfloat16},
+    ]
     for option in options:
         with pytest.raises(InputError, match=r"pipeline= and .* exclude each other"):
             ftp.shard(model.loss, mesh, specs, pipeline=pipe, **option)
