@@ -210,8 +210,19 @@ class Prices:
             and strategy.cut is None
             and strategy.pending is None
             and any(s.cut for s in self.options[node])
+            and not self._is_of_statistics(node)
         )
         return self.violation if is_idle else 0.0
+
+    def _is_of_statistics(self, node: Node) -> bool:
+        """Whether an op is on what was reduced over the batch (batch norm's mean and scale): on a
+        data axis nothing but a parameter's cut could reach it, and its result would be gathered.
+        """
+        return (
+            self.problem.is_data_axis
+            and bool(node.depends & BATCH)
+            and node not in self.problem.batch_reach.cuts
+        )
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
         """Seconds to become an operand of a pending sum. A single operand is never padded to a

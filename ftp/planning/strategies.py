@@ -43,18 +43,22 @@ def strategies(
     pinned: Layout | None,
     may_pend: Iterable[Value] = (),
     widens: bool = False,
+    is_cut_again: bool = False,
 ) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
 
     Args:
         widens: whether operands may be gathered for it, as its result has more bytes.
+        is_cut_again: whether they are, as the op keeps the dim whole that is cut before and after.
     """
     if pinned is not None:
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
         return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
     slots, results = len(node.operands), len(node.results)
     found = [Strategy((R,) * slots, (R,) * results)] if node.kind != "local" or not cuts else []
-    if cuts and passes_gathered(node):
+    if is_cut_again:
+        found = [Strategy((WHOLE,) * slots, (GATHERED,) * results)]
+    elif cuts and passes_gathered(node):
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
     elif cuts and widens:
         found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
