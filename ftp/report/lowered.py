@@ -14,10 +14,10 @@ from ftp.errors import PlanningError, ReportError, join_failures
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import LocalProgram
 from ftp.paused_gc import collection_paused
-from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.repeats import named_layers
+from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.planning.problem import Problem
 from ftp.report.alternatives import (
     Alternative,
@@ -37,6 +37,7 @@ from ftp.report.program_lint import lint_of, origins_of
 from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
+from ftp.report.work import Work, work_of
 from ftp.runtime.executed import executed, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
@@ -98,6 +99,23 @@ class Lowered:
             )
         }
 
+    @cached_property
+    @collection_paused()
+    def work(self) -> Work:
+        """Matmul operations of all ranks over one device's, a float with its parts by layer;
+        ``print`` shows what is done more than once.
+
+        >>> import ftp
+        >>> mesh, x = ftp.AbstractMesh((4,), ("dp",)), torch.empty(8, 6)
+        >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, (ftp.P(), ftp.P()), x, torch.empty(6, 2))
+        >>> print(lowered.work)
+        work: 4 x one device's, 768 of 192 matmul FLOP
+               4 x  no layer
+          on 4 ranks: %mm at ..., 192 FLOP each
+        """
+        graph = self.plan.graph
+        return work_of(graph, self._program.mesh.axes, named_layers(graph))
+
     @property
     def out_specs(self) -> Any:
         """The result's tree with a spec for each leaf."""
@@ -143,16 +161,18 @@ class Lowered:
         )
 
     @collection_paused()
-    def cost(self, hardware: Hardware = DEFAULT) -> Cost:
+    def cost(self, hardware: GivenHardware = None) -> Cost:
         """Estimated seconds of a step on each rank, a float with the time of every op and
         collective.
 
         Args:
-            hardware: rates, such as ``ftp.Hardware.h100()``, or ``ftp.calibrate()`` for this
-                machine's.
+            hardware: as of ``ftp.shard``, such as ``"h100"``, or ``ftp.calibrate()`` for this
+                machine's; default what the program was planned for.
         """
+        program = self._program
+        rates = program.hardware if hardware is None else hardware_on(program.mesh, hardware)
         graph, shapes, _ = self._executed
-        return estimate(graph, shapes, hardware, self.plan.axes)
+        return estimate(graph, shapes, rates, self.plan.axes)
 
     def assert_collectives(
         self,
