@@ -105,7 +105,10 @@ class Prices:
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
         for s in self.options[node]:
-            price = seconds / self.problem.n if s.cut else seconds
+            # An op that widens a gathered copy is priced as if it were cut: links are what training
+            # waits for, and the bytes alone decide where in a chain a value moves.
+            is_shared = s.cut or WHOLE in s.operands
+            price = seconds / self.problem.n if is_shared else seconds
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
