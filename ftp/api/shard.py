@@ -40,6 +40,7 @@ def shard(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -88,6 +89,9 @@ def shard(
             ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
             ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
             with the network's link for axes that leave a host.
+        reduce_dtype: ``torch.bfloat16`` sends the terms of gradients' sums in bfloat16, by
+            all-to-all, and sums them in float32 at the receiver; half the bytes of float32. Other
+            sums, of activations and of the loss, keep their dtype.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -142,6 +146,7 @@ def shard(
                 async_tp=async_tp,
                 programs=programs,
                 hardware=hardware,
+                reduce_dtype=reduce_dtype,
             ),
         ),
     )
@@ -167,6 +172,7 @@ def spmd(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
     included.
@@ -236,6 +242,7 @@ def spmd(
                 async_tp=async_tp,
                 programs=programs,
                 hardware=hardware,
+                reduce_dtype=reduce_dtype,
             ),
         ),
     )
