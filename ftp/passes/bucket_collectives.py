@@ -94,7 +94,7 @@ def packs(
             needs[node] = frozenset()
             continue
         needs[node] = frozenset().union(*(needs[v.node] for v in node.operands))
-        if node.kind == "local":  # it may have collectives of its own
+        if node.own_axes:  # per-rank code may have collectives of its own
             close(open_)
         if node.kind != "move" or node.target.op in LOCAL_STEPS:
             continue
