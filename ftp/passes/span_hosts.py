@@ -34,7 +34,7 @@ class Span:
 
 def spans(graph: Graph, hardware: Hardware, without: Collection[str] = ()) -> tuple[Span, ...]:
     """The pairs of sums that cost less in three steps than one after the other or as one over both
-    axes; decided from the plan, so that ranks agree.
+    axes, and divide into parts; decided from the plan, so that ranks agree.
     """
     if not hardware.links:
         return ()
@@ -47,14 +47,18 @@ def spans(graph: Graph, hardware: Hardware, without: Collection[str] = ()) -> tu
         first = second.operands[0].node if second.kind == "move" else None
         if first is None or not (_is_sum(first) and _is_sum(second)) or uses[Value(first)] > 1:
             continue
-        if first.name in taken or second.name in taken:
+        shape = first.shape()
+        if first.name in taken or second.name in taken or not all(type(d) is int for d in shape):
             continue
         moves = sorted(
             (first.target, second.target), key=lambda m: -hardware.link_of([m.axis]).bandwidth
         )
         inside, across = moves
         near, far = (hardware.link_of([m.axis]) for m in moves)
-        nbytes = math.prod(map(nominal, first.shape())) * first.results[0].dtype.itemsize
+        count = math.prod(map(nominal, shape))
+        if not count or count % inside.n:
+            continue
+        nbytes = count * first.results[0].dtype.itemsize
         steps = (
             collective_seconds("reduce_scatter", nbytes, inside.n, near)
             + collective_seconds("all_reduce", nbytes / inside.n, across.n, far)
@@ -105,7 +109,7 @@ def _in_steps(
     record: Collective = inside.meta["collective"]
     n = axes[record.axes[0]]
     count = math.prod(record.shape)
-    part = max(1, -(-count // n))
+    part = count // n
 
     def issue(
         like: fx.Node, target: object, op: str, x: fx.Node, *args: object, size: int
@@ -123,13 +127,8 @@ def _in_steps(
         return emit(WAIT, (made,))
 
     x = emit(aten.reshape.default, (x, [count]))  # type: ignore[arg-type]
-    if n * part != count:
-        x = emit(aten.constant_pad_nd.default, (x, [0, n * part - count], 0.0))
-    whole = n * part
     scatter, gather = c10d.reduce_scatter_tensor.default, c10d.all_gather_into_tensor.default
-    x = issue(inside, scatter, "reduce_scatter", x, "sum", n, size=whole)
+    x = issue(inside, scatter, "reduce_scatter", x, "sum", n, size=count)
     x = issue(across, ALL_REDUCE, "all_reduce", x, "sum", size=part)
-    x = issue(inside, gather, "all_gather", x, n, size=whole)
-    if whole != count:
-        x = emit(aten.slice.Tensor, (x, 0, 0, count))
+    x = issue(inside, gather, "all_gather", x, n, size=count)
     return emit(aten.reshape.default, (x, list(record.shape)))
