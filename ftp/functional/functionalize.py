@@ -1,6 +1,6 @@
 """nn.Module -> a pure function of its parameters, and those parameters as a tree."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,6 +24,7 @@ from ftp.functional.module_program import (
 )
 from ftp.functional.purity import impure
 from ftp.functional.remat import Policy
+from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
 from ftp.random.torch_functions import Draws
 from ftp.sharding.dtensor_placements import is_dtensor
@@ -36,6 +37,7 @@ def functionalize(
     *,
     constraints: Mapping[str, P | Constraint] | None = None,
     remat: Mapping[str, Policy] | None = None,
+    taps: Mapping[str, Callable[..., Any]] | None = None,
     buffers: bool = False,
 ) -> Any:
     """Turn a model into a pure function of its parameters.
@@ -52,6 +54,11 @@ def functionalize(
         remat: ``{pattern: policy}`` over module paths: recompute these modules in the backward
             pass, as ``ftp.remat`` does. Attributes that such a module sets on itself are lost,
             buffers aside.
+        taps: ``{pattern: function}`` over module paths. The function takes a module's output, or
+            its path and its output, whole tensors under any sharding; what it returns stands in
+            the output's place, None leaves it. To read activations, keep them in a dict and return
+            that from the same call (``has_aux=True``); in a module of ``remat`` a tap can only
+            replace.
         buffers: make buffers and frozen parameters an argument and a result, not constants.
 
     Returns:
@@ -65,9 +72,10 @@ def functionalize(
         the buffers as the model updated them.
 
     Raises:
-        SpecError: a pattern that matches no module; two patterns that disagree for one module.
+        SpecError: a pattern that matches no module; two patterns that disagree for one module,
+            neither the more specific.
         InputError: not a module; a ScriptModule, compiled, lazy or DTensor model; an unknown
-            policy.
+            policy. At a call: a module with a constraint or a tap that is not called.
 
     >>> fn, params = functionalize(torch.nn.Linear(2, 1, bias=False))
     >>> params.keys()
@@ -78,6 +86,10 @@ def functionalize(
     >>> out, buffers = fn(params, buffers, torch.randn(4, 3))
     >>> buffers["num_batches_tracked"]
     tensor(1)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    >>> fn, params = functionalize(model, taps={"0": lambda x: 0 * x})
+    >>> fn(params, torch.ones(1, 2)).tolist()
+    [[0.0, 0.0]]
     """
     _check_model(model)
     tied = _tied_paths(model)
@@ -96,6 +108,7 @@ def functionalize(
         model=model,
         modules=tuple(snapshot(path, module, stand_ins) for path, module in model.named_modules()),
         pins=pins_of(model, constraints or {}),
+        taps=taps_of(model, taps or {}),
         blocks=(),
         other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
