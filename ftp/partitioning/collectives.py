@@ -56,6 +56,8 @@ class Collective:
         wire_nbytes: bytes that this rank sends, as a ring.
         source: the line of the user's code that the value comes from.
         cause: what the reshard is for.
+        worst_nbytes: where the sizes of parts are values, what this rank sends or receives at
+            most; the other figures are then those of equal parts.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((2,), ("dp",))
@@ -73,6 +75,7 @@ class Collective:
     wire_nbytes: int
     source: str
     cause: str = ""
+    worst_nbytes: int | None = None
 
 
 @dataclass(frozen=True)
