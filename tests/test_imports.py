@@ -17,6 +17,7 @@ ALLOWED = {
     "distributed": "sharding",
     "ops": "sharding",
     "random": "ops sharding",
+    "static": "ops",
     "rules": "ops",
     "tensors": "distributed sharding",
     "checkpoint": "distributed sharding tensors",
