@@ -87,7 +87,7 @@ def functionalize(
     >>> buffers["num_batches_tracked"]
     tensor(1)
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
-    >>> fn, params = functionalize(model, taps={"0": lambda x: 0 * x})
+    >>> fn, params = functionalize(model, taps={"0": lambda x: torch.zeros_like(x)})
     >>> fn(params, torch.ones(1, 2)).tolist()
     [[0.0, 0.0]]
     """
