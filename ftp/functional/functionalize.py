@@ -26,7 +26,7 @@ from ftp.functional.purity import impure
 from ftp.functional.remat import Policy
 from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
-from ftp.random.torch_functions import Draws
+from ftp.random.torch_functions import Draws, surrounding_key
 from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.pytree import kind_of, nearest, remember_tied
 from ftp.sharding.spec import P
@@ -87,7 +87,7 @@ def functionalize(
     >>> buffers["num_batches_tracked"]
     tensor(1)
     >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
-    >>> fn, params = functionalize(model, taps={"0": lambda x: 0 * x})
+    >>> fn, params = functionalize(model, taps={"0": lambda x: torch.zeros_like(x)})
     >>> fn(params, torch.ones(1, 2)).tolist()
     [[0.0, 0.0]]
     """
@@ -127,6 +127,8 @@ def functionalize(
     ) -> Any:
         if rng is not None:
             check_key(rng, f"{program.name}(..., rng=)")
+        elif any(m.module.training for m in program.modules):
+            rng = surrounding_key(program.name)
         with Draws(rng, program.name) as draws:
             return fn(draws, params, *args, **kwargs)
 

@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.nn.modules import transformer
+
 
 @contextmanager
 def patched_libraries() -> Iterator[None]:
@@ -30,4 +33,22 @@ def _transformers() -> Iterator[None]:
         masking.is_tracing = original
 
 
-PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (_transformers,)
+@contextmanager
+def _torch_nn() -> Iterator[None]:
+    """nn.Transformer compares a mask with a causal one, to say so to its layers; a mask that is
+    given as it is comes to the same, whatever its values.
+    """
+    original = transformer._detect_is_causal_mask
+
+    def detect(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        is_known = mask is None or is_causal is not None
+        return original(mask, is_causal, size) if is_known else False
+
+    transformer._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
+
+
+PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (_torch_nn, _transformers)
