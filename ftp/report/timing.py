@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
 from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import WAIT
@@ -361,6 +363,8 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
 
     if is_pipelined:
         return 2.0 * multiplications(target, shape(tuple(node.args)))
+    if target in (PART, PART_BACKWARD):
+        return _part_flops(node, shapes)
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
     if _is_attention(target):
         if "backward" in _name(target):
@@ -368,6 +372,18 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
         return float(sdpa_flop_count(*args[:3]))
     out = _out(shapes.values[node])
     return float(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
+    """Attention's FLOPs over the pairs of a query and a key that its mask leaves."""
+    at = 1 if node.target is PART_BACKWARD else 0
+    q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
+    after = 6 if node.target is PART_BACKWARD else 3
+    given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
+    rows, columns, *causal = given
+    pairs = visible(pieces_of(rows, q[2]), pieces_of(columns, k[2]), bool(causal and causal[0]))
+    of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
+    return float(math.prod(q[:2]) * pairs * of_pair)
 
 
 def _out(results: Sequence[Held]) -> Any:

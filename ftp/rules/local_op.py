@@ -161,6 +161,14 @@ class LocalOp:
                 )
         return index
 
+    def part(self, factor: str) -> list[Offset]:
+        """Which part of ``factor`` this rank holds, in numbers, as `ftp.ops.attention` has it."""
+        return [
+            number
+            for cut in self.cuts.get(factor, ())
+            for number in (cut.outer, cut.size, cut.inner, 1, cut.start, cut.length)
+        ]
+
     def positions(self, factor: str) -> Index:
         """The global indices along ``factor`` of what this rank holds, as an int64 vector."""
         return self.to_global(
