@@ -268,9 +268,9 @@ def lower(
 
 def _before_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
     """The arguments before the key, and the key's spec: it is replicated."""
-    *given, key = args or (None,)
+    given, key = args[:-1], args[-1] if args else torch.empty(0)
     check_key(key, "The step's last argument, as rng=True,")
-    return tuple(given), [PartitionSpec()]
+    return given, [PartitionSpec()]
 
 
 def _check_callable(fn: Any, name: str, form: str) -> None:

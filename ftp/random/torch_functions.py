@@ -128,7 +128,7 @@ def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
     name = getattr(fn, "__name__", type(fn).__name__)
 
     def with_key(*args: Any) -> Any:
-        *given, key = args or (None,)
+        given, key = args[:-1], args[-1] if args else torch.empty(0)
         check_key(key, f"{name}(..., rng)")
         with Draws(key, name):
             return fn(*given)
