@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError, MeshError
+from ftp.ops.exchange_rows import ExchangeRows
 from ftp.source import at_line
 
 Axes = str | Sequence[str]
@@ -91,14 +92,36 @@ def reduce_scatter(x: Tensor, axis: Axes, dim: int = 0) -> Tensor:
     return x
 
 
-def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
+def all_to_all(
+    x: Tensor,
+    axis: str,
+    split_dim: int = 0,
+    concat_dim: int = 0,
+    *,
+    send_counts: Tensor | Sequence[int] | None = None,
+    bound: int | None = None,
+) -> Tensor:
     """Send chunk i of ``x`` along ``split_dim`` to rank i of ``axis``, and concatenate what arrives
     along ``concat_dim``.
+
+    With ``send_counts`` the chunks are blocks of rows whose sizes are values: rows leave in the
+    order of their targets, and arrive in the order of their sources. The counts travel first, so
+    that an error is raised on all ranks before a row moves. The gradient sends the rows back.
 
     Args:
         x: a tensor of one shape on all ranks.
         split_dim: divided by the number of ranks, which must divide its size.
         concat_dim: multiplied by the number of ranks; may be ``split_dim``.
+        send_counts: how many rows (of dim 0) go to each rank, integers of shape (ranks,). Rows
+            after their sum are not sent.
+        bound: rows of the result; those that nothing arrives for are zeros, at the end. Default
+            the rows of all ranks, which is never too few. How many rows arrived from each rank is
+            ``all_to_all(send_counts, axis)``.
+
+    Raises:
+        InputError: ``bound`` without ``send_counts``, or counts with another dim than 0. When the
+            program runs, on all ranks: more rows arrive on one than ``bound``; counts that are
+            negative or exceed the rows of ``x``.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh(2, "tp")
@@ -106,18 +129,54 @@ def all_to_all(x: Tensor, axis: str, split_dim: int, concat_dim: int) -> Tensor:
     >>> swap(torch.arange(4).view(2, 2))  # the same global tensor, sharded on dim 1 now
     tensor([[0, 1],
             [2, 3]])
+    >>> def send(x, counts):
+    ...     return all_to_all(x, "tp", send_counts=counts, bound=3)
+    >>> send = ftp.local(send, mesh, ftp.P("tp"), ftp.P("tp"))
+    >>> send(torch.tensor([1, 2, 3, 4]), torch.tensor([0, 2, 1, 1]))  # rank 0 keeps none
+    tensor([3, 0, 0, 1, 2, 4])
     """
     ((name, n),) = _named("all_to_all", (axis,))
     split, concat = (
         _dim("all_to_all", _tensor("all_to_all", x), split_dim),
         _dim("all_to_all", x, concat_dim),
     )
+    if send_counts is not None:
+        if split or concat:
+            raise InputError(
+                f"{at_line()}ftp.axis.all_to_all has send_counts, which count rows of dim 0, with"
+                f" split_dim={split_dim} and concat_dim={concat_dim}. Move the dim to the front."
+            )
+        return _exchange(x, name, n, send_counts, bound)
+    if bound is not None:
+        raise InputError(
+            f"{at_line()}ftp.axis.all_to_all has bound={bound} without send_counts: equal parts"
+            " arrive as many as are sent."
+        )
     _require_divides("all_to_all", x, split, name, n)
     if split != concat:
         return _linear(x, OPS.all_to_all.default, (name, n, split, concat))
     parts = x.unflatten(split, (1, n, x.shape[split] // n))
     parts = _linear(parts, OPS.all_to_all.default, (name, n, split + 1, split))
     return parts.flatten(split, split + 2)
+
+
+def _exchange(
+    x: Tensor, axis: str, n: int, send_counts: Tensor | Sequence[int], bound: int | None
+) -> Tensor:
+    counts = torch.as_tensor(send_counts, device=x.device)
+    if counts.shape != (n,) or counts.dtype.is_floating_point or counts.dtype.is_complex:
+        raise InputError(
+            f"{at_line()}ftp.axis.all_to_all has send_counts of shape {tuple(counts.shape)} and"
+            f" dtype {counts.dtype}; it takes {n} integers, one for each rank of axis {axis!r}."
+        )
+    if bound is not None and (not isinstance(bound, int) or bound < 0):
+        raise InputError(
+            f"{at_line()}ftp.axis.all_to_all has bound={bound!r}; it takes a number of rows."
+        )
+    every = all_gather(counts.to(torch.int64)[None], axis)
+    size = n * x.shape[0] if bound is None else bound
+    applied: Any = ExchangeRows.apply(x, every, axis, n, size, False)
+    return applied
 
 
 def ppermute(x: Tensor, axis: str, perm: Sequence[tuple[int, int]]) -> Tensor:
@@ -341,7 +400,7 @@ OPS = torch.ops.ftp
 
 def axis_of(target: Any, args: Sequence[Any]) -> str | None:
     """The mesh axis of a call of one of the ops above (``args`` without the tensor), else None."""
-    if target is OPS.all_reduce.default:
+    if target in (OPS.all_reduce.default, OPS.exchange_rows.default):
         return args[1]
     return args[0] if target in _ALL else None
 

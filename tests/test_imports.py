@@ -13,9 +13,9 @@ PACKAGE = Path(__file__).parents[1] / "ftp"
 GROUND = "errors paused_gc source torch_support version"  # may be imported by all
 ALLOWED = {
     "sharding": "",
-    "axis": "",
     "distributed": "sharding",
     "ops": "sharding",
+    "axis": "ops",
     "random": "ops sharding",
     "static": "ops",
     "rules": "ops",
@@ -28,7 +28,7 @@ ALLOWED = {
     "per_rank": "axis rules sharding tracing",
     "certification": "ops per_rank rules tracing",
     "planning": "functional ops per_rank rules sharding tracing",
-    "partitioning": "axis per_rank planning rules sharding",
+    "partitioning": "axis ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes planning rules sharding tensors",
     "report": "ops partitioning passes planning rules runtime sharding tensors",
@@ -38,8 +38,8 @@ ALLOWED = {
     " tensors tracing",
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
-    "cli": "api functional planning plans report sharding",
-    "__main__": "certification cli rules",
+    "cli": "api functional plans report sharding",
+    "__main__": "certification cli planning rules",
 }
 
 

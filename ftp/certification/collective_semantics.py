@@ -18,6 +18,7 @@ from ftp.certification.cells import Cell
 from ftp.certification.element_map import ElementMap, MeshAxis, reshape
 from ftp.certification.packed_values import PackedValues
 from ftp.certification.unsound import Unsound
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 
 c10d = torch.ops._c10d_functional
 
@@ -153,9 +154,14 @@ def _all_to_all(
     return exchange_axis(parts, along, issued.cell.at[along.dim])
 
 
+def _all_to_all_rows(issued: IssuedCollective, *_: Any) -> ElementMap:
+    raise Unsound("what arrives by an all-to-all of parts whose sizes are values is not known")
+
+
 COLLECTIVES: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     c10d.all_gather_into_tensor.default: _all_gather,
     c10d.all_reduce.default: _all_reduce,
     c10d.all_to_all_single.default: _all_to_all,
+    ALL_TO_ALL_ROWS: _all_to_all_rows,
     c10d.reduce_scatter_tensor.default: _reduce_scatter,
 }

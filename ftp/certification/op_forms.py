@@ -20,6 +20,7 @@ from ftp.certification.op_matching import COPIES, Matcher
 from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.rules.rule import BoundRule
 
 aten = torch.ops.aten
@@ -159,8 +160,10 @@ class OpForms:
         inside, offsets = set(nodes), self.graphs.offsets(cell)
         taking: dict[int, fx.Node] = {}
         for node in nodes:
-            if node.target in COLLECTIVES and any(
-                u.target is not c10d.wait_tensor.default for u in node.users
+            if (
+                node.target in COLLECTIVES
+                and node.target is not ALL_TO_ALL_ROWS
+                and any(u.target is not c10d.wait_tensor.default for u in node.users)
             ):
                 raise Refused(f"{node.name} of {op} is read before it has arrived (no wait_tensor)")
             if "takes" in node.meta and node.target is aten.contiguous.default:

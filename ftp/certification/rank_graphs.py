@@ -89,7 +89,8 @@ class RankGraphs:
     def signature(self, node: fx.Node) -> str:
         """What all ranks must agree on of a collective; sizes are compared with its peers alone."""
         group: Any = node.args[-1]
-        options = ", ".join(str(a) for a in node.args[1:-1] if not isinstance(a, list | tuple))
+        given = [a for a in node.args[1:-1] if not isinstance(a, list | tuple | fx.Node)]
+        options = ", ".join(map(str, given))
         axes = self.certificate.groups.get(group, group)
         return f"{node.target.__name__}({options}) over {axes!r}"  # type: ignore[union-attr]
 

@@ -15,7 +15,7 @@ from ftp.checkpoint.draft import discard, new_draft
 from ftp.checkpoint.folder_lock import longest_quiet
 from ftp.checkpoint.safetensors_io import BYTES, STORED
 from ftp.checkpoint.write_shards import Writing, leads
-from ftp.distributed.agreement import calls, check
+from ftp.distributed.agreement import calls
 from ftp.distributed.shared_errors import all_gather_object, timeout_of
 from ftp.errors import CheckpointError, InputError, MeshError, MismatchError, join_failures
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
@@ -122,7 +122,7 @@ def save(
         raise
     try:
         files: Any = writing.gather(copy=not wait)
-        check(m)  # what interrupted collectives left is not saved
+        calls(m).check_results()
     except Exception as e:
         files = e
     return start(lambda: writing.run(files), wait=wait)

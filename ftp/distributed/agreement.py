@@ -29,6 +29,8 @@ from ftp.errors import CollectiveError, FtpError, MismatchError
 from ftp.sharding.mesh import Mesh, require_alive, require_coordinate
 from ftp.sharding.process_group import (
     Timeouts,
+    current_world,
+    failed,
     own_timeouts,
     talks_nccl,
     timeouts,
@@ -59,6 +61,7 @@ class Calls:
         self._thread: int | None = None  # the thread that is inside a call
         self._caller: int | None = None  # the thread that made the last one
         self._is_overlapped = False
+        self._is_told = False  # whether an exception has told the program of `failure`
         self._skipped = ""  # how this rank failed in the call after `call` before it sent anything
         self._finished: set[str] = set()  # programs that have run once
         self._agreed_call = 0
@@ -166,6 +169,7 @@ class Calls:
         """Notes that an exception of this rank's own ended a call."""
         if self.failure is not None:
             return
+        self._is_told = True
         said = shortened(f"{type(error).__name__}: {error}".removesuffix(": "), 300)
         if has_issued:
             self._faults.give_up(
@@ -275,6 +279,7 @@ class Calls:
             self.failure = self._find_out(
                 self._waited() if "timed out" in str(error).lower() else ""
             )
+        self._is_told = True
         if isinstance(self.failure, MismatchError):
             return MismatchError(str(self.failure))
         return CollectiveError(
@@ -324,9 +329,22 @@ class Calls:
             print(f"ftp: {self.failure}", file=sys.stderr, flush=True)
         interrupt(self.mesh)
 
+    def check_results(self) -> None:
+        """Raises where what calls have returned may be no results: the mesh has failed, and calls
+        return before a GPU has done their work, which an abort ends.
+        """
+        require_alive(self.mesh)
+        if self._unfinished is not None:
+            self._check()
+
+    def end(self) -> tuple[bool, FtpError | None]:
+        """Whether ranks cannot wait for each other any more, and why if nobody has been told."""
+        return self.failure is not None, None if self._is_told else self.failure
+
     def _check(self) -> None:
         require_alive(self.mesh)
         if self.failure is not None:
+            self._is_told = True
             raise type(self.failure)(str(self.failure))
 
     def _watch_host(self, store: Store) -> None:
@@ -437,6 +455,11 @@ def exchange(mesh: Mesh, key: str, value: str, timeout: float | None = None) -> 
     return calls(mesh).exchange(key, value, timeout)
 
 
-def check(mesh: Mesh) -> None:
-    """Raises where the mesh has failed: what its interrupted collectives left are no results."""
-    calls(mesh)._check()
+def _end() -> tuple[bool, FtpError | None]:
+    """`Calls.end` of all meshes of the default process group."""
+    ends = [record.end() for mesh, record in _calls.items() if mesh.world == current_world()]
+    untold = next((failure for _, failure in ends if failure is not None), None)
+    return any(has_failed for has_failed, _ in ends), untold
+
+
+failed.append(_end)

@@ -2,6 +2,7 @@
 reshards.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from torch import fx
 
 from ftp.axis import OPS, axis_of
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.partitioning.collectives import Collective
 from ftp.per_rank.program import Program
 from ftp.planning.graph import Move
@@ -68,6 +70,8 @@ def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[
             if axis is None:
                 target = aten.reshape.default if node.target is aten.view.default else node.target
                 env[node] = site.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
+            elif node.target is OPS.exchange_rows.default:
+                env[node] = _exchanged(site, node, args, program.axes[axis], source)  # type: ignore[arg-type]
             elif program.axes[axis] == 1:
                 alone = node.target is not OPS.ppermute.default or args[3]  # type: ignore[index]
                 env[node] = args[0] if alone else site.emit(aten.zeros_like.default, args[0])  # type: ignore[index]
@@ -148,3 +152,32 @@ def _permuted(site: InlineSite, node: fx.Node, x: fx.Node, axis: str, source: st
     if not any(got):
         return site.emit(aten.full.default, list(val.shape), 0, dtype=val.dtype, device=site.device)
     return site.emit(aten.reshape.default, arrived, list(val.shape))
+
+
+def _exchanged(
+    site: InlineSite, node: fx.Node, args: tuple[Any, ...], n: int, source: str
+) -> fx.Node:
+    """An all-to-all of rows whose part sizes are values."""
+    x, counts, axis, _, bound, back = args
+    if n == 1:
+        return site.emit(FIRST_ROWS, x, counts, bound, back, source)
+    issued = site.emit(ALL_TO_ALL_ROWS, x, counts, bound, back, source, site.group(axis))
+    rows, *row = map(int, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
+    dtype = node.meta["val"].dtype
+    each = math.prod(row) * dtype.itemsize
+    expected = min(rows, bound)  # the larger buffer has room for the worst case
+    shape = (expected, *row)
+    issued.meta["collective"] = Collective(
+        "all_to_all",
+        (axis,),
+        shape,
+        dtype,
+        expected * each,
+        shape,
+        expected * each * (n - 1) // n,
+        source,
+        site.cause,
+        max(rows, bound) * each,
+    )
+    issued.meta["axis"] = axis
+    return issued

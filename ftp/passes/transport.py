@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
@@ -54,6 +55,8 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:
+    if node.target is ALL_TO_ALL_ROWS:  # sends bytes
+        return None
     return node.meta["collective"].dtype if "collective" in node.meta else None
 
 

@@ -110,7 +110,8 @@ def _is_linear(
     if not any(n in sums for n in operands):
         return False
     if node.target is getitem or axis_of(node.target, node.args[1:]):
-        return True
+        # The counts of unequal parts must be equal on the ranks that are summed over.
+        return operands[0] in sums and all(axis not in types[n] for n in operands[1:])
     assert isinstance(node.target, torch._ops.OpOverload), node.target
 
     def meta(n: fx.Node) -> Any:

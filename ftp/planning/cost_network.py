@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ftp.planning.graph import Node, Value
+from ftp.planning.narrowest_point import widening
 from ftp.planning.prices import Prices, is_at_rest
 from ftp.planning.problem import AxisPlan, NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, factor_of
@@ -90,6 +91,7 @@ class _Network:
         options: dict[Node, list[Strategy]] = {}
         may_pend: set[Value] = set()
         shared: dict[Any, list[Strategy]] = {}
+        widens = widening(self.problem.graph, self.problem.reach.layouts)
         for node in self.problem.graph.nodes:
             cuts, pinned = self.problem.reach.cuts.get(node, ()), self.problem.pinned.get(node)
             rule = node.rule
@@ -97,6 +99,7 @@ class _Network:
             kind = (
                 node.kind,
                 passes_gathered(node),
+                node in widens,
                 rule.operands,
                 rule.results,
                 rule.linear,
@@ -106,7 +109,9 @@ class _Network:
                 cuts = self._open_cuts(node)
             key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending)
             if key not in shared:
-                shared[key] = strategies(node, cuts, self.problem.n, pinned, may_pend)
+                shared[key] = strategies(
+                    node, cuts, self.problem.n, pinned, may_pend, node in widens
+                )
             found = options[node] = shared[key]
             for index in range(len(node.results)):
                 if any(s.results[index].kind == "P" for s in found):

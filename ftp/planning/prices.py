@@ -9,11 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftp.planning.cost import collective_seconds, op_seconds
+from ftp.planning.cost import BUCKETED, collective_seconds, op_seconds
 from ftp.planning.exemptions import exemptions
 from ftp.planning.graph import BATCH, Move, Node, Value
+from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
-from ftp.planning.strategies import GATHERED, PASS_ON, Strategy
+from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
 from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.layout import PARTIAL, Layout, R, nominal
 
@@ -21,6 +22,8 @@ MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of i
 REPLICATED_PRODUCT = 1e4  # factor for a replicated matmul on batch data that could be cut
 # Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
 PAD_LATENCIES = 3
+# Share of its latency that a small gather of a parameter costs, as it is issued with others.
+SHARE_OF_LATENCY = 0.1
 # Factor for a sum that is reduced before it is widened, on its price in the wider dtype.
 TOO_NARROW = 2.0
 
@@ -52,7 +55,7 @@ class Prices:
     def nbytes(self, value: Value) -> int:
         """Bytes of a value over all ranks of the axis."""
         if value not in self._sizes:
-            self._sizes[value] = math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+            self._sizes[value] = nbytes(value)
         return self._sizes[value]
 
     def reduced_nbytes(self, value: Value) -> int:
@@ -157,6 +160,8 @@ class Prices:
             return self.of_reshard(value, src, R, nbytes)
         move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
         seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
+        if move.op == "all_gather" and nbytes <= BUCKETED and not value.node.depends & BATCH:
+            seconds -= (1 - SHARE_OF_LATENCY) * self.problem.hardware.link.latency
         if self.problem.open and self.problem.open.is_bare:
             return seconds + (
                 self.violation if src.kind == "S" and not self.may_move(value, src) else 0.0
@@ -189,6 +194,8 @@ class Prices:
         need = strategy.operands[slot]
         if need == GATHERED:
             return 0.0 if entry[0] == GATHERED else math.inf
+        if need == WHOLE:
+            return 0.0 if entry[0].kind == "R" else math.inf
         if need.kind == "S":
             return 0.0 if need in entry or entry[0].kind == "R" else math.inf
         if need.kind == "P":

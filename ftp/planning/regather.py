@@ -1,17 +1,19 @@
 """Gather parameters again for the backward pass."""
 
+from collections.abc import Collection
 from dataclasses import replace
 
 import torch
 
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.planning.graph_passes import live
+from ftp.planning.narrowest_point import widening
 from ftp.rules.op_kinds import VIEWS
 
 RECOMPUTED = VIEWS | {
     torch.ops.aten._to_copy.default,
     torch.ops.aten.clone.default,
-}  # cheap, so repeated on a parameter that is gathered again
+}  # cheap, as are ops that widen it: repeated on a parameter that is gathered again
 
 
 def gather_again(graph: Graph) -> Graph:
@@ -20,10 +22,12 @@ def gather_again(graph: Graph) -> Graph:
     """
     made: dict[tuple[Node, int], Node] = {}
     nodes: list[Node] = []
+    values = {Value(n, i) for n in graph.nodes for i in range(len(n.results))}
+    cheap = {node for node in widening(graph, values) if not node.rule.whole}
 
     def again(value: Value, phase: int) -> Value:
         node = value.node
-        if not _is_regatherable(node):
+        if not _is_regatherable(node, cheap):
             return value
         if (node, phase) not in made:
             operands = [again(v, phase) for v in node.operands]
@@ -42,7 +46,7 @@ def gather_again(graph: Graph) -> Graph:
             node.kind == "move" and node.target.op == "all_gather" and not node.depends & BATCH
         )
         gathered[node] = is_gather or (
-            _is_regatherable(node) and any(gathered[v.node] for v in node.operands)
+            _is_regatherable(node, cheap) and any(gathered[v.node] for v in node.operands)
         )
         node.replace_operands(
             [
@@ -54,7 +58,7 @@ def gather_again(graph: Graph) -> Graph:
     return live(Graph(nodes, graph.outputs))
 
 
-def _is_regatherable(node: Node) -> bool:
+def _is_regatherable(node: Node, cheap: Collection[Node]) -> bool:
     if node.depends & BATCH or node.kind == "input":
         return False
-    return node.kind == "move" or (node.kind == "op" and node.target in RECOMPUTED)
+    return node.kind == "move" or node in cheap or node.target in RECOMPUTED

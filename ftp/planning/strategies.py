@@ -8,7 +8,9 @@ from ftp.planning.reachable_cuts import Cut, factor_of, layout_of
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
 
-GATHERED = Layout("R", op="gathered")  # replicated because a shard was gathered, through views
+# Replicated because a shard was gathered, through views and ops that widen it.
+GATHERED = Layout("R", op="gathered")
+WHOLE = Layout("R", op="whole")  # an operand's need: replicated, gathered or not
 PASS_ON = 1e-9  # seconds per op that passes a pending sum on; breaks ties: reduce early
 
 
@@ -35,9 +37,18 @@ def passes_gathered(node: Node) -> bool:
 
 
 def strategies(
-    node: Node, cuts: Sequence[Cut], n: int, pinned: Layout | None, may_pend: Iterable[Value] = ()
+    node: Node,
+    cuts: Sequence[Cut],
+    n: int,
+    pinned: Layout | None,
+    may_pend: Iterable[Value] = (),
+    widens: bool = False,
 ) -> list[Strategy]:
-    """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``."""
+    """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
+
+    Args:
+        widens: whether operands may be gathered for it, as its result has more bytes.
+    """
     if pinned is not None:
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
         return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
@@ -45,6 +56,8 @@ def strategies(
     found = [Strategy((R,) * slots, (R,) * results)] if node.kind != "local" or not cuts else []
     if cuts and passes_gathered(node):
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
+    elif cuts and widens:
+        found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
     for cut in cuts:
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
         gives = tuple(

@@ -24,6 +24,7 @@ class TableRow:
         shape, dtype: of this rank's buffer on the larger side.
         wire_nbytes: bytes that a rank sends for one of them; ``count`` is how many there are.
         why: the reason of the first of them.
+        worst_nbytes: bytes that a rank sends or receives at most, where part sizes are values.
     """
 
     op: str
@@ -35,6 +36,7 @@ class TableRow:
     wire_nbytes: int
     count: int
     why: str
+    worst_nbytes: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -47,6 +49,7 @@ class TableRow:
             "wire_nbytes": self.wire_nbytes,
             "count": self.count,
             "why": self.why,
+            "worst_nbytes": self.worst_nbytes,
         }
 
 
@@ -83,6 +86,7 @@ class Collectives(tuple[Collective, ...]):
                 c.wire_nbytes,
                 len(group),
                 c.cause,
+                c.worst_nbytes,
             )
             for c, *_ in groups.values()
             for group in [
@@ -158,7 +162,10 @@ def _cells(row: TableRow) -> tuple[str, ...]:
         f" of {list(row.global_shape)}" if len(row.shape) != len(row.global_shape) else ""
     )  # moved as one dim
     shape = f"{dtype_name(row.dtype)}{list(row.shape)}{whole}"
-    return row.op, ", ".join(row.axes), shape, in_bytes(row.wire_nbytes), str(row.count), row.why
+    sent = in_bytes(row.wire_nbytes)
+    if row.worst_nbytes is not None:
+        sent += f" (at most {in_bytes(row.worst_nbytes)})"
+    return row.op, ", ".join(row.axes), shape, sent, str(row.count), row.why
 
 
 def broken_claims(

@@ -11,8 +11,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
 from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import WAIT
@@ -54,6 +56,8 @@ class Cost(float):
         waiting: seconds in which nothing is computed because a collective's result is awaited.
         mfu: ``flops`` over what the hardware's peak rate would do in the time, each op's dtype
             counted by its own rate.
+        worst: seconds of the step where every exchange whose part sizes are values moves as much
+            as it can; else the estimate itself, which takes equal parts.
     """
 
     ops: tuple[Timed, ...]
@@ -62,6 +66,7 @@ class Cost(float):
     flops: float
     waiting: float
     mfu: float
+    worst: float
 
     def __new__(
         cls,
@@ -71,6 +76,7 @@ class Cost(float):
         hardware: Hardware,
         waiting: float,
         ideal: float,
+        worst: float | None = None,
     ) -> "Cost":
         made = super().__new__(cls, seconds)
         made.ops, made.collectives, made.hardware, made.waiting = (
@@ -82,12 +88,16 @@ class Cost(float):
         made.flops = sum(o.flops for o in ops)
         made.mfu = ideal / seconds if seconds else 0.0
         made._ideal = ideal
+        made.worst = seconds if worst is None else worst
         return made
 
     _ideal: float
 
     def __getnewargs__(self) -> tuple[Any, ...]:
-        return float(self), self.ops, self.collectives, self.hardware, self.waiting, self._ideal
+        return (
+            float(self), self.ops, self.collectives, self.hardware, self.waiting, self._ideal,
+            self.worst,
+        )  # fmt: skip
 
     @property
     def computing(self) -> float:
@@ -115,6 +125,8 @@ class Cost(float):
             f" {in_seconds(self.communicating)} communicating ({in_seconds(self.waiting)} waited"
             f" for), MFU {self.mfu:.1%}"
         )
+        if self.worst > self:
+            head += f"; {in_seconds(self.worst)} where unequal parts are as unequal as they can be"
         lines = [
             f"  {in_seconds(seconds):>10} "
             f" {seconds / max(self.computing + self.communicating, 1e-30):6.1%}  {count:5d} x {op}"
@@ -136,6 +148,7 @@ class Cost(float):
             "waiting": self.waiting,
             "flops": self.flops,
             "mfu": self.mfu,
+            "worst": self.worst,
             "by_op": kinds,
         }
 
@@ -163,7 +176,7 @@ def estimate(
     graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
 ) -> Cost:
     """Time a rank's program: one stream computes, one communicates, and a wait blocks the first."""
-    now = link_free = waiting = ideal = met = 0.0
+    now = link_free = waiting = ideal = met = unequal = 0.0
     moved = 0
     done: dict[fx.Node, float] = {}
     ops: list[Timed] = []
@@ -181,6 +194,9 @@ def estimate(
             n = math.prod(axes[a] for a in record.axes)
             link = hardware.link_of(record.axes)
             seconds = measured_seconds(record.op, record.nbytes, n, link, now - met)
+            if record.worst_nbytes is not None:
+                most = measured_seconds(record.op, record.worst_nbytes, n, link, now - met)
+                unequal += most - seconds
             begin = max(now, link_free)
             link_free = done[node] = begin + seconds
             held_up = (1 - link.hidden) * seconds
@@ -205,9 +221,8 @@ def estimate(
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
             now += timed.seconds
             ops.append(timed)
-    return Cost(
-        max(now, link_free), ops, collectives, hardware, waiting + max(0.0, link_free - now), ideal
-    )
+    end, waiting = max(now, link_free), waiting + max(0.0, link_free - now)
+    return Cost(end, ops, collectives, hardware, waiting, ideal, end + unequal)
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> Timed:
@@ -348,6 +363,8 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
 
     if is_pipelined:
         return 2.0 * multiplications(target, shape(tuple(node.args)))
+    if target in (PART, PART_BACKWARD):
+        return _part_flops(node, shapes)
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
     if _is_attention(target):
         if "backward" in _name(target):
@@ -355,6 +372,18 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
         return float(sdpa_flop_count(*args[:3]))
     out = _out(shapes.values[node])
     return float(flop_registry[packet](*args, **kwargs, out_val=out))
+
+
+def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
+    """Attention's FLOPs over the pairs of a query and a key that its mask leaves."""
+    at = 1 if node.target is PART_BACKWARD else 0
+    q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
+    after = 6 if node.target is PART_BACKWARD else 3
+    given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
+    rows, columns, *causal = given
+    pairs = visible(pieces_of(rows, q[2]), pieces_of(columns, k[2]), bool(causal and causal[0]))
+    of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
+    return float(math.prod(q[:2]) * pairs * of_pair)
 
 
 def _out(results: Sequence[Held]) -> Any:

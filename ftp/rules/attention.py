@@ -5,6 +5,7 @@ from typing import Any
 
 from torch._ops import OpOverload
 
+from ftp.ops.attention import PART, PART_BACKWARD
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
@@ -61,9 +62,7 @@ def flash_for_cpu(call: Call) -> Rule:
         operands, (_dims(OUT, heads), _dims(LSE, heads)), frozenset(whole), ((), ())
     )
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
-    return Rule(
-        notation, (), _masked_by_position(call, 0), _sizes(call, 0), decompose=q.shape[2] == 1
-    )
+    return Rule(notation, (), _by_position(call, 0), _sizes(call, 0), decompose=q.shape[2] == 1)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -82,15 +81,15 @@ def flash_for_cpu_backward(call: Call) -> Rule:
         frozenset(whole),
         ((), over_queries, over_queries),
     )
-    return Rule(notation, ((0,),), _masked_by_position(call, 1), _sizes(call, 1), decompose=False)
+    return Rule(notation, ((0,),), _by_position(call, 1), _sizes(call, 1), decompose=False)
 
 
-def _masked_by_position(call: Call, at: int) -> LocalHook:
-    """Where queries are cut, ``is_causal`` would count from this rank's first query: an explicit
-    mask counts from the first of all.
+def _by_position(call: Call, at: int) -> LocalHook:
+    """Where queries are cut, ``is_causal`` would count from this rank's first query: the op of
+    parts takes where they stand in the sequence.
     """
     causal = 4 if at == 0 else 7
-    dtype = call.operands[0].dtype
+    part = PART if at == 0 else PART_BACKWARD
 
     def local(op: LocalOp) -> Any:
         shapes = [op.operand_shape(i) for i in range(len(op.rule.operands))]
@@ -98,18 +97,7 @@ def _masked_by_position(call: Call, at: int) -> LocalHook:
             return tuple(zeros(op, i) for i in range(len(call.results)))
         if not (op.is_cut("s") and len(op.args) > causal and op.args[causal]):
             return op.default()
-        keys = op.emit(aten.arange.default, op.sizes["t"], device=op.device)
-        ahead = op.emit(aten.gt.Tensor, keys, op.emit(aten.unsqueeze.default, op.positions("s"), 1))
-        mask = op.emit(
-            aten.full.default,
-            [1, 1, op.sizes["s"], op.sizes["t"]],
-            0,
-            dtype=dtype,
-            device=op.device,
-        )
-        mask = op.emit(aten.masked_fill.Scalar, mask, ahead, -math.inf)
-        args = [*op.args[:causal], False, *op.args[causal + 1 :]]
-        return op.emit(op.target, *args, **{**op.kwargs, "attn_mask": mask})
+        return op.emit(part, *op.args[: causal - 1], op.part("s"), [], True, **op.kwargs)
 
     return local
 

@@ -1,7 +1,7 @@
 """Shape, strides, dtype and storage of every value of a rank's graph under eager kernels."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -34,12 +34,13 @@ class Held(NamedTuple):
 
 @dataclass(frozen=True)
 class LocalShapes:
-    """Per node of a rank's graph its result's tensors (a tuple's elements in order), and per
-    storage the node that allocates it.
+    """Per node of a rank's graph its result's tensors (a tuple's elements in order), per storage
+    the node that allocates it, and the numbers that are computed from the rank's offsets.
     """
 
     values: Mapping[fx.Node, tuple[Held, ...]]
     makers: Mapping[int, fx.Node]
+    numbers: Mapping[fx.Node, int] = field(default_factory=dict)
 
     @cached_property
     def inputs(self) -> list[fx.Node]:
@@ -123,7 +124,7 @@ class _Shapes:
             values[node] = held
             for one in held:
                 makers.setdefault(one.storage, node)
-        return LocalShapes(values, makers)
+        return LocalShapes(values, makers, numbers)
 
     def _fresh(
         self,

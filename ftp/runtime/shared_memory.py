@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.distributed.agreement import exchange, interrupts
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, checked_counts
 from ftp.ops.native import compiled
 from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
@@ -90,6 +91,24 @@ class SharedGroup:
             torch.empty_like(x, memory_format=torch.contiguous_format),
             x.numel() // self.ranks,
         )
+
+    def all_to_all_rows(
+        self, x: torch.Tensor, counts: torch.Tensor, bound: int, back: bool, source: str
+    ) -> torch.Tensor:
+        """An all-to-all of unequal parts, each padded to the largest of all ranks'."""
+        sizes = checked_counts(counts, x.shape[0], bound, back, source)
+        most, mine = max(map(max, sizes)), self.rank
+        out = x.new_zeros([bound, *x.shape[1:]])
+        rows = as_bytes(x.contiguous())
+        padded = rows.new_zeros([self.ranks * most, rows.shape[1]])
+        for to, part in enumerate(rows[: sum(sizes[mine])].split(sizes[mine])):
+            padded[to * most : to * most + len(part)] = part
+        arrived = self.all_to_all(padded).unflatten(0, (self.ranks, most))
+        into, at = as_bytes(out), 0
+        for source_rank, sent in enumerate(sizes):
+            into[at : at + sent[mine]] = arrived[source_rank, : sent[mine]]
+            at += sent[mine]
+        return out
 
     def _issue(
         self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum"
@@ -306,6 +325,9 @@ _IN_MEMORY = {
     ),
     c10d.all_to_all_single.default: _define(
         c10d.all_to_all_single.default, lambda x, got, sent, group: _groups[group].all_to_all(x)
+    ),
+    ALL_TO_ALL_ROWS: _define(
+        ALL_TO_ALL_ROWS, lambda *args: _groups[args[-1]].all_to_all_rows(*args[:-1])
     ),
 }
 

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
 from ftp.ops.symmetric_memory import gather_products, product_scatter
 from ftp.partitioning.partition import LocalProgram
 
@@ -144,6 +145,7 @@ COLLECTIVES: dict[Any, Callable[..., list[torch.Tensor]]] = {
 }
 # From the arguments of each rank, where these are not the same but for the tensor.
 BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
+    ALL_TO_ALL_ROWS: exchanged,
     c10d.all_to_all_single.default: _all_to_all,
     gather_products: _gather_products,
     product_scatter: _product_scatter,

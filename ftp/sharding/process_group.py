@@ -14,7 +14,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.rendezvous import rendezvous
 
-from ftp.errors import MeshError
+from ftp.errors import CollectiveError, FtpError, MeshError
 from ftp.sharding.launcher import Launched, launched
 
 DEVICE_TYPES = ("cpu", "cuda")
@@ -41,6 +41,10 @@ _worlds: list[weakref.ref] = []
 _timeouts: dict[int, Timeouts] = {}
 endings: list[Callable[[], None]] = []
 """Called before the default process group ends, to release what would keep it from ending."""
+failed: list[Callable[[], tuple[bool, FtpError | None]]] = []
+"""Called then: whether a mesh has failed, so that ranks cannot wait for each other any more; and
+why, if no exception has told the program.
+"""
 
 
 def init_process_group(
@@ -112,9 +116,12 @@ def destroy_process_group() -> None:
 
     A process that ends without it may take the store with it that others still use.
 
+    After a failure that a call has raised, it does not wait. The process group is destroyed in any
+    case.
+
     Raises:
-        CheckpointError: a save failed, and nobody has asked for its result. The process group is
-            destroyed all the same.
+        CheckpointError: a save failed, and nobody has asked for its result.
+        CollectiveError, MismatchError: a rank has ended or failed, which no call has raised.
 
     >>> destroy_process_group()
     """
@@ -125,10 +132,28 @@ def destroy_process_group() -> None:
         except Exception as e:
             failures.append(e)
     if dist.is_initialized():
-        dist.barrier(device_ids=[torch.cuda.current_device()] if talks_nccl() else None)
+        failures += _wait_for_all()
         dist.destroy_process_group()
     if failures:
         raise failures[0]
+
+
+def _wait_for_all() -> list[Exception]:
+    """Why ranks do not all come, where no exception has told the program."""
+    found = [end() for end in failed]
+    if not any(has_failed for has_failed, _ in found):
+        try:
+            dist.barrier(device_ids=[torch.cuda.current_device()] if talks_nccl() else None)
+        except RuntimeError as e:
+            found = [end() for end in failed]
+            if not any(has_failed for has_failed, _ in found):
+                why = CollectiveError(
+                    "A rank has ended, or has destroyed its process group, before it came to"
+                    f" destroy_process_group, where rank {dist.get_rank()} waited for it: {e}"
+                )
+                why.__cause__ = e
+                return [why]
+    return [failure for _, failure in found if failure is not None]
 
 
 def timeouts() -> Timeouts | None:

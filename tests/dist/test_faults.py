@@ -269,8 +269,8 @@ def _lookup(params, tokens):
 
 
 def _skipping(spec, bad_ranks):
-    """Losses by turn; batch 2 has an id out of range on some ranks, and the loop goes on after
-    the error.
+    """Losses by turn, and what leaving says; batch 2 has an id out of range on some ranks, and
+    the loop goes on after the error.
     """
     mesh = _mesh((2,), ("dp",), timeout=20.0, step_timeout=10.0)
     whole = {"table": torch.arange(200.0).reshape(50, 4) / 100, "w": torch.ones(4, 3)}
@@ -286,14 +286,15 @@ def _skipping(spec, bad_ranks):
             seen.append("right")
         except (IndexError, CollectiveError, MismatchError) as e:
             seen.append(f"{type(e).__name__}: {e}")
-    return seen
+    return seen, _caught(ftp.destroy_process_group)[0], dist.is_initialized()
 
 
 @pytest.mark.parametrize("spec", [P(), P("dp")])
 def test_a_rank_that_skips_a_call_after_an_error_of_its_own_stops_all(spec):
     ranks = launch(_skipping, 2, spec, [0])
     assert [r.exit for r in ranks] == [0, 0], ranks
-    first, second = (r.value for r in ranks)
+    (first, *left), (second, *there) = (r.value for r in ranks)
+    assert left == there == [None, False]
     assert first[:2] == second[:2] == ["right"] * 2
     assert first[2].startswith("IndexError: index out of range")
     why = "Rank 0 left call 3 on the mesh (dp 2) on cpu in its midst, with IndexError: index out of range in self." if spec else (
@@ -308,7 +309,31 @@ def test_a_rank_that_skips_a_call_after_an_error_of_its_own_stops_all(spec):
 def test_an_error_that_all_ranks_have_before_the_first_collective_stops_nothing():
     for rank in launch(_skipping, 2, P(), [0, 1]):
         assert rank.exit == 0, rank
-        assert ["right"] * 2 == rank.value[:2] == rank.value[3:] and rank.value[2].startswith("IndexError"), rank
+        seen, *left = rank.value
+        assert ["right"] * 2 == seen[:2] == seen[3:] and seen[2].startswith("IndexError"), rank
+        assert left == [None, False]
+
+
+def _leaving_after(how):
+    """What `destroy_process_group` says of a peer that ended after the last call, without it."""
+    mesh = _mesh((2,), ("tp",), timeout=20.0, step_timeout=10.0)
+    step, params, batch = _step(mesh)
+    step(params, batch)
+    if dist.get_rank() == 1:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return dist.destroy_process_group()
+    return _caught(ftp.destroy_process_group)[0], dist.is_initialized()
+
+
+@pytest.mark.parametrize("how", ["killed", "left"])
+def test_leaving_tells_what_no_call_has_told(how):
+    rank, _ = launch(_leaving_after, 2, how)
+    assert rank.exit == 0, rank
+    error, is_initialized = rank.value
+    # The end of the peer's connections may be seen before the end of its process.
+    why = "Rank 1 has been killed, or has ended without a word|A rank has ended, or has destroyed"
+    assert re.match(f"CollectiveError: ({why})", error) and not is_initialized, error
 
 
 _interrupts: list[int] = []

@@ -4,6 +4,7 @@ of what torch asks of a device.
 
 import os
 import re
+import signal
 import threading
 import time
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_steps_with_gathers_that_go_as_on_gpus_equal_one_device(how: str):
 
 def _reads_after_a_peer_is_gone(folder: str) -> Any:
     """Its GPU never comes to the end of the third call, as NCCL's collectives wait for ever;
-    none raises on the host.
+    none raises on the host. The peer is stopped: one that has ended is noticed at once.
     """
     ftp.init_process_group(device_type="cpu", timeout=30, step_timeout=1)
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
@@ -139,8 +140,11 @@ def _reads_after_a_peer_is_gone(folder: str) -> Any:
         step(w, x)
     time.sleep(1.2)  # longer than a step may take
     assert record.failure is None
+    pids: list[Any] = [None, None]
+    dist.all_gather_object(pids, os.getpid())
     if dist.get_rank() == 1:
-        os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        return None
     reached[0] = False
     step(w, x)
     before = time.monotonic()
@@ -150,8 +154,9 @@ def _reads_after_a_peer_is_gone(folder: str) -> Any:
     for call in (lambda: step(w, x), lambda: ftp.save(folder, {"w": w}, mesh, P())):
         try:
             call()
-        except ftp.errors.CollectiveError as error:
+        except (ftp.errors.CollectiveError, ftp.errors.CheckpointError) as error:
             errors.append(str(error))
+    os.kill(pids[1], signal.SIGCONT)
     return errors, ftp.checkpoints(folder)
 
 
@@ -164,7 +169,7 @@ def test_a_missing_rank_is_named_where_the_gpu_waits_for_it(tmp_path: Path):
         r" and what it gives now are no results: Rank 1 does not answer",
         first,
     )
-    assert second == first and not saved
+    assert second.startswith("Rank 1 does not answer") and not saved
     assert f"ftp: {first.splitlines()[0]}" in rank.stderr
 
 
@@ -173,11 +178,12 @@ def test_a_save_is_given_up_where_the_mesh_fails_while_it_copies(tmp_path: Path,
     left.
     """
     mesh = ftp.simulated_mesh((2,), ("tp",))
-    gathered = Writing.gather
+    record, gathered = calls(resolve(mesh)), Writing.gather
+    monkeypatch.setattr(record, "_unfinished", Unfinished(record._end_late, lambda: lambda: False))
 
     def fails(job: Writing, *, copy: bool) -> Any:
         found = gathered(job, copy=copy)
-        monkeypatch.setattr(calls(resolve(mesh)), "failure", ftp.errors.CollectiveError("rank 1 is gone"))
+        monkeypatch.setattr(record, "failure", ftp.errors.CollectiveError("rank 1 is gone"))
         return found
 
     monkeypatch.setattr(Writing, "gather", fails)

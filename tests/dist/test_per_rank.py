@@ -61,3 +61,46 @@ def test_per_rank_code_equals_one_device():
 def test_compiled_per_rank_code_equals_one_device():
     for error in _values(launch(_local_code, 2, True, timeout=300)):
         assert error < 1e-11
+
+
+def _unequal_parts():
+    from tests.per_rank.test_unequal_parts import exchanged  # type: ignore[import-not-found]
+
+    n = int(os.environ["WORLD_SIZE"])
+    mesh = ftp.make_mesh((n,), ("ep",), device_type="cpu")
+
+    def loss_of(send):
+        return lambda w, c: (send(w.sin(), c) * torch.arange(1.0, 1 + n * 7)[:, None]).sum()
+
+    def swap(x, c):
+        return ftp.axis.all_to_all(x, "ep", send_counts=c, bound=7)
+
+    generator = torch.Generator().manual_seed(0)
+    w = torch.randn(n * 4, 3, dtype=torch.float64, generator=generator)
+    worst = 0.0
+    step = ftp.shard(loss_of(ftp.local(swap, mesh, P("ep"), P("ep"))), mesh, P("ep"), batch_specs=P("ep"))
+    for counts in ([1, 0, 3, 0, 0, 0, 2, 2, 0], [4, 0, 0, 1, 3, 0, 0, 0, 4], [0] * 9):
+        c = torch.tensor(counts)
+        plain = loss_of(lambda x, c: exchanged(x, c.view(n, n), 7))
+        expected_grad, expected = torch.func.grad_and_value(plain)(w, c)
+        loss, grad = step(ftp.device_put(w, mesh, P("ep")), ftp.device_put(c, mesh, P("ep")))
+        grad = ftp.device_get(grad, mesh, P("ep"))
+        worst = max(worst, float((loss - expected).abs()), float((grad - expected_grad).abs().max()))
+    try:
+        too_many = torch.tensor([4, 0, 0, 4, 0, 0, 0, 0, 0])
+        step(ftp.device_put(w, mesh, P("ep")), ftp.device_put(too_many, mesh, P("ep")))
+        said = "nothing"
+    except ftp.errors.InputError as error:
+        said = str(error)
+    loss, _ = step(ftp.device_put(w, mesh, P("ep")), ftp.device_put(c, mesh, P("ep")))  # goes on
+    dist.barrier()
+    dist.destroy_process_group()
+    return worst, said, float(loss)
+
+
+@pytest.mark.parametrize("shared", ["0", "1"])
+def test_unequal_parts_and_too_many_rows_on_one_rank(shared):
+    for error, said, loss in _values(launch(_unequal_parts, 3, env={"FTP_SHM": shared})):
+        assert error < 1e-12
+        assert "rank 0 of the axis would receive 8 rows, more than bound=7. No row was sent." in said
+        assert loss == 0.0

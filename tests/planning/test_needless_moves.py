@@ -1,5 +1,6 @@
 """Nothing is moved that need not be: exact collectives of programs that once moved more."""
 
+import pytest
 import torch
 
 import ftp
@@ -49,3 +50,116 @@ def test_pooling_of_a_permuted_tensor_keeps_the_batch_cut():
     assert ops(step.lower(w, x)) == ["all_reduce"] * 2
     grad, value = torch.func.grad_and_value(loss)(w, x)
     torch.testing.assert_close(step(w, x), (value, grad), rtol=1e-12, atol=1e-12)
+
+
+def gathers(lowered):
+    return [(str(c.dtype)[6:], c.nbytes) for c in lowered.collectives if c.op == "all_gather"]
+
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+ROWS, WIDE = 96, 11  # 11 rows do not divide by 2, nor by 3
+
+
+def through_bfloat16(p, x):
+    return x @ p["w"].to(BF16).to(x.dtype)
+
+
+def stored_in_bfloat16(p, x):
+    return x @ p["w"].to(x.dtype)
+
+
+def through_fp8(p, x):
+    return x @ ((p["w"] / p["s"]).to(FP8).to(x.dtype) * p["s"])
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize(
+    ("layer", "dtype", "expected"),
+    [
+        (through_bfloat16, torch.float64, [("bfloat16", 2)]),
+        (stored_in_bfloat16, BF16, [("bfloat16", 2)]),
+        (through_fp8, torch.float64, [("float8_e4m3fn", 1), ("float64", 8)]),
+    ],
+)
+def test_zero3_gathers_weights_where_they_are_narrowest(layer, dtype, expected, n):
+    def loss(p, x):
+        for name in ("first", "last"):
+            x = torch.tanh(layer(p[name], x))
+        return x.square().mean()
+
+    torch.manual_seed(0)
+    params = {
+        name: {
+            "w": torch.randn(WIDE, WIDE, dtype=torch.float64).to(dtype),
+            "s": torch.rand(WIDE, 1, dtype=torch.float64) + 0.5,
+        }
+        for name in ("first", "last")
+    }
+    x = torch.randn(ROWS, WIDE, dtype=torch.float64)
+    mesh = ftp.simulated_mesh((n,), ("dp",))
+    step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"))
+    rows = -(-WIDE // n) * n  # as many on every rank
+    sizes = {1: rows * WIDE, 2: 2 * rows * WIDE, 8: 8 * rows}
+    assert set(gathers(step.lower(params, x))) == {(name, sizes[size]) for name, size in expected}
+    grads, value = torch.func.grad_and_value(loss)(params, x)
+    got, got_grads = step(params, x)
+    torch.testing.assert_close(got, value, rtol=1e-12, atol=1e-12)
+    tolerance = 1e-12 if dtype == torch.float64 else 2e-2  # sums of bfloat16 gradients
+    torch.testing.assert_close(got_grads, grads, rtol=tolerance, atol=tolerance)
+
+
+def test_codes_of_frozen_weights_are_gathered_not_the_weights():
+    """QLoRA: two codes of four bits in a byte, a table of 16 numbers, a scale a block."""
+
+    def loss(p, frozen, table, x):
+        codes = frozen["codes"]
+        pairs = torch.stack([table[(codes >> 4).int()], table[(codes & 15).int()]], -1)
+        w = (pairs.reshape(-1, 16) * frozen["scales"]).reshape(x.shape[-1], -1)
+        return (x @ w + x @ p["a"] @ p["b"]).square().mean()
+
+    torch.manual_seed(0)
+    params = {
+        "a": torch.randn(32, 2, dtype=torch.float64),
+        "b": torch.randn(2, 64, dtype=torch.float64),
+    }
+    frozen = {
+        "codes": torch.randint(256, (32 * 32,), dtype=torch.uint8),
+        "scales": torch.rand(128, 1, dtype=torch.float64),
+    }
+    batch = frozen, torch.randn(16, dtype=torch.float64), torch.randn(64, 32, dtype=torch.float64)
+    step = ftp.shard(
+        loss,
+        ftp.simulated_mesh((2,), ("dp",)),
+        P("dp"),
+        batch_specs=(P("dp"), P(), P("dp")),
+        data_axes=("dp",),
+    )
+    found = set(gathers(step.lower(params, *batch)))
+    assert found == {("uint8", 1024), ("float64", 1024), ("float64", 512)}
+    grads, value = torch.func.grad_and_value(loss)(params, *batch)
+    torch.testing.assert_close(step(params, *batch), (value, grads), rtol=1e-12, atol=1e-12)
+
+
+def test_figures_of_weights_that_are_widened():
+    """8 ranks: 4,194,304 bytes of a float32 weight and 2,097,152 of an int8 one were gathered."""
+
+    def meta(*shape, dtype=torch.float32):
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    def cast(p, x):
+        return (x @ p["w"].to(BF16).float()).square().mean()
+
+    def lora(p, frozen, scale, x):
+        weight = frozen.to(BF16) * scale.to(BF16)
+        return (x @ weight + x @ p["a"] @ p["b"]).float().square().mean()
+
+    mesh, x = ftp.AbstractMesh((8,), ("dp",), device_type="cuda"), meta(8192, 1024)
+    adapters = {"a": meta(1024, 16, dtype=BF16), "b": meta(16, 1024, dtype=BF16)}
+    frozen = meta(1024, 1024, dtype=torch.int8), meta(1024, 1)
+    for loss, params, batch, expected in (
+        (cast, {"w": meta(1024, 1024)}, (x,), [("bfloat16", 2097152)]),
+        (lora, adapters, (*frozen, x.to(BF16)), [("int8", 1048576), ("bfloat16", 2048)]),
+    ):
+        step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"), data_axes=("dp",))
+        found = gathers(step.lower(params, *batch))
+        assert found[: len(expected)] == expected

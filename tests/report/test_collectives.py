@@ -86,6 +86,7 @@ def test_the_table_shows_itself_as_text_html_rich_and_json():
     facts = json.loads(json.dumps(table.to_dict()))
     assert facts["count"] == len(table) and set(facts["rows"][0]) == {
         "op", "axes", "shape", "global_shape", "dtype", "nbytes", "wire_nbytes", "count", "why",
+        "worst_nbytes",
     }  # fmt: skip
     console = pytest.importorskip("rich.console")
     shown = console.Console(width=250, record=True, file=io.StringIO())

@@ -1,0 +1,365 @@
+"""Attention between parts of a sequence: where queries and keys stand in it reaches the kernel as
+numbers, and no mask is made.
+
+A dim's part is a list of ints, one group for each cut of the dim, major to minor: ``outer, size,
+inner, count, start, length, ...``. A cut sees what the cuts before it left as ``[outer, size,
+inner]``, and holds ``count`` pieces of ``size``, each from ``start`` on. No group: the whole dim.
+
+Queries and keys are taken in tiles. A causal mask rules a tile out, leaves it whole, or leaves the
+keys up to its diagonal, where the kernel's own causal mask applies. The results of one block of
+queries are merged by their log-sum-exps; the gradients of a tile follow from the merged result and
+log-sum-exp. So memory beside the operands and results is that of a tile.
+
+Source: Dao (2023), FlashAttention-2, sections 3.1 and 3.2.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+aten = torch.ops.aten
+QUERIES, KEYS = 1024, 8192  # of a tile, forward
+TILE = 1024  # queries and keys of a tile, backward
+Piece = tuple[int, int]  # start in the sequence, and length
+
+torch.library.define(
+    "ftp::scaled_dot_product_attention_part",
+    "(Tensor q, Tensor k, Tensor v, int[] rows, int[] columns, bool is_causal=False, *,"
+    " Tensor? attn_mask=None, float? scale=None) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "ftp::scaled_dot_product_attention_part_backward",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, int[] rows,"
+    " int[] columns, bool is_causal=False, *, Tensor? attn_mask=None, float? scale=None)"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+PART = torch.ops.ftp.scaled_dot_product_attention_part.default
+PART_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_part_backward.default
+
+
+def pieces_of(part: Sequence[int], size: int) -> list[Piece]:
+    """The pieces of a sequence that a part holds, in its order.
+
+    Args:
+        size: how many elements the part holds.
+
+    >>> pieces_of([1, 8, 1, 1, 4, 4], 4), pieces_of([1, 8, 1, 2, 0, 2, 6, 2], 4), pieces_of([], 3)
+    ([(4, 4)], [(0, 2), (6, 2)], [(0, 3)])
+    """
+    if not part:
+        return [(0, size)]
+    held: list[Piece] | None = None
+    at = 0
+    while at < len(part):
+        outer, whole, inner, count = part[at : at + 4]
+        numbers = part[at + 4 : at + 4 + 2 * count]
+        at += 4 + 2 * count
+        if held is None:
+            held = [(0, outer * whole * inner)]
+        held = [
+            piece
+            for o in range(outer)
+            for start, length in zip(numbers[::2], numbers[1::2], strict=True)
+            for piece in _within(held, (o * whole + start) * inner, length * inner)
+        ]
+    joined: list[Piece] = []
+    for start, length in held or ():
+        if joined and sum(joined[-1]) == start:
+            joined[-1] = (joined[-1][0], joined[-1][1] + length)
+        elif length:
+            joined.append((start, length))
+    return joined
+
+
+def _within(held: Sequence[Piece], start: int, length: int) -> Iterator[Piece]:
+    """The pieces of ``length`` elements of those held, from ``start`` on."""
+    stop, before = start + length, 0
+    for first, size in held:
+        low, high = max(start, before), min(stop, before + size)
+        if low < high:
+            yield first + low - before, high - low
+        before += size
+
+
+@dataclass(frozen=True)
+class Block:
+    """Elements ``first`` on of a sequence, which stand at ``at`` on in a tensor."""
+
+    first: int
+    at: int
+    length: int
+
+    def slice(self, start: int, stop: int) -> slice:
+        """Elements ``start`` to ``stop`` of the sequence, as a slice of the tensor."""
+        return slice(self.at + start - self.first, self.at + stop - self.first)
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Queries and keys as slices of the tensors; ``is_diagonal``: query i sees keys 0 to i."""
+
+    queries: slice
+    keys: slice
+    is_diagonal: bool = False
+
+
+def blocks(part: Sequence[int], size: int, most: int) -> list[Block]:
+    """The pieces of a part, in blocks of at most ``most`` elements."""
+    found, at = [], 0
+    for first, length in pieces_of(part, size):
+        for low in range(0, length, most):
+            found.append(Block(first + low, at + low, min(most, length - low)))
+        at += length
+    return found
+
+
+def tiles(rows: Block, columns: Block, is_causal: bool) -> list[Tile]:
+    """What a mask leaves of a block of queries and a block of keys.
+
+    >>> for tile in tiles(Block(2, 0, 3), Block(0, 0, 4), True):
+    ...     print(tile.queries, tile.keys, tile.is_diagonal)
+    slice(0, 3, None) slice(0, 2, None) False
+    slice(0, 2, None) slice(2, 4, None) True
+    slice(2, 3, None) slice(2, 4, None) False
+    """
+    first, last = rows.first, rows.first + rows.length
+    begin, end = columns.first, columns.first + columns.length
+    every = rows.slice(first, last)
+    if not is_causal:
+        return [Tile(every, columns.slice(begin, end))]
+    end = min(end, last)
+    found = []
+    if begin < min(end, first):
+        found.append(Tile(every, columns.slice(begin, min(end, first))))
+    begin = max(begin, first)
+    if begin < end:
+        found.append(Tile(rows.slice(begin, end), columns.slice(begin, end), True))
+        if end < last:
+            found.append(Tile(rows.slice(end, last), columns.slice(begin, end)))
+    return found
+
+
+def visible(rows: Sequence[Piece], columns: Sequence[Piece], is_causal: bool) -> int:
+    """How many pairs of a query and a key a mask leaves.
+
+    >>> visible([(2, 3)], [(0, 4)], True), visible([(2, 3)], [(0, 4)], False)
+    (11, 12)
+    """
+    total = 0
+    for first, length in rows:
+        for begin, count in columns:
+            for t in tiles(Block(first, 0, length), Block(begin, 0, count), is_causal):
+                n = t.queries.stop - t.queries.start
+                total += n * (n + 1) // 2 if t.is_diagonal else n * (t.keys.stop - t.keys.start)
+    return total
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which parts are summed, and of log-sum-exps."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _mask_of(mask: Tensor | None, tile: Tile) -> Tensor | None:
+    if mask is None:
+        return None
+    for dim, part in ((-2, tile.queries), (-1, tile.keys)):
+        if mask.shape[dim] != 1:
+            mask = mask.narrow(dim, part.start, part.stop - part.start)
+    return mask
+
+
+def _rows(x: Tensor, part: slice) -> Tensor:
+    return x.narrow(2, part.start, part.stop - part.start)
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_part", "CompositeExplicitAutograd")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: list[int],
+    columns: list[int],
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor]:
+    wide = sum_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    logsumexp = q.new_zeros(q.shape[:3], dtype=wide)
+    if 0 in out.shape[:3] or not k.shape[2]:
+        return out, logsumexp
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    key_blocks = blocks(columns, k.shape[2], KEYS)
+    for block in blocks(rows, q.shape[2], QUERIES):
+        whole = block.slice(block.first, block.first + block.length)
+        found = [t for keys in key_blocks for t in tiles(block, keys, is_causal)]
+        total = _rows(logsumexp, whole).fill_(-math.inf)
+        merged = _rows(out, whole)
+        result = merged if wide == q.dtype else merged.to(wide)
+        for tile in found:
+            part, weight = _tile(q, k, v, attn_mask, tile, scale)
+            queries = slice(tile.queries.start - whole.start, tile.queries.stop - whole.start)
+            merge(_rows(result, queries), _rows(total, queries), part, weight)
+        if result is not merged:
+            merged.copy_(result)
+        total.masked_fill_(total == -math.inf, 0)  # as the kernel of rows that see nothing
+    return out, logsumexp
+
+
+def merge(out: Tensor, logsumexp: Tensor, part: Tensor, of_part: Tensor) -> None:
+    """Merge the attention to further keys into that to other keys, in place.
+
+    Args:
+        out, logsumexp: so far: (batch, heads, queries, dim), (batch, heads, queries).
+        part, of_part: the same, to the further keys.
+    """
+    both = torch.logaddexp(logsumexp, of_part)
+    shift = both.masked_fill(both == -math.inf, 0)
+    out.mul_((logsumexp - shift).exp_().unsqueeze(-1))
+    out.addcmul_(part.to(out.dtype), (of_part - shift).exp_().unsqueeze(-1))
+    logsumexp.copy_(both)
+
+
+def _tile(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: Tile, scale: float
+) -> tuple[Tensor, Tensor]:
+    """One tile's result and log-sum-exp, ``-inf`` for rows that see nothing."""
+    q, k, v = _rows(q, tile.queries), _rows(k, tile.keys), _rows(v, tile.keys)
+    mask = _mask_of(mask, tile)
+    if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
+        q, k, v = (x.contiguous() for x in (q, k, v))
+        part, logsumexp = aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, tile.is_diagonal, attn_mask=mask, scale=scale
+        )
+        if mask is not None:
+            sees = _sees(mask, tile, q)
+            logsumexp = logsumexp.masked_fill(~sees, -math.inf)
+        return part, logsumexp
+    scores = _scores(q, k, mask, tile, scale)
+    logsumexp = torch.logsumexp(scores, -1)
+    shift = logsumexp.masked_fill(logsumexp == -math.inf, 0)
+    values = _like_heads(v, q).to(scores.dtype)
+    return (scores - shift.unsqueeze(-1)).exp_() @ values, logsumexp
+
+
+def _sees(mask: Tensor, tile: Tile, q: Tensor) -> Tensor:
+    """Which queries of a tile see a key at all."""
+    sees = mask > -math.inf if mask.is_floating_point() else mask
+    if tile.is_diagonal:
+        size = q.shape[2]
+        sees = sees.expand(*sees.shape[:-2], size, size).tril()
+    return sees.any(-1).expand(q.shape[:3])
+
+
+def _like_heads(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values repeated for each head of queries."""
+    return x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+
+
+def _scores(q: Tensor, k: Tensor, mask: Tensor | None, tile: Tile, scale: float) -> Tensor:
+    wide = sum_dtype(q.dtype)
+    scores = (q.to(wide) @ _like_heads(k, q).to(wide).transpose(-2, -1)).mul_(scale)
+    if mask is not None:
+        scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
+    if tile.is_diagonal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu_(1)
+        scores = scores.masked_fill_(ahead, -math.inf)
+    return scores
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_part_backward", "CompositeExplicitAutograd")
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    rows: list[int],
+    columns: list[int],
+    is_causal: bool = False,
+    *,
+    attn_mask: Tensor | None = None,
+    scale: float | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = sum_dtype(q.dtype)
+    grad_q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
+    grad_k, grad_v = (torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
+    row_blocks = blocks(rows, q.shape[2], TILE) if grad_out.numel() else []
+    for keys in blocks(columns, k.shape[2], TILE):
+        whole = keys.slice(keys.first, keys.first + keys.length)
+        of_k, of_v = (_rows(x, whole) for x in (grad_k, grad_v))
+        sums = [x if x.dtype == wide else x.to(wide) for x in (of_k, of_v)]
+        for block in row_blocks:
+            for tile in tiles(block, keys, is_causal):
+                dq, dk, dv = _tile_backward(
+                    grad_out, q, k, v, out, logsumexp, attn_mask, tile, scale
+                )
+                _rows(grad_q, tile.queries).add_(dq)
+                here = slice(tile.keys.start - whole.start, tile.keys.stop - whole.start)
+                _rows(sums[0], here).add_(dk)
+                _rows(sums[1], here).add_(dv)
+        if wide != k.dtype:
+            of_k.copy_(sums[0])
+            of_v.copy_(sums[1])
+    return grad_q.to(q.dtype), grad_k, grad_v
+
+
+def _tile_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    mask: Tensor | None,
+    tile: Tile,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a tile's queries, keys and values."""
+    grad_out, q, out, logsumexp = (
+        _rows(x, tile.queries).contiguous() for x in (grad_out, q, out, logsumexp)
+    )
+    k, v = (_rows(x, tile.keys).contiguous() for x in (k, v))
+    mask = _mask_of(mask, tile)
+    if q.device.type == "cpu" and q.shape[3] == v.shape[3]:
+        return aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad_out, q, k, v, out, logsumexp, 0.0, tile.is_diagonal, attn_mask=mask, scale=scale
+        )
+    weights = (_scores(q, k, mask, tile, scale) - logsumexp.unsqueeze(-1)).exp_()
+    grad = grad_out.to(weights.dtype)
+    keys, values = (_like_heads(x, q).to(weights.dtype) for x in (k, v))
+    delta = (grad * out).sum(-1, True)
+    of_scores = weights * (grad @ values.transpose(-2, -1) - delta) * scale
+    of_keys = of_scores.transpose(-2, -1) @ q.to(weights.dtype)
+    of_values = weights.transpose(-2, -1) @ grad
+    return of_scores @ keys, _over_heads(of_keys, k), _over_heads(of_values, v)
+
+
+def _over_heads(x: Tensor, like: Tensor) -> Tensor:
+    """The sum over the heads of queries that share a head of keys."""
+    if x.shape[1] == like.shape[1]:
+        return x
+    return x.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_part")
+def _fake(q, k, v, rows, columns, is_causal=False, *, attn_mask=None, scale=None):
+    return (
+        q.new_empty((*q.shape[:3], v.shape[3])),
+        q.new_empty(q.shape[:3], dtype=sum_dtype(q.dtype)),
+    )
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_part_backward")
+def _fake_backward(
+    grad_out, q, k, v, out, logsumexp, rows, columns, is_causal=False, *, attn_mask=None, scale=None
+):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))

@@ -1,0 +1,60 @@
+"""Where a chain of casts, scales and views is narrowest: ops that a gathered copy passes through,
+so that a value may move before it is widened.
+"""
+
+import math
+from collections.abc import Collection
+
+from ftp.planning.graph import Graph, Node, Value
+from ftp.rules.op_kinds import is_product
+from ftp.sharding.layout import nominal
+
+
+def nbytes(value: Value) -> int:
+    """Bytes of a value over all ranks of the axis that is planned."""
+    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+
+
+def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
+    """Ops whose result has more bytes than the values that it is computed from, where those are
+    narrowest: casts to a wider dtype, scales, tables of codes; and the ops between.
+
+    Args:
+        can_be_cut: the values that the axis may cut; others are whole on every rank and need no
+            reshard.
+
+    >>> import torch
+    >>> from ftp.planning.prepare import prepare
+    >>> from ftp.sharding.pytree import flatten
+    >>> from ftp.tracing.trace import trace
+    >>> def dequantize(codes, scale):
+    ...     return codes.to(torch.bfloat16).float() * scale
+    >>> leaves, tree = flatten((torch.ones(4, 4, dtype=torch.int8), torch.ones(4, 1)))
+    >>> gm = trace(dequantize, leaves, tree, "cpu", names=["codes", "scale"]).gm
+    >>> graph = prepare(gm, ["codes", "scale"], [True, True]).graph
+    >>> found = widening(graph, {Value(node) for node in graph.nodes})
+    >>> [node for node in graph.nodes if node in found]
+    [_to_copy, _to_copy_1, mul]
+    """
+    sources: dict[Value, frozenset[Value]] = {}  # the narrowest values that give it
+    found: set[Node] = set()
+    for node in graph.nodes:
+        results = [Value(node, i) for i in range(len(node.results))]
+        for value in results:
+            sources[value] = frozenset((value,)) if value in can_be_cut else frozenset()
+        if node.kind != "op" or is_product(node.target):
+            continue
+        before = frozenset[Value]().union(*(sources[value] for value in node.operands))
+        width = sum(map(nbytes, before))
+        after = sum(nbytes(value) for value in results if value in can_be_cut)
+        if before and width < after:
+            found.add(node)
+        if before and width <= after and len(results) == 1:
+            sources[results[0]] = before
+    users = graph.users()
+    for node in reversed(graph.nodes):
+        value = Value(node)
+        passes = node.kind == "op" and sources[value] and value not in sources[value]
+        if passes and any(user in found for user, _ in users.get(value, ())):
+            found.add(node)
+    return found

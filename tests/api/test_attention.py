@@ -1,0 +1,111 @@
+"""Attention with its sequence cut: numbers of one device, memory linear in the sequence."""
+
+import doctest
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+from ftp.certification.certificate import Ranks
+from ftp.certification.checker import check
+from ftp.errors import CertificateError
+from ftp.report.timing import flops_of
+from ftp.runtime.executed import local_inputs
+from ftp.runtime.local_shapes import local_shapes
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return F.scaled_dot_product_attention(
+        q, k, v, is_causal=True, enable_gqa=k.shape[1] != q.shape[1]
+    )
+
+
+def with_gradients(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
+    out, vjp = torch.func.vjp(attend, q, k, v)
+    return out, *vjp(grad)
+
+
+def drawn(length: int, heads: int = 4, of_keys: int = 4, batch: int = 2) -> list[Tensor]:
+    torch.manual_seed(length)
+    shapes = [(batch, h, length, 6) for h in (heads, of_keys, of_keys, heads)]
+    return [torch.randn(s, dtype=torch.float64) for s in shapes]
+
+
+CUTS = [
+    ((2,), ("cp",), P(None, None, "cp"), 12, 4),
+    ((3,), ("cp",), P(None, None, "cp"), 10, 2),
+    ((5,), ("cp",), P(None, None, "cp"), 7, 1),  # the last rank holds nothing
+    ((2, 2), ("cp", "tp"), P(None, "tp", "cp"), 9, 2),
+    ((2, 2), ("dp", "cp"), P("dp", None, "cp"), 8, 4),
+    ((2, 2), ("a", "b"), P(None, None, ("a", "b")), 11, 4),
+]
+
+
+@pytest.mark.parametrize(("shape", "names", "cut", "length", "of_keys"), CUTS)
+def test_as_on_one_device(shape: Any, names: Any, cut: P, length: int, of_keys: int):
+    mesh = ftp.simulated_mesh(shape, names)
+    tensors = drawn(length, of_keys=of_keys)
+    step = ftp.spmd(with_gradients, mesh, (cut,) * 4, (cut,) * 4, certify=True)
+    for got, expected in zip(step(*tensors), with_gradients(*tensors), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_memory_is_linear():
+    mesh = ftp.AbstractMesh((8,), ("cp",))
+    cut = P(None, None, "cp")
+    peaks = []
+    for length in (1 << 14, 1 << 18):
+        q = torch.empty(1, 2, length, 64, dtype=torch.bfloat16, device="meta")
+        lowered = ftp.lower(with_gradients, mesh, cut, q, q, q, q, out_specs=(cut,) * 4)
+        peaks.append(int(lowered.memory) / length)
+    assert peaks[1] < 1.01 * peaks[0]
+
+
+def test_an_offset_that_is_wrong_is_refused():
+    mesh = ftp.simulated_mesh((3,), ("cp",))
+    cut = P(None, None, "cp")
+    tensors = drawn(12)
+    lowered = ftp.spmd(with_gradients, mesh, (cut,) * 4, (cut,) * 4).lower(*tensors)
+    certificate = ftp.certify(lowered)
+    graph, offsets = certificate.ranks.at[(1,)]
+    assert offsets == (4,)
+    for wrong in (0, 3, 5, 8):
+        at = {**certificate.ranks.at, (1,): (graph, (wrong,))}
+        with pytest.raises(CertificateError, match="not the local form"):
+            check(replace(certificate, ranks=Ranks(certificate.ranks.graphs, at)))
+
+
+def flops(lowered: Any) -> list[float]:
+    """Matmul flops of each rank."""
+    program, found = lowered._program, []
+    for coordinate in program.mesh.coordinates():
+        local = program.local(coordinate)
+        shapes = local_shapes(
+            local.gm.graph,
+            local_inputs(program, coordinate),
+            local.offsets_at(coordinate),
+            "cpu",
+        )
+        found.append(sum(flops_of(n, shapes) for n in local.gm.graph.nodes if n in shapes.values))
+    return found
+
+
+def test_what_the_mask_rules_out_is_not_computed():
+    mesh = ftp.AbstractMesh((2,), ("cp",))
+    cut = P(None, None, "cp")
+    q = torch.empty(1, 1, 64, 8, device="meta")
+    lowered = ftp.lower(with_gradients, mesh, cut, q, q, q, q, out_specs=(cut,) * 4)
+    triangle, square = 32 * 33 / 2, 32 * 32
+    of_pair = 14 * 8  # two matmuls forward, five backward
+    assert flops(lowered) == [of_pair * triangle, of_pair * (square + triangle)]
+
+
+def test_the_page():
+    page = Path(__file__).resolve().parents[2] / "docs/attention.md"
+    assert doctest.testfile(str(page), module_relative=False).failed == 0
