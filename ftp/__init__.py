@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
     from ftp.sharding.process_group import destroy_process_group, init_process_group
     from ftp.sharding.pytree import plan
-    from ftp.sharding.spec import P, PartitionSpec, units
+    from ftp.sharding.spec import P, PartitionSpec, units, zigzag
     from ftp.tensors.device_put import device_get, device_put, local_slice, specs_of
     from ftp.tensors.dtensor import from_dtensor, to_dtensor
     from ftp.tensors.replicas import check_replicas
@@ -87,7 +87,7 @@ _HOMES = {
     "ftp.sharding.mesh": "AbstractMesh make_mesh simulated_mesh use_mesh",
     "ftp.sharding.process_group": "destroy_process_group init_process_group",
     "ftp.sharding.pytree": "plan",
-    "ftp.sharding.spec": "P PartitionSpec units",
+    "ftp.sharding.spec": "P PartitionSpec units zigzag",
     "ftp.tensors.device_put": "device_get device_put local_slice specs_of",
     "ftp.tensors.dtensor": "from_dtensor to_dtensor",
     "ftp.tensors.replicas": "check_replicas",
@@ -162,6 +162,7 @@ __all__ = [
     "units",
     "use_mesh",
     "visualize",
+    "zigzag",
 ]
 
 

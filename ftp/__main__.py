@@ -19,8 +19,9 @@ import ftp.rules  # noqa: F401  the registry is empty without them
 from ftp.certification.certificate import load_certificate
 from ftp.certification.checker import check
 from ftp.certification.collective_semantics import COLLECTIVES
-from ftp.cli import CONTRACT, HARDWARE, of_config, of_file, parse_mesh, report
+from ftp.cli import CONTRACT, of_config, of_file, parse_mesh, report
 from ftp.errors import FtpError, ReportError
+from ftp.planning.machine import PRESETS
 from ftp.rules.bind import lookup
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.discover import cached_findings
@@ -242,12 +243,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     program.add_argument("--mesh", required=True, help="axes and sizes, as dp=64,tp=8")
     program.add_argument(
         "--device",
-        default="cpu",
         choices=["cpu", "cuda"],
-        help="the type of device whose kernels will run",
+        help="the type of device whose kernels will run; default that of --hardware, else cpu",
     )
     program.add_argument(
-        "--hardware", default="default", choices=sorted(HARDWARE), help="rates for the cost"
+        "--hardware",
+        choices=sorted(PRESETS),
+        help="the machine that the plan and its cost are for; default that of --device",
+    )
+    program.add_argument(
+        "--ranks-per-host",
+        type=int,
+        help="consecutive ranks that share a host; default all. Other axes pay the network's link",
     )
     program.add_argument(
         "--batch", type=int, default=8, help="with --hf: sequences in the whole batch"
@@ -281,14 +288,18 @@ def _report(options: argparse.Namespace) -> int:
     try:
         if (options.target is None) == (options.hf is None):
             raise ReportError("Give either FILE:FUNCTION or --hf CONFIG.json.")
-        mesh = parse_mesh(options.mesh, options.device)
+        hardware = options.hardware
+        device = options.device or ("cpu" if hardware in (None, "cpu") else "cuda")
+        mesh = parse_mesh(options.mesh, device, options.ranks_per_host)
         if options.hf:
-            lowered = of_config(options.hf, mesh, batch=options.batch, seq=options.seq)
+            lowered = of_config(
+                options.hf, mesh, batch=options.batch, seq=options.seq, hardware=hardware
+            )
         else:
-            lowered = of_file(options.target, mesh)
+            lowered = of_file(options.target, mesh, hardware)
         report(
             lowered,
-            hardware=options.hardware,
+            hardware=hardware,
             html=options.html,
             as_json=options.json,
             program=options.program,

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,20 +17,12 @@ from torch.nn import functional as F
 from ftp.api.shard import shard
 from ftp.errors import ReportError
 from ftp.functional.functionalize import functionalize
-from ftp.planning.cost import DEFAULT, Hardware
 from ftp.plans import from_hf
 from ftp.report.lowered import Lowered
 from ftp.report.visualize import program_page
 from ftp.sharding.mesh import AbstractMesh
 from ftp.sharding.spec import P
 
-HARDWARE: Mapping[str, Callable[[], Hardware]] = {
-    "default": lambda: DEFAULT,
-    "h100": Hardware.h100,
-    "h200": Hardware.h200,
-    "b200": Hardware.b200,
-    "cpu": Hardware.cpu,
-}
 CONTRACT = (
     "The function takes the mesh and returns a Lowered, or a tuple (loss_fn, params, specs,"
     " batch[, batch_specs]), batch a tuple of the"
@@ -38,7 +30,9 @@ CONTRACT = (
 )
 
 
-def parse_mesh(text: str, device_type: str = "cpu") -> AbstractMesh:
+def parse_mesh(
+    text: str, device_type: str = "cpu", ranks_per_host: int | None = None
+) -> AbstractMesh:
     """
     >>> parse_mesh("dp=64,tp=8").axes
     {'dp': 64, 'tp': 8}
@@ -52,10 +46,14 @@ def parse_mesh(text: str, device_type: str = "cpu") -> AbstractMesh:
                 " in --mesh dp=64,tp=8."
             )
         axes[name] = int(size)
-    return AbstractMesh(tuple(axes.values()), tuple(axes), device_type=device_type)
+    ranks = math.prod(axes.values())
+    if ranks_per_host is not None and ranks_per_host < 1:
+        raise ReportError(f"--ranks-per-host {ranks_per_host}: give at least 1.")
+    hosts = [f"host {rank // ranks_per_host}" for rank in range(ranks)] if ranks_per_host else None
+    return AbstractMesh(tuple(axes.values()), tuple(axes), device_type=device_type, hosts=hosts)
 
 
-def of_file(target: str, mesh: AbstractMesh) -> Lowered:
+def of_file(target: str, mesh: AbstractMesh, hardware: str | None = None) -> Lowered:
     """The program of ``FILE:FUNCTION``. The file is run, as ``python FILE`` would import it."""
     file, _, name = target.rpartition(":")
     if not file or not name:
@@ -71,11 +69,19 @@ def of_file(target: str, mesh: AbstractMesh) -> Lowered:
     loss_fn, params, specs, batch, *rest = made
     if not isinstance(batch, tuple):
         raise ReportError(f"{target} returned a batch of {type(batch).__name__}. {CONTRACT}")
-    return shard(loss_fn, mesh, specs, batch_specs=rest[0] if rest else P()).lower(params, *batch)
+    batch_specs = rest[0] if rest else P()
+    step = shard(loss_fn, mesh, specs, batch_specs=batch_specs, hardware=hardware)
+    return step.lower(params, *batch)
 
 
 def of_config(
-    path: str, mesh: AbstractMesh, *, batch: int, seq: int, dtype: torch.dtype = torch.bfloat16
+    path: str,
+    mesh: AbstractMesh,
+    *,
+    batch: int,
+    seq: int,
+    dtype: torch.dtype = torch.bfloat16,
+    hardware: str | None = None,
 ) -> Lowered:
     """The train step (loss and gradients) of a causal language model of transformers, from its
     config.json; nothing is allocated.
@@ -116,9 +122,8 @@ def of_config(
 
     data = tuple(axis for axis in ("dp", "fsdp") if axis in mesh.axes)
     tokens = torch.empty(batch, seq, dtype=torch.int64, device="meta")
-    return shard(loss_fn, mesh, cut, batch_specs=P(data) if data else P()).lower(
-        params, tokens, tokens
-    )
+    step = shard(loss_fn, mesh, cut, batch_specs=P(data) if data else P(), hardware=hardware)
+    return step.lower(params, tokens, tokens)
 
 
 def _with_fsdp(spec: P, shape: torch.Size, axes: Mapping[str, int]) -> P:
@@ -133,7 +138,7 @@ def _with_fsdp(spec: P, shape: torch.Size, axes: Mapping[str, int]) -> P:
     return spec
 
 
-def as_dict(lowered: Lowered, hardware: Hardware) -> dict[str, Any]:
+def as_dict(lowered: Lowered, hardware: str | None = None) -> dict[str, Any]:
     """The report for other programs."""
     mesh = lowered._program.mesh
     return {
@@ -147,12 +152,11 @@ def as_dict(lowered: Lowered, hardware: Hardware) -> dict[str, Any]:
 
 
 def report(
-    lowered: Lowered, *, hardware: str, html: str | None, as_json: bool, program: bool
+    lowered: Lowered, *, hardware: str | None, html: str | None, as_json: bool, program: bool
 ) -> None:
     """Print a report, and write the page if one is asked for."""
-    rates = HARDWARE[hardware]()
     if as_json:
-        print(json.dumps(as_dict(lowered, rates), indent=1))
+        print(json.dumps(as_dict(lowered, hardware), indent=1))
     else:
         print(
             lowered
@@ -162,11 +166,11 @@ def report(
         )
         _show(lowered.collectives)
         print(lowered.memory.report())
-        print(lowered.cost(rates).report())
+        print(lowered.cost(hardware).report())
         for finding in lowered.lint:
             print(finding)
     if html is not None:
-        Path(html).write_text(program_page(lowered, hardware=rates), encoding="utf-8")
+        Path(html).write_text(program_page(lowered, hardware=hardware), encoding="utf-8")
         print(f"written: {html}", file=sys.stderr)
 
 

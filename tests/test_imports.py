@@ -38,8 +38,8 @@ ALLOWED = {
     " tensors tracing",
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
-    "cli": "api functional planning plans report sharding",
-    "__main__": "certification cli rules",
+    "cli": "api functional plans report sharding",
+    "__main__": "certification cli planning rules",
 }
 
 

@@ -112,7 +112,8 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         args = (tuple(map(_ref, node.operands)), program.key)
         return Operation(node.name, LOCAL, args, {}, node.results, source=node.source, ports=ports)
     claims = tuple(
-        Claim(c.axis, c.factor, *map(_size, (c.outer, c.extent, c.inner))) for c in node.cuts
+        Claim(c.axis, c.factor, _size(c.outer), _size(c.extent), _size(c.inner), c.zigzag)
+        for c in node.cuts
     )
     partial: dict[str, list[int]] = {}
     for slot, value in enumerate(node.operands):
@@ -158,9 +159,12 @@ def _size(size: Size) -> Any:
     return (
         size
         if isinstance(size, int)
-        else [size.const, [[_size(c.size), c.axis, c.n] for c in size.chunks]]
+        else [size.const, [[_size(c.size), c.axis, c.n, c.zigzag] for c in size.chunks]]
     )
 
 
 def _cuts(spec: PartitionSpec) -> Spec:
-    return tuple(tuple((c.axis, c.size, c.pack) for c in spec.cuts(d)) for d in range(len(spec)))
+    return tuple(
+        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
+        for d in range(len(spec))
+    )

@@ -4,6 +4,7 @@ from dataclasses import replace
 from typing import Any
 
 from ftp.errors import InputError, MeshError, SpecError
+from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import Mesh
 
@@ -14,13 +15,14 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     Raises:
         SpecError: where ``data_axes`` names no axis of the mesh.
         InputError: for numbers out of range, and for options that exclude each other.
-        MeshError: for what the mesh's devices cannot do.
+        MeshError: for what the mesh's devices cannot do, and for links of axes that it lacks.
     """
     _check_axes(options, mesh)
     _check_prefetch(options.prefetch)
     _check_count("chunks", options.chunks, "chunks, 1 for none")
     _check_cuda_graph(options, mesh)
     _check_async_tp(options, mesh)
+    hardware_on(mesh, options.hardware)
     _check_count("programs", options.programs, "programs, at least 1")
     data_axes = None if options.data_axes is None else tuple(options.data_axes)
     return replace(options, data_axes=data_axes, donate=tuple(options.donate))

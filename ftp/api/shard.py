@@ -9,6 +9,7 @@ import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.options import checked_options
 from ftp.api.step import Step
 from ftp.errors import InputError
+from ftp.planning.machine import GivenHardware
 from ftp.random.distributions import check_key
 from ftp.random.torch_functions import keyed
 from ftp.report.lowered import Lowered
@@ -40,6 +41,7 @@ def shard(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    hardware: GivenHardware = None,
     rng: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
@@ -85,6 +87,10 @@ def shard(
             program before fusion.
         programs: how many programs the step keeps, one per combination of shapes, dtypes and
             static values; the least recently used is dropped, and planned again when needed.
+        hardware: the machine that plans are made for: a preset (``"h100"``, ``"h200"``,
+            ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
+            ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
+            with the network's link for axes that leave a host.
         rng: the step takes one more argument, the last, ``ftp.random.key(...)``: all that the
             function draws by torch's random functions, and its models that are given no key of
             their own, is drawn from it, the same numbers on any mesh.
@@ -142,6 +148,7 @@ def shard(
                 cuda_graph=cuda_graph,
                 async_tp=async_tp,
                 programs=programs,
+                hardware=hardware,
             ),
         ),
     )
@@ -166,6 +173,7 @@ def spmd(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    hardware: GivenHardware = None,
     rng: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
@@ -236,13 +244,19 @@ def spmd(
                 cuda_graph=cuda_graph,
                 async_tp=async_tp,
                 programs=programs,
+                hardware=hardware,
             ),
         ),
     )
 
 
 def lower(
-    fn: Callable[..., Any], mesh: AnyMesh | None, in_specs: Any, *args: Any, out_specs: Any = None
+    fn: Callable[..., Any],
+    mesh: AnyMesh | None,
+    in_specs: Any,
+    *args: Any,
+    out_specs: Any = None,
+    hardware: GivenHardware = None,
 ) -> Lowered:
     """The program of ``spmd(fn, mesh, in_specs)`` for ``args`` (real, fake or meta), before it
     runs.
@@ -263,7 +277,7 @@ def lower(
     >>> [c.op for c in lowered.collectives]
     ['all_reduce']
     """
-    return spmd(fn, mesh, in_specs, out_specs).lower(*args)
+    return spmd(fn, mesh, in_specs, out_specs, hardware=hardware).lower(*args)
 
 
 def _before_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[PartitionSpec]]:

@@ -8,8 +8,8 @@ import json
 import linecache
 import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -33,7 +33,9 @@ from ftp.api.outputs import renewed, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
+from ftp.planning.cost import Hardware
 from ftp.planning.from_fx import found_by_trial
+from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import plan_prepared, prepare
@@ -42,6 +44,7 @@ from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.shared_memory import is_asked_for
 from ftp.sharding.arguments import Shape
+from ftp.sharding.launcher import host_name
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import check_specs, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec, check_spec
@@ -383,7 +386,10 @@ class Step:
             specs = self._checked_specs(call)
             shapes = self._estimated_shapes(call, specs)
             held = json.dumps(
-                [describe_held(leaf, spec) for leaf, spec in zip(call.leaves, specs, strict=True)]
+                [
+                    *map(describe_held, call.leaves, specs),
+                    host_name(),
+                ]
             )
         except Exception as e:
             record.agree(number, e)
@@ -396,9 +402,11 @@ class Step:
                 "library version": versions,
                 "environment": environment,
                 "argument tree": tree,
+                "hardware": describe_hardware(self._hardware_on(())),
             }
             record.agree(number, {**facets, "specs": str(specs)})
             everyone = [json.loads(text) for text in record.exchange("arguments", held)]
+            self.mesh = replace(self.mesh, hosts=_several(host for *_, host in everyone))
             loaded = {i for i, position in enumerate(call.positions) if position not in self._state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
         try:
@@ -528,8 +536,13 @@ class Step:
             data_axes=options.data_axes,
             reshard_after_forward=options.reshard_after_forward,
             strict=options.strict,
+            hardware=self._hardware_on(self.mesh.hosts),
             watch=watch,
         )
+
+    def _hardware_on(self, hosts: tuple[str, ...]) -> Hardware:
+        """What programs are planned for where ranks are on these hosts."""
+        return hardware_on(replace(self.mesh, hosts=hosts), self._options.hardware)
 
     def _program(
         self,
@@ -556,6 +569,7 @@ class Step:
             roles=tuple(_role(call.positions[i], state) for i in tensors),
             donated=tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
             options=self._options,
+            hardware=self._hardware_on(self.mesh.hosts),
         )
 
     def _callable(
@@ -626,6 +640,12 @@ def _drop_sources(numbers: range) -> None:
         key = f"<eval_with_key>.{number}"
         graph_module._loader.eval_cache.pop(key, None)
         linecache.cache.pop(key, None)
+
+
+def _several(hosts: Iterable[str]) -> tuple[str, ...]:
+    """The hosts of ranks; none where it is one."""
+    found = tuple(hosts)
+    return found if len(set(found)) > 1 else ()
 
 
 def _role(position: int, state: Collection[int]) -> str:

@@ -21,8 +21,8 @@ from ftp.rules.rule import Meta, tensors
 Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
-]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes)
-VERSION = 3
+]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
+VERSION = 4
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "takes", "gives")
@@ -44,7 +44,8 @@ class Ref:
 class Claim:
     """A claimed cut of a factor over an axis, the factor viewed as ``[outer, extent, inner]``.
 
-    A size is an int, or ``[const, [[size, axis, n], ...]]``.
+    A size is an int, or ``[const, [[size, axis, n, is_zigzag], ...]]``. In a zigzag the extent is
+    2n chunks, of which rank r holds chunks r and 2n-1-r.
     """
 
     axis: str
@@ -52,6 +53,7 @@ class Claim:
     outer: Any
     extent: Any
     inner: Any
+    zigzag: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,7 +224,9 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "args": _encode(o.args),
                 "kwargs": _encode(dict(o.kwargs)),
                 "results": [[list(m.shape), _encode(m.dtype)] for m in o.results],
-                "claims": [[k.axis, k.factor, k.outer, k.extent, k.inner] for k in o.claims],
+                "claims": [
+                    [k.axis, k.factor, k.outer, k.extent, k.inner, k.zigzag] for k in o.claims
+                ],
                 "partial": o.partial,
                 "spec": o.spec,
                 "source": o.source,
@@ -280,7 +284,8 @@ def _written(spec: Spec, pending: Sequence[str]) -> str:
 def _spec(spec: Any) -> Spec:
     return tuple(
         tuple(
-            (axis, unit, pack if isinstance(pack, int) else tuple(pack)) for axis, unit, pack in dim
+            (axis, unit, pack if isinstance(pack, int | str) else tuple(pack))
+            for axis, unit, pack in dim
         )
         for dim in spec
     )

@@ -8,6 +8,7 @@ from torch import fx
 
 from ftp.certification.element_map import (
     ElementMap,
+    flip_dim,
     pad_dim,
     permute,
     reshape,
@@ -77,6 +78,12 @@ def _selected(x: ElementMap, dim: int, at: int) -> ElementMap:
     return reshape(y, [size for d, size in enumerate(y.shape) if d != dim])
 
 
+def _flipped(x: ElementMap, dims: Sequence[int]) -> ElementMap:
+    for dim in dims:
+        x = flip_dim(x, dim % len(x.shape))
+    return x
+
+
 def _reshaped(x: ElementMap | PackedValues, shape: Sequence[int]) -> ElementMap | PackedValues:
     return x.reshaped(shape) if isinstance(x, PackedValues) else reshape(x, shape)
 
@@ -88,6 +95,7 @@ MOVEMENTS: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     aten.constant_pad_nd.default: _padded,
     aten.contiguous.default: lambda x: x,
     aten.detach.default: lambda x: x,
+    aten.flip.default: _flipped,
     aten.permute.default: permute,
     aten.reshape.default: _reshaped,
     aten.select.int: _selected,

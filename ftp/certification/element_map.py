@@ -209,6 +209,12 @@ def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> Eleme
     return replace(x, atoms=(*x.atoms[:at], length, *x.atoms[at + 1 :]), index=index)
 
 
+def flip_dim(x: ElementMap, dim: int) -> ElementMap:
+    """Reverse a dim of the tensor."""
+    x, at = one_atom(x, dim)
+    return replace(x, index=tuple(np.flip(i, x.lead + at) for i in x.index))
+
+
 def _clipped(at: Position, size: int) -> Index:
     return np.clip(np.asarray(at), 0, size)
 

@@ -29,7 +29,7 @@ class ExpectedParts:
         self._cuts: dict[Any, Index] = {}
         self._wholes: dict[int, Index] = {}
         self._parts: dict[Any, tuple[Index, Index]] = {}
-        self._chunks: dict[Any, tuple[Index, int]] = {}
+        self._chunks: dict[Any, list[tuple[Index, int]]] = {}
 
     # Parts by a spec.
 
@@ -54,6 +54,10 @@ class ExpectedParts:
         for coordinate in itertools.product(*ranges):
             index = np.arange(size)
             for axis, unit, packs in cuts:
+                if packs == "zigzag":
+                    held = self.zigzag_at(len(index), axis, coordinate)
+                    index = np.concatenate([index[a : a + length] for a, length in held])
+                    continue
                 sizes = [len(index) // packs] * packs if isinstance(packs, int) else packs
                 ends = np.cumsum(sizes).tolist()
                 index = np.concatenate(
@@ -107,9 +111,12 @@ class ExpectedParts:
                 raise Refused(
                     f"{op} is claimed to be cut in {outer} x {extent} x {inner} of {held.shape[-1]}"
                 )
-            start, length = self.chunk(extent, claim.axis, cell)
-            index[claim.factor] = self.part(held, outer, extent, inner, start, length)
-            cuts.setdefault(claim.factor, []).append(Cut(outer, extent, inner, start, length))  # type: ignore[arg-type]
+            pieces = self.pieces(extent, claim.axis, claim.zigzag, cell)
+            index[claim.factor] = self.part(held, outer, extent, inner, pieces)
+            (start, _), *second = pieces
+            length = sum(length for _, length in pieces)
+            cut = Cut(outer, extent, inner, start, length, *second)  # type: ignore[arg-type]
+            cuts.setdefault(claim.factor, []).append(cut)
         for axis, slots in op.partial.items():
             if axis in cut_axes:
                 raise Refused(
@@ -128,17 +135,24 @@ class ExpectedParts:
         return self._wholes[size]
 
     def part(
-        self, held: Index, outer: int, extent: int, inner: int, start: Index, length: int
+        self, held: Index, outer: int, extent: int, inner: int, pieces: Sequence[tuple[Index, int]]
     ) -> Index:
-        """The positions that a cut leaves each rank."""
-        key = (id(held), outer, extent, inner, start.tobytes(), start.shape, length)
+        """The positions that a cut leaves each rank, piece after piece."""
+        begins = [(start.tobytes(), start.shape, length) for start, length in pieces]
+        key = (id(held), outer, extent, inner, *begins)
         if key not in self._parts:
             seen = held.reshape(*held.shape[:-1], outer, extent, inner)
-            if (first := common_position(start)) is not None:
-                found = seen[..., first : first + length, :]
-            else:
-                places = start.reshape(*start.shape, 1, 1, 1) + np.arange(length).reshape(length, 1)
-                found = np.take_along_axis(seen, places, -2)
+            parts = []
+            for start, length in pieces:
+                if (first := common_position(start)) is not None:
+                    parts.append(seen[..., first : first + length, :])
+                    continue
+                count = np.arange(length).reshape(length, 1)
+                places = start.reshape(*start.shape, 1, 1, 1) + count
+                parts.append(np.take_along_axis(seen, places, -2))
+            lead = np.broadcast_shapes(*(part.shape[:-3] for part in parts))
+            parts = [np.broadcast_to(part, (*lead, *part.shape[-3:])) for part in parts]
+            found = np.concatenate(parts, -2) if len(parts) > 1 else parts[0]
             self._parts[key] = held, found.reshape(*found.shape[:-3], -1)
         return self._parts[key][1]
 
@@ -152,26 +166,52 @@ class ExpectedParts:
         start = min(coordinate[self.axes[axis].dim] * length, size)
         return start, min(length, size - start)
 
-    def chunk(self, size: int, axis: str, cell: Cell) -> tuple[Index, int]:
-        """The starts of the chunks of a cell's ranks, and their common length."""
-        key = (cell, size, axis)
+    def zigzag_at(self, size: int, axis: str, coordinate: Coordinate) -> list[tuple[int, int]]:
+        """Start and length of a rank's two chunks of a zigzag, one counted from the front, one from
+        the back.
+        """
+        along = self.axes[axis]
+        length, rank = math.ceil(size / (2 * along.n)), coordinate[along.dim]
+        starts = [min(i * length, size) for i in (rank, 2 * along.n - 1 - rank)]
+        return [(start, min(length, size - start)) for start in starts]
+
+    def pieces_at(
+        self, size: int, axis: str, zigzag: bool, coordinate: Coordinate
+    ) -> list[tuple[int, int]]:
+        if zigzag:
+            return self.zigzag_at(size, axis, coordinate)
+        return [self.chunk_at(size, axis, coordinate)]
+
+    def pieces(self, size: int, axis: str, zigzag: bool, cell: Cell) -> list[tuple[Index, int]]:
+        """The starts of each piece of a cell's ranks, and its common length."""
+        key = (cell, size, axis, zigzag)
         if key not in self._chunks:
             along = self.axes[axis]
-            found = [self.chunk_at(size, axis, (0,) * along.dim + (i,)) for i in cell.at[along.dim]]
-            if len({length for _, length in found}) > 1:
+            found = [
+                self.pieces_at(size, axis, zigzag, (0,) * along.dim + (i,))
+                for i in cell.at[along.dim]
+            ]
+            if len({tuple(length for _, length in held) for held in found}) > 1:
                 raise Refused(
                     f"ranks with one program hold chunks of different sizes of {size} over {axis}"
                 )
             shape = [len(found) if dim == along.dim else 1 for dim in range(len(self.axes))]
-            self._chunks[key] = np.array([start for start, _ in found]).reshape(shape), found[0][1]
+            self._chunks[key] = [
+                (np.array([start for start, _ in of_ranks]).reshape(shape), of_ranks[0][1])
+                for of_ranks in zip(*found, strict=True)
+            ]
         return self._chunks[key]
+
+    def length_at(self, size: int, axis: str, zigzag: bool, coordinate: Coordinate) -> int:
+        return sum(length for _, length in self.pieces_at(size, axis, zigzag, coordinate))
 
     def size(self, size: Any, cell: Cell) -> int:
         if isinstance(size, int):
             return size
         const, chunks = size
         return const * math.prod(
-            self.chunk(self.size(whole, cell), axis, cell)[1] for whole, axis, _ in chunks
+            sum(length for _, length in self.pieces(self.size(whole, cell), axis, zigzag, cell))
+            for whole, axis, _, zigzag in chunks
         )
 
     def size_at(self, size: Any, coordinate: Coordinate) -> int:
@@ -179,32 +219,32 @@ class ExpectedParts:
             return size
         const, chunks = size
         return const * math.prod(
-            self.chunk_at(self.size_at(whole, coordinate), axis, coordinate)[1]
-            for whole, axis, _ in chunks
+            self.length_at(self.size_at(whole, coordinate), axis, zigzag, coordinate)
+            for whole, axis, _, zigzag in chunks
         )
 
     @cached_property
-    def sizes(self) -> list[tuple[Any, str]]:
-        """The distinct pairs of a size and an axis that the claims cut."""
-        found: dict[str, tuple[Any, str]] = {}
+    def sizes(self) -> list[tuple[Any, str, bool]]:
+        """The distinct sizes that the claims cut, each with its axis and whether in zigzag."""
+        found: dict[str, tuple[Any, str, bool]] = {}
 
-        def collect(size: Any, axis: str | None) -> None:
+        def collect(size: Any, axis: str | None, zigzag: bool) -> None:
             if axis is not None:
-                found.setdefault(f"{size} {axis}", (size, axis))
-            for whole, inner, _ in () if isinstance(size, int) else size[1]:
-                collect(whole, inner)
+                found.setdefault(f"{size} {axis} {zigzag}", (size, axis, zigzag))
+            for whole, inner, _, dealt in () if isinstance(size, int) else size[1]:
+                collect(whole, inner, dealt)
 
         for op in self.operations:
             for claim in op.claims:
-                collect(claim.extent, claim.axis)
-                collect(claim.outer, None)
-                collect(claim.inner, None)
+                collect(claim.extent, claim.axis, claim.zigzag)
+                collect(claim.outer, None, False)
+                collect(claim.inner, None, False)
         return list(found.values())
 
     def lengths(self, coordinate: Coordinate) -> list[int]:
         return [
-            self.chunk_at(self.size_at(size, coordinate), axis, coordinate)[1]
-            for size, axis in self.sizes
+            self.length_at(self.size_at(size, coordinate), axis, zigzag, coordinate)
+            for size, axis, zigzag in self.sizes
         ]
 
 

@@ -77,9 +77,13 @@ def local_form(
         return node
 
     def begin(cut: Cut) -> Cut:
-        node = graph.placeholder(f"start_{len(starts)}")
-        starts[node] = cut.start  # type: ignore[assignment]
-        return replace(cut, start=node)
+        begins = []
+        for start, _ in cut.pieces:
+            node = graph.placeholder(f"start_{len(starts)}")
+            starts[node] = start  # type: ignore[assignment]
+            begins.append(node)
+        second = None if cut.second is None else (begins[1], cut.second[1])
+        return replace(cut, start=begins[0], second=second)
 
     args, kwargs = replaced(tuple(op.args), Ref, place), replaced(dict(op.kwargs), Ref, place)
     sizes = {f: i.shape[-1] for f, i in index.items()}

@@ -12,6 +12,7 @@ from ftp.certification.element_map import (
     reshape,
     resolved,
     slice_dim,
+    zeros_like,
 )
 from ftp.certification.unsound import Unsound
 
@@ -84,14 +85,13 @@ class PackedValues:
 
 def pack(parts: Sequence[ElementMap], dim: int) -> "ElementMap | PackedValues":
     """Concatenate parts: an element map if all are of one value, else packed values."""
-    if (
-        all(
-            p.value == parts[0].value and p.pending == parts[0].pending and not p.is_zero
-            for p in parts
-        )
-        or len(parts) == 1
-    ):
+    first = parts[0]
+    is_one = all(p.value == first.value and p.pending == first.pending for p in parts)
+    if len(parts) == 1 or (is_one and not any(p.is_zero for p in parts)):
         return concatenate(parts, dim)
+    if is_one and all(p.is_zero for p in parts):
+        length = sum(p.shape[dim] for p in parts)
+        return zeros_like(first, (*first.shape[:dim], length, *first.shape[dim + 1 :]))
     shapes = [(*p.shape[:dim], *p.shape[dim + 1 :]) for p in parts]
     if any(not p.groups for p in parts) or any(s != shapes[0] for s in shapes):
         raise Unsound(f"tensors of shapes {[p.shape for p in parts]} are concatenated")

@@ -18,6 +18,7 @@ from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, st
 from ftp.exported.styles import Pin
 from ftp.ops.constrain import constrain
 from ftp.partitioning.partition import Partitioner
+from ftp.planning.machine import hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.prepare import plan_prepared, prepare
 from ftp.random.torch_functions import Draws
@@ -354,4 +355,6 @@ def _planned(
     is_state = [entry.spec.kind is not InputKind.USER_INPUT for entry in tensors]
     prepared = prepare(traced.gm, names, is_state, strict=strict)
     cuts, results = [entry.cut for entry in tensors], [out_specs[i] for i in returned]
-    return traced, plan_prepared(prepared, mesh.axes, cuts, results, strict=strict)
+    return traced, plan_prepared(
+        prepared, mesh.axes, cuts, results, strict=strict, hardware=hardware_on(mesh)
+    )

@@ -13,7 +13,7 @@ from torch._C._functorch import TransformType
 from torch._functorch.autograd_function import custom_function_call
 
 from ftp.errors import SpecError
-from ftp.sharding.spec import P, Units
+from ftp.sharding.spec import P, Units, Zigzag
 from ftp.source import at_line
 
 
@@ -152,7 +152,8 @@ def _entry(node: ast.expr) -> Any:
     if isinstance(node, ast.Tuple):
         return tuple(map(_entry, node.elts))
     if isinstance(node, ast.Call):
-        return Units(
+        made = Zigzag if isinstance(node.func, ast.Name) and node.func.id == "zigzag" else Units
+        return made(
             *map(ast.literal_eval, node.args),
             **{k.arg: ast.literal_eval(k.value) for k in node.keywords if k.arg},
         )

@@ -1,5 +1,5 @@
-"""Ops of torch whose results' shapes depend on values, in forms whose shapes do not; a trace has no
-values.
+"""Ops of torch that a trace records in another form: those whose results' shapes depend on values,
+in forms whose shapes do not, as a trace has no values; and grouped products, for all dtypes.
 
 `FIXED` maps an op to the form that is recorded for it.
 """
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from ftp.ops.grouped_mm import recorded as recorded_grouped_mm
 
 aten = torch.ops.aten
 
@@ -143,4 +145,5 @@ FIXED: dict[torch._ops.OpOverload, Callable[..., Any]] = {
     aten._ctc_loss_backward.Tensor: lambda g, p, t, i, n, loss, alpha, blank, zero_infinity=False: (
         ctc_loss_backward(g, p, t, i, n, loss, alpha, blank, zero_infinity)
     ),
+    aten._grouped_mm.default: recorded_grouped_mm,
 }

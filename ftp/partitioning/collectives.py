@@ -2,6 +2,10 @@
 pads uneven shards. A cut dim is seen as ``[outer, g, inner]``, ``g`` this rank's part of ``f``.
 Collectives need equal parts: ``g`` is padded to the first rank's ``c = ceil(f / n)``. Chunks are
 cut from the front, so that after a gather all padding is at the end.
+
+Of a zigzag each of the two pieces is padded to ``c = ceil(f / 2n)``. The collectives see equal
+parts of ``2c``; before or after them the whole dim is brought from the order of its 2n chunks into
+that of the ranks, or back.
 """
 
 import math
@@ -16,6 +20,7 @@ from torch.distributed import _functional_collectives  # noqa: F401  (graph pass
 
 from ftp.planning.graph import PARAMETER, Move, Node
 from ftp.sharding.layout import Layout
+from ftp.sharding.layout import pieces as pieces_held
 from ftp.sharding.spec import Piece
 
 aten = torch.ops.aten
@@ -80,7 +85,12 @@ class Collective:
 
 @dataclass(frozen=True)
 class _Dim:
-    """A dim of a rank's tensor seen as ``[outer, g, inner]``, ``g`` of ``f`` in chunks of ``c``."""
+    """A dim of a rank's tensor seen as ``[outer, g, inner]``, ``g`` of ``f`` in chunks of ``c``.
+
+    Attributes:
+        pieces: of a zigzag the lengths of the rank's two pieces.
+        dealt: the size of the whole dim in the order of the ranks, where it is no plain cut's.
+    """
 
     dim: int
     outer: int
@@ -88,6 +98,15 @@ class _Dim:
     inner: int
     g: int
     c: int
+    pieces: tuple[int, int] | None = None
+    dealt: int | None = None
+
+    def even(self, n: int) -> "_Dim":
+        """A zigzag with its pieces padded, as a plain cut of the dim in the order of the ranks."""
+        half = -(-self.f // (2 * n))
+        return _Dim(
+            self.dim, self.outer, 2 * n * half, self.inner, 2 * half, 2 * half, None, 2 * n * half
+        )
 
 
 @dataclass(frozen=True)
@@ -96,7 +115,9 @@ class MoveSite:
     rank, and its offsets.
 
     Attributes:
-        offset: gives the input that holds this rank's start for a cut, from ``(kind, factor)``.
+        offset: gives the input that holds this rank's start, stop or what is after it, of the moved
+            dim or of one of another size.
+        coordinate: the rank's.
         group: name of the process group of the axis.
         is_first: whether the rank is the first of its axis: it contributes replicated values to
             sums.
@@ -106,7 +127,8 @@ class MoveSite:
     node: Node
     sizes: Mapping[str, int]
     global_shape: tuple[int, ...]
-    offset: Callable[[str], Offset]
+    offset: Callable[[str, int | None], Offset]
+    coordinate: Mapping[str, int]
     group: str
     is_first: bool
 
@@ -125,9 +147,17 @@ class MoveSite:
         o, g, i, m, h = (self.sizes.get(f"{letter}{d}") for letter in "ogimh")
         assert o is not None and g is not None and i is not None
         if h is not None:
-            return _Dim(d, o, h, i, g, -(-h // self.move.n))
+            return self.dim(layout, o, h, i, g)
         assert m is not None
         return _Dim(d, o, m * g, i, g, g)
+
+    def dim(self, layout: Layout, outer: int, f: int, inner: int, g: int) -> _Dim:
+        """The dim of a layout that cuts ``f``, of which this rank holds ``g``."""
+        n = self.move.n
+        if not layout.zigzag:
+            return _Dim(layout.dim, outer, f, inner, g, -(-f // n))
+        (_, a), (_, b) = pieces_held(f, n, self.coordinate[self.move.axis], True)
+        return _Dim(layout.dim, outer, f, inner, g, -(-f // n), (a, b))
 
     def collective(self, target: Any, x: fx.Node, *args: Any, shape: Sequence[int]) -> fx.Node:
         """Issue a functional collective and wait for it; ``shape`` is the larger side's."""
@@ -164,17 +194,20 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
         case "all_reduce":
             return site.collective(c10d.all_reduce.default, x, move.src.op, shape=here)
         case "all_gather" if move.dst.kind == "R":
-            return _contiguous(site, _all_gather(site, x, here, there, site.cut(move.src)))
+            return _contiguous(site, _moved(_all_gather, site, x, here, there, site.cut(move.src)))
         case "all_gather":
             return _contiguous(site, _recut(site, x, here, there))
         case "reduce_scatter":
-            return _contiguous(site, _reduce_scatter(site, x, here, there, site.cut(move.dst)))
+            return _contiguous(
+                site, _moved(_reduce_scatter, site, x, here, there, None, site.cut(move.dst))
+            )
         case "all_to_all":
             return _contiguous(
-                site, _all_to_all(site, x, here, there, site.cut(move.src), site.cut(move.dst))
+                site,
+                _moved(_all_to_all, site, x, here, there, site.cut(move.src), site.cut(move.dst)),
             )
         case "slice":
-            return _contiguous(site, _slice(site, x, here, there, site.cut(move.dst)))
+            return _contiguous(site, _moved(_slice, site, x, here, there, None, site.cut(move.dst)))
         case "contribute":
             return (
                 site.emit(aten.alias.default, x)
@@ -182,8 +215,113 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
                 else site.emit(aten.zeros_like.default, x)
             )
         case "pad":
-            return _pad(site, x, here, there, site.cut(move.src))
+            return _moved(_pad, site, x, here, there, site.cut(move.src))
     raise AssertionError(move)
+
+
+def _moved(
+    move: Callable[..., fx.Node],
+    site: MoveSite,
+    x: fx.Node,
+    here: list[int],
+    there: list[int],
+    src: _Dim | None = None,
+    dst: _Dim | None = None,
+) -> fx.Node:
+    """``move`` of ``x``, of shape ``here``, to ``there``: of a dim that is cut in ``src`` before
+    and in ``dst`` after it. Zigzags are brought to plain cuts and back.
+    """
+    n, cuts, given, due = site.move.n, [], list(here), list(there)
+    for cut, sending, held, whole in ((src, True, given, due), (dst, False, due, given)):
+        if cut is None or cut.pieces is None:
+            cuts += [] if cut is None else [cut]
+            continue
+        even = cut.even(n)
+        cuts.append(even)
+        x = (_padded_pieces if sending else _dealt)(site, x, given, cut, n)
+        held[cut.dim], whole[cut.dim] = (
+            even.outer * size * even.inner for size in (even.g, even.f)
+        )
+    x = move(site, x, given, due, *cuts)
+    for cut, sending in ((src, True), (dst, False)):
+        if cut is not None and cut.pieces is not None:
+            x = (_undealt if sending else _trimmed_pieces)(site, x, due, cut, n)
+            size = cut.f if sending else sum(cut.pieces)
+            due[cut.dim] = cut.outer * size * cut.inner
+    return x
+
+
+def _padded_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _Dim, n: int) -> fx.Node:
+    """Both pieces of a zigzag, padded to whole chunks."""
+    assert cut.pieces is not None
+    a, b = cut.pieces
+    before, _, after = _split(shape, cut)
+    at, half = len(before), -(-cut.f // (2 * n))
+    full = [*before, 2 * half, *after]
+    whole = [*shape[: cut.dim], cut.outer * 2 * half * cut.inner, *shape[cut.dim + 1 :]]
+    if (a, b) == (half, half):
+        return x
+    x = _reshape(site, x, shape, [*before, a + b, *after])
+    if not b:
+        return _reshape(site, _pad_to(site, x, [*before, a, *after], at, 2 * half), full, whole)
+    parts = [
+        _pad_to(
+            site,
+            site.emit(aten.slice.Tensor, x, at, start, start + length),
+            [*before, length, *after],
+            at,
+            half,
+        )
+        for start, length in ((0, a), (a, b))
+    ]
+    return _reshape(site, site.emit(aten.cat.default, parts, at), full, whole)
+
+
+def _trimmed_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _Dim, n: int) -> fx.Node:
+    """The inverse of ``_padded_pieces``; ``shape`` has the padded dim."""
+    assert cut.pieces is not None
+    a, b = cut.pieces
+    before, _, after = _split(shape, cut)
+    at, half = len(before), -(-cut.f // (2 * n))
+    if (a, b) == (half, half):
+        return x
+    x = _reshape(site, x, shape, [*before, 2 * half, *after])
+    parts = [
+        site.emit(aten.slice.Tensor, x, at, start, start + length)
+        for start, length in ((0, a), (half, b))
+        if length or not start
+    ]
+    made = site.emit(aten.cat.default, parts, at) if len(parts) > 1 else parts[0]
+    whole = [*shape[: cut.dim], cut.outer * (a + b) * cut.inner, *shape[cut.dim + 1 :]]
+    return _reshape(site, made, [*before, a + b, *after], whole)
+
+
+def _dealt(site: MoveSite, x: fx.Node, shape: list[int], cut: _Dim, n: int) -> fx.Node:
+    """A whole dim, padded to 2n chunks, in the order of the ranks: chunks 0, 2n-1, 1, 2n-2, ..."""
+    before, _, after = _split(shape, cut)
+    at, half = len(before), -(-cut.f // (2 * n))
+    seen = [*before, cut.f, *after]
+    x = _pad_to(site, _reshape(site, x, shape, seen), seen, at, 2 * n * half)
+    x = site.emit(aten.reshape.default, x, [*before, 2 * n, half, *after])
+    front = site.emit(aten.slice.Tensor, x, at, 0, n)
+    back = site.emit(aten.flip.default, site.emit(aten.slice.Tensor, x, at, n, 2 * n), [at])
+    made = site.emit(aten.cat.default, [front, back], at + 1)
+    whole = [*shape[: cut.dim], cut.outer * 2 * n * half * cut.inner, *shape[cut.dim + 1 :]]
+    return site.emit(aten.reshape.default, made, whole)
+
+
+def _undealt(site: MoveSite, x: fx.Node, shape: list[int], cut: _Dim, n: int) -> fx.Node:
+    """The inverse of ``_dealt``; ``shape`` has the padded dim."""
+    before, _, after = _split(shape, cut)
+    at, half = len(before), -(-cut.f // (2 * n))
+    x = site.emit(aten.reshape.default, x, [*before, n, 2 * half, *after])
+    front = site.emit(aten.slice.Tensor, x, at + 1, 0, half)
+    back = site.emit(aten.slice.Tensor, x, at + 1, half, 2 * half)
+    made = site.emit(aten.cat.default, [front, site.emit(aten.flip.default, back, [at])], at)
+    made = site.emit(aten.reshape.default, made, [*before, 2 * n * half, *after])
+    made = _trim(site, made, at, 2 * n * half, cut.f)
+    whole = [*shape[: cut.dim], cut.outer * cut.f * cut.inner, *shape[cut.dim + 1 :]]
+    return _reshape(site, made, [*before, cut.f, *after], whole)
 
 
 def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
@@ -355,7 +493,7 @@ def _all_to_all(
 def _slice(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Dim) -> fx.Node:
     before, _, after = _split(here, cut)
     x = _reshape(site, x, here, [*before, cut.f, *after])
-    x = site.emit(aten.slice.Tensor, x, len(before), site.offset("start"), site.offset("stop"))
+    x = site.emit(aten.slice.Tensor, x, len(before), *_bounds(site, cut, "stop"))
     return site.emit(aten.reshape.default, x, there)
 
 
@@ -365,25 +503,23 @@ def _pad(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Di
     x = site.emit(
         aten.constant_pad_nd.default,
         x,
-        [*[0, 0] * len(after), site.offset("start"), site.offset("after")],
+        [*[0, 0] * len(after), *_bounds(site, cut, "after")],
         0.0,
     )
     return _reshape(site, x, [*before, cut.f, *after], there)
+
+
+def _bounds(site: MoveSite, cut: _Dim, end: str) -> list[Offset]:
+    return [site.offset(kind, cut.dealt) for kind in ("start", end)]
 
 
 def _recut(site: MoveSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
     """From one cut of a dim to another cut of it: gather, then slice."""
     d = site.move.src.dim
     src, dst = (
-        _Dim(
-            d,
-            site.sizes[f"{side}o"],
-            site.sizes[f"{side}f"],
-            site.sizes[f"{side}i"],
-            site.sizes[f"{side}g"],
-            -(-site.sizes[f"{side}f"] // site.move.n),
-        )
-        for side in "xy"
+        site.dim(layout, *(site.sizes[f"{side}{name}"] for name in "ofig"))
+        for side, layout in (("x", site.move.src), ("y", site.move.dst))
     )
     full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]
-    return _slice(site, _all_gather(site, x, here, full, src), full, there, dst)
+    whole = _moved(_all_gather, site, x, here, full, src)
+    return _moved(_slice, site, whole, full, there, None, dst)

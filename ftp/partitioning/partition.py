@@ -29,7 +29,7 @@ from ftp.planning.insert_moves import move_rule
 from ftp.planning.plan import Plan
 from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
 from ftp.rules.rule import Meta, replaced
-from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, shard, size_at
+from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
 from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
 
 Coordinate = Mapping[str, int]
@@ -38,17 +38,21 @@ WAIT = torch.ops._c10d_functional.wait_tensor.default
 
 @dataclass(frozen=True)
 class Offset:
-    """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), or the length
-    ``after`` it.
+    """Where a rank's chunk of ``size`` begins (``start``) or ends (``stop``), the length
+    ``after`` it, or where the ``second`` piece of a zigzag begins.
     """
 
     kind: str
     size: Size
     axis: str
     n: int
+    zigzag: bool = False
 
     def at(self, coordinate: Coordinate) -> int:
-        start, length = chunk_at(Chunk(self.size, self.axis, self.n), coordinate)
+        chunk = Chunk(self.size, self.axis, self.n, self.zigzag)
+        if self.kind == "second":
+            return pieces_at(chunk, coordinate)[1][0]
+        start, length = chunk_at(chunk, coordinate)
         match self.kind:
             case "start":
                 return start
@@ -238,7 +242,9 @@ class _Emission:
             here = list(shape)
             shape[at.dim] = at.size
             packs = at.cut.sizes(at.size)
-            regular = shard(at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n)
+            regular = shard(
+                at.dim, len(packs), packs[0] // at.cut.size, at.cut.size, n, at.cut.zigzag
+            )
             layout = shard(at.dim, 1, at.size, 1, n) if at.is_irregular else regular
             move = Move(
                 at.cut.axis, n, layout if enters else R, R if enters else layout, tuple(shape)
@@ -350,9 +356,15 @@ class _Emission:
             node,
             sizes,
             node.results[0].shape,
-            lambda kind: self._offset(
-                Offset(kind, _moved_extent(node), node.target.axis, node.target.n)
+            lambda kind, size: self._offset(
+                Offset(
+                    kind,
+                    _moved_extent(node) if size is None else size,
+                    node.target.axis,
+                    node.target.n,
+                )
             ),
+            self.coordinate,
             self.group_name(*node.target.axes),
             all(self.coordinate[axis] == 0 for axis in node.target.axes),
         )
@@ -374,12 +386,17 @@ class _Emission:
 
     def _cut(self, cut: FactorCut) -> Cut:
         n = self.plan.axes[cut.axis]
-        _, length = chunk_at(Chunk(cut.extent, cut.axis, n), self.coordinate)
-        start = self._offset(Offset("start", cut.extent, cut.axis, n))
+        held = pieces_at(Chunk(cut.extent, cut.axis, n, cut.zigzag), self.coordinate)
+        begins = [
+            self._offset(Offset(kind, cut.extent, cut.axis, n, cut.zigzag))
+            for kind in ("start", "second")[: len(held)]
+        ]
         outer, size, inner = (
             size_at(s, self.coordinate) for s in (cut.outer, cut.extent, cut.inner)
         )
-        return Cut(outer, size, inner, start, length)
+        length = sum(length for _, length in held)
+        second = (begins[1], held[1][1]) if cut.zigzag else None
+        return Cut(outer, size, inner, begins[0], length, second)
 
     def _offset(self, offset: Offset) -> fx.Node:
         if offset not in self.offsets:

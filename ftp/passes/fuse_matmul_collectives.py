@@ -81,7 +81,8 @@ def joints(graph: Graph) -> dict[str, Joint]:
         )
         factors = [_known(product.operands[0].shape) for product in products]
         if (
-            not factors
+            cut.zigzag
+            or not factors
             or not taken.isdisjoint(products)
             or not all([here, there, outer, *factors])
             or there[cut.dim] != move.n * here[cut.dim]

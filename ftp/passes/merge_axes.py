@@ -64,6 +64,8 @@ def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Move | None:
     a, b = first.target, second.target
     together = tuple(axis for axis in axes if axis in (*a.axes, *b.axes))
     n = a.n * b.n
+    if any(layout.zigzag for move in (a, b) for layout in (move.src, move.dst)):
+        return None  # its chunks do not follow one another
     if a.op != b.op or len(together) != len(a.axes) + len(b.axes):
         return None
     if a.op == "all_reduce":

@@ -330,6 +330,11 @@ def _uneven(leaf: Any, spec: PartitionSpec, axes: Mapping[str, int], name: str) 
 
 def _packed(spec: PartitionSpec, dim: int, name: str) -> list[str]:
     cuts = spec.cuts(dim)
+    if any(c.zigzag for c in cuts):
+        return [
+            f"{name} has spec {spec}; per-rank code takes one chunk of a dim, and a zigzag is two."
+            " Cut it by the axis alone."
+        ]
     if all(c.pack == 1 for c in cuts) or (len(cuts) == 1 and isinstance(cuts[0].pack, int)):
         return []
     return [

@@ -21,7 +21,7 @@ def spec_layout(
     major axis must be folded first.
     """
     for dim in range(len(spec)):
-        outer, unit = 1, None
+        outer, unit, zigzag = 1, None, False
         cuts = spec.cuts(dim)
         for at, cut in enumerate(cuts):
             if cut.axis == axis:
@@ -29,16 +29,19 @@ def spec_layout(
                 # is cut evenly, or did not fit before.
                 unit = 1 if any(c.axis in folded for c in cuts[at + 1 :]) else cut.size
                 outer *= _packs(cut)
+                zigzag = cut.zigzag
                 break
             if cut.axis not in folded:
-                if _packs(cut) > 1 or (
-                    cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None
+                if (
+                    cut.zigzag
+                    or _packs(cut) > 1
+                    or (cut.size > 1 and div(shape[dim], outer * axes[cut.axis] * cut.size) is None)
                 ):
                     return None
                 outer *= axes[cut.axis]
         if unit is not None:
             extent = div(shape[dim], outer * unit)
-            return None if extent is None else shard(dim, outer, extent, unit, axes[axis])
+            return None if extent is None else shard(dim, outer, extent, unit, axes[axis], zigzag)
     return R
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ftp.rules.op_kinds import STACKS, VIEWS, is_product, matmuls_in
+from ftp.rules.op_kinds import STACKS, VIEWS, is_product, multiplications
 from ftp.rules.rule import BoundRule, Meta
 
 Curve = tuple[tuple[float, float], ...]
@@ -65,7 +65,7 @@ class Hardware:
         flops: floating-point operations a second, where ``rates`` does not say.
         memory: bytes a second to and from device memory.
         link: between the ranks of an axis that ``links`` does not name.
-        links: per mesh axis.
+        links: per mesh axis; a step refuses one that its mesh does not have.
         rates: floating-point operations a second of products, per dtype.
         cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is
             no telling.
@@ -82,6 +82,7 @@ class Hardware:
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any on tensors that are not dense (``strided``), where memory is not what limits them.
         convolution: as ``attention``, of convolutions.
+        network: between hosts, for the axes that leave one and that ``links`` does not name.
 
     >>> hardware = Hardware(flops=1e12, links={"dp": Link(bandwidth=1e9)})
     >>> hardware.link_of(["tp", "dp"]).bandwidth
@@ -103,6 +104,7 @@ class Hardware:
     cold: Curve = ()
     elements: Mapping[str, float] = field(default_factory=dict, hash=False)
     convolution: float = 1.0
+    network: Link = Link(2e-5, 5e10)
 
     def link_of(self, axes: Sequence[str]) -> Link:
         """The slowest of the axes' links."""
@@ -118,7 +120,8 @@ class Hardware:
     @classmethod
     def h100(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
         """H100 SXM, 8 in a node. Source: NVIDIA H100 datasheet (dense rates: half of those with
-        sparsity), 3.35 TB/s HBM3, NVLink 900 GB/s in both directions together.
+        sparsity), 3.35 TB/s HBM3, NVLink 900 GB/s in both directions together, one port of 400
+        Gb/s to other hosts.
 
         >>> Hardware.h100().flops_of(torch.bfloat16)
         989000000000000.0
@@ -133,7 +136,9 @@ class Hardware:
 
     @classmethod
     def h200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
-        """H200 SXM: an H100's rates with 4.8 TB/s HBM3e. Source: NVIDIA H200 datasheet."""
+        """H200 SXM: an H100's rates and links with 4.8 TB/s HBM3e. Source: NVIDIA H200
+        datasheet.
+        """
         rates = {
             torch.bfloat16: 989e12,
             torch.float16: 989e12,
@@ -145,8 +150,9 @@ class Hardware:
     @classmethod
     def b200(cls, links: Mapping[str, Link] | None = None) -> "Hardware":
         """B200 SXM: dense bf16 2.25 PFLOP/s, 8 TB/s HBM3e, NVLink 5 with 1.8 TB/s in both
-        directions together. Source: NVIDIA DGX B200 datasheet and Blackwell architecture brief, per
-        GPU."""
+        directions together, one port of 400 Gb/s to other hosts. Source: NVIDIA DGX B200 datasheet
+        and Blackwell architecture brief, per GPU.
+        """
         rates = {
             torch.bfloat16: 2250e12,
             torch.float16: 2250e12,
@@ -172,6 +178,7 @@ class Hardware:
             4e-6,
             False,
             "CPU core",
+            network=Link(latency=2e-4, bandwidth=1e9, factors={"reduce_scatter": 2.0}),
         )
 
     @classmethod
@@ -261,6 +268,6 @@ def op_seconds(
     )
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
     if is_product(target):
-        operations = 2 * math.prod(sizes.values()) * matmuls_in(target)
+        operations = 2 * multiplications(target, sizes)
         seconds = max(seconds, operations / hardware.flops)
     return seconds

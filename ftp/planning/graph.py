@@ -21,7 +21,7 @@ BATCH, PARAMETER = 1, 2
 @dataclass(frozen=True)
 class FactorCut:
     """A factor seen as ``[outer, extent, inner]`` and cut over ``axis``, in sizes local to the
-    axes folded before.
+    axes folded before; ``zigzag``: its chunks are dealt in zigzag.
     """
 
     axis: str
@@ -29,6 +29,7 @@ class FactorCut:
     outer: Size
     extent: Size
     inner: Size
+    zigzag: bool = False
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from ftp.sharding.layout import (
     nominal,
     prod,
 )
-from ftp.sharding.spec import PartitionSpec
+from ftp.sharding.spec import PartitionSpec, Units, zigzag
 
 
 def apply(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None]) -> Graph:
@@ -79,11 +79,11 @@ def output_layouts(graph: Graph, plan: AxisPlan, outputs: Sequence[Layout | None
 
 
 def spec_of_cuts(cuts: Sequence[tuple[str, Layout]], ndim: int) -> PartitionSpec:
-    entries: list[tuple[str, ...]] = [()] * ndim
+    entries: list[tuple[str | Units, ...]] = [()] * ndim
     for name, layout in cuts:
         if layout.kind == "S":
             assert layout.outer == layout.inner == 1, f"an open output is cut as {layout}"
-            entries[layout.dim] += (name,)
+            entries[layout.dim] += (zigzag(name) if layout.zigzag else name,)
     return PartitionSpec(*[e or None for e in entries])
 
 
@@ -93,11 +93,11 @@ def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
             node.pending.setdefault(index, []).append((axis, layout.op))
     if strategy.cut is None:
         return
-    factor, outer, inner = strategy.cut
+    factor, outer, inner, is_zigzag = strategy.cut
     extent = div(node.sizes[factor], mul(outer, inner))
     assert extent is not None
-    node.cuts.append(FactorCut(axis, factor, outer, extent, inner))
-    node.sizes[factor] = prod((outer, cut_size(extent, axis, n), inner))
+    node.cuts.append(FactorCut(axis, factor, outer, extent, inner, is_zigzag))
+    node.sizes[factor] = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
 
 
 class _Emitter:
@@ -168,7 +168,7 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
     """The rule of a reshard, for the axes folded after it: which factors they may cut.
 
     In ``[outer, f, inner]`` an even ``f`` is ``n`` chunks of ``g``, and ``g`` may be cut further;
-    an uneven one stays whole.
+    an uneven one stays whole, as does a zigzag, whose chunks do not follow one another.
     """
     sizes: dict[str, Size] = {}
     whole: set[str] = set()
@@ -182,7 +182,7 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
         d = layout.dim
         extent = cut_extent(move.shape[d], layout)
         assert extent is not None
-        local = cut_size(extent, move.axis, move.n)
+        local = cut_size(extent, move.axis, move.n, layout.zigzag)
         if same:
             side = "x" if here is operand else "y"
             here[d] = (f"{side}o", f"{side}g", f"{side}i")
@@ -199,7 +199,7 @@ def move_rule(move: Move) -> tuple[BoundRule, dict[str, Size]]:
             o, g, i, m, h = (f"{letter}{d}" for letter in "ogimh")
             sizes.update({o: layout.outer, g: local, i: layout.inner})
             here[d] = (o, g, i)
-            if is_even(extent, move.n):
+            if is_even(extent, move.n) and not layout.zigzag:
                 sizes[m] = move.n
                 whole.add(m)
                 there[d] = (o, m, g, i)

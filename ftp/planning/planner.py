@@ -54,6 +54,7 @@ def make_plan(
         reshard_after_forward: gather a parameter again for the backward pass instead of keeping the
             gathered copy.
         decompose: replaces nodes by primitives where an axis may cut a factor that they keep whole.
+        hardware: prices; each axis' are those of its own link.
         watch: called with each axis' problem before it is solved.
 
     Raises:
@@ -126,6 +127,7 @@ def plan_few(
     ties: Callable[[Graph], Ties | None] | None = None,
     batch_inputs: Iterable[Node] = (),
     data_axes: Sequence[str] = (),
+    hardware: Hardware = DEFAULT,
     decompose: Decompose | None = None,
 ) -> Plan | None:
     """``make_plan`` of a graph that is folded already and is not unfolded; None where tied layers
@@ -141,7 +143,7 @@ def plan_few(
             axes,
             data_axes,
             True,
-            DEFAULT,
+            hardware,
             decompose,
             ties=ties,
         )
@@ -254,6 +256,7 @@ def _problem(
 ) -> Problem:
     pinned, outputs = _fixed(graph, name, folded, axes, specs)
     from_specs, from_batch = _reaches(graph, name, folded, axes, specs, batch if is_data else ())
+    hardware = replace(hardware, link=hardware.link_of((name,)))
     hardware = replace(
         hardware, link=replace(hardware.link, latency=planned_latency(graph, hardware, ties))
     )
@@ -309,7 +312,7 @@ def _reaches(
     ]
     # Per-rank code fixes the layouts of its operands and results, as a constraint does.
     own: dict[Node, list[Cut]] = {
-        node: [(factor(name), 1, 1)] for node in graph.nodes if node.kind == "local"
+        node: [Cut(factor(name))] for node in graph.nodes if node.kind == "local"
     }
     for node, (cut,) in own.items():
         there = [

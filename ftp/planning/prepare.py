@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from torch import fx
 
 from ftp.ops.constrain import Pin
+from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints, decompose, from_fx, prune
 from ftp.planning.graph import BATCH, PARAMETER, Graph, Node
 from ftp.planning.graph_passes import live, mark_dependencies, merge_common
@@ -64,6 +65,7 @@ def plan_prepared(
     data_axes: Sequence[str] | None = None,
     reshard_after_forward: bool = True,
     strict: bool = False,
+    hardware: Hardware = DEFAULT,
     watch: Watch | None = None,
 ) -> Plan:
     """The cheapest plan.
@@ -74,6 +76,7 @@ def plan_prepared(
         out_specs: per output of the graph; None leaves it to the planner.
         data_axes: the axes on which parameters are resharded and activations are not; default those
             that cut a batch argument.
+        hardware: its links by axis, as `hardware_on` gives them.
     """
     specs = dict(zip(prepared.arguments, in_specs, strict=True))
     if data_axes is None:
@@ -87,6 +90,7 @@ def plan_prepared(
         batch_inputs=prepared.batch,
         data_axes=data_axes,
         reshard_after_forward=reshard_after_forward,
+        hardware=hardware,
         decompose=lambda graph, nodes: decompose(graph, nodes, strict=strict),
         watch=watch,
     )

@@ -7,6 +7,7 @@ parallelism.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.notation import Dims
@@ -14,7 +15,14 @@ from ftp.sharding.layout import Layout, R, Size, div, mul, prod, shard
 
 MOST_LAYOUTS = 12  # of one value on one axis; real programs stay below 5
 
-Cut = tuple[str, Size, Size]  # factor, and the outer and inner sizes within it
+
+class Cut(NamedTuple):
+    """A factor seen as ``[outer, f, inner]``, of which an axis cuts ``f``."""
+
+    factor: str
+    outer: Size = 1
+    inner: Size = 1
+    zigzag: bool = False
 
 
 @dataclass
@@ -89,7 +97,7 @@ def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> 
     """
     dim = dims[layout.dim]
     if len(dim) == 1 and div(sizes[dim[0]], mul(layout.outer, layout.inner)) is not None:
-        return dim[0], layout.outer, layout.inner
+        return Cut(dim[0], layout.outer, layout.inner, layout.zigzag)
     before: Size = 1
     for at, factor in enumerate(dim):
         outer = div(layout.outer, before)
@@ -100,9 +108,11 @@ def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> 
                 if (
                     extent
                     and extent != 1
-                    and layout_of(dims, sizes, (factor, outer, inner), n) == layout
+                    and layout_of(dims, sizes, Cut(factor, outer, inner, layout.zigzag), n)
+                    == layout
                 ):
-                    return _named(factor, outer, extent, inner, n)
+                    named = shard(0, outer, extent, inner, n, layout.zigzag)
+                    return Cut(factor, named.outer, named.inner, named.zigzag)
         before = mul(before, sizes[factor])
     return None
 
@@ -111,19 +121,14 @@ def layout_of(dims: Dims, sizes: Mapping[str, Size], cut: Cut, n: int) -> Layout
     """The layout of a tensor of these dims when ``cut`` is made; ``R`` where it does not have
     the factor.
     """
-    factor, outer, inner = cut
+    factor, outer, inner, zigzag = cut
     for d, dim in enumerate(dims):
         if factor in dim:
             if len(dim) == 1:
-                return Layout("S", d, outer, inner)
+                return Layout("S", d, outer, inner, zigzag=zigzag)
             at = dim.index(factor)
             extent = div(sizes[factor], mul(outer, inner))
             assert extent is not None, (factor, cut, sizes)
             before, after = prod(sizes[f] for f in dim[:at]), prod(sizes[f] for f in dim[at + 1 :])
-            return shard(d, mul(before, outer), extent, mul(inner, after), n)
+            return shard(d, mul(before, outer), extent, mul(inner, after), n, zigzag)
     return R
-
-
-def _named(factor: str, outer: Size, extent: Size, inner: Size, n: int) -> Cut:
-    layout = shard(0, outer, extent, inner, n)
-    return factor, layout.outer, layout.inner

@@ -1,15 +1,17 @@
 """Plans of transformers' models, read from the model's attributes; transformers is not imported."""
 
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ftp.errors import SpecError, join_failures
+from ftp.errors import PlanWarning, SpecError, join_failures
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
+from ftp.plans.from_layers import cut_shares, specs_from_layers
 from ftp.plans.model_config import head_dim_of, value_of
 from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
@@ -33,6 +35,8 @@ WHOLE = {
 }  # fmt: skip
 SEQUENCE = {"sequence_parallel"}
 
+FEW = 0.9  # a share below this is told
+
 # Models for which transformers has no plan.
 OURS: dict[str, Callable[..., models.Patterns]] = {
     "bert": models.bert,
@@ -54,7 +58,10 @@ def from_hf(
 
     Attention is sharded between heads, as the config counts them; with fewer key heads than ranks,
     ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT have no
-    plan in transformers and get those of ``ftp.plans``.
+    plan in transformers and get those of ``ftp.plans``. Where a model has no plan, or one that
+    leaves more than a tenth of its parameters or of its matmuls' work whole, what the plan does not
+    speak of is cut as the model's own layers suggest. The printed table ends with the shares that
+    are cut; below nine tenths a ``PlanWarning`` says so.
 
     Args:
         model: runs as it is: ``ftp.functionalize(model, constraints=constraints)``.
@@ -70,8 +77,8 @@ def from_hf(
         which prints as a table, and ``{module path: Constraint}``.
 
     Raises:
-        SpecError: a model without a plan; unknown styles, all by name; an entry of ``plan`` that
-            matches no module and no parameter.
+        SpecError: a model without a plan and without layers; unknown styles, all by name; an entry
+            of ``plan`` that matches no module and no parameter.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -85,6 +92,7 @@ def from_hf(
     down.weight  P(None, 'tp')  (4, 8)  'down': rowwise
     up.bias      P('tp')        (8,)    'up': colwise
     up.weight    P('tp')        (8, 4)  'up': colwise
+    cut: 95% of the parameters, 100% of the matmuls' work
 
     Source: transformers, ``distributed/tensor_parallel.py`` and ``distributed/expert_parallel.py``.
     """
@@ -98,11 +106,22 @@ def from_hf(
     _, params = functionalize(model)
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
-    if not styles:
-        return _ours(model, params, axis, vocab_parallel), {}
-    reader = _Reader(model, axis, styles, vocab_parallel)
-    reader.check(own)
-    return reader.specs(params), reader.constraints()
+    if styles or getattr(getattr(model, "config", None), "model_type", None) not in OURS:
+        reader = _Reader(model, axis, styles, vocab_parallel)
+        reader.check(own)
+        specs, constraints = reader.specs(params), reader.constraints()
+    else:
+        specs, constraints = _ours(model, params, axis, vocab_parallel), {}
+    if plan is None and (not own or min(cut_shares(model, specs, but=_ends_of(model))) < FEW):
+        specs = _completed(model, params, specs, axis, vocab_parallel)
+    if not any(specs.values()):
+        raise SpecError(
+            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
+            " base_model_tp_plan in its config. Nor has it layers to build one from. Give one as"
+            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
+            " ftp.plans.attention, mlp and vocabulary."
+        )
+    return _with_shares(model, specs, vocab_parallel), constraints
 
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
@@ -137,17 +156,48 @@ def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
     return {**found, **of_experts}
 
 
-def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Specs:
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind not in OURS:
-        raise SpecError(
-            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
-            " base_model_tp_plan in its config. Give one as"
-            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
-            " ftp.plans.attention, mlp and vocabulary."
+def _completed(
+    model: nn.Module, params: Any, specs: Specs, axis: str, vocab_parallel: bool
+) -> Specs:
+    """What no style speaks of is cut as its own layers suggest."""
+    built = specs_from_layers(model, axis, vocab_parallel)
+    names: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
+    ends = _ends_of(model)
+    found: dict[str, tuple[str, P]] = {}
+    for path, (_, row) in zip(sorted(params), specs.rows.items(), strict=True):
+        paths = names[id(model.get_parameter(path))]
+        is_open = not row.spec and row.given_by.startswith("no ") and not ends & set(paths)
+        own = next((built[p] for p in paths if p in built), None) if is_open else None
+        found.update(dict.fromkeys(paths, own or (row.given_by, row.spec)))
+    new = plan_specs(params, lambda path, leaf: found[path][1])
+    rows = {
+        name: replace(row, given_by=found[path][0])
+        for path, (name, row) in zip(sorted(params), new.rows.items(), strict=True)
+    }
+    return Specs(new, rows)
+
+
+def _with_shares(model: nn.Module, specs: Specs, vocab_parallel: bool) -> Specs:
+    """The specs with the share of what they cut, which is warned of where it is small and not
+    because the vocabulary is to be whole.
+    """
+    parameters, work = cut_shares(model, specs)
+    note = f"cut: {parameters:.0%} of the parameters, {work:.0%} of the matmuls' work"
+    if min(cut_shares(model, specs, () if vocab_parallel else _ends_of(model))) < FEW:
+        warnings.warn(
+            f"from_hf leaves much of {type(model).__name__} whole on every rank; {note}."
+            " print(specs) lists what; plan={pattern: style} adds to it, or change the specs.",
+            PlanWarning,
+            stacklevel=3,
         )
-    patterns = OURS[kind](config, axis=axis)
+    return Specs(specs, specs.rows, note)
+
+
+def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Specs:
+    config: Any = model.config
+    patterns = OURS[config.model_type](config, axis=axis)
     paths = [tuple(path.split(".")) for path in _paths(model)]
     kept = {
         pattern: spec
@@ -184,6 +234,10 @@ def _ends(model: nn.Module) -> list[tuple[str, str]]:
                 for name in _own(end)
             ]
     return found
+
+
+def _ends_of(model: nn.Module) -> set[str]:
+    return {f"{path}.{name}" for path, name in _ends(model)}
 
 
 def _own(module: nn.Module) -> list[str]:

@@ -82,7 +82,7 @@ def describe_layout(layout: Layout) -> str:
             if layout.outer == layout.inner == 1
             else f" within {layout.outer}, in units of {layout.inner}"
         )
-        return f"cut on dim {layout.dim}{within}"
+        return f"cut on dim {layout.dim}{within}{' in zigzag' if layout.zigzag else ''}"
     return "whole" if layout.kind == "R" else f"a pending {layout.op}"
 
 

@@ -14,10 +14,10 @@ from ftp.errors import PlanningError, ReportError, join_failures
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import LocalProgram
 from ftp.paused_gc import collection_paused
-from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.repeats import named_layers
+from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.planning.problem import Problem
 from ftp.report.alternatives import (
     Alternative,
@@ -150,16 +150,18 @@ class Lowered:
         )
 
     @collection_paused()
-    def cost(self, hardware: Hardware = DEFAULT) -> Cost:
+    def cost(self, hardware: GivenHardware = None) -> Cost:
         """Estimated seconds of a step on each rank, a float with the time of every op and
         collective.
 
         Args:
-            hardware: rates, such as ``ftp.Hardware.h100()``, or ``ftp.calibrate()`` for this
-                machine's.
+            hardware: as of ``ftp.shard``, such as ``"h100"``, or ``ftp.calibrate()`` for this
+                machine's; default what the program was planned for.
         """
+        program = self._program
+        rates = program.hardware if hardware is None else hardware_on(program.mesh, hardware)
         graph, shapes, _ = self._executed
-        return estimate(graph, shapes, hardware, self.plan.axes)
+        return estimate(graph, shapes, rates, self.plan.axes)
 
     def assert_collectives(
         self,

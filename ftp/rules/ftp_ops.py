@@ -82,7 +82,7 @@ def _pieces(
     for cut in cuts:
         before, rest = _split(pieces, cut.outer)
         middle, after = _split(rest, cut.size) if rest is not None else (None, None)
-        if before is None or middle is None or after is None:
+        if before is None or middle is None or after is None or cut.second is not None:
             return None
         within = _narrow(op, middle, cut.start, cut.length, offset)
         if within is None:

@@ -41,6 +41,9 @@ class RankGraph(fx.Graph):
 class Cut:
     """A factor seen as ``[outer, size, inner]`` of which this rank holds ``length`` from
     ``start`` on; ``start`` may be an input.
+
+    Attributes:
+        second: of a zigzag start and length of the second piece; ``length`` counts both.
     """
 
     outer: int
@@ -48,6 +51,14 @@ class Cut:
     inner: int
     start: Offset
     length: int
+    second: tuple[Offset, int] | None = None
+
+    @property
+    def pieces(self) -> list[tuple[Offset, int]]:
+        """Start and length of each piece."""
+        if self.second is None:
+            return [(self.start, self.length)]
+        return [(self.start, self.length - self.second[1]), self.second]
 
 
 @dataclass(frozen=True)
@@ -122,12 +133,7 @@ class LocalOp:
             if cut.outer != 1:
                 outer = self.emit(aten.floor_divide.Scalar, index, cut.size)
                 index = self.emit(aten.remainder.Scalar, index, cut.size)
-            index = self.emit(aten.sub.Scalar, index, cut.start)
-            held = self.emit(
-                aten.bitwise_and.Tensor,
-                self.emit(aten.ge.Scalar, index, 0),
-                self.emit(aten.lt.Scalar, index, cut.length),
-            )
+            index, held = self._in_pieces(cut, index)
             mask = held if mask is None else self.emit(aten.bitwise_and.Tensor, mask, held)
             if outer is not None:
                 index = self.emit(
@@ -150,7 +156,7 @@ class LocalOp:
                 length = max(cut.length, 1)
                 outer = self.emit(aten.floor_divide.Scalar, index, length)
                 index = self.emit(aten.remainder.Scalar, index, length)
-            index = self.emit(aten.add.Scalar, index, cut.start)
+            index = self._from_pieces(cut, index)
             if outer is not None:
                 index = self.emit(
                     aten.add.Tensor, index, self.emit(aten.mul.Scalar, outer, cut.size)
@@ -161,12 +167,51 @@ class LocalOp:
                 )
         return index
 
+    def _in_pieces(self, cut: Cut, index: Index) -> tuple[Index, Index]:
+        """Indices along a cut's middle as indices into what this rank holds, and which it holds."""
+        found: list[tuple[Index, Index]] = []
+        before = 0
+        for start, length in cut.pieces:
+            at = self.emit(aten.sub.Scalar, index, start)
+            held = self.emit(
+                aten.bitwise_and.Tensor,
+                self.emit(aten.ge.Scalar, at, 0),
+                self.emit(aten.lt.Scalar, at, length),
+            )
+            at = self.emit(aten.add.Scalar, at, before) if before else at
+            found.append((at, held))
+            before += length
+        (at, held), *second = found
+        for other, there in second:
+            at = self.emit(aten.where.self, there, other, at)
+            held = self.emit(aten.bitwise_or.Tensor, held, there)
+        return at, held
+
+    def _from_pieces(self, cut: Cut, index: Index) -> Index:
+        """The inverse of ``_in_pieces``."""
+        if cut.second is None:
+            return self.emit(aten.add.Scalar, index, cut.start)
+        (first, before), (start, _) = cut.pieces
+        beyond = self.emit(aten.sub.Scalar, index, before) if before else index
+        return self.emit(
+            aten.where.self,
+            self.emit(aten.ge.Scalar, index, before),
+            self.emit(aten.add.Scalar, beyond, start),
+            self.emit(aten.add.Scalar, index, first),
+        )
+
     def part(self, factor: str) -> list[Offset]:
         """Which part of ``factor`` this rank holds, in numbers, as `ftp.ops.attention` has it."""
         return [
             number
             for cut in self.cuts.get(factor, ())
-            for number in (cut.outer, cut.size, cut.inner, 1, cut.start, cut.length)
+            for number in (
+                cut.outer,
+                cut.size,
+                cut.inner,
+                len(cut.pieces),
+                *(number for piece in cut.pieces for number in piece),
+            )
         ]
 
     def positions(self, factor: str) -> Index:

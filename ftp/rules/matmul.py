@@ -2,13 +2,14 @@
 
 from dataclasses import replace
 
+import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ftp.ops.grouped_mm import GROUPED_MM, GROUPED_MM_PART
 from ftp.rules.forms import einsum
-from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
-from ftp.rules.notation import Dims, Notation, parse
+from ftp.rules.notation import parse
 from ftp.rules.overloads import aten
 from ftp.rules.registry import register, rule
 from ftp.rules.rule import Call, LocalHook, Rule
@@ -46,51 +47,41 @@ added_product(aten.addr.default, "m, n -> m n")
 added_product(aten.baddbmm.default, "b m [k], b [k] n -> b m n")
 
 
-@rule(aten._grouped_mm.default)
+_GROUPED = {
+    (2, 3): "m k, g k n, [e] -> m n {k g}",  # rows of m are grouped
+    (3, 2): "g m k, k n, [e] -> m n {k g}",  # of n
+    (2, 2): "m k, k n, [e] -> g m n {k}",  # of k
+}
+_ROWS = {(2, 3): "m", (3, 2): "n", (2, 2): "k"}
+
+
+@rule(GROUPED_MM)
 def grouped_mm(call: Call) -> Rule:
-    """Groups of rows (2-D x 3-D), columns (3-D x 2-D) or of the summed dim (2-D x 2-D) end where
-    ``offs`` says: it and g are whole.
+    """Groups are of rows (2-D x 3-D), columns (3-D x 2-D) or of the summed dim (2-D x 2-D). A rank
+    without a group, or without some of its rows, has zeros there.
     """
-    forms = {
-        (2, 3): "[m] k, [g] k n, [g] -> [m] n {k}",
-        (3, 2): "[g] [m] k, k [n], [g] -> [m] [n] {k}",
-        (2, 2): "m [k], [k] n, [g] -> [g] m n",
-        (3, 3): "g m k, g k n, g -> g m n {k}",
-    }
-    ndims = (call.operands[0].ndim, call.operands[1].ndim)
-    n = parse(forms[ndims])
-    if call.arg("offs") is None:
-        n = replace(n, operands=n.operands[:2])
-    if call.arg("bias") is None:
-        return Rule(n, ((0,), (1,)), unless_empty(_aligned(call)))
-    bias = (
-        (n.results[0][-1],) if call.operands[-1].ndim == 1 else (n.results[0][0], n.results[0][-1])
-    )
-    whole = n.whole | {f for dim in bias for f in dim} | {"k"}
-    return Rule(Notation((*n.operands, bias), n.results, whole, ((),)), (), unless_empty())
+    form = (call.operands[0].ndim, call.operands[1].ndim)
+    return Rule(parse(_GROUPED[form]), ((0,), (1,)), _own_groups(_ROWS[form]))
 
 
-def _aligned(call: Call) -> LocalHook:
-    """The kernel wants rows of whole 16 bytes: shorter ones are filled up with zeros."""
-    unit = 16 // call.operands[0].dtype.itemsize
-
+def _own_groups(rows: str) -> LocalHook:
     def local(op: LocalOp) -> fx.Node:
-        x, w, *_ = op.args
-        shape = op.shape()
-
-        def filled(t: fx.Node, dims: Dims) -> fx.Node:
-            amounts = [
-                (-op.sizes[dim[0]] % unit)
-                if dim[0] in ("k", "n") and dim[0] not in op.rule.whole
-                else 0
-                for dim in dims
-            ]
-            pad = [p for amount in reversed(amounts) for p in (0, amount)]
-            return op.emit(aten.constant_pad_nd.default, t, pad) if any(pad) else t
-
-        made = op.default(filled(x, op.rule.operands[0]), filled(w, op.rule.operands[1]))
-        if op.sizes.get("n", 0) % unit and "n" not in op.rule.whole:
-            made = op.emit(aten.slice.Tensor, made, len(shape) - 1, 0, shape[-1])
-        return made
+        if not op.is_cut("g", rows):
+            return op.default()
+        a, b, offs, *rest = op.args
+        count = op.call.operands[2].shape[0]
+        offs = op.emit(aten._to_copy.default, offs, dtype=torch.int64)
+        bounds = op.emit(aten.constant_pad_nd.default, offs, [1, 0])
+        # A group that ends before the one before it has no rows.
+        bounds = op.item(op.emit(aten.cummax.default, bounds, 0), 0)
+        starts = op.emit(aten.slice.Tensor, bounds, 0, 0, count)
+        ends = op.emit(aten.slice.Tensor, bounds, 0, 1, count + 1)
+        if op.is_cut("g"):
+            held = op.positions("g")
+            starts, ends = (op.emit(aten.index_select.default, x, 0, held) for x in (starts, ends))
+        if op.is_cut(rows):  # how many of the rank's rows are before
+            held = op.positions(rows)
+            starts, ends = (op.emit(aten.searchsorted.Tensor, held, x) for x in (starts, ends))
+        return op.emit(GROUPED_MM_PART, a, b, starts, ends, count, *rest, **op.kwargs)
 
     return local

@@ -1,7 +1,10 @@
 """Kinds of ops: views, stacks, matmuls, attention."""
 
+import math
+from collections.abc import Mapping
 from typing import Any
 
+from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.overloads import aten
 
@@ -19,7 +22,7 @@ PRODUCTS = frozenset(
     {
         aten.mm.default, aten.bmm.default, aten.convolution.default,
         aten.convolution_backward.default, aten.mv.default, aten.dot.default, aten.addmm.default,
-        aten.baddbmm.default, aten.addmv.default,
+        aten.baddbmm.default, aten.addmv.default, GROUPED_MM,
     }
 )  # fmt: skip
 
@@ -44,6 +47,11 @@ def is_product(target: Any) -> bool:
     return target in PRODUCTS or target in ATTENTION
 
 
-def matmuls_in(target: Any) -> int:
-    """How many matmuls over all of its factors an op of `is_product` does."""
-    return 2 if target in ATTENTION else 1
+def multiplications(target: Any, sizes: Mapping[str, int]) -> float:
+    """Multiplications of an op of `is_product` whose factors have these sizes; where rows are in
+    groups, in groups of equal size.
+    """
+    total = math.prod(sizes.values())
+    if target is GROUPED_MM:
+        return total / max(sizes["e"], 1) ** 2
+    return total * (2 if target in ATTENTION else 1)

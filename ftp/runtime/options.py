@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ftp.planning.machine import GivenHardware
+
 PROGRAMS = 64  # that a step keeps
 
 
@@ -27,6 +29,7 @@ class Options:
     cuda_graph: bool = False
     async_tp: bool = False
     programs: int = PROGRAMS
+    hardware: GivenHardware = None
 
 
 DEFAULT = Options()

@@ -18,7 +18,10 @@ from ftp.passes.aliasing import families
 from ftp.passes.fuse_optimizer_updates import changed
 from ftp.passes.transport import as_backends_take
 from ftp.paused_gc import collection_paused
+from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
+from ftp.planning.cost import Hardware
 from ftp.planning.graph import Value
+from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
@@ -59,6 +62,7 @@ class Program:
             last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
             ``cuda_graph``, ``async_tp``) are read here.
+        hardware: what it was planned for.
     """
 
     mesh: Mesh
@@ -75,6 +79,7 @@ class Program:
     donated: tuple[int, ...] = ()
     assumptions: tuple[str, ...] = ()
     options: Options = DEFAULT
+    hardware: Hardware = DEFAULT_HARDWARE
 
     def with_options(self, **changes: Any) -> "Program":
         """The same plan, run with other options."""
@@ -141,6 +146,7 @@ class Program:
         return (
             f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
             f" chunks={o.chunks}, async_tp={o.async_tp}"
+            f"\nplanned for {describe_hardware(self.hardware)}"
         )
 
     @collection_paused()

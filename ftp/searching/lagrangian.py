@@ -176,7 +176,7 @@ class Searching:
             for dim in range(len(spec)):
                 for cut in spec.cuts(dim):
                     packs = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
-                    found[cut.axis][pattern] = Layout("S", dim, packs, cut.size)
+                    found[cut.axis][pattern] = Layout("S", dim, packs, cut.size, zigzag=cut.zigzag)
         return found
 
     def kind_of(self, candidate: Candidate) -> str:
@@ -494,6 +494,7 @@ class Searching:
             ties=ties,
             batch_inputs=list(net.batch),
             data_axes=self.data_axes,
+            hardware=self.hardware,
             decompose=decompose,
         )
         if found is None:
@@ -507,6 +508,7 @@ class Searching:
             in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
             out_tree=self.traced.out_tree,
             roles=tuple(_role(net, node) for node in found.graph.inputs),
+            hardware=self.hardware,
         )
         return estimate(Lowered(program), net.folded, self.hardware)
 

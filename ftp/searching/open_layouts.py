@@ -31,7 +31,7 @@ from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.layout import Layout, R, is_even, nominal, shard
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
-from ftp.sharding.spec import PartitionSpec, Units
+from ftp.sharding.spec import PartitionSpec, Units, Zigzag
 from ftp.tracing.trace import Traced, grad_and_value, trace
 
 MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
@@ -500,6 +500,8 @@ def solve_axes(
 
 
 def entry_of(axis: str, layout: Layout) -> str | Units:
+    if layout.zigzag:
+        return Zigzag(axis)
     return (
         axis
         if layout.outer == layout.inner == 1

@@ -13,8 +13,8 @@ from ftp.api.shard import shard
 from ftp.errors import InputError, PlanningError
 from ftp.functional.module_constraints import Constraint, outputs_through
 from ftp.ops.constrain import constrain
-from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints
+from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.searching.lagrangian import Candidate, Searching
 from ftp.searching.open_layouts import (
     Along,
@@ -40,7 +40,7 @@ def search(
     batch_specs: Any,
     *batch: Any,
     memory: int | None = None,
-    hardware: Hardware = DEFAULT,
+    hardware: GivenHardware = None,
     data_axes: Sequence[str] | None = None,
 ) -> Found:
     """Specs for the parameters of a loss, by least estimated time within ``memory`` bytes a rank.
@@ -58,7 +58,7 @@ def search(
             or meta. Or in place of the specs the batch itself, placed by ``device_put`` (meta
             tensors will do), which knows its shapes and its specs.
         memory: bytes that ``lowered.memory`` may not exceed; None sets no limit.
-        hardware: the rates by which plans are compared, such as ``Hardware.h100()``.
+        hardware: as in ``shard``: what plans are made for and compared by, such as ``"h100"``.
         data_axes: as in ``shard``; on these, what is cut is gathered where it is used.
 
     Returns:
@@ -93,7 +93,15 @@ def search(
         else tuple(data_axes)
     )
     task = Searching(
-        loss_fn, _meta(params), _meta(batch), batch_specs, given, m, on_data, hardware, memory
+        loss_fn,
+        _meta(params),
+        _meta(batch),
+        batch_specs,
+        given,
+        m,
+        on_data,
+        hardware_on(m, hardware),
+        memory,
     )
     task.explore()
     while candidates := task.fitting():
@@ -151,6 +159,7 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         plan(task.params, dict(best.patterns)),
         batch_specs=task.batch_specs,
         data_axes=task.data_axes,
+        hardware=task.hardware,
     )
     program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
     if task.memory is not None and int(program.memory) > task.memory:

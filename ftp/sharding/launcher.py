@@ -4,8 +4,9 @@ mpirun.
 
 import os
 import re
+import socket
 import zlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ftp.errors import MeshError
@@ -67,6 +68,30 @@ def launched(environment: Mapping[str, str] | None = None) -> Launched | None:
             " Give its name to all of them: mpirun -x MASTER_ADDR=HOST ..."
         )
     return Launched(rank, world, local_rank, f"tcp://{host}:{port}?rank={rank}&world_size={world}")
+
+
+def host_name(environment: Mapping[str, str] | None = None) -> str:
+    """The host of this process: torchrun's and SLURM's number of it, else its name."""
+    given = os.environ if environment is None else environment
+    node = given.get("GROUP_RANK", given.get("SLURM_NODEID"))
+    return socket.gethostname() if node is None else f"node {node}"
+
+
+def known_hosts(
+    ranks: Sequence[int], world: int, environment: Mapping[str, str] | None = None
+) -> tuple[str, ...]:
+    """The hosts of some ranks, as torchrun tells every one of them; none where it is not said, or
+    all are on one.
+
+    >>> torchrun = {"LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2"}
+    >>> known_hosts(range(4), 4, torchrun)
+    ('node 0', 'node 0', 'node 1', 'node 1')
+    """
+    given = os.environ if environment is None else environment
+    each, hosts = (int(given.get(name, "0")) for name in ("LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"))
+    if hosts < 2 or each * hosts != world:  # hosts of different sizes tell at the first call
+        return ()
+    return tuple(f"node {rank // each}" for rank in ranks)
 
 
 def _first_host(nodes: str) -> str:

@@ -2,9 +2,9 @@
 
 A layout says, for one axis, that a value is replicated (``R``), a pending reduction (``P``) or cut
 (``S``). Cut means: dim ``dim`` is seen as ``[outer, f, inner]`` and ``f`` is cut as ``torch.chunk``
-cuts. Sizes are ints wherever all ranks agree; the length of an uneven chunk is a ``Chunk``, and a
-product with such a length in it is a ``Product``, so that a decision never looks at one rank's
-shard.
+cuts, or in zigzag: of 2n chunks rank r holds chunks r and 2n-1-r. Sizes are ints wherever all ranks
+agree; the length of an uneven chunk is a ``Chunk``, and a product with such a length in it is a
+``Product``, so that a decision never looks at one rank's shard.
 """
 
 import math
@@ -23,6 +23,7 @@ class Chunk:
     size: "Size"
     axis: str
     n: int
+    zigzag: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,13 @@ def nominal(size: Size) -> int:
     """The size on the rank that holds most."""
     if isinstance(size, int):
         return size
-    return size.const * math.prod(math.ceil(nominal(c.size) / c.n) for c in size.chunks)
+    return size.const * math.prod(map(_most, size.chunks))
+
+
+def _most(chunk: Chunk) -> int:
+    ranks = range(chunk.n) if chunk.zigzag else range(1)
+    whole = nominal(chunk.size)
+    return max(sum(length for _, length in pieces(whole, chunk.n, i, chunk.zigzag)) for i in ranks)
 
 
 def size_at(size: Size, coordinate: Mapping[str, int]) -> int:
@@ -92,28 +99,45 @@ def size_at(size: Size, coordinate: Mapping[str, int]) -> int:
     return size.const * math.prod(chunk_at(c, coordinate)[1] for c in size.chunks)
 
 
-def chunk_at(chunk: Chunk, coordinate: Mapping[str, int]) -> tuple[int, int]:
-    """Offset and length of the chunk that the rank at ``coordinate`` holds."""
+def pieces(size: int, n: int, index: int, zigzag: bool = False) -> list[tuple[int, int]]:
+    """Offset and length of each piece that rank ``index`` of ``n`` holds, as ``torch.chunk`` cuts.
+
+    >>> pieces(7, 2, 1), pieces(7, 2, 0, True), pieces(7, 2, 1, True)
+    ([(4, 3)], [(0, 2), (6, 1)], [(2, 2), (4, 2)])
+    """
+    step = -(-size // (2 * n if zigzag else n))
+    starts = [min(i * step, size) for i in ((index, 2 * n - 1 - index) if zigzag else (index,))]
+    return [(start, min(step, size - start)) for start in starts]
+
+
+def pieces_at(chunk: Chunk, coordinate: Mapping[str, int]) -> list[tuple[int, int]]:
+    """Offset and length of each piece that the rank at ``coordinate`` holds."""
     whole = size_at(chunk.size, coordinate)
-    step = -(-whole // chunk.n)
-    start = min(coordinate[chunk.axis] * step, whole)
-    return start, min(step, whole - start)
+    return pieces(whole, chunk.n, coordinate[chunk.axis], chunk.zigzag)
 
 
-def cut_size(size: Size, axis: str, n: int) -> Size:
+def chunk_at(chunk: Chunk, coordinate: Mapping[str, int]) -> tuple[int, int]:
+    """Offset and length of what the rank at ``coordinate`` holds; of a zigzag the offset of the
+    first piece and the length of both.
+    """
+    found = pieces_at(chunk, coordinate)
+    return found[0][0], sum(length for _, length in found)
+
+
+def cut_size(size: Size, axis: str, n: int, zigzag: bool = False) -> Size:
     """The length of a rank's part of ``size``: an int or a product of what was there if all
     ranks hold as much.
     """
-    if isinstance(size, int) and size % n == 0:
-        return size // n
-    const, chunks = _parts(size)
-    if const % n == 0:
-        return _product(const // n, chunks)
-    return Product(1, (Chunk(size, axis, n),))
+    if is_even(size, n, zigzag):
+        if isinstance(size, int):
+            return size // n
+        return _product(size.const // n, size.chunks)
+    return Product(1, (Chunk(size, axis, n, zigzag),))
 
 
-def is_even(size: Size, n: int) -> bool:
-    return (size if isinstance(size, int) else size.const) % n == 0
+def is_even(size: Size, n: int, zigzag: bool = False) -> bool:
+    """Whether all ranks hold as much: a zigzag cuts in twice as many chunks as ranks."""
+    return (size if isinstance(size, int) else size.const) % (2 * n if zigzag else n) == 0
 
 
 def _parts(size: Size) -> tuple[int, tuple[Chunk, ...]]:
@@ -128,7 +152,7 @@ def _product(const: int, chunks: tuple[Chunk, ...]) -> Size:
 
 class Layout(NamedTuple):
     """One axis' placement of a value: kind ``R``, ``P`` (pending reduction ``op``) or ``S``
-    (cut: dim, outer, inner).
+    (cut: dim, outer, inner, and whether the chunks are dealt in zigzag).
     """
 
     kind: str
@@ -136,14 +160,12 @@ class Layout(NamedTuple):
     outer: Size = 1
     inner: Size = 1
     op: str = ""
+    zigzag: bool = False
 
     def __repr__(self) -> str:
         if self.kind == "S":
-            return (
-                f"S({self.dim})"
-                if self.outer == self.inner == 1
-                else f"S({self.dim}, {self.outer}, {self.inner})"
-            )
+            within = "" if self.outer == self.inner == 1 else f", {self.outer}, {self.inner}"
+            return f"S({self.dim}{within}{', zigzag' if self.zigzag else ''})"
         return f"P({self.op})" if self.kind == "P" else "R"
 
 
@@ -156,20 +178,20 @@ def partial(op: str) -> Layout:
     return Layout("P", op=op)
 
 
-def shard(dim: int, outer: Size, f: Size, inner: Size, n: int) -> Layout:
+def shard(dim: int, outer: Size, f: Size, inner: Size, n: int, zigzag: bool = False) -> Layout:
     """The cut of ``f`` in ``[outer, f, inner]``, by its one name: units matter only where they
     move a boundary.
     """
     if inner != 1:
-        whole = mul(f, inner)
-        if is_even(f, n) or (
+        whole, parts = mul(f, inner), 2 * n if zigzag else n
+        if is_even(f, n, zigzag) or (
             isinstance(whole, int)
             and isinstance(f, int)
             and isinstance(inner, int)
-            and -(-f // n) * inner == -(-whole // n)
+            and -(-f // parts) * inner == -(-whole // parts)
         ):
             inner = 1
-    return Layout("S", dim, outer, inner)
+    return Layout("S", dim, outer, inner, zigzag=zigzag)
 
 
 def cut_extent(size: Size, layout: Layout) -> Size | None:
@@ -184,5 +206,5 @@ def cut_shape(shape: tuple[Size, ...], layout: Layout, axis: str, n: int) -> tup
         return shape
     f = cut_extent(shape[layout.dim], layout)
     assert f is not None, (shape, layout)
-    local = prod((layout.outer, cut_size(f, axis, n), layout.inner))
+    local = prod((layout.outer, cut_size(f, axis, n, layout.zigzag), layout.inner))
     return (*shape[: layout.dim], local, *shape[layout.dim + 1 :])

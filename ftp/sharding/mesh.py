@@ -15,7 +15,7 @@ from torch.distributed import distributed_c10d as c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from ftp.errors import MeshError
-from ftp.sharding.launcher import launched
+from ftp.sharding.launcher import known_hosts, launched
 from ftp.sharding.process_group import (
     DEVICE_TYPES,
     NCCL_LONGER,
@@ -40,17 +40,12 @@ class AbstractMesh:
         shape: the size of each axis, or one int.
         axis_names: a name for each axis, or one str.
         device_type: what programs are planned for: "cpu", "cuda" or "meta".
+        hosts: a name of each rank's host, row-major, so that axes that leave a host are planned
+            with the network's link; None: all ranks are on one host.
 
     Raises:
-        MeshError: sizes and names that do not match, names used twice, an unknown device type.
-
-    Args:
-        shape: ranks on each axis; an int where there is one axis.
-        axis_names: a name for each; a string where there is one axis.
-        device_type: of the devices to plan for, "cpu" or "cuda".
-
-    Raises:
-        MeshError: sizes and names that do not fit each other.
+        MeshError: sizes and names that do not match, names used twice, an unknown device type,
+            hosts that are not one a rank.
 
     >>> mesh = AbstractMesh((64, 16), ("dp", "tp"), device_type="cuda")
     >>> mesh.axes, mesh.size()
@@ -62,6 +57,7 @@ class AbstractMesh:
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     device_type: str = "cpu"
+    hosts: Sequence[str] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
         object.__setattr__(self, "shape", _tuple(self.shape))
@@ -73,6 +69,9 @@ class AbstractMesh:
             (*DEVICE_TYPES, "meta"),
             type(self).__name__,
         )
+        if self.hosts is not None:
+            object.__setattr__(self, "hosts", tuple(self.hosts))
+            _check_hosts(self.hosts, self.shape, self.axis_names)
 
     @property
     def axes(self) -> dict[str, int]:
@@ -101,7 +100,17 @@ class AbstractMesh:
                 f"mesh[{axis_names!r}]: name axes of {_describe(self.shape, self.axis_names)} once"
                 " each, in this order."
             )
-        return replace(self, shape=tuple(self.axes[name] for name in names), axis_names=names)
+        kept = [
+            host
+            for host, at in zip(self.hosts or (), resolve(self).coordinates(), strict=False)
+            if not any(index for axis, index in at.items() if axis not in names)
+        ]
+        return replace(
+            self,
+            shape=tuple(self.axes[name] for name in names),
+            axis_names=names,
+            hosts=kept or None,
+        )
 
 
 @dataclass(frozen=True)
@@ -123,6 +132,7 @@ class Mesh:
         rank: this process' global rank.
         world: the number of the default process group, counted in this process.
         groups: the names of this rank's process groups, one for each axis.
+        hosts: the host of each rank, row-major; empty where all ranks are on one.
     """
 
     shape: tuple[int, ...]
@@ -133,6 +143,7 @@ class Mesh:
     rank: int = 0
     world: int = 0
     groups: tuple[str, ...] = field(default=(), compare=False, repr=False)
+    hosts: tuple[str, ...] = field(default=(), compare=False, repr=False)
     torch: DeviceMesh | None = field(default=None, compare=False, repr=False)
 
     @property
@@ -158,6 +169,23 @@ class Mesh:
         return [
             dict(zip(self.axis_names, at, strict=True)) for at in product(*map(range, self.shape))
         ]
+
+    def hosts_along(self, *axes: str) -> list[list[str]]:
+        """Per line of ranks that differ in these axes only, row-major, the hosts of its ranks;
+        none where all ranks are on one host.
+
+        >>> mesh = AbstractMesh((2, 2), ("dp", "tp"), hosts=["a", "a", "b", "b"])
+        >>> resolve(mesh).hosts_along("dp")
+        [['a', 'b'], ['a', 'b']]
+        """
+        lines: dict[tuple[int, ...], list[str]] = {}
+        for host, at in zip(self.hosts, self.coordinates() if self.hosts else (), strict=True):
+            lines.setdefault(tuple(i for a, i in at.items() if a not in axes), []).append(host)
+        return list(lines.values())
+
+    def leaves_host(self, *axes: str) -> bool:
+        """Whether ranks that differ in these axes only are on several hosts."""
+        return any(len(set(line)) > 1 for line in self.hosts_along(*axes))
 
     def group_name(self, axis: str, *others: str) -> str:
         """The group name that functional collectives along an axis take; it may differ from rank
@@ -243,7 +271,11 @@ def make_mesh(
 
 
 def simulated_mesh(
-    shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str = "cpu"
+    shape: int | Sequence[int],
+    axis_names: str | Sequence[str],
+    *,
+    device_type: str = "cpu",
+    hosts: Sequence[str] | None = None,
 ) -> SimulatedMesh:
     """A mesh whose ranks are all simulated in this process, under torchrun too.
 
@@ -251,22 +283,15 @@ def simulated_mesh(
         shape: the size of each axis, or one int.
         axis_names: a name for each axis, or one str.
         device_type: "cpu" or "cuda": where all ranks' tensors are.
+        hosts: as of ``AbstractMesh``: the hosts that the ranks stand for.
 
     Raises:
         MeshError: sizes and names that do not match, or a device that is not there.
 
-    Args:
-        shape: ranks on each axis; an int where there is one axis.
-        axis_names: a name for each; a string where there is one axis.
-        device_type: where the ranks' tensors are.
-
-    Raises:
-        MeshError: sizes and names that do not fit each other.
-
     >>> simulated_mesh(3, "tp")
     SimulatedMesh(shape=(3,), axis_names=('tp',), device_type='cpu')
     """
-    mesh = SimulatedMesh(_tuple(shape), _tuple(axis_names), device_type)
+    mesh = SimulatedMesh(_tuple(shape), _tuple(axis_names), device_type, hosts=hosts)
     require_device(device_type, "simulated_mesh")
     return mesh
 
@@ -313,6 +338,7 @@ def resolve(mesh: AnyMesh | None) -> Mesh:
             mesh.axis_names,
             mesh.device_type,
             "simulated" if isinstance(mesh, SimulatedMesh) else "abstract",
+            hosts=tuple(mesh.hosts or ()),
         )
     if not isinstance(mesh, DeviceMesh):
         raise MeshError(
@@ -429,8 +455,7 @@ def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
         ranks,
         mesh.get_rank(),
         current_world(),
-        (),
-        mesh,
+        torch=mesh,
     )
     coordinate = resolved.coordinate
     if coordinate is None:
@@ -458,8 +483,19 @@ def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
         resolved.rank,
         resolved.world,
         tuple(groups),
+        known_hosts(ranks, dist.get_world_size()),
         mesh,
     )
+
+
+def _check_hosts(
+    hosts: Sequence[str] | None, shape: tuple[int, ...], axis_names: tuple[str, ...]
+) -> None:
+    if hosts is not None and len(hosts) != math.prod(shape):
+        raise MeshError(
+            f"hosts names {len(hosts)}, but the mesh {_describe(shape, axis_names)} has"
+            f" {math.prod(shape)} ranks. Give the host of each rank, row-major."
+        )
 
 
 def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int) -> str:

@@ -82,13 +82,14 @@ class Specs(dict):
     """
 
     rows: "Mapping[str, Row]"
+    note: str
 
-    def __init__(self, specs: Mapping, rows: "Mapping[str, Row]"):
+    def __init__(self, specs: Mapping, rows: "Mapping[str, Row]", note: str = ""):
         super().__init__(specs)
-        self.rows = rows
+        self.rows, self.note = rows, note
 
     def __reduce__(self):
-        return (Specs, (dict(self), self.rows))
+        return (Specs, (dict(self), self.rows, self.note))
 
     def __str__(self) -> str:
         lines = [("path", "spec", "shape", "given by")]
@@ -109,7 +110,7 @@ class Specs(dict):
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
-        )
+        ) + (f"\n{self.note}" if self.note else "")
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """PartitionSpec: which mesh axes cut which dim of a tensor."""
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +31,11 @@ class Units:
         """Whether a bare axis name says the same."""
         return self.size == 1 and self.pack == 1
 
+    @property
+    def zigzag(self) -> bool:
+        """Whether each rank holds a chunk from the front and one from the back."""
+        return False
+
     def sizes(self, size: int) -> tuple[int, ...]:
         """The sizes of the packs along a dim of ``size``."""
         return (size // self.pack,) * self.pack if isinstance(self.pack, int) else self.pack
@@ -45,6 +51,50 @@ class Units:
         """
         count = size // self.size
         return n // count if self.size > 1 and 0 < count < n and n % count == 0 else 1
+
+
+@dataclass(frozen=True, repr=False)
+class Zigzag(Units):
+    """A cut of a dim over a mesh axis of n ranks in 2n chunks, of which rank r holds chunks r and
+    2n-1-r; `zigzag` makes it.
+    """
+
+    size: int = 1
+
+    def __repr__(self) -> str:
+        return f"zigzag({self.axis!r})"
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+    @property
+    def zigzag(self) -> bool:
+        return True
+
+
+def zigzag(axis: str) -> Zigzag:
+    """An entry of a ``P`` that cuts a dim over ``axis`` so that causal attention along it is even
+    work: the dim as 2n chunks of ``torch.chunk`` (the last may be short or empty), of which rank r
+    holds chunks r and 2n-1-r, one after the other.
+
+    Everything else follows by the spec: shards, checkpoints, positions, masks, random draws and
+    labels are those of the elements that a rank holds.
+
+    Args:
+        axis: a mesh axis.
+
+    Raises:
+        SpecError: what is no axis name.
+
+    >>> P(None, zigzag("cp"))
+    P(None, zigzag('cp'))
+    >>> [local_pieces(P(zigzag("cp")), (8,), {"cp": 2}, {"cp": i}) for i in range(2)]
+    [[[(0, 2), (6, 8)]], [[(2, 6)]]]
+    """
+    if not isinstance(axis, str):
+        raise SpecError(f"zigzag(axis) takes the name of a mesh axis, not {axis!r}.")
+    return Zigzag(axis)
 
 
 def units(axis: str, size: int = 1, *, pack: int | Sequence[int] = 1) -> Units:
@@ -300,12 +350,17 @@ def local_shape(
     axes: dict[str, int],
     coordinate: dict[str, int] | None = None,
 ) -> tuple[int, ...]:
-    """The shape of the shard at ``coordinate`` {axis: index}; default that of the first rank, which
-    is the largest.
+    """The shape of the shard at ``coordinate`` {axis: index}; default the largest in each dim: that
+    of the first rank, but for a zigzag.
 
     >>> local_shape(P("tp"), (5, 3), {"tp": 2}), local_shape(P("tp"), (5, 3), {"tp": 2}, {"tp": 1})
     ((3, 3), (2, 3))
     """
+    if coordinate is None and any(c.zigzag for d in range(len(spec)) for c in spec.cuts(d)):
+        ranges = [range(n) if axis in spec.axes else range(1) for axis, n in axes.items()]
+        places = [dict(zip(axes, at, strict=True)) for at in itertools.product(*ranges)]
+        shapes = [local_shape(spec, shape, axes, place) for place in places]
+        return tuple(map(max, zip(*shapes, strict=True)))
     pieces = local_pieces(spec, shape, axes, coordinate or dict.fromkeys(axes, 0))
     return tuple(sum(stop - start for start, stop in dim) for dim in pieces)
 
@@ -332,7 +387,7 @@ def local_pieces(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
 ) -> list[list[Piece]]:
     """For each dim, the pieces (start, stop) of the global dim in the shard at ``coordinate``, in
-    order: several only of a packed dim.
+    order: several only of a packed dim and of a zigzag.
 
     Cut as ``torch.chunk`` cuts, one axis after another.
 
@@ -361,7 +416,12 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
     [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
     """
     found, begin = [], 0
-    for pack in cut.sizes(size):
+    if cut.zigzag:
+        dealt = [chunk(size, 2 * n, i) for i in (index, 2 * n - 1 - index)]
+        found = [(start, start + length) for start, length in dealt]
+        joined = found[0][1] == found[1][0]
+        found = [(found[0][0], found[1][1])] if joined else found
+    for pack in () if cut.zigzag else cut.sizes(size):
         repeats = cut.repeats(pack, n)
         start, length = chunk(pack, n // repeats, index // repeats, cut.size)
         found.append((begin + start, begin + start + length))

@@ -216,8 +216,8 @@ def local_slice(
         shape: the global shape.
 
     Returns:
-        One slice a dim. A packed dim (``ftp.units(..., pack=)``) of which this rank holds several
-        pieces has an index tensor instead.
+        One slice a dim. A packed dim (``ftp.units(..., pack=)``) or a zigzag of which this rank
+        holds several pieces has an index tensor instead.
 
     Raises:
         SpecError: a spec that does not fit the shape or the mesh, or that packs several dims.

@@ -20,17 +20,22 @@ def patched_libraries() -> Iterator[None]:
 
 @contextmanager
 def _transformers() -> Iterator[None]:
-    """transformers builds its masks without reading values when it believes that it is traced."""
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    if masking is None or not hasattr(masking, "is_tracing"):
-        yield
-        return
-    original = masking.is_tracing
-    masking.is_tracing = lambda *args, **kwargs: True
+    """transformers builds its masks without reading values, and warns of none, when it believes
+    that it is traced.
+    """
+    found: list[Any] = [
+        module
+        for name in ("transformers.masking_utils", "transformers.modeling_utils")
+        if hasattr(module := sys.modules.get(name), "is_tracing")
+    ]
+    originals = [module.is_tracing for module in found]
+    for module in found:
+        module.is_tracing = lambda *args, **kwargs: True
     try:
         yield
     finally:
-        masking.is_tracing = original
+        for module, original in zip(found, originals, strict=True):
+            module.is_tracing = original
 
 
 @contextmanager

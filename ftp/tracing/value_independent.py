@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 from ftp.axis import is_inside
 from ftp.ops.assume import assume, is_listening
 from ftp.tracing.guards import guard_at
+from ftp.tracing.selected import SELECTING, Selected, apply, selection
 
 
 class unchecked(TorchFunctionMode):
@@ -26,6 +27,12 @@ class unchecked(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Selected in types:
+            return apply(func, args, kwargs or {})
+        if func in SELECTING and is_listening() and not is_inside():
+            found = selection(func, args, kwargs or {})
+            if found is not None:
+                return found
         if func in _ASKING and (guarded := _guarded(args[0])) is not None:
             return guarded
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))

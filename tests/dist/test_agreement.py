@@ -250,3 +250,25 @@ def test_launch_reports_hangs_and_deaths():
         " '0' else time.sleep(60)", 2, timeout=1.0
     )
     assert [r.exit for r in ranks] == [-6, None]
+
+
+def _planned_on(each_its_own: bool):
+    """A step on ranks that torchrun would have put on a host each."""
+    rank = int(os.environ["RANK"])
+    os.environ["GROUP_RANK"] = str(rank)
+    mesh = make_mesh((2,), ("tp",), device_type="cpu")
+    own = ftp.Hardware(flops=1e12 * (1 + rank))
+    step = ftp.spmd(
+        lambda x: x.sum(), mesh, ftp.P("tp"), ftp.P(), hardware=own if each_its_own else None
+    )
+    x = torch.ones(2)
+    before = step.lower(x).cost().hardware.links
+    return float(step(x)), before, step.lower(x).cost().hardware.links["tp"].bandwidth
+
+
+def test_ranks_agree_on_the_hardware_and_learn_their_hosts():
+    for rank in launch(_planned_on, 2, False):
+        assert rank.value == (4.0, {}, ftp.Hardware().network.bandwidth), rank
+    for rank in launch(_planned_on, 2, True):
+        assert rank.error is not None and rank.error.startswith("MismatchError"), rank
+        assert "disagree on the hardware" in rank.error, rank.error

@@ -198,6 +198,46 @@ def test_plan_costs_what_the_integer_program_costs(monkeypatch, cfg, cut, axes, 
     assert check_optimal(monkeypatch, lambda: step.lower(params, batch)) == len(axes)
 
 
+FAST, SLOW = ftp.Link(1e-6, 4.5e11), ftp.Link(2e-5, 5e9)
+
+
+@pytest.mark.parametrize("slow", ["dp", "tp"])
+def test_each_axis_is_priced_by_its_own_link(monkeypatch, slow):
+    """The integer program of each axis, its prices taken from the axis' link alone."""
+    cfg = models.MLPConfig(layers=1)
+    fn, params = ftp.functionalize(models.build(cfg))
+    specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp", zero="dp", order="tp zero"))
+    links = {axis: SLOW if axis == slow else FAST for axis in ("dp", "tp")}
+    seen = {}
+
+    def lowered(**given):
+        mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+        return ftp.shard(
+            models.loss(cfg, fn),
+            mesh,
+            specs,
+            batch_specs=P("dp"),
+            hardware=ftp.Hardware(**given),
+        ).lower(params, models.class_batch(cfg))
+
+    with monkeypatch.context() as patch:
+        solve = network.solve
+        patch.setattr(
+            "ftp.planning.planner.solve",
+            lambda problem: seen.setdefault(problem.axis, problem.hardware.link) and solve(problem),
+        )
+        costs = lowered(links=links).plan.solutions
+    assert {axis: link.bandwidth for axis, link in seen.items()} == {
+        axis: link.bandwidth for axis, link in links.items()
+    }
+    assert check_optimal(monkeypatch, lambda: lowered(links=links)) == 2
+    # What one link costs is not told to the other axis.
+    alone = {axis: lowered(link=link).plan.solutions[axis] for axis, link in links.items()}
+    assert {axis: s.cost for axis, s in costs.items()} == {
+        axis: pytest.approx(s.cost, rel=1e-12) for axis, s in alone.items()
+    }
+
+
 @settings(max_examples=15, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(st.data())
 def test_random_specs_cost_what_the_integer_program_costs(monkeypatch, data):

@@ -39,7 +39,6 @@ ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensor
     for way in ("", "_backward")
 }
 NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
-    aten._grouped_mm.default: "its offsets must rise to the number of rows",
     aten._scaled_dot_product_flash_attention_for_cpu.default: "it takes heads that do not divide,"
     " and reads beyond them",
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "the same",

@@ -358,23 +358,11 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         s(normal(4, 3), normal(2, 4, 5), normal(2, 5, 3), beta=2),
         s(normal(2, 1, 3), normal(2, 4, 5), normal(2, 5, 3)),
     ],
-    "_grouped_mm.default": lambda: [
-        s(
-            normal(6, 8, dtype=torch.float32),
-            normal(2, 8, 16, dtype=torch.float32),
-            torch.tensor([2, 6], dtype=torch.int32),
-        ),
-        s(normal(2, 6, 8, dtype=torch.float32), normal(2, 8, 16, dtype=torch.float32)),
-        s(
-            normal(2, 4, 8, dtype=torch.float32),
-            normal(8, 8, dtype=torch.float32),
-            torch.tensor([4, 8], dtype=torch.int32),
-        ),
-        s(
-            normal(4, 8, dtype=torch.float32),
-            normal(8, 8, dtype=torch.float32),
-            torch.tensor([4, 8], dtype=torch.int32),
-        ),
+    "grouped_mm.default": lambda: [
+        s(normal(6, 5), normal(3, 5, 4), torch.tensor([2, 2, 5], dtype=torch.int32)),
+        s(normal(2, 4, 3), normal(3, 7), torch.tensor([4, 7], dtype=torch.int32)),
+        s(normal(4, 6), normal(6, 5), torch.tensor([1, 6, 6])),
+        s(normal(6, 4), normal(2, 4, 3), torch.tensor([5, 3])),
     ],
     # pointwise
     "acosh.default": lambda: [s(x(4, 3, low=1.1, high=3))],

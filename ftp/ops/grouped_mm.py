@@ -1,0 +1,126 @@
+"""Products of groups of rows with a matrix each, as of experts: ``torch._grouped_mm`` for all
+dtypes and strides, and for a rank that has some of the groups, or some of the rows.
+
+torch's kernel takes no float64 and no expanded gradients on CPU, and its kernel for shapes alone
+takes bfloat16 only. What no group has is zero here; torch leaves it undefined.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
+
+aten = torch.ops.aten
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+# ``offs``: where each group ends.
+torch.library.define(
+    "ftp::grouped_mm",
+    "(Tensor a, Tensor b, Tensor offs, ScalarType? out_dtype=None) -> Tensor",
+    tags=_TAGS,
+)
+# ``starts``, ``ends``: of the groups that the rank has, of ``groups`` in all.
+torch.library.define(
+    "ftp::grouped_mm_part",
+    "(Tensor a, Tensor b, Tensor starts, Tensor ends, int groups, ScalarType? out_dtype=None)"
+    " -> Tensor",
+    tags=_TAGS,
+)
+GROUPED_MM = torch.ops.ftp.grouped_mm.default
+GROUPED_MM_PART = torch.ops.ftp.grouped_mm_part.default
+
+
+def recorded(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """What is recorded for ``torch._grouped_mm``."""
+    if bias is not None or (offs is None and out_dtype is not None):
+        return aten._grouped_mm.default(a, b, offs, bias, out_dtype)
+    return torch.bmm(a, b) if offs is None else GROUPED_MM(a, b, offs, out_dtype)
+
+
+@torch.library.impl("ftp::grouped_mm", "CompositeExplicitAutograd")
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    # A group that ends before the one before it has no rows.
+    bounds = torch.nn.functional.pad(offs, (1, 0)).cummax(0).values
+    return _part(a, b, bounds[:-1], bounds[1:], offs.shape[0], out_dtype)
+
+
+@torch.library.register_fake("ftp::grouped_mm")
+def _shape(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
+    return _fake_part(a, b, offs, offs, 0, out_dtype)
+
+
+def _part(
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    groups: int,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    out = _fake_part(a, b, starts, ends, groups, out_dtype).zero_()
+    for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
+        if start >= end:
+            continue
+        rows = slice(start, end)
+        left = a[i] if a.ndim == 3 else a[rows] if b.ndim == 3 else a[:, rows]
+        right = b[i] if b.ndim == 3 else b[:, rows] if a.ndim == 3 else b[rows]
+        into = out[i] if out.ndim == 3 else out[rows] if a.ndim == 2 else out[:, rows]
+        if out.dtype == a.dtype and into.is_contiguous():
+            torch.mm(left, right, out=into)
+        else:
+            into.copy_(left.to(out.dtype) @ right.to(out.dtype))
+    return out
+
+
+torch.library.impl("ftp::grouped_mm_part", "CompositeExplicitAutograd", _part)
+
+
+def _fake_part(
+    a: Tensor,
+    b: Tensor,
+    starts: Tensor,
+    ends: Tensor,
+    groups: int,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    torch._check(
+        {a.ndim, b.ndim} <= {2, 3} and a.ndim + b.ndim < 6 and a.dtype == b.dtype,
+        lambda: (
+            f"grouped_mm takes matrices of one dtype, not {a.dtype} {tuple(a.shape)} and"
+            f" {b.dtype} {tuple(b.shape)}"
+        ),
+    )
+    for x in (a, b):
+        torch._check(
+            x.ndim == 2 or x.shape[0] == starts.shape[0],
+            lambda x=x: f"grouped_mm has {x.shape[0]} matrices and {starts.shape[0]} groups",
+        )
+    torch._check(
+        a.shape[-1] == b.shape[-2],
+        lambda: f"grouped_mm of shapes {tuple(a.shape)} and {tuple(b.shape)}",
+    )
+    grouped = [starts.shape[0]] if a.ndim == b.ndim else []
+    return a.new_empty([*grouped, a.shape[-2], b.shape[-1]], dtype=out_dtype)
+
+
+torch.library.register_fake("ftp::grouped_mm_part", _fake_part)
+
+
+@register_flop_formula(torch.ops.ftp.grouped_mm)
+def _flops(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
+    """Every row, or term of a sum, is of one group."""
+    return 2 * a[-2] * a[-1] * b[-1]
+
+
+@register_flop_formula(torch.ops.ftp.grouped_mm_part)
+def _part_flops(
+    a: Any, b: Any, starts: Any, ends: Any, groups: int, *_: Any, out_val: Any = None, **__: Any
+) -> int:
+    """Of equal groups."""
+    return 2 * a[-2] * a[-1] * b[-1] * starts[0] // max(groups, 1)

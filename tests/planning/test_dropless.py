@@ -1,0 +1,176 @@
+"""Dropless experts as programs write them (sort, grouped_mm, back to the tokens): on any plan,
+values and gradients are those of a loop over experts in float64, and experts' weights stay.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftp
+from ftp import P
+
+DIM, HIDDEN = 4, 6
+
+
+def routed(p: Any, x: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each token's ``k`` experts and their weights."""
+    weights, experts = ((x @ p["router"]).softmax(-1) + p["favour"]).topk(k, -1)
+    return weights / weights.sum(-1, keepdim=True), experts
+
+
+def loop(p: Any, x: torch.Tensor, k: int) -> torch.Tensor:
+    """The reference: each expert on all tokens, weighted by what the router gives it."""
+    weights, experts = routed(p, x, k)
+    out = torch.zeros_like(x)
+    for e in range(p["up"].shape[0]):
+        made = F.silu(x @ p["up"][e]) @ p["down"][e]
+        out = out + made * (weights * (experts == e)).sum(-1, keepdim=True)
+    return out
+
+
+def transformers_form(p: Any, x: torch.Tensor, k: int) -> torch.Tensor:
+    weights, experts = routed(p, x, k)
+    ids, order = torch.sort(experts.reshape(-1))
+    count = p["up"].shape[0]
+    offs = torch.histc(ids.float(), count, 0, count - 1).cumsum(0, dtype=torch.int32)
+    y = F.silu(torch._grouped_mm(x[order // k], p["up"], offs=offs))
+    y = torch._grouped_mm(y, p["down"], offs=offs) * weights.reshape(-1)[order][:, None]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return y[inverse].view(-1, k, DIM).sum(1)
+
+
+def torchtitan_form(p: Any, x: torch.Tensor, k: int) -> torch.Tensor:
+    weights, experts = routed(p, x, k)
+    order = experts.flatten().argsort(stable=True)
+    offs = F.one_hot(experts, p["up"].shape[0]).sum((0, 1)).cumsum(0).to(torch.int32)
+    rows = (order // k)[:, None].expand(-1, DIM)
+    y = F.silu(F.grouped_mm(x.gather(0, rows), p["up"], offs=offs))
+    y = F.grouped_mm(y, p["down"], offs=offs) * weights.flatten()[order][:, None]
+    return torch.zeros_like(x).scatter_add(0, rows, y)
+
+
+def megatron_form(p: Any, x: torch.Tensor, k: int) -> torch.Tensor:
+    """A routing map, token indices by ``masked`` sort, and index_add."""
+    weights, experts = routed(p, x, k)
+    chosen = torch.zeros(len(x), p["up"].shape[0], dtype=torch.bool).scatter(1, experts, True)
+    gates = torch.zeros_like(chosen, dtype=x.dtype).scatter(1, experts, weights)
+    by_expert = chosen.t().flatten()
+    places = by_expert.to(torch.int64).argsort(descending=True, stable=True)[: len(x) * k]
+    tokens = places % len(x)
+    offs = chosen.sum(0).cumsum(0).to(torch.int32)
+    y = torch._grouped_mm(x.index_select(0, tokens), p["up"], offs=offs)
+    y = torch._grouped_mm(F.silu(y), p["down"], offs=offs)
+    y = y * gates.t().flatten()[places][:, None]
+    return torch.zeros_like(x).index_add(0, tokens, y)
+
+
+FORMS = {f.__name__: f for f in (transformers_form, torchtitan_form, megatron_form)}
+
+
+def drawn(experts: int, tokens: int, favoured: int | None, seed: int) -> tuple[Any, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    favour = torch.zeros(experts, dtype=torch.float64)
+    if favoured is not None:
+        favour[favoured] = 10.0
+    params = {
+        "router": randn(DIM, experts),
+        "up": randn(experts, DIM, HIDDEN),
+        "down": randn(experts, HIDDEN, DIM),
+        "favour": favour,
+    }
+    return params, randn(tokens, DIM)
+
+
+def checked(form, k, mesh, specs, batch, params, x) -> ftp.Lowered:
+    def loss_of(layer):
+        return lambda p, x: (layer(p, x.sin(), k) * torch.arange(x.numel()).view(x.shape)).sum()
+
+    specs = {"router": P(), "favour": P(), **specs}
+    step = ftp.shard(loss_of(form), mesh, specs, batch_specs=batch, certify=True)
+    grads, value = torch.func.grad_and_value(loss_of(loop))(params, x)
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-10, atol=1e-10)
+    return step.lower(params, x)
+
+
+@st.composite
+def routings(draw):
+    """Experts, tokens and choices that need not divide, and an expert that all tokens choose."""
+    experts = draw(st.sampled_from((3, 7)))
+    k = draw(st.integers(1, experts))
+    favoured = draw(st.none() | st.integers(0, experts - 1))
+    return experts, draw(st.integers(1, 5)), k, favoured, draw(st.integers(0, 99))
+
+
+PLANS = {
+    "ep": ((3,), ("ep",), {"up": P("ep"), "down": P("ep")}, P()),
+    "tp": ((2,), ("tp",), {"up": P(None, None, "tp"), "down": P(None, "tp")}, P()),
+    "ep × tp": ((2, 2), ("ep", "tp"), {"up": P("ep", None, "tp"), "down": P("ep", "tp")}, P()),
+    "ZeRO-3": ((2,), ("dp",), {"up": P(None, "dp"), "down": P(None, "dp")}, P("dp")),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@settings(max_examples=2)
+@given(routings(), st.sampled_from(sorted(PLANS)))
+def test_any_plan_is_the_loop_over_experts(form, routing, plan):
+    experts, tokens, k, favoured, seed = routing
+    shape, axes, specs, batch = PLANS[plan]
+    params, x = drawn(experts, tokens, favoured, seed)
+    checked(FORMS[form], k, ftp.simulated_mesh(shape, axes), specs, batch, params, x)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("plan", PLANS)
+@settings(max_examples=12)
+@given(routings())
+def test_any_plan_is_the_loop_over_experts_often(form, plan, routing):
+    experts, tokens, k, favoured, seed = routing
+    shape, axes, specs, batch = PLANS[plan]
+    params, x = drawn(experts, tokens, favoured, seed)
+    checked(FORMS[form], k, ftp.simulated_mesh(shape, axes), specs, batch, params, x)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_weights_of_experts_on_their_own_axis_stay(form):
+    """7 experts on 3 ranks, one of them chosen by every token."""
+    params, x = drawn(7, 5, 2, 0)
+    _, _, specs, batch = PLANS["ep"]
+    program = checked(FORMS[form], 2, ftp.simulated_mesh(3, "ep"), specs, batch, params, x)
+    shapes = {tuple(params[name].shape) for name in ("up", "down")}
+    assert program.collectives
+    assert all(tuple(c.global_shape) not in shapes for c in program.collectives)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_grouped_mm_of_any_dtype_and_strides(dtype):
+    """Transposed weights, as transformers has them, expanded gradients, and rows of no group."""
+    x = torch.randn(6, DIM, dtype=torch.float64)
+    w = torch.randn(3, HIDDEN, DIM, dtype=torch.float64)
+    offs = torch.tensor([0, 4, 5], dtype=torch.int32)
+
+    def loss(w, x):
+        return torch._grouped_mm(x, w.transpose(1, 2), offs=offs)[:5].float().sum()
+
+    def plain(w, x):
+        return sum((x[a:b] @ w[e].T).sum() for e, a, b in ((1, 0, 4), (2, 4, 5)))
+
+    mesh = ftp.simulated_mesh(2, "ep")
+    step = ftp.shard(loss, mesh, P("ep"))
+    value, grad = step(w.to(dtype), x.to(dtype))
+    expected_grad, expected = torch.func.grad_and_value(plain)(w, x)
+    close = {"rtol": 30 * torch.finfo(dtype).eps, "atol": 30 * torch.finfo(dtype).eps}
+    torch.testing.assert_close(grad.double(), expected_grad, **close)
+    assert math.isclose(
+        float(value), float(expected), rel_tol=1e-1 if dtype.itemsize == 2 else 1e-5
+    )

@@ -1,0 +1,119 @@
+"""The hardware that programs are planned for: presets, links by axis, hosts."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+import torch
+
+import ftp
+from ftp import Hardware, Link, P
+from ftp.errors import InputError, MeshError
+from ftp.planning.machine import describe_hardware, hardware_on
+from ftp.sharding.launcher import known_hosts
+from ftp.sharding.mesh import resolve
+
+PAGE = Path(__file__).parents[2] / "docs" / "hardware.md"
+X = torch.empty(64, 32, device="meta")
+W = {"w": torch.empty(32, 64, device="meta")}
+MAKERS = {
+    "shard": lambda **given: ftp.shard(lambda p, x: (x @ p["w"]).sum(), specs=P(), **given),
+    "spmd": lambda **given: ftp.spmd(lambda x: 2 * x, in_specs=P(), **given),
+    "lower": lambda mesh, **given: ftp.lower(lambda x: 2 * x, mesh, P(), X, **given),
+    "search": lambda mesh, **given: ftp.search(
+        lambda p, x: (x @ p["w"]).sum(), W, mesh, P("dp"), X, **given
+    ),
+}
+
+
+def test_the_page():
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    text = PAGE.read_text().replace("```", "")
+    test = doctest.DocTestParser().get_doctest(text, {}, "hardware", str(PAGE), 0)
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=flags)
+    runner.run(test, out=printed.append)
+    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
+    assert len(test.examples) > 12
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_links_of_an_unknown_axis_are_refused(name):
+    mesh = ftp.AbstractMesh((2,), ("dp",))
+    with pytest.raises(MeshError, match=r"links for 'pp', but the mesh has axes 'dp'"):
+        MAKERS[name](mesh=mesh, hardware=Hardware(links={"dp": Link(), "pp": Link()}))
+    with pytest.raises(InputError, match=r"hardware is 'h1000'; give one of 'b200'"):
+        MAKERS[name](mesh=mesh, hardware="h1000")
+
+
+def test_axes_that_leave_a_host_have_the_networks_link():
+    def bandwidths(hosts, given=None, device_type="cuda"):
+        mesh = ftp.AbstractMesh((2, 2, 2), ("a", "b", "c"), device_type, hosts=hosts)
+        found = hardware_on(resolve(mesh), given)
+        return [found.link_of([axis]).bandwidth for axis in mesh.axes]
+
+    inside, outside = 450e9, 50e9
+    assert bandwidths(None) == [inside] * 3
+    assert bandwidths(["h"] * 8) == [inside] * 3
+    assert bandwidths([*"xxxxyyyy"]) == [outside, inside, inside]
+    assert bandwidths([*"xxyyzzww"]) == [outside, outside, inside]
+    assert bandwidths([*"xyxyxyxy"]) == [inside, inside, outside]
+    assert bandwidths([*"xxxxxxxy"]) == [outside] * 3  # one rank elsewhere: on a line of each axis
+    own = Hardware.h100({"a": Link(bandwidth=7.0)})
+    assert bandwidths([*"xxyyzzww"], own) == [7.0, outside, inside]
+    assert bandwidths(None, "b200") == [900e9] * 3
+    assert bandwidths(None, None, "cpu") == [Hardware().link.bandwidth] * 3
+
+
+def test_hosts_are_one_a_rank():
+    with pytest.raises(MeshError, match=r"hosts names 3, but the mesh \(dp 2, tp 2\) has 4 ranks"):
+        ftp.AbstractMesh((2, 2), ("dp", "tp"), hosts=["a", "a", "b"])
+    mesh = ftp.AbstractMesh((2, 3), ("dp", "tp"), hosts=[*"xxyzzz"])
+    assert mesh["tp"].hosts == ("x", "x", "y") and mesh["dp"].hosts == ("x", "z")
+    assert ftp.simulated_mesh((2,), ("dp",), hosts=["x", "y"]).hosts == ("x", "y")
+    assert ftp.AbstractMesh((2,), ("dp",)).hosts is None
+
+
+def test_a_plan_is_priced_by_the_machine_and_keyed_by_it():
+    """Of the two axes the one that leaves the host costs more, and the fingerprint differs."""
+
+    def lowered(hosts=None, hardware=None):
+        mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"), "cuda", hosts=hosts)
+        params = {n: torch.empty(512, 512, device="meta") for n in ("up", "down")}
+        specs = {"up": P(None, "tp"), "down": P("tp")}
+        return ftp.shard(
+            lambda p, x: ((x @ p["up"]).relu() @ p["down"]).square().sum(),
+            mesh,
+            specs,
+            batch_specs=P("dp"),
+            hardware=hardware,
+        ).lower(params, torch.empty(4096, 512, device="meta"))
+
+    one, two = lowered(), lowered([*"xxyy"])
+    assert two.plan.solutions["dp"].cost > one.plan.solutions["dp"].cost
+    assert two.plan.solutions["tp"].cost == one.plan.solutions["tp"].cost
+    assert two.cost() > one.cost() and one.cost().hardware.name == "H100"
+    assert lowered(hardware="h100")._program.fingerprint == one._program.fingerprint
+    others = [two, lowered(hardware="b200"), lowered(hardware=Hardware.h100({"dp": Link()}))]
+    found = {p._program.fingerprint for p in (one, *others)}
+    assert len(found) == 4
+    assert one.cost("b200").hardware.name == "B200"
+
+
+def test_a_description_depends_on_every_figure_and_on_no_order():
+    a, b = Link(bandwidth=1.0), Link(bandwidth=2.0)
+    same = Hardware(links={"dp": a, "tp": b}), Hardware(links={"tp": b, "dp": a})
+    assert len({describe_hardware(h) for h in same}) == 1
+    other = Hardware(links={"dp": a, "tp": Link(bandwidth=2.0, factors={"all_gather": 1.5})})
+    assert describe_hardware(other) != describe_hardware(same[0])
+
+
+def test_hosts_under_torchrun():
+    def hosts(each, count, world=8, ranks=range(8)):
+        return known_hosts(
+            ranks, world, {"LOCAL_WORLD_SIZE": str(each), "GROUP_WORLD_SIZE": str(count)}
+        )
+
+    assert hosts(4, 2) == ("node 0",) * 4 + ("node 1",) * 4
+    assert hosts(4, 2, ranks=(0, 4)) == ("node 0", "node 1")
+    assert hosts(8, 1) == () and hosts(3, 2) == () and known_hosts(range(8), 8, {}) == ()
