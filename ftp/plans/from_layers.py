@@ -29,7 +29,7 @@ _COLUMN = re.compile(
 _TOKENS = re.compile(r"embed_tokens|token_embeddings?|word_embeddings|wte|tok_embeddings")
 _WHOLE = re.compile(r"(gate|router|shared_expert_gate|\w*_a_proj\w*)")
 _FUSED = ("Wqkv", "c_attn", "qkv", "qkv_proj")
-_IN_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
+_IN_ATTENTION = re.compile(r"(attn|attention).*\.|\.([qkvo]|qkv)_proj$", re.IGNORECASE)
 
 
 def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str, Given]:
@@ -122,7 +122,7 @@ def _side(path: str, size_in: int, size_out: int) -> str | None:
     """
     before, _, name = path.rpartition(".")
     last = before.rpartition(".")[2]
-    attention = bool(_IN_ATTENTION.search(before))
+    attention = bool(_IN_ATTENTION.search(path))
     if _WHOLE.fullmatch(name):
         return None
     if name == "dense":
@@ -142,7 +142,7 @@ def _entry(path: str, size: int, holder: nn.Module, model: nn.Module, axis: str)
     config = _config(model, path)
     if name == "gate_up_proj" or (name == "in_proj" and _is_pair(holder, size)):
         return units(axis, pack=2)
-    if not _IN_ATTENTION.search(path.rpartition(".")[0]) and "linear_" not in name:
+    if not _IN_ATTENTION.search(path) and "linear_" not in name:
         return axis
     heads = _count(holder, "num_heads", "num_attention_heads", "n_heads", "n_head") or _count(
         config, "num_attention_heads", "n_head", "n_heads", "num_heads"
