@@ -2,6 +2,7 @@
 
 from ftp.errors import MeshError, SpecError, join_failures
 from ftp.ops.constrain import Pin
+from ftp.per_rank.planned import region_of
 from ftp.planning.graph import Graph, Node
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import check_spec
@@ -12,6 +13,11 @@ def check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
     for node, pin in constrained.items():
         where = f"the constraint at {node.source}" if node.source else "a constraint"
         failures |= dict.fromkeys(check_spec(pin.spec, node.results[0].shape, mesh.axes, where))
+        failures |= dict.fromkeys(
+            f"{where} has spec {pin.spec}, but stands in per-rank code over {axis!r}, where a"
+            " tensor is one rank's. Name the other axes alone."
+            for axis in sorted(node.rank_axes.intersection(pin.spec.axes))
+        )
         failures |= dict.fromkeys(
             f"{where} speaks of mesh axis {axis!r}, but the mesh is {mesh}. Give axes= names of"
             " its axes."
@@ -25,8 +31,13 @@ def check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
 def check_local_meshes(graph: Graph, mesh: Mesh) -> None:
     failures: dict[str, None] = {}
     for node in graph.nodes:
-        if node.kind == "local" and dict(node.target.axes) != mesh.axes:
-            given = ", ".join(f"{axis} {n}" for axis, n in node.target.axes.items())
+        axes = region_of(node.target, node.args)
+        fits = axes.items() <= dict(mesh.axes).items()
+        if node.kind == "local":
+            axes = dict(node.target.axes)
+            fits = axes == mesh.axes
+        if not fits:
+            given = ", ".join(f"{axis} {n}" for axis, n in axes.items())
             failures[
                 f"ftp.local at {node.source} is given a mesh ({given}), but runs in a step on"
                 f" {mesh}. Give it the same mesh, or none."

@@ -3,6 +3,8 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ftp.errors import InputError, MeshError, SpecError
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
@@ -22,6 +24,7 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     _check_count("chunks", options.chunks, "chunks, 1 for none")
     _check_cuda_graph(options, mesh)
     _check_async_tp(options, mesh)
+    _check_reduce_dtype(options)
     hardware_on(mesh, options.hardware)
     _check_count("programs", options.programs, "programs, at least 1")
     data_axes = None if options.data_axes is None else tuple(options.data_axes)
@@ -65,6 +68,20 @@ def _check_cuda_graph(options: Options, mesh: Mesh) -> None:
             "cuda_graph=True and check_inputs=True: the check reads digests on the host at every"
             " call, for which the GPU waits."
             " Leave one out, and call ftp.check_replicas now and then."
+        )
+
+
+def _check_reduce_dtype(options: Options) -> None:
+    if options.reduce_dtype not in (None, torch.bfloat16):
+        raise InputError(
+            f"reduce_dtype is {options.reduce_dtype!r}; give torch.bfloat16, in which gradients'"
+            " terms are sent and then summed in float32, or None for their own dtype."
+        )
+    if options.reduce_dtype is not None and options.certify:
+        raise InputError(
+            "certify=True and reduce_dtype=torch.bfloat16: a certificate proves that a program"
+            " sums what one device sums, and rounded terms are others. Leave one out; ftp.certify"
+            " of the step without reduce_dtype proves the plan."
         )
 
 

@@ -42,6 +42,7 @@ def shard(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
@@ -91,6 +92,9 @@ def shard(
             ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
             ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
             with the network's link for axes that leave a host.
+        reduce_dtype: ``torch.bfloat16`` sends the terms of gradients' sums in bfloat16, by
+            all-to-all, and sums them in float32 at the receiver; half the bytes of float32. Other
+            sums, of activations and of the loss, keep their dtype.
         rng: the step takes one more argument, the last, ``ftp.random.key(...)``: all that the
             function draws by torch's random functions, and its models that are given no key of
             their own, is drawn from it, the same numbers on any mesh.
@@ -149,6 +153,7 @@ def shard(
                 async_tp=async_tp,
                 programs=programs,
                 hardware=hardware,
+                reduce_dtype=reduce_dtype,
             ),
         ),
     )
@@ -174,6 +179,7 @@ def spmd(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
@@ -245,6 +251,7 @@ def spmd(
                 async_tp=async_tp,
                 programs=programs,
                 hardware=hardware,
+                reduce_dtype=reduce_dtype,
             ),
         ),
     )

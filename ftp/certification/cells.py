@@ -1,7 +1,7 @@
 """Cells: ranks that run one graph on shards of equal shapes, and so are checked at once."""
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -32,7 +32,7 @@ class Cells:
 
     Args:
         lengths: of every claimed chunk on the rank at a coordinate; they are equal within a cell.
-        is_each_alone: a cell for each rank.
+        alone: axes along which each cell is one rank.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class Cells:
         axes: Mapping[str, MeshAxis],
         lengths: Callable[[Coordinate], Sequence[int]],
         *,
-        is_each_alone: bool = False,
+        alone: Collection[str] = (),
     ):
         self.ranks, self.axes, self.lengths = ranks, axes, lengths
-        self.is_each_alone = is_each_alone
+        self.alone = alone
 
     @cached_property
     def all(self) -> list[Cell]:
@@ -59,13 +59,13 @@ class Cells:
                 (self.ranks.at[coordinate][0], *self.lengths(coordinate)), len(kinds)
             )
         classes: list[list[tuple[int, ...]]] = []
-        for dim, n in enumerate(counts):
+        for dim, (axis, n) in enumerate(zip(self.axes, counts, strict=True)):
             alike: dict[bytes, list[int]] = {}
             for i in range(n):
                 alike.setdefault(kind.take(i, dim).tobytes(), []).append(i)
             classes.append(
                 [(i,) for i in range(n)]
-                if self.is_each_alone
+                if axis in self.alone
                 else [tuple(found) for found in alike.values()]
             )
         return [

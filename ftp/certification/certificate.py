@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from ftp.errors import CertificateError
+from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.rule import Meta, tensors
 
 Coordinate = tuple[int, ...]
@@ -166,6 +167,11 @@ class Certificate:
                     f"{o.name} {where} returns"
                     f" {', '.join(_written(*result) for result in o.ports.results)}"
                 ] = None
+            if o.target is LEAVE and (same := _claimed_equal(o)):
+                found[f"{o.name} {where} is equal on all ranks along {same}"] = None
+            if (axis := collective_axis(o.target, o.args)) is not None:
+                name = str(o.target).split(".")[1]
+                found[f"{name} over {axis} in per-rank code {where} does what it says"] = None
             if o.found:
                 linear = f", linear in operands {', '.join(map(str, o.linear))}" if o.linear else ""
                 found[
@@ -269,6 +275,12 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     groups = {name: tuple(axes) for name, axes in body["groups"].items()}
     ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
     return Certificate(body["axes"], groups, operations, outputs, ranks, tuple(body["donated"]))
+
+
+def _claimed_equal(left: Operation) -> str:
+    """The axes along which per-rank code claims that a value is equal on all ranks."""
+    _, region, _, axes, _, _, pending = left.args
+    return ", ".join(axis for axis in region if axis not in (*axes, *pending))
 
 
 def _written(spec: Spec, pending: Sequence[str]) -> str:

@@ -67,7 +67,10 @@ class Checker:
         self.inputs = [o for o in c.operations if o.target is None]
         self.parts = ExpectedParts(self.axes, c.operations)
         self.graphs = RankGraphs(c, self.operations)
-        self.cells = Cells(c.ranks, self.axes, self.parts.lengths, is_each_alone=is_each_alone)
+        alone = frozenset().union(*self.parts.rank_axes.values())
+        self.cells = Cells(
+            c.ranks, self.axes, self.parts.lengths, alone=self.axes if is_each_alone else alone
+        )
         self.maps: dict[tuple[Cell, fx.Node], ElementMap | PackedValues] = {}
         self.forms = OpForms(self.operations, self.parts, self.graphs, self.map_of)
         self.splits: dict[tuple[Cell, fx.Node], Sequence[ElementMap | PackedValues]] = {}
@@ -140,7 +143,9 @@ class Checker:
                     )
         for at, (ref, spec) in enumerate(self.certificate.outputs):
             shape = self.operations[ref.name].results[ref.index].shape
-            expected = element_map(self.forms.key(ref), self.parts.cut_by_spec(shape, spec, cell))
+            expected = element_map(
+                self.forms.key(ref, cell), self.parts.cut_by_spec(shape, spec, cell)
+            )
             self.require(
                 cell,
                 lambda c, at=at: self.output_nodes(c)[at],

@@ -12,6 +12,8 @@ from ftp.certification.cells import Cell
 from ftp.certification.certificate import Coordinate, Operation, Spec
 from ftp.certification.element_map import Index, MeshAxis, common_position
 from ftp.certification.unsound import Refused, Unsound
+from ftp.per_rank.planned import rank_axes, region_of
+from ftp.per_rank.program import factor
 from ftp.rules.local_op import Cut
 from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
@@ -30,6 +32,15 @@ class ExpectedParts:
         self._wholes: dict[int, Index] = {}
         self._parts: dict[Any, tuple[Index, Index]] = {}
         self._chunks: dict[Any, list[tuple[Index, int]]] = {}
+
+    @cached_property
+    def rank_axes(self) -> dict[str, frozenset[str]]:
+        """Per op the axes along which its results are one rank's: those of per-rank code."""
+        found: dict[str, frozenset[str]] = {}
+        for op in self.operations:
+            operands = [found[ref.name] for ref in op.operands]
+            found[op.name] = rank_axes(op.target, op.args, operands) if op.args else frozenset()
+        return found
 
     # Parts by a spec.
 
@@ -92,12 +103,18 @@ class ExpectedParts:
         The start of a cut is an array over the ranks if it differs between them.
         """
         index = {f: self.whole(size) for f, size in rule.sizes.items()}
+        region = region_of(op.target, op.args)
+        claimed = {claim.axis: claim.factor for claim in op.claims}
+        for axis, n in region.items():
+            if n != self.axes[axis].n or (n > 1 and claimed.get(axis) != factor(axis)):
+                raise Refused(f"{op} is not cut over {axis}, whose ranks it enters or leaves")
         cuts: dict[str, list[Cut]] = {}
         cut_axes: dict[str, str] = {}
         for claim in op.claims:
             if claim.axis in cut_axes:
                 raise Refused(f"{op} is claimed to be cut twice over {claim.axis}")
-            if claim.factor in rule.whole or claim.factor not in rule.sizes:
+            is_kept = claim.factor in rule.whole and claim.axis not in region
+            if is_kept or claim.factor not in rule.sizes:
                 raise Refused(
                     f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps"
                     " whole"
@@ -254,7 +271,7 @@ def positions_along(dim: Dim, index: Mapping[str, Index], sizes: Mapping[str, in
         return index[dim[0]]
     lead = next(iter(index.values())).ndim - 1 if index else 0
     found = np.zeros((1,) * (lead + 1), dtype=np.int64)
-    for factor in dim:
-        both = found[..., :, None] * sizes[factor] + index[factor][..., None, :]
+    for name in dim:
+        both = found[..., :, None] * sizes[name] + index[name][..., None, :]
         found = both.reshape(*both.shape[:-2], -1)
     return found

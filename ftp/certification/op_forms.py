@@ -13,7 +13,14 @@ from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Ports, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.data_movement import FILLS, constant
-from ftp.certification.element_map import ElementMap, Index, element_map, is_same, slice_dim
+from ftp.certification.element_map import (
+    ElementMap,
+    Index,
+    common_position,
+    element_map,
+    is_same,
+    slice_dim,
+)
 from ftp.certification.expected_parts import ExpectedParts, positions_along
 from ftp.certification.local_form import local_form, rule_of
 from ftp.certification.op_matching import COPIES, Matcher
@@ -21,6 +28,7 @@ from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
+from ftp.per_rank.planned import AXIS_INDEX, collective_axis
 from ftp.rules.rule import BoundRule
 
 aten = torch.ops.aten
@@ -76,6 +84,9 @@ class OpForms:
         if op.ports is not None:
             self.bound[cell, name] = [self.own_code(cell, op, op.ports, nodes)]
             return self.bound[cell, name]
+        if op.target is AXIS_INDEX or collective_axis(op.target, op.args) is not None:
+            self.bound[cell, name] = [self.own_collective(cell, op, nodes)]
+            return self.bound[cell, name]
         rule = self.rule(op)
         index, cuts = self.parts.factors(op, rule, cell)
         results, places, starts = local_form(op, rule, index, cuts, self.graphs.device)
@@ -100,7 +111,7 @@ class OpForms:
                 if matcher.is_same(results[at], node, trial, {}):
                     bound = trial
                     taken.add(at)
-                    self.result_maps[cell, node] = self.result(op, rule, index, at)
+                    self.result_maps[cell, node] = self.result(cell, op, rule, index, at)
                     break
             else:
                 raise Refused(
@@ -109,7 +120,8 @@ class OpForms:
         forms = [Form({slot: bound[p] for p, slot in places.items() if p in bound})]
         if len(blocks) > 1:
             self.in_rows.add((cell, name))  # slices that its nodes read may be marked as its own
-            forms = [self.rows(cell, node, op, self.result(op, rule, index, 0)) for node in blocks]
+            whole = self.result(cell, op, rule, index, 0)
+            forms = [self.rows(cell, node, op, whole) for node in blocks]
         if written := [node for node in nodes if node.meta.get("in_place")]:
             self.check_written(op, nodes, forms, written, cell)
         self.bound[cell, name] = forms
@@ -174,9 +186,36 @@ class OpForms:
                 spec, pending = ports.results[at]
                 index = self.parts.cut_by_spec(op.results[at].shape, spec, cell)
                 self.result_maps[cell, node] = element_map(
-                    self.key(Ref(op.name, at)), index, frozenset((axis, "sum") for axis in pending)
+                    self.key(Ref(op.name, at), cell),
+                    index,
+                    frozenset((axis, "sum") for axis in pending),
                 )
         return Form(taking)
+
+    def own_collective(self, cell: Cell, op: Operation, nodes: Sequence[fx.Node]) -> Form:
+        """The form of a collective of per-rank code, or of the rank's index: it reads its operand's
+        part, and its result is what the collective of that name gives.
+        """
+        rule = self.rule(op)
+        index, _ = self.parts.factors(op, rule, cell)
+        inside, offsets, taking = set(nodes), self.graphs.offsets(cell), {}
+        for node in nodes:
+            if "takes" in node.meta and node.target is aten.contiguous.default:
+                taking[node.meta["takes"]] = node.args[0]
+            elif other := [x for x in node.all_input_nodes if x not in inside and x not in offsets]:
+                raise Refused(f"{node.name} of {op} reads {other[0].name}, which it was not given")
+            for at in node.meta.get("gives", ())[:1]:
+                if op.target is AXIS_INDEX:
+                    self.check_index(cell, op, node)
+                self.result_maps[cell, node] = self.result(cell, op, rule, index, at)
+        return Form(taking)
+
+    def check_index(self, cell: Cell, op: Operation, node: fx.Node) -> None:
+        start: Any = node.args[1] if node.target is aten.full.default else None
+        here = cell.at[self.parts.axes[op.args[0]].dim]
+        given = self.graphs.offsets(cell).get(start)
+        if given is None or (common_position(given),) != here:
+            raise Refused(f"{node.name} is not the rank's index along {op.args[0]!r}")
 
     def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap) -> Form:
         """The form of a node that computes a block of rows of an op."""
@@ -227,17 +266,18 @@ class OpForms:
         if op.ports is not None:
             shape = self.operations[ref.name].results[ref.index].shape
             return element_map(
-                self.key(ref), self.parts.cut_by_spec(shape, op.ports.operands[slot], cell)
+                self.key(ref, cell), self.parts.cut_by_spec(shape, op.ports.operands[slot], cell)
             )
         rule = self.rule(op)
         index, _ = self.parts.factors(op, rule, cell)
         expected = element_map(
-            self.key(ref), [positions_along(dim, index, rule.sizes) for dim in rule.operands[slot]]
+            self.key(ref, cell),
+            [positions_along(dim, index, rule.sizes) for dim in rule.operands[slot]],
         )
         return expected if rows is None or slot else slice_dim(expected, 0, *rows)
 
     def result(
-        self, op: Operation, rule: BoundRule, index: Mapping[str, Index], at: int
+        self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, Index], at: int
     ) -> ElementMap:
         dims = rule.results[at]
         held = {f for dim in dims for f in dim}
@@ -246,7 +286,7 @@ class OpForms:
             if claim.factor not in held and (reduction := rule.pending[at].get(claim.factor)):
                 pending.add((claim.axis, reduction))
         return element_map(
-            self.key(Ref(op.name, at)),
+            self.key(Ref(op.name, at), cell),
             [positions_along(dim, index, rule.sizes) for dim in dims],
             frozenset(pending),
         )
@@ -256,8 +296,17 @@ class OpForms:
             self.rules[op.name] = rule_of(op, self.operations)
         return self.rules[op.name]
 
-    def key(self, ref: Ref) -> str:
-        return self.key_in(self.names, ref)
+    def key(self, ref: Ref, cell: Cell | None = None) -> str:
+        """The name of the value that a reference stands for. In per-rank code each position along
+        its axes has a value of its own, that of a cell.
+        """
+        found = self.key_in(self.names, ref)
+        root = self.operations.get(found.rpartition(".")[0])
+        if root is None or not (axes := self.parts.rank_axes[root.name]):
+            return found
+        assert cell is not None, ref
+        at = [f"{axis}={cell.at[self.parts.axes[axis].dim][0]}" for axis in sorted(axes)]
+        return f"{found}@{','.join(at)}"
 
     @cached_property
     def names(self) -> dict[str, str]:

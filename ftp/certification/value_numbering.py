@@ -12,6 +12,7 @@ from torch.fx.node import map_arg
 from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, join_failures
 from ftp.ops.constrain import CONSTRAIN
+from ftp.per_rank.planned import expanded
 from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.tracing.trace import decompose
@@ -109,6 +110,11 @@ class _Numbers:
     def local(self, node: fx.Node) -> list[Any]:
         """Classes of the results of per-rank code; the program may lack results without users."""
         operands, key = node.args
+        if (program := program_of(key)).is_planned:  # type: ignore[arg-type]
+            graph = expanded(program)
+            inputs = [n for n in graph.nodes if n.op == "placeholder"]
+            self.of.update({n: self.of[x] for n, x in zip(inputs, operands, strict=True)})  # type: ignore[arg-type]
+            return self.run(graph)
         every = range(len(node.meta["val"]))
         kept, taken = list(every), list(range(len(operands)))  # type: ignore[arg-type]
         if self.key(LOCAL, node.args, {}, 0) not in self.classes:

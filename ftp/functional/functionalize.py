@@ -1,6 +1,7 @@
 """nn.Module -> a pure function of its parameters, and those parameters as a tree."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -23,7 +24,7 @@ from ftp.functional.module_program import (
     snapshot,
 )
 from ftp.functional.purity import impure
-from ftp.functional.remat import Policy
+from ftp.functional.remat import Again, Policy, surrounded
 from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
 from ftp.random.torch_functions import Draws, surrounding_key
@@ -129,11 +130,37 @@ def functionalize(
             check_key(rng, f"{program.name}(..., rng=)")
         elif any(m.module.training for m in program.modules):
             rng = surrounding_key(program.name)
-        with Draws(rng, program.name) as draws:
+        with Draws(rng, program.name) as draws, surrounded(partial(_as_now, program, draws)):
             return fn(draws, params, *args, **kwargs)
 
     pure.__name__ = pure.__qualname__ = program.name
     return (pure, params, state) if buffers else (pure, params)
+
+
+def _as_now(program: ModuleProgram, draws: Draws) -> Again:
+    """What gives the modules the values that they hold now, and the draws that they make next."""
+    held = [(m.module, m.module.__dict__) for m in program.modules]
+    counts, path = dict(draws.counts), list(draws.path)
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        current = [(module, module.__dict__) for module, _ in held]
+        drawn = draws.counts, draws.path
+        draws.counts, draws.path = dict(counts), list(path)
+        try:
+            _give(held)
+            with draws:
+                yield
+        finally:
+            _give(current)
+            draws.counts, draws.path = drawn
+
+    return again
+
+
+def _give(attributes: Sequence[tuple[nn.Module, dict[str, Any]]]) -> None:
+    for module, values in attributes:
+        object.__setattr__(module, "__dict__", values)
 
 
 def _tied_paths(model: nn.Module) -> dict[int, list[str]]:

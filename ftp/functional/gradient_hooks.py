@@ -1,6 +1,4 @@
-"""Gradient hooks of a model: run those on parameters, refuse by name those that torch.func cannot
-run.
-"""
+"""Gradient hooks of a model: what runs them, and which are refused by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from ftp.errors import TraceError, join_failures
 from ftp.sharding.pytree import flatten
@@ -18,16 +17,23 @@ _INSTEAD = (
 )
 
 
+class GradientRefused(TraceError):
+    """torch.func does not differentiate what torch.autograd does."""
+
+
 @dataclass(frozen=True)
 class GradientHooks:
     """The gradient hooks of a model at the time of ``functionalize``.
 
     Attributes:
         of_parameters: ``{path: hooks}`` of ``Tensor.register_hook``.
-        refused: a description of each other hook, with its parameter or module.
+        of_modules: a description of each hook that torch.autograd runs and torch.func does not,
+            with its module.
+        refused: the same of hooks that neither runs.
     """
 
     of_parameters: Mapping[str, tuple[Callable[[Tensor], Any], ...]]
+    of_modules: Sequence[str]
     refused: Sequence[str]
 
     def registered(
@@ -35,18 +41,25 @@ class GradientHooks:
     ) -> Mapping[str, Tensor]:
         """``values`` {path: tensor} with their parameters' hooks registered.
 
-        Under torch.func on the given tensor, which lives as long as the transform: a model called
-        twice runs its hooks once, on the whole gradient. Else on an alias: the tensor is the
-        caller's.
+        On the given tensor where it lives as long as the gradient is taken: a model called twice
+        runs its hooks once, on the whole gradient. Else on an alias: the tensor is the caller's.
 
         Raises:
             TraceError: a gradient is taken, and a hook cannot run.
         """
-        if self.refused and any(map(_is_differentiated, (*values.values(), *flatten(inputs)[0]))):
-            raise TraceError(
+        leaves = (*values.values(), *flatten(inputs)[0])
+        by_func = any(map(_is_differentiated, leaves))
+        if hooks := (
+            (*self.refused, *self.of_modules)
+            if by_func
+            else self.refused
+            if _is_taken_by_autograd(values)
+            else ()
+        ):
+            kind = TraceError if self.refused else GradientRefused
+            raise kind(
                 join_failures(
-                    f"{name}: {hook}, which torch.func does not run. {_INSTEAD}"
-                    for hook in self.refused
+                    f"{name}: {hook}, which torch.func does not run. {_INSTEAD}" for hook in hooks
                 )
             )
         if not self.of_parameters:
@@ -57,9 +70,8 @@ class GradientHooks:
             known = tuple((value._backward_hooks or {}).values())
             if not value.requires_grad or all(hook in known for hook in hooks):
                 continue
-            new[path] = value = (
-                value if is_functorch_wrapped_tensor(value) else value.view_as(value)
-            )
+            is_own = is_functorch_wrapped_tensor(value) or isinstance(value, FakeTensor)
+            new[path] = value = value if is_own else value.view_as(value)
             for hook in hooks:
                 value.register_hook(hook)
         return new
@@ -74,7 +86,7 @@ def gradient_hooks(model: nn.Module) -> GradientHooks:
         for path, p in trained.items()
         if p._post_accumulate_grad_hooks
     ]
-    refused += [
+    of_modules = [
         f"module {path!r} ({type(module).__name__}) has a backward hook"
         " (register_full_backward_hook and its kin)"
         for path, module in model.named_modules()
@@ -86,8 +98,14 @@ def gradient_hooks(model: nn.Module) -> GradientHooks:
             for path, p in trained.items()
             if p._backward_hooks
         },
+        of_modules,
         refused,
     )
+
+
+def _is_taken_by_autograd(values: Mapping[str, Tensor]) -> bool:
+    """Whether a trace takes the gradient by torch.autograd."""
+    return any(isinstance(x, FakeTensor) and x.requires_grad for x in values.values())
 
 
 def _is_differentiated(leaf: Any) -> bool:

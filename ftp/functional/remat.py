@@ -1,7 +1,7 @@
 """``remat``: recompute a block's intermediate values in the backward pass, not keep them."""
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -123,12 +123,45 @@ def current_region() -> Region | None:
 
 
 @contextmanager
-def _recomputing(policy: Policy) -> Iterator[None]:
+def recomputing(policy: Policy) -> Iterator[None]:
+    """What runs now repeats ops of the forward pass."""
     _regions.append(Region(policy))
     try:
         yield
     finally:
         _regions.pop()
+
+
+# Code that torch runs again in the backward pass (torch.utils.checkpoint) runs after what surrounds
+# it has ended: a module has its own parameters again, and draws are made from no key.
+Again = Callable[[], AbstractContextManager[None]]
+_surroundings: list[Callable[[], Again]] = []
+
+
+@contextmanager
+def surrounded(remember: Callable[[], Again]) -> Iterator[None]:
+    """While it lasts, code that will run again calls ``remember``, which returns what enters the
+    present surroundings again.
+    """
+    _surroundings.append(remember)
+    try:
+        yield
+    finally:
+        _surroundings.pop()
+
+
+def run_again(policy: Policy = "nothing") -> Again:
+    """What to enter, later, to run again the code that runs now."""
+    entered = [remember() for remember in _surroundings]
+
+    @contextmanager
+    def again() -> Iterator[None]:
+        with recomputing(policy), ExitStack() as stack:
+            for enter in entered:
+                stack.enter_context(enter())
+            yield
+
+    return again
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,7 +195,7 @@ class _Remat(torch.autograd.Function):
             for i, x in enumerate(tensors)
             if _is_differentiable(x) and ctx.needs_input_grad[i + 1]
         ]
-        with _recomputing(block.policy):
+        with recomputing(block.policy):
             pull: Any = torch.func.vjp(_of_some(block, tensors, at), *(tensors[i] for i in at))[1]
         found = pull(
             tuple(grad for grad, has in zip(_alive(grads), ctx.has_gradient, strict=True) if has)
@@ -181,7 +214,7 @@ class _Remat(torch.autograd.Function):
             if tangent is not None and _is_differentiable(tensors[i])
         ]
         given = tuple(tensors[i] for i in at), tuple(tangents[i] for i in at)
-        with _recomputing(block.policy):
+        with recomputing(block.policy):
             pushed: Any = torch.func.jvp(_of_some(block, tensors, at), *given)[1]
         found = iter(pushed)
         return tuple(next(found) if has else None for has in ctx.has_gradient)

@@ -3,7 +3,7 @@ reshards.
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,9 +13,11 @@ from torch import fx
 from ftp.axis import OPS, axis_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.partitioning.collectives import Collective
+from ftp.per_rank.planned import AXIS_INDEX, collective_axis
 from ftp.per_rank.program import Program
-from ftp.planning.graph import Move
-from ftp.sharding.layout import R, partial, shard
+from ftp.planning.graph import Move, Node, Value
+from ftp.rules.rule import replaced
+from ftp.sharding.layout import R, partial, shard, size_at
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -36,6 +38,7 @@ class InlineSite:
     start: Callable[[str], Any]
     move: Callable[[fx.Node, Move, torch.dtype, str, str], fx.Node]
     group: Callable[[str], str]
+    axes: Mapping[str, int]
     coordinate: Mapping[str, int]
     cause: str
 
@@ -43,18 +46,41 @@ class InlineSite:
         return self.graph.call_function(target, args, kwargs)
 
 
-def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[fx.Node]:
+def emit_per_rank(
+    site: InlineSite, node: Node, operands: Sequence[fx.Node]
+) -> list[fx.Node] | None:
+    """Emit per-rank code, or an op of it that only a rank's graph has: a collective, or the rank's
+    index. None for any other op.
+    """
+    if node.kind == "local":
+        return inline(site, node.target, operands)
+    if node.target is AXIS_INDEX:
+        return [_index(site, node.args[0])]
+    axis = collective_axis(node.target, node.args)
+    if axis is None:
+        return None
+    given = [site.emit(aten.contiguous.default, x) for x in operands]
+    for slot, x in enumerate(given):
+        x.meta["takes"] = slot
+    feed = iter(given)
+    x, *args = replaced(node.args, Value, lambda _: next(feed))
+    shape = tuple(size_at(s, site.coordinate) for s in node.operand_shape(0))
+    call = CollectiveCall(node.target, args, site.axes[axis], shape)
+    return [emit_collective(site, call, x, node.operands[0].meta.dtype, node.name, node.source)]
+
+
+def _index(site: InlineSite, axis: str) -> fx.Node:
+    start = site.start(axis)
+    return site.emit(aten.full.default, [], start, dtype=torch.int64, device=site.device)
+
+
+def inline(site: InlineSite, program: Program, operands: Sequence[fx.Node]) -> list[fx.Node]:
     """Emit ``program`` on a rank's shards; returns its results."""
     # The code was traced on contiguous shards, and kernels were chosen for those.
     given = [site.emit(aten.contiguous.default, x) for x in operands]
     for slot, node in enumerate(given):
         node.meta["takes"] = slot
-    for axis in program.axes:
-        given.append(
-            site.emit(
-                aten.full.default, [], site.start(axis), dtype=torch.int64, device=site.device
-            )
-        )
+    given += [_index(site, axis) for axis in program.axes]
     env: dict[fx.Node, Any] = {}
     feed = iter(given)
     for node in program.gm.graph.nodes:
@@ -70,32 +96,69 @@ def inline(site: InlineSite, program: Program, operands: list[fx.Node]) -> list[
             if axis is None:
                 target = aten.reshape.default if node.target is aten.view.default else node.target
                 env[node] = site.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-            elif node.target is OPS.exchange_rows.default:
-                env[node] = _exchanged(site, node, args, program.axes[axis], source)  # type: ignore[arg-type]
-            elif program.axes[axis] == 1:
-                alone = node.target is not OPS.ppermute.default or args[3]  # type: ignore[index]
-                env[node] = args[0] if alone else site.emit(aten.zeros_like.default, args[0])  # type: ignore[index]
-            elif node.target is OPS.ppermute.default:
-                env[node] = _permuted(site, node, args[0], axis, source)  # type: ignore[index]
             else:
-                env[node] = site.move(
-                    args[0],
-                    _as_move(node, axis, program.axes[axis]),
-                    node.meta["val"].dtype,
-                    node.name,
-                    source,
-                )  # type: ignore[index]
+                operand: Any = node.args[0]
+                held = operand.meta["val"]
+                call = CollectiveCall(
+                    node.target, args[1:], program.axes[axis], tuple(map(int, held.shape))
+                )
+                env[node] = emit_collective(site, call, args[0], held.dtype, node.name, source)
             _note(site.graph, len(site.graph.nodes) - before, source)
     raise AssertionError(program)
+
+
+@dataclass(frozen=True)
+class CollectiveCall:
+    """A collective of per-rank code.
+
+    Attributes:
+        args: without the tensor that is sent.
+        n: the size of its axis.
+        shape: of the tensor, on this rank.
+    """
+
+    target: Any
+    args: Any
+    n: int
+    shape: tuple[int, ...]
+
+    @property
+    def axis(self) -> str:
+        axis = axis_of(self.target, self.args)
+        assert axis is not None
+        return axis
+
+
+def emit_collective(
+    site: InlineSite, call: CollectiveCall, x: fx.Node, dtype: torch.dtype, name: str, source: str
+) -> fx.Node:
+    """Emit a collective of per-rank code on ``x``."""
+    if call.target is OPS.exchange_rows.default:
+        return _exchanged(site, call, x, dtype, source)
+    if call.n == 1:
+        alone = call.target is not OPS.ppermute.default or call.args[2]
+        return x if alone else site.emit(aten.zeros_like.default, x)
+    if call.target is OPS.ppermute.default:
+        return _permuted(site, call, x, dtype, source)
+    return site.move(x, _as_move(call), dtype, name, source)
 
 
 def axes_by_rank(program: Program) -> tuple[set[str], set[str]]:
     """The axes on which the first rank's graph differs, and those on which every rank's does."""
     nodes = [n for n in program.gm.graph.nodes if n.op == "call_function"]
-    return (
-        {n.args[1] for n in nodes if n.target is OPS.contribute.default},
-        {n.args[1] for n in nodes if n.target is OPS.ppermute.default},
-    )
+    return axes_of_calls((n.target, n.args) for n in nodes)
+
+
+def axes_of_calls(calls: Iterable[tuple[Any, Sequence[Any]]]) -> tuple[set[str], set[str]]:
+    """The same of calls of ops."""
+    first: set[str] = set()
+    every: set[str] = set()
+    for target, args in calls:
+        if target is OPS.contribute.default:
+            first.add(args[1])
+        elif target is OPS.ppermute.default:
+            every.add(args[1])
+    return first, every
 
 
 def _note(graph: fx.Graph, made: int, source: str) -> None:
@@ -105,22 +168,21 @@ def _note(graph: fx.Graph, made: int, source: str) -> None:
         at = at.prev
 
 
-def _as_move(node: fx.Node, axis: str, n: int) -> Move:
+def _as_move(call: CollectiveCall) -> Move:
     """The collective as a reshard of the value whose shards or terms the ranks hold."""
-    shape = tuple(map(int, node.args[0].meta["val"].shape))  # type: ignore[union-attr]
-    match node.target:
+    axis, n, shape, args = call.axis, call.n, call.shape, call.args
+    match call.target:
         case OPS.all_reduce.default:
-            return Move(axis, n, partial(node.args[1]), R, shape)  # type: ignore[arg-type]
+            return Move(axis, n, partial(args[0]), R, shape)
         case OPS.contribute.default:
             return Move(axis, n, R, partial("sum"), shape)
         case OPS.reduce_scatter.default:
-            return Move(axis, n, partial("sum"), _cut(node.args[3], shape, n), shape)
+            return Move(axis, n, partial("sum"), _cut(args[2], shape, n), shape)
         case OPS.own_part.default:
-            return Move(axis, n, R, _cut(node.args[3], shape, n), shape)
-    *_, concat = node.args
-    assert isinstance(concat, int)
+            return Move(axis, n, R, _cut(args[2], shape, n), shape)
+    *_, concat = args
     whole = tuple(s * n if d == concat else s for d, s in enumerate(shape))
-    to = R if node.target is OPS.all_gather.default else _cut(node.args[3], whole, n)
+    to = R if call.target is OPS.all_gather.default else _cut(args[2], whole, n)
     return Move(axis, n, _cut(concat, whole, n), to, whole)
 
 
@@ -128,42 +190,41 @@ def _cut(dim: Any, shape: tuple[int, ...], n: int) -> Any:
     return shard(dim, 1, shape[dim], 1, n)
 
 
-def _permuted(site: InlineSite, node: fx.Node, x: fx.Node, axis: str, source: str) -> fx.Node:
+def _permuted(
+    site: InlineSite, call: CollectiveCall, x: fx.Node, dtype: torch.dtype, source: str
+) -> fx.Node:
     """An all-to-all in which each rank has at most one peer."""
-    n, flat = node.args[2], node.args[3]
-    assert isinstance(n, int) and isinstance(flat, list | tuple)
+    axis, n, flat = call.args
     pairs = list(zip(flat[::2], flat[1::2], strict=True))
     here = site.coordinate[axis]
-    val = node.meta["val"]
-    size = int(val.numel())
+    size = math.prod(call.shape)
     sent = [size if (here, to) in pairs else 0 for to in range(n)]
     got = [size if (source_rank, here) in pairs else 0 for source_rank in range(n)]
     flat_x = site.emit(aten.reshape.default, site.emit(aten.contiguous.default, x), [size])
     if not any(sent):
         flat_x = site.emit(aten.slice.Tensor, flat_x, 0, 0, 0)
     issued = site.emit(c10d.all_to_all_single.default, flat_x, got, sent, site.group(axis))
-    nbytes, shape = size * val.dtype.itemsize, tuple(map(int, val.shape))
+    nbytes = size * dtype.itemsize
     wire = nbytes if any(sent) else 0
     issued.meta["collective"] = Collective(
-        "ppermute", (axis,), shape, val.dtype, nbytes, shape, wire, source, site.cause
+        "ppermute", (axis,), call.shape, dtype, nbytes, call.shape, wire, source, site.cause
     )
     issued.meta["axis"] = axis
     arrived = site.emit(c10d.wait_tensor.default, issued)
     if not any(got):
-        return site.emit(aten.full.default, list(val.shape), 0, dtype=val.dtype, device=site.device)
-    return site.emit(aten.reshape.default, arrived, list(val.shape))
+        return site.emit(aten.full.default, list(call.shape), 0, dtype=dtype, device=site.device)
+    return site.emit(aten.reshape.default, arrived, list(call.shape))
 
 
 def _exchanged(
-    site: InlineSite, node: fx.Node, args: tuple[Any, ...], n: int, source: str
+    site: InlineSite, call: CollectiveCall, x: fx.Node, dtype: torch.dtype, source: str
 ) -> fx.Node:
     """An all-to-all of rows whose part sizes are values."""
-    x, counts, axis, _, bound, back = args
+    counts, axis, n, bound, back = call.args
     if n == 1:
         return site.emit(FIRST_ROWS, x, counts, bound, back, source)
     issued = site.emit(ALL_TO_ALL_ROWS, x, counts, bound, back, source, site.group(axis))
-    rows, *row = map(int, node.args[0].meta["val"].shape)  # type: ignore[union-attr]
-    dtype = node.meta["val"].dtype
+    rows, *row = call.shape
     each = math.prod(row) * dtype.itemsize
     expected = min(rows, bound)  # the larger buffer has room for the worst case
     shape = (expected, *row)

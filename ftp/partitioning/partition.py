@@ -22,7 +22,12 @@ from ftp.partitioning.collectives import (
     emit_move,
     emit_pieces,
 )
-from ftp.partitioning.inline_per_rank import InlineSite, axes_by_rank, inline
+from ftp.partitioning.inline_per_rank import (
+    InlineSite,
+    axes_by_rank,
+    axes_of_calls,
+    emit_per_rank,
+)
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.planning.insert_moves import move_rule
@@ -115,6 +120,8 @@ class Partitioner:
         local = [
             axes_by_rank(node.target) for node in self.plan.graph.nodes if node.kind == "local"
         ]
+        ops = [node for node in self.plan.graph.nodes if node.kind == "op"]
+        local.append(axes_of_calls((node.target, node.args) for node in ops))
         firsts = firsts.union(*(contributing for contributing, _ in local))
         self._permuting = [
             a for a in self.plan.axes if any(a in permuting for _, permuting in local)
@@ -301,23 +308,11 @@ class _Emission:
             )
             self.env[Value(node)] = emit_chunks(site, x, count) if count > 1 else emit_move(site, x)
             return
-        if node.kind == "local":
-            cause = f"ftp.local at {node.source}"
-            axes = node.target.axes
-            site = InlineSite(
-                self.graph,
-                self.device,
-                lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
-                lambda x, move, dtype, name, source: self._move(
-                    x, move, dtype, f"{node.name}.{name}", source, cause
-                ),
-                self.group_name,
-                self.coordinate,
-                cause,
-            )
-            made = inline(site, node.target, [self.env[v] for v in node.operands])
-            self._give(node, made)
-            return
+        if node.kind == "local" or node.rank_axes:
+            operands = [self.env[v] for v in node.operands]
+            if (found := emit_per_rank(self._inline_site(node), node, operands)) is not None:
+                self._give(node, found)
+                return
         cuts: dict[str, list[Cut]] = {}
         for cut in node.cuts:
             cuts.setdefault(cut.factor, []).append(self._cut(cut))
@@ -349,6 +344,22 @@ class _Emission:
             if x is not None:
                 self.env[Value(node, index)] = x
                 x.meta["gives"] = [*x.meta.get("gives", ()), index]
+
+    def _inline_site(self, node: Node) -> InlineSite:
+        cause = f"ftp.local at {node.source}"
+        axes = self.plan.axes
+        return InlineSite(
+            self.graph,
+            self.device,
+            lambda axis: self._offset(Offset("start", axes[axis], axis, axes[axis])),
+            lambda x, move, dtype, name, source: self._move(
+                x, move, dtype, f"{node.name}.{name}", source, cause
+            ),
+            self.group_name,
+            axes,
+            self.coordinate,
+            cause,
+        )
 
     def _site(self, node: Node, sizes: Mapping[str, int]) -> MoveSite:
         return MoveSite(

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ftp.axis import OPS
 from ftp.errors import TraceError
-from ftp.per_rank.program import Port, Program, Shape, copied, interned, needed
+from ftp.per_rank.program import Port, Program, Shape, copied, needed
 from ftp.per_rank.varying import Axes, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
@@ -80,8 +80,8 @@ def split(
     forward = _forward_graph(joint, residuals, residual_ports)
     backward = _backward_graph(joint, reread, residuals, residual_ports, recomputed)
     return Pair(
-        _interned(forward, program, joint.ports, (*program.results, *residual_ports)),
-        _interned(backward, program, taken, _gradient_ports(joint, wrt, reduced)),
+        program.like(fx.GraphModule({}, forward), joint.ports, (*program.results, *residual_ports)),
+        program.like(fx.GraphModule({}, backward), taken, _gradient_ports(joint, wrt, reduced)),
         traced.constants,
         tuple(given),
         tuple(wrt),
@@ -195,7 +195,7 @@ def _forward_graph(joint: _Joint, residuals: Sequence[fx.Node], ports: Sequence[
         if node in nodes and node.op == "call_function":
             env[node] = graph.node_copy(node, env.__getitem__)
     shaped = [
-        _reshaped(graph, env[v], _shape(v), port.shape)
+        _reshaped(graph, env[v], _shape(v), port.shape, port.dtype)
         for v, port in zip(residuals, ports, strict=True)
     ]
     graph.output((*(env[v] for v in joint.results), *shaped))
@@ -214,7 +214,7 @@ def _backward_graph(
     stacked = [graph.placeholder(f"kept_{v.name}") for v in residuals]
     env |= {node: copied(graph, node) for node in (*joint.cotangents, *joint.index)}
     for node, port, placeholder in zip(residuals, ports, stacked, strict=True):
-        env[node] = _reshaped(graph, placeholder, port.shape, _shape(node))
+        env[node] = _reshaped(graph, placeholder, port.shape, _shape(node), port.dtype)
     for node in joint.graph.nodes:
         if node in recomputed:
             env[node] = graph.node_copy(node, env.__getitem__)
@@ -230,12 +230,6 @@ def _gradient_ports(joint: _Joint, wrt: Sequence[int], reduced: Sequence[set[str
         pending = [a for a in joint.program.axes if a not in port.spec.axes and a not in axes]
         found.append(Port(port.spec, port.shape, port.dtype, tuple(pending)))
     return found
-
-
-def _interned(
-    graph: fx.Graph, program: Program, operands: Sequence[Port], results: Sequence[Port]
-) -> Program:
-    return interned(fx.GraphModule({}, graph), program.axes, operands, results)
 
 
 def constant_ports(traced: Traced) -> list[Port]:
@@ -279,8 +273,14 @@ def _stacked(node: fx.Node, varies: Axes, axes: Mapping[str, int]) -> Port:
     return Port(PartitionSpec(*names), (*(1 for _ in names), *_shape(node)), node.meta["val"].dtype)
 
 
-def _reshaped(graph: fx.Graph, node: fx.Node, old: Shape, new: Shape) -> fx.Node:
-    return node if old == new else graph.call_function(aten.reshape.default, (node, list(new)))
+def _reshaped(
+    graph: fx.Graph, node: fx.Node, old: Shape, new: Shape, dtype: torch.dtype
+) -> fx.Node:
+    if old == new:
+        return node
+    made = graph.call_function(aten.reshape.default, (node, list(new)))
+    made.meta["val"] = torch.empty(new, dtype=dtype, device="meta")
+    return made
 
 
 def _refuse_vmap(*_: Any) -> Any:

@@ -43,6 +43,7 @@ def local(
     mesh: AnyMesh | None = None,
     in_specs: Any = PartitionSpec(),
     out_specs: Any = PartitionSpec(),
+    axes: Sequence[str] | None = None,
     *,
     check: bool = True,
 ) -> Callable[..., Any]:
@@ -61,6 +62,9 @@ def local(
             must divide by the ranks that shard it: local size = global size / ranks.
         out_specs: prefix tree of the result; global size = local size × the ranks that shard the
             dim. Along an axis that the spec does not name, all ranks must hold equal values.
+        axes: the mesh axes along which ``fn`` is one rank's code; default all. Over the others it
+            is planned as the program around it: inside, tensors are whole along them, no spec of
+            ``local`` names them, and ``ftp.constrain`` may.
         check: prove that they do: values vary over an axis from a sharded argument or
             ``axis_index`` on, until an ``all_reduce`` or ``all_gather``. False trusts
             ``out_specs``.
@@ -81,6 +85,17 @@ def local(
     >>> layer(torch.ones(1, 3), torch.ones(3, 4), torch.ones(4, 2))
     tensor([[12., 12.]])
 
+    Over ``ep`` by hand, over ``tp`` as the specs of the weights say:
+
+    >>> mesh = ftp.simulated_mesh((2, 2), ("ep", "tp"))
+    >>> mean = ftp.local(
+    ...     lambda x, w: ftp.axis.all_reduce((x @ w).sum(0), "ep"),
+    ...     mesh, (ftp.P("ep"), ftp.P()), ftp.P(), axes=("ep",),
+    ... )
+    >>> step = ftp.spmd(mean, mesh, (ftp.P("ep"), ftp.P(None, "tp")), ftp.P("tp"))
+    >>> step(torch.ones(4, 3), torch.ones(3, 2))
+    tensor([12., 12.])
+
     Source: JAX, ``jax.shard_map``.
     """
     known: dict[Any, _Local] = {}
@@ -90,9 +105,10 @@ def local(
         if is_inside():
             raise TraceError(
                 f"{at_line()}ftp.local is called in one rank's code, where tensors are already"
-                " shards on every mesh axis. Call the function itself."
+                " shards. Call the function itself, or name the axes of both in the outer axes=."
             )
-        axes = resolve(mesh).axes
+        of_mesh = resolve(mesh).axes
+        own = _own_axes(axes, of_mesh)
         leaves, tree = flatten(args)
         tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         if not tensors:
@@ -102,12 +118,13 @@ def local(
             )
         key = (
             tree,
-            tuple(axes.items()),
+            tuple(of_mesh.items()),
             tensors[0].device.type,
             *((x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves),
         )
         if key not in known:
-            known[key] = _prepare(fn, axes, in_specs, out_specs, check, args)
+            is_planned = len(own) < len(of_mesh)
+            known[key] = _prepare(fn, own, is_planned, in_specs, out_specs, check, args)
         return known[key](tensors)
 
     return call
@@ -207,9 +224,41 @@ def _run(
         return fn(*tree.unflatten(leaves))
 
 
+def _own_axes(names: Sequence[str] | None, axes: Mapping[str, int]) -> dict[str, int]:
+    """The axes along which the code is one rank's, in mesh order."""
+    if names is None:
+        return dict(axes)
+    names = (names,) if isinstance(names, str) else tuple(names)
+    known = ", ".join(f"{a!r} (size {n})" for a, n in axes.items())
+    if not names:
+        raise SpecError(f"{at_line()}ftp.local has axes=(): name at least one of {known}.")
+    if unknown := [a for a in names if a not in axes]:
+        raise SpecError(
+            f"{at_line()}ftp.local has axes={names!r}, but the mesh has {known}: no axis"
+            f" {unknown[0]!r}."
+        )
+    return {a: n for a, n in axes.items() if a in names}
+
+
+def _check_own(
+    specs: Sequence[PartitionSpec], names: Sequence[str], axes: Mapping[str, int]
+) -> None:
+    """Refuse specs of an axis along which the code is not one rank's."""
+    if failures := [
+        f"{name} has spec {spec}, but axes={tuple(axes)!r} leaves {axis!r} to the planner. Specs of"
+        f" ftp.local name the axes of its own code; put {axis!r} in the specs of the step, or in"
+        " ftp.constrain."
+        for name, spec in zip(names, specs, strict=True)
+        for axis in spec.axes
+        if axis not in axes
+    ]:
+        raise SpecError(at_line() + join_failures(failures))
+
+
 def _prepare(
     fn: Callable[..., Any],
     axes: dict[str, int],
+    is_planned: bool,
     in_specs: Any,
     out_specs: Any,
     check: bool,
@@ -221,6 +270,8 @@ def _prepare(
     leaves, tree = flatten(args)
     names = [name for arg, root in zip(args, roots, strict=True) for name in leaf_names(arg, root)]
     specs = argument_specs(in_specs, args, roots, "in_specs")
+    if is_planned:
+        _check_own(specs, names, axes)
     check_specs(specs, leaves, names, axes)
     if failures := [
         f
@@ -243,7 +294,7 @@ def _prepare(
     at = [i for i, leaf in enumerate(parts) if isinstance(leaf, Tensor)]
     operands = [Port(specs[i], tuple(parts[i].shape), parts[i].dtype) for i in at]
     operands += constant_ports(traced)
-    results = _results(traced, out_specs, axes)
+    results = _results(traced, out_specs, axes, is_planned)
     placeholders = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
     n = len(at)
     inputs = [*placeholders[:n], *placeholders[n + len(axes) :], *placeholders[n : n + len(axes)]]
@@ -261,7 +312,7 @@ def _prepare(
     )
     if check:
         _check_claims(traced, results, types, called)
-    program = interned(traced.gm, axes, operands, results)
+    program = interned(traced.gm, axes, operands, results, is_planned)
     return _Local(fn, parts, tree, names, device_type, program, traced)
 
 
@@ -350,9 +401,11 @@ def _part(leaf: Tensor, spec: PartitionSpec, axes: Mapping[str, int]) -> Tensor:
     )
 
 
-def _results(traced: Traced, out_specs: Any, axes: dict[str, int]) -> list[Port]:
+def _results(traced: Traced, out_specs: Any, axes: dict[str, int], is_planned: bool) -> list[Port]:
     tree = traced.out_tree.unflatten(traced.out_leaves)
     specs, names = broadcast_specs(out_specs, tree, "the result"), leaf_names(tree, "the result")
+    if is_planned:
+        _check_own(specs, names, axes)
     output = next(reversed(traced.gm.graph.nodes))
     vals = [n.meta["val"] for n in output.args[0]]
     leaves = [

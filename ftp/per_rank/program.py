@@ -42,6 +42,8 @@ class Program:
 
     Attributes:
         gm: takes the operands' shards, then the rank's index on each axis, 0-d int64 tensors.
+        is_planned: the axes are some of the mesh's; over the others the code is planned as the
+            program around it.
         key: hash of the content, equal on all ranks.
     """
 
@@ -49,13 +51,16 @@ class Program:
     axes: Mapping[str, int]
     operands: tuple[Port, ...]
     results: tuple[Port, ...]
+    is_planned: bool = False
 
     @cached_property
     def key(self) -> str:
         lines = [
             f"{node.format_node()} {node.meta.get('source', '')}" for node in self.gm.graph.nodes
         ]
-        text = "\n".join([*lines, repr((dict(self.axes), self.operands, self.results))])
+        text = "\n".join(
+            [*lines, repr((dict(self.axes), self.operands, self.results, self.is_planned))]
+        )
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     @cached_property
@@ -98,9 +103,14 @@ class Program:
                 env[node] = graph.node_copy(node, env.__getitem__)
         graph.output(tuple(env[n] for n in wanted))
         gm = fx.GraphModule({}, graph)
-        return interned(
-            gm, self.axes, [self.operands[i] for i in taken], [self.results[i] for i in results]
-        ), taken
+        operands = [self.operands[i] for i in taken]
+        return self.like(gm, operands, [self.results[i] for i in results]), taken
+
+    def like(
+        self, gm: fx.GraphModule, operands: Sequence[Port], results: Sequence[Port]
+    ) -> "Program":
+        """Other code on the same axes."""
+        return interned(gm, self.axes, operands, results, self.is_planned)
 
     def __str__(self) -> str:
         return f"local[{self.key}]"
@@ -126,10 +136,14 @@ def program_of(key: str) -> Program:
 
 
 def interned(
-    gm: fx.GraphModule, axes: Mapping[str, int], operands: Sequence[Port], results: Sequence[Port]
+    gm: fx.GraphModule,
+    axes: Mapping[str, int],
+    operands: Sequence[Port],
+    results: Sequence[Port],
+    is_planned: bool = False,
 ) -> Program:
     """The program of this content; equal programs are one object."""
-    made = Program(gm, axes, tuple(operands), tuple(results))
+    made = Program(gm, axes, tuple(operands), tuple(results), is_planned)
     return _programs.setdefault(made.key, made)
 
 

@@ -107,10 +107,17 @@ class _Network:
             )
             if self.problem.open and node in self.problem.open.groups:
                 cuts = self._open_cuts(node)
-            key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending)
+            fixed = self.problem.axis in node.own_axes
+            key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending, fixed)
             if key not in shared:
                 shared[key] = strategies(
-                    node, cuts, self.problem.n, pinned, may_pend, node in widens
+                    node,
+                    cuts,
+                    self.problem.n,
+                    pinned,
+                    may_pend,
+                    widens=node in widens,
+                    is_fixed=fixed,
                 )
             found = options[node] = shared[key]
             for index in range(len(node.results)):

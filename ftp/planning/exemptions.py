@@ -26,7 +26,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
-        elif node.kind == "local":
+        elif problem.axis in node.own_axes:
             free.update(
                 (*node.operands, *(Value(node, index) for index in range(len(node.results))))
             )
@@ -79,7 +79,7 @@ def _of_experts(problem: Problem, products: Sequence[Node]) -> set[Node]:
                     seeds.append((value, layout))
     if not seeds:
         return set()
-    cuts = reach(problem.graph, problem.n, seeds, problem.pinned).cuts
+    cuts = reach(problem.graph, problem.axis, problem.n, seeds, problem.pinned).cuts
     by_batch = problem.batch_reach.cuts
     return {
         n

@@ -13,7 +13,8 @@ from torch.fx.node import map_aggregate
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
-from ftp.per_rank.program import LOCAL, program_of
+from ftp.per_rank.planned import expanded, rank_axes, region_of
+from ftp.per_rank.program import LOCAL, Program, program_of
 from ftp.planning.graph import Graph, Node, Value, identity_rule, whole_rule
 from ftp.planning.graph_passes import live, merge_common
 from ftp.rules.bind import bind, lookup
@@ -122,7 +123,25 @@ class _Builder:
         else:
             self.env[node] = self.call(node)
 
+    def inlined(self, node: fx.Node, program: Program, operands: Sequence[Value]) -> list[Any]:
+        """Per-rank code as ops of the program, planned over the axes that are not its own."""
+        graph = expanded(program)
+        placeholders = [n for n in graph.nodes if n.op == "placeholder"]
+        builder = _Builder(self.strict, dict(zip(placeholders, operands, strict=True)))
+        builder.rules = self.rules
+        for inner in graph.nodes:
+            builder.add(inner)
+        for made in builder.nodes:
+            made.name = f"{node.name}.{made.name}"
+            made.source = made.source or node.meta.get("source", "")
+            made.phase, made.region = node.meta.get("phase", 0), node.meta.get("region")
+        self.nodes += builder.nodes
+        assert builder.outputs is not None
+        return builder.outputs
+
     def call(self, node: fx.Node) -> Any:
+        if node.target is LOCAL and (program := program_of(node.args[1])).is_planned:  # type: ignore[arg-type]
+            return self.inlined(node, program, [self.env[x] for x in node.args[0]])  # type: ignore[union-attr]
         args, kwargs = map_aggregate(
             (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a
         )  # type: ignore[misc]
@@ -142,6 +161,7 @@ class _Builder:
             made = Node(
                 node.name, "local", program, tuple(args[0]), {}, results, program.rule, **origin
             )
+            made.own_axes = frozenset(program.axes)
         elif node.target is CONSTRAIN:
             # On an axis that it does not name it is the identity, for pending sums too.
             rule = replace(identity_rule(results[0].shape), linear=((0,),))
@@ -150,6 +170,10 @@ class _Builder:
             assert isinstance(node.target, torch._ops.OpOverload), node.target
             rule = self.rule(node.target, args, kwargs, results, source)
             made = Node(node.name, "op", node.target, args, kwargs, results, rule, **origin)
+            made.own_axes = frozenset(region_of(node.target, args))
+        if node.target is not LOCAL:
+            operands = (v.node.rank_axes for v in made.operands)
+            made.rank_axes = rank_axes(node.target, args, operands)
         self.nodes.append(made)
         values = [Value(made, i) for i in range(len(results))]
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values

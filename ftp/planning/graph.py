@@ -83,6 +83,10 @@ class Node:
         region: the recomputed region (``remat``) that it is part of.
         cause: what a reshard is for: a parameter path, a constraint, an op.
         pending: per result the ``(axis, op)`` of its pending reductions.
+        own_axes: those on which it fixes its layouts itself: per-rank code, or what enters or
+            leaves it.
+        rank_axes: those along which its results are one rank's, between ops that enter and leave
+            per-rank code. On them nothing is cut or moved.
     """
 
     name: str
@@ -101,6 +105,8 @@ class Node:
     cuts: list[FactorCut] = field(default_factory=list)
     pending: dict[int, list[tuple[str, str]]] = field(default_factory=dict)
     operands: tuple["Value", ...] = ()
+    own_axes: frozenset[str] = frozenset()
+    rank_axes: frozenset[str] = frozenset()
 
     def __post_init__(self):
         self.sizes = self.sizes or dict(self.rule.sizes)

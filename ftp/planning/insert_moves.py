@@ -158,6 +158,7 @@ class _Emitter:
             user.phase if user else value.node.phase,
             value.node.region,
             cause,
+            rank_axes=value.node.rank_axes,
         )
         node.sizes = sizes
         self.nodes.append(node)

@@ -286,6 +286,11 @@ def _fixed(
         )
     }
     pinned.update((node, R) for node in graph.inputs if node not in pinned)
+    pinned.update(
+        (node, R)
+        for node in graph.nodes
+        if name in node.rank_axes and name not in node.own_axes and node not in pinned
+    )
     outputs = [
         None if spec is None else spec_layout(spec, value.shape, name, axes, folded) or R
         for spec, value in zip(specs.outputs, graph.outputs, strict=True)
@@ -312,7 +317,7 @@ def _reaches(
     ]
     # Per-rank code fixes the layouts of its operands and results, as a constraint does.
     own: dict[Node, list[Cut]] = {
-        node: [Cut(factor(name))] for node in graph.nodes if node.kind == "local"
+        node: [Cut(factor(name))] for node in graph.nodes if name in node.own_axes
     }
     for node, (cut,) in own.items():
         there = [
@@ -332,14 +337,20 @@ def _reaches(
             for value, layout in zip(graph.outputs, outputs, strict=True)
             if layout is not None
         ]
-        found = reach(graph, n, seeds + constrained, pinned)
+        found = reach(graph, name, n, seeds + constrained, pinned)
         found.cuts.update(own)
         return found
 
     def from_batch() -> Reach:
         # A constraint on a data axis fixes activations; the closure does not pass through it.
         return (
-            reach(graph, n, [(Value(node), pinned[node]) for node in batch] + constrained, pinned)
+            reach(
+                graph,
+                name,
+                n,
+                [(Value(node), pinned[node]) for node in batch] + constrained,
+                pinned,
+            )
             if batch
             else Reach()
         )

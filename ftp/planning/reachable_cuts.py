@@ -41,10 +41,14 @@ class Reach:
 
 
 def reach(
-    graph: Graph, n: int, seeds: Iterable[tuple[Value, Layout]], pinned: Mapping[Node, Layout]
+    graph: Graph,
+    axis: str,
+    n: int,
+    seeds: Iterable[tuple[Value, Layout]],
+    pinned: Mapping[Node, Layout],
 ) -> Reach:
-    """Close ``seeds`` through the rules in both directions; nothing passes through per-rank code or
-    ``pinned`` nodes (inputs, constraints).
+    """Close ``seeds`` through the rules in both directions; nothing passes through ``pinned`` nodes
+    (inputs, constraints) or per-rank code.
     """
     found = Reach()
     users = graph.users()
@@ -57,7 +61,7 @@ def reach(
             work.append((value, layout))
 
     def visit(node: Node, dims: Dims, layout: Layout) -> None:
-        if node in pinned or node.kind == "local":
+        if node in pinned or axis in node.own_axes or axis in node.rank_axes:
             return
         cut = factor_of(dims, node.sizes, layout, n)
         if cut is None:

@@ -42,21 +42,24 @@ def strategies(
     n: int,
     pinned: Layout | None,
     may_pend: Iterable[Value] = (),
+    *,
     widens: bool = False,
+    is_fixed: bool = False,
 ) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
 
     Args:
         widens: whether operands may be gathered for it, as its result has more bytes.
+        is_fixed: the op has one cut, or none, and does nothing else.
     """
     if pinned is not None:
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
-        return [Strategy((pinned,) * len(node.operands), (pinned,), cut)]
+        return [Strategy((pinned,) * len(node.operands), (pinned,) * len(node.results), cut)]
     slots, results = len(node.operands), len(node.results)
-    found = [Strategy((R,) * slots, (R,) * results)] if node.kind != "local" or not cuts else []
-    if cuts and passes_gathered(node):
+    found = [] if is_fixed and cuts else [Strategy((R,) * slots, (R,) * results)]
+    if cuts and passes_gathered(node) and not is_fixed:
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
-    elif cuts and widens:
+    elif cuts and widens and not is_fixed:
         found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))
     for cut in cuts:
         needs = tuple(layout_of(dims, node.sizes, cut, n) for dims in node.rule.operands)
@@ -67,7 +70,7 @@ def strategies(
             for dims, pending in zip(node.rule.results, node.rule.pending, strict=True)
         )
         found.append(Strategy(needs, gives, cut))
-    for group in node.rule.linear:
+    for group in () if is_fixed else node.rule.linear:
         if any(node.operands[i] in may_pend for i in group):
             needs = tuple(PARTIAL if i in group else R for i in range(slots))
             found.append(Strategy(needs, (PARTIAL,) * results, None, group))

@@ -22,7 +22,8 @@ class Finding:
     """One finding.
 
     Attributes:
-        kind: ``shards nothing``, ``replicated``, ``uneven`` or ``gathered``.
+        kind: ``shards nothing``, ``replicated``, ``uneven``, ``gathered``, ``disagreement``,
+            ``repeated work``, ``no matmul cut`` or ``constraints broken``.
         severity: ``warning``, which ``strict=True`` makes an error, or ``note``.
         where: the parameter path, pattern or op.
         text: what was found, what it costs, and what to do.

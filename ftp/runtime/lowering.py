@@ -1,7 +1,7 @@
 """The passes from a plan to the graph that runs, in their order.
 
 1. ``decide``, on the plan, which is equal on all ranks: merge axes, chunk, fuse with matmuls, pack,
-   prefetch.
+   prefetch, narrow gradients' reductions.
 2. Partition: one rank's graph.
 3. ``rank_graph``: apply the decisions to the rank's graph.
 4. On processes, the forms of collectives that backends take (``process_groups``, ``transport``,
@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -23,10 +23,12 @@ from ftp.passes import (
     chunk_products,
     chunks,
     drop_copies,
+    gradient_reductions,
     join_products,
     joints,
     merge_axes,
     merge_updates,
+    narrow_reductions,
     pack,
     packs,
     prefetch,
@@ -46,12 +48,14 @@ class Decided:
     Attributes:
         graph: the plan's graph, its gathers in the order in which they are issued.
         joints: by move, the matmuls that it is fused with.
+        narrowed: names of the moves that sum gradients in ``reduce_dtype``.
     """
 
     graph: Graph
     packs: Packs
     chunks: Chunks
     joints: Mapping[str, Joint]
+    narrowed: frozenset[str] = frozenset()
 
 
 def decide(graph: Graph, options: Options, axes: Mapping[str, int]) -> Decided:
@@ -63,15 +67,26 @@ def decide(graph: Graph, options: Options, axes: Mapping[str, int]) -> Decided:
     """
     if options.pack:
         graph = merge_axes(graph, axes)
+    narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     chunked = chunks(graph, options.chunks)
+    kept = tuple(name for name in chunked.moves if name not in narrowed)
+    chunked = replace(chunked, moves=kept)
     fused = joints(graph) if options.async_tp else {}
-    packed = packs(graph, without=(*chunked.moves, *fused)) if options.pack else Packs((), {})
-    return Decided(prefetch(graph, packed.groups, options.prefetch), packed, chunked, fused)
+    fused = {name: joint for name, joint in fused.items() if name not in narrowed}
+    packed = Packs((), {})
+    if options.pack:
+        packed = packs(graph, without=(*chunked.moves, *fused), apart=narrowed)
+    prefetched = prefetch(graph, packed.groups, options.prefetch)
+    return Decided(prefetched, packed, chunked, fused, narrowed)
 
 
-def rank_graph(graph: fx.Graph, decided: Decided) -> fx.Graph:
-    """A rank's graph with its collectives packed, chunked and fused as decided."""
+def rank_graph(
+    graph: fx.Graph, decided: Decided, options: Options, axes: Mapping[str, int]
+) -> fx.Graph:
+    """A rank's graph with its collectives packed, narrowed, chunked and fused as decided."""
     graph = pack(graph, decided.packs)
+    if options.reduce_dtype is not None:
+        graph = narrow_reductions(graph, decided.narrowed, options.reduce_dtype, axes)
     graph = chunk_products(graph, decided.chunks)
     return join_products(graph, decided.joints)
 

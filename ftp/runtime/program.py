@@ -61,7 +61,7 @@ class Program:
         assumptions: claims about values that the function takes as true; with ``check_inputs`` the
             last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
-            ``cuda_graph``, ``async_tp``) are read here.
+            ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
         hardware: what it was planned for.
     """
 
@@ -88,7 +88,7 @@ class Program:
     @cached_property
     def partitioner(self) -> Partitioner:
         """Makes the ranks' programs without packs, chunks and fused matmuls."""
-        plain = replace(self.options, pack=False, chunks=1, async_tp=False)
+        plain = replace(self.options, pack=False, chunks=1, async_tp=False, reduce_dtype=None)
         return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
 
     def _partitioner_of(self, decided: Decided) -> Partitioner:
@@ -145,7 +145,7 @@ class Program:
         o = self.options
         return (
             f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
-            f" chunks={o.chunks}, async_tp={o.async_tp}"
+            f" chunks={o.chunks}, async_tp={o.async_tp}, reduce_dtype={o.reduce_dtype}"
             f"\nplanned for {describe_hardware(self.hardware)}"
         )
 
@@ -158,12 +158,13 @@ class Program:
                 if self.mesh.kind == "process"
                 else dict.fromkeys(self.mesh.axes, 0)
             )
-        if not self.options.pack and self.options.chunks == 1 and not self.options.async_tp:
+        o = self.options
+        if not o.pack and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None:
             return self.partitioner.program(coordinate)
         decided, partitioner = self._decided
         local = partitioner.program(coordinate)
         if local.gm not in self._changed:
-            graph = rank_graph(local.gm.graph, decided)
+            graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
             )

@@ -354,6 +354,7 @@ def _reaches(
     }
     found = reach(
         net.graph,
+        axis,
         n,
         fixed + constrained + [(Value(node), c) for node, p in free.items() for c in cuts[p]],
         pinned,
@@ -362,7 +363,9 @@ def _reaches(
         # What norms scale, the features between blocks, stays whole: to cut it is a plan of another
         # kind, dearer in collectives.
         scales = [node for node in net.params if _is_scale(net, node) and node not in pinned]
-        whole = reach(net.graph, n, [(Value(node), Layout("S", 0)) for node in scales], pinned).cuts
+        whole = reach(
+            net.graph, axis, n, [(Value(node), Layout("S", 0)) for node in scales], pinned
+        ).cuts
         found.cuts = {
             node: [cut for cut in cuts if cut not in whole.get(node, ())]
             for node, cuts in found.cuts.items()
@@ -377,7 +380,7 @@ def _reaches(
             cuts[pattern] = [*cuts[pattern], *packed]
     return (
         found,
-        reach(net.graph, n, of_batch, pinned) if is_data else Reach(),
+        reach(net.graph, axis, n, of_batch, pinned) if is_data else Reach(),
         pinned,
         {node: cuts[p] for node, p in free.items()},
     )

@@ -17,7 +17,7 @@ from ftp.certification.certificate import Certificate, Coordinate, Operation, Re
 from ftp.certification.checker import Checker
 from ftp.certification.element_map import ElementMap, element_map, on_rank
 from ftp.certification.unsound import Unsound
-from ftp.errors import MeshError
+from ftp.errors import MeshError, TraceError
 from ftp.partitioning.partition import LocalProgram
 from ftp.rules.decompositions.registry import HALF
 from ftp.rules.rule import replaced
@@ -104,6 +104,11 @@ def compare(
     rounding does not add up from op to op, nor does a sign that it flips count.
     """
     checker = Checker(certificate)
+    if any(checker.parts.rank_axes.values()):
+        raise TraceError(
+            "first_divergence compares ops with one device's, which has none of the ops in"
+            " ftp.local(axes=...). Compare the parts of the program around it."
+        )
     names = list(certificate.axes)
     read: dict[tuple[str, int], RankValues] = {}  # by op and operand
     made: dict[str, RankValues] = {}  # by value
@@ -149,7 +154,7 @@ def compare(
                 (
                     node,
                     element_map(
-                        checker.forms.key(ref), checker.parts.cut_by_spec(shape, spec, cell)
+                        checker.forms.key(ref, cell), checker.parts.cut_by_spec(shape, spec, cell)
                     ),
                     returned.setdefault(at, {}),
                 )

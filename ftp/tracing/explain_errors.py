@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from ftp.errors import FtpError, TraceError
+from ftp.functional.gradient_hooks import GradientRefused
 from ftp.source import describe_line, raised_line
 
 aten = torch.ops.aten
@@ -123,7 +124,7 @@ def explain(error: Exception) -> FtpError | None:
             f"The function changes an input or a captured tensor in place{at}. {COPY}"
         )
     if "does not require grad" in text:
-        return TraceError(
+        return GradientRefused(
             f"The function asks autograd for a gradient{at}, of inputs that do not require one."
             " Use torch.func.grad."
         )
@@ -133,20 +134,25 @@ def explain(error: Exception) -> FtpError | None:
             " inside a function use torch.func.grad."
         )
     if "call Tensor.requires_grad_()" in text:
-        return TraceError(
+        return GradientRefused(
             f"The function calls requires_grad_(){at}. Gradients are those of the first argument's"
             " leaves: ftp.shard takes them; inside a"
             " function use torch.func.grad, whose argnums say of what."
         )
     if "setup_context" in text and (function := _function_behind(error)):
-        return TraceError(
+        return GradientRefused(
             f"{function} is an autograd.Function whose forward takes ctx{at}; a gradient that is"
             " traced needs the form in two parts:"
             "\n  forward(*args) without ctx, and setup_context(ctx, inputs, output) that saves"
             " what backward needs."
         )
+    if "incompatible with .grad()" in text:
+        return GradientRefused(
+            f"The function uses torch.utils.checkpoint with use_reentrant=True{at}, which gives"
+            " gradients of all leaves together alone. Pass use_reentrant=False."
+        )
     if "saved tensor hooks" in text:
-        return TraceError(
+        return GradientRefused(
             f"The function uses saved tensor hooks, as torch.utils.checkpoint does{at}; they"
             " cannot be traced."
             " Recompute a block with ftp.remat(block)(*args), or call it as it is."

@@ -8,6 +8,9 @@ from typing import Any
 from torch import Tensor
 from torch.nn.modules import transformer
 
+from ftp.functional.remat import run_again
+from ftp.tracing.attention_functions import flex_attention, varlen_attention
+
 
 @contextmanager
 def patched_libraries() -> Iterator[None]:
@@ -56,4 +59,52 @@ def _torch_nn() -> Iterator[None]:
         transformer._detect_is_causal_mask = original
 
 
-PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (_torch_nn, _transformers)
+@contextmanager
+def _checkpoint() -> Iterator[None]:
+    """Blocks of torch.utils.checkpoint, in both of its forms, are recomputed as those of ``remat``
+    are. Random numbers are drawn from keys, so torch's generator is left alone.
+    """
+    module: Any = sys.modules.get("torch.utils.checkpoint")
+    if module is None:
+        yield
+        return
+    name, reentrant = "_checkpoint_without_reentrant_generator", module.CheckpointFunction
+    generator, forward, compiling = getattr(module, name), reentrant.forward, module._is_compiling
+
+    def repeated(run: Callable[..., Any]) -> Callable[..., Any]:
+        again = run_again()
+
+        def repeat(*args: Any, **kwargs: Any) -> Any:
+            with again():
+                return run(*args, **kwargs)
+
+        return repeat
+
+    def made(run: Callable[..., Any], preserve: bool, *args: Any, **kwargs: Any) -> Any:
+        # The generator calls its function to recompute alone.
+        return generator(repeated(run), False, *args, **kwargs)
+
+    def entered(ctx: Any, run: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        again = repeated(run)
+        results = forward(ctx, run, False, *args)
+        ctx.run_function = again
+        return results
+
+    setattr(module, name, made)
+    module._is_compiling = lambda *_: False
+    reentrant.forward = staticmethod(entered)
+    try:
+        yield
+    finally:
+        setattr(module, name, generator)
+        module._is_compiling = compiling
+        reentrant.forward = staticmethod(forward)
+
+
+PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+    _torch_nn,
+    _transformers,
+    _checkpoint,
+    flex_attention,
+    varlen_attention,
+)

@@ -10,6 +10,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
 from typing import Any
@@ -29,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftp.errors import InputError, TraceError, join_failures
+from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
@@ -83,7 +85,32 @@ class Traced:
         return [tuple(node.meta["val"].shape) for node in self.gm.graph.output_node().args[0]]  # type: ignore[union-attr]
 
 
-@collection_paused()
+@dataclass
+class _Gradient:
+    """How ``grad_and_value`` takes gradients in a trace: by torch.func, by torch.autograd.grad, or
+    by backward().
+
+    Attributes:
+        is_taken: whether the traced function has asked for one.
+    """
+
+    by: str = "func"
+    is_taken: bool = False
+
+
+_gradient: ContextVar[_Gradient | None] = ContextVar("ftp.tracing.gradient", default=None)
+
+
+@contextmanager
+def _taking(by: str) -> Iterator[_Gradient]:
+    taken = _Gradient(by)
+    token = _gradient.set(taken)
+    try:
+        yield taken
+    finally:
+        _gradient.reset(token)
+
+
 def trace(
     fn: Callable[..., Any],
     leaves: Sequence[Any],
@@ -95,6 +122,9 @@ def trace(
     checked: bool = False,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
+
+    A gradient that ``grad_and_value`` asks for is taken by torch.func, and where that refuses the
+    function by torch.autograd, which sees through fewer of torch.func's operators within it.
 
     Args:
         leaves: tensors (real, fake or meta; only shape and dtype count) and static values.
@@ -115,6 +145,32 @@ def trace(
         mm = torch.ops.aten.mm.default(x, p_w);  x = p_w = None
         return (mm,)
     """
+    refused: GradientRefused | None = None
+    for by in ("func", "grad", "backward"):
+        with _taking(by) as gradient:
+            try:
+                return _traced(
+                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
+                )
+            except GradientRefused as error:
+                refused = refused or error
+                if not gradient.is_taken:
+                    break
+    assert refused is not None
+    raise refused
+
+
+@collection_paused()
+def _traced(
+    fn: Callable[..., Any],
+    leaves: Sequence[Any],
+    in_tree: optree.PyTreeSpec,
+    device_type: str,
+    *,
+    names: Sequence[str],
+    line: Callable[[], str] | None = None,
+    checked: bool = False,
+) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     recorder = Recorder(device_type, line)
@@ -202,7 +258,7 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
             aux[:] = aux_tree, aux_leaves
             return loss, [leaf for leaf in aux_leaves if isinstance(leaf, Tensor)]
 
-        grads, (loss, extras) = torch.func.grad_and_value(scalar, has_aux=True)(leaves)
+        grads, (loss, extras) = _differentiated(scalar, leaves)
         grads = treedef.unflatten(grads)
         if not has_aux:
             return loss, grads
@@ -216,6 +272,32 @@ def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Cal
         ), grads
 
     return fn
+
+
+def _differentiated(
+    scalar: Callable[[list[Tensor]], tuple[Tensor, list[Tensor]]], leaves: list[Tensor]
+) -> tuple[list[Tensor], tuple[Tensor, list[Tensor]]]:
+    """Gradients, and the loss with the function's other tensors."""
+    gradient = _gradient.get()
+    if gradient is not None:
+        gradient.is_taken = True
+    if gradient is None or gradient.by == "func":
+        return torch.func.grad_and_value(scalar, has_aux=True)(leaves)
+    with torch.enable_grad():
+        given = [leaf.detach().requires_grad_() for leaf in leaves]
+        loss, extras = scalar(given)
+        if not loss.requires_grad:
+            grads: list[Tensor | None] = [None] * len(given)
+        elif gradient.by == "grad":
+            grads = list(torch.autograd.grad(loss, given, allow_unused=True))
+        else:
+            loss.backward()
+            grads = [leaf.grad for leaf in given]
+    found = [
+        torch.zeros_like(leaf) if grad is None else grad.detach()
+        for leaf, grad in zip(leaves, grads, strict=True)
+    ]
+    return found, (loss.detach(), [x.detach() for x in extras])
 
 
 def _split(loss_fn: Callable[..., Any], out: Any, has_aux: bool) -> tuple[Tensor, Any]:

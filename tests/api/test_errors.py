@@ -403,11 +403,13 @@ def test_random_ops_would_differ_from_rank_to_rank():
 SPARSE = torch.eye(4).to_sparse()
 UNTRACEABLE = {
     "calls requires_grad_()": (
-        lambda p, x: loss_fn(p, x.clone().requires_grad_()),
+        lambda p, x: torch.func.grad(lambda x: loss_fn(p, x.clone().requires_grad_()))(x).sum(),
         "torch.func.grad",
     ),
     "saved tensor hooks": (
-        lambda p, x: torch.utils.checkpoint.checkpoint(loss_fn, p, x, use_reentrant=False),
+        lambda p, x: torch.func.grad(
+            lambda x: torch.utils.checkpoint.checkpoint(loss_fn, p, x, use_reentrant=False)
+        )(x).sum(),
         "Recompute a block with ftp.remat(block)(*args)",
     ),
     "makes a tensor of layout sparse_coo": (

@@ -1,0 +1,217 @@
+"""Gradients that torch.func refuses and torch.autograd takes: equal to torch on one device."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import ftp
+from ftp import P
+
+aten = torch.ops.aten
+
+
+@torch.library.custom_op("autograd_tests::gelu_of_user", mutates_args=())
+def gelu_of_user(x: Tensor) -> Tensor:
+    return x * x.sigmoid()
+
+
+gelu_of_user.register_fake(torch.empty_like)
+
+
+def _gelu_backward(ctx, grad):
+    (x,) = ctx.saved_tensors
+    s = x.sigmoid()
+    return grad * (s + x * s * (1 - s))
+
+
+gelu_of_user.register_autograd(
+    _gelu_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(inputs[0])
+)
+ftp.pointwise(torch.ops.autograd_tests.gelu_of_user.default)
+
+
+class Swish(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x.sigmoid()
+
+    backward = staticmethod(_gelu_backward)
+
+
+def custom_op(p, x):
+    return (gelu_of_user(x @ p["up"]) @ p["down"]).square().mean()
+
+
+def function_with_ctx(p, x):
+    return (Swish.apply(x @ p["up"]) @ p["down"]).square().mean()
+
+
+def _block(x, p):
+    return torch.tanh(x @ p["up"]) @ p["down"]
+
+
+def checkpointed(p, x):
+    for _ in range(2):
+        x = x + checkpoint(_block, x, p, use_reentrant=False)
+    return x.square().mean()
+
+
+def checkpointed_reentrant(p, x):
+    x = x @ p["up"] @ p["down"]
+    return checkpoint(lambda x: _block(x, p), x, use_reentrant=True).square().mean()
+
+
+def gradient_penalty(p, x):  # WGAN-GP
+    x = x.detach().requires_grad_()
+    (slope,) = torch.autograd.grad(_block(x, p).sum(), x, create_graph=True)
+    return (slope.norm(dim=1) - 1).square().mean() + _block(x, p).mean()
+
+
+def physics(p, x):  # a PINN: the second derivative of the net along the first input
+    x = x.detach().requires_grad_()
+    u = _block(x, p).sum(1)
+    (first,) = torch.autograd.grad(u.sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad(first[:, 0].sum(), x, create_graph=True)
+    return (second[:, 0] + u).square().mean()
+
+
+def linear_cross_entropy(p, x):
+    labels = torch.arange(x.shape[0]) % p["up"].shape[1]
+    return F.linear_cross_entropy(x, p["up"].T, labels) + p["down"].square().sum()
+
+
+PROGRAMS = [
+    custom_op, function_with_ctx, checkpointed, checkpointed_reentrant, gradient_penalty, physics,
+    linear_cross_entropy,
+]  # fmt: skip
+PLACEMENTS = {
+    "tp2": ((2,), ("tp",), {"up": P(None, "tp"), "down": P("tp")}, P()),
+    "tp3": ((3,), ("tp",), {"up": P(None, "tp"), "down": P("tp")}, P()),
+    "dp2×tp2": ((2, 2), ("dp", "tp"), {"up": P(None, "tp"), "down": P("tp")}, P("dp")),
+    "zero3": ((2,), ("dp",), {"up": P("dp"), "down": P("dp")}, P("dp")),
+}
+
+
+def drawn(*shape):
+    generator = torch.Generator().manual_seed(len(shape) + sum(shape))
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize("loss", PROGRAMS, ids=lambda f: f.__name__)
+def test_gradients_are_torch_autograds(loss, placement):
+    shape, names, specs, batch_specs = PLACEMENTS[placement]
+    params, x = {"up": drawn(4, 8), "down": drawn(8, 4)}, drawn(6, 4)
+    leaves = {name: value.clone().requires_grad_() for name, value in params.items()}
+    expected = loss(leaves, x)
+    expected.backward()
+    mesh = ftp.simulated_mesh(shape, names)
+    step = ftp.shard(loss, mesh, specs, batch_specs=batch_specs, certify=True)
+    found, grads = step(params, x)
+    torch.testing.assert_close(found, expected.detach(), rtol=1e-12, atol=1e-12)
+    for name, leaf in leaves.items():
+        torch.testing.assert_close(grads[name], leaf.grad, rtol=1e-12, atol=1e-12)
+
+
+class Net(nn.Module):
+    """Blocks with dropout, which torch.utils.checkpoint recomputes where ``use_reentrant`` is not
+    None.
+    """
+
+    def __init__(self, use_reentrant):
+        super().__init__()
+        self.up, self.down = nn.Linear(4, 8).double(), nn.Linear(8, 4).double()
+        self.dropout, self.use_reentrant = nn.Dropout(0.5), use_reentrant
+
+    def forward(self, x):
+        x = self.block(x)
+        for _ in range(2):
+            if self.use_reentrant is None:
+                x = x + self.block(x)
+            else:
+                x = x + checkpoint(self.block, x, use_reentrant=self.use_reentrant)
+        return x
+
+    def block(self, x):
+        return self.down(self.dropout(torch.tanh(self.up(x))))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_checkpointed_module_recomputes_with_its_own_parameters_and_draws(use_reentrant):
+    net = Net(use_reentrant)
+    fn, params = ftp.functionalize(net)
+    net.use_reentrant = None
+    plain, _ = ftp.functionalize(net)
+    # Other values than the module's own, which a recomputation could fall back to.
+    params = {name: drawn(*p.shape) for name, p in params.items()}
+    x, key = drawn(6, 4), ftp.random.key(3)
+
+    def loss(fn):
+        return lambda p, x, key: fn(p, x, rng=key).square().mean()
+
+    expected_grads, expected = torch.func.grad_and_value(loss(plain))(params, x, key)
+    net.use_reentrant = use_reentrant
+    specs = ftp.plan(params, {"up.*": P("tp"), "down.weight": P(None, "tp"), "down.bias": P()})
+    step = ftp.shard(loss(fn), ftp.simulated_mesh(2, "tp"), specs, certify=True)
+    found, grads = step(params, x, key)
+    torch.testing.assert_close((found, grads), (expected, expected_grads), rtol=1e-12, atol=1e-12)
+    graph = step.lower(params, x, key).graph.graph
+    assert sum(n.target is aten.tanh.default for n in graph.nodes) == 3 + 2
+
+
+def test_backward_hooks_of_modules_run():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
+    x = drawn(5, 3)
+    model[0].weight.register_hook(lambda grad: grad.tanh())
+    model[2].register_full_backward_hook(lambda module, grad_in, grad_out: (grad_in[0] * 2,))
+
+    def run_twice(run):
+        return (run(x).square() + run(x * 2)).mean()
+
+    run_twice(model).backward()
+    fn, params = ftp.functionalize(model)
+    step = ftp.shard(
+        lambda p: run_twice(lambda x: fn(p, x)), ftp.simulated_mesh(2, "tp"), ftp.plan(params, {})
+    )
+    _, grads = step(params)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(grads[name], parameter.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_torch_func_is_kept_where_it_works():
+    def loss(w, x):  # vmap over a gradient, which torch.autograd does not take
+        slopes = torch.func.vmap(torch.func.grad(lambda x: torch.tanh(x @ w).sum()))(x)
+        return slopes.square().mean()
+
+    w, x = drawn(4, 4), drawn(6, 4)
+    expected = torch.func.grad_and_value(loss)(w, x)
+    found = ftp.shard(loss, ftp.simulated_mesh(2, "tp"), P(None, "tp"))(w, x)
+    torch.testing.assert_close(found, expected[::-1], rtol=1e-12, atol=1e-12)
+
+
+def test_the_guide_runs():
+    text = (Path(__file__).parent.parent.parent / "docs" / "gradients.md").read_text()
+    (block,) = text.split("```python\n")[1:]
+    exec(compile(block.split("```")[0], "docs/gradients.md", "exec"), {})
+
+
+REFUSED = {
+    "calls backward()": lambda p, x: (_block(x, p).sum().backward(), p["up"].sum())[1],
+    "draws random numbers": lambda p, x: checkpoint(
+        lambda y: F.dropout(y @ p["up"], 0.5), x, use_reentrant=False
+    ).sum(),
+    "forward takes ctx": lambda p, x: torch.func.grad(lambda x: Swish.apply(x).sum())(x).sum(),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_what_stays_refused_says_so(words):
+    step = ftp.shard(REFUSED[words], ftp.simulated_mesh(2, "tp"), P())
+    with pytest.raises(ftp.errors.TraceError, match=re.escape(words)):
+        step.lower({"up": drawn(4, 8), "down": drawn(8, 4)}, drawn(6, 4))
