@@ -158,6 +158,14 @@ def test_toy_mlp_on_other_meshes(tmp_path, ranks):
     )
 
 
+def test_long_context_equals_one_device(tmp_path):
+    small = ["--tokens", "96", "--dim", "16", "--layers", "1", "--heads", "2", "--steps", "3"]
+    printed = python(str(ROOT / "examples/long_context.py"), *small, cwd=tmp_path)
+    rows = [list(map(float, line.split())) for line in printed.splitlines()[1:]]
+    assert len(rows) == 3 and all(one == cut for _, one, cut in rows)
+    assert rows[-1][1] < rows[0][1]
+
+
 @pytest.mark.dist
 def test_toy_mlp_under_torchrun(tmp_path):
     assert len(toy_losses(torchrun(2, str(ROOT / "examples/toy_mlp.py"), cwd=tmp_path))) == 10
