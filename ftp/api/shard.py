@@ -6,9 +6,12 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
-from ftp.api.options import checked_options
+from ftp.api.options import check_pipeline, checked_options
+from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError
+from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
 from ftp.random.distributions import check_key
 from ftp.random.torch_functions import keyed
@@ -41,6 +44,7 @@ def shard(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
@@ -88,6 +92,8 @@ def shard(
             program before fusion.
         programs: how many programs the step keeps, one per combination of shapes, dtypes and
             static values; the least recently used is dropped, and planned again when needed.
+        pipeline: run the model in stages over one axis, microbatch by microbatch; ``specs`` are
+            those of ``pipeline.place(params, specs, mesh)`` (see docs/pipelines.md).
         hardware: the machine that plans are made for: a preset (``"h100"``, ``"h200"``,
             ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
             ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
@@ -129,34 +135,31 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    return Step(
-        grad_and_value(loss_fn, has_aux=has_aux),
+    options = checked_options(
         m,
-        in_specs,
-        out_specs,
-        arguments=("params", *names[1:]),
-        state=(0,),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                certify=certify,
-                pack=pack,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-                hardware=hardware,
-                reduce_dtype=reduce_dtype,
-            ),
+        Options(
+            data_axes=data_axes,
+            reshard_after_forward=reshard_after_forward,
+            donate=donate,
+            compile=compile,
+            strict=strict,
+            certify=certify,
+            pack=pack,
+            check_inputs=check_inputs,
+            prefetch=prefetch,
+            chunks=chunks,
+            cuda_graph=cuda_graph,
+            async_tp=async_tp,
+            programs=programs,
+            hardware=hardware,
+            reduce_dtype=reduce_dtype,
         ),
     )
+    fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options)
+        return PipelinedStep(fn, m, in_specs, pipeline, arguments=arguments, options=options)
+    return Step(fn, m, in_specs, out_specs, arguments=arguments, state=(0,), options=options)
 
 
 def spmd(
@@ -227,7 +230,8 @@ def spmd(
         )
 
     m = resolve(mesh)
-    return Step(
+    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    return made(
         fn,
         m,
         input_specs,

@@ -188,6 +188,8 @@ def _call_hooked(
     for tap in program.taps:
         tap.module.register_forward_hook(partial(tapped, tap, ran))
     for pin in program.pins:
+        if pin.constraint.forward is not None:
+            pin.module.forward = partial(pin.constraint.forward, pin.module, pin.module.forward)
         pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
         pin.module.register_forward_hook(partial(pin_outputs, pin))
     for block in program.blocks:

@@ -7,13 +7,20 @@ projections stay whole.
 """
 
 import re
+import warnings
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
+from ftp.errors import PlanWarning
 from ftp.plans.model_config import value_of
+from ftp.sharding.pytree import Specs
+from ftp.sharding.pytree import plan as plan_specs
 from ftp.sharding.spec import Entry, P, units
+
+FEW = 0.9  # a share below this is told
 
 Given = tuple[str, P]
 """Why a parameter is cut, and how."""
@@ -66,6 +73,49 @@ def cut_shares(
     sizes = {path: p.numel() for path, p in trained.items() if path not in but}
     work = {path: _work(model, path) for path in sizes}
     return _share(sizes, specs), _share(work, specs)
+
+
+def completed(
+    model: nn.Module,
+    params: Any,
+    specs: Specs,
+    axis: str,
+    vocabulary: bool,
+    ends: Collection[str],
+) -> Specs:
+    """What no style speaks of is cut as its own layers suggest."""
+    built = specs_from_layers(model, axis, vocabulary)
+    names: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
+    found: dict[str, tuple[str, P]] = {}
+    for path, (_, row) in zip(sorted(params), specs.rows.items(), strict=True):
+        paths = names[id(model.get_parameter(path))]
+        is_open = not row.spec and row.given_by.startswith("no ") and not set(ends) & set(paths)
+        own = next((built[p] for p in paths if p in built), None) if is_open else None
+        found.update(dict.fromkeys(paths, own or (row.given_by, row.spec)))
+    new = plan_specs(params, lambda path, leaf: found[path][1])
+    rows = {
+        name: replace(row, given_by=found[path][0])
+        for path, (name, row) in zip(sorted(params), new.rows.items(), strict=True)
+    }
+    return Specs(new, rows)
+
+
+def with_shares(model: nn.Module, specs: Specs, but: Collection[str]) -> Specs:
+    """The specs with the share of what they cut, which is warned of where it is small; what is in
+    ``but`` is to be whole.
+    """
+    parameters, work = cut_shares(model, specs)
+    note = f"cut: {parameters:.0%} of the parameters, {work:.0%} of the matmuls' work"
+    if min(cut_shares(model, specs, but)) < FEW:
+        warnings.warn(
+            f"from_hf leaves much of {type(model).__name__} whole on every rank; {note}."
+            " print(specs) lists what; plan={pattern: style} adds to it, or change the specs.",
+            PlanWarning,
+            stacklevel=3,
+        )
+    return Specs(specs, specs.rows, note)
 
 
 def _share(of: Mapping[str, float], specs: Mapping[str, P]) -> float:

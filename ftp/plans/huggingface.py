@@ -1,17 +1,17 @@
 """Plans of transformers' models, read from the model's attributes; transformers is not imported."""
 
-import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
-from ftp.errors import PlanWarning, SpecError, join_failures
+from ftp.errors import SpecError, join_failures
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
-from ftp.plans.from_layers import cut_shares, specs_from_layers
+from ftp.plans.expert_axis import ExpertAxis
+from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
 from ftp.plans.model_config import head_dim_of, value_of
 from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
@@ -35,8 +35,6 @@ WHOLE = {
 }  # fmt: skip
 SEQUENCE = {"sequence_parallel"}
 
-FEW = 0.9  # a share below this is told
-
 # Models for which transformers has no plan.
 OURS: dict[str, Callable[..., models.Patterns]] = {
     "bert": models.bert,
@@ -49,10 +47,13 @@ OURS: dict[str, Callable[..., models.Patterns]] = {
 def from_hf(
     model: nn.Module,
     *,
-    axis: str = "tp",
+    axis: str | None = "tp",
     plan: Mapping[str, str] | None = None,
     experts: str = "columns",
     vocab_parallel: bool = True,
+    expert_axis: str | None = None,
+    token_axes: Sequence[str] | None = None,
+    expert_capacity: float | None = None,
 ) -> tuple[Specs, dict[str, Constraint]]:
     """Read the tensor-parallel plan of a transformers 5 model as specs and constraints.
 
@@ -65,12 +66,21 @@ def from_hf(
 
     Args:
         model: runs as it is: ``ftp.functionalize(model, constraints=constraints)``.
-        axis: the mesh axis to shard over.
+        axis: the mesh axis to shard over; None shards experts only.
         plan: ``{path pattern: style name}``, entries that replace the model's own.
         experts: "columns" shards each expert as an MLP; "whole" gives each rank some of the
             experts, by the model's expert plan.
         vocab_parallel: shard the input embedding and the output head along the vocabulary; False
             replicates both.
+        expert_axis: the mesh axis whose ranks own whole experts, a data axis, one of their own, or
+            ``axis`` itself. Tokens are sent to the ranks that own their experts and come back; no
+            weight of an expert is communicated. On another axis than ``axis``, each expert is
+            sharded over ``axis`` besides, as ``experts`` and ``plan`` say.
+        token_axes: the mesh axes that shard the tokens around experts, from major to minor;
+            default ``expert_axis``. Name the other data axes too.
+        expert_capacity: the rows that a rank's experts have room for, as a multiple of those of an
+            equal load; more raise an InputError on all ranks before a row moves. Default room for
+            all rows: nothing raises, and nothing is ever dropped.
 
     Returns:
         ``(specs, constraints)``: ``{path: P}`` for every parameter of ``ftp.functionalize(model)``,
@@ -103,17 +113,26 @@ def from_hf(
             f"from_hf(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
             " rank some of them."
         )
+    placed = _placed(expert_axis, token_axes, expert_capacity)
     _, params = functionalize(model)
+    if axis is None:
+        if placed is None:
+            raise SpecError("from_hf(axis=None) shards nothing without expert_axis=.")
+        of = dict(model.named_parameters(remove_duplicate=False))
+        specs = plan_specs(params, lambda path, _: placed.spec(model, path, of[path], P()))
+        return specs, placed.constraints(model)
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
-    if styles or getattr(getattr(model, "config", None), "model_type", None) not in OURS:
-        reader = _Reader(model, axis, styles, vocab_parallel)
+    if styles or placed or getattr(getattr(model, "config", None), "model_type", "") not in OURS:
+        reader = _Reader(model, axis, styles, vocab_parallel, placed)
         reader.check(own)
         specs, constraints = reader.specs(params), reader.constraints()
     else:
         specs, constraints = _ours(model, params, axis, vocab_parallel), {}
+    if placed is not None:
+        return specs, {**constraints, **placed.constraints(model)}
     if plan is None and (not own or min(cut_shares(model, specs, but=_ends_of(model))) < FEW):
-        specs = _completed(model, params, specs, axis, vocab_parallel)
+        specs = completed(model, params, specs, axis, vocab_parallel, _ends_of(model))
     if not any(specs.values()):
         raise SpecError(
             f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
@@ -121,7 +140,25 @@ def from_hf(
             " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
             " ftp.plans.attention, mlp and vocabulary."
         )
-    return _with_shares(model, specs, vocab_parallel), constraints
+    return with_shares(model, specs, () if vocab_parallel else _ends_of(model)), constraints
+
+
+def _placed(
+    axis: str | None, token_axes: Sequence[str] | None, capacity: float | None
+) -> ExpertAxis | None:
+    if axis is None:
+        if token_axes is not None or capacity is not None:
+            raise SpecError("from_hf: token_axes and expert_capacity need expert_axis=.")
+        return None
+    axes = (axis,) if token_axes is None else tuple(token_axes)
+    if axis not in axes:
+        raise SpecError(
+            f"from_hf(expert_axis={axis!r}, token_axes={axes!r}): tokens travel along"
+            f" {axis!r}, so it is one of the axes that shard them."
+        )
+    if capacity is not None and capacity < 1:
+        raise SpecError(f"from_hf(expert_capacity={capacity}): an equal load needs 1.")
+    return ExpertAxis(axis, axes, capacity)
 
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
@@ -154,45 +191,6 @@ def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
                 " Cut them by columns."
             )
     return {**found, **of_experts}
-
-
-def _completed(
-    model: nn.Module, params: Any, specs: Specs, axis: str, vocab_parallel: bool
-) -> Specs:
-    """What no style speaks of is cut as its own layers suggest."""
-    built = specs_from_layers(model, axis, vocab_parallel)
-    names: dict[int, list[str]] = {}
-    for path, parameter in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(parameter), []).append(path)
-    ends = _ends_of(model)
-    found: dict[str, tuple[str, P]] = {}
-    for path, (_, row) in zip(sorted(params), specs.rows.items(), strict=True):
-        paths = names[id(model.get_parameter(path))]
-        is_open = not row.spec and row.given_by.startswith("no ") and not ends & set(paths)
-        own = next((built[p] for p in paths if p in built), None) if is_open else None
-        found.update(dict.fromkeys(paths, own or (row.given_by, row.spec)))
-    new = plan_specs(params, lambda path, leaf: found[path][1])
-    rows = {
-        name: replace(row, given_by=found[path][0])
-        for path, (name, row) in zip(sorted(params), new.rows.items(), strict=True)
-    }
-    return Specs(new, rows)
-
-
-def _with_shares(model: nn.Module, specs: Specs, vocab_parallel: bool) -> Specs:
-    """The specs with the share of what they cut, which is warned of where it is small and not
-    because the vocabulary is to be whole.
-    """
-    parameters, work = cut_shares(model, specs)
-    note = f"cut: {parameters:.0%} of the parameters, {work:.0%} of the matmuls' work"
-    if min(cut_shares(model, specs, () if vocab_parallel else _ends_of(model))) < FEW:
-        warnings.warn(
-            f"from_hf leaves much of {type(model).__name__} whole on every rank; {note}."
-            " print(specs) lists what; plan={pattern: style} adds to it, or change the specs.",
-            PlanWarning,
-            stacklevel=3,
-        )
-    return Specs(specs, specs.rows, note)
 
 
 def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Specs:
@@ -248,8 +246,14 @@ class _Reader:
     """Finds a parameter's style as transformers does: its own entry, else its module's."""
 
     def __init__(
-        self, model: nn.Module, axis: str, styles: Mapping[str, str], vocab_parallel: bool
+        self,
+        model: nn.Module,
+        axis: str,
+        styles: Mapping[str, str],
+        vocab_parallel: bool,
+        placed: ExpertAxis | None,
     ):
+        self.placed = placed
         self.model, self.axis, self.styles = model, axis, styles
         self.ends = {f"{path}.{name}" for path, name in _ends(model)}
         self.vocab_parallel = vocab_parallel
@@ -307,6 +311,10 @@ class _Reader:
             chosen = next(
                 (f for f in found if f[1]), found[0] if found else ("no style: replicated", P())
             )
+            if self.placed is not None:
+                spec = self.placed.spec(self.model, paths[0], parameter, chosen[1])
+                if spec != chosen[1]:
+                    chosen = (f"expert_axis={self.placed.axis!r}; {chosen[0]}", spec)
             of.update(dict.fromkeys(paths, chosen))
         specs = plan_specs(params, lambda path, leaf: of[path][1])
         rows = {

@@ -20,6 +20,7 @@ from ftp.passes.transport import as_backends_take
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
 from ftp.planning.cost import Hardware
+from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
@@ -126,6 +127,11 @@ class Program:
     @property
     def out_shapes(self) -> list[tuple[int, ...]]:
         return [v.meta.shape for v in self.plan.graph.outputs]
+
+    @property
+    def trial_rules(self) -> str:
+        """The rules found for ops without a stated one, as text."""
+        return found_by_trial(self.plan.graph)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -19,6 +19,7 @@ from ftp.axis import is_inside
 from ftp.ops.assume import assume, is_listening
 from ftp.tracing.guards import guard_at
 from ftp.tracing.selected import SELECTING, Selected, apply, selection
+from ftp.tracing.sparse_products import PRODUCTS, product
 
 
 class unchecked(TorchFunctionMode):
@@ -33,6 +34,8 @@ class unchecked(TorchFunctionMode):
             found = selection(func, args, kwargs or {})
             if found is not None:
                 return found
+        if func in PRODUCTS and (found := product(args)) is not None:
+            return found
         if func in _ASKING and (guarded := _guarded(args[0])) is not None:
             return guarded
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
