@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ftp.checkpoint.load import load
     from ftp.checkpoint.manifest import checkpoints
     from ftp.checkpoint.save import Saving, save
+    from ftp.equivalence.equivalent import equivalent
     from ftp.errors import FtpError
     from ftp.exported import shard_exported
     from ftp.functional.functionalize import functionalize
@@ -69,6 +70,7 @@ _HOMES = {
     "ftp.checkpoint.load": "load",
     "ftp.checkpoint.manifest": "checkpoints",
     "ftp.checkpoint.save": "Saving save",
+    "ftp.equivalence.equivalent": "equivalent",
     "ftp.errors": "FtpError",
     "ftp.exported": "shard_exported",
     "ftp.functional.functionalize": "functionalize",
@@ -129,6 +131,7 @@ __all__ = [
     "device_get",
     "device_put",
     "einsum",
+    "equivalent",
     "errors",
     "first_divergence",
     "from_dtensor",

@@ -381,7 +381,12 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def check_specs(
-    specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str], axes: dict[str, int]
+    specs: Sequence[P],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    axes: dict[str, int],
+    *,
+    takes_sums: bool = False,
 ) -> None:
     """Raises a SpecError for every leaf whose spec does not fit its global shape or the mesh axes
     {name: size}. Only ``P()`` fits a leaf that is no tensor.
@@ -391,7 +396,7 @@ def check_specs(
     failures = []
     for spec, leaf, name in zip(specs, leaves, names, strict=True):
         if isinstance(leaf, torch.Tensor):
-            failures += check_spec(spec, tuple(leaf.shape), axes, name)
+            failures += check_spec(spec, tuple(leaf.shape), axes, name, takes_sums=takes_sums)
         elif spec:
             failures.append(cut_value(name, leaf, spec))
     if failures:
