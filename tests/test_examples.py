@@ -416,3 +416,19 @@ def test_train_gpt_restarts_by_itself(tmp_path, kind):
         assert len(of(numbers(tmp_path / "parts"), "loss")) == 4
         torchrun(2, str(EXAMPLE), *call, "--out", str(tmp_path / "parts"), cwd=tmp_path)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_train_moe_under_torchrun_has_the_simulated_losses(tmp_path):
+    """Every token goes to two experts of each layer."""
+    pytest.importorskip("transformers")
+    example, found = str(ROOT / "examples/train_moe.py"), []
+    options = ["--steps", "3", "--dim", "16", "--batch", "4", "--context", "16"]
+    for run, name in ((python, "simulated"), (lambda *a, **k: torchrun(4, *a, **k), "torchrun")):
+        run(example, *options, "--out", name, cwd=tmp_path)
+        found.append(json.loads((tmp_path / name / "load.json").read_text()))
+    here, there = found
+    assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+    assert here["loss"][-1] < here["loss"][0]
+    assert all(sum(layer) == 4 * 16 * 2 for step in here["load"] for layer in step)

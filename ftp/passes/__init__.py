@@ -22,3 +22,6 @@ from ftp.passes.narrow_reductions import gradient_reductions as gradient_reducti
 from ftp.passes.narrow_reductions import narrow_reductions as narrow_reductions
 from ftp.passes.prefetch_parameters import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
+from ftp.passes.span_hosts import Span as Span
+from ftp.passes.span_hosts import span_hosts as span_hosts
+from ftp.passes.span_hosts import spans as spans

@@ -20,6 +20,7 @@ from ftp.passes import (
     Chunks,
     Joint,
     Packs,
+    Span,
     chunk_products,
     chunks,
     drop_copies,
@@ -34,9 +35,12 @@ from ftp.passes import (
     prefetch,
     reuse_memory,
     schedule,
+    span_hosts,
+    spans,
 )
 from ftp.passes.inline_small_ops import small_updates
 from ftp.passes.onednn_matmuls import Choose, by_onednn, products
+from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
 from ftp.runtime.options import Options
 
@@ -49,6 +53,7 @@ class Decided:
         graph: the plan's graph, its gathers in the order in which they are issued.
         joints: by move, the matmuls that it is fused with.
         narrowed: names of the moves that sum gradients in ``reduce_dtype``.
+        spans: pairs of sums over a fast and a slow link.
     """
 
     graph: Graph
@@ -56,18 +61,25 @@ class Decided:
     chunks: Chunks
     joints: Mapping[str, Joint]
     narrowed: frozenset[str] = frozenset()
+    spans: tuple[Span, ...] = ()
 
 
-def decide(graph: Graph, options: Options, axes: Mapping[str, int]) -> Decided:
+def decide(
+    graph: Graph, options: Options, axes: Mapping[str, int], hardware: Hardware = DEFAULT
+) -> Decided:
     """Decide from a plan's graph which collectives are merged, chunked, fused, packed and
     prefetched.
 
     Args:
         axes: the mesh's; none where the collectives of several axes cannot be merged.
+        hardware: its links by axis say which sums over two axes go in three steps.
     """
-    if options.pack:
-        graph = merge_axes(graph, axes)
     narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
+    spanned = spans(graph, hardware, without=narrowed)
+    apart = {name for span in spanned for name in (span.first, span.second)}
+    if options.pack:
+        graph = merge_axes(graph, axes, apart)
+        narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     chunked = chunks(graph, options.chunks)
     kept = tuple(name for name in chunked.moves if name not in narrowed)
     chunked = replace(chunked, moves=kept)
@@ -75,9 +87,9 @@ def decide(graph: Graph, options: Options, axes: Mapping[str, int]) -> Decided:
     fused = {name: joint for name, joint in fused.items() if name not in narrowed}
     packed = Packs((), {})
     if options.pack:
-        packed = packs(graph, without=(*chunked.moves, *fused), apart=narrowed)
+        packed = packs(graph, without=(*chunked.moves, *fused, *apart), apart=narrowed)
     prefetched = prefetch(graph, packed.groups, options.prefetch)
-    return Decided(prefetched, packed, chunked, fused, narrowed)
+    return Decided(prefetched, packed, chunked, fused, narrowed, spanned)
 
 
 def rank_graph(
@@ -87,6 +99,8 @@ def rank_graph(
     graph = pack(graph, decided.packs)
     if options.reduce_dtype is not None:
         graph = narrow_reductions(graph, decided.narrowed, options.reduce_dtype, axes)
+    if decided.spans:
+        graph = span_hosts(graph, decided.spans, axes)
     graph = chunk_products(graph, decided.chunks)
     return join_products(graph, decided.joints)
 

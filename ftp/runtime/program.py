@@ -97,7 +97,8 @@ class Program:
     @cached_property
     def _decided(self) -> tuple[Decided, Partitioner]:
         is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
-        decided = decide(self.plan.graph, self.options, self.mesh.axes if is_ascending else {})
+        axes = self.mesh.axes if is_ascending else {}
+        decided = decide(self.plan.graph, self.options, axes, self.hardware)
         return decided, self._partitioner_of(decided)
 
     @cached_property
@@ -149,7 +150,8 @@ class Program:
                 else dict.fromkeys(self.mesh.axes, 0)
             )
         o = self.options
-        if not o.pack and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None:
+        is_plain = not o.pack and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
+        if is_plain and not (self.hardware.links and self._decided[0].spans):
             return self.partitioner.program(coordinate)
         decided, partitioner = self._decided
         local = partitioner.program(coordinate)
