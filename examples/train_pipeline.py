@@ -1,4 +1,4 @@
-"""Train transformers' Llama, as it stands, in two pipeline stages on the source of Python's library.
+"""Train transformers' Llama, as it stands, in two pipeline stages on Python's standard library.
 
     python examples/train_pipeline.py --steps 20                    # simulated, (pp 2, dp 2)
     torchrun --nproc-per-node=4 examples/train_pipeline.py --steps 20
