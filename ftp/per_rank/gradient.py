@@ -310,15 +310,16 @@ class Apply(torch.autograd.Function):
         pair: Pair = inputs[0]
         ctx.pair = pair
         ctx.set_materialize_grads(False)
-        constant = [y for i, y in enumerate(output) if i not in pair.differentiable]
-        ctx.mark_non_differentiable(*constant)
+        # Residuals too have gradients: a second derivative comes by way of them.
+        ctx.mark_non_differentiable(*(y for y in output if not has_gradient(y.dtype)))
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in output]
         ctx.save_for_backward(
             *(
                 (inputs[1 + i] if kind == "operand" else output[i])
                 for kind, i in pair.given
                 if kind != "cotangent"
-            )
+            ),
+            *inputs[1:],
         )
 
     @staticmethod
@@ -326,6 +327,9 @@ class Apply(torch.autograd.Function):
         pair: Pair = ctx.pair
         if all(g is None for g in grads):
             return (None,) * (1 + len(pair.forward.operands))
+        xs = ctx.saved_tensors[-len(pair.forward.operands) :]
+        if any(g is not None and i not in pair.differentiable for i, g in enumerate(grads)):
+            return _pulled(pair.forward, xs, grads)
         saved = iter(ctx.saved_tensors)
         taken = []
         for kind, i in pair.given:
@@ -372,24 +376,9 @@ class Run(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        from ftp.per_rank.transforms import pair_of
-
-        program: Program = ctx.program
-        xs = ctx.saved_tensors
         if all(g is None for g in grads):
-            return (None,) * (1 + len(xs))
-        pair = pair_of(program.key, xs[0].device.type)
-        outputs: Any = Run.apply(pair.forward, *xs)
-        taken = []
-        for kind, i in pair.given:
-            if kind != "cotangent":
-                taken.append(xs[i] if kind == "operand" else outputs[i])
-            else:
-                grad = grads[i]
-                taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
-        found = Run.apply(pair.backward, *taken)
-        by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
-        return (None, *(by_operand.get(i) for i in range(len(xs))))
+            return (None,) * (1 + len(ctx.saved_tensors))
+        return _pulled(ctx.program, ctx.saved_tensors, grads)
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Program, *xs: Tensor) -> Any:
@@ -398,6 +387,24 @@ class Run(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
         raise TraceError(_FORWARD_MODE.format(at_line()))
+
+
+def _pulled(program: Program, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+    """The gradients of a program's operands, after a None for the program."""
+    from ftp.per_rank.transforms import pair_of
+
+    pair = pair_of(program.key, xs[0].device.type)
+    outputs: Any = Run.apply(pair.forward, *xs)
+    taken = []
+    for kind, i in pair.given:
+        if kind != "cotangent":
+            taken.append(xs[i] if kind == "operand" else outputs[i])
+        else:
+            grad = grads[i]
+            taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
+    found = Run.apply(pair.backward, *taken)
+    by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
+    return (None, *(by_operand.get(i) for i in range(len(xs))))
 
 
 def _mapped(

@@ -75,7 +75,7 @@ def local(
     Raises:
         SpecError: specs that do not fit the tensors; an ``out_specs`` that cannot be proven.
         TraceError: ``fn`` does not trace to one graph, or captures a tensor that a surrounding
-            transform differentiates or maps; a second derivative.
+            transform differentiates or maps; forward mode.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
