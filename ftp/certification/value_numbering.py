@@ -3,7 +3,6 @@ are one class.
 """
 
 import operator
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,7 +13,7 @@ from ftp.certification.certificate import Certificate, Ref
 from ftp.errors import CertificateError, join_failures
 from ftp.ops.constrain import CONSTRAIN
 from ftp.per_rank.planned import expanded
-from ftp.per_rank.program import LOCAL, program_of
+from ftp.per_rank.program import LOCAL, needed, program_of
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.tracing.trace import decompose
 
@@ -135,25 +134,10 @@ class _Numbers:
         ]
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
-        """The nodes that an output depends on, where per-rank code takes only what the results that
-        are used need.
-        """
+        """The nodes that an output depends on."""
         if graph not in self._live:
-            found = self._live[graph] = {n for n in graph.nodes if n.op == "output"}
-            for node in reversed(graph.nodes):
-                if node in found:
-                    found.update(self.read_by(node, found))
+            self._live[graph] = needed([n for n in graph.nodes if n.op == "output"])
         return self._live[graph]
-
-    def read_by(self, node: fx.Node, live: set[fx.Node]) -> Sequence[fx.Node]:
-        """The nodes that a live node reads; ``live`` has its users that are."""
-        if node.target is not LOCAL or (program := program_of(node.args[1])).is_planned:  # type: ignore[arg-type]
-            return node.all_input_nodes
-        items: set[Any] = {n.args[1] for n in node.users if n in live}
-        if not 0 < len(items) < len(program.results):
-            return node.all_input_nodes
-        operands: Any = node.args[0]
-        return [operands[i] for i in program.giving(sorted(items))[1]]
 
     def sum_of_scatter(self, node: Any) -> Any:
         """The key of a sum over the dim along which ``scatter_add`` put values onto zeros: the sum

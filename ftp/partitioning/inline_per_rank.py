@@ -66,12 +66,7 @@ def emit_per_rank(
     x, *args = replaced(node.args, Value, lambda _: next(feed))
     shape = tuple(size_at(s, site.coordinate) for s in node.operand_shape(0))
     call = CollectiveCall(node.target, args, site.axes[axis], shape)
-    dtype = node.operands[0].meta.dtype
-    made = emit_collective(site, call, x, dtype, node.name, node.source)
-    if made is x and dtype.is_floating_point:
-        # A node of its own, so that a certificate tells the result from the operand.
-        made = site.emit(aten.mul.Scalar, x, 1)
-    return [made]
+    return [emit_collective(site, call, x, node.operands[0].meta.dtype, node.name, node.source)]
 
 
 def _index(site: InlineSite, axis: str) -> fx.Node:
