@@ -79,10 +79,9 @@ COLUMNS = [
 ]
 LR = 1e-4
 BLOCK = 5  # steps between two waits for the GPU
-AGREE = {
-    "cuda": 0.01,
-    "cpu": 1e-4,
-}  # how far first losses may be apart, as a share of them: in bfloat16, in float32
+DTYPES = {"cuda": torch.bfloat16, "cpu": torch.float64}
+# How far first losses may be apart, as a share of them: in bfloat16, in float64.
+AGREE = {"cuda": 0.01, "cpu": 1e-9}
 LONGEST = 300.0  # seconds for a case
 
 
@@ -91,7 +90,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     recorded.
     """
     device, (config, batch, seq) = case["device"], MODELS[case["model"]]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    dtype = DTYPES[device]
     began = time.perf_counter()
     data = _batches(config["vocab"], batch, seq)
     make = _of_torch if case["peer"].startswith("torch") else _of_ftp

@@ -35,6 +35,8 @@ if TYPE_CHECKING:
     from ftp.functional.scan import scan
     from ftp.ops.constrain import constrain
     from ftp.partitioning.collectives import Collective
+    from ftp.pipeline.placement import Pipeline
+    from ftp.pipeline.schedule import Action
     from ftp.planning.cost import Hardware, Link
     from ftp.plans import from_hf, from_megatron, from_parallelize_plan
     from ftp.report.lowered import Lowered
@@ -75,6 +77,8 @@ _HOMES = {
     "ftp.functional.scan": "scan",
     "ftp.ops.constrain": "constrain",
     "ftp.partitioning.collectives": "Collective",
+    "ftp.pipeline.placement": "Pipeline",
+    "ftp.pipeline.schedule": "Action",
     "ftp.planning.cost": "Hardware Link",
     "ftp.plans": "from_hf from_megatron from_parallelize_plan",
     "ftp.report.lowered": "Lowered",
@@ -98,6 +102,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 
 __all__ = [
     "AbstractMesh",
+    "Action",
     "Certificate",
     "Collective",
     "Constraint",
@@ -109,6 +114,7 @@ __all__ = [
     "Lowered",
     "P",
     "PartitionSpec",
+    "Pipeline",
     "Saving",
     "Step",
     "__version__",

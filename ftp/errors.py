@@ -39,6 +39,10 @@ class PlanningError(FtpError):
     """Specs and constraints that no program satisfies."""
 
 
+class ScheduleError(PlanningError):
+    """A pipeline's schedule that misses or repeats work, or on which ranks wait for ever."""
+
+
 class CertificateError(FtpError):
     """A program whose collectives do not make every output right, or a certificate that cannot
     be read.

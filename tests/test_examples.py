@@ -87,14 +87,16 @@ def test_the_train_step_of_the_readme(tmp_path):
         )
         if "def train_step" in b
     ]
+    wide = "import torch; torch.set_default_dtype(torch.float64)"  # where roundings do not count
     plain = (
         "whole = ftp.functionalize(model)[1]; *_, here = train_step(whole, opt.init(whole),"
         " batch, ftp.random.key(0))"
     )
-    script = "\n".join([tour(), block, plain, "print(metrics['loss'].item(), here['loss'].item())"])
+    shown = "print(metrics['loss'].item(), here['loss'].item())"
+    script = "\n".join([wide, tour(), block, plain, shown])
     (tmp_path / "train.py").write_text(script)
     sharded, one_device = map(float, python("train.py", cwd=tmp_path).splitlines()[-1].split())
-    assert sharded == pytest.approx(one_device, rel=1e-5)
+    assert sharded == pytest.approx(one_device, rel=1e-9)
 
 
 def test_the_printed_program_is_what_the_readme_shows(tmp_path):
@@ -133,7 +135,7 @@ def toy_losses(output: str) -> list[list[float]]:
 def test_toy_mlp_equals_one_device(tmp_path):
     losses = toy_losses(python(str(ROOT / "examples/toy_mlp.py"), cwd=tmp_path))
     assert len(losses) == 10
-    assert all(one == pytest.approx(sharded, rel=1e-5) for one, sharded in losses)
+    assert all(one == pytest.approx(sharded, abs=2e-7) for one, sharded in losses)  # as printed
     assert losses[-1][0] < losses[0][0]
 
 
@@ -154,6 +156,14 @@ def test_toy_mlp_on_other_meshes(tmp_path, ranks):
         )
         == 3
     )
+
+
+def test_long_context_equals_one_device(tmp_path):
+    small = ["--tokens", "96", "--dim", "16", "--layers", "1", "--heads", "2", "--steps", "3"]
+    printed = python(str(ROOT / "examples/long_context.py"), *small, cwd=tmp_path)
+    rows = [list(map(float, line.split())) for line in printed.splitlines()[1:]]
+    assert len(rows) == 3 and all(one == cut for _, one, cut in rows)
+    assert rows[-1][1] < rows[0][1]
 
 
 @pytest.mark.dist
@@ -231,7 +241,23 @@ def of(records: list[dict], name: str) -> list[float]:
     return [r[name] for r in records if name in r]
 
 
-def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example):
+@pytest.fixture
+def in_float64():
+    """Where roundings, of which each machine's kernels make others, do not count."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+IN_FLOAT64 = """
+import runpy, sys, torch
+
+torch.set_default_dtype(torch.float64)
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example, in_float64):
     """From the first step on, or from a checkpoint that another number of ranks wrote."""
     call = [*TINY, "--steps", "4", "--save-every", "2", "--dropout", "0.1"]
     example.main([*call, "--out", str(tmp_path / "four")])
@@ -242,14 +268,14 @@ def test_train_gpt_does_not_depend_on_the_mesh(tmp_path, example):
         torch.testing.assert_close(
             of(numbers(tmp_path / "moved"), name),
             of(numbers(tmp_path / "four"), name),
-            rtol=1e-4,
+            rtol=1e-9,
             atol=0,
         )
     example.main([*call, "--out", str(tmp_path / "one"), "--dp", "1", "--tp", "1"])
     four, one = numbers(tmp_path / "four"), numbers(tmp_path / "one")
     assert [r["step"] for r in four if "val_loss" in r] == [0, 2, 4] and len(of(four, "loss")) == 4
     for name in ("loss", "val_loss", "norm", "lr"):
-        torch.testing.assert_close(of(four, name), of(one, name), rtol=1e-4, atol=0)
+        torch.testing.assert_close(of(four, name), of(one, name), rtol=1e-9, atol=0)
     val = of(four, "val_loss")
     assert val[-1] < val[0]
     assert (tmp_path / "four/loss.png").read_bytes().startswith(b"\x89PNG")
@@ -336,13 +362,15 @@ def test_train_gpt_samples_as_one_device_does(example):
 
 
 @pytest.mark.dist
-def test_train_gpt_under_torchrun_has_the_simulated_losses(tmp_path, example):
+def test_train_gpt_under_torchrun_has_the_simulated_losses(tmp_path, example, in_float64):
     call = [*TINY, "--steps", "3"]
     example.main([*call, "--out", str(tmp_path / "simulated")])
-    torchrun(4, str(EXAMPLE), *call, "--out", str(tmp_path / "processes"), cwd=tmp_path)
+    (tmp_path / "in_float64.py").write_text(IN_FLOAT64)
+    run = [str(tmp_path / "in_float64.py"), str(EXAMPLE), *call]
+    torchrun(4, *run, "--out", str(tmp_path / "processes"), cwd=tmp_path)
     here, there = numbers(tmp_path / "simulated"), numbers(tmp_path / "processes")
     for name in ("loss", "val_loss"):
-        torch.testing.assert_close(of(there, name), of(here, name), rtol=1e-4, atol=0)
+        torch.testing.assert_close(of(there, name), of(here, name), rtol=1e-9, atol=0)
 
 
 KILLED = """
@@ -388,3 +416,19 @@ def test_train_gpt_restarts_by_itself(tmp_path, kind):
         assert len(of(numbers(tmp_path / "parts"), "loss")) == 4
         torchrun(2, str(EXAMPLE), *call, "--out", str(tmp_path / "parts"), cwd=tmp_path)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_train_moe_under_torchrun_has_the_simulated_losses(tmp_path):
+    """Every token goes to two experts of each layer."""
+    pytest.importorskip("transformers")
+    example, found = str(ROOT / "examples/train_moe.py"), []
+    options = ["--steps", "3", "--dim", "16", "--batch", "4", "--context", "16"]
+    for run, name in ((python, "simulated"), (lambda *a, **k: torchrun(4, *a, **k), "torchrun")):
+        run(example, *options, "--out", name, cwd=tmp_path)
+        found.append(json.loads((tmp_path / name / "load.json").read_text()))
+    here, there = found
+    assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+    assert here["loss"][-1] < here["loss"][0]
+    assert all(sum(layer) == 4 * 16 * 2 for step in here["load"] for layer in step)

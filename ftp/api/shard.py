@@ -6,9 +6,12 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
-from ftp.api.options import checked_options
+from ftp.api.options import check_pipeline, checked_options
+from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError
+from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
@@ -39,7 +42,9 @@ def shard(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -84,10 +89,15 @@ def shard(
             program before fusion.
         programs: how many programs the step keeps, one per combination of shapes, dtypes and
             static values; the least recently used is dropped, and planned again when needed.
+        pipeline: run the model in stages over one axis, microbatch by microbatch; ``specs`` are
+            those of ``pipeline.place(params, specs, mesh)`` (see docs/pipelines.md).
         hardware: the machine that plans are made for: a preset (``"h100"``, ``"h200"``,
             ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
             ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
             with the network's link for axes that leave a host.
+        reduce_dtype: ``torch.bfloat16`` sends the terms of gradients' sums in bfloat16, by
+            all-to-all, and sums them in float32 at the receiver; half the bytes of float32. Other
+            sums, of activations and of the loss, keep their dtype.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -118,33 +128,31 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    return Step(
-        grad_and_value(loss_fn, has_aux=has_aux),
+    options = checked_options(
         m,
-        in_specs,
-        out_specs,
-        arguments=("params", *names[1:]),
-        state=(0,),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                certify=certify,
-                pack=pack,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-                hardware=hardware,
-            ),
+        Options(
+            data_axes=data_axes,
+            reshard_after_forward=reshard_after_forward,
+            donate=donate,
+            compile=compile,
+            strict=strict,
+            certify=certify,
+            pack=pack,
+            check_inputs=check_inputs,
+            prefetch=prefetch,
+            chunks=chunks,
+            cuda_graph=cuda_graph,
+            async_tp=async_tp,
+            programs=programs,
+            hardware=hardware,
+            reduce_dtype=reduce_dtype,
         ),
     )
+    fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options)
+        return PipelinedStep(fn, m, in_specs, pipeline, arguments=arguments, options=options)
+    return Step(fn, m, in_specs, out_specs, arguments=arguments, state=(0,), options=options)
 
 
 def spmd(
@@ -167,6 +175,7 @@ def spmd(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
     included.
@@ -212,7 +221,8 @@ def spmd(
         )
 
     m = resolve(mesh)
-    return Step(
+    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    return made(
         fn,
         m,
         input_specs,
@@ -236,6 +246,7 @@ def spmd(
                 async_tp=async_tp,
                 programs=programs,
                 hardware=hardware,
+                reduce_dtype=reduce_dtype,
             ),
         ),
     )

@@ -34,7 +34,6 @@ from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import Hardware
-from ftp.planning.from_fx import found_by_trial
 from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
@@ -410,7 +409,7 @@ class Step:
         try:
             planned = self._build(call, specs, shapes)
             agreed = {
-                "rules found by trial": found_by_trial(planned.program.plan.graph),
+                "rules found by trial": planned.program.trial_rules,
                 "program": planned.program.fingerprint,
             }
         except Exception as e:

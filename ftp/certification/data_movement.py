@@ -55,6 +55,7 @@ def sliced(
 ) -> ElementMap | PackedValues:
     if step != 1:
         raise Unsound(f"it is sliced in steps of {step}")
+    _require_dims(x, [dim])
     size = x.shape[dim]
     first, last = (
         v + size if isinstance(v, int) and v < 0 else v
@@ -68,12 +69,29 @@ def sliced(
 def _padded(x: ElementMap, pad: Sequence[Any], value: float = 0.0) -> ElementMap:
     if value:
         raise Unsound(f"it is padded with {value}")
+    if len(pad) % 2 or len(pad) // 2 > len(x.shape):
+        raise Unsound(f"a tensor of {len(x.shape)} dims is padded by {list(pad)}")
     for i in range(len(pad) // 2):
         x = pad_dim(x, len(x.shape) - 1 - i, pad[2 * i], pad[2 * i + 1])
     return x
 
 
+def _require_dims(x: ElementMap | PackedValues, dims: Sequence[int]) -> None:
+    """Raises where torch would: for dims that the tensor has not."""
+    if any(not -len(x.shape) <= d < len(x.shape) for d in dims):
+        raise Unsound(f"a tensor of {len(x.shape)} dims is moved along dims {list(dims)}")
+
+
+def _permuted(x: ElementMap, dims: Sequence[int]) -> ElementMap:
+    if sorted(dims) != list(range(len(x.shape))):
+        raise Unsound(f"the {len(x.shape)} dims of a tensor are permuted as {list(dims)}")
+    return permute(x, dims)
+
+
 def _selected(x: ElementMap, dim: int, at: int) -> ElementMap:
+    _require_dims(x, [dim])
+    if not 0 <= at < x.shape[dim]:
+        raise Unsound(f"element {at} is selected of {x.shape[dim]}")
     y = slice_dim(x, dim, at, at + 1)
     return reshape(y, [size for d, size in enumerate(y.shape) if d != dim])
 
@@ -96,7 +114,7 @@ MOVEMENTS: dict[Any, Callable[..., ElementMap | PackedValues]] = {
     aten.contiguous.default: lambda x: x,
     aten.detach.default: lambda x: x,
     aten.flip.default: _flipped,
-    aten.permute.default: permute,
+    aten.permute.default: _permuted,
     aten.reshape.default: _reshaped,
     aten.select.int: _selected,
     aten.slice.Tensor: sliced,

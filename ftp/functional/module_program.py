@@ -184,6 +184,8 @@ def _call_hooked(
             m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
             m.module.register_forward_hook(partial(_leave, draws), always_call=True)
     for pin in program.pins:
+        if pin.constraint.forward is not None:
+            pin.module.forward = partial(pin.constraint.forward, pin.module, pin.module.forward)
         pin.module.register_forward_pre_hook(partial(pin_inputs, pin, ran), with_kwargs=True)
         pin.module.register_forward_hook(partial(pin_outputs, pin))
     for block in program.blocks:

@@ -1,4 +1,4 @@
-"""Collectives of dtypes that backends lack: sent as bytes, reduced in a wider dtype."""
+"""Collectives of dtypes that backends lack: sent and padded as bytes, reduced in a wider dtype."""
 
 from typing import Any
 
@@ -26,6 +26,13 @@ WIDER = {
     torch.uint32: torch.int64,
     torch.uint64: torch.int64,
 }
+WITHOUT_ZERO = frozenset((torch.float8_e8m0fnu,))
+REARRANGING = frozenset(
+    (
+        aten.constant_pad_nd.default, aten.reshape.default, aten.contiguous.default,
+        aten.permute.default, aten.slice.Tensor,
+    )
+)  # fmt: skip
 
 
 def as_backends_take(graph: fx.Graph) -> fx.Graph:
@@ -40,6 +47,7 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
         if dtype is None or dtype in TAKEN:
             continue
         if node.target not in REDUCING:
+            _pad_as_bytes(new, node)
             _convert(new, node, aten.view.dtype, torch.uint8, dtype)
             if node.target is c10d.all_to_all_single.default:
                 x, received, sent, group = node.args
@@ -52,6 +60,36 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
         elif not dtype.is_complex:
             _convert(new, node, aten._to_copy.default, WIDER.get(dtype, torch.float32), dtype)
     return new
+
+
+def pads_as_kernels_take(graph: fx.Graph) -> fx.Graph:
+    """The graph with the padding of what its collectives send in dtypes that kernels have; the same
+    graph where all is.
+    """
+    if all(_dtype(node) not in WITHOUT_ZERO for node in graph.nodes):
+        return graph
+    new, _ = copied(graph)
+    for node in list(new.nodes):
+        _pad_as_bytes(new, node)
+    return new
+
+
+def _pad_as_bytes(graph: fx.Graph, node: fx.Node) -> None:
+    """Pad what a collective sends as bytes, where its dtype has no zero to pad with."""
+    dtype = _dtype(node)
+    if dtype not in WITHOUT_ZERO:
+        return
+    x: Any = node.args[0]
+    while x.target in REARRANGING:
+        if x.target is aten.constant_pad_nd.default:
+            with graph.inserting_before(x):
+                given = graph.call_function(aten.view.dtype, (x.args[0], torch.uint8))
+            x.args = (given, *x.args[1:])
+            with graph.inserting_after(x):
+                back = graph.call_function(aten.view.dtype, (x, dtype))
+            x.replace_all_uses_with(back, delete_user_cb=lambda user, back=back: user is not back)
+            x = given
+        x = x.args[0]
 
 
 def _dtype(node: fx.Node) -> torch.dtype | None:

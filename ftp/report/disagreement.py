@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from ftp.planning.graph import BATCH, Graph, Node, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.lint import Finding, folded
-from ftp.rules.op_kinds import VIEWS
+from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.spec import PartitionSpec
 
 
@@ -16,22 +16,25 @@ def disagreements(
     parameters cut.
 
     Not reported are constraints, cuts of the batch, and parameters gathered for the data: these are
-    decisions. A pending sum is no cut.
+    decisions. Two batch arguments that an op takes in different cuts disagree. A pending sum is no
+    cut.
     """
     findings = []
     for node in graph.nodes:
         if node.kind != "op" or len(node.operands) < 2 or node.phase % 2:
             continue
         for slot, value in enumerate(node.operands):
-            moved = _moved(value)
-            if moved is None or moved.target.src.kind != "S" or not moved.depends & BATCH:
+            moved = moved_from(value)
+            if moved is None or moved.target.src.kind != "S" or not _is_odd(moved, node):
                 continue
             axis = moved.target.axis
             origin = found.get((moved.operands[0], axis))
             others = [
                 v for other, v in enumerate(node.operands) if other != slot and _is_cut(v, axis)
             ]
-            if origin is None or origin.kind == "constrain" or origin.depends & BATCH or not others:
+            if origin is None or origin.kind == "constrain" or not others:
+                continue
+            if origin.depends & BATCH and not _is_of_another(origin, node, others[0], axis, found):
                 continue
             findings.append(_finding(node, moved, origin, others[0], specs))
     return folded(findings)
@@ -54,7 +57,22 @@ def _finding(
     return Finding("disagreement", "warning", f"%{node.name}", text)
 
 
-def _moved(value: Value) -> Node | None:
+def _is_odd(moved: Node, user: Node) -> bool:
+    """Whether a reshard is of an activation, or re-cuts a parameter that meets one elementwise."""
+    is_recut = moved.target.op == "all_to_all" and not is_product(user.target)
+    return bool(moved.depends & BATCH) or is_recut
+
+
+def _is_of_another(origin: Node, node: Node, other: Value, axis: str, found: Origins) -> bool:
+    """Whether the other operand is cut by another argument; of a product, by one of the batch."""
+    moved = moved_from(other)
+    at = found.get((moved.operands[0] if moved is not None else other, axis))
+    if at is None or at is origin or at.kind != "input":
+        return False
+    return bool(at.depends & BATCH) or not is_product(node.target)
+
+
+def moved_from(value: Value) -> Node | None:
     """The reshard that an operand comes from, through views."""
     while value.node.kind == "op" and value.node.target in VIEWS:
         value = value.node.operands[0]
@@ -62,12 +80,12 @@ def _moved(value: Value) -> Node | None:
 
 
 def _moved_root(value: Value) -> Node:
-    moved = _moved(value)
+    moved = moved_from(value)
     return moved.operands[0].node if moved is not None else value.node
 
 
 def _is_cut(value: Value, axis: str) -> bool:
-    moved = _moved(value)
+    moved = moved_from(value)
     if moved is not None and moved.target.axis == axis:
         return moved.target.src.kind == "S" or moved.target.dst.kind == "S"
     return axis in spec_of(value).axes

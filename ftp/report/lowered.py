@@ -37,6 +37,7 @@ from ftp.report.program_lint import lint_of, origins_of
 from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
+from ftp.report.work import Work, work_of
 from ftp.runtime.executed import executed, local_inputs
 from ftp.runtime.local_shapes import LocalShapes, local_shapes
 from ftp.runtime.program import Program
@@ -97,6 +98,23 @@ class Lowered:
                 found, key=lambda n: (not n, [int(i) for i in re.findall(r"\d+", n)])
             )
         }
+
+    @cached_property
+    @collection_paused()
+    def work(self) -> Work:
+        """Matmul operations of all ranks over one device's, a float with its parts by layer;
+        ``print`` shows what is done more than once.
+
+        >>> import ftp
+        >>> mesh, x = ftp.AbstractMesh((4,), ("dp",)), torch.empty(8, 6)
+        >>> lowered = ftp.lower(lambda x, w: x @ w, mesh, (ftp.P(), ftp.P()), x, torch.empty(6, 2))
+        >>> print(lowered.work)
+        work: 4 x one device's, 768 of 192 matmul FLOP
+               4 x  no layer
+          on 4 ranks: %mm at ..., 192 FLOP each
+        """
+        graph = self.plan.graph
+        return work_of(graph, self._program.mesh.axes, named_layers(graph))
 
     @property
     def out_specs(self) -> Any:

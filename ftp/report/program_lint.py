@@ -1,9 +1,11 @@
 """Lint of a planned program: its findings, and the origins of its cuts that they name."""
 
+from ftp.ops.constrain import pin_from_str
 from ftp.partitioning.partition import LocalProgram
 from ftp.report.causes import Origins, origins
 from ftp.report.disagreement import disagreements
 from ftp.report.lint import Finding, lint
+from ftp.report.work import repeated_work
 from ftp.runtime.program import Program
 
 
@@ -22,5 +24,32 @@ def lint_of(program: Program, local: LocalProgram, found: Origins) -> list[Findi
         if "collective" in n.meta
     }
     inputs = list(zip(graph.inputs, program.in_specs, program.roles, strict=False))
-    odd = disagreements(graph, found, {node: spec for node, spec, _ in inputs})
-    return [*odd, *lint(graph, inputs, program.mesh.axes, found, issued)]
+    specs = {node: spec for node, spec, _ in inputs}
+    axes = program.mesh.axes
+    named = {axis for spec in specs.values() for axis in spec.axes}
+    named |= {
+        axis
+        for node in graph.nodes
+        if node.kind == "constrain"
+        for axis in pin_from_str(node.target).spec.axes
+    }
+    used = [axis for axis in axes if axis in named]
+    return [
+        *_broken(program),
+        *repeated_work(graph, axes, used, found, specs),
+        *disagreements(graph, found, specs),
+        *lint(graph, inputs, axes, found, issued),
+    ]
+
+
+def _broken(program: Program) -> list[Finding]:
+    """Axes on which no plan keeps all placement constraints."""
+    text = (
+        "has no plan that keeps all constraints: some activations or parameters that should stay"
+        " are resharded. print(lowered) shows where; data_axes= says on which axes parameters move."
+    )
+    return [
+        Finding("constraints broken", "warning", f"mesh axis {axis!r}", text)
+        for axis, kept in program.plan.kept_rules.items()
+        if not kept
+    ]

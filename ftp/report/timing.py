@@ -347,10 +347,7 @@ _FROM_INDEX = {aten.embedding.default, aten.gather.default, aten.index_select.de
 
 def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
     """FLOPs of a matmul, attention or convolution by torch's own counter; 0 for any other op."""
-    target: Any = node.target
-    packet = getattr(target, "overloadpacket", None)
-    is_pipelined = target in (gather_products, product_scatter)
-    if packet is None or not (is_pipelined or _is_attention(target) or packet in flop_registry):
+    if not _is_counted(node.target):
         return 0.0
 
     def shape(value: Any) -> Any:
@@ -361,17 +358,34 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
             return type(value)(map(shape, value))
         return value
 
-    if is_pipelined:
-        return 2.0 * multiplications(target, shape(tuple(node.args)))
-    if target in (PART, PART_BACKWARD):
+    if node.target in (PART, PART_BACKWARD):
         return _part_flops(node, shapes)
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
+    return flops_of_call(node.target, args, kwargs, [r.shape for r in shapes.values[node]])
+
+
+@functools.cache
+def _is_counted(target: Any) -> bool:
+    packet = getattr(target, "overloadpacket", None)
+    is_pipelined = target in (gather_products, product_scatter)
+    return packet is not None and (is_pipelined or _is_attention(target) or packet in flop_registry)
+
+
+def flops_of_call(
+    target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], results: Sequence[Any]
+) -> float:
+    """As `flops_of`, from a call's arguments with shapes in place of tensors."""
+    if not _is_counted(target):
+        return 0.0
+    if target in (gather_products, product_scatter):
+        return 2.0 * multiplications(target, args)
     if _is_attention(target):
         if "backward" in _name(target):
             return float(sdpa_backward_flop_count(*args[:4]))
         return float(sdpa_flop_count(*args[:3]))
-    out = _out(shapes.values[node])
-    return float(flop_registry[packet](*args, **kwargs, out_val=out))
+    out = tuple(results)
+    count = flop_registry[target.overloadpacket]
+    return float(count(*args, **kwargs, out_val=out[0] if len(out) == 1 else out))
 
 
 def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
@@ -384,8 +398,3 @@ def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     pairs = visible(pieces_of(rows, q[2]), pieces_of(columns, k[2]), bool(causal and causal[0]))
     of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
     return float(math.prod(q[:2]) * pairs * of_pair)
-
-
-def _out(results: Sequence[Held]) -> Any:
-    found = tuple(r.shape for r in results)
-    return found[0] if len(found) == 1 else found

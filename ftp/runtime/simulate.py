@@ -13,6 +13,7 @@ from torch import fx
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
 from ftp.ops.symmetric_memory import gather_products, product_scatter
 from ftp.partitioning.partition import LocalProgram
+from ftp.passes.transport import pads_as_kernels_take
 
 c10d = torch.ops._c10d_functional
 
@@ -34,7 +35,10 @@ def simulate(
     Returns:
         Per rank its local outputs.
     """
-    ranks = [_rank(p.gm.graph, given) for p, given in zip(programs, inputs, strict=True)]
+    ranks = [
+        _rank(pads_as_kernels_take(p.gm.graph), given)
+        for p, given in zip(programs, inputs, strict=True)
+    ]
     results: list[Any] = [None] * len(ranks)
     while True:
         issued: list[Issued] = []

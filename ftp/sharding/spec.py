@@ -54,6 +54,26 @@ class Units:
 
 
 @dataclass(frozen=True, repr=False)
+class Stage(Units):
+    """An entry that gives a dim whole to one rank of an axis and none of it to the others: a
+    parameter of a pipeline's stage. ``ftp.Pipeline.place`` makes it.
+
+    Attributes:
+        stage: rank ``stage % n`` of the axis holds the dim.
+    """
+
+    size: int = 1
+    stage: int = 0
+
+    def __repr__(self) -> str:
+        return f"stage({self.axis!r}, {self.stage})"
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, repr=False)
 class Zigzag(Units):
     """A cut of a dim over a mesh axis of n ranks in 2n chunks, of which rank r holds chunks r and
     2n-1-r; `zigzag` makes it.
@@ -415,6 +435,8 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
     >>> [cut_pieces(6, 4, i, units("tp", 3)) for i in range(4)]
     [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
     """
+    if isinstance(cut, Stage):
+        return [(0, size if index == cut.stage % n else 0)]
     found, begin = [], 0
     if cut.zigzag:
         dealt = [chunk(size, 2 * n, i) for i in (index, 2 * n - 1 - index)]
@@ -451,12 +473,37 @@ def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) 
     sizes = {size}
     for cut in spec.cuts(dim):
         n = axes[cut.axis]
+        if isinstance(cut, Stage) and n > 1:
+            return False
         for held in sizes:
             packs = cut.sizes(held)
             if n > 1 and (len(set(packs)) > 1 or cut.repeats(packs[0], n) > 1):
                 return False
         sizes = {_cut_length(held, n, i, cut) for held in sizes for i in range(n)}
     return True
+
+
+def staged(spec: PartitionSpec) -> Stage | None:
+    """The entry that gives a tensor to stages of a pipeline, if it has one."""
+    found = (cut for dim in range(len(spec)) for cut in spec.cuts(dim) if isinstance(cut, Stage))
+    return next(found, None)
+
+
+def without_stage(spec: PartitionSpec) -> PartitionSpec:
+    """The spec on the ranks of the tensor's stage.
+
+    >>> without_stage(P((Stage("pp", stage=1), "tp"), "dp"))
+    P('tp', 'dp')
+    """
+    kept = (
+        tuple(
+            cut.axis if cut.is_plain else cut
+            for cut in spec.cuts(dim)
+            if not isinstance(cut, Stage)
+        )
+        for dim in range(len(spec))
+    )
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in kept))
 
 
 def known_size(spec: PartitionSpec, dim: int) -> int | None:

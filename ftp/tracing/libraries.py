@@ -6,6 +6,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 from ftp.functional.remat import run_again
+from ftp.tracing.attention_functions import flex_attention, varlen_attention
 
 
 @contextmanager
@@ -74,4 +75,9 @@ def _checkpoint() -> Iterator[None]:
         reentrant.forward = staticmethod(forward)
 
 
-PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (_transformers, _checkpoint)
+PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+    _transformers,
+    _checkpoint,
+    flex_attention,
+    varlen_attention,
+)

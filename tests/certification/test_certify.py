@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -29,6 +30,8 @@ from ftp.api.certify import certificate_of, certify
 from ftp.certification.certificate import Certificate, Ranks, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
+from ftp.certification.element_map import element_map
+from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
 from ftp.ops.fused_optimizer import UPDATES
@@ -436,6 +439,27 @@ def check_mutants(
             same += 1
             over += is_refused
     return changed, same, over
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (aten.constant_pad_nd.default, ([0, 0, 0, 0, 0, 1], 0.0)),
+        (aten.constant_pad_nd.default, ([1], 0.0)),
+        (aten.slice.Tensor, (2, 0, 1)),
+        (aten.select.int, (1, 3)),
+        (aten.select.int, (2, 0)),
+        (aten.permute.default, ([0],)),
+        (aten.permute.default, ([0, 0],)),
+    ],
+    ids=str,
+)
+def test_data_movement_that_torch_refuses(target: Any, args: tuple[Any, ...]):
+    """A program with it raises on the ranks that run it."""
+    with pytest.raises((RuntimeError, IndexError)):
+        target(torch.ones(2, 3), *args)
+    with pytest.raises(Unsound):
+        MOVEMENTS[target](element_map("x", [np.arange(2), np.arange(3)]), *args)
 
 
 @FEW

@@ -47,11 +47,12 @@ def ranks_as_threads(monkeypatch):
 
     def record(mesh):
         exchange = lambda *args: stores[mesh.shape].exchange(*args, rank=mesh.rank)  # noqa: E731
-        return SimpleNamespace(exchange=exchange, timeouts=Timeouts(), call=0)
+        return SimpleNamespace(
+            exchange=exchange, timeouts=Timeouts(), call=0, check_results=lambda: None
+        )
 
     for module in ("ftp.distributed.shared_errors", "ftp.checkpoint.save"):
         monkeypatch.setattr(f"{module}.calls", record)
-    monkeypatch.setattr("ftp.checkpoint.save.check", lambda mesh: None)
     monkeypatch.setattr("ftp.checkpoint.background._thread", lambda: ThreadPoolExecutor(1))
     monkeypatch.setattr("torch.distributed.get_backend", lambda: "gloo")
 

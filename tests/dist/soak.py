@@ -87,6 +87,8 @@ def job(rank: int, folder: Path, notes: Path, keep: int | None, donate: bool, is
     """One rank of an attempt, which goes on from the newest checkpoint; its exit status."""
     signals: list[int] = []
     signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    # A shell that starts the soak in the background has its children ignore Ctrl-C.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     state: dict[str, torch.Tensor] = {}
     mesh = None
     try:
@@ -260,6 +262,7 @@ class Soak:
     def __init__(self, seed: int, bound: float, root: Path):
         self.draw, self.bound, self.root = random.Random(seed), bound, root
         self.counts: Counter[str] = Counter()
+        self.interrupted = 0  # attempts that ended as Ctrl-C ends them
         self.disk = root / "disk"
         self.disk.mkdir()
         mounted = os.geteuid() == 0 and shutil.which("mount")
@@ -369,6 +372,7 @@ class Soak:
                 attempt.signal(rank, signal.SIGINT)
                 time.sleep(offsets[rank])
             self.until(lambda: attempt.is_over, f"the end after {kind}", attempt)
+            self.interrupted += INTERRUPTED in attempt.codes.values()
         elif kind == "terminate":
             attempt.signal(victim, signal.SIGTERM)
             self.until(lambda: attempt.is_over, "the end after SIGTERM", attempt)
@@ -471,6 +475,8 @@ def main() -> int:
         while time.monotonic() < end:
             soak.round(number, end)
             number += 1
+        if soak.counts["interrupt"] + soak.counts["interrupt one"] > 4 and not soak.interrupted:
+            raise Wrong("Ctrl-C reached no rank")
     except Wrong as e:
         soak.say(f"WRONG, seed {args.seed}: {e}\nnotes are in {root}")
         return 1

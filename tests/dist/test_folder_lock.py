@@ -299,6 +299,7 @@ def _hand_over(folder):
             mine.append(hold(Path(folder), 60.0, wait=False))
         torch.distributed.barrier()
         mine.append(folder_lock.is_held(Path(folder)))
+        torch.distributed.barrier()
     ftp.destroy_process_group()
     return mine, time.monotonic() - begun
 

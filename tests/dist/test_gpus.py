@@ -24,6 +24,7 @@ from ftp.distributed.agreement import calls
 from ftp.distributed.interrupt import interrupt
 from ftp.checkpoint.write_shards import Writing
 from ftp.partitioning.collectives import gather_of
+from ftp.runtime import process_groups
 from ftp.sharding.mesh import resolve, set_timeout
 from ftp.distributed.unfinished import Unfinished
 
@@ -95,7 +96,7 @@ class _Seen(TorchDispatchMode):
 
 def _gathers(how: str) -> set[str]:
     """A step whose gathers go as they do on GPUs, on two ranks over gloo."""
-    ftp.runtime.program.gather_of = lambda group, device: torch.ops.ftp.all_gather_over_gloo.default
+    process_groups.gather_of = lambda group, device: torch.ops.ftp.all_gather_over_gloo.default
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     cfg = LlamaConfig(vocab=64, layers=1)
     constraints = sequence_parallel() if how == "sequence" else None
@@ -207,9 +208,9 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
 def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: pytest.MonkeyPatch):
     seen = []
     monkeypatch.setattr("ftp.sharding.mesh.process_groups", lambda mesh: [])
-    monkeypatch.setattr("ftp.sharding.process_group.set_group_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
+    monkeypatch.setattr("ftp.sharding.mesh.set_group_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
     monkeypatch.setattr("ftp.sharding.mesh.dist.get_backend", lambda: "")
     for kind in (True, False):
-        monkeypatch.setattr("ftp.sharding.process_group.talks_nccl", lambda kind=kind: kind)
+        monkeypatch.setattr("ftp.sharding.mesh.talks_nccl", lambda kind=kind: kind)
         set_timeout(SimpleNamespace(torch=True, groups=["0"], device_type="cuda"), 100.0)  # type: ignore[arg-type]
     assert seen == [130.0, 100.0]

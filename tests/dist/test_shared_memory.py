@@ -149,9 +149,9 @@ def test_a_rank_that_ends_makes_the_others_raise():
     assert last.exit == 9
     for rank in others:
         error, seconds = rank.value
-        where = r"all_reduce over tp of float64\[(4, 2)?\] at dist/test_shared_memory.py:\d+  return \(x @ params"
+        where = r"all_reduce over tp of float64\[(4, 2)?\] at \S*test_shared_memory.py:\d+  return \(x @ params"
         assert re.match(rf"Call \d+ on the mesh \(tp 2\) on cpu failed in {where}", error), error
-        assert "Rank 1 does not answer" in error or "Rank 1 has ended" in error
+        assert re.search("Rank 1 (does not answer|has ended|has been killed)", error), error
         assert seconds < 10
 
 
@@ -230,7 +230,7 @@ def _killed_while_it_starts() -> tuple[str, float]:
     start = time.monotonic()
     try:
         step(params, x)
-    except MismatchError as e:
+    except (MismatchError, CollectiveError) as e:
         return str(e), time.monotonic() - start
     return "", 0.0
 
@@ -242,7 +242,8 @@ def test_a_rank_killed_while_it_starts_leaves_nothing_and_is_named_in_time():
     assert ranks.pop(2).exit == -signal.SIGKILL
     for rank in ranks:
         error, seconds = rank.value
-        assert error.startswith("Rank 2 never came to exchange 'shared memory', in 3 s."), rank
+        # Its end is noticed, or in a process namespace of its own its absence.
+        assert re.search("Rank 2 (has been killed|never came to exchange 'shared memory')", error), rank
         assert seconds < 8
     now = {os.path.join(folder, name) for folder in folders for name in os.listdir(folder)}
     assert not [name for name in now - before if "ftp-" in name and os.path.isfile(name)]

@@ -38,7 +38,7 @@ def _errors(ranks, within=15.0):
 
 # Numbers.
 
-NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz")
+NARROW = ("float8_e4m3fn", "float8_e5m2", "float8_e4m3fnuz", "float8_e5m2fnuz", "float8_e8m0fnu")
 DTYPES = ("float64", "float32", "float16", "bfloat16", "complex64", "complex128", "int64", "int32", "int16", "int8", "uint8", "uint16")
 DTYPES = (*DTYPES, "uint32", "uint64", "bool", "complex32", *NARROW)
 

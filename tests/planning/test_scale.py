@@ -114,8 +114,8 @@ def test_a_folded_program_equals_one_device():
 
 def test_layers_that_differ_are_planned_one_by_one():
     cfg = MLPConfig(layers=12)
-    fn, params = ftp.functionalize(build(cfg))
-    mesh, batch = ftp.simulated_mesh((2,), ("tp",)), models.class_batch(cfg)
+    fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
+    mesh, batch = ftp.simulated_mesh((2,), ("tp",)), models.class_batch(cfg, dtype=torch.float64)
     alternating = {
         name: P("tp") if name.endswith("up.weight") and int(name.split(".")[1]) % 2 else P()
         for name in params
@@ -126,7 +126,7 @@ def test_layers_that_differ_are_planned_one_by_one():
     assert step.lower(params, batch).plan.alike == 0
     grads, _ = torch.func.grad_and_value(models.class_loss(fn))(params, batch)
     for name, grad in step(params, batch)[1].items():
-        torch.testing.assert_close(grad, grads[name], rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(grad, grads[name], rtol=1e-9, atol=1e-12)
 
 
 def test_clipping_leaves_layers_alike():

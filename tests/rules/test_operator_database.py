@@ -59,6 +59,14 @@ def test_a_part_of_the_database(capsys: pytest.CaptureFixture[str]):
     assert summary(outcomes)["right"] > len(outcomes) / 2
 
 
+@pytest.mark.parametrize("name", ["_segment_reduce.lengths", "masked.prod"])
+@pytest.mark.filterwarnings("ignore")
+def test_ops_of_which_a_case_was_wrong(name: str):
+    """Cut over two axes at once, with gradients."""
+    outcomes = [run_case(name, i, sample, "2x2") for i, sample in op_sweep.samples(name, 4)]
+    assert not _failures(outcomes) and summary(outcomes)["right"] == len(outcomes) > 1
+
+
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_whole_database(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -320,6 +320,7 @@ def test_recordings_end_before_their_process_group(driver: Driver, monkeypatch: 
     assert recorded() is not None
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("ftp.sharding.process_group.talks_nccl", lambda: False)
+    monkeypatch.setattr("ftp.sharding.process_group.failed", [])
     monkeypatch.setattr(
         "torch.distributed.barrier", lambda device_ids: driver.done.append("barrier")
     )

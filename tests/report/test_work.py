@@ -1,0 +1,141 @@
+"""``lowered.work`` against the matmuls of every rank's program, and what strict=True says."""
+
+import pytest
+import torch
+from models import (
+    CNNConfig,
+    LlamaConfig,
+    MLPConfig,
+    build,
+    class_batch,
+    cuts,
+    lm_batch,
+    loss,
+    specs,
+)
+
+import ftp
+from ftp import P
+from ftp.report.timing import flops_of
+from ftp.runtime.executed import executed
+
+CASES = {
+    "uneven tp": (MLPConfig(), (3,), {"tp": "tp"}, P()),
+    "dp, tp unused": (LlamaConfig(), (2, 2), {}, P("dp")),
+    "uneven": (LlamaConfig(hidden=25), (2, 3), {"tp": "tp", "zero": "dp"}, P("dp")),
+    "convolutions": (CNNConfig(blocks=1), (2, 2), {"tp": "tp"}, P("dp")),
+}  # fmt: skip
+
+
+def done_by(program: ftp.Lowered, at: dict[str, int]) -> float:
+    """FLOP of the graph that a rank's eager runner runs, by the shapes in it."""
+    made = executed(program._program, program._program.local(at), at)
+    return sum(flops_of(n, made.shapes) for n in made.ordered.nodes if n.op == "call_function")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_work_is_what_all_ranks_programs_do(name):
+    cfg, shape, cut, batch_specs = CASES[name]
+    names = ("dp", "tp") if len(shape) == 2 else ("tp" if cut else "dp",)
+    fn, params = ftp.functionalize(build(cfg, device="meta"))
+    batch = lm_batch(cfg, 6, 8) if isinstance(cfg, LlamaConfig) else class_batch(cfg, 6)
+
+    def lowered(mesh, cut, batch_specs):
+        spec_of = ftp.plan(params, specs(cuts(cfg), **cut))
+        return ftp.shard(loss(cfg, fn), mesh, spec_of, batch_specs=batch_specs).lower(params, batch)
+
+    mesh = ftp.AbstractMesh(shape, names)
+    found = lowered(mesh, cut, batch_specs)
+    one = lowered(ftp.AbstractMesh((1,), ("none",)), {}, P())
+    everywhere = [done_by(found, at) for at in found._program.mesh.coordinates()]
+    assert found.work.flops == sum(everywhere)
+    assert found.work.one_device == done_by(one, {"none": 0})
+    assert found.work == pytest.approx(sum(everywhere) / found.work.one_device, rel=1e-12)
+    assert one.work == 1.0
+    if name == "dp, tp unused":
+        assert found.work == 2.0 and list(found.work.by_layer) == ["layers.0", "layers.1", ""]
+
+
+def test_work_of_attention_over_cut_queries():
+    """Every pair of a query and a key counts, as torch's counter has it."""
+
+    def attend(params, x):
+        q, k, v = [(x @ params[name]).unflatten(-1, (2, -1)).transpose(1, 2) for name in "qkv"]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v).square().sum()
+
+    params = {name: torch.empty(8, 8, device="meta") for name in "qkv"}
+    x = torch.empty(2, 7, 8, device="meta")
+
+    def lowered(mesh, batch_specs):
+        return ftp.shard(attend, mesh, P(), batch_specs=batch_specs).lower(params, x)
+
+    found = lowered(ftp.AbstractMesh((3,), ("cp",)), P(None, "cp"))
+    one = lowered(ftp.AbstractMesh((1,), ("none",)), P())
+    everywhere = [done_by(found, at) for at in found._program.mesh.coordinates()]
+    assert found.work.flops == sum(everywhere) and found.work == 1.0
+    assert found.work.one_device == done_by(one, {"none": 0})
+
+
+def test_repeated_work_is_named_with_its_cause():
+    sizes = {"up": (64, 256), "down": (256, 64), "extra": (64, 128)}
+    params = {name: torch.empty(shape, device="meta") for name, shape in sizes.items()}
+
+    def fn(p, x):
+        return (torch.relu(x @ p["up"]) @ p["down"]).square().mean() + (x @ p["extra"]).mean()
+
+    mesh = ftp.AbstractMesh((4,), ("tp",))
+    given = {"up": P(None, "tp"), "down": P("tp"), "extra": P()}
+    lowered = ftp.shard(fn, mesh, given).lower(params, torch.empty(8, 64, device="meta"))
+    # Of up 2 matmuls and of down 3 are cut; of extra, half as wide, 2 are done by all four ranks.
+    assert lowered.work == (5 + 2 / 2 * 4) / (5 + 2 / 2)
+    (finding,) = [f for f in lowered.lint if f.kind == "repeated work"]
+    assert "1.5 times one device's" in finding.text and "done 4 times" in finding.text
+    assert "its inputs are whole over 'tp'" in finding.text and "test_work.py" in finding.text
+    assert finding.severity == "note" and "on 4 ranks: %mm" in str(lowered.work)
+
+
+def test_strict_names_an_axis_that_cuts_no_matmul():
+    params = {"w": torch.empty(64, 64, device="meta"), "b": torch.empty(64, device="meta")}
+    x = torch.empty(8, 64, device="meta")
+
+    def step(specs, mesh):
+        return ftp.shard(
+            lambda p, x: (x @ p["w"]).sum() + p["b"].square().sum(), mesh, specs, strict=True
+        )
+
+    mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+    with pytest.raises(ftp.errors.PlanningError, match="mesh axis 'tp' cuts no matmul"):
+        step({"w": P("dp"), "b": P("tp")}, mesh).lower(params, x)
+    step({"w": P("dp"), "b": P()}, mesh).lower(params, x)  # no spec names tp
+
+
+def test_strict_names_a_reshard_that_no_spec_asked_for():
+    """``x + y`` of inputs cut on two dims."""
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    x = torch.empty(1024, 1024, device="meta")
+
+    def add(x, y):
+        return x + y
+
+    for data_axes in (None, ()):
+        step = ftp.spmd(add, mesh, (P("tp"), P(None, "tp")), strict=True, data_axes=data_axes)
+        with pytest.raises(ftp.errors.PlanningError, match=r"'tp' cuts on different dims") as e:
+            step.lower(x, x)
+        assert "ftp.constrain" in str(e.value) and "test_work.py" in str(e.value)
+    both = ftp.spmd(lambda s, x, y: s + (x + y), mesh, (P(), P("tp"), P(None, "tp")), strict=True)
+    with pytest.raises(ftp.errors.PlanningError, match=r"'tp' cuts on different dims"):
+        both.lower(x, x, x)
+    ftp.spmd(add, mesh, (P("tp"), P("tp")), strict=True).lower(x, x)
+
+
+def test_strict_names_constraints_that_no_plan_keeps():
+    """A parameter's shard that no op can take without moving it."""
+    params = {"w": torch.empty(8, 64, 64, device="meta")}
+
+    def scanned(p, x):
+        return torch.cumsum(p["w"], 0)[-1].mul(x).sum()
+
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    step = ftp.shard(scanned, mesh, {"w": P("tp")}, strict=True)
+    with pytest.raises(ftp.errors.PlanningError, match="no plan that keeps all constraints"):
+        step.lower(params, torch.empty(64, 64, device="meta"))
