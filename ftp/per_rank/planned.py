@@ -172,7 +172,9 @@ def _divided(call: Call, operand: Mapping[int, str], result: Mapping[int, str], 
 
 rule(OPS.all_reduce.default)(lambda call: _same(call, call.args[1] == "sum"))
 rule(OPS.contribute.default, OPS.ppermute.default)(lambda call: _same(call, True))
-rule(OPS.all_gather.default)(lambda call: _divided(call, {}, {call.args[3]: "g"}, call.args[2]))
+rule(OPS.all_gather.default, OPS.place_part.default)(
+    lambda call: _divided(call, {}, {call.args[3]: "g"}, call.args[2])
+)
 rule(OPS.reduce_scatter.default, OPS.own_part.default)(
     lambda call: _divided(call, {call.args[3]: "g"}, {}, call.args[2])
 )
