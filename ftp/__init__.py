@@ -15,7 +15,7 @@ from ftp import torch_support
 torch_support.check(torch)
 
 if TYPE_CHECKING:
-    from ftp import axis, errors, optim, plans, random, testing
+    from ftp import axis, errors, optim, plans, random, static, testing
     from ftp.api.certify import certify
     from ftp.api.init_params import init_params
     from ftp.api.local import local
@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from ftp.testing.divergence import Divergence, first_divergence
     from ftp.version import __version__
 
-_MODULES = ("axis", "errors", "optim", "plans", "random", "testing")
+_MODULES = ("axis", "errors", "optim", "plans", "random", "static", "testing")
 _HOMES = {
     "ftp.api.certify": "certify",
     "ftp.api.init_params": "init_params",
@@ -165,6 +165,7 @@ __all__ = [
     "simulated_mesh",
     "specs_of",
     "spmd",
+    "static",
     "testing",
     "to_dtensor",
     "units",

@@ -105,6 +105,10 @@ class DiscoveryWarning(UserWarning):
     """An op without a stated rule is divided by one that was found by trial."""
 
 
+class PlanWarning(UserWarning):
+    """A plan that is read from a model leaves much of it whole on every rank."""
+
+
 class StaleCaptureWarning(UserWarning):
     """A variable holds another tensor than the one that a traced function captured."""
 

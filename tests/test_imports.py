@@ -17,6 +17,7 @@ ALLOWED = {
     "ops": "sharding",
     "axis": "ops",
     "random": "ops sharding",
+    "static": "ops",
     "rules": "ops",
     "tensors": "distributed sharding",
     "checkpoint": "distributed sharding tensors",
