@@ -57,7 +57,6 @@ def check(kind: str, mesh: str) -> None:
 
 
 FEW = {("gpt_oss", "tp3"), ("deepseek_v3", "tp2")}
-REFUSED = ("bloom", "recurrent_gemma")  # autograd.Functions with ctx in forward
 
 
 @pytest.mark.parametrize(
@@ -66,7 +65,6 @@ REFUSED = ("bloom", "recurrent_gemma")  # autograd.Functions with ctx in forward
         pytest.param(k, m, marks=() if (k, m) in FEW else pytest.mark.slow, id=f"{k} | {m}")
         for k in KINDS
         for m in MESHES
-        if k not in REFUSED
     ],
 )
 def test_equal_to_one_device(kind: str, mesh: str):
