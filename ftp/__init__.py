@@ -15,7 +15,7 @@ from ftp import torch_support
 torch_support.check(torch)
 
 if TYPE_CHECKING:
-    from ftp import axis, errors, optim, plans, random, testing
+    from ftp import axis, errors, optim, plans, random, static, testing
     from ftp.api.certify import certify
     from ftp.api.init_params import init_params
     from ftp.api.local import local
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ftp.checkpoint.load import load
     from ftp.checkpoint.manifest import checkpoints
     from ftp.checkpoint.save import Saving, save
+    from ftp.equivalence.equivalent import equivalent
     from ftp.errors import FtpError
     from ftp.exported import shard_exported
     from ftp.functional.functionalize import functionalize
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ftp.functional.scan import scan
     from ftp.ops.constrain import constrain
     from ftp.partitioning.collectives import Collective
+    from ftp.pipeline.placement import Pipeline
+    from ftp.pipeline.schedule import Action
     from ftp.planning.cost import Hardware, Link
     from ftp.plans import from_hf, from_megatron, from_parallelize_plan
     from ftp.report.lowered import Lowered
@@ -54,7 +57,7 @@ if TYPE_CHECKING:
     from ftp.testing.divergence import Divergence, first_divergence
     from ftp.version import __version__
 
-_MODULES = ("axis", "errors", "optim", "plans", "random", "testing")
+_MODULES = ("axis", "errors", "optim", "plans", "random", "static", "testing")
 _HOMES = {
     "ftp.api.certify": "certify",
     "ftp.api.init_params": "init_params",
@@ -67,6 +70,7 @@ _HOMES = {
     "ftp.checkpoint.load": "load",
     "ftp.checkpoint.manifest": "checkpoints",
     "ftp.checkpoint.save": "Saving save",
+    "ftp.equivalence.equivalent": "equivalent",
     "ftp.errors": "FtpError",
     "ftp.exported": "shard_exported",
     "ftp.functional.functionalize": "functionalize",
@@ -75,6 +79,8 @@ _HOMES = {
     "ftp.functional.scan": "scan",
     "ftp.ops.constrain": "constrain",
     "ftp.partitioning.collectives": "Collective",
+    "ftp.pipeline.placement": "Pipeline",
+    "ftp.pipeline.schedule": "Action",
     "ftp.planning.cost": "Hardware Link",
     "ftp.plans": "from_hf from_megatron from_parallelize_plan",
     "ftp.report.lowered": "Lowered",
@@ -98,6 +104,7 @@ _HOME_OF = {name: module for module, names in _HOMES.items() for name in names.s
 
 __all__ = [
     "AbstractMesh",
+    "Action",
     "Certificate",
     "Collective",
     "Constraint",
@@ -109,6 +116,7 @@ __all__ = [
     "Lowered",
     "P",
     "PartitionSpec",
+    "Pipeline",
     "Saving",
     "Step",
     "__version__",
@@ -123,6 +131,7 @@ __all__ = [
     "device_get",
     "device_put",
     "einsum",
+    "equivalent",
     "errors",
     "first_divergence",
     "from_dtensor",
@@ -156,6 +165,7 @@ __all__ = [
     "simulated_mesh",
     "specs_of",
     "spmd",
+    "static",
     "testing",
     "to_dtensor",
     "units",

@@ -388,6 +388,12 @@ _define(
     lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, by=n)),
     lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
 )
+# This rank's part of a dim, with zeros in place of the other ranks' parts.
+_define(
+    "place_part(Tensor x, str axis, int n, int dim) -> Tensor",
+    lambda x, axis, n, dim: x.new_empty(_scaled(x, dim, n)),
+    lambda at, axis, n, dim: (axis, n, _batched_dim(at, dim)),
+)
 _define(
     "all_to_all(Tensor x, str axis, int n, int split, int concat) -> Tensor",
     lambda x, axis, n, split, concat: x.new_empty(
@@ -414,6 +420,7 @@ _ALL = {
         OPS.all_gather,
         OPS.reduce_scatter,
         OPS.own_part,
+        OPS.place_part,
         OPS.all_to_all,
     )
 }
@@ -431,11 +438,24 @@ def _reduced(x: Tensor, op: str, axis: str) -> Tensor:
     return _Extremum.apply(x, op, axis)  # type: ignore[return-value]
 
 
+def differentiable(target: Any) -> Callable[..., Tensor]:
+    """A collective's op with its gradient."""
+    if target is OPS.exchange_rows.default:
+        return lambda *args: ExchangeRows.apply(*args)  # type: ignore[return-value]
+    if target is OPS.all_reduce.default:
+        return lambda x, op, axis: _reduced(x, op, axis)
+    return lambda x, *args: _linear(x, target, args)
+
+
 def _transpose(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
     if target is OPS.all_gather.default:
         return OPS.reduce_scatter.default, args
     if target is OPS.reduce_scatter.default:
         return OPS.all_gather.default, args
+    if target is OPS.own_part.default:
+        return OPS.place_part.default, args
+    if target is OPS.place_part.default:
+        return OPS.own_part.default, args
     if target is OPS.ppermute.default:
         axis, n, perm = args
         pairs = sorted(zip(perm[1::2], perm[::2], strict=True))
@@ -443,7 +463,7 @@ def _transpose(target: Any, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]
     if target is OPS.all_to_all.default:
         axis, n, split, concat = args
         return target, (axis, n, concat, split)
-    assert target is OPS.all_reduce.default
+    assert target in (OPS.all_reduce.default, OPS.contribute.default)
     return target, args
 
 

@@ -158,6 +158,14 @@ def test_toy_mlp_on_other_meshes(tmp_path, ranks):
     )
 
 
+def test_long_context_equals_one_device(tmp_path):
+    small = ["--tokens", "96", "--dim", "16", "--layers", "1", "--heads", "2", "--steps", "3"]
+    printed = python(str(ROOT / "examples/long_context.py"), *small, cwd=tmp_path)
+    rows = [list(map(float, line.split())) for line in printed.splitlines()[1:]]
+    assert len(rows) == 3 and all(one == cut for _, one, cut in rows)
+    assert rows[-1][1] < rows[0][1]
+
+
 @pytest.mark.dist
 def test_toy_mlp_under_torchrun(tmp_path):
     assert len(toy_losses(torchrun(2, str(ROOT / "examples/toy_mlp.py"), cwd=tmp_path))) == 10
@@ -408,3 +416,35 @@ def test_train_gpt_restarts_by_itself(tmp_path, kind):
         assert len(of(numbers(tmp_path / "parts"), "loss")) == 4
         torchrun(2, str(EXAMPLE), *call, "--out", str(tmp_path / "parts"), cwd=tmp_path)
     assert numbers(tmp_path / "parts") == numbers(tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_train_moe_under_torchrun_has_the_simulated_losses(tmp_path):
+    """Every token goes to two experts of each layer."""
+    pytest.importorskip("transformers")
+    example, found = str(ROOT / "examples/train_moe.py"), []
+    options = ["--steps", "3", "--dim", "16", "--batch", "4", "--context", "16"]
+    for run, name in ((python, "simulated"), (lambda *a, **k: torchrun(4, *a, **k), "torchrun")):
+        run(example, *options, "--out", name, cwd=tmp_path)
+        found.append(json.loads((tmp_path / name / "load.json").read_text()))
+    here, there = found
+    assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
+    assert here["loss"][-1] < here["loss"][0]
+    assert all(sum(layer) == 4 * 16 * 2 for step in here["load"] for layer in step)
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_tensor_parallelism(tmp_path):
+    """transformers' Llama in two stages, then on another mesh: the losses of one run."""
+    pytest.importorskip("transformers", reason="of the extra 'models'")
+    path = ROOT / "examples/train_pipeline.py"
+    spec = importlib.util.spec_from_file_location("train_pipeline", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    whole = module.main(["--steps", "4", "--out", str(tmp_path / "whole")])
+    first = module.main(["--steps", "2", "--out", str(tmp_path / "parts")])
+    rest = module.main(["--steps", "4", "--mesh", "dp,tp", "--out", str(tmp_path / "parts")])
+    torch.testing.assert_close(first + rest, whole, rtol=1e-4, atol=1e-4)
+    assert whole[-1] < whole[0]

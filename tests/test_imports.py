@@ -17,28 +17,31 @@ ALLOWED = {
     "ops": "sharding",
     "axis": "ops",
     "random": "ops sharding",
+    "static": "ops",
     "rules": "ops",
     "tensors": "distributed sharding",
     "checkpoint": "distributed sharding tensors",
     "functional": "ops random sharding",
     "optim": "ops sharding tensors",
-    "plans": "functional ops sharding",
     "tracing": "axis functional ops rules sharding",
-    "per_rank": "axis rules sharding tracing",
+    "per_rank": "axis ops rules sharding tracing",
+    "plans": "functional ops per_rank sharding",
     "certification": "ops per_rank rules tracing",
+    "equivalence": "axis certification ops rules sharding",
     "planning": "functional ops per_rank rules sharding tracing",
+    "pipeline": "sharding",
     "partitioning": "axis ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
-    "runtime": "distributed ops partitioning passes planning rules sharding tensors",
-    "report": "ops partitioning passes planning rules runtime sharding tensors",
+    "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors",
+    "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"
     " tracing",
-    "api": "certification distributed ops per_rank planning random report rules runtime sharding"
-    " tensors tracing",
+    "api": "certification distributed ops per_rank pipeline planning random report rules runtime"
+    " sharding tensors tracing",
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
     "cli": "api functional plans report sharding",
-    "__main__": "certification cli planning rules",
+    "__main__": "certification cli equivalence planning rules",
 }
 
 

@@ -10,6 +10,7 @@ import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certification.certificate import Certificate, Claim, Operation, Ports, Ranks, Ref, Spec
 from ftp.certification.checker import check
 from ftp.certification.value_numbering import check_traced
+from ftp.errors import InputError
 from ftp.per_rank.program import LOCAL
 from ftp.per_rank.program import Program as RankProgram
 from ftp.planning.graph import Node, Value
@@ -60,6 +61,12 @@ def certificate_of(program: Program) -> Certificate:
     """The certificate of a program, unchecked; with ``async_tp`` of the program before matmuls and
     collectives are fused.
     """
+    if program.options.reduce_dtype is not None:
+        raise InputError(
+            "A certificate proves that a program sums what one device sums; with reduce_dtype="
+            "torch.bfloat16 its terms are rounded. Certify the step without reduce_dtype, whose"
+            " plan is the same."
+        )
     if program.options.async_tp:
         program = program.with_options(async_tp=False)
     plan, mesh = program.plan, program.mesh

@@ -3,7 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from ftp.errors import InputError, MeshError, SpecError
+from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import Mesh
@@ -22,10 +25,39 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     _check_count("chunks", options.chunks, "chunks, 1 for none")
     _check_cuda_graph(options, mesh)
     _check_async_tp(options, mesh)
+    _check_reduce_dtype(options)
     hardware_on(mesh, options.hardware)
     _check_count("programs", options.programs, "programs, at least 1")
     data_axes = None if options.data_axes is None else tuple(options.data_axes)
     return replace(options, data_axes=data_axes, donate=tuple(options.donate))
+
+
+def check_pipeline(pipeline: Any, mesh: Mesh, options: Options) -> None:
+    """Raises for what does not go with a pipeline.
+
+    Raises:
+        InputError: no ``Pipeline``, or options that exclude it.
+        MeshError: a mesh without its axis, or devices between which stages cannot send.
+        ScheduleError: a schedule that does not end, or misses work.
+    """
+    if not isinstance(pipeline, Pipeline):
+        raise InputError(f"pipeline is {pipeline!r}; give an ftp.Pipeline(axis, microbatches).")
+    m = pipeline.mesh_of(mesh)
+    pipeline.actions(m.axes[pipeline.axis])
+    excluded = {
+        "donate": (bool(options.donate), "its arguments are read until the last microbatch"),
+        "check_inputs": (options.check_inputs, "call ftp.check_replicas now and then"),
+        "cuda_graph": (options.cuda_graph, "what stages send is not recorded"),
+        "reduce_dtype": (
+            options.reduce_dtype is not None,
+            "what a stage sends back would be rounded like gradients",
+        ),
+    }
+    for name, (is_given, why) in excluded.items():
+        if is_given:
+            raise InputError(f"pipeline= and {name}= exclude each other: {why}. Leave one out.")
+    if options.data_axes and pipeline.axis in options.data_axes:
+        raise SpecError(f"data_axes names {pipeline.axis!r}, the axis of the pipeline.")
 
 
 def _check_axes(options: Options, mesh: Mesh) -> None:
@@ -65,6 +97,20 @@ def _check_cuda_graph(options: Options, mesh: Mesh) -> None:
             "cuda_graph=True and check_inputs=True: the check reads digests on the host at every"
             " call, for which the GPU waits."
             " Leave one out, and call ftp.check_replicas now and then."
+        )
+
+
+def _check_reduce_dtype(options: Options) -> None:
+    if options.reduce_dtype not in (None, torch.bfloat16):
+        raise InputError(
+            f"reduce_dtype is {options.reduce_dtype!r}; give torch.bfloat16, in which gradients'"
+            " terms are sent and then summed in float32, or None for their own dtype."
+        )
+    if options.reduce_dtype is not None and options.certify:
+        raise InputError(
+            "certify=True and reduce_dtype=torch.bfloat16: a certificate proves that a program"
+            " sums what one device sums, and rounded terms are others. Leave one out; ftp.certify"
+            " of the step without reduce_dtype proves the plan."
         )
 
 

@@ -6,10 +6,15 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
-from ftp.api.options import checked_options
+from ftp.api.options import check_pipeline, checked_options
+from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError
+from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
+from ftp.random.distributions import check_key
+from ftp.random.torch_functions import keyed
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -39,7 +44,10 @@ def shard(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
+    rng: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -84,10 +92,18 @@ def shard(
             program before fusion.
         programs: how many programs the step keeps, one per combination of shapes, dtypes and
             static values; the least recently used is dropped, and planned again when needed.
+        pipeline: run the model in stages over one axis, microbatch by microbatch; ``specs`` are
+            those of ``pipeline.place(params, specs, mesh)`` (see docs/pipelines.md).
         hardware: the machine that plans are made for: a preset (``"h100"``, ``"h200"``,
             ``"b200"``, ``"cpu"``), what ``ftp.calibrate(mesh)`` returned, or a ``Hardware`` with
             ``links`` by axis; equal on all ranks. Default: the preset of the mesh's device type,
             with the network's link for axes that leave a host.
+        reduce_dtype: ``torch.bfloat16`` sends the terms of gradients' sums in bfloat16, by
+            all-to-all, and sums them in float32 at the receiver; half the bytes of float32. Other
+            sums, of activations and of the loss, keep their dtype.
+        rng: the step takes one more argument, the last, ``ftp.random.key(...)``: all that the
+            function draws by torch's random functions, and its models that are given no key of
+            their own, is drawn from it, the same numbers on any mesh.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -104,12 +120,13 @@ def shard(
     (24.0, torch.Size([3, 4]))
     """
     _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
+    loss_fn = keyed(loss_fn) if rng else loss_fn
     names = argument_names(loss_fn)
 
     def in_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        params, *batch = args
+        (params, *batch), of_key = _before_key(args) if rng else (args, [])
         given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
-        return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs")
+        return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs") + of_key
 
     def out_specs(
         result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
@@ -118,33 +135,31 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    return Step(
-        grad_and_value(loss_fn, has_aux=has_aux),
+    options = checked_options(
         m,
-        in_specs,
-        out_specs,
-        arguments=("params", *names[1:]),
-        state=(0,),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                certify=certify,
-                pack=pack,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-                hardware=hardware,
-            ),
+        Options(
+            data_axes=data_axes,
+            reshard_after_forward=reshard_after_forward,
+            donate=donate,
+            compile=compile,
+            strict=strict,
+            certify=certify,
+            pack=pack,
+            check_inputs=check_inputs,
+            prefetch=prefetch,
+            chunks=chunks,
+            cuda_graph=cuda_graph,
+            async_tp=async_tp,
+            programs=programs,
+            hardware=hardware,
+            reduce_dtype=reduce_dtype,
         ),
     )
+    fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options)
+        return PipelinedStep(fn, m, in_specs, pipeline, arguments=arguments, options=options)
+    return Step(fn, m, in_specs, out_specs, arguments=arguments, state=(0,), options=options)
 
 
 def spmd(
@@ -167,6 +182,8 @@ def spmd(
     async_tp: bool = False,
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
+    reduce_dtype: torch.dtype | None = None,
+    rng: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
     included.
@@ -195,12 +212,13 @@ def spmd(
     tensor([2., 2., 2.])
     """
     _check_callable(fn, "fn", "(*args) -> result")
+    fn = keyed(fn) if rng else fn
     names = argument_names(fn)
 
     def input_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        return argument_specs(
-            PartitionSpec() if in_specs is None else in_specs, args, names, "in_specs"
-        )
+        given, of_key = _before_key(args) if rng else (args, [])
+        specs = PartitionSpec() if in_specs is None else in_specs
+        return argument_specs(specs, given, names, "in_specs") + of_key
 
     def output_specs(
         result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
@@ -212,7 +230,8 @@ def spmd(
         )
 
     m = resolve(mesh)
-    return Step(
+    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    return made(
         fn,
         m,
         input_specs,
@@ -236,6 +255,7 @@ def spmd(
                 async_tp=async_tp,
                 programs=programs,
                 hardware=hardware,
+                reduce_dtype=reduce_dtype,
             ),
         ),
     )
@@ -269,6 +289,13 @@ def lower(
     ['all_reduce']
     """
     return spmd(fn, mesh, in_specs, out_specs, hardware=hardware).lower(*args)
+
+
+def _before_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
+    """The arguments before the key, and the key's spec: it is replicated."""
+    given, key = args[:-1], args[-1] if args else torch.empty(0)
+    check_key(key, "The step's last argument, as rng=True,")
+    return given, [PartitionSpec()]
 
 
 def _check_callable(fn: Any, name: str, form: str) -> None:

@@ -134,9 +134,22 @@ class _Numbers:
         ]
 
     def live(self, graph: fx.Graph) -> set[fx.Node]:
-        """The nodes that an output depends on."""
+        """The nodes that an output depends on; per-rank code takes what its used results need."""
         if graph not in self._live:
-            self._live[graph] = needed([n for n in graph.nodes if n.op == "output"])
+            every = needed([n for n in graph.nodes if n.op == "output"])
+            found: set[fx.Node] = set()
+            for node in reversed(graph.nodes):
+                if node not in every or node.target is operator.getitem:
+                    continue
+                inputs: Any = node.all_input_nodes
+                if node.target is LOCAL:
+                    operands, key = node.args
+                    kept = sorted({u.args[1] for u in node.users if u in found})  # type: ignore[type-var]
+                    if 0 < len(kept) < len(node.meta["val"]):
+                        _, taken = program_of(key).giving(kept)  # type: ignore[arg-type]
+                        inputs = [operands[i] for i in taken]  # type: ignore[index]
+                found.update(inputs)
+            self._live[graph] = found
         return self._live[graph]
 
     def sum_of_scatter(self, node: Any) -> Any:

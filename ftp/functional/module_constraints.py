@@ -38,6 +38,8 @@ class Constraint:
         grad: True gives gradients the layouts of their values, False leaves them to the planner.
             "dtensor" does as DTensor: an output's gradient has the output's layout; the gradient
             of an input with two specs has the first; others are left to the planner.
+        forward: called in place of the module's forward, as ``forward(module, own, *args,
+            **kwargs)``, where ``own`` is the module's.
 
     Raises:
         SpecError: an entry of another type; a spec that names an axis outside of ``axes``.
@@ -53,6 +55,7 @@ class Constraint:
     outputs: "P | tuple[Pins | EllipsisType, ...] | Mapping[str, Pins] | None" = None
     axes: str | Sequence[str] | None = None
     grad: bool | Literal["dtensor"] = True
+    forward: Callable[..., Any] | None = None
 
     def __post_init__(self):
         if self.axes is not None:

@@ -180,6 +180,9 @@ def _as_move(call: CollectiveCall) -> Move:
             return Move(axis, n, partial("sum"), _cut(args[2], shape, n), shape)
         case OPS.own_part.default:
             return Move(axis, n, R, _cut(args[2], shape, n), shape)
+        case OPS.place_part.default:
+            whole = tuple(s * n if d == args[2] else s for d, s in enumerate(shape))
+            return Move(axis, n, _cut(args[2], whole, n), partial("sum"), whole)
     *_, concat = args
     whole = tuple(s * n if d == concat else s for d, s in enumerate(shape))
     to = R if call.target is OPS.all_gather.default else _cut(args[2], whole, n)

@@ -18,5 +18,10 @@ from ftp.passes.fuse_matmul_collectives import join_products as join_products
 from ftp.passes.fuse_matmul_collectives import joints as joints
 from ftp.passes.fuse_optimizer_updates import merge_updates as merge_updates
 from ftp.passes.merge_axes import merge_axes as merge_axes
+from ftp.passes.narrow_reductions import gradient_reductions as gradient_reductions
+from ftp.passes.narrow_reductions import narrow_reductions as narrow_reductions
 from ftp.passes.prefetch_parameters import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
+from ftp.passes.span_hosts import Span as Span
+from ftp.passes.span_hosts import span_hosts as span_hosts
+from ftp.passes.span_hosts import spans as spans

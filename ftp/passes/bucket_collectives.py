@@ -50,6 +50,7 @@ def packs(
     pack_bytes: int = PACK_BYTES,
     bucket_bytes: int = BUCKET_BYTES,
     without: Collection[str] = (),
+    apart: Collection[str] = (),
 ) -> Packs:
     """Collectives of one kind over one axis of which none needs another's result, each of at most
     ``pack_bytes``, some together.
@@ -62,15 +63,21 @@ def packs(
     ``PACK_BYTES``), nor are reduce-scatters.
 
     Sizes of all-reduces are those of the whole values, of others what a rank holds. A number that
-    another is made "like" is not needed for it. Moves named in ``without`` are left alone.
+    another is made "like" is not needed for it. Moves named in ``without`` are left alone, those
+    in ``apart`` are packed with one another only.
     """
     groups: list[list[Node]] = []
     open_: dict[Any, tuple[list[Node], int]] = {}
     needs: dict[Node, frozenset[Node]] = {}  # the possible members that a node depends on
     seeds = {}
     of_kind: dict[Any, int] = {}
+
+    def kind(node: Node) -> tuple[Any, ...] | None:
+        found = _kind(node)
+        return found and (*found, node.name in apart)
+
     for node in graph.nodes:
-        if (key := _kind(node)) and _nbytes(node) <= pack_bytes:
+        if (key := kind(node)) and _nbytes(node) <= pack_bytes:
             of_kind[key] = of_kind.get(key, 0) + _nbytes(node)
     largest = max(largest_gathered(graph), PACK_BYTES)
 
@@ -101,7 +108,7 @@ def packs(
                 and (key[0] != "all_gather" or is_ahead(node))
             ]
         )
-        key = _kind(node)
+        key = kind(node)
         if key is None or _nbytes(node) > pack_bytes or node.name in without:
             continue
         if key in open_ and open_[key][1] + _nbytes(node) > limit(key):

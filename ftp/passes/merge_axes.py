@@ -1,6 +1,6 @@
 """Merge a value's reshards over several axes into one over their product."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +11,7 @@ from ftp.planning.insert_moves import move_rule
 from ftp.sharding.layout import R, shard
 
 
-def merge_axes(graph: Graph, axes: Mapping[str, int]) -> Graph:
+def merge_axes(graph: Graph, axes: Mapping[str, int], without: Collection[str] = ()) -> Graph:
     """The graph in which two consecutive reshards of one kind are one, where nothing else reads the
     value between them.
 
@@ -21,6 +21,7 @@ def merge_axes(graph: Graph, axes: Mapping[str, int]) -> Graph:
 
     Args:
         axes: sizes by name, in the order of the ranks of a product.
+        without: names of reshards that are left alone.
     """
     uses: dict[Value, int] = {}
     for value in (*(value for node in graph.nodes for value in node.operands), *graph.outputs):
@@ -34,6 +35,7 @@ def merge_axes(graph: Graph, axes: Mapping[str, int]) -> Graph:
         new[node] = node
         if (
             node.kind == "move"
+            and node.name not in without
             and node.operands[0].node.kind == "move"
             and uses[node.operands[0]] == 1
         ):

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from ftp.axis import OPS
 from ftp.errors import TraceError
-from ftp.per_rank.program import Port, Program, Shape, copied, needed
+from ftp.per_rank.program import Port, Program, Shape, copied, needed, program_of
 from ftp.per_rank.varying import Axes, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
@@ -283,14 +283,19 @@ def _reshaped(
     return made
 
 
-def _refuse_vmap(*_: Any) -> Any:
-    raise TraceError(
-        f"{at_line()}ftp.local is called under torch.vmap. Map the function that it is given, or"
-        " give it the whole batch."
-    )
-
-
-torch.library.register_vmap("ftp::local", _refuse_vmap)
+def contributed(
+    program: Program, differentiable: Sequence[int], cotangents: Sequence[Tensor]
+) -> list[Tensor]:
+    """Cotangents of the results as this rank's terms: gradients are summed over ranks, so one rank
+    contributes that of a replicated result. That of a pending sum is every term's.
+    """
+    terms = list(cotangents)
+    for i, result in enumerate(differentiable):
+        port = program.results[result]
+        for axis in program.axes:
+            if axis not in port.spec.axes and axis not in port.pending:
+                terms[i] = OPS.contribute.default(terms[i], axis)
+    return terms
 
 
 class Apply(torch.autograd.Function):
@@ -305,15 +310,16 @@ class Apply(torch.autograd.Function):
         pair: Pair = inputs[0]
         ctx.pair = pair
         ctx.set_materialize_grads(False)
-        constant = [y for i, y in enumerate(output) if i not in pair.differentiable]
-        ctx.mark_non_differentiable(*constant)
+        # Residuals too have gradients: a second derivative comes by way of them.
+        ctx.mark_non_differentiable(*(y for y in output if not has_gradient(y.dtype)))
         ctx.shapes = [(y.shape, y.dtype, y.device) for y in output]
         ctx.save_for_backward(
             *(
                 (inputs[1 + i] if kind == "operand" else output[i])
                 for kind, i in pair.given
                 if kind != "cotangent"
-            )
+            ),
+            *inputs[1:],
         )
 
     @staticmethod
@@ -321,6 +327,9 @@ class Apply(torch.autograd.Function):
         pair: Pair = ctx.pair
         if all(g is None for g in grads):
             return (None,) * (1 + len(pair.forward.operands))
+        xs = ctx.saved_tensors[-len(pair.forward.operands) :]
+        if any(g is not None and i not in pair.differentiable for i, g in enumerate(grads)):
+            return _pulled(pair.forward, xs, grads)
         saved = iter(ctx.saved_tensors)
         taken = []
         for kind, i in pair.given:
@@ -331,35 +340,93 @@ class Apply(torch.autograd.Function):
             else:
                 shape, dtype, device = ctx.shapes[i]
                 taken.append(torch.zeros(shape, dtype=dtype, device=device))
-        found = _Backward.apply(pair.backward, *taken)
+        found = Run.apply(pair.backward, *taken)
         by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
         return (None, *(by_operand.get(i) for i in range(len(pair.forward.operands))))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _refuse_vmap()
+    def vmap(info: Any, in_dims: Any, pair: Pair, *xs: Tensor) -> Any:
+        return _mapped(info, in_dims[1:], pair.forward, xs)
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
-        raise TraceError(
-            f"{at_line()}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse"
-            " mode only."
-        )
+        raise TraceError(_FORWARD_MODE.format(at_line()))
 
 
-class _Backward(torch.autograd.Function):
+_FORWARD_MODE = (
+    "{}ftp.local is differentiated in forward mode (jvp, jacfwd); it has reverse mode only."
+)
+
+
+class Run(torch.autograd.Function):
+    """A program as the op ``ftp::local``, whose gradient is derived where it is asked for: of
+    backward programs, it seldom is.
+    """
+
     @staticmethod
     def forward(program: Program, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return tuple(OPS.local.default(list(xs), program.key))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        pass
+        ctx.program, *xs = inputs
+        ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(*(y for y in output if not has_gradient(y.dtype)))
+        ctx.save_for_backward(*xs)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
-        raise TraceError("A second derivative goes through ftp.local, which has first ones only.")
+        if all(g is None for g in grads):
+            return (None,) * (1 + len(ctx.saved_tensors))
+        return _pulled(ctx.program, ctx.saved_tensors, grads)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, *args: Any) -> Any:
-        return _refuse_vmap()
+    def vmap(info: Any, in_dims: Any, program: Program, *xs: Tensor) -> Any:
+        return _mapped(info, in_dims[1:], program, xs)
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        raise TraceError(_FORWARD_MODE.format(at_line()))
+
+
+def _pulled(program: Program, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+    """The gradients of a program's operands, after a None for the program."""
+    from ftp.per_rank.transforms import pair_of
+
+    pair = pair_of(program.key, xs[0].device.type)
+    outputs: Any = Run.apply(pair.forward, *xs)
+    taken = []
+    for kind, i in pair.given:
+        if kind != "cotangent":
+            taken.append(xs[i] if kind == "operand" else outputs[i])
+        else:
+            grad = grads[i]
+            taken.append(torch.zeros_like(outputs[i]) if grad is None else grad)
+    found = Run.apply(pair.backward, *taken)
+    by_operand = dict(zip(pair.wrt, found, strict=True))  # type: ignore[arg-type]
+    return (None, *(by_operand.get(i) for i in range(len(xs))))
+
+
+def _mapped(
+    info: Any, in_dims: Sequence[int | None], program: Program, xs: Sequence[Tensor]
+) -> Any:
+    """A program mapped over a batch, on tensors whose batch dims are ``in_dims``."""
+    from ftp.per_rank.transforms import batched
+
+    has = tuple(d is not None for d in in_dims)
+    mapped = batched(program.key, has, info.batch_size, xs[0].device.type)
+    given = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
+    made: Any = Run.apply(mapped, *given)
+    return made, (0,) * len(program.results)
+
+
+def _vmap_of_op(info: Any, in_dims: Any, xs: list[Tensor], key: str) -> Any:
+    made, dims = _mapped(info, in_dims[0], program_of(key), xs)
+    return list(made), list(dims)
+
+
+torch.library.register_vmap("ftp::local", _vmap_of_op)
+
+
+def has_gradient(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex

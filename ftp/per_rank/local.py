@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.axis import OPS, Inside, entered, is_inside
 from ftp.errors import SpecError, TraceError, join_failures
-from ftp.per_rank.gradient import Apply, Pair, constant_ports, split
+from ftp.per_rank.gradient import Apply, Pair, constant_ports, contributed, split
 from ftp.per_rank.program import Port, Program, interned
 from ftp.per_rank.varying import Axes, cause, infer
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -75,7 +75,7 @@ def local(
     Raises:
         SpecError: specs that do not fit the tensors; an ``out_specs`` that cannot be proven.
         TraceError: ``fn`` does not trace to one graph, or captures a tensor that a surrounding
-            transform differentiates or maps; a second derivative.
+            transform differentiates or maps; forward mode.
 
     >>> import ftp
     >>> mesh = ftp.simulated_mesh((2,), ("tp",))
@@ -195,13 +195,7 @@ class _Local:
 
             vjp: Any = torch.func.vjp
             _, pull, primals = vjp(primal, *(leaves[i] for i in wrt), has_aux=True)
-            # Gradients are summed over ranks: one rank contributes that of a replicated result.
-            terms = list(cotangents)
-            for i, result in enumerate(differentiable):
-                for axis in axes:
-                    if axis not in program.results[result].spec.axes:
-                        terms[i] = OPS.contribute.default(terms[i], axis)
-            return primals, pull(terms)
+            return primals, pull(contributed(program, differentiable, cotangents))
 
         cotangents = [
             _meta(program.results[i].shape, program.results[i].dtype) for i in differentiable

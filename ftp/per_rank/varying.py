@@ -74,7 +74,7 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
         if node.op != "call_function":
             continue
         with graph.inserting_before(node):
-            if node.target is OPS.contribute.default and node.args[1] == axis:
+            if _is_contributed(node, axis, types):
                 sums[node] = node.args[0]  # type: ignore[assignment]
             elif (
                 node.all_input_nodes
@@ -98,6 +98,16 @@ def without_known_sums(graph: fx.Graph, axis: str, types: dict[fx.Node, Axes]) -
     returned: Any = output.args[0]
     output.args = (tuple(sums.get(n, n) for n in returned),)
     return {i for i, n in enumerate(returned) if n in sums}
+
+
+def _is_contributed(node: fx.Node, axis: str, types: Mapping[fx.Node, Axes]) -> bool:
+    """Whether one rank contributes what all hold; of what varies, the sum is the first rank's."""
+    operand: Any = node.args[0] if node.args else None
+    return (
+        node.target is OPS.contribute.default
+        and node.args[1] == axis
+        and axis not in types[operand]
+    )
 
 
 def _is_linear(

@@ -16,7 +16,7 @@ from ftp.planning.graph import Node, Value
 from ftp.planning.narrowest_point import widening
 from ftp.planning.prices import Prices, is_at_rest
 from ftp.planning.problem import AxisPlan, NotAlike, Problem
-from ftp.planning.reachable_cuts import Cut, factor_of
+from ftp.planning.reachable_cuts import Cut, factor_of, is_cut_again
 from ftp.planning.solver.minimize import min_marginals, minimize
 from ftp.planning.solver.reduce import Infeasible
 from ftp.planning.strategies import GATHERED, Strategy, passes_gathered, strategies
@@ -91,6 +91,7 @@ class _Network:
         options: dict[Node, list[Strategy]] = {}
         may_pend: set[Value] = set()
         shared: dict[Any, list[Strategy]] = {}
+        again = set(filter(is_cut_again, self.problem.reach.blocked))
         widens = widening(self.problem.graph, self.problem.reach.layouts)
         for node in self.problem.graph.nodes:
             cuts, pinned = self.problem.reach.cuts.get(node, ()), self.problem.pinned.get(node)
@@ -100,6 +101,7 @@ class _Network:
                 node.kind,
                 passes_gathered(node),
                 node in widens,
+                node in again,
                 rule.operands,
                 rule.results,
                 rule.linear,
@@ -117,6 +119,7 @@ class _Network:
                     pinned,
                     may_pend,
                     widens=node in widens,
+                    is_cut_again=node in again,
                     is_fixed=fixed,
                 )
             found = options[node] = shared[key]

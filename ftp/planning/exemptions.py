@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 
 from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.problem import Problem
-from ftp.planning.reachable_cuts import factor_of, reach
+from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
 from ftp.rules.op_kinds import is_product
 
 
@@ -12,7 +12,8 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     """Values that no placement constraint binds, and values that a constraint does not bind after a
     conflict matmul. A conflict matmul is one whose operands the batch cuts on different factors, as
     context parallelism cuts q and k, or one of experts. Free are values with a required layout, and
-    those that feed conflict matmuls only. The result of one may be cut as the batch does not cut it
+    those that feed conflict matmuls only, and ids that are sliced along a dim that the batch cuts.
+    The result of one may be cut as the batch does not cut it
     (Ulysses cuts heads, experts their own dim) and may be resharded until the next matmul.
     """
     free, after = set(required), set()
@@ -23,6 +24,9 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
         else []
     )
     conflicts = {n for n in products if _is_conflict(problem, n)} | _of_experts(problem, products)
+    for node in problem.batch_reach.blocked:
+        if is_cut_again(node):
+            free.update(node.operands)
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])

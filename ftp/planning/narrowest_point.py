@@ -17,7 +17,8 @@ def nbytes(value: Value) -> int:
 
 def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
     """Ops whose result has more bytes than the values that it is computed from, where those are
-    narrowest: casts to a wider dtype, scales, tables of codes; and the ops between.
+    narrowest: casts to a wider dtype, scales, tables of codes; and the ops between. The result has
+    no more elements than they have: an embedding's rows are not its ids, widened.
 
     Args:
         can_be_cut: the values that the axis may cut; others are whole on every rank and need no
@@ -46,8 +47,9 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
             continue
         before = frozenset[Value]().union(*(sources[value] for value in node.operands))
         width = sum(map(nbytes, before))
+        cut = [value for value in node.operands if value in can_be_cut]
         after = sum(nbytes(value) for value in results if value in can_be_cut)
-        if before and width < after:
+        if before and width < after and _elements(results) <= _elements(cut):
             found.add(node)
         if before and width <= after and len(results) == 1:
             sources[results[0]] = before
@@ -58,3 +60,7 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
         if passes and any(user in found for user, _ in users.get(value, ())):
             found.add(node)
     return found
+
+
+def _elements(values: Collection[Value]) -> int:
+    return sum(math.prod(map(nominal, value.shape)) for value in values)

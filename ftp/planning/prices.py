@@ -105,7 +105,10 @@ class Prices:
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
         for s in self.options[node]:
-            price = seconds / self.problem.n if s.cut else seconds
+            # An op that widens a gathered copy is priced as if it were cut: links are what training
+            # waits for, and the bytes alone decide where in a chain a value moves.
+            is_shared = s.cut or WHOLE in s.operands
+            price = seconds / self.problem.n if is_shared else seconds
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
@@ -210,8 +213,19 @@ class Prices:
             and strategy.cut is None
             and strategy.pending is None
             and any(s.cut for s in self.options[node])
+            and not self._is_of_statistics(node)
         )
         return self.violation if is_idle else 0.0
+
+    def _is_of_statistics(self, node: Node) -> bool:
+        """Whether an op is on what was reduced over the batch (batch norm's mean and scale): on a
+        data axis nothing but a parameter's cut could reach it, and its result would be gathered.
+        """
+        return (
+            self.problem.is_data_axis
+            and bool(node.depends & BATCH)
+            and node not in self.problem.batch_reach.cuts
+        )
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
         """Seconds to become an operand of a pending sum. A single operand is never padded to a

@@ -70,6 +70,8 @@ def reach(
             blocked = found.blocked.setdefault(node, [])
             if cut[0] not in blocked:
                 blocked.append(cut[0])
+                if is_cut_again(node) and layout.outer == layout.inner == 1:
+                    add(Value(node), layout)
             return
         cuts = found.cuts.setdefault(node, [])
         if cut in cuts:
@@ -93,6 +95,24 @@ def reach(
         for user, slot in users.get(value, ()):
             visit(user, user.rule.operands[slot], layout)
     return found
+
+
+def is_cut_again(node: Node) -> bool:
+    """Whether the result of an op that keeps a dim whole is cut on that dim all the same: ids,
+    sliced, padded or joined, take few bytes to gather, and what is computed from them much time.
+    """
+    result = node.results[0]
+    return (
+        node.kind == "op"
+        and len(node.results) == 1
+        and bool(node.operands)
+        and not result.dtype.is_floating_point
+        and not result.dtype.is_complex
+        and all(
+            value.meta.dtype == result.dtype and value.meta.ndim == result.ndim
+            for value in node.operands
+        )
+    )
 
 
 def factor_of(dims: Dims, sizes: Mapping[str, Size], layout: Layout, n: int) -> Cut | None:

@@ -44,12 +44,14 @@ def strategies(
     may_pend: Iterable[Value] = (),
     *,
     widens: bool = False,
+    is_cut_again: bool = False,
     is_fixed: bool = False,
 ) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
 
     Args:
         widens: whether operands may be gathered for it, as its result has more bytes.
+        is_cut_again: whether they are, as the op keeps the dim whole that is cut before and after.
         is_fixed: the op has one cut, or none, and does nothing else.
     """
     if pinned is not None:
@@ -57,7 +59,9 @@ def strategies(
         return [Strategy((pinned,) * len(node.operands), (pinned,) * len(node.results), cut)]
     slots, results = len(node.operands), len(node.results)
     found = [] if is_fixed and cuts else [Strategy((R,) * slots, (R,) * results)]
-    if cuts and passes_gathered(node) and not is_fixed:
+    if is_cut_again:
+        found = [Strategy((WHOLE,) * slots, (GATHERED,) * results)]
+    elif cuts and passes_gathered(node) and not is_fixed:
         found.append(Strategy((GATHERED,) * slots, (GATHERED,) * results))
     elif cuts and widens and not is_fixed:
         found.append(Strategy((WHOLE,) * slots, (GATHERED,) * results))

@@ -1,6 +1,6 @@
 """Plans of transformers' models, read from the model's attributes; transformers is not imported."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +10,8 @@ from ftp.errors import SpecError, join_failures
 from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
+from ftp.plans.expert_axis import ExpertAxis
+from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
 from ftp.plans.model_config import head_dim_of, value_of
 from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
@@ -45,33 +47,48 @@ OURS: dict[str, Callable[..., models.Patterns]] = {
 def from_hf(
     model: nn.Module,
     *,
-    axis: str = "tp",
+    axis: str | None = "tp",
     plan: Mapping[str, str] | None = None,
     experts: str = "columns",
     vocab_parallel: bool = True,
+    expert_axis: str | None = None,
+    token_axes: Sequence[str] | None = None,
+    expert_capacity: float | None = None,
 ) -> tuple[Specs, dict[str, Constraint]]:
     """Read the tensor-parallel plan of a transformers 5 model as specs and constraints.
 
     Attention is sharded between heads, as the config counts them; with fewer key heads than ranks,
     ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT have no
-    plan in transformers and get those of ``ftp.plans``.
+    plan in transformers and get those of ``ftp.plans``. Where a model has no plan, or one that
+    leaves more than a tenth of its parameters or of its matmuls' work whole, what the plan does not
+    speak of is cut as the model's own layers suggest. The printed table ends with the shares that
+    are cut; below nine tenths a ``PlanWarning`` says so.
 
     Args:
         model: runs as it is: ``ftp.functionalize(model, constraints=constraints)``.
-        axis: the mesh axis to shard over.
+        axis: the mesh axis to shard over; None shards experts only.
         plan: ``{path pattern: style name}``, entries that replace the model's own.
         experts: "columns" shards each expert as an MLP; "whole" gives each rank some of the
             experts, by the model's expert plan.
         vocab_parallel: shard the input embedding and the output head along the vocabulary; False
             replicates both.
+        expert_axis: the mesh axis whose ranks own whole experts, a data axis, one of their own, or
+            ``axis`` itself. Tokens are sent to the ranks that own their experts and come back; no
+            weight of an expert is communicated. On another axis than ``axis``, each expert is
+            sharded over ``axis`` besides, as ``experts`` and ``plan`` say.
+        token_axes: the mesh axes that shard the tokens around experts, from major to minor;
+            default ``expert_axis``. Name the other data axes too.
+        expert_capacity: the rows that a rank's experts have room for, as a multiple of those of an
+            equal load; more raise an InputError on all ranks before a row moves. Default room for
+            all rows: nothing raises, and nothing is ever dropped.
 
     Returns:
         ``(specs, constraints)``: ``{path: P}`` for every parameter of ``ftp.functionalize(model)``,
         which prints as a table, and ``{module path: Constraint}``.
 
     Raises:
-        SpecError: a model without a plan; unknown styles, all by name; an entry of ``plan`` that
-            matches no module and no parameter.
+        SpecError: a model without a plan and without layers; unknown styles, all by name; an entry
+            of ``plan`` that matches no module and no parameter.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -85,6 +102,7 @@ def from_hf(
     down.weight  P(None, 'tp')  (4, 8)  'down': rowwise
     up.bias      P('tp')        (8,)    'up': colwise
     up.weight    P('tp')        (8, 4)  'up': colwise
+    cut: 95% of the parameters, 100% of the matmuls' work
 
     Source: transformers, ``distributed/tensor_parallel.py`` and ``distributed/expert_parallel.py``.
     """
@@ -95,14 +113,52 @@ def from_hf(
             f"from_hf(experts={experts!r}): it is 'columns', each expert cut, or 'whole', each"
             " rank some of them."
         )
+    placed = _placed(expert_axis, token_axes, expert_capacity)
     _, params = functionalize(model)
+    if axis is None:
+        if placed is None:
+            raise SpecError("from_hf(axis=None) shards nothing without expert_axis=.")
+        of = dict(model.named_parameters(remove_duplicate=False))
+        specs = plan_specs(params, lambda path, _: placed.spec(model, path, of[path], P()))
+        return specs, placed.constraints(model)
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
-    if not styles:
-        return _ours(model, params, axis, vocab_parallel), {}
-    reader = _Reader(model, axis, styles, vocab_parallel)
-    reader.check(own)
-    return reader.specs(params), reader.constraints()
+    if styles or placed or getattr(getattr(model, "config", None), "model_type", "") not in OURS:
+        reader = _Reader(model, axis, styles, vocab_parallel, placed)
+        reader.check(own)
+        specs, constraints = reader.specs(params), reader.constraints()
+    else:
+        specs, constraints = _ours(model, params, axis, vocab_parallel), {}
+    if placed is not None:
+        return specs, {**constraints, **placed.constraints(model)}
+    if plan is None and (not own or min(cut_shares(model, specs, but=_ends_of(model))) < FEW):
+        specs = completed(model, params, specs, axis, vocab_parallel, _ends_of(model))
+    if not any(specs.values()):
+        raise SpecError(
+            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
+            " base_model_tp_plan in its config. Nor has it layers to build one from. Give one as"
+            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
+            " ftp.plans.attention, mlp and vocabulary."
+        )
+    return with_shares(model, specs, () if vocab_parallel else _ends_of(model)), constraints
+
+
+def _placed(
+    axis: str | None, token_axes: Sequence[str] | None, capacity: float | None
+) -> ExpertAxis | None:
+    if axis is None:
+        if token_axes is not None or capacity is not None:
+            raise SpecError("from_hf: token_axes and expert_capacity need expert_axis=.")
+        return None
+    axes = (axis,) if token_axes is None else tuple(token_axes)
+    if axis not in axes:
+        raise SpecError(
+            f"from_hf(expert_axis={axis!r}, token_axes={axes!r}): tokens travel along"
+            f" {axis!r}, so it is one of the axes that shard them."
+        )
+    if capacity is not None and capacity < 1:
+        raise SpecError(f"from_hf(expert_capacity={capacity}): an equal load needs 1.")
+    return ExpertAxis(axis, axes, capacity)
 
 
 def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
@@ -138,16 +194,8 @@ def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
 
 
 def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Specs:
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind not in OURS:
-        raise SpecError(
-            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
-            " base_model_tp_plan in its config. Give one as"
-            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
-            " ftp.plans.attention, mlp and vocabulary."
-        )
-    patterns = OURS[kind](config, axis=axis)
+    config: Any = model.config
+    patterns = OURS[config.model_type](config, axis=axis)
     paths = [tuple(path.split(".")) for path in _paths(model)]
     kept = {
         pattern: spec
@@ -186,6 +234,10 @@ def _ends(model: nn.Module) -> list[tuple[str, str]]:
     return found
 
 
+def _ends_of(model: nn.Module) -> set[str]:
+    return {f"{path}.{name}" for path, name in _ends(model)}
+
+
 def _own(module: nn.Module) -> list[str]:
     return [name for name, _ in module.named_parameters(recurse=False)]
 
@@ -194,8 +246,14 @@ class _Reader:
     """Finds a parameter's style as transformers does: its own entry, else its module's."""
 
     def __init__(
-        self, model: nn.Module, axis: str, styles: Mapping[str, str], vocab_parallel: bool
+        self,
+        model: nn.Module,
+        axis: str,
+        styles: Mapping[str, str],
+        vocab_parallel: bool,
+        placed: ExpertAxis | None,
     ):
+        self.placed = placed
         self.model, self.axis, self.styles = model, axis, styles
         self.ends = {f"{path}.{name}" for path, name in _ends(model)}
         self.vocab_parallel = vocab_parallel
@@ -253,6 +311,10 @@ class _Reader:
             chosen = next(
                 (f for f in found if f[1]), found[0] if found else ("no style: replicated", P())
             )
+            if self.placed is not None:
+                spec = self.placed.spec(self.model, paths[0], parameter, chosen[1])
+                if spec != chosen[1]:
+                    chosen = (f"expert_axis={self.placed.axis!r}; {chosen[0]}", spec)
             of.update(dict.fromkeys(paths, chosen))
         specs = plan_specs(params, lambda path, leaf: of[path][1])
         rows = {

@@ -264,6 +264,10 @@ def uneven_dims(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, in
     >>> (found,) = uneven_dims(PartitionSpec("tp"), (10, 3), {"tp": 4})
     >>> found.dim, found.largest, round(found.wasted, 3), found.below, found.above
     (0, 3, 0.167, 8, 12)
+    >>> from ftp.sharding.spec import zigzag
+    >>> (found,) = uneven_dims(PartitionSpec(zigzag("cp")), (14,), {"cp": 2})
+    >>> found.largest, found.below, found.above
+    (8, 12, 16)
     """
     found = []
     most = local_shape(spec, shape, dict(axes))
@@ -273,7 +277,7 @@ def uneven_dims(spec: PartitionSpec, shape: Sequence[int], axes: Mapping[str, in
         if n == 1 or not size or most[dim] * n == size:
             continue
         unit = max(c.size for c in cuts)
-        step = n * unit
+        step = n * unit * (2 if any(c.zigzag for c in cuts) else 1)
         if all(c.is_plain or c.pack == 1 for c in cuts) and most[dim] * n > size:
             below = size // step * step
             found.append(

@@ -1,7 +1,7 @@
 """The passes from a plan to the graph that runs, in their order.
 
 1. ``decide``, on the plan, which is equal on all ranks: merge axes, chunk, fuse with matmuls, pack,
-   prefetch.
+   prefetch, narrow gradients' reductions.
 2. Partition: one rank's graph.
 3. ``rank_graph``: apply the decisions to the rank's graph.
 4. On processes, the forms of collectives that backends take (``process_groups``, ``transport``,
@@ -12,7 +12,7 @@
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import fx
 
@@ -20,21 +20,27 @@ from ftp.passes import (
     Chunks,
     Joint,
     Packs,
+    Span,
     chunk_products,
     chunks,
     drop_copies,
+    gradient_reductions,
     join_products,
     joints,
     merge_axes,
     merge_updates,
+    narrow_reductions,
     pack,
     packs,
     prefetch,
     reuse_memory,
     schedule,
+    span_hosts,
+    spans,
 )
 from ftp.passes.inline_small_ops import small_updates
 from ftp.passes.onednn_matmuls import Choose, by_onednn, products
+from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
 from ftp.runtime.options import Options
 
@@ -46,32 +52,55 @@ class Decided:
     Attributes:
         graph: the plan's graph, its gathers in the order in which they are issued.
         joints: by move, the matmuls that it is fused with.
+        narrowed: names of the moves that sum gradients in ``reduce_dtype``.
+        spans: pairs of sums over a fast and a slow link.
     """
 
     graph: Graph
     packs: Packs
     chunks: Chunks
     joints: Mapping[str, Joint]
+    narrowed: frozenset[str] = frozenset()
+    spans: tuple[Span, ...] = ()
 
 
-def decide(graph: Graph, options: Options, axes: Mapping[str, int]) -> Decided:
+def decide(
+    graph: Graph, options: Options, axes: Mapping[str, int], hardware: Hardware = DEFAULT
+) -> Decided:
     """Decide from a plan's graph which collectives are merged, chunked, fused, packed and
     prefetched.
 
     Args:
         axes: the mesh's; none where the collectives of several axes cannot be merged.
+        hardware: its links by axis say which sums over two axes go in three steps.
     """
+    narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
+    spanned = spans(graph, hardware, without=narrowed)
+    apart = {name for span in spanned for name in (span.first, span.second)}
     if options.pack:
-        graph = merge_axes(graph, axes)
+        graph = merge_axes(graph, axes, apart)
+        narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     chunked = chunks(graph, options.chunks)
+    kept = tuple(name for name in chunked.moves if name not in narrowed)
+    chunked = replace(chunked, moves=kept)
     fused = joints(graph) if options.async_tp else {}
-    packed = packs(graph, without=(*chunked.moves, *fused)) if options.pack else Packs((), {})
-    return Decided(prefetch(graph, packed.groups, options.prefetch), packed, chunked, fused)
+    fused = {name: joint for name, joint in fused.items() if name not in narrowed}
+    packed = Packs((), {})
+    if options.pack:
+        packed = packs(graph, without=(*chunked.moves, *fused, *apart), apart=narrowed)
+    prefetched = prefetch(graph, packed.groups, options.prefetch)
+    return Decided(prefetched, packed, chunked, fused, narrowed, spanned)
 
 
-def rank_graph(graph: fx.Graph, decided: Decided) -> fx.Graph:
-    """A rank's graph with its collectives packed, chunked and fused as decided."""
+def rank_graph(
+    graph: fx.Graph, decided: Decided, options: Options, axes: Mapping[str, int]
+) -> fx.Graph:
+    """A rank's graph with its collectives packed, narrowed, chunked and fused as decided."""
     graph = pack(graph, decided.packs)
+    if options.reduce_dtype is not None:
+        graph = narrow_reductions(graph, decided.narrowed, options.reduce_dtype, axes)
+    if decided.spans:
+        graph = span_hosts(graph, decided.spans, axes)
     graph = chunk_products(graph, decided.chunks)
     return join_products(graph, decided.joints)
 

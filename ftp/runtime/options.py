@@ -3,6 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
+
 from ftp.planning.machine import GivenHardware
 
 PROGRAMS = 64  # that a step keeps
@@ -30,6 +32,7 @@ class Options:
     async_tp: bool = False
     programs: int = PROGRAMS
     hardware: GivenHardware = None
+    reduce_dtype: torch.dtype | None = None
 
 
 DEFAULT = Options()

@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import fx
 
-from ftp.errors import MeshError
+from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.partition import LocalProgram, Partitioner
 from ftp.passes.aliasing import families
 from ftp.passes.fuse_optimizer_updates import changed
@@ -20,6 +20,7 @@ from ftp.passes.transport import as_backends_take
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import DEFAULT as DEFAULT_HARDWARE
 from ftp.planning.cost import Hardware
+from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
@@ -58,8 +59,10 @@ class Program:
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
             ``batch``.
         donated: positions of inputs whose memory a run may use for its outputs.
+        assumptions: claims about values that the function takes as true; with ``check_inputs`` the
+            last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
-            ``cuda_graph``, ``async_tp``) are read here.
+            ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
         hardware: what it was planned for.
     """
 
@@ -75,6 +78,7 @@ class Program:
     leaf_specs: tuple[PartitionSpec, ...] = ()
     roles: tuple[str, ...] = ()
     donated: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
     options: Options = DEFAULT
     hardware: Hardware = DEFAULT_HARDWARE
 
@@ -85,7 +89,7 @@ class Program:
     @cached_property
     def partitioner(self) -> Partitioner:
         """Makes the ranks' programs without packs, chunks and fused matmuls."""
-        plain = replace(self.options, pack=False, chunks=1, async_tp=False)
+        plain = replace(self.options, pack=False, chunks=1, async_tp=False, reduce_dtype=None)
         return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
 
     def _partitioner_of(self, decided: Decided) -> Partitioner:
@@ -96,7 +100,8 @@ class Program:
     @cached_property
     def _decided(self) -> tuple[Decided, Partitioner]:
         is_ascending = list(self.mesh.ranks) == sorted(self.mesh.ranks)
-        decided = decide(self.plan.graph, self.options, self.mesh.axes if is_ascending else {})
+        axes = self.mesh.axes if is_ascending else {}
+        decided = decide(self.plan.graph, self.options, axes, self.hardware)
         return decided, self._partitioner_of(decided)
 
     @cached_property
@@ -107,9 +112,27 @@ class Program:
     def out_specs(self) -> list[PartitionSpec]:
         return self.plan.out_specs
 
+    def check_assumptions(self, outputs: Sequence[torch.Tensor], when: str) -> None:
+        """Raises an InputError that lists the assumptions which do not hold, after a run; every
+        rank has the same answers.
+        """
+        answers = outputs[len(outputs) - len(self.assumptions) :]
+        failures = [
+            f"{claim}: this does not hold{when}."
+            for claim, holds in zip(self.assumptions, answers, strict=True)
+            if not bool(holds)
+        ]
+        if failures:
+            raise InputError(join_failures(dict.fromkeys(failures)))
+
     @property
     def out_shapes(self) -> list[tuple[int, ...]]:
         return [v.meta.shape for v in self.plan.graph.outputs]
+
+    @property
+    def trial_rules(self) -> str:
+        """The rules found for ops without a stated one, as text."""
+        return found_by_trial(self.plan.graph)
 
     @cached_property
     def fingerprint(self) -> str:
@@ -129,7 +152,7 @@ class Program:
         o = self.options
         return (
             f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
-            f" chunks={o.chunks}, async_tp={o.async_tp}"
+            f" chunks={o.chunks}, async_tp={o.async_tp}, reduce_dtype={o.reduce_dtype}"
             f"\nplanned for {describe_hardware(self.hardware)}"
         )
 
@@ -142,12 +165,14 @@ class Program:
                 if self.mesh.kind == "process"
                 else dict.fromkeys(self.mesh.axes, 0)
             )
-        if not self.options.pack and self.options.chunks == 1 and not self.options.async_tp:
+        o = self.options
+        is_plain = not o.pack and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
+        if is_plain and not (self.hardware.links and self._decided[0].spans):
             return self.partitioner.program(coordinate)
         decided, partitioner = self._decided
         local = partitioner.program(coordinate)
         if local.gm not in self._changed:
-            graph = rank_graph(local.gm.graph, decided)
+            graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
             )

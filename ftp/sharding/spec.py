@@ -54,6 +54,26 @@ class Units:
 
 
 @dataclass(frozen=True, repr=False)
+class Stage(Units):
+    """An entry that gives a dim whole to one rank of an axis and none of it to the others: a
+    parameter of a pipeline's stage. ``ftp.Pipeline.place`` makes it.
+
+    Attributes:
+        stage: rank ``stage % n`` of the axis holds the dim.
+    """
+
+    size: int = 1
+    stage: int = 0
+
+    def __repr__(self) -> str:
+        return f"stage({self.axis!r}, {self.stage})"
+
+    @property
+    def is_plain(self) -> bool:
+        return False
+
+
+@dataclass(frozen=True, repr=False)
 class Zigzag(Units):
     """A cut of a dim over a mesh axis of n ranks in 2n chunks, of which rank r holds chunks r and
     2n-1-r; `zigzag` makes it.
@@ -145,6 +165,7 @@ class PartitionSpec:
         entries: one for each dim: ``None`` where the dim is whole, an axis name, ``units(...)``, or
             a tuple of these, major to minor. Missing trailing entries are ``None``. In a constraint
             a leading ``...`` stands for any number of ``None``: ``P(..., "tp")`` cuts the last dim.
+        unreduced: axes over which a sum is pending: the value is the sum of the ranks' tensors.
 
     Raises:
         SpecError: an axis that is used twice, an entry of another type.
@@ -163,14 +184,20 @@ class PartitionSpec:
     Source: JAX, ``jax.sharding.PartitionSpec``.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_unreduced")
     _entries: tuple[Entry, ...]
+    _unreduced: tuple[str, ...]
 
-    def __init__(self, *entries: "Entry | Sequence[str | Units]"):
+    def __init__(
+        self, *entries: "Entry | Sequence[str | Units]", unreduced: "str | Sequence[str]" = ()
+    ):
         self._entries = tuple(
             e if e is ... and not i else _entry(entries, e) for i, e in enumerate(entries)
         )
-        if len(set(axes := self.axes)) < len(axes):
+        self._unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
+        if any(not isinstance(a, str) for a in self._unreduced):
+            raise SpecError(f"{self!r}: unreduced is an axis name or a tuple of names.")
+        if len(set(axes := (*self.axes, *self._unreduced))) < len(axes):
             raise SpecError(_repeated(self))
 
     @property
@@ -199,9 +226,18 @@ class PartitionSpec:
     def __getitem__(self, dim: int) -> Entry:
         return self._entries[dim]
 
+    @property
+    def unreduced(self) -> tuple[str, ...]:
+        """The axes over which the ranks' tensors are the terms of a sum.
+
+        >>> P("dp", unreduced=("tp",)).unreduced
+        ('tp',)
+        """
+        return self._unreduced
+
     def __bool__(self) -> bool:
-        """Whether any dim is cut."""
-        return any(e is not None and e is not ... for e in self._entries)
+        """Whether any dim is cut, or a sum is pending."""
+        return bool(self._unreduced) or any(e is not None and e is not ... for e in self._entries)
 
     def at_rank(self, ndim: int) -> "PartitionSpec":
         """The spec of a tensor of ``ndim`` dims: a leading ``...`` is as many ``None`` as it takes.
@@ -211,9 +247,16 @@ class PartitionSpec:
         """
         if not self._entries or self._entries[0] is not ...:
             return self
-        return PartitionSpec(*(None,) * (ndim - len(self._entries) + 1), *self._entries[1:])
+        return PartitionSpec(
+            *(None,) * (ndim - len(self._entries) + 1),
+            *self._entries[1:],
+            unreduced=self._unreduced,
+        )
 
-    def _key(self) -> tuple[Entry, ...]:
+    def _key(self) -> tuple[tuple[Entry, ...], frozenset[str]]:
+        return (self._cut_key(), frozenset(self._unreduced))
+
+    def _cut_key(self) -> tuple[Entry, ...]:
         if self._entries[:1] == (...,):
             return self._entries
         end = max((d + 1 for d, e in enumerate(self._entries) if e is not None), default=0)
@@ -226,13 +269,19 @@ class PartitionSpec:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"P({', '.join('...' if e is ... else repr(e) for e in self._entries)})"
+        entries = ["..." if e is ... else repr(e) for e in self._entries]
+        entries += [f"unreduced={self._unreduced!r}"] if self._unreduced else []
+        return f"P({', '.join(entries)})"
 
     def __reduce__(self):
-        return (PartitionSpec, self._entries)
+        return (_remade, (self._entries, self._unreduced))
 
 
 P = PartitionSpec
+
+
+def _remade(entries: tuple[Entry, ...], unreduced: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*entries, unreduced=unreduced)
 
 
 def _entry(entries: Sequence[object], entry: object) -> Entry:
@@ -248,7 +297,12 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
 
 
 def check_spec(
-    spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str
+    spec: PartitionSpec,
+    shape: Sequence[int] | None,
+    axes: dict[str, int],
+    where: str,
+    *,
+    takes_sums: bool = False,
 ) -> list[str]:
     """What is wrong with ``spec`` for a tensor of global ``shape``; empty if nothing.
 
@@ -256,12 +310,19 @@ def check_spec(
         shape: None where it is not known.
         axes: the mesh, {name: size}.
         where: what messages call the tensor, as ``params['mlp']['up']``.
+        takes_sums: whether the spec may have unreduced axes.
     """
     failures = []
+    if spec.unreduced and not takes_sums:
+        return [
+            f"{where} has spec {spec}. An unreduced axis is known to ftp.device_put, device_get and"
+            f" ftp.equivalent alone: give {PartitionSpec(*spec.entries)}, and reduce the value"
+            " first."
+        ]
     if spec.entries[:1] == (...,):
         way_out = f" Give {spec.at_rank(len(shape))}." if shape is not None else ""
         return [f"{where} has spec {spec}, but only a constraint may begin with '...'.{way_out}"]
-    for axis in spec.axes:
+    for axis in (*spec.axes, *spec.unreduced):
         if axis not in axes:
             failures.append(
                 f"{where} has spec {spec}, but the mesh has no axis {axis!r}; its axes are"
@@ -415,6 +476,8 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
     >>> [cut_pieces(6, 4, i, units("tp", 3)) for i in range(4)]
     [[(0, 3)], [(0, 3)], [(3, 6)], [(3, 6)]]
     """
+    if isinstance(cut, Stage):
+        return [(0, size if index == cut.stage % n else 0)]
     found, begin = [], 0
     if cut.zigzag:
         dealt = [chunk(size, 2 * n, i) for i in (index, 2 * n - 1 - index)]
@@ -451,12 +514,37 @@ def is_factored(spec: PartitionSpec, dim: int, size: int, axes: dict[str, int]) 
     sizes = {size}
     for cut in spec.cuts(dim):
         n = axes[cut.axis]
+        if isinstance(cut, Stage) and n > 1:
+            return False
         for held in sizes:
             packs = cut.sizes(held)
             if n > 1 and (len(set(packs)) > 1 or cut.repeats(packs[0], n) > 1):
                 return False
         sizes = {_cut_length(held, n, i, cut) for held in sizes for i in range(n)}
     return True
+
+
+def staged(spec: PartitionSpec) -> Stage | None:
+    """The entry that gives a tensor to stages of a pipeline, if it has one."""
+    found = (cut for dim in range(len(spec)) for cut in spec.cuts(dim) if isinstance(cut, Stage))
+    return next(found, None)
+
+
+def without_stage(spec: PartitionSpec) -> PartitionSpec:
+    """The spec on the ranks of the tensor's stage.
+
+    >>> without_stage(P((Stage("pp", stage=1), "tp"), "dp"))
+    P('tp', 'dp')
+    """
+    kept = (
+        tuple(
+            cut.axis if cut.is_plain else cut
+            for cut in spec.cuts(dim)
+            if not isinstance(cut, Stage)
+        )
+        for dim in range(len(spec))
+    )
+    return P(*(entry[0] if len(entry) == 1 else entry or None for entry in kept))
 
 
 def known_size(spec: PartitionSpec, dim: int) -> int | None:

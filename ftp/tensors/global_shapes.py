@@ -12,7 +12,7 @@ from ftp.errors import MismatchError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import PartitionSpec, known_size, local_shape
+from ftp.sharding.spec import PartitionSpec, Stage, known_size, local_shape
 from ftp.tensors.placement import placement_of
 
 
@@ -36,7 +36,7 @@ def global_shape(leaf: Any, spec: PartitionSpec, mesh: Mesh) -> tuple[int, ...] 
     if mesh.kind == "process" and leaf.device.type != "meta" and not isinstance(leaf, FakeTensor):
         for dim in range(min(len(spec), leaf.ndim)):
             for cut in spec.cuts(dim):
-                shape[dim] *= mesh.axes.get(cut.axis, 1)
+                shape[dim] *= 1 if isinstance(cut, Stage) else mesh.axes.get(cut.axis, 1)
             shape[dim] = known_size(spec, dim) or shape[dim]
     return tuple(shape)
 

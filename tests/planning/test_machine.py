@@ -34,7 +34,7 @@ def test_the_page():
     runner = doctest.DocTestRunner(optionflags=flags)
     runner.run(test, out=printed.append)
     assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
-    assert len(test.examples) > 12
+    assert len(test.examples) > 16
 
 
 @pytest.mark.parametrize("name", MAKERS)

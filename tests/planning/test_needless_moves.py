@@ -1,10 +1,13 @@
 """Nothing is moved that need not be: exact collectives of programs that once moved more."""
 
+import math
+
 import pytest
 import torch
 
 import ftp
 from ftp import P
+from ftp.rules.op_kinds import is_product
 
 
 def ops(lowered):
@@ -163,3 +166,58 @@ def test_figures_of_weights_that_are_widened():
         step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"), data_axes=("dp",))
         found = gathers(step.lower(params, *batch))
         assert found[: len(expected)] == expected
+
+
+def products_cut(lowered):
+    """How many matmuls a rank computes a part of, and how many there are."""
+    products = [n for n in lowered.plan.graph.nodes if n.kind == "op" and is_product(n.target)]
+    return sum(bool(n.cuts) for n in products), len(products)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+def test_tokens_that_are_sliced_in_the_loss_are_cut_again(n):
+    """Inputs and targets as slices of one tensor: no matmul was cut under context parallelism."""
+
+    def lm(p, x, y):
+        h = torch.nn.functional.embedding(x, p["e"])
+        h = h + torch.tanh(h @ p["u"]) @ p["d"]
+        logits = h @ p["e"].T
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), y.flatten())
+
+    def sliced(p, z):
+        return lm(p, z[:, :-1], z[:, 1:])
+
+    torch.manual_seed(0)
+    params = {
+        name: torch.randn(shape, dtype=torch.float64)
+        for name, shape in {"e": (29, 8), "u": (8, 32), "d": (32, 8)}.items()
+    }
+    z = torch.randint(29, (2, 14))
+    step = ftp.shard(sliced, ftp.simulated_mesh((n,), ("cp",)), P(), batch_specs=P(None, "cp"))
+    lowered = step.lower(params, z)
+    cut, count = products_cut(lowered)
+    assert cut == count > 6
+    assert gathers(lowered) == [("int64", 8 * 2 * n * -(-14 // n))]  # the tokens, padded
+    grads, value = torch.func.grad_and_value(sliced)(params, z)
+    torch.testing.assert_close(step(params, z), (value, grads), rtol=1e-12, atol=1e-12)
+
+
+def test_batch_norm_under_zero3_moves_weights_and_statistics_alone():
+    def loss(p, x):
+        x = torch.nn.functional.conv2d(x, p["c"])
+        x = torch.nn.functional.batch_norm(x, None, None, p["w"], p["b"], training=True)
+        return torch.relu(x).square().mean()
+
+    torch.manual_seed(0)
+    params = {
+        "c": torch.randn(6, 3, 3, 3, dtype=torch.float64),
+        "w": torch.randn(6, dtype=torch.float64),
+        "b": torch.randn(6, dtype=torch.float64),
+    }
+    x = torch.randn(4, 3, 6, 6, dtype=torch.float64)
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("dp",)), P("dp"), batch_specs=P("dp"))
+    lowered = step.lower(params, x)
+    assert lowered.plan.kept_rules == {"dp": True}
+    assert all(math.prod(c.global_shape) <= params["c"].numel() for c in lowered.collectives)
+    grads, value = torch.func.grad_and_value(loss)(params, x)
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-11, atol=1e-11)

@@ -1,0 +1,195 @@
+"""A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ftp.api.arguments import Arguments
+from ftp.api.certify import certified
+from ftp.api.graph_checks import check_constraints, check_local_meshes
+from ftp.api.step import InSpecs, Step, _Planned
+from ftp.errors import InputError, SpecError, join_failures
+from ftp.paused_gc import collection_paused
+from ftp.pipeline.check import check_stages
+from ftp.pipeline.placement import Pipeline
+from ftp.pipeline.split import split
+from ftp.planning.planner import Watch
+from ftp.planning.prepare import Prepared
+from ftp.report.lowered import check_strictly
+from ftp.report.pipelined import LoweredPipeline
+from ftp.runtime.options import Options
+from ftp.runtime.pipeline_program import PipelineProgram
+from ftp.runtime.stage_programs import Held, plan_stages, within_stage
+from ftp.sharding.arguments import Shape
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import PartitionSpec, local_shape, without_stage
+from ftp.tensors.placement import placement
+from ftp.tracing.captured import places_of
+from ftp.tracing.trace import Traced
+
+
+class PipelinedStep(Step):
+    """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        mesh: Mesh,
+        in_specs: InSpecs,
+        pipeline: Pipeline,
+        *,
+        arguments: Sequence[str],
+        options: Options,
+    ):
+        def gradients_as_params(result: Any, given: Any, args: Any) -> Any:
+            raise AssertionError("a pipelined step has out specs of its own")
+
+        super().__init__(
+            fn,
+            mesh,
+            in_specs,
+            gradients_as_params,
+            arguments=arguments,
+            state=(0,),
+            options=options,
+        )
+        self._pipeline = pipeline
+
+    def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
+        """The pipeline's programs for these arguments (real, fake or meta), without running them or
+        talking to other ranks.
+        """
+        call = Arguments(args, self._arguments)
+        specs = self._checked_specs(call)
+        shapes = self._estimated_shapes(call, specs)
+        known = self._programs.get(call.key) or self._build(call, specs, shapes)
+        return LoweredPipeline(known.program)  # type: ignore[arg-type]
+
+    @collection_paused()
+    def _build(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        watch: Watch | None = None,
+        traced: Traced | None = None,
+    ) -> _Planned:
+        pipeline = self._pipeline
+        n = sum(position == 0 for position in call.positions)
+        self._check_batch(call, specs, shapes, n)
+        micro = [
+            shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
+            for i, shape in enumerate(shapes)
+        ]
+        traced = self._traced(call, micro)
+        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+        stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
+        ranks = self.mesh.axes[pipeline.axis]
+        actions = pipeline.actions(ranks)
+        results = len(traced.out_shapes) - n
+        whole_graph = copy.deepcopy(traced.gm.graph)
+        stages = split(
+            traced.gm,
+            [0 if stage is None else stage for stage in stage_of],
+            len(tensors) - n,
+            results,
+            ranks * pipeline.chunks,
+            halves=any(action.kind == "I" for own in actions for action in own),
+        )
+        check_stages(whole_graph, n, len(tensors) - n, stages, actions)
+        within = within_stage(self.mesh, pipeline.axis)
+
+        def check(prepared: Prepared) -> None:
+            check_constraints(prepared.constraints, within)
+            check_local_meshes(prepared.graph, within)
+
+        params = [without_stage(specs[i]) for i in range(n)]
+        batch = [specs[i] for i in tensors[n:]]
+        made = plan_stages(
+            stages,
+            within,
+            (call.names[:n], [call.names[i] for i in tensors[n:]]),
+            params,
+            batch,
+            traced.constants,
+            self._options,
+            self._hardware_on(self.mesh.hosts),
+            check,
+        )
+        for program in {id(p): p for p in made.programs.values()}.values():
+            if self._options.strict:
+                check_strictly(program)
+            if self._options.certify:
+                certified(program)
+        held = [made.values[name] for _, name in stages.results]
+        whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
+        program = PipelineProgram(
+            mesh=self.mesh,
+            pipeline=pipeline,
+            actions=actions,
+            made=made,
+            leaves=[
+                Held(spec, leaf.shape, leaf.dtype)
+                for spec, leaf in zip(params, whole[:n], strict=True)
+            ],
+            stage_of=stage_of,
+            batch=whole[n:],
+            out_specs=[*(h.spec for h in held), *(h.spec for h in whole[:n])],
+            out_shapes=[*(h.shape for h in held), *(h.shape for h in whole[:n])],
+            tensor_leaves=tensors,
+            leaf_specs=tuple(specs),
+            out_tree=traced.out_tree,
+            out_leaves=traced.out_leaves,
+            is_static=traced.is_static,
+        )
+        placements = tuple(
+            placement(self.mesh, spec, shape)
+            for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
+        )
+        return _Planned(
+            program,  # type: ignore[arg-type]
+            call.key,
+            tuple(shapes),
+            placements,
+            (),
+            (),
+            places_of(self._fn, traced.captured),
+        )
+
+    def _check_batch(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        n: int,
+    ) -> None:
+        """Raises unless every rank's rows of the batch are whole microbatches."""
+        pipeline, failures = self._pipeline, []
+        for leaf, spec, shape, name in zip(
+            call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True
+        ):
+            if not isinstance(leaf, torch.Tensor) or shape is None:
+                continue
+            if pipeline.axis in spec.axes:
+                raise SpecError(
+                    f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
+                    f" take the whole batch. Leave {pipeline.axis!r} out."
+                )
+            count = pipeline.microbatches
+            rows = (
+                {local_shape(spec, shape, self.mesh.axes, at)[0] for at in self.mesh.coordinates()}
+                if shape
+                else {1}
+            )
+            odd = [r for r in sorted(rows) if r % count]
+            if not shape or odd:
+                held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
+                failures.append(
+                    f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
+                    " microbatches. Give a batch of a multiple of"
+                    f" {count} rows for each rank, or another number of microbatches."
+                )
+        if failures:
+            raise InputError(join_failures(failures))

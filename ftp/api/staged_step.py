@@ -1,0 +1,172 @@
+"""A step of any function whose arguments belong to stages of a pipeline: an optimizer's update, or
+an initialization.
+"""
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from ftp.api.arguments import Arguments
+from ftp.api.certify import certified
+from ftp.api.graph_checks import check_constraints, check_local_meshes
+from ftp.api.outputs import returned_trees, with_given
+from ftp.api.step import Step, _Planned
+from ftp.errors import SpecError
+from ftp.paused_gc import collection_paused
+from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
+from ftp.planning.planner import Watch
+from ftp.planning.prepare import Prepared
+from ftp.report.lowered import check_strictly
+from ftp.report.staged import LoweredRounds
+from ftp.runtime.stage_programs import Held, PiecePlanner, within_stage
+from ftp.runtime.staged_program import StagedProgram
+from ftp.sharding.arguments import Shape
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import PartitionSpec, staged, without_stage
+from ftp.tensors.placement import Donated, placement
+from ftp.tracing.captured import places_of
+from ftp.tracing.trace import Traced
+
+
+def has_stages(specs: Any) -> bool:
+    """Whether some spec of a tree gives a stage."""
+    return any(isinstance(s, PartitionSpec) and staged(s) is not None for s in flatten(specs)[0])
+
+
+class StagedStep(Step):
+    """``Step`` of a function whose specs give stages; ``ftp.spmd`` makes it."""
+
+    def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]
+        """The programs for these arguments (real, fake or meta), without running them or talking to
+        other ranks.
+        """
+        call = Arguments(args, self._arguments)
+        specs = self._checked_specs(call)
+        shapes = self._estimated_shapes(call, specs)
+        known = self._programs.get(call.key) or self._build(call, specs, shapes)
+        return LoweredRounds(known.program)  # type: ignore[arg-type]
+
+    @collection_paused()
+    def _build(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        watch: Watch | None = None,
+        traced: Traced | None = None,
+    ) -> _Planned:
+        traced = traced or self._traced(call, shapes)
+        out_specs = self._checked_out_specs(traced, specs, call.args)
+        trees = returned_trees(call.treedef, shapes, specs, traced, out_specs)
+        given = {
+            position: [s for s, at in zip(specs, call.positions, strict=True) if at == position]
+            for position in trees
+        }
+        out_specs = with_given(out_specs, trees, given, traced)
+        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+        axis = self._axis([*specs, *(s for s in out_specs if s is not None)])
+        ranks = self.mesh.axes[axis]
+
+        def rank_of(spec: PartitionSpec | None) -> int:
+            entry = None if spec is None else staged(spec)
+            return ALL if entry is None else entry.stage % ranks
+
+        inputs = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
+        in_specs = [specs[i] for i in tensors] + [PartitionSpec()] * len(traced.constants)
+        holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
+        whole = copy.deepcopy(traced.gm.graph)
+        rounds = split_in_rounds(traced.gm, holders, due, ranks)
+        check_rounds(whole, rounds, due, ranks)
+        within = within_stage(self.mesh, axis)
+
+        def check(prepared: Prepared) -> None:
+            check_constraints(prepared.constraints, within)
+            check_local_meshes(prepared.graph, within)
+
+        plain = [without_stage(s) for s in in_specs]
+        names = [call.names[i] for i in tensors] + [n.name for n in inputs[len(tensors) :]]
+        asked = {
+            name: without_stage(spec)
+            for name, spec in zip(rounds.results, out_specs, strict=True)
+            if spec is not None
+        }
+        data_axes = self._options.data_axes or ()
+        planner = PiecePlanner(
+            within,
+            (names, ()),
+            plain,
+            (),
+            (),
+            asked,
+            replace(self._options, data_axes=data_axes),
+            self._hardware_on(self.mesh.hosts),
+            check,
+        )
+        for node, spec in zip(inputs, plain, strict=True):
+            val = node.meta["val"]
+            planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
+        programs = {
+            (at, rank): planner.plan(piece)
+            for at, pieces in enumerate(rounds.pieces)
+            for rank, piece in sorted(pieces.items())
+        }
+        for program in {id(p): p for p in programs.values()}.values():
+            if self._options.strict:
+                check_strictly(program)
+            if self._options.certify:
+                certified(program)
+        found_specs = [
+            planner.values[name].spec if spec is None else spec
+            for name, spec in zip(rounds.results, out_specs, strict=True)
+        ]
+        donated = self._options.donate
+        program = StagedProgram(
+            mesh=self.mesh,
+            within=within,
+            axis=axis,
+            rounds=rounds,
+            programs=programs,
+            values=planner.values,
+            inputs=[n.name for n in inputs],
+            constants=traced.constants,
+            due=due,
+            out_specs=found_specs,
+            out_shapes=traced.out_shapes,
+            tensor_leaves=tensors,
+            leaf_specs=tuple(specs),
+            out_tree=traced.out_tree,
+            out_leaves=traced.out_leaves,
+            is_static=traced.is_static,
+        )
+        placements = tuple(
+            placement(self.mesh, spec, shape)
+            for spec, shape in zip(found_specs, traced.out_shapes, strict=True)
+        )
+        facts = {position: Donated(self._argument_name(position)) for position in donated}
+        marks = [(i, facts[call.positions[i]]) for i in tensors if call.positions[i] in facts]
+        return _Planned(
+            program,  # type: ignore[arg-type]
+            call.key,
+            tuple(shapes),
+            placements,
+            (),
+            tuple(marks),
+            places_of(self._fn, traced.captured),
+        )
+
+    def _axis(self, specs: Sequence[PartitionSpec]) -> str:
+        """The axis of the stages; raises where there are several, or it is cut otherwise too."""
+        entries = [entry for s in specs if (entry := staged(s)) is not None]
+        axes = sorted({entry.axis for entry in entries})
+        if len(axes) > 1:
+            raise SpecError(f"The specs give stages over {' and '.join(axes)}. Use one axis.")
+        cut = [s for s in specs if axes[0] in s.axes and staged(s) is None]
+        if cut:
+            raise SpecError(
+                f"The spec {cut[0]} cuts a dim over {axes[0]!r}, whose ranks are stages of a"
+                " pipeline. Leave it out, or give a stage with pipeline.place."
+            )
+        return axes[0]

@@ -1,0 +1,187 @@
+"""Cut a traced function whose inputs belong to stages, such as an optimizer's update, into rounds.
+
+A value is computed on the rank that holds what it is computed from. Where that is several ranks, as
+for a norm over all gradients, they hand each other their operands and every rank computes it; what
+follows is the next round. A round is one piece for each rank, then one exchange.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.errors import CertificateError
+from ftp.pipeline.check import Numbering
+from ftp.pipeline.split import Piece
+
+ANY, ALL = -1, -2  # computed where it is read; on every rank
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """A function in pieces.
+
+    Attributes:
+        pieces: per round, per rank of the axis its piece.
+        shared: per round what each rank hands to all others after its piece, ``(name, rank)``.
+        results: per output the name of its value.
+    """
+
+    pieces: tuple[Mapping[int, Piece], ...]
+    shared: tuple[tuple[tuple[str, int], ...], ...]
+    results: tuple[str, ...]
+
+
+def split_in_rounds(
+    gm: fx.GraphModule, holders: Sequence[int], due: Sequence[int], ranks: int
+) -> Rounds:
+    """The pieces of a functional graph.
+
+    Args:
+        holders: per input, constants too, the rank that holds it, or `ALL`.
+        due: per output the rank that returns it, or `ALL`.
+        ranks: of the axis.
+    """
+    graph = gm.graph
+    inputs = [n for n in graph.nodes if n.op == "placeholder"]
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    outputs: list[fx.Node] = list(graph.output_node().args[0])  # type: ignore[arg-type]
+    home = {n: (ANY if at == ALL else at) for n, at in zip(inputs, holders, strict=True)}
+    level = dict.fromkeys(inputs, 0)
+    shared: dict[fx.Node, int] = {}  # what is handed to all ranks, after which round
+    for node in nodes:
+        reads = node.all_input_nodes
+        at = {home[x] for x in reads} - {ANY}
+        own = at - {ALL}
+        level[node] = max((level[x] for x in reads), default=0)
+        if not at:
+            home[node] = ANY
+        elif len(own) == 1 and (ALL not in at or not _is_scalar(node)):
+            home[node] = own.pop()
+        else:
+            home[node] = ALL
+        if home[node] == ALL:
+            for x in reads:
+                if home[x] not in (ANY, ALL):
+                    shared.setdefault(x, level[x])
+                    level[node] = max(level[node], level[x] + 1)
+    for node, at in zip(outputs, due, strict=True):
+        if home[node] not in (ANY, ALL, at):
+            shared.setdefault(node, level[node])
+    count = max([0, *(level[n] for n in nodes), *(at + 1 for at in shared.values())]) + 1
+    made: list[dict[int, Piece]] = [{} for _ in range(count)]
+    for rank in range(ranks):
+        _pieces_of(rank, nodes, inputs, outputs, due, home, level, shared, made)
+    order = {n: i for i, n in enumerate([*inputs, *nodes])}
+    handed = [
+        tuple(
+            (n.name, home[n])
+            for n, at in sorted(shared.items(), key=lambda s: order[s[0]])
+            if at == r
+        )
+        for r in range(count)
+    ]
+    return Rounds(tuple(made), tuple(handed), tuple(n.name for n in outputs))
+
+
+def _is_scalar(node: fx.Node) -> bool:
+    val = node.meta.get("val")
+    return isinstance(val, torch.Tensor) and not val.ndim
+
+
+def _pieces_of(
+    rank: int,
+    nodes: Sequence[fx.Node],
+    inputs: Sequence[fx.Node],
+    outputs: Sequence[fx.Node],
+    due: Sequence[int],
+    home: Mapping[fx.Node, int],
+    level: Mapping[fx.Node, int],
+    shared: Mapping[fx.Node, int],
+    made: list[dict[int, Piece]],
+) -> None:
+    """Add a rank's pieces, the last round first: what a round reads, an earlier one gives."""
+    number = {n: i for i, n in enumerate(inputs)}
+    own = [
+        n
+        for n, at in zip(outputs, due, strict=True)
+        if n not in number and at in (ALL, rank) and home[n] in (ANY, ALL, rank)
+    ]
+    wanted = {*own, *(n for n in shared if home[n] == rank and n not in number)}
+    for at in reversed(range(len(made))):
+        roots = [n for n in nodes if n in wanted and level[n] == at]
+        needed, here = set(roots), set()
+        for node in reversed(nodes):
+            if node in needed and level[node] == at and home[node] in (ANY, ALL, rank):
+                here.add(node)
+                needed.update(node.all_input_nodes)
+        # A tuple stays in its round; its parts are read by later ones.
+        read = [n for n in nodes if n in needed and n not in here]
+        wanted.update(n for n in read if home[n] in (ANY, ALL, rank))
+        if not here:
+            continue
+        graph, env = fx.Graph(), {}
+        foreign = [n for n in inputs if n in needed and home[n] not in (ANY, rank)]
+        given = [n for n in inputs if n in needed and n not in foreign]
+        for node in (*given, *foreign, *read):
+            env[node] = graph.placeholder(node.name)
+            env[node].meta = dict(node.meta)
+        for node in nodes:
+            if node in here:
+                env[node] = graph.node_copy(node, env.__getitem__)
+                env[node].meta = dict(node.meta)
+        graph.output(tuple(env[n] for n in roots))
+        made[at][rank] = Piece(
+            "F",
+            rank,
+            fx.GraphModule({}, graph),
+            tuple(number[n] for n in given),
+            (),
+            tuple(n.name for n in (*foreign, *read)),
+            (),
+            tuple(n.name for n in roots),
+        )
+
+
+def check_rounds(traced: fx.Graph, rounds: Rounds, due: Sequence[int], ranks: int) -> None:
+    """Raises unless every rank's results are those of the traced function.
+
+    Raises:
+        CertificateError: a value that is missing or another one. That is a fault of ftp: please
+            report it.
+    """
+    numbering = Numbering()
+    inputs = [node for node in traced.nodes if node.op == "placeholder"]
+    roots = [numbering.of(("input", i)) for i in range(len(inputs))]
+    wanted = numbering.run(traced, roots)
+    names = {node.name: number for node, number in zip(inputs, roots, strict=True)}
+    held: list[dict[str, int]] = [dict[str, int]() for _ in range(ranks)]
+    for pieces, shared in zip(rounds.pieces, rounds.shared, strict=True):
+        for rank, piece in pieces.items():
+            if missing := [name for name in piece.values if name not in held[rank]]:
+                raise CertificateError(f"Rank {rank} reads %{missing[0]}, which it does not hold.")
+            given = [*(roots[i] for i in piece.params), *(held[rank][n] for n in piece.values)]
+            found = numbering.run(piece.gm.graph, given)
+            held[rank].update(zip(piece.outputs, found, strict=True))
+        for name, owner in shared:
+            number = held[owner].get(name, names.get(name))
+            if number is None:
+                raise CertificateError(f"Rank {owner} hands on %{name}, which it does not hold.")
+            for own in held:
+                own[name] = number
+    for name, number, at in zip(rounds.results, wanted, due, strict=True):
+        for rank in range(ranks) if at == ALL else (at,):
+            if held[rank].get(name, names.get(name)) != number:
+                raise CertificateError(f"Rank {rank} returns %{name}, which is another value.")
+
+
+def text_of(rounds: Rounds) -> str:
+    """The rounds as text that is equal on all ranks."""
+    parts: list[Any] = [
+        (r, rank, piece.params, piece.values, piece.outputs)
+        for r, pieces in enumerate(rounds.pieces)
+        for rank, piece in sorted(pieces.items())
+    ]
+    return f"{parts} {rounds.shared} {rounds.results}"

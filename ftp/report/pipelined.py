@@ -1,0 +1,328 @@
+"""``LoweredPipeline``: a pipeline before it runs: programs, messages, memory, bubble, timeline."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from ftp.partitioning.collectives import Collective
+from ftp.pipeline.schedule import Action, Kind, Timed, bubble, held_microbatches, simulate
+from ftp.planning.machine import GivenHardware
+from ftp.report.collectives import Collectives
+from ftp.report.lowered import Lowered
+from ftp.report.memory import in_bytes
+from ftp.runtime.pipeline_program import PipelineProgram
+from ftp.runtime.stage_programs import Held
+from ftp.sharding.spec import local_shape
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When each action runs: as estimated, and as measured by this process' last call.
+
+    Attributes:
+        planned, measured: actions in order of time.
+    """
+
+    planned: Sequence[Timed]
+    measured: Sequence[Timed] = ()
+
+    def save(self, path: str | Path) -> None:
+        """Write a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: a row a rank.
+
+        Args:
+            path: of a JSON file.
+        """
+        groups = {"planned": self.planned, "measured": self.measured}
+        events: list[dict[str, Any]] = []
+        for pid, (group, timed) in enumerate(groups.items()):
+            if timed:
+                events.append(
+                    {"ph": "M", "name": "process_name", "pid": pid, "args": {"name": group}}
+                )
+            for rank in sorted({t.rank for t in timed}):
+                events.append(
+                    {
+                        "ph": "M",
+                        "name": "thread_name",
+                        "pid": pid,
+                        "tid": rank,
+                        "args": {"name": f"pipeline rank {rank}"},
+                    }
+                )
+            events += [
+                {
+                    "ph": "X",
+                    "name": str(t.action),
+                    "cat": t.action.kind,
+                    "pid": pid,
+                    "tid": t.rank,
+                    "ts": t.start * 1e6,
+                    "dur": (t.end - t.start) * 1e6,
+                    "args": {"stage": t.action.stage, "microbatch": t.action.microbatch},
+                }
+                for t in timed
+            ]
+        Path(path).write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+
+    def picture(self, width: int = 72) -> str:
+        """The planned actions as text, a line a rank; ``.`` is a wait."""
+        end = max((t.end for t in self.planned), default=0.0) or 1.0
+        lines = []
+        for rank in sorted({t.rank for t in self.planned}):
+            cells = ["."] * width
+            for t in self.planned:
+                if t.rank == rank:
+                    first, last = (round(x / end * width) for x in (t.start, t.end))
+                    cells[first:last] = t.action.kind * (last - first)
+            lines.append(f"rank {rank:>3} |{''.join(cells)}|")
+        return "\n".join(lines)
+
+
+class LoweredPipeline:
+    """A pipelined step before it runs; ``print`` shows its stages and its schedule.
+
+    Attributes:
+        stages: per stage the program of each kind of action; a kind without work has none.
+        actions: per rank of the pipeline's axis its actions, in order.
+
+    >>> import ftp, torch
+    >>> mesh, pipe = ftp.AbstractMesh((2,), ("pp",)), ftp.Pipeline("pp", microbatches=4)
+    >>> params = {"layers": [{"w": torch.empty(8, 8)} for _ in range(4)]}
+    >>> def loss_fn(params, x):
+    ...     for layer in params["layers"]:
+    ...         x = (x @ layer["w"]).relu()
+    ...     return x.mean()
+    >>> specs = pipe.place(params, None, mesh)
+    >>> lowered = ftp.shard(loss_fn, mesh, specs, pipeline=pipe).lower(params, torch.empty(16, 8))
+    >>> lowered.ideal_bubble, [c.op for c in lowered.collectives][:2]
+    (0.2, ['send', 'send'])
+    """
+
+    def __init__(self, program: PipelineProgram):
+        self._program = program
+        self.actions = program.actions
+        made, known = program.made, {}
+        for p in made.programs.values():
+            known.setdefault(id(p), Lowered(p))
+        count = len(made.stages.forward)
+        self.stages: list[dict[Kind, Lowered]] = [
+            {kind: known[id(p)] for (kind, k), p in made.programs.items() if k == stage}
+            for stage in range(count)
+        ]
+
+    @property
+    def out_specs(self) -> Any:
+        """The result's tree with a spec for each leaf."""
+        specs = iter(self._program.out_specs)
+        return self._program.out_tree.unflatten(
+            [None if static else next(specs) for static in self._program.is_static]
+        )
+
+    # What is sent.
+
+    def messages(self, stage: int, kind: str) -> Collectives:
+        """What a stage sends to its neighbour for one microbatch: after "F" to the next one, after
+        "B" or "I" to the one before.
+        """
+        stages, axis = self._program.made.stages, self._program.pipeline.axis
+        sent = {"F": stages.forward, "B": stages.backward, "I": stages.backward}.get(kind)
+        names = () if sent is None else sent[stage]
+        to = stage + 1 if kind == "F" else stage - 1
+        if self._is_on_one_rank(stage, to):
+            return Collectives()
+        return Collectives(
+            self._message(self._program.made.values[name], axis, f"{name} to stage {to}")
+            for name in names
+        )
+
+    def _is_on_one_rank(self, stage: int, other: int) -> bool:
+        ranks = self._program.ranks
+        return not 0 <= other < len(self.stages) or stage % ranks == other % ranks
+
+    def _message(self, held: Held, axis: str, cause: str) -> Collective:
+        shape = self._local(held)
+        nbytes = math.prod(shape) * held.dtype.itemsize
+        return Collective("send", (axis,), shape, held.dtype, nbytes, held.shape, nbytes, "", cause)
+
+    def _local(self, held: Held) -> tuple[int, ...]:
+        return local_shape(held.spec, held.shape, self._program.made.mesh.axes)
+
+    def _nbytes(self, held: Held) -> int:
+        return math.prod(self._local(held)) * held.dtype.itemsize
+
+    def collectives_of(self, rank: int) -> Collectives:
+        """One record per collective and message that a rank of the pipeline's axis issues, in the
+        order of its actions; what is sent once a step comes last.
+        """
+        program = self._program
+        stages, axis, found = program.made.stages, program.pipeline.axis, []
+        for kind, stage, _ in program.actions[rank]:
+            lowered = self.stages[stage].get(kind)
+            if lowered is not None:
+                found += [
+                    replace(c, cause=f"{c.cause}, stage {stage}") for c in lowered.collectives
+                ]
+            found += self.messages(stage, kind)
+        for leaf, (held, holder) in enumerate(zip(program.leaves, program.stage_of, strict=True)):
+            if holder is None:
+                continue
+            home = holder % program.ranks
+            others = dict.fromkeys(k % program.ranks for k in stages.borrowed[leaf])
+            if home == rank:
+                found += [
+                    self._message(held, axis, f"parameter {leaf} to a stage that reads it too")
+                    for other in others
+                    if other != home
+                ]
+            found += [
+                self._message(held, axis, f"gradient of parameter {leaf} to its stage")
+                for k in stages.gradients[leaf]
+                if k % program.ranks == rank != home
+            ]
+        return Collectives(found)
+
+    @property
+    def collectives(self) -> Collectives:
+        """`collectives_of` this process' rank; of the first without processes."""
+        mesh, axis = self._program.mesh, self._program.pipeline.axis
+        at = mesh.coordinate if mesh.kind == "process" else None
+        return self.collectives_of(0 if at is None else at[axis])
+
+    # Memory.
+
+    @cached_property
+    def memory_by_rank(self) -> tuple[int, ...]:
+        """The peak bytes of each rank of the pipeline's axis: its parameters and gradients, the
+        batch, what it holds of microbatches on their way, and what its largest action takes.
+        """
+        return tuple(self._peak(rank) for rank in range(self._program.ranks))
+
+    @property
+    def memory(self) -> int:
+        """The peak bytes of the rank that needs most."""
+        return max(self.memory_by_rank)
+
+    def _peak(self, rank: int) -> int:
+        program = self._program
+        made, stages = program.made, program.made.stages
+        own = [
+            held
+            for leaf, (held, holder) in enumerate(
+                zip(program.leaves, program.stage_of, strict=True)
+            )
+            if holder is None
+            or any(k % program.ranks == rank for k in (holder, *stages.borrowed[leaf]))
+        ]
+        base = sum(map(self._nbytes, own)) + sum(
+            math.prod(local_shape(h.spec, h.shape, program.mesh.axes)) * h.dtype.itemsize
+            for h in program.batch
+        )
+        totals: dict[tuple[int, int], int] = {}
+        held: dict[tuple[int, int], set[str]] = {}
+        peak = base
+        for kind, stage, i in program.actions[rank]:
+            here = held.setdefault((stage, i), set())
+            if kind == "F" and stage:
+                here.update(stages.forward[stage - 1])
+            elif kind in "BI" and stage + 1 < len(self.stages):
+                here.update(stages.backward[stage + 1])
+            piece, lowered = stages.pieces.get((kind, stage)), self.stages[stage].get(kind)
+            living = sum(self._nbytes(made.values[n]) for names in held.values() for n in names)
+            living += base + sum(totals.values())
+            if piece is not None and lowered is not None:
+                peak = max(peak, living + lowered.memory - sum(lowered.input_bytes.values()))
+                here.update(piece.outputs)
+            later = {"F": "BIW", "I": "W"}.get(kind, "")
+            kept = {
+                name
+                for k in later
+                for name in (stages.pieces[k, stage].values if (k, stage) in stages.pieces else ())  # type: ignore[index]
+            }
+            kept |= set(stages.backward[stage]) if kind == "F" else set()
+            if kind in "BW":
+                for leaf, found in enumerate(stages.gradients):
+                    if stage in found:
+                        totals[leaf, stage] = self._nbytes(program.leaves[leaf])
+            here &= kept
+        return max(peak, base + 2 * sum(totals.values()))
+
+    # Time.
+
+    def seconds(self, action: Action, hardware: GivenHardware = None) -> float:
+        """The estimated time of an action."""
+        lowered = self.stages[action.stage].get(action.kind)
+        if lowered is None:
+            return 0.0
+        known = self._costs.setdefault(repr(hardware), {})
+        if id(lowered) not in known:
+            known[id(lowered)] = float(lowered.cost(hardware))
+        return known[id(lowered)]
+
+    @cached_property
+    def _costs(self) -> dict[str, dict[int, float]]:
+        return {}
+
+    def timed(self, hardware: GivenHardware = None) -> list[Timed]:
+        """When each action runs, by estimated times."""
+        return simulate(self.actions, len(self.stages), lambda a: self.seconds(a, hardware))
+
+    def cost(self, hardware: GivenHardware = None) -> float:
+        """Estimated seconds of a step, by the slowest rank."""
+        return max(t.end for t in self.timed(hardware))
+
+    @property
+    def bubble(self) -> float:
+        """The part of all ranks' time that they wait, by estimated times."""
+        return bubble(self.timed(), self._program.ranks)
+
+    @property
+    def ideal_bubble(self) -> float | None:
+        """The bubble in closed form, of stages that take equally long: ``(p - 1) / (v m + p - 1)``
+        of p ranks, m microbatches and v chunks; None for schedules without one.
+        """
+        pipeline, p = self._program.pipeline, self._program.ranks
+        if pipeline.schedule not in ("gpipe", "1f1b", "interleaved"):
+            return None
+        chunks = pipeline.chunks if pipeline.schedule == "interleaved" else 1
+        return (p - 1) / (chunks * pipeline.microbatches + p - 1)
+
+    @property
+    def timeline(self) -> Timeline:
+        """When each action runs; ``timeline.save(path)`` writes a trace for Perfetto."""
+        return Timeline(self.timed(), self._program.measured)
+
+    def __str__(self) -> str:
+        program = self._program
+        pipeline = program.pipeline
+        schedule = pipeline.schedule if isinstance(pipeline.schedule, str) else "a list of actions"
+        lines = [
+            f"pipeline of {len(self.stages)} stages over {pipeline.axis!r} of {program.mesh},"
+            f" {pipeline.microbatches} microbatches, schedule {schedule}"
+        ]
+        for stage, lowered in enumerate(self.stages):
+            sent = [
+                f"{kind} sends {in_bytes(sum(c.nbytes for c in self.messages(stage, kind)))}"
+                for kind in lowered
+                if self.messages(stage, kind)
+            ]
+            count = sum(stage == k for k in program.stage_of)
+            lines.append(
+                f"  stage {stage}: {count} parameters; collectives a microbatch"
+                f" {', '.join(f'{kind} {len(x.collectives)}' for kind, x in lowered.items())}"
+                f"{'; ' if sent else ''}{', '.join(sent)}"
+            )
+        for name, first, last in program.made.stages.passed:
+            lines.append(f"  %{name} of stage {first} is passed along to stage {last}")
+        for rank, nbytes in enumerate(self.memory_by_rank):
+            lines.append(
+                f"  rank {rank}: {in_bytes(nbytes)} at the peak, at most"
+                f" {held_microbatches(self.actions[rank])} microbatches held"
+            )
+        ideal = self.ideal_bubble
+        closed = "" if ideal is None else f", {ideal:.1%} if all stages took equally long"
+        lines.append(f"bubble: {self.bubble:.1%}{closed}")
+        return "\n".join([*lines, self.timeline.picture()])

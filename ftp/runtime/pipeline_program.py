@@ -1,0 +1,495 @@
+"""A pipeline's step as a program: each rank runs its actions in order, and sends what crosses
+stages.
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import optree
+import torch
+import torch.distributed as dist
+
+from ftp.errors import MeshError
+from ftp.pipeline.placement import Pipeline
+from ftp.pipeline.schedule import Action, Timed
+from ftp.runtime.stage_programs import Held, StagePrograms
+from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
+from ftp.sharding.spec import PartitionSpec, local_shape
+
+Key = tuple[str, int, int, int]  # what for, from stage, to stage, microbatch or leaf
+Values = dict[str, torch.Tensor]
+
+
+@dataclass(kw_only=True)
+class PipelineProgram:
+    """The program of a pipeline's ranks, for one set of abstract inputs.
+
+    Attributes:
+        mesh: all axes.
+        made: the stages' programs, over the other axes.
+        leaves: per parameter its spec with the stage, and its global shape.
+        batch: per batch tensor the spec.
+        out_specs, out_shapes: of results, then of gradients.
+        tensor_leaves, leaf_specs, constants, out_tree, out_leaves, is_static: as of ``Program``.
+    """
+
+    mesh: Mesh
+    pipeline: Pipeline
+    actions: Sequence[Sequence[Action]]
+    made: StagePrograms
+    leaves: Sequence[Held]
+    stage_of: Sequence[int | None]
+    batch: Sequence[Held]
+    out_specs: list[PartitionSpec]
+    out_shapes: list[tuple[int, ...]]
+    tensor_leaves: tuple[int, ...]
+    leaf_specs: tuple[PartitionSpec, ...]
+    out_tree: optree.PyTreeSpec
+    out_leaves: tuple[Any, ...]
+    is_static: tuple[bool, ...]
+    donated: tuple[int, ...] = ()
+    measured: list[Timed] = field(default_factory=list)  # this process' actions in its last call
+
+    @property
+    def ranks(self) -> int:
+        """Ranks along the pipeline's axis."""
+        return self.mesh.axes[self.pipeline.axis]
+
+    @cached_property
+    def description(self) -> str:
+        """The program as text that is equal on all ranks."""
+        pieces = [f"{key}: {p.fingerprint}" for key, p in sorted(self.made.programs.items())]
+        stages = self.made.stages
+        return "\n".join(
+            [
+                f"pipeline over {self.pipeline.axis}, {self.pipeline.microbatches} microbatches",
+                *(" ".join(map(str, own)) for own in self.actions),
+                *pieces,
+                f"{stages.forward} {stages.backward} {stages.gradients} {stages.borrowed}",
+                f"{self.out_specs}",
+            ]
+        )
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash, equal on all ranks that planned the same program."""
+        return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @property
+    def trial_rules(self) -> str:
+        """The rules found for ops without a stated one, as text."""
+        found = {program.trial_rules for program in self.made.programs.values()}
+        return "; ".join(sorted(found - {""}))
+
+    def has_issued(self, error: BaseException) -> bool:
+        """Whether this rank may have sent something before ``error``."""
+        return True
+
+    def describe_failure(self, error: BaseException) -> str:
+        """What this rank did when ``error`` came."""
+        return "a message between stages"
+
+    def overwritten(self, error: BaseException) -> Sequence[int]:
+        """No input's memory is written to."""
+        return ()
+
+    @cached_property
+    def run(self) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Takes this rank's parameters and batch (all of the global ones, when simulated)."""
+        if self.mesh.kind == "abstract":
+            raise MeshError(
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
+                " ftp.make_mesh or ftp.simulated_mesh to run."
+            )
+        return self._run_as_rank if self.mesh.kind == "process" else self._run_simulated
+
+    def _run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.measured.clear()
+        coordinate = require_coordinate(self.mesh)
+        rank = coordinate[self.pipeline.axis]
+        posts = _Messages(self.mesh, self.pipeline.axis, self._tags)
+        worker = _Worker(self, rank, inputs, posts, self._local_shape)
+        for _ in worker.run():
+            raise AssertionError("a message between processes is waited for where it is read")
+        posts.finish()
+        return worker.outputs(self._shared(worker, rank))
+
+    def _shared(self, worker: "_Worker", rank: int) -> list[torch.Tensor]:
+        """The results, which all ranks get from the stages that computed them."""
+        assert self.mesh.torch is not None
+        group = self.mesh.torch.get_group(self.pipeline.axis)
+        found = []
+        for i, (stage, name) in enumerate(self.made.stages.results):
+            held = self.made.values[name]
+            own = worker.totals.get(("result", i))
+            if own is None:
+                shape = local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
+                own = torch.empty(shape, dtype=held.dtype, device=mesh_device(self.mesh))
+            own = own.contiguous()
+            source = dist.get_global_rank(group, stage % self.ranks)
+            if own.numel():
+                dist.broadcast(_bytes(own), source, group=group)
+            found.append(own)
+        return found
+
+    @cached_property
+    def _tags(self) -> dict[Key, int]:
+        """A number for each message that ranks may exchange; its values have the next ones."""
+        stages = self.made.stages
+        counts: dict[Key, int] = {}
+        for i in range(self.pipeline.microbatches):
+            for k, names in enumerate(stages.forward):
+                counts["F", k, k + 1, i] = len(names)
+            for k, names in enumerate(stages.backward):
+                counts["B", k, k - 1, i] = len(names)
+        for leaf, holder in enumerate(self.stage_of):
+            for rank in range(self.ranks):
+                counts["borrow", holder or 0, rank, leaf] = 1
+            for stage in stages.gradients[leaf]:
+                for to in range(max(self.ranks, len(stages.forward))):
+                    counts["gradient", stage, to, leaf] = 1
+        return dict(zip(counts, accumulate(counts.values(), initial=0), strict=False))
+
+    @cached_property
+    def _within(self) -> dict[str, int]:
+        own = require_coordinate(self.mesh)
+        return {axis: own[axis] for axis in self.made.mesh.axes}
+
+    def _local_shape(self, held: Held) -> tuple[int, ...]:
+        return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
+
+    def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        self.measured.clear()
+        posts = _Mailbox()
+        workers = [
+            _Worker(self, rank, inputs, posts, lambda held: held.shape)
+            for rank in range(self.ranks)
+        ]
+        going = [worker.run() for worker in workers]
+        while going:
+            before = posts.count
+            left = [run for run in going if next(run, "ended") != "ended"]
+            assert len(left) < len(going) or posts.count > before, "ranks wait for one another"
+            going = left
+        results = [
+            workers[stage % self.ranks].totals["result", i]
+            for i, (stage, _) in enumerate(self.made.stages.results)
+        ]
+        found = [worker.outputs(results) for worker in workers]
+        n = len(results)
+        own = [0 if stage is None else stage % self.ranks for stage in self.stage_of]
+        return found[0][:n] + [found[rank][n + i] for i, rank in enumerate(own)]
+
+
+class _Worker:
+    """One rank of the pipeline's axis in one call."""
+
+    def __init__(
+        self,
+        program: PipelineProgram,
+        rank: int,
+        inputs: Sequence[torch.Tensor],
+        posts: "_Mailbox | _Messages",
+        local: Callable[[Held], tuple[int, ...]],
+    ):
+        self.program, self.rank, self.posts, self.local = program, rank, posts, local
+        n = len(program.leaves)
+        self.given, batch = inputs[:n], inputs[n:]
+        self.params = list(self.given)  # with those of other stages, once they are borrowed
+        count = program.pipeline.microbatches
+        self.batches = [
+            [x.unflatten(0, (-1, count)).select(1, i).contiguous() for x in batch]
+            for i in range(count)
+        ]
+        self.values: dict[tuple[int, int], Values] = {}
+        self.totals: dict[tuple[str, int] | tuple[int, int], torch.Tensor] = {}
+        self.begin = time.perf_counter()
+        self.borrowed: list[tuple[Key, int]] = []  # messages on their way, and their leaves
+
+    def run(self) -> Generator[None, None, None]:
+        """Yields while it waits for a message."""
+        program, stages = self.program, self.program.made.stages
+        self._lend()
+        own = program.actions[self.rank]
+        for at, action in enumerate(own):
+            for following in own[at : at + 2]:
+                self._expect(following)
+            yield from self._receive(action)
+            start = time.perf_counter()
+            try:
+                self._act(action)
+            except Exception as e:
+                e.add_note(f"in {action!r} of the pipeline")
+                raise
+            end = time.perf_counter()
+            program.measured.append(Timed(action, self.rank, start - self.begin, end - self.begin))
+        for leaf, found in enumerate(stages.gradients):
+            holder = program.stage_of[leaf]
+            if holder is not None and program.ranks > 1:
+                self._send_back(leaf, holder, found)
+        for leaf, found in enumerate(stages.gradients):
+            yield from self._collect(leaf, found)
+
+    def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Means over the microbatches; an empty tensor for a gradient of another rank's stage."""
+        program = self.program
+        count = program.pipeline.microbatches
+        gradients = []
+        for leaf, _held in enumerate(program.leaves):
+            total = self.totals.get(("gradient", leaf))
+            if total is None:
+                gradients.append(torch.empty_like(self.given[leaf], requires_grad=False))
+            else:
+                gradients.append(total / count)
+        return [*(x / count for x in results), *gradients]
+
+    # Messages. Those between stages of one rank are handed over.
+
+    def _is_here(self, stage: int) -> bool:
+        return stage % self.program.ranks == self.rank
+
+    def _lend(self) -> None:
+        """Send parameters to the other stages that read them, and take those of others."""
+        program = self.program
+        for receives in (False, True):
+            for leaf, borrowers in enumerate(program.made.stages.borrowed):
+                holder = program.stage_of[leaf]
+                if holder is None:
+                    continue
+                ranks = dict.fromkeys(k % program.ranks for k in borrowers)
+                for rank in (r for r in ranks if r != holder % program.ranks):
+                    key = ("borrow", holder, rank, leaf)
+                    if not receives and self._is_here(holder):
+                        self.posts.send(key, [self.params[leaf]], rank)
+                    elif receives and rank == self.rank:
+                        self.posts.expect(
+                            key, [self._empty(program.leaves[leaf])], holder % program.ranks
+                        )
+                        self.borrowed.append((key, leaf))
+
+    def _empty(self, held: Held) -> torch.Tensor:
+        return torch.empty(
+            self.local(held), dtype=held.dtype, device=mesh_device(self.program.mesh)
+        )
+
+    def _source(self, action: Action) -> tuple[Key, tuple[str, ...], int] | None:
+        """The message that an action waits for: its key, the values' names, their stage."""
+        kind, stage, i = action
+        stages = self.program.made.stages
+        if kind == "F" and stage:
+            return ("F", stage - 1, stage, i), stages.forward[stage - 1], stage - 1
+        if kind in "BI" and stage + 1 < len(stages.backward):
+            return ("B", stage + 1, stage, i), stages.backward[stage + 1], stage + 1
+        return None
+
+    def _expect(self, action: Action) -> None:
+        source = self._source(action)
+        if source is None or self._is_here(source[2]) or not source[1]:
+            return
+        key, names, stage = source
+        if not self.posts.is_expected(key):
+            like = [self._empty(self.program.made.values[name]) for name in names]
+            self.posts.expect(key, like, stage % self.program.ranks)
+
+    def _receive(self, action: Action) -> Generator[None, None, None]:
+        for key, leaf in self.borrowed:
+            while not self.posts.is_here(key):
+                yield
+            self.params[leaf] = self.posts.take(key)[0]
+        self.borrowed = []
+        source = self._source(action)
+        if source is None or self._is_here(source[2]) or not source[1]:
+            return
+        key, names, _ = source
+        while not self.posts.is_here(key):
+            yield
+        self._at(action).update(zip(names, self.posts.take(key), strict=True))
+
+    def _at(self, action: Action) -> Values:
+        return self.values.setdefault((action.stage, action.microbatch), {})
+
+    def _hand_on(self, kind: str, names: Sequence[str], to: int, action: Action) -> None:
+        if not names:
+            return
+        own = self._at(action)
+        values = [own[name] for name in names]
+        if self._is_here(to):
+            there = self.values.setdefault((to, action.microbatch), {})
+            there.update(zip(names, values, strict=True))
+        else:
+            key = (kind, action.stage, to, action.microbatch)
+            self.posts.send(key, values, to % self.program.ranks)
+
+    # Work.
+
+    def _act(self, action: Action) -> None:
+        kind, stage, i = action
+        program, stages = self.program, self.program.made.stages
+        own, piece = self._at(action), stages.pieces.get((kind, stage))
+        if piece is not None:
+            given = [
+                *(self.params[leaf] for leaf in piece.params),
+                *(self.batches[i][leaf] for leaf in piece.batch),
+                *(own[name] for name in piece.values),
+            ]
+            outputs = program.made.programs[kind, stage].run(given)
+            own.update(zip(piece.outputs, outputs, strict=True))
+        if kind == "F":
+            for at, (of, name) in enumerate(stages.results):
+                if of == stage:
+                    self._add(("result", at), own[name])
+            if stage + 1 < len(stages.forward):
+                self._hand_on("F", stages.forward[stage], stage + 1, action)
+            self._keep(own, self._read_later(stage, "BIW", stages.backward[stage]))
+            return
+        if kind in "BI" and stage:
+            self._hand_on("B", stages.backward[stage], stage - 1, action)
+        if kind == "I":
+            self._keep(own, self._read_later(stage, "W", ()))
+            return
+        for leaf, found in enumerate(stages.gradients):
+            if stage in found:
+                self._add((leaf, stage), own[found[stage]])
+        del self.values[stage, i]
+
+    def _read_later(self, stage: int, kinds: str, sent: Sequence[str]) -> set[str]:
+        pieces = self.program.made.stages.pieces
+        later = (pieces[kind, stage] for kind in kinds if (kind, stage) in pieces)  # type: ignore[index]
+        return {*sent, *(name for piece in later for name in piece.values)}
+
+    @staticmethod
+    def _keep(own: Values, names: set[str]) -> None:
+        for name in [name for name in own if name not in names]:
+            del own[name]
+
+    def _add(self, key: Any, value: torch.Tensor) -> None:
+        total = self.totals.get(key)
+        self.totals[key] = value if total is None else total + value
+
+    # Gradients of parameters that several stages read.
+
+    def _send_back(self, leaf: int, holder: int, found: Mapping[int, str]) -> None:
+        for stage in found:
+            if self._is_here(stage) and not self._is_here(holder):
+                key = ("gradient", stage, holder, leaf)
+                self.posts.send(key, [self.totals.pop((leaf, stage))], holder % self.program.ranks)
+
+    def _collect(self, leaf: int, found: Mapping[int, str]) -> Generator[None, None, None]:
+        """Sum a parameter's gradient over the stages that read it, in their order."""
+        program = self.program
+        holder = program.stage_of[leaf]
+        if holder is None:
+            yield from self._share(leaf, found)
+            return
+        if not self._is_here(holder):
+            return
+        keys = {stage: ("gradient", stage, holder, leaf) for stage in found}
+        for stage, key in keys.items():
+            if not self._is_here(stage):
+                like = self._empty(program.leaves[leaf])
+                self.posts.expect(key, [like], stage % program.ranks)
+        for stage, key in keys.items():
+            if not self._is_here(stage):
+                while not self.posts.is_here(key):
+                    yield
+                self.totals[leaf, stage] = self.posts.take(key)[0]
+            self._add(("gradient", leaf), self.totals.pop((leaf, stage)))
+
+    def _share(self, leaf: int, found: Mapping[int, str]) -> Generator[None, None, None]:
+        """The gradient of a parameter on every rank: each stage's part goes to all."""
+        others = [r for r in range(self.program.ranks) if r != self.rank]
+        for stage in found:
+            if self._is_here(stage):
+                for rank in others:
+                    self.posts.send(
+                        ("gradient", stage, rank, leaf), [self.totals[leaf, stage]], rank
+                    )
+        for stage in found:
+            key = ("gradient", stage, self.rank, leaf)
+            if not self._is_here(stage):
+                like = self._empty(self.program.leaves[leaf])
+                self.posts.expect(key, [like], stage % self.program.ranks)
+                while not self.posts.is_here(key):
+                    yield
+                self.totals[leaf, stage] = self.posts.take(key)[0]
+            self._add(("gradient", leaf), self.totals.pop((leaf, stage)))
+
+
+class _Mailbox:
+    """Messages between simulated ranks; ``count`` is how often one was sent or taken."""
+
+    def __init__(self):
+        self.sent: dict[Key, list[torch.Tensor]] = {}
+        self.count = 0
+
+    def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
+        assert key not in self.sent
+        self.sent[key] = list(values)
+        self.count += 1
+
+    def is_expected(self, key: Key) -> bool:
+        return True
+
+    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
+        pass
+
+    def is_here(self, key: Key) -> bool:
+        return key in self.sent
+
+    def take(self, key: Key) -> list[torch.Tensor]:
+        self.count += 1
+        return self.sent.pop(key)
+
+
+class _Messages:
+    """Messages between processes, by torch.distributed's point-to-point calls."""
+
+    def __init__(self, mesh: Mesh, axis: str, tags: Mapping[Key, int]):
+        assert mesh.torch is not None
+        self.tags = tags
+        self.group = mesh.torch.get_group(axis)
+        self.expected: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
+        self.sending: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
+        self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
+        for i, value in enumerate(values):
+            if value.numel():
+                data = _bytes(value.contiguous())
+                work = dist.isend(data, group=self.group, group_dst=rank, tag=self.tags[key] + i)
+                self.sending.append((work, data))
+
+    def is_expected(self, key: Key) -> bool:
+        return key in self.expected
+
+    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
+        works = [
+            dist.irecv(_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
+            for i, x in enumerate(like)
+            if x.numel()
+        ]
+        self.expected[key] = works, list(like)
+
+    def is_here(self, key: Key) -> bool:
+        return True
+
+    def take(self, key: Key) -> list[torch.Tensor]:
+        works, values = self.expected.pop(key)
+        for work in works:
+            work.wait()
+        return values
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been taken."""
+        for work, _ in self.sending:
+            work.wait()
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory: backends do not take every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)

@@ -1,0 +1,213 @@
+"""The pieces of a pipeline's stages as planned programs: each over the mesh axes other than the
+pipeline's, with what crosses stages sharded as its producer leaves it.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.pipeline.schedule import Kind
+from ftp.pipeline.split import Piece, Stages
+from ftp.planning.cost import Hardware
+from ftp.planning.prepare import Prepared, plan_prepared, prepare
+from ftp.runtime.options import Options
+from ftp.runtime.program import Program
+from ftp.sharding.mesh import Mesh, resolve
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import PartitionSpec
+
+
+@dataclass(frozen=True)
+class Held:
+    """A value that outlives the action that computed it: its spec over the other axes, its global
+    shape and its dtype.
+    """
+
+    spec: PartitionSpec
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+@dataclass(frozen=True)
+class StagePrograms:
+    """A program for each piece; equal pieces of several stages share one.
+
+    Attributes:
+        mesh: the axes other than the pipeline's, for the ranks that share this rank's stage.
+        values: what crosses pieces, by name.
+    """
+
+    mesh: Mesh
+    stages: Stages
+    programs: Mapping[tuple[Kind, int], Program]
+    values: Mapping[str, Held]
+
+
+def within_stage(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh of the ranks that share a stage with this one: all axes but ``axis``."""
+    rest = tuple(name for name in mesh.axis_names if name != axis)
+    if mesh.kind == "process" and rest:
+        assert mesh.torch is not None
+        return resolve(mesh.torch[rest])
+    kind = "simulated" if mesh.kind == "process" else mesh.kind
+    return Mesh(tuple(mesh.axes[name] for name in rest), rest, mesh.device_type, kind)
+
+
+def plan_stages(
+    stages: Stages,
+    mesh: Mesh,
+    names: tuple[Sequence[str], Sequence[str]],
+    params: Sequence[PartitionSpec],
+    batch: Sequence[PartitionSpec],
+    constants: Sequence[torch.Tensor],
+    options: Options,
+    hardware: Hardware,
+    check: Callable[[Prepared], None],
+) -> StagePrograms:
+    """Plan every piece, forward passes first: what a stage takes is sharded as it was left.
+
+    Args:
+        mesh: as `within_stage` gives it.
+        names: of the parameters, and of the batch tensors.
+        params, batch: their specs, without stages.
+        hardware: that plans are made for.
+        check: raises for constraints that do not fit the mesh.
+    """
+    if options.data_axes is None:
+        axes = dict.fromkeys(axis for spec in batch for axis in spec.axes)
+        options = replace(options, data_axes=tuple(axes))
+    gradients = {
+        name: params[leaf] for leaf, found in enumerate(stages.gradients) for name in found.values()
+    }
+    numbers = sorted({k for _, k in stages.pieces})
+    order: list[tuple[Any, int]] = [("F", k) for k in numbers]
+    order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
+    planner = PiecePlanner(
+        mesh, names, params, batch, constants, gradients, options, hardware, check
+    )
+    programs = {key: planner.plan(stages.pieces[key]) for key in order if key in stages.pieces}
+    return StagePrograms(mesh, stages, programs, planner.values)
+
+
+@dataclass
+class PiecePlanner:
+    """Plans pieces in an order in which each comes after those whose values it reads.
+
+    Attributes:
+        mesh: as `within_stage` gives it.
+        names, params, batch: of `plan_stages`.
+        asked: specs of values that are decided, by name.
+        check: raises for constraints that do not fit the mesh.
+        values: what the pieces so far give, by name.
+    """
+
+    mesh: Mesh
+    names: tuple[Sequence[str], Sequence[str]]
+    params: Sequence[PartitionSpec]
+    batch: Sequence[PartitionSpec]
+    constants: Sequence[torch.Tensor]
+    asked: Mapping[str, PartitionSpec]
+    options: Options
+    hardware: Hardware
+    check: Callable[[Prepared], None]
+    values: dict[str, Held] = field(default_factory=dict)
+    _known: dict[str, Program] = field(default_factory=dict)
+
+    def plan(self, piece: Piece) -> Program:
+        """The program of a piece; the one of an equal piece, if there was one."""
+        given = [
+            *(self.params[i] for i in piece.params),
+            *(self.batch[i] for i in piece.batch),
+            *(self.values[name].spec for name in piece.values),
+        ]
+        asked = [self.asked.get(name) for name in piece.outputs]
+        text = _describe(piece, given, asked)
+        if text not in self._known:
+            self._known[text] = _planned(
+                piece,
+                self.mesh,
+                self.names,
+                given,
+                asked,
+                self.constants,
+                self.options,
+                self.hardware,
+                self.check,
+            )
+        program = self._known[text]
+        outputs: Any = piece.gm.graph.output_node().args[0]
+        for name, spec, shape, node in zip(
+            piece.outputs, program.out_specs, program.out_shapes, outputs, strict=True
+        ):
+            self.values[name] = Held(spec, shape, node.meta["val"].dtype)
+        return program
+
+
+def _planned(
+    piece: Piece,
+    mesh: Mesh,
+    names: tuple[Sequence[str], Sequence[str]],
+    given: Sequence[PartitionSpec],
+    asked: Sequence[PartitionSpec | None],
+    constants: Sequence[torch.Tensor],
+    options: Options,
+    hardware: Hardware,
+    check: Callable[[Prepared], None],
+) -> Program:
+    called = [names[0][i] for i in piece.params] + [names[1][i] for i in piece.batch]
+    called += piece.values
+    is_state = [True] * len(piece.params) + [False] * (len(piece.batch) + len(piece.values))
+    prepared = prepare(piece.gm, called, is_state, strict=options.strict)
+    check(prepared)
+    plan = plan_prepared(
+        prepared,
+        mesh.axes,
+        given,
+        asked,
+        data_axes=options.data_axes,
+        reshard_after_forward=options.reshard_after_forward,
+        strict=options.strict,
+        hardware=hardware,
+    )
+    roles = ["parameters"] * len(piece.params) + ["batch"] * len(piece.batch)
+    roles += ["activations"] * len(piece.values)
+    outputs = len(piece.outputs)
+    return Program(
+        mesh=mesh,
+        traced=piece.gm,
+        plan=plan,
+        tensor_leaves=tuple(range(len(given))),
+        in_specs=tuple(given),
+        constants=tuple(constants[i] for i in piece.constants),
+        out_tree=flatten((0,) * outputs)[1],
+        out_leaves=tuple(range(outputs)),
+        is_static=(False,) * outputs,
+        leaf_specs=tuple(given),
+        roles=tuple(roles),
+        options=options,
+        hardware=hardware,
+    )
+
+
+def _describe(
+    piece: Piece, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
+) -> str:
+    """A piece as text without names, equal for those that one program serves."""
+    number: dict[fx.Node, str] = {}
+    lines = [piece.kind, str(given), str(asked), str(piece.constants), str(len(piece.params))]
+    for node in piece.gm.graph.nodes:
+        number[node] = f"%{len(number)}"
+        val = node.meta.get("val")
+        kind = [
+            f"{tuple(v.shape)} {v.dtype}"
+            for v in (val if isinstance(val, list | tuple) else [val])
+            if isinstance(v, torch.Tensor)
+        ]
+        arguments = fx.node.map_arg((node.args, dict(node.kwargs)), number.__getitem__)  # type: ignore[arg-type]
+        target = "" if node.op == "placeholder" else str(node.target)
+        region = node.meta.get("region")
+        lines.append(f"{node.op} {target} {arguments} {kind} {region}")
+    return "\n".join(lines)

@@ -1,0 +1,103 @@
+"""The page on options: its examples; every pair of options works, or is refused with a reason."""
+
+import doctest
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ftp
+from ftp import P
+from ftp.errors import FtpError
+
+PAGE = Path(__file__).parents[2] / "docs" / "options.md"
+OPTIONS = {
+    "compile": True,
+    "pack": True,
+    "certify": True,
+    "strict": True,
+    "chunks": 2,
+    "cuda_graph": True,
+    "async_tp": True,
+    "donate": (0,),
+    "hardware": "h100",
+    "reduce_dtype": torch.bfloat16,
+    "remat": {"up": "nothing"},
+}
+
+
+def test_the_page():
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    text = PAGE.read_text().replace("```", "")
+    test = doctest.DocTestParser().get_doctest(text, {}, "options", str(PAGE), 0)
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=flags)
+    runner.run(test, out=printed.append)
+    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
+    listed = re.findall(r"^\| `(\w+)[=`]", PAGE.read_text(), re.M)
+    assert set(listed) == set(OPTIONS)
+
+
+def refused_on_the_page() -> set[frozenset[str]]:
+    return {
+        frozenset(pair)
+        for pair in re.findall(r"^\| `(\w+)` \| `(\w+)` \|", PAGE.read_text(), re.M)
+        if set(pair) <= set(OPTIONS)
+    }
+
+
+class Block(nn.Module):
+    """An MLP between constraints, as sequence parallelism has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16, bias=False), nn.Linear(16, 8, bias=False)
+
+    def forward(self, x):
+        h = ftp.constrain(x, P(None, "tp"), axes=("tp",))
+        h = self.down(torch.relu(self.up(h)))
+        return ftp.constrain(h, P(None, "tp"), axes=("tp",)).square().mean()
+
+
+def made(mesh, remat=None, **options):
+    """A step on two axes, and its arguments."""
+    torch.manual_seed(0)
+    fn, params = ftp.functionalize(Block(), remat=remat)
+    specs = {"up.weight": P("tp"), "down.weight": P(None, "tp")}
+    step = ftp.shard(fn, mesh, specs, batch_specs=P("dp"), **options)
+    return step, {k: v.clone() for k, v in params.items()}, torch.randn(4, 4, 8)
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids=" × ".join)
+def test_every_pair_works_or_is_refused(pair):
+    given = {name: OPTIONS[name] for name in pair}
+    if frozenset(pair) in refused_on_the_page():
+        with pytest.raises(FtpError) as e:
+            made(ftp.simulated_mesh((2, 2), ("dp", "tp")), **given)
+        assert all(name in str(e.value) for name in pair), e.value
+        return
+    if "cuda_graph" in pair:  # recorded on a GPU; planned anywhere
+        step, params, x = made(ftp.AbstractMesh((2, 2), ("dp", "tp"), "cuda"), **given)
+        params = {k: v.to("meta") for k, v in params.items()}
+        assert len(step.lower(params, x.to("meta")).collectives) > 4
+        return
+    step, params, x = made(ftp.simulated_mesh((2, 2), ("dp", "tp")), **given)
+    want_grads, want = torch.func.grad_and_value(
+        lambda p: (torch.relu(x @ p["up.weight"].T) @ p["down.weight"].T).square().mean()
+    )(params)
+    want_grads = {k: v.clone() for k, v in want_grads.items()}
+    loss, grads = step(params, x)
+    bound = 2**-7 if "reduce_dtype" in pair else 1e-5
+    assert abs(float(loss - want)) <= 1e-5 * abs(float(want))
+    for name, grad in grads.items():
+        assert (grad - want_grads[name]).abs().max() <= bound * want_grads[name].abs().max(), name
+
+
+def test_each_refusal_says_why_and_nothing_else_is_on_the_page():
+    assert refused_on_the_page() == {
+        frozenset({"chunks", "async_tp"}),
+        frozenset({"certify", "reduce_dtype"}),
+    }

@@ -1,0 +1,92 @@
+"""Pipelines on gloo processes."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import ftp
+from ftp import P
+from tests.pipeline.test_steps import tensor_parallel, zero_with_tp
+from tests.support.launch import launch
+from tests.support.staged_models import Model, plan_of
+
+
+def job(shape, axes, model, plan, batch_spec, pipe, rows, compile):
+    ftp.init_process_group()
+    spec_of = {"tp": tensor_parallel, "zero": zero_with_tp, "": lambda name: P()}[plan]
+    mesh, params = ftp.make_mesh(shape, axes, device_type="cpu"), model.params()
+    specs = pipe.place(params, plan_of(params, spec_of), mesh)
+    step = ftp.shard(
+        model.loss, mesh, specs, batch_specs=batch_spec, pipeline=pipe, compile=compile
+    )
+    placed = ftp.device_put(params, mesh, specs)
+    batch = ftp.device_put(model.batch(rows), mesh, batch_spec)
+    for _ in range(2):
+        loss, grads = step(placed, *batch)
+    lowered: Any = step.lower(placed, *batch)
+    measured = lowered.timeline.measured
+    full = ftp.device_get(grads, mesh, specs)
+    ftp.destroy_process_group()
+    own = [tuple(x.shape) for x in optree.tree_leaves(placed)]
+    return loss, optree.tree_leaves(full), own, len(measured)
+
+
+CASES = {
+    "pp": (2, (2,), ("pp",), Model(3, tied=True, scaled=True), "", P(), ftp.Pipeline("pp", 3), False),
+    "interleaved": (
+        2, (2,), ("pp",), Model(4, skips=True), "", P(), ftp.Pipeline("pp", 2, "interleaved", chunks=2),
+        False,
+    ),
+    "compiled": (2, (2,), ("pp",), Model(2), "", P(), ftp.Pipeline("pp", 2), True),
+    "zero": (
+        4, (2, 2), ("pp", "dp"), Model(2, tied=True), "", P("dp"),
+        ftp.Pipeline("pp", 2, "zero_bubble"), False,
+    ),
+    "tp": (4, (2, 2), ("tp", "pp"), Model(3), "tp", P(), ftp.Pipeline("pp", 4, "gpipe"), False),
+}  # fmt: skip
+SLOW = {"compiled", "tp"}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+)
+def test_equals_one_device(name):
+    n, shape, axes, model, plan, batch_spec, pipe, compile = CASES[name]
+    rows = 2 * pipe.microbatches
+    ranks = launch(
+        job, n, shape, axes, model, plan, batch_spec, pipe, rows, compile, timeout=240
+    )
+    due_loss, due = model.on_one_device(pipe.microbatches, rows)
+    for rank in ranks:
+        assert rank.error is None, rank.error
+        loss, grads, _, measured = rank.value
+        torch.testing.assert_close(loss, due_loss, rtol=1e-12, atol=1e-12)
+        for a, b in zip(grads, optree.tree_leaves(due), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+        assert measured == len(pipe.actions(shape[axes.index("pp")])[0])
+    held = [sum(torch.Size(s).numel() for s in rank.value[2]) for rank in ranks]
+    assert max(held) < 0.8 * sum(x.numel() for x in optree.tree_leaves(model.params()))
+
+
+def dying(rank_to_die):
+    import os
+
+    ftp.init_process_group()
+    model, pipe = Model(2), ftp.Pipeline("pp", 4)
+    mesh, params = ftp.make_mesh((2,), ("pp",), device_type="cpu"), model.params()
+    specs = pipe.place(params, P(), mesh)
+    step = ftp.shard(model.loss, mesh, specs, pipeline=pipe)
+    placed, batch = ftp.device_put(params, mesh, specs), model.batch(8)
+    step(placed, *batch)
+    if int(os.environ["RANK"]) == rank_to_die:
+        os._exit(9)
+    step(placed, *batch)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_dead_stage_is_named(dead):
+    ranks = launch(dying, 2, dead, timeout=60)
+    error = ranks[1 - dead].error
+    assert error is not None and error.startswith("CollectiveError") and f"rank {dead}" in error.lower()

@@ -1,0 +1,102 @@
+"""Stages of parameters: by cost, by pattern; and what every verb makes of them."""
+
+from typing import Any
+
+import optree
+import pytest
+import torch
+
+import ftp
+from ftp import P
+from ftp.errors import MeshError, SpecError
+from ftp.sharding.spec import local_shape, staged
+from tests.support.staged_models import Model, plan_of
+
+MESH = ftp.AbstractMesh((2, 2), ("pp", "tp"))
+
+
+def stage_of(spec: P) -> int:
+    entry = staged(spec)
+    assert entry is not None
+    return entry.stage
+
+
+def stages_of(specs):
+    return [[stage_of(s) for s in layer.values()] for layer in specs["layers"]]
+
+
+def test_layers_of_equal_cost():
+    params = Model(6).params()
+    specs = ftp.Pipeline("pp", 2).place(params, P(), ftp.AbstractMesh((3,), ("pp",)))
+    assert stages_of(specs) == [[0] * 4] * 2 + [[1] * 4] * 2 + [[2] * 4] * 2
+    assert stage_of(specs["emb"]) == 0 and stage_of(specs["head"]) == 2
+
+
+def test_a_heavy_head_takes_layers_from_its_stage():
+    layers = [{"w": torch.empty(8, 8)} for _ in range(6)]
+    params = {"emb": torch.empty(99, 8), "layers": layers, "head": torch.empty(16, 8)}
+    specs = ftp.Pipeline("pp", 2).place(params, None, ftp.AbstractMesh((2,), ("pp",)))
+    assert stages_of(specs) == [[0]] * 4 + [[1]] * 2
+
+
+def test_stages_by_pattern():
+    params = Model(3).params()
+    pipe = ftp.Pipeline("pp", 2, stages=[["emb", "layers.0.*"], ["layers.[12].*", "norm", "head"]])
+    specs = pipe.place(
+        params, plan_of(params, lambda name: P("tp") if name == "emb" else P()), MESH
+    )
+    assert repr(specs["emb"]) == "P((stage('pp', 0), 'tp'))"
+    assert stages_of(specs) == [[0] * 4, [1] * 4, [1] * 4]
+
+
+@pytest.mark.parametrize(
+    ("pipe", "specs", "error", "text"),
+    [
+        (ftp.Pipeline("dp", 2), P(), MeshError, "over axis 'dp', but the mesh is"),
+        (ftp.Pipeline("pp", 2), P("pp"), SpecError, "which cuts a dim over 'pp'"),
+        (
+            ftp.Pipeline("pp", 2, "gpipe", chunks=2),
+            P(),
+            SpecError,
+            "3 numbered layers for 4 stages",
+        ),
+        (
+            ftp.Pipeline("pp", 2, stages=[["**"]]),
+            P(),
+            SpecError,
+            "1 lists of patterns; the pipeline",
+        ),
+        (ftp.Pipeline("pp", 2, stages=[["**"], ["mlp"]]), P(), SpecError, "'mlp' matches no path"),
+        (
+            ftp.Pipeline("pp", 2, stages=[["emb"], ["norm"]]),
+            P(),
+            SpecError,
+            r"\['up'\] matches no p",
+        ),
+    ],
+)
+def test_errors_of_place(pipe, specs, error, text):
+    with pytest.raises(error, match=text):
+        pipe.place(Model(3).params(), specs, MESH)
+
+
+def test_a_rank_holds_its_stages_alone():
+    spec = ftp.Pipeline("pp", 1).place({"layers": [torch.empty(5, 3)] * 2}, P("tp"), MESH)["layers"]
+    held = [
+        [local_shape(s, (5, 3), MESH.axes, {"pp": pp, "tp": 1}) for s in spec] for pp in range(2)
+    ]
+    assert held == [[(2, 3), (0, 3)], [(0, 3), (2, 3)]]
+
+
+def test_verbs_take_placed_specs(tmp_path):
+    model, mesh = Model(2, scaled=True), ftp.simulated_mesh((2, 2), ("pp", "tp"))
+    params = model.params()
+    specs = ftp.Pipeline("pp", 2).place(params, P(), mesh)
+    placed = ftp.device_put(params, mesh, specs)
+    ftp.save(tmp_path / "saved", placed, mesh, specs, step=3)
+    back = ftp.load(tmp_path / "saved", params, ftp.simulated_mesh((4,), ("dp",)), P())
+    moved = ftp.reshard(placed, mesh, specs, P())
+    trees: list[Any] = [params, back, moved]
+    for a, b, c in zip(*map(optree.tree_leaves, trees), strict=True):
+        assert torch.equal(a, b) and torch.equal(a, c)
+    assert ftp.specs_of(placed)["layers"][1]["up"] == specs["layers"][1]["up"]

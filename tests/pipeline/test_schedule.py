@@ -1,0 +1,113 @@
+"""Schedules do all work once, end, and wait no longer than their papers say."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftp
+from ftp.errors import ScheduleError
+from ftp.pipeline.schedule import SCHEDULES, bubble, check_work, held_microbatches, simulate
+
+DRAWN = st.tuples(
+    st.sampled_from(sorted(SCHEDULES)), st.integers(1, 6), st.integers(1, 9), st.integers(1, 3)
+)
+
+
+def of(name: str, ranks: int, microbatches: int, chunks: int):
+    if name == "interleaved":
+        microbatches *= ranks
+    if name in ("1f1b", "zero_bubble"):
+        chunks = 1
+    return SCHEDULES[name](ranks, microbatches, chunks), microbatches, chunks
+
+
+@given(DRAWN)
+@settings(max_examples=60)
+def test_all_work_is_done_once_and_ends(drawn):
+    name, ranks, count, chunks = drawn
+    actions, microbatches, chunks = of(name, ranks, count, chunks)
+    check_work(actions, ranks * chunks, microbatches)
+    timed = simulate(actions, ranks * chunks, lambda action: 1.0)
+    assert len(timed) == sum(map(len, actions))
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (3, 5)])
+def test_bubbles_are_those_of_the_papers(ranks, microbatches):
+    def seconds(action):
+        return {"F": 1.0, "I": 1.0, "W": 1.0, "B": 2.0}[action.kind]
+
+    def of_schedule(name, chunks=1, count=microbatches):
+        actions = SCHEDULES[name](ranks, count, chunks)
+        return bubble(simulate(actions, ranks * chunks, seconds), ranks)
+
+    ideal = (ranks - 1) / (microbatches + ranks - 1)
+    assert of_schedule("gpipe") == pytest.approx(ideal)
+    assert of_schedule("1f1b") == pytest.approx(ideal)
+    count = ranks * microbatches
+    inter = of_schedule("interleaved", 2, count)
+    assert inter == pytest.approx((ranks - 1) / (2 * count + ranks - 1))
+    # ZB-H1: a third of 1F1B's wait is left (section 2.2 of the paper, F = I = W).
+    waits = (ranks - 1) * 1.0
+    assert of_schedule("zero_bubble") <= waits / (3 * microbatches + waits) + 1e-9
+
+
+@pytest.mark.parametrize(("ranks", "microbatches"), [(2, 4), (4, 8), (4, 2)])
+def test_one_f_one_b_holds_a_microbatch_a_stage(ranks, microbatches):
+    held = [held_microbatches(own) for own in SCHEDULES["1f1b"](ranks, microbatches, 1)]
+    assert held == [min(ranks - r, microbatches) for r in range(ranks)]
+    held = [held_microbatches(own) for own in SCHEDULES["zero_bubble"](ranks, microbatches, 1)]
+    assert max(held) <= min(ranks, microbatches)
+    held = [held_microbatches(own) for own in SCHEDULES["gpipe"](ranks, microbatches, 1)]
+    assert held == [microbatches] * ranks
+
+
+@given(DRAWN, st.data())
+@settings(max_examples=60)
+def test_a_dropped_or_doubled_action_is_refused(drawn, data):
+    name, ranks, count, chunks = drawn
+    actions, microbatches, chunks = of(name, ranks, count, chunks)
+    rank = data.draw(st.integers(0, ranks - 1))
+    at = data.draw(st.integers(0, len(actions[rank]) - 1))
+    if data.draw(st.booleans()):
+        actions[rank].insert(at, actions[rank][at])
+    else:
+        del actions[rank][at]
+    with pytest.raises(ScheduleError, match=r"missing|times|must be"):
+        check_work(actions, ranks * chunks, microbatches)
+
+
+@given(DRAWN, st.data())
+@settings(max_examples=60)
+def test_a_permuted_schedule_ends_or_is_refused(drawn, data):
+    """Where it is not refused, every action runs after what it needs."""
+    name, ranks, count, chunks = drawn
+    actions, _, chunks = of(name, ranks, count, chunks)
+    rank = data.draw(st.integers(0, ranks - 1))
+    actions[rank] = data.draw(st.permutations(actions[rank]))
+    try:
+        timed = simulate(actions, ranks * chunks, lambda action: 1.0)
+    except ScheduleError:
+        return
+    ends = {t.action: t.end for t in timed}
+    for t in timed:
+        kind, stage, i = t.action
+        if kind == "F" and stage:
+            assert ends[ftp.Action("F", stage - 1, i)] <= t.start
+        if kind in "BI":
+            assert ends[ftp.Action("F", stage, i)] <= t.start
+
+
+def test_errors():
+    with pytest.raises(ScheduleError, match=r"schedule is '1f2b'\. Give one of '1f1b', 'gpipe'"):
+        ftp.Pipeline("pp", 2, "1f2b")
+    with pytest.raises(ScheduleError, match="microbatches is 0"):
+        ftp.Pipeline("pp", 0)
+    with pytest.raises(ScheduleError, match="runs one stage a rank, not chunks=2"):
+        ftp.Pipeline("pp", 2, chunks=2)
+    with pytest.raises(ScheduleError, match="no whole number of groups"):
+        ftp.Pipeline("pp", 3, "interleaved", chunks=2).actions(2)
+    backwards = [[ftp.Action("B", 0, 0), ftp.Action("F", 0, 0)]]
+    with pytest.raises(ScheduleError, match=r"rank 0 cannot begin Action\(kind='B'"):
+        ftp.Pipeline("pp", 1, backwards).actions(1)
+    with pytest.raises(ScheduleError, match="lists for 1 ranks, but axis 'pp' has 2"):
+        ftp.Pipeline("pp", 1, backwards).actions(2)

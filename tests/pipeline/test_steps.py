@@ -1,0 +1,237 @@
+"""Pipelined steps equal ``optim.accumulate`` on one device, on every mesh and schedule."""
+
+import copy
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import optree
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftp
+from ftp import P
+from ftp.errors import CertificateError, InputError, ScheduleError, SpecError
+from ftp.pipeline import check
+from ftp.pipeline.split import Stages
+from tests.support.staged_models import Model, plan_of
+
+
+def tensor_parallel(name: str) -> P:
+    return {"up": P(None, "tp"), "bias": P("tp"), "down": P("tp"), "emb": P("tp")}.get(name, P())
+
+
+def zero_with_tp(name: str) -> P:
+    return {
+        "emb": P(("dp", "tp")),
+        "up": P("dp", "tp"),
+        "down": P("tp", "dp"),
+        "bias": P(("tp", "dp")),
+        "norm": P("dp"),
+        "head": P("dp"),
+        "scale": P(),
+    }[name]
+
+
+def compare(model, shape, axes, spec_of, batch_spec, pipe, rows) -> Any:
+    mesh, params = ftp.simulated_mesh(shape, axes), model.params()
+    specs = pipe.place(params, plan_of(params, spec_of), mesh)
+    step = ftp.shard(model.loss, mesh, specs, batch_specs=batch_spec, pipeline=pipe, certify=True)
+    loss, grads = step(params, *model.batch(rows))
+    due_loss, due = model.on_one_device(pipe.microbatches, rows)
+    torch.testing.assert_close(loss, due_loss, rtol=1e-12, atol=1e-12)
+    assert optree.tree_structure(grads) == optree.tree_structure(due)
+    for a, b in zip(optree.tree_leaves(grads), optree.tree_leaves(due), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    return step.lower(params, *model.batch(rows))
+
+
+@st.composite
+def cases(draw):
+    ranks = draw(st.integers(2, 4))
+    schedule = draw(st.sampled_from(["gpipe", "1f1b", "interleaved", "zero_bubble"]))
+    chunks = draw(st.integers(1, 2)) if schedule in ("gpipe", "interleaved") else 1
+    microbatches = draw(st.integers(1, 4))
+    if schedule == "interleaved":
+        microbatches = ranks * draw(st.integers(1, 2))
+    model = Model(
+        ranks * chunks + draw(st.integers(0, 2)), *(draw(st.booleans()) for _ in range(3))
+    )
+    return model, ranks, ftp.Pipeline("pp", microbatches, schedule, chunks=chunks)
+
+
+OTHER_AXES = {
+    "pp": ((), (), lambda name: P(), P()),
+    "pp × dp": ((2,), ("dp",), lambda name: P(), P("dp")),
+    "pp × tp": ((2,), ("tp",), tensor_parallel, P()),
+    "pp × ZeRO-3 × tp": ((2, 2), ("dp", "tp"), zero_with_tp, P("dp")),
+}
+
+
+@pytest.mark.parametrize("name", ["pp", "pp × tp"])
+@given(case=cases())
+@settings(max_examples=3)
+def test_equals_one_device(name, case):
+    run_case(name, case)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OTHER_AXES)
+@given(case=cases())
+@settings(max_examples=25)
+def test_equals_one_device_often(name, case):
+    run_case(name, case)
+
+
+def run_case(name, case):
+    model, ranks, pipe = case
+    shape, axes, spec_of, batch_spec = OTHER_AXES[name]
+    rows = 2 * pipe.microbatches
+    compare(model, (ranks, *shape), ("pp", *axes), spec_of, batch_spec, pipe, rows)
+
+
+def test_zero_and_tensor_parallelism_inside_stages():
+    pipe = ftp.Pipeline("pp", 2)
+    lowered = compare(
+        Model(3, tied=True), (2, 2, 2), ("dp", "pp", "tp"), zero_with_tp, P("dp"), pipe, 4
+    )
+    # One activation goes on and one gradient comes back a microbatch; the tied table once each way.
+    sent = [c.global_shape for c in lowered.collectives_of(0) if c.op == "send"]
+    back = [c.global_shape for c in lowered.collectives_of(1) if c.op == "send"]
+    assert sent == [(2, 5, 8)] * 2 + [(11, 8)] and back == [(2, 5, 8)] * 2 + [(11, 8)]
+
+
+def test_a_skipping_value_is_passed_along_and_said():
+    model = Model(4, skips=True)
+    lowered = compare(model, (4,), ("pp",), lambda name: P(), P(), ftp.Pipeline("pp", 2), 4)
+    assert "is passed along to stage 3" in str(lowered)
+    assert [len(lowered.messages(k, "F")) for k in range(4)] == [2, 2, 2, 0]
+
+
+def test_a_users_own_schedule():
+    pipe = ftp.Pipeline("pp", 3)
+    lists = pipe.actions(2)
+    lists[0] = [a for a in lists[0] if a.kind == "F"] + [a for a in lists[0] if a.kind == "B"]
+    own = ftp.Pipeline("pp", 3, lists)
+    compare(Model(2), (2,), ("pp",), lambda name: P(), P(), own, 3)
+
+
+def test_aux_is_averaged():
+    model, mesh, pipe = Model(2), ftp.simulated_mesh((2,), ("pp",)), ftp.Pipeline("pp", 2)
+
+    def loss_fn(params, tokens, targets):
+        loss = model.loss(params, tokens, targets)
+        return loss, {"twice": 2 * loss, "emb": params["emb"][tokens].mean()}
+
+    params, (tokens, targets) = model.params(), model.batch(4)
+    specs = pipe.place(params, P(), mesh)
+    (loss, aux), _ = ftp.shard(loss_fn, mesh, specs, has_aux=True, pipeline=pipe)(
+        params, tokens, targets
+    )
+    torch.testing.assert_close(aux["twice"], 2 * loss)
+    torch.testing.assert_close(aux["emb"], params["emb"][tokens].mean())
+
+
+def test_a_broken_step_is_not_certified(monkeypatch):
+    """Each message and each value of the pieces, left out or exchanged, is missed by the check."""
+    model, mesh, pipe = Model(3, tied=True), ftp.AbstractMesh((3,), ("pp",)), ftp.Pipeline("pp", 2)
+    params = model.params()
+    seen: list[Any] = []
+    monkeypatch.setattr("ftp.api.pipelined_step.check_stages", lambda *args: seen.append(args))
+    step = ftp.shard(model.loss, mesh, pipe.place(params, P(), mesh), pipeline=pipe)
+    step.lower(params, *model.batch(4))
+    traced, n, batch, stages, actions = seen[0]
+    check.check_stages(traced, n, batch, stages, actions)
+    broken: list[tuple[Stages, Any]] = []
+
+    def change(lists: Any = actions, **fields: Any) -> None:
+        broken.append((replace(stages, **fields), lists))
+
+    for name in ("forward", "backward"):
+        sent = getattr(stages, name)
+        for k in range(len(sent)):
+            if sent[k]:
+                change(**{name: (*sent[:k], (), *sent[k + 1 :])})
+    for leaf, found in enumerate(stages.gradients):
+        for k in found:
+            less = {j: v for j, v in found.items() if j != k}
+            for other in (less, {**found, k: stages.results[0][1]}):
+                change(gradients=(*stages.gradients[:leaf], other, *stages.gradients[leaf + 1 :]))
+    for key, piece in stages.pieces.items():
+        change(pieces={k: p for k, p in stages.pieces.items() if k != key})
+        twin = copy.deepcopy(piece.gm)
+        node = next(x for x in twin.graph.nodes if x.op == "call_function" and x.all_input_nodes)
+        node.args = (*node.args, 7)
+        change(pieces={**stages.pieces, key: replace(piece, gm=twin)})
+    for rank, own in enumerate(actions):
+        for at in range(len(own)):
+            changed = [*own[:at], *own[at + 1 :]]
+            change([*actions[:rank], changed, *actions[rank + 1 :]])
+    assert len(broken) > 50
+    for mutant, lists in broken:
+        with pytest.raises((CertificateError, KeyError)):
+            check.check_stages(traced, n, batch, mutant, lists)
+
+
+def test_report(tmp_path):
+    model, mesh = Model(4), ftp.AbstractMesh((4, 2), ("pp", "dp"))
+    params, batch = model.params(), model.batch(16)
+    found: dict[str, Any] = {}
+    for schedule in ("gpipe", "1f1b"):
+        pipe = ftp.Pipeline("pp", 8, schedule)
+        specs = pipe.place(params, P(), mesh)
+        step = ftp.shard(model.loss, mesh, specs, batch_specs=P("dp"), pipeline=pipe)
+        found[schedule] = step.lower(params, *batch)
+    lowered = found["1f1b"]
+    assert lowered.ideal_bubble == 3 / 11 and 0 < lowered.bubble < 1
+    assert lowered.memory_by_rank[0] < found["gpipe"].memory_by_rank[0]
+    assert "stage 0: 5 parameters" in str(lowered) and "at most 4 microbatches held" in str(lowered)
+    lowered.timeline.save(tmp_path / "t.json")
+    events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
+    assert sum(e["ph"] == "X" for e in events) == 4 * 16
+    assert [e["args"]["name"] for e in events if e["name"] == "process_name"] == ["planned"]
+
+
+def test_errors():
+    model, mesh, pipe = Model(2), ftp.simulated_mesh((2, 2), ("pp", "dp")), ftp.Pipeline("pp", 4)
+    params = model.params()
+    specs = pipe.place(params, P(), mesh)
+    step = ftp.shard(model.loss, mesh, specs, batch_specs=P("dp"), pipeline=pipe)
+    with pytest.raises(
+        InputError, match="of which a rank holds 2 rows, which do not divide into 4"
+    ):
+        step(params, *model.batch(4))
+    on_stages = ftp.shard(model.loss, mesh, specs, batch_specs=P("pp"), pipeline=pipe)
+    with pytest.raises(SpecError, match="the ranks of 'pp' are stages"):
+        on_stages(params, *model.batch(8))
+    plain = ftp.shard(model.loss, mesh, P("pp"), pipeline=pipe)
+    with pytest.raises(
+        SpecError, match=r"Make the specs with pipeline.place\(params, specs, mesh\)"
+    ):
+        plain(params, *model.batch(8))
+    options: list[dict[str, Any]] = [
+        {"donate": (0,)},
+        {"check_inputs": True},
+        {"reduce_dtype": torch.bfloat16},
+    ]
+    for option in options:
+        with pytest.raises(InputError, match=r"pipeline= and .* exclude each other"):
+            ftp.shard(model.loss, mesh, specs, pipeline=pipe, **option)
+    with pytest.raises(InputError, match=r"give an ftp\.Pipeline"):
+        ftp.shard(model.loss, mesh, specs, pipeline="pp")  # type: ignore[arg-type]
+    lists = ftp.Pipeline("pp", 1, [[ftp.Action("F", 0, 0)], []])
+    with pytest.raises(ScheduleError, match="is missing"):
+        ftp.shard(model.loss, mesh, specs, pipeline=lists)
+
+
+def test_the_page(capsys):
+    """docs/pipelines.md runs as it stands, in one scope."""
+    page = (Path(__file__).resolve().parents[2] / "docs/pipelines.md").read_text()
+    scope: dict[str, Any] = {}
+    for block in re.findall(r"```python\n(.*?)```", page, re.S):
+        exec(compile(block, "docs/pipelines.md", "exec"), scope)
+    assert "stage 1: " in capsys.readouterr().out

@@ -1,0 +1,260 @@
+"""Experts on a mesh axis: tokens travel to them and back, their weights stay; values and gradients
+are those of one device.
+"""
+
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from dropless import DIM, HIDDEN, drawn, loop, routed
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftp
+from ftp import P
+from ftp.per_rank.dispatch import travelling
+from ftp.sharding.mesh import resolve
+
+
+def own_experts(rows: torch.Tensor, own: torch.Tensor, parts: Any) -> torch.Tensor:
+    """What a rank's experts make of the rows that came to it."""
+    up, down = parts
+    order = own.argsort(stable=True)
+    offs = (own[:, None] <= torch.arange(up.shape[0])).sum(0).to(torch.int32)
+    y = F.silu(F.grouped_mm(rows[order], up, offs=offs))
+    return torch.zeros_like(rows).index_copy(0, order, F.grouped_mm(y, down, offs=offs))
+
+
+def step_of(mesh: Any, k: int, axis: str, token_axes: tuple[str, ...], specs: Any, **options: Any):
+    def layer(p, x):
+        weights, experts = routed(p, x, k)
+        return travelling(
+            own_experts,
+            resolve(None),
+            x,
+            experts,
+            weights,
+            [p["up"], p["down"]],
+            axis=axis,
+            token_axes=token_axes,
+            **options,
+        )
+
+    specs = {"router": P(), "favour": P(), **specs}
+    return ftp.shard(loss_of(layer), mesh, specs, batch_specs=P(token_axes), certify=True)
+
+
+def loss_of(layer: Any) -> Any:
+    return lambda p, x: (layer(p, x.sin()) * torch.arange(x.numel()).view(x.shape)).sum()
+
+
+PLANS = {
+    "data axis": ((2,), ("dp",), "dp", ("dp",), None),
+    "3 ranks": ((3,), ("ep",), "ep", ("ep",), None),
+    "data axis, and tp within": ((2, 2), ("dp", "tp"), "dp", ("dp",), "tp"),
+    "an axis of its own beside dp": ((2, 2), ("dp", "ep"), "ep", ("dp", "ep"), None),
+}
+
+
+@st.composite
+def routings(draw):
+    k = draw(st.integers(1, 6))
+    favoured = draw(st.none() | st.integers(0, 5))
+    return draw(st.integers(1, 7)), k, favoured, draw(st.integers(0, 99))
+
+
+def check(routing: Any, plan: str) -> None:
+    tokens, k, favoured, seed = routing
+    shape, axes, axis, token_axes, tp = PLANS[plan]
+    params, x = drawn(6, tokens, favoured, seed)
+    specs = {"up": P(axis, None, tp), "down": P(axis, tp)}
+    step = step_of(ftp.simulated_mesh(shape, axes), k, axis, token_axes, specs)
+    grads, value = torch.func.grad_and_value(loss_of(lambda p, x: loop(p, x, k)))(params, x)
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-10, atol=1e-10)
+
+
+@settings(max_examples=4)
+@given(routings(), st.sampled_from(sorted(PLANS)))
+def test_any_routing_is_the_loop_over_experts(routing, plan):
+    """Tokens that do not divide, experts without tokens, and one that all tokens choose."""
+    check(routing, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", PLANS)
+@settings(max_examples=20)
+@given(routings())
+def test_any_routing_is_the_loop_over_experts_often(plan, routing):
+    check(routing, plan)
+
+
+def test_tokens_travel_and_weights_stay():
+    """Each way rows × k × dim × itemsize × (n - 1) / n bytes: there, back, and the gradient of what
+    came back; that of x is not asked for.
+    """
+    params, x = drawn(8, 12, None, 0)
+    specs = {"up": P("dp"), "down": P("dp")}
+    program = step_of(ftp.AbstractMesh((4,), ("dp",)), 2, "dp", ("dp",), specs).lower(params, x)
+    rows = [c for c in program.collectives if c.op == "all_to_all" and c.worst_nbytes is not None]
+    assert [c.wire_nbytes for c in rows] == [3 * 2 * DIM * 8 * 3 // 4] * 3
+    assert {c.worst_nbytes for c in rows} == {4 * 3 * 2 * DIM * 8}
+    others = [c for c in program.collectives if c.worst_nbytes is None]
+    assert max(math.prod(c.global_shape) for c in others) < 8 * DIM * HIDDEN
+
+
+def test_a_stated_capacity_raises_and_drops_nothing():
+    params, x = drawn(6, 8, 0, 0)
+    step = step_of(
+        ftp.simulated_mesh(2, "dp"),
+        1,
+        "dp",
+        ("dp",),
+        {"up": P("dp"), "down": P("dp")},
+        capacity=1.5,
+    )
+    with pytest.raises(ftp.errors.InputError, match="would receive 8 rows, more than bound=6"):
+        step(params, x)
+
+
+def test_experts_that_the_axis_does_not_divide_are_refused():
+    params, x = drawn(7, 6, None, 0)
+    step = step_of(ftp.simulated_mesh(3, "dp"), 1, "dp", ("dp",), {"up": P("dp"), "down": P("dp")})
+    with pytest.raises(ftp.errors.SpecError, match="7 experts are cut over axis 'dp' of size 3"):
+        step(params, x)
+
+
+# Models of transformers.
+
+SMALL = {
+    "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "intermediate_size": 24,
+    "num_experts_per_tok": 2,
+}  # fmt: skip
+MODELS = {
+    "Mixtral": {"num_local_experts": 4, "output_router_logits": True},
+    "Qwen3Moe": {
+        "num_experts": 4, "moe_intermediate_size": 24, "head_dim": 4, "decoder_sparse_step": 1,
+        "output_router_logits": True,
+    },
+    "DeepseekV3": {
+        "n_routed_experts": 4, "moe_intermediate_size": 24, "n_group": 1, "topk_group": 1,
+        "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 4,
+        "v_head_dim": 4, "qk_nope_head_dim": 4, "n_shared_experts": 1, "num_key_value_heads": 4,
+    },
+    "GptOss": {"num_local_experts": 4, "head_dim": 4, "sliding_window": 8},
+    "Olmoe": {"num_experts": 4, "output_router_logits": True},
+    "GraniteMoe": {"num_local_experts": 4, "output_router_logits": True},
+}  # fmt: skip
+
+
+def expert_program(name: str, implementation: str, plan: str) -> tuple[float, Any, Any]:
+    """The largest difference from one device's loss and gradients, the program, and the specs of
+    the experts' parameters with their shapes.
+    """
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**{**SMALL, **MODELS[name]})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    model = model.double()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3) if p.ndim > 1 else None
+    x = torch.randint(32, (4, 6))
+
+    def full(out: Any) -> torch.Tensor:
+        loss = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+        aux = getattr(out, "aux_loss", None)
+        return loss if aux is None else loss + 0.01 * aux
+
+    model.set_experts_implementation("eager")
+    value = full(model(input_ids=x, use_cache=False))
+    value.backward()
+    model.set_experts_implementation(implementation)
+    if plan == "ep":
+        mesh = ftp.simulated_mesh(2, "ep")
+        specs, constraints = ftp.from_hf(model, axis="ep", expert_axis="ep")
+    else:
+        mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+        specs, constraints = ftp.from_hf(model, expert_axis="dp")
+    fn, params = ftp.functionalize(model, constraints=constraints)
+    batch = P() if plan == "ep" else P("dp")
+    step = ftp.shard(
+        lambda p, x: full(fn(p, input_ids=x, use_cache=False)), mesh, specs, batch_specs=batch
+    )
+    loss, grads = step(params, x)
+    off = [abs(float(loss) - float(value.detach()))]
+    for path, p in model.named_parameters():
+        expected = torch.zeros_like(p) if p.grad is None else p.grad
+        off.append(float((grads[path] - expected).abs().max()))
+    ours = {path: (specs[path], p.shape) for path, p in params.items() if ".experts." in path}
+    return max(off), step.lower(params, x), ours
+
+
+def check_model(name: str, implementation: str, plan: str) -> None:
+    off, program, ours = expert_program(name, implementation, plan)
+    assert off < 1e-6  # routers and norms of transformers compute in float32
+    axis = "ep" if plan == "ep" else "dp"
+    assert ours and all(spec.entries[0] == axis for spec, _ in ours.values())
+    kinds = Counter(c.op for c in program.collectives if c.worst_nbytes is not None)
+    assert kinds["all_to_all"] >= 4
+    shapes = {tuple(shape) for _, shape in ours.values() if len(shape) == 3}
+    assert not {shape[1:] for shape in shapes} & {c.global_shape[1:] for c in program.collectives}
+
+
+@pytest.mark.parametrize(
+    ("name", "implementation", "plan"),
+    [("GptOss", "grouped_mm", "dp × tp"), ("Qwen3Moe", "eager", "ep")],
+)
+def test_a_model_of_transformers(name, implementation, plan):
+    check_model(name, implementation, plan)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("implementation", ["grouped_mm", "batched_mm", "eager"])
+@pytest.mark.parametrize("plan", ["ep", "dp × tp"])
+def test_models_of_transformers(name, implementation, plan):
+    check_model(name, implementation, plan)
+
+
+def test_what_from_hf_refuses():
+    linear = torch.nn.Linear(2, 2)
+    with pytest.raises(ftp.errors.SpecError, match="shards nothing without expert_axis"):
+        ftp.from_hf(linear, axis=None)
+    with pytest.raises(ftp.errors.SpecError, match="has no module of experts"):
+        ftp.from_hf(linear, axis=None, expert_axis="ep")
+    with pytest.raises(ftp.errors.SpecError, match="it is one of the axes"):
+        ftp.from_hf(linear, expert_axis="ep", token_axes=("dp",))
+    with pytest.raises(ftp.errors.SpecError, match="need expert_axis="):
+        ftp.from_hf(linear, expert_capacity=2.0)
+
+
+def test_experts_called_otherwise_are_refused():
+    class Other(torch.nn.Module):
+        num_experts, _is_expert_parallel = 2, False
+
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.ones(2, 3, 3))
+
+        def forward(self, rows, weights, chosen):
+            return rows
+
+    model = torch.nn.Sequential(Other())
+    model[0].forward = lambda rows: Other.forward(model[0], rows, rows, rows)
+    _, constraints = ftp.from_hf(model, axis=None, expert_axis="dp")
+    fn, params = ftp.functionalize(model, constraints=constraints)
+    step = ftp.shard(lambda p, x: fn(p, x).sum(), ftp.simulated_mesh(2, "dp"), P())
+    with pytest.raises(ftp.errors.InputError, match=r"Other is called with torch\.float32"):
+        step(params, torch.ones(4, 3))
+
+
+def test_the_page_runs():
+    page = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
+    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
+        exec(compile(block, "docs/experts.md", "exec"), {})

@@ -1,0 +1,211 @@
+"""flex_attention and varlen_attn under cuts of batch, heads and sequence, against dense masks."""
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+from torch.nn.attention.varlen import varlen_attn
+
+import ftp
+from ftp import P, zigzag
+from ftp.errors import TraceError
+
+MESHES = [
+    ((2,), P(None, None, "cp")),
+    ((3,), P(None, None, zigzag("cp"))),
+    ((5,), P(None, None, "cp")),
+    ((2, 2), P(None, "tp", "cp")),
+    ((2, 2), P("tp", None, zigzag("cp"))),
+]
+
+
+def mesh_of(shape: tuple[int, ...]) -> Any:
+    return ftp.simulated_mesh(shape, ("cp", "tp")[: len(shape)])
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, mod: Callable[[Tensor], Tensor], sees: Tensor) -> Tensor:
+    """A dense masked softmax; rows that see nothing are zero."""
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = mod(q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1]))
+    scores = scores.masked_fill(~sees, -math.inf)
+    return torch.ops.aten._safe_softmax(scores, -1) @ v
+
+
+def with_gradients(fn: Callable[..., Tensor]) -> Callable[..., Any]:
+    def run(*args: Tensor) -> Any:
+        *given, grad = args
+        out, vjp = torch.func.vjp(fn, *given)
+        return out, *vjp(grad)
+
+    return run
+
+
+def check(mesh: Any, fn: Any, expected: Any, specs: Any, out_specs: Any, args: Any) -> Any:
+    step = ftp.spmd(
+        with_gradients(fn), mesh, (*specs, out_specs[0]), tuple(out_specs), certify=True
+    )
+    found, right = step(*args), with_gradients(expected)(*args)
+    for one, other in zip(found, right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    return step
+
+
+@settings(max_examples=8, derandomize=True)
+@given(st.data())
+def test_flex_attention(data: Any):
+    shape, cut = data.draw(st.sampled_from(MESHES))
+    size = data.draw(st.integers(3, 11))
+    of_keys = data.draw(st.sampled_from([2, 4]))
+    kind = data.draw(st.sampled_from(["documents", "window", "prefix", "none"]))
+    score = data.draw(st.sampled_from(["alibi", "soft cap", "learned", "none"]))
+    number = data.draw(st.integers(1, 4))
+    torch.manual_seed(size)
+    document = torch.sort(torch.randint(0, number, (2, size))).values
+    at = torch.arange(size)
+    before = at[:, None] >= at[None]
+    mask, sees = {
+        "documents": (
+            lambda b, h, q, k: (q >= k) & (document[b, q] == document[b, k]),
+            (before & (document[:, :, None] == document[:, None]))[:, None],
+        ),
+        "window": (lambda b, h, q, k: (q - k).abs() < number, (at[:, None] - at).abs() < number),
+        "prefix": (lambda b, h, q, k: (q >= k) | (k < number), before | (at < number)),
+        "none": (None, torch.ones(size, size, dtype=torch.bool)),
+    }[kind]
+    slope = torch.linspace(0.1, 0.4, 4, dtype=torch.float64)
+    away = (at[None] - at[:, None]).to(torch.float64)
+
+    def mods(bias: Tensor) -> Any:
+        return {
+            "alibi": (
+                lambda s, b, h, q, k: s + slope[h] * (k - q),
+                lambda s: s + slope[:, None, None] * away,
+            ),
+            "soft cap": (
+                lambda s, b, h, q, k: 2 * torch.tanh(s / 2),
+                lambda s: 2 * torch.tanh(s / 2),
+            ),
+            "learned": (
+                lambda s, b, h, q, k: s * bias[h],
+                lambda s: s * bias[:, None, None],
+            ),
+            "none": (None, lambda s: s),
+        }[score]
+
+    blocks = None
+    if mask is not None:
+        batch = 2 if kind == "documents" else None
+        blocks = create_block_mask(mask, batch, None, size, size, "cpu", BLOCK_SIZE=2)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, bias: Tensor) -> Any:
+        return flex_attention(q, k, v, score_mod=mods(bias)[0], block_mask=blocks, enable_gqa=True)
+
+    make = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
+    args = make(2, 4, size, 3), *(make(2, of_keys, size, 3) for _ in "kv"), make(4)
+    check(
+        mesh_of(shape),
+        attend,
+        lambda q, k, v, bias: dense(q, k, v, mods(bias)[1], sees),
+        (cut, cut, cut, P()),
+        (cut, cut, cut, cut, P()),
+        (*args, make(2, 4, size, 3)),
+    )
+
+
+@pytest.mark.parametrize(("shape", "cut"), MESHES[:3])
+def test_varlen_attention(shape: Any, cut: P):
+    """Documents, of which one is empty, a window, fewer heads of keys, and tokens after the last
+    document."""
+    ends = torch.tensor([0, 4, 4, 9, 11], dtype=torch.int32)
+    document = torch.bucketize(torch.arange(12), ends[1:], right=True)
+    back = torch.arange(12)[:, None] - torch.arange(12)[None]
+    sees = (document[:, None] == document[None]) & (back >= 0) & (back <= 3)
+    sees[11] = False
+    cut = P(cut[2])
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Any:
+        return varlen_attn(q, k, v, ends, None, 5, 5, window_size=(3, 0), enable_gqa=True)
+
+    def expected(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
+        q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+        return dense(q, k, v, lambda s: s, sees)[0].transpose(0, 1)
+
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(12, h, 4, dtype=torch.float64) for h in (4, 2, 2, 4))
+    step = ftp.spmd(
+        lambda q, k, v, e, g: with_gradients(lambda *x: attend(*x, e))(q, k, v, g),
+        mesh_of(shape),
+        (cut, cut, cut, P(), cut),
+        (cut,) * 4,
+        certify=True,
+    )
+    right = with_gradients(lambda *x: expected(*x, ends))(q, k, v, grad)
+    for one, other in zip(step(q, k, v, ends, grad), right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_queries_of_a_document_stand_at_its_end():
+    """As in the kernel: with fewer queries than keys, the last of both stand beside each other."""
+    queries, keys = torch.tensor([0, 2, 3]), torch.tensor([0, 5, 9])
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(n, 1, 4, dtype=torch.float64) for n in (3, 9, 9))
+    sees = torch.zeros(3, 9, dtype=torch.bool)
+    sees[0, :4], sees[1, :5], sees[2, 5:9] = True, True, True
+    parts = [x.transpose(0, 1)[None] for x in (q, k, v)]
+    expected = dense(*parts, lambda s: s, sees)[0].transpose(0, 1)
+    run = lambda q, k, v: varlen_attn(q, k, v, queries, keys, 2, 5, window_size=(-1, 0))  # noqa: E731
+    found = ftp.spmd(run, mesh_of((2,)), P("cp"), P("cp"))(q, k, v)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
+
+
+def test_listed_blocks_and_log_sum_exps():
+    """Blocks of keys that are not listed are not seen, whatever the mask says; those listed as
+    full are."""
+    count = torch.tensor([[[1, 1]]], dtype=torch.int32)
+    index = torch.tensor([[[[0, 1], [1, 0]]]], dtype=torch.int32)
+    full = torch.tensor([[[0, 1]]], dtype=torch.int32)
+    blocks = BlockMask.from_kv_blocks(
+        count, index, full, index.flip(-1), BLOCK_SIZE=4, mask_mod=lambda b, h, q, k: q >= k
+    )
+    at = torch.arange(8)
+    sees = (at[:, None] >= at) & (at[:, None] // 4 == at // 4)
+    sees[4:, :4] = True
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Any:
+        out, aux = flex_attention(q, k, v, block_mask=blocks, return_aux=AuxRequest(lse=True))
+        return out, aux.lse
+
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 2, 8, 4, dtype=torch.float64) for _ in range(3))
+    cut = P(None, None, "cp")
+    found = ftp.spmd(attend, mesh_of((2,)), cut, (cut,) * 2, certify=True)(q, k, v)
+    scores = (q @ k.transpose(-2, -1) / 2).masked_fill(~sees, -math.inf)
+    expected = dense(q, k, v, lambda s: s, sees), scores.logsumexp(-1)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_paged_cache_is_refused():
+    q, ends = torch.ones(4, 1, 2), torch.tensor([0, 4], dtype=torch.int32)
+    run = lambda q: varlen_attn(q, q, q, ends, ends, 4, 4, seqused_k=ends[1:])  # noqa: E731
+    with pytest.raises(TraceError, match="paged cache"):
+        ftp.lower(run, mesh_of((2,)), P("cp"), q)
+
+
+def test_the_functions_are_torch_s_own_again():
+    module = torch.nn.attention.flex_attention
+    before = module.flex_attention_hop, torch.ops.torch_attn._varlen_attn
+    q = torch.ones(1, 1, 4, 2)
+    ftp.lower(lambda q: flex_attention(q, q, q), mesh_of((2,)), P(), q)
+    assert (module.flex_attention_hop, torch.ops.torch_attn._varlen_attn) == before
