@@ -54,7 +54,7 @@ def _floats(graph: fx.Graph) -> list[fx.Node]:
         n
         for n in graph.nodes
         if n.op == "call_function"
-        and n.meta.get("dtypes", [""])[0].startswith("float")
+        and (n.meta.get("dtypes") or [""])[0].startswith("float")
         and len(n.meta["dtypes"]) == 1
         and n.users
     ]
