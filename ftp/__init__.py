@@ -15,7 +15,7 @@ from ftp import torch_support
 torch_support.check(torch)
 
 if TYPE_CHECKING:
-    from ftp import axis, errors, optim, plans, random, testing
+    from ftp import axis, errors, optim, plans, random, static, testing
     from ftp.api.certify import certify
     from ftp.api.init_params import init_params
     from ftp.api.local import local
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ftp.checkpoint.load import load
     from ftp.checkpoint.manifest import checkpoints
     from ftp.checkpoint.save import Saving, save
+    from ftp.equivalence.equivalent import equivalent
     from ftp.errors import FtpError
     from ftp.exported import shard_exported
     from ftp.functional.functionalize import functionalize
@@ -56,7 +57,7 @@ if TYPE_CHECKING:
     from ftp.testing.divergence import Divergence, first_divergence
     from ftp.version import __version__
 
-_MODULES = ("axis", "errors", "optim", "plans", "random", "testing")
+_MODULES = ("axis", "errors", "optim", "plans", "random", "static", "testing")
 _HOMES = {
     "ftp.api.certify": "certify",
     "ftp.api.init_params": "init_params",
@@ -69,6 +70,7 @@ _HOMES = {
     "ftp.checkpoint.load": "load",
     "ftp.checkpoint.manifest": "checkpoints",
     "ftp.checkpoint.save": "Saving save",
+    "ftp.equivalence.equivalent": "equivalent",
     "ftp.errors": "FtpError",
     "ftp.exported": "shard_exported",
     "ftp.functional.functionalize": "functionalize",
@@ -129,6 +131,7 @@ __all__ = [
     "device_get",
     "device_put",
     "einsum",
+    "equivalent",
     "errors",
     "first_divergence",
     "from_dtensor",
@@ -162,6 +165,7 @@ __all__ = [
     "simulated_mesh",
     "specs_of",
     "spmd",
+    "static",
     "testing",
     "to_dtensor",
     "units",

@@ -1,5 +1,5 @@
-"""``python -m ftp``: the table of ops (``ops``), a program before it runs (``report``), and the
-check of a certificate (``certify``).
+"""``python -m ftp``: the table of ops (``ops``), a program before it runs (``report``), the check
+of a certificate (``certify``), and the proof of a program written per rank (``prove``).
 """
 
 import argparse
@@ -11,16 +11,18 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch._ops import OpOverload
 
 import ftp.rules  # noqa: F401  the registry is empty without them
-from ftp.certification.certificate import load_certificate
+from ftp.certification.certificate import Certificate, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.collective_semantics import COLLECTIVES
-from ftp.cli import CONTRACT, of_config, of_file, parse_mesh, report
-from ftp.errors import FtpError, ReportError
+from ftp.cli import CONTRACT, function_of, of_config, of_file, parse_mesh, report
+from ftp.equivalence.equivalent import equivalent
+from ftp.errors import FtpError, ReportError, Undecided
 from ftp.planning.machine import PRESETS
 from ftp.rules.bind import lookup
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
@@ -29,6 +31,10 @@ from ftp.rules.registry import RULES
 from ftp.rules.rule import Call, Meta, Rule
 
 SIZES = (2, 3, 5, 7)
+PROVED = (
+    "The function takes nothing and returns the certificate of ftp.equivalent, or a tuple of that"
+    " function's arguments, or a dict of them by name, with 'args' for those of the programs."
+)
 
 
 @dataclass(frozen=True)
@@ -230,6 +236,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "certify", help="check a certificate that ftp.certify(lowered).save(FILE) wrote"
     )
     proof.add_argument("file", help="path of the certificate")
+    prove = commands.add_parser(
+        "prove", help="prove that a program written per rank computes what a single-device one does"
+    )
+    prove.add_argument("target", metavar="FILE:FUNCTION", help=PROVED)
+    prove.add_argument("--save", metavar="OUT.json", help="write the certificate")
     program = commands.add_parser(
         "report",
         help="a program before it runs: collectives, memory, cost and what is odd, on any mesh",
@@ -268,6 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _certify(options.file)
     if options.command == "report":
         return _report(options)
+    if options.command == "prove":
+        return _prove(options.target, options.save)
     table = rows(options.pattern)
     if not table:
         print(f"No op's name has {options.pattern!r} in it.", file=sys.stderr)
@@ -327,6 +340,29 @@ def _certify(file: str) -> int:
     for assumption in certificate.assumptions:
         print(f"assumes: {assumption}")
     return 0
+
+
+def _prove(target: str, save: str | None) -> int:
+    try:
+        made = function_of(target, PROVED)()
+        certificate = made if isinstance(made, Certificate) else _equivalent(target, made)
+        if save:
+            certificate.save(save)
+    except (FtpError, OSError) as e:
+        print(f"{type(e).__name__}: {e}", file=sys.stderr)
+        return 2 if isinstance(e, Undecided) else 1
+    print(f"proven: {certificate}")
+    return 0
+
+
+def _equivalent(target: str, made: Any) -> Certificate:
+    arguments, options = (made, {}) if isinstance(made, tuple | list) else ((), made)
+    if not isinstance(options, dict) or (not arguments and "reference" not in options):
+        raise ReportError(f"{target} returned {type(made).__name__}. {PROVED}")
+    given = tuple(options.get("args", ()))
+    named = ("reference", "rank_program", "mesh", "in_specs", "out_specs")
+    first = tuple(options[name] for name in named) if options else ()
+    return equivalent(*first, *given, *arguments, grad=bool(options.get("grad", False)))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ import importlib.util
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -53,15 +53,20 @@ def parse_mesh(
     return AbstractMesh(tuple(axes.values()), tuple(axes), device_type=device_type, hosts=hosts)
 
 
-def of_file(target: str, mesh: AbstractMesh, hardware: str | None = None) -> Lowered:
-    """The program of ``FILE:FUNCTION``. The file is run, as ``python FILE`` would import it."""
+def function_of(target: str, contract: str) -> Callable[..., Any]:
+    """The function ``FILE:FUNCTION``; ``contract`` says in messages what it takes and returns."""
     file, _, name = target.rpartition(":")
     if not file or not name:
-        raise ReportError(f"{target!r} is no FILE:FUNCTION, such as train.py:report. {CONTRACT}")
+        raise ReportError(f"{target!r} is no FILE:FUNCTION, such as train.py:report. {contract}")
     function = getattr(_module(file), name, None)
     if not callable(function):
-        raise ReportError(f"{file} has no function {name!r}. {CONTRACT}")
-    made = function(mesh)
+        raise ReportError(f"{file} has no function {name!r}. {contract}")
+    return function
+
+
+def of_file(target: str, mesh: AbstractMesh, hardware: str | None = None) -> Lowered:
+    """The program of ``FILE:FUNCTION``. The file is run, as ``python FILE`` would import it."""
+    made = function_of(target, CONTRACT)(mesh)
     if isinstance(made, Lowered):
         return made
     if not isinstance(made, tuple) or len(made) not in (4, 5):

@@ -1,6 +1,7 @@
 """The exception types: every error a user can cause is an ``FtpError``."""
 
 from collections.abc import Iterable
+from typing import Any
 
 
 class FtpError(Exception):
@@ -46,7 +47,28 @@ class ScheduleError(PlanningError):
 class CertificateError(FtpError):
     """A program whose collectives do not make every output right, or a certificate that cannot
     be read.
+
+    Attributes:
+        output: of a rank program, the first wrong output: its path, or that of a gradient's input.
+        rank: the first rank that has it wrong.
+        line: the line of the program where it goes wrong.
+        inputs: whole arguments on which the rank program and the reference differ.
     """
+
+    output: str | None = None
+    rank: int | None = None
+    line: str | None = None
+    inputs: tuple[Any, ...] | None = None
+
+
+class Undecided(FtpError):
+    """Two programs of which neither a proof nor a difference was found.
+
+    Attributes:
+        ops: those that the proof cannot see through.
+    """
+
+    ops: tuple[str, ...] = ()
 
 
 class MismatchError(FtpError):
@@ -81,6 +103,10 @@ class ReplicationWarning(UserWarning):
 
 class DiscoveryWarning(UserWarning):
     """An op without a stated rule is divided by one that was found by trial."""
+
+
+class PlanWarning(UserWarning):
+    """A plan that is read from a model leaves much of it whole on every rank."""
 
 
 class StaleCaptureWarning(UserWarning):

@@ -34,6 +34,21 @@ def user_line() -> str:
     return ""
 
 
+def user_lines(count: int, root: str) -> list[str]:
+    """The ``count`` innermost user's lines on the stack, as far as the first frame of the file
+    ``root``.
+    """
+    found: list[str] = []
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and len(found) < count:
+        if frame.f_code.co_filename == root:
+            break
+        if _is_users_frame(frame):
+            found.append(describe_line(frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return found
+
+
 def at_line() -> str:
     """How an error begins that speaks of the innermost user's line: the line and a new one; ""
     if there is none.

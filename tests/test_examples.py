@@ -432,3 +432,19 @@ def test_train_moe_under_torchrun_has_the_simulated_losses(tmp_path):
     assert here["loss"] == pytest.approx(there["loss"], rel=1e-5)
     assert here["loss"][-1] < here["loss"][0]
     assert all(sum(layer) == 4 * 16 * 2 for step in here["load"] for layer in step)
+
+
+@pytest.mark.slow
+def test_a_pipeline_goes_on_with_tensor_parallelism(tmp_path):
+    """transformers' Llama in two stages, then on another mesh: the losses of one run."""
+    pytest.importorskip("transformers", reason="of the extra 'models'")
+    path = ROOT / "examples/train_pipeline.py"
+    spec = importlib.util.spec_from_file_location("train_pipeline", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    whole = module.main(["--steps", "4", "--out", str(tmp_path / "whole")])
+    first = module.main(["--steps", "2", "--out", str(tmp_path / "parts")])
+    rest = module.main(["--steps", "4", "--mesh", "dp,tp", "--out", str(tmp_path / "parts")])
+    torch.testing.assert_close(first + rest, whole, rtol=1e-4, atol=1e-4)
+    assert whole[-1] < whole[0]

@@ -17,6 +17,7 @@ ALLOWED = {
     "ops": "sharding",
     "axis": "ops",
     "random": "ops sharding",
+    "static": "ops",
     "rules": "ops",
     "tensors": "distributed sharding",
     "checkpoint": "distributed sharding tensors",
@@ -26,6 +27,7 @@ ALLOWED = {
     "per_rank": "axis ops rules sharding tracing",
     "plans": "functional ops per_rank sharding",
     "certification": "ops per_rank rules tracing",
+    "equivalence": "axis certification ops rules sharding",
     "planning": "functional ops per_rank rules sharding tracing",
     "pipeline": "sharding",
     "partitioning": "axis ops per_rank planning rules sharding",
@@ -39,7 +41,7 @@ ALLOWED = {
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
     "cli": "api functional plans report sharding",
-    "__main__": "certification cli planning rules",
+    "__main__": "certification cli equivalence planning rules",
 }
 
 

@@ -13,6 +13,8 @@ from ftp.api.step import Step
 from ftp.errors import InputError
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
+from ftp.random.distributions import check_key
+from ftp.random.torch_functions import keyed
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -45,6 +47,7 @@ def shard(
     pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
+    rng: bool = False,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -98,6 +101,9 @@ def shard(
         reduce_dtype: ``torch.bfloat16`` sends the terms of gradients' sums in bfloat16, by
             all-to-all, and sums them in float32 at the receiver; half the bytes of float32. Other
             sums, of activations and of the loss, keep their dtype.
+        rng: the step takes one more argument, the last, ``ftp.random.key(...)``: all that the
+            function draws by torch's random functions, and its models that are given no key of
+            their own, is drawn from it, the same numbers on any mesh.
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -114,12 +120,13 @@ def shard(
     (24.0, torch.Size([3, 4]))
     """
     _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
+    loss_fn = keyed(loss_fn) if rng else loss_fn
     names = argument_names(loss_fn)
 
     def in_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        params, *batch = args
+        (params, *batch), of_key = _before_key(args) if rng else (args, [])
         given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
-        return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs")
+        return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs") + of_key
 
     def out_specs(
         result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
@@ -176,6 +183,7 @@ def spmd(
     programs: int = PROGRAMS,
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
+    rng: bool = False,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
     included.
@@ -204,12 +212,13 @@ def spmd(
     tensor([2., 2., 2.])
     """
     _check_callable(fn, "fn", "(*args) -> result")
+    fn = keyed(fn) if rng else fn
     names = argument_names(fn)
 
     def input_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
-        return argument_specs(
-            PartitionSpec() if in_specs is None else in_specs, args, names, "in_specs"
-        )
+        given, of_key = _before_key(args) if rng else (args, [])
+        specs = PartitionSpec() if in_specs is None else in_specs
+        return argument_specs(specs, given, names, "in_specs") + of_key
 
     def output_specs(
         result: Any, given: Sequence[PartitionSpec], args: tuple[Any, ...]
@@ -280,6 +289,13 @@ def lower(
     ['all_reduce']
     """
     return spmd(fn, mesh, in_specs, out_specs, hardware=hardware).lower(*args)
+
+
+def _before_key(args: tuple[Any, ...]) -> tuple[tuple[Any, ...], list[PartitionSpec]]:
+    """The arguments before the key, and the key's spec: it is replicated."""
+    given, key = args[:-1], args[-1] if args else torch.empty(0)
+    check_key(key, "The step's last argument, as rng=True,")
+    return given, [PartitionSpec()]
 
 
 def _check_callable(fn: Any, name: str, form: str) -> None:

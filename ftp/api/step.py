@@ -223,6 +223,8 @@ class Step:
                     self._check_inputs(unchecked, program, record)
                 has_begun = True
                 outputs = list(program.run(inputs))
+                if unchecked is not None:
+                    program.check_assumptions(outputs, f" at call {record.next()}")
                 for i, renew in planned.renewed:
                     outputs[i] = renew(outputs[i])
         except BaseException as e:
@@ -458,7 +460,12 @@ class Step:
         with _tracing, use_mesh(self.mesh):
             try:
                 return trace(
-                    self._fn, leaves, call.treedef, self.mesh.device_type, names=call.names
+                    self._fn,
+                    leaves,
+                    call.treedef,
+                    self.mesh.device_type,
+                    names=call.names,
+                    checked=self._options.check_inputs,
                 )
             except (AttributeError, TypeError) as e:
                 if (names := nones(call)) and "NoneType" in str(e):
@@ -556,6 +563,7 @@ class Step:
             out_tree=traced.out_tree,
             out_leaves=traced.out_leaves,
             is_static=traced.is_static,
+            assumptions=traced.assumptions,
             leaf_specs=tuple(specs),
             roles=tuple(_role(call.positions[i], state) for i in tensors),
             donated=tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
@@ -616,6 +624,8 @@ class Step:
                 )
         if failures:
             raise SpecError(join_failures(failures))
+        results = sum(not static for static in traced.is_static)
+        found[results:] = [PartitionSpec()] * (len(found) - results)  # whether assumptions hold
         return found
 
 

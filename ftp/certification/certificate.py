@@ -23,10 +23,10 @@ Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
-VERSION = 4
+VERSION = 5
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
-NOTES = ("origin", "origins", "source", "takes", "gives")
+NOTES = ("origin", "origins", "source", "takes", "gives", "dtypes", "shape", "strides")
 
 
 @dataclass(frozen=True)
@@ -81,6 +81,7 @@ class Operation:
         ports: for per-rank code, its specs.
         found: a rule that trials found, for an op without a stated one; ``linear`` are its
             groups of operands.
+        strides: of the results of a recorded op.
     """
 
     name: str
@@ -95,6 +96,7 @@ class Operation:
     ports: Ports | None = None
     found: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
+    strides: tuple[tuple[int, ...], ...] = ()
 
     @property
     def operands(self) -> list[Ref]:
@@ -102,6 +104,23 @@ class Operation:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.source})" if self.source else self.name
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """What a proof about recorded rank programs needs beside the programs.
+
+    Attributes:
+        inputs: axes over which each input is a pending sum.
+        outputs: axes over which each output is one.
+        names: of the outputs.
+        integers: of inputs that are no floats, by position: the elements as they were given.
+    """
+
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
+    names: tuple[str, ...]
+    integers: Mapping[int, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -124,6 +143,7 @@ class Certificate:
         outputs: what it returns, each with its spec.
         ranks: the ranks' programs.
         donated: positions of inputs whose memory the ranks may write to.
+        recorded: of ranks' programs that ftp did not write; None for those that it wrote.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((2,), ("tp",))
@@ -137,6 +157,7 @@ class Certificate:
     outputs: tuple[tuple[Ref, Spec], ...]
     ranks: Ranks
     donated: tuple[int, ...] = ()
+    recorded: "Recorded | None" = None
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
@@ -238,12 +259,16 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "source": o.source,
                 "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
                 "found": [o.found, o.linear],
+                "strides": o.strides,
             }
             for o in c.operations
         ],
         "outputs": [[_encode(ref), spec] for ref, spec in c.outputs],
         "graphs": [[_encode_node(n) for n in g.nodes] for g in c.ranks.graphs],
         "ranks": [[list(k), graph, list(offsets)] for k, (graph, offsets) in c.ranks.at.items()],
+        "recorded": None
+        if (r := c.recorded) is None
+        else [r.inputs, r.outputs, r.names, [[k, v] for k, v in r.integers.items()]],
     }
 
 
@@ -267,6 +292,7 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
             ),
             o["found"][0],
             tuple(map(tuple, o["found"][1])),
+            tuple(map(tuple, o["strides"])),
         )
         for o in body["operations"]
     )
@@ -274,7 +300,17 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     at = {tuple(k): (graph, tuple(offsets)) for k, graph, offsets in body["ranks"]}
     groups = {name: tuple(axes) for name, axes in body["groups"].items()}
     ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
-    return Certificate(body["axes"], groups, operations, outputs, ranks, tuple(body["donated"]))
+    recorded = None
+    if (found := body["recorded"]) is not None:
+        inputs, results, names, integers = found
+        recorded = Recorded(
+            tuple(map(tuple, inputs)),
+            tuple(map(tuple, results)),
+            tuple(names),
+            {k: tuple(v) for k, v in integers},
+        )
+    donated = tuple(body["donated"])
+    return Certificate(body["axes"], groups, operations, outputs, ranks, donated, recorded)
 
 
 def _claimed_equal(left: Operation) -> str:

@@ -1,6 +1,6 @@
 """nn.Module -> a pure function of its parameters, and those parameters as a tree."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -25,8 +25,9 @@ from ftp.functional.module_program import (
 )
 from ftp.functional.purity import impure
 from ftp.functional.remat import Again, Policy, surrounded
+from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
-from ftp.random.torch_functions import Draws
+from ftp.random.torch_functions import Draws, surrounding_key
 from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.pytree import kind_of, nearest, remember_tied
 from ftp.sharding.spec import P
@@ -37,6 +38,7 @@ def functionalize(
     *,
     constraints: Mapping[str, P | Constraint] | None = None,
     remat: Mapping[str, Policy] | None = None,
+    taps: Mapping[str, Callable[..., Any]] | None = None,
     buffers: bool = False,
 ) -> Any:
     """Turn a model into a pure function of its parameters.
@@ -53,6 +55,11 @@ def functionalize(
         remat: ``{pattern: policy}`` over module paths: recompute these modules in the backward
             pass, as ``ftp.remat`` does. Attributes that such a module sets on itself are lost,
             buffers aside.
+        taps: ``{pattern: function}`` over module paths. The function takes a module's output, or
+            its path and its output, whole tensors under any sharding; what it returns stands in
+            the output's place, None leaves it. To read activations, keep them in a dict and return
+            that from the same call (``has_aux=True``); in a module of ``remat`` a tap can only
+            replace.
         buffers: make buffers and frozen parameters an argument and a result, not constants.
 
     Returns:
@@ -66,9 +73,10 @@ def functionalize(
         the buffers as the model updated them.
 
     Raises:
-        SpecError: a pattern that matches no module; two patterns that disagree for one module.
+        SpecError: a pattern that matches no module; two patterns that disagree for one module,
+            neither the more specific.
         InputError: not a module; a ScriptModule, compiled, lazy or DTensor model; an unknown
-            policy.
+            policy. At a call: a module with a constraint or a tap that is not called.
 
     >>> fn, params = functionalize(torch.nn.Linear(2, 1, bias=False))
     >>> params.keys()
@@ -79,6 +87,10 @@ def functionalize(
     >>> out, buffers = fn(params, buffers, torch.randn(4, 3))
     >>> buffers["num_batches_tracked"]
     tensor(1)
+    >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Tanh())
+    >>> fn, params = functionalize(model, taps={"0": lambda x: torch.zeros_like(x)})
+    >>> fn(params, torch.ones(1, 2)).tolist()
+    [[0.0, 0.0]]
     """
     _check_model(model)
     tied = _tied_paths(model)
@@ -97,6 +109,7 @@ def functionalize(
         model=model,
         modules=tuple(snapshot(path, module, stand_ins) for path, module in model.named_modules()),
         pins=pins_of(model, constraints or {}),
+        taps=taps_of(model, taps or {}),
         blocks=(),
         other_names={alias: paths[0] for paths in tied.values() for alias in paths[1:]},
         constants={id(t): _describe(path, frozen) for path, t in state.items()},
@@ -115,6 +128,8 @@ def functionalize(
     ) -> Any:
         if rng is not None:
             check_key(rng, f"{program.name}(..., rng=)")
+        elif any(m.module.training for m in program.modules):
+            rng = surrounding_key(program.name)
         with Draws(rng, program.name) as draws, surrounded(partial(_as_now, program, draws)):
             return fn(draws, params, *args, **kwargs)
 

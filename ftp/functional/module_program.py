@@ -23,6 +23,7 @@ from ftp.functional.module_constraints import (
 )
 from ftp.functional.purity import Guard, impure, version
 from ftp.functional.remat import Policy, policy_problem
+from ftp.functional.taps import Tap, tapped
 from ftp.random.torch_functions import Draws
 
 
@@ -55,6 +56,7 @@ class ModuleProgram:
     model: nn.Module
     modules: tuple[ModuleState, ...]
     pins: tuple[Pin, ...]
+    taps: tuple[Tap, ...]
     blocks: "tuple[RematModule, ...]"
     other_names: dict[str, str]
     constants: dict[int, str]
@@ -152,7 +154,7 @@ def run(
     ran: set[str] = set()
     change_outputs((m.path, m.module) for m in program.modules)
     out = _call_hooked(program, program.model, draws, values, names, mutable, ran, args, kwargs)
-    placed: tuple[Pin | RematModule, ...] = (*program.pins, *program.blocks)
+    placed: tuple[Pin | Tap | RematModule, ...] = (*program.pins, *program.taps, *program.blocks)
     reached = {(type(given), given.pattern) for given in placed if given.path in ran}
     idle = [
         f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."
@@ -175,14 +177,16 @@ def _call_hooked(
     args: tuple,
     kwargs: dict[str, Any],
 ) -> Any:
-    """Call a module, or its forward, with the program's hooks for random draws, constraints and
-    remat registered.
+    """Call a module, or its forward, with the program's hooks for random draws, taps, constraints
+    and remat registered.
     """
     # In eval mode without a key no hooks: they would turn fused kernels off.
     if draws.key is not None or any(m.module.training for m in program.modules):
         for m in program.modules:
             m.module.register_forward_pre_hook(partial(_enter, draws, m.path), prepend=True)
             m.module.register_forward_hook(partial(_leave, draws), always_call=True)
+    for tap in program.taps:
+        tap.module.register_forward_hook(partial(tapped, tap, ran))
     for pin in program.pins:
         if pin.constraint.forward is not None:
             pin.module.forward = partial(pin.constraint.forward, pin.module, pin.module.forward)
@@ -344,6 +348,9 @@ def remat_modules(
             modules=modules,
             pins=tuple(
                 pin for pin in program.pins if pin.module in inside and pin.module is not module
+            ),
+            taps=tuple(
+                tap for tap in program.taps if tap.module in inside and tap.module is not module
             ),
             blocks=tuple(b for b in blocks if b.module in inside),
         )

@@ -165,9 +165,9 @@ def _divided(call: Call, operand: Mapping[int, str], result: Mapping[int, str], 
     def dims(names: Mapping[int, str]) -> tuple[Dim, ...]:
         return tuple((names[d], *dim) if d in names else dim for d, dim in enumerate(_dims(call)))
 
-    ranks = {*operand.values(), *result.values()}
-    notation = Notation((dims(operand),), (dims(result),), frozenset(ranks), ((),))
-    return Rule(notation, ((0,),), None, dict.fromkeys(ranks, n))
+    sizes = dict.fromkeys((*operand.values(), *result.values()), n)  # in one order on all ranks
+    notation = Notation((dims(operand),), (dims(result),), frozenset(sizes), ((),))
+    return Rule(notation, ((0,),), None, sizes)
 
 
 rule(OPS.all_reduce.default)(lambda call: _same(call, call.args[1] == "sum"))

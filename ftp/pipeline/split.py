@@ -238,7 +238,24 @@ class _Split:
                     self.of[node] = _Value(ACTIVATION, min(at, default=stage), stage)
             if is_seeded and node not in seeds:
                 seeded.add(node)
+        self._give_back()
         self._sink_gradients(backward)
+
+    def _give_back(self) -> None:
+        """Move ops that end in a parameter's gradient, and read no activation, to a stage that
+        reads the parameter: a bias' sum over the gradient that comes from the next stage.
+        """
+        for leaf, node in enumerate(self.gradients):
+            own, read = self.of[node], self._readers(leaf)
+            earlier = [k for k in read if k < own.first]
+            is_alone = node.target is not operator.getitem and len(node.users) == 1
+            if own.kind == GRADIENT and own.first not in read and earlier and is_alone:
+                self.of[node] = _Value(GRADIENT, max(earlier), max(earlier))
+
+    def _readers(self, leaf: int) -> set[int]:
+        """The stages that read a parameter, its own among them."""
+        parameter = next(node for node, i in self.params.items() if i == leaf)
+        return self.of[parameter].uses | {self.holders[leaf]}
 
     def _sink_gradients(self, backward: Sequence[fx.Node]) -> None:
         """Move ops on gradients, whose results earlier stages alone read, to the last of those
@@ -276,8 +293,6 @@ class _Split:
         """A parameter's gradient as one value a stage, whose sum it is."""
         terms: dict[int, list[fx.Node]] = {}
         pending = [gradient]
-        parameter = next(node for node, i in self.params.items() if i == leaf)
-        read = self.of[parameter].uses | {self.holders[leaf]}
         while pending:
             node = pending.pop()
             places = {self._home(x, leaf) for x in node.all_input_nodes}
@@ -293,11 +308,6 @@ class _Split:
             ):
                 pending += node.args  # type: ignore[operator]
             else:
-                own = self.of[node]
-                earlier = [k for k in read if k < own.first]
-                is_alone = node.target is not operator.getitem and len(node.users) == 1
-                if own.kind == GRADIENT and own.first not in read and earlier and is_alone:
-                    self.of[node] = _Value(GRADIENT, max(earlier), max(earlier))
                 terms.setdefault(self._home(node, leaf), []).append(node)
         found = {}
         for stage, own in terms.items():

@@ -1,5 +1,6 @@
 """Experts of transformers' models on a mesh axis: their tokens travel, their weights stay."""
 
+import inspect
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ftp.errors import MeshError, SpecError
+from ftp.errors import InputError, MeshError, SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.per_rank.dispatch import travelling
 from ftp.sharding.mesh import resolve
@@ -71,7 +72,14 @@ def _travelling(placed: ExpertAxis, module: Any, forward: Any, *args: Any, **giv
             f"from_hf placed experts by expert_axis={placed.axis!r}, token_axes="
             f"{placed.token_axes!r}, but the mesh {mesh} has no axis {lacking[0]!r}."
         )
-    x, chosen, weights = (*args, *given.values())
+    called = inspect.signature(forward).bind(*args, **given).arguments.values()
+    if len(called) != 3 or any(t.is_floating_point() == (i == 1) for i, t in enumerate(called)):
+        raise InputError(
+            f"from_hf(expert_axis={placed.axis!r}) takes experts that are called with rows, chosen"
+            f" experts and weights; {type(module).__name__} is called with"
+            f" {', '.join(f'{t.dtype} {tuple(t.shape)}' for t in called)}."
+        )
+    x, chosen, weights = called
     names = [name for name, p in module._parameters.items() if p is not None]
     values: list[Any] = [module._parameters[name] for name in names]
     implementation, dtype = _implementation(module, forward), weights.dtype

@@ -11,6 +11,7 @@ from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans import models
 from ftp.plans.expert_axis import ExpertAxis
+from ftp.plans.from_layers import FEW, completed, cut_shares, with_shares
 from ftp.plans.model_config import head_dim_of, value_of
 from ftp.sharding.pytree import Specs, kind_of, matches, nearest
 from ftp.sharding.pytree import plan as plan_specs
@@ -58,7 +59,10 @@ def from_hf(
 
     Attention is sharded between heads, as the config counts them; with fewer key heads than ranks,
     ranks share them. Fused q, k, v and fused gate, up are packs. BERT, GPT-2, T5 and ViT have no
-    plan in transformers and get those of ``ftp.plans``.
+    plan in transformers and get those of ``ftp.plans``. Where a model has no plan, or one that
+    leaves more than a tenth of its parameters or of its matmuls' work whole, what the plan does not
+    speak of is cut as the model's own layers suggest. The printed table ends with the shares that
+    are cut; below nine tenths a ``PlanWarning`` says so.
 
     Args:
         model: runs as it is: ``ftp.functionalize(model, constraints=constraints)``.
@@ -83,8 +87,8 @@ def from_hf(
         which prints as a table, and ``{module path: Constraint}``.
 
     Raises:
-        SpecError: a model without a plan; unknown styles, all by name; an entry of ``plan`` that
-            matches no module and no parameter.
+        SpecError: a model without a plan and without layers; unknown styles, all by name; an entry
+            of ``plan`` that matches no module and no parameter.
 
     >>> class Model(nn.Module):
     ...     def __init__(self):
@@ -98,6 +102,7 @@ def from_hf(
     down.weight  P(None, 'tp')  (4, 8)  'down': rowwise
     up.bias      P('tp')        (8,)    'up': colwise
     up.weight    P('tp')        (8, 4)  'up': colwise
+    cut: 95% of the parameters, 100% of the matmuls' work
 
     Source: transformers, ``distributed/tensor_parallel.py`` and ``distributed/expert_parallel.py``.
     """
@@ -118,12 +123,24 @@ def from_hf(
         return specs, placed.constraints(model)
     own = _own_plan(model, experts)
     styles = {**own, **(plan or {})}
-    if not styles and placed is None:
-        return _ours(model, params, axis, vocab_parallel), {}
-    reader = _Reader(model, axis, styles, vocab_parallel, placed)
-    reader.check(own)
-    travelling = {} if placed is None else placed.constraints(model)
-    return reader.specs(params), {**reader.constraints(), **travelling}
+    if styles or placed or getattr(getattr(model, "config", None), "model_type", "") not in OURS:
+        reader = _Reader(model, axis, styles, vocab_parallel, placed)
+        reader.check(own)
+        specs, constraints = reader.specs(params), reader.constraints()
+    else:
+        specs, constraints = _ours(model, params, axis, vocab_parallel), {}
+    if placed is not None:
+        return specs, {**constraints, **placed.constraints(model)}
+    if plan is None and (not own or min(cut_shares(model, specs, but=_ends_of(model))) < FEW):
+        specs = completed(model, params, specs, axis, vocab_parallel, _ends_of(model))
+    if not any(specs.values()):
+        raise SpecError(
+            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
+            " base_model_tp_plan in its config. Nor has it layers to build one from. Give one as"
+            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
+            " ftp.plans.attention, mlp and vocabulary."
+        )
+    return with_shares(model, specs, () if vocab_parallel else _ends_of(model)), constraints
 
 
 def _placed(
@@ -177,16 +194,8 @@ def _own_plan(model: nn.Module, experts: str) -> dict[str, str]:
 
 
 def _ours(model: nn.Module, params: Any, axis: str, vocab_parallel: bool) -> Specs:
-    config = getattr(model, "config", None)
-    kind = getattr(config, "model_type", None)
-    if kind not in OURS:
-        raise SpecError(
-            f"{type(model).__name__} has no tensor-parallel plan: no tp_plan, and no"
-            " base_model_tp_plan in its config. Give one as"
-            " plan={'layers.*.mlp.up_proj': 'colwise', ...}, or put one together for ftp.plan from"
-            " ftp.plans.attention, mlp and vocabulary."
-        )
-    patterns = OURS[kind](config, axis=axis)
+    config: Any = model.config
+    patterns = OURS[config.model_type](config, axis=axis)
     paths = [tuple(path.split(".")) for path in _paths(model)]
     kept = {
         pattern: spec
@@ -223,6 +232,10 @@ def _ends(model: nn.Module) -> list[tuple[str, str]]:
                 for name in _own(end)
             ]
     return found
+
+
+def _ends_of(model: nn.Module) -> set[str]:
+    return {f"{path}.{name}" for path, name in _ends(model)}
 
 
 def _own(module: nn.Module) -> list[str]:

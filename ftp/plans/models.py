@@ -1,7 +1,8 @@
 """Tensor-parallel plans of well-known models: patterns over parameter paths -> specs.
 
 Each function returns a dict for ``ftp.plan``; join dicts of parts with ``|``. ``ftp.plan`` raises
-for a pattern that matches nothing, so say what a model lacks (``head=False``).
+for a pattern that matches nothing, so say what a model lacks (``head=False``); absent biases are
+skipped.
 """
 
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from ftp.errors import SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.plans.model_config import head_dim_of, value_of
 from ftp.plans.names import Names, names_of
+from ftp.sharding.patterns import IfPresent
 from ftp.sharding.spec import Entry, P, units
 
 Patterns = dict[str, P]
@@ -236,10 +238,10 @@ def gpt2(
 
     found = {
         "**.attn.c_attn.weight": column(qkv),
-        "**.attn.c_attn.bias": P(qkv),
+        IfPresent("**.attn.c_attn.bias"): P(qkv),
         "**.attn.c_proj.weight": row(one),
         "**.mlp.c_fc.weight": column(axis),
-        "**.mlp.c_fc.bias": P(axis),
+        IfPresent("**.mlp.c_fc.bias"): P(axis),
         "**.mlp.c_proj.weight": row(axis),
         **vocabulary(axis=axis, embedding="**.wte", head="**.lm_head" if head else None),
     }
@@ -263,7 +265,7 @@ def bert(config: Any = None, *, prefix: str = "", axis: str = "tp", head: bool =
         "**.intermediate.dense.*": P(axis),
         "**.layer.*.output.dense.weight": P(None, axis),
         "**.word_embeddings.weight": P(axis),
-        **({"**.predictions.bias": P(axis)} if head else {}),
+        **({IfPresent("**.predictions.bias"): P(axis)} if head else {}),
     }
     return {_join(prefix, pattern): spec for pattern, spec in found.items()}
 
@@ -365,4 +367,4 @@ def _join(*parts: str) -> str:
     joined = ".".join(part for part in parts if part)
     while "**.**." in joined:
         joined = joined.replace("**.**.", "**.")
-    return joined
+    return IfPresent(joined) if isinstance(parts[-1], IfPresent) else joined

@@ -14,6 +14,7 @@ from ftp.functional.module_constraints import Constraint
 from ftp.plans.mesh_axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.sharding.mesh import AnyMesh
+from ftp.sharding.patterns import match_patterns, narrows
 from ftp.sharding.pytree import Row, Specs, kind_of, leaf_names, matches, nearest
 from ftp.sharding.spec import P
 
@@ -35,11 +36,12 @@ def from_parallelize_plan(
 
     Args:
         model: is not changed.
-        plan: one style for the model, or ``{pattern: style}``. A pattern is a whole module path as
-            in ``ftp.plan``: ``*`` matches one element or a part of one, ``**`` any number of
-            elements (in torch one); "" is the model. A style is torch's, one of ``ftp.plans``, or
-            your function ``(path, module) -> (specs, constraints)``, with paths from the model or
-            from the module.
+        plan: one style for the model, or ``{pattern: style or P}``. A pattern is a whole module
+            path as in ``ftp.plan``: ``*`` matches one element or a part of one, ``**`` any number
+            of elements (in torch one); "" is the model. A style is torch's, one of ``ftp.plans``,
+            or your function ``(path, module) -> (specs, constraints)``, with paths from the model
+            or from the module. The pattern of a ``P`` is of parameter paths, as in ``ftp.plan``;
+            where a style speaks of the parameter too, the more specific pattern wins.
         mesh: a 1-D mesh, whose axis to shard over; or any mesh, with ``axis``.
         axis: the mesh axis to shard over; default "tp".
         tp_mesh_dim: position of the axis in ``mesh``, as in older versions of torch; deprecated.
@@ -77,9 +79,12 @@ def from_parallelize_plan(
     axis = choose_axis(mesh, axis, tp_mesh_dim)
     _, params, state = functionalize(model, buffers=True)
     reader = _Reader(model, axis)
-    for pattern, style in _entries(plan).items():
-        for path in reader.matched(pattern):
-            reader.read(pattern, style, path)
+    entries = _entries(plan)
+    for pattern, style in entries.items():
+        if not isinstance(style, P):
+            for path in reader.matched(pattern):
+                reader.read(pattern, style, path)
+    reader.read_specs({key: spec for key, spec in entries.items() if isinstance(spec, P)})
     if reader.failures:
         raise SpecError(join_failures(list(dict.fromkeys(reader.failures))))
     trained = _listed(params, reader.specs)
@@ -233,6 +238,7 @@ class _Reader:
     model: nn.Module
     axis: str
     specs: dict[str, tuple[P, str]] = field(default_factory=dict)
+    styled: dict[str, str] = field(default_factory=dict)  # of each such parameter the pattern
     constraints: dict[str, Constraint] = field(default_factory=dict)
     failures: list[str] = field(default_factory=list)
 
@@ -246,6 +252,7 @@ class _Reader:
         self.parameters = {
             path: names[id(p)] for path, p in self.model.named_parameters(remove_duplicate=False)
         }
+        self.buffers = list(self.model.named_buffers())
 
     def matched(self, pattern: Any) -> list[str]:
         """The modules that a pattern matches, each once."""
@@ -335,11 +342,46 @@ class _Reader:
                 )
             else:
                 self.specs[own] = (spec, label)
+                self.styled[own] = f"{pattern}.**" if pattern else "**"
         parent = self.modules.get(path.rpartition(".")[0])
         if isinstance(parent, nn.MultiheadAttention) and module is parent.out_proj:
             return  # never called: its parent reads its weight
         for name, constraint in part.constraints.items():
             _add(self.constraints, self.first[_join(path, name)], constraint, self.failures)
+
+    def read_specs(self, given: Mapping[str, P]) -> None:
+        """Specs of parameters, beside the styles of modules."""
+        paths: dict[str, list[str]] = {}
+        for path, own in (*self.parameters.items(), *((b, b) for b, _ in self.buffers)):
+            paths.setdefault(own, []).append(path)
+        answers = [tuple(_elements(path) for path in names) for names in paths.values()]
+        of_modules = [
+            pattern
+            for pattern in given
+            if isinstance(pattern, str)
+            and self._find(pattern.split("."))
+            and not any(matches(pattern, path) for names in answers for path in names)
+        ]
+        self.failures += [
+            f"plan[{pattern!r}] is {given[pattern]}, but {pattern!r} matches modules, and a P is a"
+            f" parameter's. Try {f'{pattern}.*'!r}, or give a style."
+            for pattern in of_modules
+        ]
+        rest = {pattern: spec for pattern, spec in given.items() if pattern not in of_modules}
+        found = match_patterns(rest, answers, list(paths), "the parameters", self.failures)
+        for own, match in zip(paths, found, strict=True):
+            if match is None:
+                continue
+            pattern, spec = match
+            known, by = self.specs.get(own, (spec, ""))
+            if own in self.styled and known != spec and narrows(self.styled[own], pattern):
+                continue
+            if own in self.styled and known != spec and not narrows(pattern, self.styled[own]):
+                self.failures.append(
+                    f"{by} gives {known} for parameter {own!r}, and {pattern!r} gives {spec}. Give"
+                    " both the same, or narrow one."
+                )
+            self.specs[own] = (spec, repr(pattern))
 
 
 def _elements(path: str) -> tuple[str, ...]:

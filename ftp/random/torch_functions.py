@@ -4,12 +4,15 @@ A call's key is that of its module's path with the number of draws made there be
 layers do not depend on one another, and a module that is called again draws anew.
 """
 
+import contextlib
 import functools
 import hashlib
+import inspect
 import math
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -19,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftp import random
 from ftp.errors import TraceError
+from ftp.random.distributions import check_key
 from ftp.source import user_line
 
 
@@ -40,6 +44,18 @@ class Draws(TorchFunctionMode):
         self.path = [path]
         self.counts: dict[str, int] = {} if counts is None else counts
         self._keys: dict[str, Tensor] = {}
+        self._outer: Draws | None = None
+        self._tokens: list[Any] = []  # several: it is entered again inside of composite functions
+
+    def __enter__(self):
+        if (around := _current.get()) is not self:
+            self._outer = around
+        self._tokens.append(_current.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _current.reset(self._tokens.pop())
+        return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -59,6 +75,8 @@ class Draws(TorchFunctionMode):
             TraceError: there is no key to draw from.
         """
         path = self.path[-1]
+        if self.key is None and self._outer is not None:
+            return self._outer.next_key(what)
         if self.key is None:
             line = user_line()
             raise TraceError(
@@ -83,6 +101,49 @@ class Draws(TorchFunctionMode):
             yield
         finally:
             self.path.pop()
+
+
+_current: ContextVar[Draws | None] = ContextVar("draws", default=None)
+
+
+def surrounding_key(name: str) -> Tensor | None:
+    """A key for the model ``name`` from the draws that go on around it; None where there are
+    none.
+    """
+    around = _current.get()
+    return None if around is None or around.key is None else around.next_key(name)
+
+
+def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with one more argument, the last one: a key from which all that is drawn in it is
+    drawn.
+
+    >>> noise = keyed(lambda n: torch.randn(n))
+    >>> torch.equal(noise(3, random.key(0)), noise(3, random.key(0)))
+    True
+
+    Raises:
+        InputError: a last argument that is no key.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    def with_key(*args: Any) -> Any:
+        given, key = args[:-1], args[-1] if args else torch.empty(0)
+        check_key(key, f"{name}(..., rng)")
+        with Draws(key, name):
+            return fn(*given)
+
+    with_key.__name__ = with_key.__qualname__ = name
+    with contextlib.suppress(TypeError, ValueError):
+        own = inspect.signature(fn)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        before = [p.replace(default=p.empty) for p in own.parameters.values() if p.kind in kinds]
+        is_open = any(p.kind is p.VAR_POSITIONAL for p in own.parameters.values())
+        last = inspect.Parameter("rng", inspect.Parameter.POSITIONAL_ONLY)
+        whole = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in before]
+        if not is_open:
+            with_key.__signature__ = own.replace(parameters=[*whole, last])  # type: ignore[attr-defined]
+    return with_key
 
 
 def path_number(path: str) -> int:

@@ -117,6 +117,13 @@ class Lowered:
         return work_of(graph, self._program.mesh.axes, named_layers(graph))
 
     @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What the program takes as true of its values, each with the line that would otherwise
+        raise: a trace has no values. ``check_inputs=True`` of the step checks them at every call.
+        """
+        return tuple(dict.fromkeys(self._program.assumptions))
+
+    @property
     def out_specs(self) -> Any:
         """The result's tree with a spec for each leaf."""
         specs = self._program.out_specs

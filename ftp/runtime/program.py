@@ -12,7 +12,7 @@ import optree
 import torch
 from torch import fx
 
-from ftp.errors import MeshError
+from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.partition import LocalProgram, Partitioner
 from ftp.passes.aliasing import families
 from ftp.passes.fuse_optimizer_updates import changed
@@ -59,6 +59,8 @@ class Program:
         roles: per tensor leaf what it is to the program: ``parameters``, ``optimizer`` or
             ``batch``.
         donated: positions of inputs whose memory a run may use for its outputs.
+        assumptions: claims about values that the function takes as true; with ``check_inputs`` the
+            last outputs say whether they hold.
         options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
             ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
         hardware: what it was planned for.
@@ -76,6 +78,7 @@ class Program:
     leaf_specs: tuple[PartitionSpec, ...] = ()
     roles: tuple[str, ...] = ()
     donated: tuple[int, ...] = ()
+    assumptions: tuple[str, ...] = ()
     options: Options = DEFAULT
     hardware: Hardware = DEFAULT_HARDWARE
 
@@ -108,6 +111,19 @@ class Program:
     @property
     def out_specs(self) -> list[PartitionSpec]:
         return self.plan.out_specs
+
+    def check_assumptions(self, outputs: Sequence[torch.Tensor], when: str) -> None:
+        """Raises an InputError that lists the assumptions which do not hold, after a run; every
+        rank has the same answers.
+        """
+        answers = outputs[len(outputs) - len(self.assumptions) :]
+        failures = [
+            f"{claim}: this does not hold{when}."
+            for claim, holds in zip(self.assumptions, answers, strict=True)
+            if not bool(holds)
+        ]
+        if failures:
+            raise InputError(join_failures(dict.fromkeys(failures)))
 
     @property
     def out_shapes(self) -> list[tuple[int, ...]]:

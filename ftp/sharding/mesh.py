@@ -112,6 +112,35 @@ class AbstractMesh:
             hosts=kept or None,
         )
 
+    # In a rank program that ftp.equivalent runs, the mesh stands for the DeviceMesh of the rank.
+
+    def get_group(self, axis_name: str | None = None) -> dist.ProcessGroup:
+        """The process group along an axis, as of a DeviceMesh: in a rank program of
+        ``ftp.equivalent`` only.
+        """
+        return self._stand_in.get_group(axis_name)
+
+    def get_local_rank(self, axis_name: str | None = None) -> int:
+        """This rank's index along an axis, as of a DeviceMesh: in a rank program of
+        ``ftp.equivalent`` only.
+        """
+        return self._stand_in.get_local_rank(axis_name)
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The rank's DeviceMesh: in a rank program of ``ftp.equivalent`` only."""
+        return self._stand_in
+
+    @property
+    def _stand_in(self) -> DeviceMesh:
+        found = _standing_in.get()
+        if found is None:
+            raise MeshError(
+                f"{_describe(self.shape, self.axis_names)} has no process groups: it is a mesh"
+                f" without processes. Only a program that ftp.equivalent runs sees it as one rank."
+            )
+        return found[self.axis_names] if self.axis_names != found.mesh_dim_names else found
+
 
 @dataclass(frozen=True)
 class SimulatedMesh(AbstractMesh):
@@ -208,6 +237,18 @@ class Mesh:
 
 
 AnyMesh = DeviceMesh | AbstractMesh | Mesh
+_standing_in: ContextVar[DeviceMesh | None] = ContextVar("ftp.sharding.stand_in", default=None)
+
+
+@contextmanager
+def standing_in(mesh: DeviceMesh) -> Iterator[None]:
+    """Within the block, meshes without processes stand for ``mesh``."""
+    token = _standing_in.set(mesh)
+    try:
+        yield
+    finally:
+        _standing_in.reset(token)
+
 
 _current: ContextVar[Mesh | None] = ContextVar("ftp.sharding.mesh", default=None)
 

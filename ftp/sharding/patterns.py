@@ -1,12 +1,17 @@
 """Path patterns: which leaves of a tree they match, and what they resemble when they match none."""
 
 import difflib
+import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 Path = tuple[str, ...]
 T = TypeVar("T")
+
+
+class IfPresent(str):
+    """A pattern that may match nothing: of a part that only some models have, such as a bias."""
 
 
 def dotted(path: Path) -> str:
@@ -21,14 +26,15 @@ def match_patterns(
     failures: list[str],
     check: Callable[[str, Any], str | None] = lambda pattern, value: None,
 ) -> list[tuple[str, T] | None]:
-    """For each leaf, the first pattern that matches it and the pattern's value, or ``None``.
+    """For each leaf, the most specific pattern that matches it and the pattern's value, or
+    ``None``.
 
     Args:
         answers: the paths of each leaf; a tied weight has several.
         names: what messages call the leaves.
         where: what messages call the tree.
-        failures: gains each pattern that matches nothing, each pair that disagrees on a leaf, and
-            each value that ``check`` refuses.
+        failures: gains each pattern that matches nothing, each pair that disagrees on a leaf while
+            neither is more specific, and each value that ``check`` refuses.
         check: what is wrong with a pattern's value, None if nothing.
     """
     found: list[list[tuple[str, T]]] = [[] for _ in answers]
@@ -44,11 +50,12 @@ def match_patterns(
         matched = [
             i for i, paths in enumerate(answers) if any(matches(pattern, path) for path in paths)
         ]
-        if not matched:
+        if not matched and not isinstance(pattern, IfPresent):
             failures.append(_matches_nothing(pattern, answers, where))
         for i in matched:
             found[i].append((pattern, value))
     disagreements: dict[tuple[str, str], list[int]] = {}
+    found = [_most_specific(given) for given in found]
     for i, given in enumerate(found):
         for other, value in given[1:]:
             if value != given[0][1]:
@@ -66,6 +73,90 @@ def match_patterns(
             f" {patterns[first]} and {patterns[second]}. Give both the same value, or narrow one."
         )
     return [given[0] if given else None for given in found]
+
+
+def _most_specific(given: list[tuple[str, T]]) -> list[tuple[str, T]]:
+    return (
+        given
+        if len(given) < 2
+        else [one for one in given if not any(narrows(other, one[0]) for other, _ in given)]
+    )
+
+
+def narrows(pattern: str, other: str) -> bool:
+    """Whether ``pattern`` is more specific: ``other`` matches all that it can match, and more.
+
+    >>> narrows("layers.0.**", "layers.**"), narrows("layers.**", "**.norm")
+    (True, False)
+    >>> narrows("w[qk]", "w*"), narrows("w", "w")
+    (True, False)
+    """
+    first, second = (tuple(p.split(".")) if p else () for p in (pattern, other))
+    return _covers(second, first) and not _covers(first, second)
+
+
+def _covers(wide: Path, narrow: Path) -> bool:
+    """Whether a pattern matches everything that another one can match."""
+    if not wide:
+        return not narrow
+    head, rest = wide[0], wide[1:]
+    if head == "**":
+        return any(_covers(rest, narrow[i:]) for i in range(len(narrow) + 1))
+    if not narrow or narrow[0] == "**":
+        return False
+    of_element = head == narrow[0] or _covers_text(_tokens(head), _tokens(narrow[0]))
+    return of_element and _covers(rest, narrow[1:])
+
+
+_ANY = "*"
+_TOKEN = re.compile(r"\[!?\]?[^\]]*\]|.", re.DOTALL)
+
+
+def _tokens(element: str) -> tuple[Any, ...]:
+    """The parts of a path element's pattern: ``_ANY``, or the set of characters that one place
+    takes as ``(is_all_but, characters)``.
+    """
+    found: list[Any] = []
+    for token in _TOKEN.findall(element):
+        if token == "*":
+            found.append(_ANY)
+        elif token == "?":
+            found.append((True, frozenset()))
+        elif len(token) > 1:
+            found.append(_characters(token[1:-1]))
+        else:
+            found.append((False, frozenset(token)))
+    return tuple(found)
+
+
+def _characters(inside: str) -> tuple[bool, frozenset[str]]:
+    is_all_but = inside.startswith("!")
+    inside = inside[is_all_but:]
+    found = set()
+    while inside:
+        if len(inside) > 2 and inside[1] == "-":
+            found |= {chr(c) for c in range(ord(inside[0]), ord(inside[2]) + 1)}
+            inside = inside[3:]
+        else:
+            found.add(inside[0])
+            inside = inside[1:]
+    return is_all_but, frozenset(found)
+
+
+def _covers_text(wide: tuple[Any, ...], narrow: tuple[Any, ...]) -> bool:
+    if not wide:
+        return not narrow
+    head, rest = wide[0], wide[1:]
+    if head is _ANY:
+        return any(_covers_text(rest, narrow[i:]) for i in range(len(narrow) + 1))
+    if not narrow or narrow[0] is _ANY:
+        return False
+    (wide_but, ours), (narrow_but, theirs) = head, narrow[0]
+    if wide_but:
+        covered = ours <= theirs if narrow_but else not ours & theirs
+    else:
+        covered = not narrow_but and theirs <= ours
+    return covered and _covers_text(rest, narrow[1:])
 
 
 def matches(pattern: str, path: Path) -> bool:

@@ -82,13 +82,14 @@ class Specs(dict):
     """
 
     rows: "Mapping[str, Row]"
+    note: str
 
-    def __init__(self, specs: Mapping, rows: "Mapping[str, Row]"):
+    def __init__(self, specs: Mapping, rows: "Mapping[str, Row]", note: str = ""):
         super().__init__(specs)
-        self.rows = rows
+        self.rows, self.note = rows, note
 
     def __reduce__(self):
-        return (Specs, (dict(self), self.rows))
+        return (Specs, (dict(self), self.rows, self.note))
 
     def __str__(self) -> str:
         lines = [("path", "spec", "shape", "given by")]
@@ -109,7 +110,7 @@ class Specs(dict):
         return "\n".join(
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
             for line in lines
-        )
+        ) + (f"\n{self.note}" if self.note else "")
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,8 @@ def plan(
             paths such as ``layers.0.attn.wq.weight``.
         patterns: ``{pattern: P}``. A pattern is path elements joined by ".": ``*`` is any one
             element or a part of one, ``**`` any number of elements, ``w[qkv]`` is wq, wk or wv.
-            Dots inside a key separate elements. Or a function ``(path, leaf) -> P``.
+            Dots inside a key separate elements. Of two patterns the more specific one wins, whose
+            every possible match the other matches too. Or a function ``(path, leaf) -> P``.
         strict: raise for a leaf that no pattern matches. Otherwise the leaf is replicated, and the
             printed table says so.
 
@@ -160,8 +162,9 @@ def plan(
         A tree of ``P`` with the structure of ``params``; a dict prints as a table.
 
     Raises:
-        SpecError: all patterns that match nothing or disagree for one path, values that are no
-            ``P``, specs longer than the tensor, and specs that cut a leaf which is no tensor.
+        SpecError: all patterns that match nothing, or disagree for one path and neither is the more
+            specific; values that are no ``P``, specs longer than the tensor, and specs that cut a
+            leaf which is no tensor.
 
     >>> params = {
     ...     "emb.weight": torch.ones(8, 4),
@@ -176,6 +179,9 @@ def plan(
     emb.weight          P('tp')        (8, 4)  'emb.weight'
     layers.0.wq.weight  P('tp', None)  (4, 4)  'layers.*.w[qkv].weight'
     norm.weight         P()            (4,)    no pattern: replicated
+    >>> everywhere_but = {"**": P("dp"), "norm.**": P()}
+    >>> plan(params, everywhere_but)["norm.weight"], plan(params, everywhere_but)["emb.weight"]
+    (P(), P('dp'))
     """
     leaves, treedef = flatten(params)
     names = leaf_names(params, "params")
@@ -375,7 +381,12 @@ def _is_leaf(tree: Any) -> bool:
 
 
 def check_specs(
-    specs: Sequence[P], leaves: Sequence[Any], names: Sequence[str], axes: dict[str, int]
+    specs: Sequence[P],
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    axes: dict[str, int],
+    *,
+    takes_sums: bool = False,
 ) -> None:
     """Raises a SpecError for every leaf whose spec does not fit its global shape or the mesh axes
     {name: size}. Only ``P()`` fits a leaf that is no tensor.
@@ -385,7 +396,7 @@ def check_specs(
     failures = []
     for spec, leaf, name in zip(specs, leaves, names, strict=True):
         if isinstance(leaf, torch.Tensor):
-            failures += check_spec(spec, tuple(leaf.shape), axes, name)
+            failures += check_spec(spec, tuple(leaf.shape), axes, name, takes_sums=takes_sums)
         elif spec:
             failures.append(cut_value(name, leaf, spec))
     if failures:

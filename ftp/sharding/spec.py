@@ -165,6 +165,7 @@ class PartitionSpec:
         entries: one for each dim: ``None`` where the dim is whole, an axis name, ``units(...)``, or
             a tuple of these, major to minor. Missing trailing entries are ``None``. In a constraint
             a leading ``...`` stands for any number of ``None``: ``P(..., "tp")`` cuts the last dim.
+        unreduced: axes over which a sum is pending: the value is the sum of the ranks' tensors.
 
     Raises:
         SpecError: an axis that is used twice, an entry of another type.
@@ -183,14 +184,20 @@ class PartitionSpec:
     Source: JAX, ``jax.sharding.PartitionSpec``.
     """
 
-    __slots__ = ("_entries",)
+    __slots__ = ("_entries", "_unreduced")
     _entries: tuple[Entry, ...]
+    _unreduced: tuple[str, ...]
 
-    def __init__(self, *entries: "Entry | Sequence[str | Units]"):
+    def __init__(
+        self, *entries: "Entry | Sequence[str | Units]", unreduced: "str | Sequence[str]" = ()
+    ):
         self._entries = tuple(
             e if e is ... and not i else _entry(entries, e) for i, e in enumerate(entries)
         )
-        if len(set(axes := self.axes)) < len(axes):
+        self._unreduced = (unreduced,) if isinstance(unreduced, str) else tuple(unreduced)
+        if any(not isinstance(a, str) for a in self._unreduced):
+            raise SpecError(f"{self!r}: unreduced is an axis name or a tuple of names.")
+        if len(set(axes := (*self.axes, *self._unreduced))) < len(axes):
             raise SpecError(_repeated(self))
 
     @property
@@ -219,9 +226,18 @@ class PartitionSpec:
     def __getitem__(self, dim: int) -> Entry:
         return self._entries[dim]
 
+    @property
+    def unreduced(self) -> tuple[str, ...]:
+        """The axes over which the ranks' tensors are the terms of a sum.
+
+        >>> P("dp", unreduced=("tp",)).unreduced
+        ('tp',)
+        """
+        return self._unreduced
+
     def __bool__(self) -> bool:
-        """Whether any dim is cut."""
-        return any(e is not None and e is not ... for e in self._entries)
+        """Whether any dim is cut, or a sum is pending."""
+        return bool(self._unreduced) or any(e is not None and e is not ... for e in self._entries)
 
     def at_rank(self, ndim: int) -> "PartitionSpec":
         """The spec of a tensor of ``ndim`` dims: a leading ``...`` is as many ``None`` as it takes.
@@ -231,9 +247,16 @@ class PartitionSpec:
         """
         if not self._entries or self._entries[0] is not ...:
             return self
-        return PartitionSpec(*(None,) * (ndim - len(self._entries) + 1), *self._entries[1:])
+        return PartitionSpec(
+            *(None,) * (ndim - len(self._entries) + 1),
+            *self._entries[1:],
+            unreduced=self._unreduced,
+        )
 
-    def _key(self) -> tuple[Entry, ...]:
+    def _key(self) -> tuple[tuple[Entry, ...], frozenset[str]]:
+        return (self._cut_key(), frozenset(self._unreduced))
+
+    def _cut_key(self) -> tuple[Entry, ...]:
         if self._entries[:1] == (...,):
             return self._entries
         end = max((d + 1 for d, e in enumerate(self._entries) if e is not None), default=0)
@@ -246,13 +269,19 @@ class PartitionSpec:
         return hash(self._key())
 
     def __repr__(self) -> str:
-        return f"P({', '.join('...' if e is ... else repr(e) for e in self._entries)})"
+        entries = ["..." if e is ... else repr(e) for e in self._entries]
+        entries += [f"unreduced={self._unreduced!r}"] if self._unreduced else []
+        return f"P({', '.join(entries)})"
 
     def __reduce__(self):
-        return (PartitionSpec, self._entries)
+        return (_remade, (self._entries, self._unreduced))
 
 
 P = PartitionSpec
+
+
+def _remade(entries: tuple[Entry, ...], unreduced: tuple[str, ...]) -> PartitionSpec:
+    return PartitionSpec(*entries, unreduced=unreduced)
 
 
 def _entry(entries: Sequence[object], entry: object) -> Entry:
@@ -268,7 +297,12 @@ def _entry(entries: Sequence[object], entry: object) -> Entry:
 
 
 def check_spec(
-    spec: PartitionSpec, shape: Sequence[int] | None, axes: dict[str, int], where: str
+    spec: PartitionSpec,
+    shape: Sequence[int] | None,
+    axes: dict[str, int],
+    where: str,
+    *,
+    takes_sums: bool = False,
 ) -> list[str]:
     """What is wrong with ``spec`` for a tensor of global ``shape``; empty if nothing.
 
@@ -276,12 +310,19 @@ def check_spec(
         shape: None where it is not known.
         axes: the mesh, {name: size}.
         where: what messages call the tensor, as ``params['mlp']['up']``.
+        takes_sums: whether the spec may have unreduced axes.
     """
     failures = []
+    if spec.unreduced and not takes_sums:
+        return [
+            f"{where} has spec {spec}. An unreduced axis is known to ftp.device_put, device_get and"
+            f" ftp.equivalent alone: give {PartitionSpec(*spec.entries)}, and reduce the value"
+            " first."
+        ]
     if spec.entries[:1] == (...,):
         way_out = f" Give {spec.at_rank(len(shape))}." if shape is not None else ""
         return [f"{where} has spec {spec}, but only a constraint may begin with '...'.{way_out}"]
-    for axis in spec.axes:
+    for axis in (*spec.axes, *spec.unreduced):
         if axis not in axes:
             failures.append(
                 f"{where} has spec {spec}, but the mesh has no axis {axis!r}; its axes are"

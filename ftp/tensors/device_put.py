@@ -44,7 +44,8 @@ def device_put(
         tree: full tensors, equal on every rank, or right on rank ``src`` alone. Other leaves pass
             through, and so do tensors that are placed with this mesh and spec already.
         mesh: a torch DeviceMesh, or an ftp mesh; default that of ``ftp.use_mesh``.
-        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. DTensor
+        specs: a spec tree, a prefix of one, or one ``P`` for all; default ``P()``. Of a sum that
+            is unreduced over an axis the first rank gets the value, the others zeros. DTensor
             placements may stand for a spec, one for each axis of the mesh: ``(Shard(-1),
             Replicate())``.
         src: a rank of the world. Its tensors are broadcast to the other ranks first.
@@ -76,7 +77,7 @@ def device_put(
     is_compared = check_inputs and src is None
     is_collective = m.kind == "process" and (is_compared or src is not None)
     with raise_on_all_ranks(m) if is_collective else nullcontext():
-        given = sharded_tree(tree, m, specs, holds="full")
+        given = sharded_tree(tree, m, specs, holds="full", takes_sums=True)
         _check_sources(given)
         if src is not None:
             ranks = m.ranks if m.kind == "process" else range(m.size())
@@ -111,7 +112,7 @@ def device_get(tree: Any, mesh: AnyMesh | None = None, specs: Any = None) -> Any
     """
     m = resolve(mesh)
     with raise_on_all_ranks(m):
-        shards = sharded_tree(tree, m, specs)
+        shards = sharded_tree(tree, m, specs, takes_sums=True)
     if m.kind == "process" and any(map(_is_unknown, shards.leaves)):
         shards = agree_on_shapes(shards, "device_get")
     is_collective = m.kind == "process" and any(shards.specs)
@@ -273,7 +274,10 @@ def _shard(full: torch.Tensor, spec: PartitionSpec, mesh: Mesh, non_blocking: bo
     if mesh.kind == "abstract":
         return full if full.device.type == "meta" else full.clone()
     if mesh.kind == "process":
-        full = take(full, local_pieces(spec, full.shape, mesh.axes, require_coordinate(mesh)))
+        coordinate = require_coordinate(mesh)
+        full = take(full, local_pieces(spec, full.shape, mesh.axes, coordinate))
+        if any(coordinate[axis] for axis in spec.unreduced):
+            full = torch.zeros_like(full)  # the first rank of the axis brings the value
     if full.device.type == "meta":
         return torch.empty(full.shape, dtype=full.dtype, device="meta")
     return full.to(
@@ -325,6 +329,9 @@ def _get(leaf: Leaf, mesh: Mesh) -> Any:
             )
         for cut, length in reversed(list(zip(spec.cuts(dim), lengths, strict=False))):
             full = _gather_dim(full, dim, length, mesh, cut)
+    for axis in spec.unreduced:
+        assert mesh.torch is not None
+        dist.all_reduce(full, group=mesh.torch.get_group(axis))
     return full
 
 

@@ -136,7 +136,13 @@ class ShardedTree:
 
 
 def sharded_tree(
-    tree: Any, mesh: Mesh, specs: Any, *, root: str = "tree", holds: Holds = "shards"
+    tree: Any,
+    mesh: Mesh,
+    specs: Any,
+    *,
+    root: str = "tree",
+    holds: Holds = "shards",
+    takes_sums: bool = False,
 ) -> ShardedTree:
     """`fitted_tree`, and no tensor in it is placed otherwise.
 
@@ -147,14 +153,20 @@ def sharded_tree(
     >>> [(leaf.name, leaf.spec, leaf.shape) for leaf in found.leaves]
     [("tree['n']", P(), None), ("tree['w']", P('tp'), (4,))]
     """
-    found = fitted_tree(tree, mesh, specs, root=root, holds=holds)
+    found = fitted_tree(tree, mesh, specs, root=root, holds=holds, takes_sums=takes_sums)
     if holds != "shapes":
         check_placement(found)
     return found
 
 
 def fitted_tree(
-    tree: Any, mesh: Mesh, specs: Any, *, root: str = "tree", holds: Holds = "shards"
+    tree: Any,
+    mesh: Mesh,
+    specs: Any,
+    *,
+    root: str = "tree",
+    holds: Holds = "shards",
+    takes_sums: bool = False,
 ) -> ShardedTree:
     """A tree with specs that fit it, as far as this rank can tell: steps 1 to 4.
 
@@ -164,6 +176,7 @@ def fitted_tree(
         root: what messages call the tree.
         holds: what the tensors are: this rank's ``"shards"``, ``"full"`` tensors that may not be
             placed yet, or ``"shapes"`` alone, global ones.
+        takes_sums: whether a spec may have unreduced axes.
 
     Raises:
         SpecError, InputError, DonationError: every leaf that fails a step.
@@ -172,7 +185,7 @@ def fitted_tree(
     if holds != "shapes":
         check_leaves(flat)
     found = with_known_shapes(flat, holds)
-    check_fit(found)
+    check_fit(found, takes_sums)
     return found
 
 
@@ -224,7 +237,7 @@ def with_known_shapes(tree: ShardedTree, holds: Holds = "shards") -> ShardedTree
     return tree.with_shapes(map(known, tree.leaves))
 
 
-def check_fit(tree: ShardedTree) -> None:
+def check_fit(tree: ShardedTree, takes_sums: bool = False) -> None:
     """Step 4: raises for specs that do not fit the global shapes, or the mesh.
 
     The sizes of a shard of unknown global shape are checked when the ranks have agreed on them:
@@ -236,7 +249,9 @@ def check_fit(tree: ShardedTree) -> None:
             shape = leaf.shape
             if shape is None and len(leaf.spec) > leaf.value.ndim:
                 shape = tuple(leaf.value.shape)  # it lacks dims, whatever their sizes
-            failures += check_spec(leaf.spec, shape, tree.mesh.axes, leaf.name)
+            failures += check_spec(
+                leaf.spec, shape, tree.mesh.axes, leaf.name, takes_sums=takes_sums
+            )
         elif leaf.spec:
             failures.append(cut_value(leaf.name, leaf.value, leaf.spec))
     if failures:
@@ -297,7 +312,7 @@ def _with_shapes_of(tree: ShardedTree, everyone: Sequence[Sequence[Any]]) -> Sha
     else:
         shapes = agreed_shapes(everyone, tree.specs, tree.names, tree.mesh)
     found = tree.with_shapes(shapes)
-    check_fit(found)
+    check_fit(found, takes_sums=True)
     return found
 
 

@@ -5,6 +5,9 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
+from torch import Tensor
+from torch.nn.modules import transformer
+
 from ftp.functional.remat import run_again
 from ftp.tracing.attention_functions import flex_attention, varlen_attention
 
@@ -20,17 +23,40 @@ def patched_libraries() -> Iterator[None]:
 
 @contextmanager
 def _transformers() -> Iterator[None]:
-    """transformers builds its masks without reading values when it believes that it is traced."""
-    masking: Any = sys.modules.get("transformers.masking_utils")
-    if masking is None or not hasattr(masking, "is_tracing"):
-        yield
-        return
-    original = masking.is_tracing
-    masking.is_tracing = lambda *args, **kwargs: True
+    """transformers builds its masks without reading values, and warns of none, when it believes
+    that it is traced.
+    """
+    found: list[Any] = [
+        module
+        for name in ("transformers.masking_utils", "transformers.modeling_utils")
+        if hasattr(module := sys.modules.get(name), "is_tracing")
+    ]
+    originals = [module.is_tracing for module in found]
+    for module in found:
+        module.is_tracing = lambda *args, **kwargs: True
     try:
         yield
     finally:
-        masking.is_tracing = original
+        for module, original in zip(found, originals, strict=True):
+            module.is_tracing = original
+
+
+@contextmanager
+def _torch_nn() -> Iterator[None]:
+    """nn.Transformer compares a mask with a causal one, to say so to its layers; a mask that is
+    given as it is comes to the same, whatever its values.
+    """
+    original = transformer._detect_is_causal_mask
+
+    def detect(mask: Tensor | None, is_causal: bool | None = None, size: int | None = None) -> bool:
+        is_known = mask is None or is_causal is not None
+        return original(mask, is_causal, size) if is_known else False
+
+    transformer._detect_is_causal_mask = detect
+    try:
+        yield
+    finally:
+        transformer._detect_is_causal_mask = original
 
 
 @contextmanager
@@ -76,6 +102,7 @@ def _checkpoint() -> Iterator[None]:
 
 
 PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
+    _torch_nn,
     _transformers,
     _checkpoint,
     flex_attention,

@@ -31,8 +31,10 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.functional.gradient_hooks import GradientRefused
+from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -65,6 +67,8 @@ class Traced:
         is_static: per leaf of the result whether it is a static value.
         captured: the tensors that the function found outside of its arguments, as the objects that
             they are.
+        assumptions: claims about values that the function takes as true. Where they are kept to be
+            checked, the graph's last outputs are whether they hold.
     """
 
     gm: fx.GraphModule
@@ -73,6 +77,7 @@ class Traced:
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
     captured: tuple[Tensor, ...]
+    assumptions: tuple[str, ...] = ()
 
     @property
     def out_shapes(self) -> list[tuple[int, ...]]:
@@ -114,6 +119,7 @@ def trace(
     *,
     names: Sequence[str],
     line: Callable[[], str] | None = None,
+    checked: bool = False,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -126,6 +132,7 @@ def trace(
         names: what each leaf is called in messages.
         line: tells the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
+        checked: keep assumptions as outputs, after those of the result.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -142,7 +149,9 @@ def trace(
     for by in ("func", "grad", "backward"):
         with _taking(by) as gradient:
             try:
-                return _traced(fn, leaves, in_tree, device_type, names=names, line=line)
+                return _traced(
+                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
+                )
             except GradientRefused as error:
                 refused = refused or error
                 if not gradient.is_taken:
@@ -160,23 +169,27 @@ def _traced(
     *,
     names: Sequence[str],
     line: Callable[[], str] | None = None,
+    checked: bool = False,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
     recorder = Recorder(device_type, line)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
+    assumed = Assumptions(recorder)
 
     def flat(*values: Tensor) -> list[Tensor]:
         filled = list(leaves)
         for i, value in zip(at, values, strict=True):
             filled[i] = value
         with recorder.recording():
-            out = fn(*in_tree.unflatten(filled))
+            with assumptions_to(assumed.note):
+                out = fn(*in_tree.unflatten(filled))
             out_leaves, out_tree = flatten(out)
             _check_results(out_leaves, out)
             result[:] = out_tree, out_leaves
-            return [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
+            outputs = [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
+            return [*outputs, *(assumed.conditions if checked else ())]
 
     # A write to a view has its gradient by the view's own op, rather than by strides that a shard
     # does not have.
@@ -205,7 +218,9 @@ def _traced(
     numbered = tuple(
         leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True)
     )
-    return Traced(gm, constants, out_tree, numbered, statics, recorder.captured)
+    return Traced(
+        gm, constants, out_tree, numbered, statics, recorder.captured, tuple(assumed.claims)
+    )
 
 
 def grad_and_value(loss_fn: Callable[..., Any], *, has_aux: bool = False) -> Callable[..., Any]:

@@ -5,6 +5,7 @@ Others that are here have no form without writes, or take parts of memory by str
 """
 
 import math
+import sys
 from collections.abc import Callable
 from itertools import combinations, combinations_with_replacement
 from typing import Any
@@ -14,6 +15,12 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ftp.axis import is_inside
+from ftp.ops.assume import assume, is_listening
+from ftp.tracing.guards import guard_at
+from ftp.tracing.selected import SELECTING, Selected, apply, selection
+from ftp.tracing.sparse_products import PRODUCTS, product
+
 
 class unchecked(TorchFunctionMode):
     """While it is on, the functions below read no values, nor do their gradients: what torch
@@ -21,7 +28,44 @@ class unchecked(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if Selected in types:
+            return apply(func, args, kwargs or {})
+        if func in SELECTING and is_listening() and not is_inside():
+            found = selection(func, args, kwargs or {})
+            if found is not None:
+                return found
+        if func in PRODUCTS and (found := product(args)) is not None:
+            return found
+        if func in _ASKING and (guarded := _guarded(args[0])) is not None:
+            return guarded
         return (_UNCHECKED.get(func) or func)(*args, **(kwargs or {}))
+
+
+# How code asks for one value of a tensor.
+_ASKING = (Tensor.__bool__, Tensor.item, Tensor.is_nonzero, torch.is_nonzero)
+
+
+def _guarded(condition: Tensor) -> Any:
+    """The value that a condition which only guards is taken to have, or the tensor in place of a
+    number that is compared in one; None where the value decides more.
+    """
+    if not is_listening() or is_inside() or condition.numel() != 1:
+        return None  # in ftp.local each rank has values of its own
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_code.co_name == "__torch_function__":
+        frame = frame.f_back
+    if frame is None or (guard := guard_at(frame)) is None:
+        return None
+    if guard.value is None:
+        return condition.detach().reshape(())
+    if guard.claim:
+        is_true = condition.detach() != 0
+        assume(is_true if guard.value else ~is_true, guard.claim)
+    return guard.value
+
+
+def _assert_async(condition: Tensor, message: str = "torch._assert_async: not zero") -> None:
+    assume(condition.detach() != 0, message)
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor:
@@ -297,6 +341,11 @@ def _in_place(fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 _UNCHECKED: dict[Any, Callable[..., Any]] = {
+    torch._is_all_true: torch.all,  # pyright: ignore[reportPrivateImportUsage]
+    torch._is_any_true: torch.any,  # pyright: ignore[reportPrivateImportUsage]
+    Tensor._is_all_true: torch.all,  # pyright: ignore[reportAttributeAccessIssue]
+    Tensor._is_any_true: torch.any,  # pyright: ignore[reportAttributeAccessIssue]
+    torch._assert_async: _assert_async,  # pyright: ignore[reportPrivateImportUsage]
     F.one_hot: _one_hot,
     F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.cov: _cov,

@@ -148,9 +148,9 @@ IN_FULL = {
         "SpecError: pattern 'head.*' matches no path of params; the nearest are 'w', 'b'.",
     ),
     "patterns that disagree": (
-        lambda: ftp.plan(PARAMS, {"w": P("tp"), "*": P()}),
-        "SpecError: patterns 'w' and '*' disagree for params['w']: P('tp') and P(). Give both the"
-        " same value, or narrow one.",
+        lambda: ftp.plan(PARAMS, {"[wv]": P("tp"), "[wu]": P()}),
+        "SpecError: patterns '[wv]' and '[wu]' disagree for params['w']: P('tp') and P(). Give both"
+        " the same value, or narrow one.",
     ),
     "no mesh": (
         lambda: ftp.shard(loss_fn),

@@ -540,10 +540,10 @@ def test_errors_of_constraints():
         " 'blocks.0.up', 'blocks'."
     )
     assert error_of(
-        lambda: functionalize(Tied(), constraints={"blocks.*": P("dp"), "blocks.0": P("tp")}),
+        lambda: functionalize(Tied(), constraints={"blocks.*": P("dp"), "*.0": P("tp")}),
         SpecError,
     ) == (
-        "patterns 'blocks.*' and 'blocks.0' disagree for module 'blocks.0': P('dp') and P('tp')."
+        "patterns 'blocks.*' and '*.0' disagree for module 'blocks.0': P('dp') and P('tp')."
         " Give both the same value, or narrow one."
     )
     wrong: Any = {"head": "dp"}
@@ -627,3 +627,58 @@ def test_errors_of_the_model():
     assert "torch.compile" in error_of(
         lambda: functionalize(torch.compile(nn.Linear(2, 2), backend="eager")), InputError
     )  # pyright: ignore
+
+
+def test_taps_read_and_replace_whole_activations():
+    """Taps of a sharded model see what one device's hooks see, and steer it alike."""
+    model = nn.Sequential(Mlp(), nn.Tanh(), Mlp()).double()
+    x = torch.randn(3, 4, dtype=torch.float64)
+    steer = torch.randn(4, dtype=torch.float64)
+    seen: dict[str, torch.Tensor] = {}
+    taps = {
+        "*.up": lambda path, out: seen.update({path: out}),
+        "0": lambda out: out + steer,
+    }
+    fn, params = functionalize(model, taps=taps)
+
+    def loss(params, x):
+        seen.clear()
+        return fn(params, x).square().mean(), dict(seen)
+
+    mesh = ftp.simulated_mesh((3,), ("tp",))
+    specs = ftp.plan(params, {"*.up.*": P("tp"), "*.down.weight": P(None, "tp")})
+    (value, read), grads = ftp.shard(loss, mesh, specs, has_aux=True)(params, x)
+    kept = {}
+    for name in ("0.up", "2.up"):
+        model.get_submodule(name).register_forward_hook(
+            lambda module, args, out, name=name: kept.update({name: out})
+        )
+    model[0].register_forward_hook(lambda module, args, out: out + steer)
+    expected = model(x).square().mean()
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    assert float((value - expected.detach()).abs()) < 1e-12 and read.keys() == kept.keys()
+    for name in kept:
+        torch.testing.assert_close(read[name], kept[name], rtol=1e-12, atol=1e-12)
+    for (name, _), grad in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(grads[name], grad, rtol=1e-11, atol=1e-12)
+
+
+def test_errors_of_taps():
+    model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(1, 2)
+    wrong: Any = {"0": 3}
+    assert "taps['0'] is 3, an int; it must be a function" in error_of(
+        lambda: functionalize(model, taps=wrong), SpecError
+    )
+    assert "takes 3 arguments" in error_of(
+        lambda: functionalize(model, taps={"0": lambda a, b, c: a}), SpecError
+    )
+    fn, params = functionalize(model, taps={"0": lambda out: out[:, :1]})
+    assert "shape (1, 1) in place of one of shape (1, 2)" in error_of(
+        lambda: fn(params, x), TraceError
+    )
+    idle = nn.ModuleDict({"used": nn.Linear(2, 2), "idle": nn.Linear(2, 2)})
+    idle.forward = lambda x: idle["used"](x)
+    fn, params = functionalize(idle, taps={"idle": lambda out: None})
+    assert "module 'idle' (Linear), tapped by 'idle', was not called" in error_of(
+        lambda: fn(params, x), InputError
+    )

@@ -234,6 +234,26 @@ def test_what_from_hf_refuses():
         ftp.from_hf(linear, expert_capacity=2.0)
 
 
+def test_experts_called_otherwise_are_refused():
+    class Other(torch.nn.Module):
+        num_experts, _is_expert_parallel = 2, False
+
+        def __init__(self):
+            super().__init__()
+            self.up = torch.nn.Parameter(torch.ones(2, 3, 3))
+
+        def forward(self, rows, weights, chosen):
+            return rows
+
+    model = torch.nn.Sequential(Other())
+    model[0].forward = lambda rows: Other.forward(model[0], rows, rows, rows)
+    _, constraints = ftp.from_hf(model, axis=None, expert_axis="dp")
+    fn, params = ftp.functionalize(model, constraints=constraints)
+    step = ftp.shard(lambda p, x: fn(p, x).sum(), ftp.simulated_mesh(2, "dp"), P())
+    with pytest.raises(ftp.errors.InputError, match=r"Other is called with torch\.float32"):
+        step(params, torch.ones(4, 3))
+
+
 def test_the_page_runs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
     for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):

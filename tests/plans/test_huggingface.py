@@ -14,6 +14,9 @@ import ftp
 from ftp import P, units
 from tests.plans.test_real_models import MESHES, close  # type: ignore[import-not-found]
 
+# Norms and positions are much of models as small as these.
+pytestmark = pytest.mark.filterwarnings("ignore::ftp.errors.PlanWarning")
+
 
 def check(name: str, mesh: str, **options: Any) -> Any:
     case = transformer(name, "sdpa")

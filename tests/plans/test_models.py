@@ -79,6 +79,24 @@ def test_llama_with_sequence_parallelism():
     assert found.count("reduce_scatter") == found.count("all_gather") == 2 + 4 * 2
 
 
+def test_gpt2_skips_absent_biases():
+    """nanoGPT's default has no biases."""
+    shapes = {"h.0.attn.c_attn.weight": (24, 8), "h.0.attn.c_proj.weight": (8, 8)}
+    shapes |= {
+        "h.0.mlp.c_fc.weight": (32, 8),
+        "h.0.mlp.c_proj.weight": (8, 32),
+        "wte.weight": (9, 8),
+    }
+    params = {f"m.{path}": torch.ones(shape) for path, shape in shapes.items()}
+    patterns = gpt2({"n_embd": 8, "n_head": 2}, transposed=False, prefix="m")
+    specs = ftp.plan(params, patterns, strict=True)
+    assert specs["m.h.0.attn.c_attn.weight"] == P(units("tp", 4, pack=3))
+    with_bias = params | {"m.h.0.attn.c_attn.bias": torch.ones(24)}
+    assert ftp.plan(with_bias, patterns)["m.h.0.attn.c_attn.bias"] == P(units("tp", 4, pack=3))
+    with pytest.raises(ftp.errors.SpecError, match=r"c_proj.weight' matches no path"):
+        ftp.plan({"m.wte.weight": torch.ones(9, 8)}, patterns)
+
+
 def test_gpt2_from_its_parts():
     cfg = models.GPT2Config(layers=1, qkv="fused")
     fn, params = ftp.functionalize(models.build(cfg, dtype=torch.float64))
@@ -402,10 +420,9 @@ def test_peft():
 
 
 def test_the_page_runs():
+    """From the first block that imports what it needs; those before it speak of any model."""
     page = (Path(__file__).resolve().parents[2] / "docs/plans.md").read_text()
-    (block,) = [
-        b
-        for b in re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
-        if b.startswith("import")
-    ]
-    exec(compile(block, "docs/plans.md", "exec"), {})
+    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
+    first = next(i for i, block in enumerate(blocks) if block.startswith("import"))
+    assert len(blocks[first:]) == 3
+    exec(compile("\n".join(blocks[first:]), "docs/plans.md", "exec"), {})

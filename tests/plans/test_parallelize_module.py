@@ -484,3 +484,26 @@ def test_the_page_runs(capsys):
     )
     plain, params = ftp.functionalize(scope["model"])
     assert plain(params, torch.ones(2, 3, 16)).shape == (2, 3, 8) and scope["loss"].isfinite()
+
+
+def test_styles_and_specs_in_one_dict():
+    """The more specific pattern wins between a style and a spec too."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 4))
+    plan = {"**": P("dp"), "0": ColwiseParallel(), "2": RowwiseParallel(), "2.bias": P("dp")}
+    specs, constraints = ftp.from_parallelize_plan(model, plan)
+    assert specs == {
+        "0.weight": P("tp"),
+        "0.bias": P("tp"),
+        "2.weight": P(None, "tp"),
+        "2.bias": P("dp"),
+    }
+    assert set(constraints) == {"0", "2"}
+    assert error_of({"0": ColwiseParallel(), "**.weight": P("dp")}, model) == (
+        "'0': ColwiseParallel gives P('tp') for parameter '0.weight', and '**.weight' gives"
+        " P('dp'). Give both the same, or narrow one."
+    )
+    assert error_of({"0": P("tp")}, model) == (
+        "plan['0'] is P('tp'), but '0' matches modules, and a P is a parameter's. Try '0.*', or"
+        " give a style."
+    )
+    assert "matches no path of the parameters" in error_of({"0.wieght": P("tp")}, model)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ftp.errors import SpecError
+from ftp.sharding.patterns import narrows
 from ftp.sharding.pytree import (
     broadcast_specs,
     check_specs,
@@ -168,7 +169,7 @@ def test_every_failure_of_a_plan_is_reported_at_once():
         "norm": P(),
         "wo.weight": P("tp"),
         "layers.*.attn.wq.weight": P("tp"),
-        "layers.**": P(None, "tp"),
+        "layers.0.**": P(None, "tp"),
         "emb.weight": ("tp", None),
         "norm.*": P("tp", None, "dp"),
         3: P(),
@@ -180,14 +181,13 @@ def test_every_failure_of_a_plan_is_reported_at_once():
         "pattern 'wo.weight' matches no path of params; '**.wo.weight' matches 2.",
         "patterns['emb.weight'] is ('tp', None), a tuple; it must be a P. Try P('tp', None).",
         "3 is no pattern; a pattern is a str of path elements joined by '.'.",
-        "patterns 'layers.*.attn.wq.weight' and 'layers.**' disagree for"
-        " params['layers.0.attn.wq.weight'],"
-        " params['layers.1.attn.wq.weight']: P('tp') and P(None, 'tp'). Give both the same value,"
+        "patterns 'layers.*.attn.wq.weight' and 'layers.0.**' disagree for"
+        " params['layers.0.attn.wq.weight']: P('tp') and P(None, 'tp'). Give both the same value,"
         " or narrow one.",
         "params['norm.weight'] gets P('tp', None, 'dp') of 3 entries from 'norm.*', but its shape"
         " (4,) has 1 dims. Give at most 1.",
-        "strict=True, and no pattern matches params['emb.weight']. Give a pattern for each; P()"
-        " replicates.",
+        "strict=True, and no pattern matches params['emb.weight'],"
+        " params['layers.1.attn.wo.weight']. Give a pattern for each; P() replicates.",
     ]
 
 
@@ -282,3 +282,40 @@ def test_specs_are_checked_against_leaves_and_axes_all_at_once():
         "b has spec P('x'), but the mesh has no axis 'x'; its axes are 'tp' (size 2).",
         "c has spec P('tp'), but is 3, an int; only a tensor can be cut. Give P().",
     ]
+
+
+@pytest.mark.parametrize(
+    ("narrow", "wide"),
+    [
+        ("w", "*"),
+        ("layers.0.w", "layers.*.w"),
+        ("layers.*.w", "**.w"),
+        ("**.norm.weight", "**"),
+        ("layers.*.attn.w[qk].weight", "layers.*.attn.w?.weight"),
+        ("w[a-c]*", "w*"),
+        ("*.a.b", "**.b"),
+    ],
+)
+def test_of_two_patterns_the_more_specific_one_wins(narrow: str, wide: str):
+    assert narrows(narrow, wide) and not narrows(wide, narrow)
+    path = narrow.replace("**", "x").replace("[qk]", "q").replace("[a-c]", "b").replace("*", "y")
+    params = {path: torch.ones(4), "other.w.b.weight.x": torch.ones(4)}
+    for patterns in ({narrow: P(), wide: P("dp")}, {wide: P("dp"), narrow: P()}):
+        found = plan({path: torch.ones(4)}, patterns)
+        assert found[path] == P() and matches(wide, tuple(path.split(".")))
+    assert plan(params, {"**": P("dp"), narrow: P()})["other.w.b.weight.x"] == P("dp")
+
+
+elements = st.sampled_from(["a", "b", "ab", "*", "**", "a*", "?", "[ab]", "[!a]", "*b"])
+paths = st.lists(st.sampled_from(["a", "b", "c", "ab", "bb", "abc"]), max_size=4).map(tuple)
+
+
+@given(
+    st.lists(elements, min_size=1, max_size=3).map(".".join),
+    st.lists(elements, min_size=1, max_size=3).map(".".join),
+    st.lists(paths, min_size=1, max_size=30),
+)
+def test_a_more_specific_pattern_matches_nothing_that_the_other_does_not(one, two, several):
+    if narrows(one, two):
+        assert all(matches(two, path) for path in several if matches(one, path))
+        assert not narrows(two, one)

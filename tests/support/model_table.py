@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import kinds_table
 import torch
 from real_models import MODULES, MORE, TRANSFORMERS, Case, transformer
 
@@ -21,6 +22,12 @@ DOCS = Path(__file__).parent.parent.parent / "docs" / "models.md"
 EQUAL = "equal"
 WITHOUT_SDPA = ("Gemma 2", "Bloom")  # transformers has no such form of these
 MESHES = ("tp2", "tp3", "tp4", "dp2×tp2")
+PLANS = (
+    "The specs are those of `ftp.from_hf`: transformers' plan, or one built from the model's own"
+    " layers. Each step is certified.\nZeRO-3 cuts every parameter on its first dim. `cut` is the"
+    " share of the parameters, and of the matmuls' work, of these small\nmodels, in which norms and"
+    " positions weigh more than in large ones. `tests/support/kinds_table.py` runs the rows.\n"
+)
 Row = tuple[str, str, str]  # model, attention ("" for modules), mesh
 
 
@@ -98,7 +105,8 @@ def document() -> str:
         ("transformers", forms()),
         ("torch.nn", [(name, "") for name in MODULES]),
     ]
-    return head + "".join(f"\n## {title}\n\n{_table(models, results)}" for title, models in parts)
+    tables = "".join(f"\n## {title}\n\n{_table(models, results)}" for title, models in parts)
+    return f"{head}{tables}\n## Plans of ftp.from_hf\n\n{PLANS}\n{kinds_table.table()}"
 
 
 def _table(models: list[tuple[str, str]], results: dict[Row, str]) -> str:

@@ -306,7 +306,7 @@ _MASKED = ("BERT", "DistilBERT", "RoBERTa")
 _ENCODERS = (*_MASKED, "ViT")
 
 
-class _InFloat64(TorchFunctionMode):
+class InFloat64(TorchFunctionMode):
     """Models go to float32 for norms, softmaxes and losses; with these left in float64 a
     comparison can be exact to 1e-10.
     """
@@ -348,7 +348,7 @@ def transformer(name: str, attention: str) -> Case:
 
     def loss(fn: Callable[..., Any]) -> Callable[..., Tensor]:
         def of(params: Any, *batch: Tensor) -> Tensor:
-            with _InFloat64():
+            with InFloat64():
                 return fn(params, **dict(zip(call, batch, strict=True)), **options).loss
 
         return of

@@ -1,0 +1,1 @@
+"""Run the recorded programs of all ranks side by side, in any domain of numbers."""

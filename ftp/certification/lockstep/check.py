@@ -1,0 +1,262 @@
+"""Prove recorded rank programs: on random residues, every output of every rank is the reference's.
+
+What is proven: that both programs are equal as formulas, in the algebra of the reals (sums,
+products, quotients, powers, ``exp`` and ``log``), with every other function free, and for every
+order of the numbers that are compared. By Schwartz and Zippel unequal formulas agree on a draw with
+a probability below their degree over a prime of more than 2 million; independent draws are taken.
+Comparisons are sampled: each draw orders the numbers anew.
+"""
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.certification.certificate import Certificate, Ref
+from ftp.certification.lockstep.program import (
+    ranks_of,
+    run_reference,
+    shard,
+    shards,
+    total,
+)
+from ftp.certification.lockstep.run import run_ranks
+from ftp.certification.residues.domain import Residues
+from ftp.certification.residues.field import Field
+from ftp.certification.residues.value import Blind, Degenerate, Value, same
+from ftp.certification.residues.words import words
+from ftp.errors import CertificateError
+
+DRAWS, ORDERED_DRAWS = 4, 12
+_ATTEMPTS = 8
+_EXPS = words(
+    """
+    exp expm1 sigmoid silu tanh _softmax _safe_softmax sigmoid_backward silu_backward
+    """
+)
+_LOGS = frozenset(["log", "log1p"])
+_BOTH = frozenset(["_log_softmax", "logsumexp"])
+_AFTER = frozenset(("_log_softmax_backward_data",))
+_ORDERED = words(
+    """
+    eq ne lt le gt ge maximum minimum fmax fmin clamp clip clamp_min clamp_max relu abs sign
+    sgn amax amin max min argmax argmin sort argsort topk threshold_backward logical_not
+    """
+)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """An output that a rank has wrong.
+
+    Attributes:
+        output: its number.
+        why: in words.
+    """
+
+    output: int
+    rank: int
+    why: str
+
+
+@dataclass(frozen=True)
+class Depth:
+    """How many exponentials and logarithms nest, and what else decides about a field."""
+
+    exps: int
+    logs: int
+    has_infinities: bool
+    is_ordered: bool
+
+    @property
+    def draws(self) -> int:
+        return ORDERED_DRAWS if self.is_ordered else DRAWS
+
+    def field(self, seed: int) -> Field:
+        return Field.of_depth(self.exps, self.logs, self.has_infinities, seed)
+
+
+def check_recorded(certificate: Certificate) -> Certificate:
+    """The certificate itself, if every output of every rank is the reference's.
+
+    Raises:
+        CertificateError: the first output that is not proven.
+    """
+    try:
+        found = difference(certificate)
+    except Blind as e:
+        raise CertificateError(f"The proof cannot see through {e}.") from None
+    if found is not None:
+        raise CertificateError(describe(certificate, found))
+    return certificate
+
+
+def describe(certificate: Certificate, found: Difference) -> str:
+    recorded = certificate.recorded
+    assert recorded is not None
+    return f"{recorded.names[found.output]} on rank {found.rank} {found.why}"
+
+
+def difference(certificate: Certificate) -> Difference | None:
+    """The first output that differs from the reference's on some draw; None if none does.
+
+    Raises:
+        Blind: an op of which the model knows too little.
+    """
+    depth = depth_of(certificate)
+    for draw in range(depth.draws):
+        for attempt in range(_ATTEMPTS):
+            domain = Residues(depth.field(secrets.randbits(60)))
+            try:
+                found = compare(domain, certificate, inputs_for(domain, certificate, draw))
+            except Degenerate:
+                if attempt == _ATTEMPTS - 1:
+                    raise Blind("a division by zero") from None
+                continue
+            if found is not None:
+                return found
+            break
+    return None
+
+
+def graphs_of(certificate: Certificate) -> list[fx.Graph]:
+    at = certificate.ranks.at
+    return [certificate.ranks.graphs[at[c][0]] for c in sorted(at)]
+
+
+def inputs_for(domain: Any, certificate: Certificate, draw: int) -> list[Any]:
+    """Whole inputs: numbers drawn at random; integers as given, and in later draws permuted or
+    drawn between the smallest and the largest given.
+    """
+    assert certificate.recorded is not None
+    found = []
+    for i, op in enumerate(o for o in certificate.operations if o.target is None):
+        meta = op.results[0]
+        shape = tuple(map(int, meta.shape))
+        if meta.dtype.is_floating_point:
+            found.append(domain.draw(shape, i, meta.dtype))
+            continue
+        given = torch.tensor(certificate.recorded.integers[i], dtype=torch.int64)
+        if draw and given.numel():
+            generator = torch.Generator().manual_seed(secrets.randbits(60))
+            low, high = int(given.min()), int(given.max())
+            given = torch.randint(low, high + 1, given.shape, generator=generator)
+        found.append(given.reshape(shape).to(meta.dtype))
+    return found
+
+
+def compare(
+    domain: Any,
+    certificate: Certificate,
+    inputs: Sequence[Any],
+    watch: Any = None,
+    watch_reference: Any = None,
+    is_same: Any = None,
+) -> Difference | None:
+    """Run both programs on the same inputs; the first difference."""
+    recorded = certificate.recorded
+    assert recorded is not None
+    values = run_reference(
+        domain,
+        certificate.operations,
+        [domain.separate(x) for x in inputs],
+        watch_reference,
+    )
+    given = [o for o in certificate.operations if o.target is None]
+    parts = [
+        shards(domain, x, op.spec, recorded.inputs[i], certificate, i)
+        for i, (x, op) in enumerate(zip(inputs, given, strict=True))
+    ]
+    graphs = graphs_of(certificate)
+    of_ranks = [[p[r] for p in parts] for r in range(ranks_of(certificate))]
+    results = run_ranks(domain, graphs, of_ranks, watch)
+    names = list(certificate.axes)
+    every = sorted(certificate.ranks.at)
+    for at, (ref, spec) in enumerate(certificate.outputs):
+        local = [r[at] for r in results]
+        for rank, coordinate in enumerate(every):
+            where = dict(zip(names, coordinate, strict=True))
+            expected = shard(domain, values[ref], spec, certificate.axes, where)
+            held = local[rank]
+            if tuple(held.shape) != tuple(expected.shape):
+                return Difference(
+                    at,
+                    rank,
+                    f"has shape {tuple(held.shape)}; its spec gives the rank"
+                    f" {tuple(expected.shape)}.",
+                )
+            if recorded.outputs[at]:
+                held = total(domain, local, recorded.outputs[at], certificate, rank)
+            equal = (is_same or _equal)(domain, held, expected)
+            if not equal:
+                return Difference(at, rank, "is not what the reference computes.")
+    return None
+
+
+def _equal(domain: Residues, a: Any, b: Any) -> bool:
+    if not isinstance(a, Value) or not isinstance(b, Value):
+        return (
+            not isinstance(a, Value)
+            and not isinstance(b, Value)
+            and a.dtype == b.dtype
+            and bool((a == b).all())
+        )
+    return a.dtype == b.dtype and bool(same(domain.field, a, b).all())
+
+
+# What the programs need of a field.
+
+
+def depth_of(certificate: Certificate) -> Depth:
+    """How deep exponentials nest; through memory that is written, an upper bound."""
+    programs = [
+        [(n.target, n.all_input_nodes, n, n.args) for n in g.nodes]
+        for g in certificate.ranks.graphs
+    ]
+    reference = [
+        (o.target, [Ref(r.name) for r in o.operands], Ref(o.name), (o.args, dict(o.kwargs)))
+        for o in certificate.operations
+        if o.target is not None
+    ]
+    exps = logs = 0
+    infinite = ordered = False
+    for program in (*programs, reference):
+        e, g, i, o = _depth(program)
+        exps, logs, infinite, ordered = max(exps, e), max(logs, g), infinite or i, ordered or o
+    return Depth(exps, logs, infinite, ordered)
+
+
+def _depth(program: Sequence[tuple[Any, Sequence[Any], Any, Any]]) -> tuple[int, int, bool, bool]:
+    found: dict[Any, tuple[int, int]] = {}
+    floor = (0, 0)
+    deepest = (0, 0)
+    infinite = ordered = False
+    for target, operands, node, args in program:
+        here = floor
+        for operand in operands:
+            known = found.get(operand, (0, 0))
+            here = (max(here[0], known[0]), max(here[1], known[1]))
+        schema = getattr(target, "_schema", None)
+        name = schema.name.split("::")[1].removesuffix("_") if schema is not None else ""
+        here = (
+            here[0] + (name in _EXPS or name in _BOTH or name in _AFTER),
+            here[1] + (name in _LOGS or name in _BOTH),
+        )
+        ordered = ordered or name in _ORDERED or (name == "exchange" and args[5] in ("max", "min"))
+        infinite = infinite or _holds_infinity(args)
+        found[node] = here
+        deepest = (max(deepest[0], here[0]), max(deepest[1], here[1]))
+        if schema is not None and schema.is_mutable:
+            floor = (max(floor[0], here[0]), max(floor[1], here[1]))
+    return deepest[0], deepest[1], infinite, ordered
+
+
+def _holds_infinity(args: Any) -> bool:
+    if isinstance(args, float):
+        return args in (float("inf"), -float("inf"))
+    if isinstance(args, list | tuple):
+        return any(_holds_infinity(a) for a in args)
+    return isinstance(args, dict) and any(_holds_infinity(a) for a in args.values())

@@ -1,0 +1,105 @@
+"""A certificate's single-device program and its shards, in a domain of numbers."""
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+import torch
+
+from ftp.certification.cells import Cell
+from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref, Spec
+from ftp.certification.element_map import MeshAxis
+from ftp.certification.expected_parts import ExpectedParts
+from ftp.rules.rule import replaced
+
+
+def run_reference(
+    domain: Any, operations: Sequence[Operation], inputs: Sequence[Any], watch: Any = None
+) -> dict[Ref, Any]:
+    """Every value of the single-device program."""
+    values: dict[Ref, Any] = {}
+    given = iter(inputs)
+    for op in operations:
+        if op.target is None:
+            values[Ref(op.name)] = next(given)
+            continue
+        args = replaced(tuple(op.args), Ref, values.__getitem__)
+        kwargs = replaced(dict(op.kwargs), Ref, values.__getitem__)
+        found = domain.call(op.target, args, kwargs, [m.dtype for m in op.results])
+        if not any(r.alias_info is not None for r in op.target._schema.returns):
+            found = domain.laid_out(found, op.strides)
+        for i, x in enumerate(found if isinstance(found, list | tuple) else [found]):
+            values[Ref(op.name, i)] = x
+        if watch is not None:
+            watch(op, found)
+    return values
+
+
+def coordinates(certificate: Certificate) -> list[Coordinate]:
+    return list(product(*map(range, certificate.axes.values())))
+
+
+def positions(
+    size: int, cuts: Sequence[tuple[str, int, Any]], axes: Mapping[str, int], at: Mapping[str, int]
+) -> torch.Tensor:
+    """The positions along a dim that a rank holds."""
+    along = {name: MeshAxis(name, dim, n) for dim, (name, n) in enumerate(axes.items())}
+    cell = Cell(0, tuple((at[name],) for name in axes))
+    return torch.from_numpy(ExpectedParts(along, ()).cut(size, cuts, cell).reshape(-1))
+
+
+def shard(domain: Any, x: Any, spec: Spec, axes: Mapping[str, int], at: Mapping[str, int]) -> Any:
+    """The shard of a whole tensor that a rank holds, in memory of its own."""
+    for dim, cuts in enumerate(spec):
+        if cuts:
+            index = positions(x.shape[dim], cuts, axes, at)
+            x = domain.move(lambda t, dim=dim, index=index: t.index_select(dim, index), x)
+    return domain.separate(x)
+
+
+def shards(
+    domain: Any,
+    x: Any,
+    spec: Spec,
+    unreduced: Sequence[str],
+    certificate: Certificate,
+    key: int,
+) -> list[Any]:
+    """Each rank's tensor of a whole one; of a pending sum, terms drawn at random."""
+    axes, names = certificate.axes, list(certificate.axes)
+    whole: dict[tuple[int, ...], Any] = {(): x}
+    for axis in unreduced:
+        split: dict[tuple[int, ...], Any] = {}
+        for before, value in whole.items():
+            rest = value
+            for i in range(axes[axis] - 1):
+                drawn_key = hash((key, axis, before, i)) & ((1 << 40) - 1)
+                term = domain.draw(value.shape, drawn_key, domain.dtype(value))
+                split[*before, i] = term
+                rest = domain.subtract(rest, term)
+            split[*before, axes[axis] - 1] = rest
+        whole = split
+    found = []
+    for coordinate in coordinates(certificate):
+        at = dict(zip(names, coordinate, strict=True))
+        term = whole[tuple(at[a] for a in unreduced)]
+        found.append(shard(domain, term, spec, axes, at))
+    return found
+
+
+def total(
+    domain: Any, parts: Sequence[Any], unreduced: Sequence[str], certificate: Certificate, rank: int
+) -> Any:
+    """A rank's tensor of a sum pending over some axes, once reduced."""
+    names, every = list(certificate.axes), coordinates(certificate)
+    fixed = [i for i, n in enumerate(names) if n not in unreduced]
+    group = [r for r, c in enumerate(every) if all(c[i] == every[rank][i] for i in fixed)]
+    found = parts[group[0]]
+    for r in group[1:]:
+        found = domain.add(found, parts[r])
+    return found
+
+
+def ranks_of(certificate: Certificate) -> int:
+    return math.prod(certificate.axes.values())

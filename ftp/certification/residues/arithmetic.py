@@ -1,0 +1,248 @@
+"""Arithmetic on values of a residue field."""
+
+import hashlib
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.certification.residues.field import (
+    Field,
+    hashed,
+    inverse,
+    logarithm,
+    matmul,
+    modpow,
+    power,
+    square_root,
+)
+from ftp.certification.residues.value import (
+    Blind,
+    Degenerate,
+    Value,
+    Window,
+    infinities,
+    levels,
+    made,
+    order,
+    signs,
+)
+
+
+def add(f: Field, a: Value, b: Value) -> Value:
+    window = a.window & b.window
+    both = [(x + y) % p for x, y, p in zip(levels(f, a), levels(f, b), f.primes, strict=True)]
+    sign = [x ^ y for x, y in zip(signs(f, a), signs(f, b), strict=True)]
+    infinite = None
+    if f.has_infinities:
+        x, y = a.planes[-1], b.planes[-1]
+        if (x * y < 0).any():
+            raise Blind("the difference of two infinities")
+        infinite = torch.sign(x + y)
+    return made(f, both, window, a.dtype, sign, infinite)
+
+
+def negate(f: Field, a: Value) -> Value:
+    found = [-x % p for x, p in zip(levels(f, a), f.primes, strict=True)]
+    infinite = infinities(f, a)
+    return made(
+        f, found, a.window & a.window, a.dtype, signs(f, a), None if infinite is None else -infinite
+    )
+
+
+def multiply(f: Field, a: Value, b: Value) -> Value:
+    window = a.window & b.window
+    ra, rb = levels(f, a), levels(f, b)
+    found = [x * y % p for x, y, p in zip(ra, rb, f.primes, strict=True)]
+    sign = []
+    for x, y, sx, sy, p in zip(ra, rb, signs(f, a), signs(f, b), f.primes, strict=False):
+        by_unit = [((u == 1) | (u == p - 1)).to(torch.int64) for u in (x, y)]
+        sign.append((sx * by_unit[1]) ^ (sy * by_unit[0]))
+    infinite = None
+    if f.has_infinities:
+        x, y = a.planes[-1], b.planes[-1]
+        if x.any() or y.any():
+            infinite = _infinite_product(f, a, b)
+    return made(f, found, window, a.dtype, sign, infinite)
+
+
+def _infinite_product(f: Field, a: Value, b: Value) -> Tensor:
+    """Infinity times one or minus one; the sign of other numbers is not known."""
+    found = torch.zeros(torch.broadcast_shapes(a.shape, b.shape), dtype=torch.int64)
+    for x, y in ((a, b), (b, a)):
+        infinite, unit = x.planes[-1], torch.zeros_like(y.planes[0])
+        unit += (y.planes[0] == 1).to(torch.int64)
+        unit -= (y.planes[0] == f.primes[0] - 1).to(torch.int64)
+        if ((infinite != 0) & (unit == 0)).any():
+            raise Blind("a product with an infinity")
+        found = found + infinite * unit
+    return torch.sign(found)
+
+
+def reciprocal(f: Field, a: Value) -> Value:
+    infinite = infinities(f, a)
+    finite = torch.ones_like(a.planes[0]) if infinite is None else (infinite == 0)
+    for level in range(a.window.low, a.window.high + 1):
+        if ((a.planes[level] == 0) & (finite != 0)).any():
+            raise Degenerate
+    found = [inverse(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
+    return made(f, found, a.window & a.window, a.dtype)
+
+
+def scaled(f: Field, a: Value, numerator: int, denominator: int = 1) -> Value:
+    """``a`` times a fraction."""
+    found = [
+        x * (numerator * pow(denominator, p - 2, p) % p) % p
+        for x, p in zip(levels(f, a), f.primes, strict=True)
+    ]
+    is_odd = denominator == 1 and numerator % 2 == 1
+    return made(
+        f,
+        found,
+        a.window & a.window,
+        a.dtype,
+        [s.clone() for s in signs(f, a)] if is_odd else None,
+        infinities(f, a),
+    )
+
+
+def summed(f: Field, op: Callable[[Tensor], Tensor], a: Value) -> Value:
+    """A sum of elements: ``op`` adds integers."""
+    found = [op(x) % p for x, p in zip(levels(f, a), f.primes, strict=True)]
+    sign = [op(s) % 2 for s in signs(f, a)]
+    infinite = infinities(f, a)
+    return made(
+        f,
+        found,
+        a.window & a.window,
+        a.dtype,
+        sign,
+        None if infinite is None else torch.sign(op(infinite)),
+    )
+
+
+def product_of_matrices(f: Field, a: Value, b: Value) -> Value:
+    if f.has_infinities and (a.planes[-1].any() or b.planes[-1].any()):
+        raise Blind("a product with an infinity")
+    found = [matmul(x, y, p) for x, y, p in zip(levels(f, a), levels(f, b), f.primes, strict=True)]
+    return made(f, found, a.window & b.window, a.dtype)
+
+
+def integer_power(f: Field, a: Value, exponent: int) -> Value:
+    if exponent < 0:
+        return integer_power(f, reciprocal(f, a), -exponent)
+    found = [modpow(x, exponent, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
+    return made(f, found, a.window & a.window, a.dtype, signs(f, a) if exponent == 1 else None)
+
+
+def root(f: Field, a: Value) -> Value:
+    found = [square_root(x, p) for x, p in zip(levels(f, a), f.primes, strict=True)]
+    return made(f, found, a.window & a.window, a.dtype)
+
+
+def exponential(f: Field, a: Value) -> Value:
+    """``exp`` maps sums to products; under too many of them it is a function without algebra."""
+    if a.window.low + 1 >= f.levels:
+        return function(f, "exp", a)
+    found = [torch.zeros_like(a.planes[0])]
+    for level in range(f.levels - 1):
+        p = f.primes[level + 1]
+        value = power(levels(f, a)[level], p)
+        if f.has_logs:
+            value = torch.where(signs(f, a)[level] == 1, -value % p, value)
+        found.append(value)
+    infinite = infinities(f, a)
+    if infinite is not None:
+        found = [torch.where(infinite < 0, 0, x) for x in found]
+        infinite = infinite.clamp(min=0)
+    window = Window(a.window.low + 1, min(a.window.high + 1, f.levels - 1))
+    return made(f, found, window, a.dtype, infinite=infinite)
+
+
+def natural_logarithm(f: Field, a: Value) -> Value:
+    """The inverse of ``exp``."""
+    low, high = max(a.window.low - 1, 0), a.window.high - 1
+    if high < low:
+        return function(f, "log", a)
+    nothing = torch.zeros_like(a.planes[0])
+    infinite = infinities(f, a)
+    found, sign = [nothing] * f.levels, [nothing] * f.levels
+    for level in range(low, high + 1):
+        x = levels(f, a)[level + 1]
+        if (x == 0).any() and (infinite is None or ((x == 0) & (infinite == 0)).any()):
+            raise Degenerate
+        found[level], sign[level] = logarithm(x, f.primes[level + 1])
+    return made(f, found, Window(low, high), a.dtype, sign, infinite)
+
+
+def function(f: Field, name: str, *operands: Value) -> Value:
+    """An elementwise function without algebra: equal operands give equal results."""
+    window = operands[0].window
+    for x in operands[1:]:
+        window = window & x.window
+    found = []
+    for level, p in enumerate(f.primes):
+        h = None
+        for x in operands:
+            h = x.planes[level] if h is None else h + x.planes[level]
+            if f.has_infinities:
+                h = h + x.planes[-1] * (1 << 40)
+            h = hashed(h, _seed(f, name))
+        assert h is not None
+        found.append(h % p)
+    return made(f, found, window & window, operands[0].dtype)
+
+
+def opaque(f: Field, name: str, operands: Sequence[Value], shape: Sequence[int]) -> Value:
+    """A result of which nothing is known but that equal operands give an equal one."""
+    window = operands[0].window
+    for x in operands[1:]:
+        window = window & x.window
+    found = []
+    for level, p in enumerate(f.primes):
+        digest = hashlib.blake2b(f"{_seed(f, name)}".encode(), digest_size=7)
+        for x in operands:
+            planes = [x.planes[level], *([x.planes[-1]] if f.has_infinities else [])]
+            for plane in planes:
+                digest.update(repr(tuple(plane.shape)).encode())
+                digest.update(plane.contiguous().numpy().tobytes())
+        generator = torch.Generator().manual_seed(int.from_bytes(digest.digest()))
+        found.append(torch.randint(1, p, tuple(shape), generator=generator, dtype=torch.int64))
+    return made(f, found, window & window, operands[0].dtype)
+
+
+def _seed(f: Field, name: str) -> int:
+    return zlib.crc32(name.encode()) * 0x9E3779B97F4A7C15 + f.seed * 0x5851F42D4C957F2D
+
+
+# Order: random, the same for equal numbers, and unrelated to the arithmetic.
+
+
+def chosen(f: Field, first: Tensor, a: Value, b: Value) -> Value:
+    """``a`` where ``first``, else ``b``."""
+    planes = [torch.where(first, x, y) for x, y in zip(a.planes, b.planes, strict=True)]
+    return Value(planes, a.window & b.window, a.dtype)
+
+
+def larger(f: Field, a: Value, b: Value) -> Value:
+    return chosen(f, order(f, a) >= order(f, b), a, b)
+
+
+def smaller(f: Field, a: Value, b: Value) -> Value:
+    return chosen(f, order(f, a) <= order(f, b), a, b)
+
+
+def extreme(f: Field, a: Value, dim: int, keepdim: bool, largest: bool) -> tuple[Value, Tensor]:
+    """The largest or smallest along a dim, and where it is."""
+    key = order(f, a)
+    at = (key.argmax if largest else key.argmin)(dim, keepdim=True)
+    planes = [p.gather(dim, at) for p in a.planes]
+    if not keepdim:
+        planes, at = [p.squeeze(dim) for p in planes], at.squeeze(dim)
+    return Value(planes, a.window & a.window, a.dtype), at
+
+
+def planewise(a: Value, op: Callable[..., Any], window: Window | None = None) -> Value:
+    return Value([op(p) for p in a.planes], window or a.window & a.window, a.dtype)

@@ -1,0 +1,257 @@
+"""The residue field as a domain in which recorded programs run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_any, tree_leaves, tree_map
+
+from ftp.certification.residues import arithmetic as ar
+from ftp.certification.residues.field import Field
+from ftp.certification.residues.ops import FUNCTIONS, MOVEMENTS, Call, _rounded
+from ftp.certification.residues.value import Blind, Value, drawn, embed, move, separate, write
+from ftp.certification.residues.words import words
+from ftp.ops.exchange import LITERAL
+
+FACTORIES = words(
+    """
+    full ones zeros arange scalar_tensor eye linspace literal tensor new_full new_ones
+    new_zeros full_like ones_like zeros_like iota
+    """
+)
+UNINITIALISED = words("empty empty_strided empty_like empty_permuted new_empty new_empty_strided")
+
+
+class Residues:
+    """Runs ops on values of a residue field, and on plain tensors of integers and booleans.
+
+    Attributes:
+        blind: ops met of which the field knows nothing but that equal operands give equal results.
+    """
+
+    def __init__(self, field: Field):
+        self.field = field
+        self.blind: dict[str, None] = {}
+        self._draws = 0
+
+    def call(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtypes: Sequence[Any]
+    ) -> Any:
+        name = target._schema.name.split("::")[1]
+        dtype = dtypes[0] if dtypes else torch.float32
+        if name in UNINITIALISED and dtype.is_floating_point:
+            return self._uninitialised(target, args, kwargs, dtype)
+        if name.endswith("_") and not name.startswith("__") and target._schema.is_mutable:
+            return self._in_place(target, name, args, kwargs, dtype)
+        holds_values = tree_any(lambda x: isinstance(x, Value), (args, kwargs))
+        if not holds_values and not dtype.is_floating_point:
+            return _plain(target, args, kwargs)
+        if not holds_values and (name in FACTORIES or target is LITERAL):
+            return embed(self.field, _plain(target, args, dict(kwargs)), dtype)
+        return self._named(target, name, args, kwargs, dtype, dtypes)
+
+    def _named(
+        self,
+        target: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype,
+        dtypes: Sequence[Any],
+    ) -> Any:
+        if name in MOVEMENTS:
+            return self._moved(target, args, kwargs, dtype)
+        if name in FUNCTIONS:
+            call = Call(self.field, target, dtype)
+            accepted = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+            return FUNCTIONS[name](call, *args, **accepted)
+        return self._opaque(target, args, kwargs, dtypes)
+
+    def _moved(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+    ) -> Any:
+        shares = any(r.alias_info is not None for r in target._schema.returns)
+        lifted = tree_map(lambda x: x, (args, dict(kwargs)))
+        if target._schema.name.split("::")[1] in ("cat", "stack", "index_copy"):
+            call = Call(self.field, target, dtype)
+            lifted = tree_map(
+                lambda x: call.lift(x) if isinstance(x, Tensor) and not _is_index(x) else x, lifted
+            )
+        values = [x for x in tree_leaves(lifted) if isinstance(x, Value)]
+        window = values[0].window
+        if not shares:
+            for x in values:
+                window = window & x.window
+        found: list[list[Tensor]] = []
+        is_single = True
+        for i in range(self.field.planes):
+            plane_args, plane_kwargs = tree_map(
+                lambda x, i=i: x.planes[i] if isinstance(x, Value) else x, lifted
+            )
+            plane_kwargs = {k: v for k, v in plane_kwargs.items() if k not in _IGNORED}
+            made = target(*plane_args, **plane_kwargs)
+            is_single = isinstance(made, Tensor)
+            found.append([made] if isinstance(made, Tensor) else list(made))
+        results = [Value(list(planes), window, dtype) for planes in zip(*found, strict=True)]
+        return results[0] if is_single else results
+
+    def _in_place(
+        self,
+        target: Any,
+        name: str,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtype: torch.dtype,
+    ) -> Any:
+        x = args[0]
+        if not isinstance(x, Value):
+            if tree_any(lambda v: isinstance(v, Value), (args, kwargs)):
+                raise Blind(f"{target}, which rounds numbers to integers")
+            return _plain(target, args, kwargs)
+        base = name.removesuffix("_")
+        if base not in FUNCTIONS and base not in MOVEMENTS:
+            raise Blind(f"{target}")
+        functional = Call(self.field, target, x.dtype)
+        if base in FUNCTIONS:
+            accepted = {k: v for k, v in kwargs.items() if k not in _IGNORED}
+            new = FUNCTIONS[base](functional, *args, **accepted)
+        else:
+            packet = getattr(torch.ops.aten, base)
+            new = self._moved(getattr(packet, target._overloadname), args, kwargs, x.dtype)
+        write(x, Value([p.expand(x.shape) for p in new.planes], new.window, x.dtype))
+        return x
+
+    def _uninitialised(
+        self, target: Any, args: Sequence[Any], kwargs: Mapping[str, Any], dtype: torch.dtype
+    ) -> Value:
+        """Memory that nobody has written holds anything: numbers that nothing else holds."""
+        plain = tree_map(lambda x: x.planes[0] if isinstance(x, Value) else x, (args, dict(kwargs)))
+        like: Tensor = target(*plain[0], **{**plain[1], "dtype": torch.int64})
+        self._draws += 1
+        return self.draw(like.shape, -self._draws, dtype)
+
+    def _opaque(
+        self,
+        target: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        dtypes: Sequence[Any],
+    ) -> Any:
+        self.blind[str(target)] = None
+        if any(not d.is_floating_point for d in dtypes) or torch.Tag.nondeterministic_seeded in (
+            target.tags
+        ):
+            raise Blind(str(target))
+        operands = [x for x in tree_leaves((args, dict(kwargs))) if isinstance(x, Value)]
+        if not operands:
+            raise Blind(str(target))
+        plain = [
+            x.tolist() if isinstance(x, Tensor) else x
+            for x in tree_leaves((args, dict(kwargs)))
+            if not isinstance(x, Value)
+        ]
+        meta = tree_map(
+            lambda x: (
+                torch.empty(x.shape, dtype=x.dtype, device="meta")
+                if isinstance(x, Value)
+                else x.to("meta")
+                if isinstance(x, Tensor)
+                else x
+            ),
+            (args, dict(kwargs)),
+        )
+        shaped = target(*meta[0], **meta[1])
+        results = [shaped] if isinstance(shaped, Tensor) else list(shaped)
+        found = [
+            ar.opaque(self.field, f"{target} {plain} {i}", operands, r.shape)
+            for i, r in enumerate(results)
+        ]
+        return found[0] if isinstance(shaped, Tensor) else found
+
+    def laid_out(self, x: Any, strides: Sequence[Sequence[int]] | None) -> Any:
+        """Fresh results with the strides of the tensors that they stand for, so that every view
+        of those is one of these.
+        """
+        if isinstance(x, Value):
+            return _strided(x, strides[0]) if strides else x
+        if isinstance(x, list | tuple) and strides:
+            return [
+                _strided(v, s) if isinstance(v, Value) else v
+                for v, s in zip(x, strides, strict=True)
+            ]
+        return x
+
+    # What collectives and specs are made of.
+
+    def draw(self, shape: Sequence[int], key: int, dtype: torch.dtype) -> Value:
+        return drawn(self.field, shape, hash((self.field.seed, key)) & ((1 << 62) - 1), dtype)
+
+    def add(self, a: Any, b: Any) -> Any:
+        return ar.add(self.field, a, b) if isinstance(a, Value) else a + b
+
+    def subtract(self, a: Any, b: Any) -> Any:
+        return self.add(a, ar.negate(self.field, b)) if isinstance(b, Value) else a - b
+
+    def multiply(self, a: Any, b: Any) -> Any:
+        return ar.multiply(self.field, a, b) if isinstance(a, Value) else a * b
+
+    def larger(self, a: Any, b: Any) -> Any:
+        return ar.larger(self.field, a, b) if isinstance(a, Value) else torch.maximum(a, b)
+
+    def smaller(self, a: Any, b: Any) -> Any:
+        return ar.smaller(self.field, a, b) if isinstance(a, Value) else torch.minimum(a, b)
+
+    def scaled(self, a: Any, by: Fraction) -> Any:
+        return ar.scaled(self.field, a, by.numerator, by.denominator)
+
+    def move(self, fn: Callable[..., Tensor], *xs: Any) -> Any:
+        """A pure movement of data; values and integers are moved alike."""
+        if all(isinstance(x, Tensor) for x in xs):
+            return fn(*xs)
+        return move(self.field, fn, xs)
+
+    def separate(self, x: Any) -> Any:
+        return separate(x) if isinstance(x, Value) else x.clone()
+
+    def write(self, x: Any, new: Any) -> None:
+        if isinstance(x, Value):
+            new = _rounded(Call(self.field, None, x.dtype), new, x.dtype)
+            write(x, Value([p.reshape(x.shape) for p in new.planes], new.window, x.dtype))
+        else:
+            x.copy_(new.reshape(x.shape))
+
+    def storage(self, x: Any) -> int:
+        return (x.planes[0] if isinstance(x, Value) else x).untyped_storage()._cdata
+
+    def dtype(self, x: Any) -> torch.dtype:
+        return x.dtype
+
+
+_IGNORED = frozenset(
+    ("memory_format", "device", "layout", "pin_memory", "non_blocking", "dtype", "implicit")
+)
+
+
+def _strided(x: Value, stride: Sequence[int]) -> Value:
+    if all(p.stride() == tuple(stride) for p in x.planes):
+        return x
+    planes = [torch.empty_strided(p.shape, tuple(stride), dtype=p.dtype).copy_(p) for p in x.planes]
+    return Value(planes, x.window, x.dtype)
+
+
+def _is_index(x: Tensor) -> bool:
+    return x.dtype in (torch.int64, torch.int32, torch.bool)
+
+
+def _plain(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    if target is LITERAL:
+        values, shape, dtype = args
+        return torch.tensor(values, dtype=dtype).reshape(tuple(shape))
+    options = dict(kwargs)
+    if isinstance(options.get("device"), torch.device):
+        options["device"] = torch.device("cpu")
+    if isinstance(dtype := options.get("dtype"), torch.dtype) and dtype.is_floating_point:
+        options["dtype"] = torch.float64
+    return target(*args, **options)

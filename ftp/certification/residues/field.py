@@ -1,0 +1,171 @@
+"""Residue fields in which real formulas are evaluated: primes, powers, logarithms, constants.
+
+Level ``k`` computes modulo the prime ``p[k]``, and ``p[k + 1] = 2 p[k] + 1``. So 4 generates a
+group of order ``p[k]`` modulo ``p[k + 1]``, and ``x -> 4 ** x`` from level ``k`` to level
+``k + 1`` turns sums into products, as ``exp`` does; its inverse, up to sign, is ``log``.
+
+Source: the tower of two primes is Mirage's (Wu et al., OSDI 2025, section 5); chains of such primes
+are Cunningham's.
+"""
+
+import functools
+import math
+from dataclasses import dataclass
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+# A Cunningham chain. Its primes are -1 modulo 8, 3 and 5, so that 2, 3 and 5 have square roots.
+CHAIN = (2245319, 4490639, 8981279, 17962559, 35925119, 71850239)
+BASE = 4
+_LOW = 13  # bits of the lower half of a residue
+_SIGN = 1 << 30
+
+
+@dataclass(frozen=True)
+class Field:
+    """One draw of a model of the reals.
+
+    Attributes:
+        primes: one a level.
+        seed: of the inputs, of the functions without algebra, and of the order of numbers.
+        order_level: the level whose residues are compared.
+        has_logs: whether values carry the signs that logarithms leave.
+        has_infinities: whether values say which elements are infinite.
+    """
+
+    primes: tuple[int, ...]
+    seed: int
+    order_level: int
+    has_logs: bool
+    has_infinities: bool
+
+    @classmethod
+    def of_depth(cls, exps: int, logs: int, has_infinities: bool, seed: int) -> "Field":
+        """A field in which ``exps`` exponentials nest, and ``logs`` logarithms."""
+        levels = min(exps + logs + 1, len(CHAIN))
+        primes = CHAIN[:levels] if levels > 1 else CHAIN[-1:]
+        order = min(exps, max(levels - 1 - logs, 0))
+        return cls(primes, seed, order, logs > 0, has_infinities)
+
+    @property
+    def levels(self) -> int:
+        return len(self.primes)
+
+    @property
+    def planes(self) -> int:
+        """How many integer tensors make up a value."""
+        return self.levels * (2 if self.has_logs else 1) + self.has_infinities
+
+
+def modpow(x: Tensor, exponent: int, p: int) -> Tensor:
+    found = torch.ones_like(x)
+    while exponent:
+        if exponent & 1:
+            found = found * x % p
+        x = x * x % p
+        exponent >>= 1
+    return found
+
+
+def inverse(x: Tensor, p: int) -> Tensor:
+    """The inverse modulo ``p``; of zero it is zero."""
+    return modpow(x, p - 2, p)
+
+
+def square_root(x: Tensor, p: int) -> Tensor:
+    """A root of ``x`` or of ``-x``, whichever has one; it maps products to products."""
+    return modpow(x, (p + 1) // 4, p)
+
+
+@functools.lru_cache(maxsize=16)
+def _powers(p: int) -> tuple[Tensor, Tensor]:
+    low = [1]
+    for _ in range((1 << _LOW) - 1):
+        low.append(low[-1] * BASE % p)
+    step = pow(BASE, 1 << _LOW, p)
+    high = [1]
+    for _ in range(p >> _LOW):
+        high.append(high[-1] * step % p)
+    return torch.tensor(low), torch.tensor(high)
+
+
+def power(x: Tensor, p: int) -> Tensor:
+    """``4 ** x`` modulo ``p``, for ``0 <= x < (p - 1) / 2``."""
+    low, high = _powers(p)
+    return low[x & ((1 << _LOW) - 1)] * high[x >> _LOW] % p
+
+
+@functools.lru_cache(maxsize=8)
+def _logarithms(p: int) -> Tensor:
+    powers = torch.ones(1, dtype=torch.int64)
+    order = (p - 1) // 2
+    while len(powers) < order:
+        more = powers[: order - len(powers)] * pow(BASE, len(powers), p) % p
+        powers = torch.cat([powers, more])
+    exponents = torch.arange(order, dtype=torch.int32)
+    table = torch.zeros(p, dtype=torch.int32)
+    table[powers] = exponents
+    table[p - powers] = exponents | _SIGN
+    return table
+
+
+def logarithm(x: Tensor, p: int) -> tuple[Tensor, Tensor]:
+    """``k`` and ``s`` with ``x = (-1) ** s * 4 ** k`` modulo ``p``."""
+    found = _logarithms(p)[x].to(torch.int64)
+    return found & (_SIGN - 1), (found & _SIGN) // _SIGN
+
+
+def hashed(x: Tensor, seed: int) -> Tensor:
+    """A function of integers drawn at random: 61 bits for each element."""
+    mask = (1 << 62) - 1
+    h = x ^ (seed & mask)
+    for odd in (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB):
+        h = (h * odd) & mask
+        h = h ^ (h >> 29)
+    return h >> 1
+
+
+def matmul(a: Tensor, b: Tensor, p: int) -> Tensor:
+    """A product of matrices, or of batches of them, modulo ``p``; exact in float64."""
+    found = None
+    for start in range(0, max(a.shape[-1], 1), 4096):
+        rows, columns = a[..., start : start + 4096], b[..., start : start + 4096, :]
+        right = columns.to(torch.float64)
+        high = torch.matmul((rows >> _LOW).to(torch.float64), right).to(torch.int64) % p
+        low = torch.matmul((rows & ((1 << _LOW) - 1)).to(torch.float64), right).to(torch.int64)
+        part = ((high << _LOW) + low) % p
+        found = part if found is None else (found + part) % p
+    assert found is not None
+    return found
+
+
+# Constants.
+
+
+def residue(value: float, p: int) -> int:
+    """The residue of a finite number: that of the fraction, or the root, that it stands for."""
+    number, roots = exact(value)
+    found = number.numerator % p * pow(number.denominator % p, p - 2, p) % p
+    for _ in range(roots):
+        found = pow(found, (p + 1) // 4, p)
+    return found if value >= 0 or not roots else -found % p
+
+
+@functools.lru_cache(maxsize=65536)
+def exact(value: float) -> tuple[Fraction, int]:
+    """The fraction that a float stands for, and how often its square root is to be taken.
+
+    >>> exact(0.1), exact(1 / 3), exact(8**-0.5)
+    ((Fraction(1, 10), 0), (Fraction(1, 3), 0), (Fraction(1, 8), 1))
+    """
+    written = Fraction(repr(float(value)))
+    if value == int(value) or len(repr(abs(value)).split("e")[0]) < 12:
+        return written, 0
+    for roots in range(3):
+        power_of = abs(value) ** (1 << roots) if roots else value
+        near = Fraction(power_of).limit_denominator(10**5)
+        if near and math.isclose(near, power_of, rel_tol=(1 << roots) * 4e-16, abs_tol=0.0):
+            return near, roots
+    return written, 0

@@ -1,0 +1,174 @@
+"""Values of a residue field: a tensor of numbers as a few tensors of integers.
+
+Its *planes* are the residues at each level, the signs that logarithms leave at each level, and
+which elements are infinite. Data movement is torch's own op on every plane, views and writes
+included.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.certification.residues.field import Field, hashed, residue
+
+
+class Blind(Exception):
+    """An op on numbers of which the model knows too little; the message names it."""
+
+
+class Degenerate(Exception):
+    """A division by a residue that is zero by accident, or a logarithm of one: draw again."""
+
+
+@dataclass
+class Window:
+    """The levels at which a value's residues mean anything; views share their base's."""
+
+    low: int
+    high: int
+
+    def __and__(self, other: "Window") -> "Window":
+        return Window(max(self.low, other.low), min(self.high, other.high))
+
+    def narrow(self, other: "Window") -> None:
+        self.low, self.high = max(self.low, other.low), min(self.high, other.high)
+
+    def __contains__(self, level: int) -> bool:
+        return self.low <= level <= self.high
+
+
+@dataclass(eq=False)
+class Value:
+    """A tensor of numbers.
+
+    Attributes:
+        planes: of one shape and one layout in memory.
+        dtype: that of the tensor it stands for.
+    """
+
+    planes: list[Tensor]
+    window: Window
+    dtype: torch.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.planes[0].shape
+
+
+def whole(field: Field) -> Window:
+    return Window(0, field.levels - 1)
+
+
+def levels(field: Field, x: Value) -> list[Tensor]:
+    return x.planes[: field.levels]
+
+
+def signs(field: Field, x: Value) -> list[Tensor]:
+    return x.planes[field.levels : 2 * field.levels] if field.has_logs else []
+
+
+def infinities(field: Field, x: Value) -> Tensor | None:
+    return x.planes[-1] if field.has_infinities else None
+
+
+def made(
+    field: Field,
+    residues: Sequence[Tensor],
+    window: Window,
+    dtype: torch.dtype,
+    signs: Sequence[Tensor] | None = None,
+    infinite: Tensor | None = None,
+) -> Value:
+    """A value of its planes; absent ones are zero. An infinite element has the residue zero."""
+    planes = list(residues)
+    if field.has_logs:
+        planes += signs or [torch.zeros_like(r) for r in residues]
+    if field.has_infinities:
+        if infinite is None:
+            infinite = torch.zeros_like(residues[0])
+        else:
+            finite = infinite == 0
+            planes = [p * finite for p in planes]
+        planes.append(infinite)
+    return Value(planes, window, dtype)
+
+
+def embed(field: Field, x: Tensor, dtype: torch.dtype) -> Value:
+    """Known numbers: integers, booleans, or the fractions that floats stand for."""
+    if not x.is_floating_point():
+        x = x.to(torch.int64)
+        return made(field, [x % p for p in field.primes], whole(field), dtype)
+    if x.isnan().any():
+        raise Blind("a constant that is not a number")
+    distinct, where = x.to(torch.float64).reshape(-1).unique(return_inverse=True)
+    numbers = distinct.tolist()
+    finite = [0.0 if abs(v) == float("inf") else v for v in numbers]
+    infinite = torch.tensor(
+        [(v == float("inf")) - (v == -float("inf")) for v in numbers], dtype=torch.int64
+    )
+    if infinite.any() and not field.has_infinities:
+        raise Blind("an infinity that no constant of the program holds")
+    planes = [
+        torch.tensor([residue(v, p) for v in finite], dtype=torch.int64)[where].reshape(x.shape)
+        for p in field.primes
+    ]
+    return made(field, planes, whole(field), dtype, infinite=infinite[where].reshape(x.shape))
+
+
+def drawn(field: Field, shape: Sequence[int], seed: int, dtype: torch.dtype) -> Value:
+    """Numbers drawn at random."""
+    generator = torch.Generator().manual_seed(seed % (1 << 63))
+    planes = [
+        torch.randint(1, p, tuple(shape), generator=generator, dtype=torch.int64)
+        for p in field.primes
+    ]
+    return made(field, planes, whole(field), dtype)
+
+
+def move(
+    field: Field, op: Callable[..., Any], xs: Sequence[Value], dtype: torch.dtype | None = None
+) -> Value:
+    """Data movement: ``op`` on each plane of the values; a new tensor or a view."""
+    window = xs[0].window
+    for x in xs[1:]:
+        window = window & x.window
+    planes = [op(*planes) for planes in zip(*(x.planes for x in xs), strict=True)]
+    return Value(planes, window, dtype or xs[0].dtype)
+
+
+def separate(x: Value) -> Value:
+    """``x`` in memory of its own."""
+    planes = [p.clone(memory_format=torch.contiguous_format) for p in x.planes]
+    return Value(planes, x.window & x.window, x.dtype)
+
+
+def write(x: Value, new: Value) -> None:
+    """Write ``new`` over ``x``."""
+    for plane, values in zip(x.planes, new.planes, strict=True):
+        plane.copy_(values)
+    x.window.narrow(new.window)
+
+
+def order(field: Field, x: Value) -> Tensor:
+    """Integers in a random order of the numbers; equal numbers have equal ones."""
+    if field.order_level not in x.window:
+        raise Blind("a comparison of numbers under too many exponentials")
+    key = hashed(x.planes[field.order_level], field.seed * 2 + 1)
+    infinite = infinities(field, x)
+    return key if infinite is None else torch.where(infinite == 0, key, infinite * (1 << 62))
+
+
+def same(field: Field, a: Value, b: Value) -> Tensor:
+    """Per element, whether two values of one shape are equal at every level that both know."""
+    window = a.window & b.window
+    if window.low > window.high:
+        raise Blind("a value under too many exponentials and logarithms")
+    found = torch.ones(a.shape, dtype=torch.bool)
+    for level in range(window.low, window.high + 1):
+        found &= a.planes[level] == b.planes[level]
+    if field.has_infinities:
+        found &= a.planes[-1] == b.planes[-1]
+    return found

@@ -1,0 +1,251 @@
+"""Where a rank program parts from the reference: the first value that is none of its values."""
+
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ftp.certification.certificate import Certificate
+from ftp.certification.lockstep.check import Difference, compare, depth_of, inputs_for
+from ftp.certification.lockstep.program import coordinates, total
+from ftp.certification.lockstep.run import Rank
+from ftp.certification.residues.domain import Residues
+from ftp.certification.residues.value import Blind, Degenerate, Value, separate
+from ftp.certification.residues.words import words
+from ftp.ops.exchange import EXCHANGE
+
+ATTEMPTS = 16
+LARGEST = 4_000_000  # elements of the reference that are remembered
+
+
+@dataclass(frozen=True)
+class Place:
+    """A line of a rank program, and what is wrong there."""
+
+    line: str
+    why: str
+
+
+@dataclass
+class _Event:
+    """A result on one rank as it was made.
+
+    Attributes:
+        storage: of its memory.
+        reads: the events that wrote what it reads.
+        axes: mesh axes over which the ranks' results sum to a value of the reference; None if they
+            are no value of it in any way.
+    """
+
+    node: fx.Node
+    value: Value
+    storage: int
+    reads: tuple["_Event", ...]
+    axes: tuple[str, ...] | None = None
+
+
+def blame(certificate: Certificate, seen: Difference) -> Place:
+    """The line of the rank's program where an output that differs goes wrong."""
+    for _ in range(ATTEMPTS):
+        try:
+            return _Search(certificate, seen).place()
+        except Degenerate:
+            continue
+        except Blind:
+            break
+    return _at_output(certificate, seen, "this line makes it.")
+
+
+def _at_output(certificate: Certificate, seen: Difference, why: str) -> Place:
+    graph = _graph(certificate, seen.rank)
+    (output,) = (n for n in graph.nodes if n.op == "output")
+    node = output.args[0][seen.output]  # type: ignore[index]
+    return Place(_maker(node).meta.get("source", "") if isinstance(node, fx.Node) else "", why)
+
+
+def _graph(certificate: Certificate, rank: int) -> fx.Graph:
+    at = certificate.ranks.at
+    return certificate.ranks.graphs[at[sorted(at)[rank]][0]]
+
+
+def _maker(node: fx.Node) -> fx.Node:
+    """The op that made the elements of a view."""
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        name = getattr(getattr(node.target, "_schema", None), "name", "")
+        if name.split("::")[-1] not in _VIEWS:
+            break
+        node = node.args[0]
+    return node
+
+
+_VIEWS = words(
+    """
+    alias detach view _unsafe_view reshape expand permute transpose t squeeze unsqueeze
+    clone contiguous
+    """
+)
+
+
+class _Search:
+    """Runs both programs once and compares the ranks' values with the reference's."""
+
+    def __init__(self, certificate: Certificate, seen: Difference):
+        self.certificate, self.seen = certificate, seen
+        self.domain = Residues(depth_of(certificate).field(secrets.randbits(60)))
+        ranks = len(coordinates(certificate))
+        self.events: list[list[_Event]] = [[] for _ in range(ranks)]
+        self.last: list[dict[int, _Event]] = [{} for _ in range(ranks)]
+        self.known: list[list[Tensor]] = [[] for _ in range(self.domain.field.levels)]
+        self.count = 0
+
+    def place(self) -> Place:
+        inputs = inputs_for(self.domain, self.certificate, 0)
+        for x in inputs:
+            self._remember(None, x)
+        with suppress(Blind):  # what ran until then may suffice
+            found = compare(self.domain, self.certificate, inputs, self._watch, self._remember)
+            if found is None:
+                raise Degenerate  # this draw orders the numbers so that nothing differs
+            self.seen = found
+        self.sets = [
+            torch.cat([*known, torch.tensor([0, 1, p - 1])]).unique()
+            for known, p in zip(self.known, self.domain.field.primes, strict=True)
+        ]
+        self._explain()
+        return self._first()
+
+    def _remember(self, _: Any, found: Any) -> None:
+        for x in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(x, Value) and self.count < LARGEST:
+                self.count += x.planes[0].numel()
+                for level in range(x.window.low, x.window.high + 1):
+                    self.known[level].append(x.planes[level].reshape(-1))
+
+    def _watch(self, rank: Rank, node: fx.Node, found: Any) -> None:
+        last = self.last[rank.number]
+        reads = []
+        for operand in node.args[1] if node.target is EXCHANGE else node.all_input_nodes:  # type: ignore[union-attr]
+            value: Any = rank.values.get(operand)  # type: ignore[arg-type]
+            for x in value if isinstance(value, list | tuple) else [value]:
+                if isinstance(x, Value) and self.domain.storage(x) in last:
+                    reads.append(last[self.domain.storage(x)])
+        for x in found if isinstance(found, list | tuple) else [found]:
+            if isinstance(x, Value):
+                event = _Event(node, separate(x), self.domain.storage(x), tuple(reads))
+                self.events[rank.number].append(event)
+                last[event.storage] = event
+
+    # What the ranks' values are of the reference's.
+
+    def _explain(self) -> None:
+        axes = list(self.certificate.axes)
+        events = self.events
+        are_alike = len({tuple(str(e.node.target) for e in rank) for rank in events}) == 1
+        subsets = [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
+        for rank, own in enumerate(events):
+            for i, event in enumerate(own):
+                if self._is_trivial(event.value):
+                    if all(r.axes == () for r in event.reads):
+                        event.axes = ()
+                    continue
+                for subset in subsets if are_alike else [()]:
+                    parts = (
+                        [e[i].value for e in events] if are_alike else [event.value] * len(events)
+                    )
+                    if any(p.shape != event.value.shape for p in parts) and subset:
+                        continue
+                    held = (
+                        total(self.domain, parts, subset, self.certificate, rank)
+                        if subset
+                        else event.value
+                    )
+                    if self._is_known(held):
+                        event.axes = subset
+                        break
+
+    def _is_known(self, x: Value) -> bool:
+        if x.window.low > x.window.high:
+            return False
+        level = x.window.high
+        return bool(torch.isin(x.planes[level], self.sets[level]).all())
+
+    def _is_trivial(self, x: Value) -> bool:
+        """Whether a value is ones and minus ones, or zeros, which are nobody's in particular."""
+        level = min(x.window.high, self.domain.field.levels - 1)
+        p = self.domain.field.primes[level]
+        return bool(torch.isin(x.planes[level], torch.tensor([0, 1, p - 1])).all())
+
+    # The first that is none.
+
+    def _first(self) -> Place:
+        graph = _graph(self.certificate, self.seen.rank)
+        (output,) = (n for n in graph.nodes if n.op == "output")
+        node: Any = output.args[0][self.seen.output]  # type: ignore[index]
+        own = self.events[self.seen.rank]
+        final = self._event_of(own, node)
+        if final is None:
+            return _at_output(self.certificate, self.seen, "this line makes it.")
+        if final.axes is not None:
+            pending = self._stays_pending(final)
+            if pending:
+                begun = _line(self._begun(final))
+                return Place(begun, f"a sum that is still pending over {', '.join(pending)}.")
+            return Place(
+                _line(self._maker(final)), "it is another value of the reference than is due here."
+            )
+        region: list[_Event] = []
+        todo = [final]
+        while todo:
+            event = todo.pop()
+            if event in region:
+                continue
+            region.append(event)
+            todo += [e for e in event.reads if e.axes is None]
+        order = {id(e): i for i, e in enumerate(own)}
+        first = [e for e in region if all(r.axes is not None for r in e.reads)] or region
+        culprit = min(first, key=lambda e: order.get(id(e), len(own)))
+        for read in culprit.reads:
+            if read.axes:
+                begun, there = _line(self._begun(read)), _line(culprit)
+                line = begun if begun == there else f"{begun}, read at {there}"
+                return Place(line, f"a sum that is still pending over {', '.join(read.axes)}.")
+        return Place(_line(culprit), "the first value that the reference does not hold.")
+
+    def _event_of(self, own: Sequence[_Event], node: Any) -> _Event | None:
+        if not isinstance(node, fx.Node):
+            return None
+        found = [e for e in own if e.node is node]
+        if not found:
+            return None
+        later = [e for e in own if e.storage == found[-1].storage]
+        return later[-1]
+
+    def _maker(self, event: _Event) -> _Event:
+        """The event that made the elements of a view."""
+        while len(event.reads) == 1 and _maker(event.node) is not event.node:
+            if not _line(event.reads[0]):
+                break
+            event = event.reads[0]
+        return event
+
+    @staticmethod
+    def _begun(event: _Event) -> _Event:
+        """The event at which a pending sum begins."""
+        while before := [e for e in event.reads if e.axes]:
+            event = before[0]
+        return event
+
+    def _stays_pending(self, event: _Event) -> tuple[str, ...]:
+        assert event.axes is not None
+        given = self.certificate.recorded
+        assert given is not None
+        return tuple(a for a in event.axes if a not in given.outputs[self.seen.output])
+
+
+def _line(event: _Event) -> str:
+    return event.node.meta.get("source", "")

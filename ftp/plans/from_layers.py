@@ -1,0 +1,309 @@
+"""Specs of a model's weights from its own layers, where nobody has written a plan: names, shapes
+and the config's counts of heads tell which layers open a block and which close it.
+
+Any specs give one device's numbers; these decide what moves. A block's first layers are cut by
+columns, its last by rows, attention between heads; norms, positions, routers and low-rank
+projections stay whole.
+"""
+
+import re
+import warnings
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import nn
+
+from ftp.errors import PlanWarning
+from ftp.plans.model_config import value_of
+from ftp.sharding.pytree import Specs
+from ftp.sharding.pytree import plan as plan_specs
+from ftp.sharding.spec import Entry, P, units
+
+FEW = 0.9  # a share below this is told
+
+Given = tuple[str, P]
+"""Why a parameter is cut, and how."""
+
+_ROW = re.compile(
+    r"(o|w?o|o_proj|out_proj|out_lin|proj_out|c_proj|down_proj|fc2|w2|lin2|linear2|fc_out"
+    r"|dense_4h_to_h|ffn_output|linear_out|pwconv2|out|output|output_linear)"
+)
+_COLUMN = re.compile(
+    r"(c_fc|fc1|fc_in|w1|w3|lin1|linear1|ffn|dense_h_to_4h|pwconv1|gate_proj|up_proj|gate_up_proj"
+    r"|in_proj|linear_[xy]|receptance|input_linear|wi|wi_\d|intermediate)"
+)
+_TOKENS = re.compile(r"embed_tokens|token_embeddings?|word_embeddings|wte|tok_embeddings")
+_WHOLE = re.compile(r"(gate|router|shared_expert_gate|\w*_a_proj\w*)")
+_FUSED = ("Wqkv", "c_attn", "qkv", "qkv_proj")
+_IN_ATTENTION = re.compile(r"(attn|attention).*\.|\.([qkvo]|qkv)_proj$", re.IGNORECASE)
+
+
+def specs_from_layers(model: nn.Module, axis: str, vocabulary: bool) -> dict[str, Given]:
+    """Per parameter that is to be cut, by each of its paths, why and how.
+
+    Args:
+        vocabulary: cut embeddings of tokens, by their names, along the vocabulary.
+    """
+    found: dict[str, Given] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        name = path.rpartition(".")[2]
+        if vocabulary and isinstance(module, nn.Embedding) and _TOKENS.fullmatch(name):
+            found[f"{path}.weight"] = ("its layer: vocabulary", P(axis))
+        if not any(element.isdigit() for element in path.split(".")):
+            continue  # outside of the layers
+        holder = _holder(model, path)
+        if isinstance(module, nn.Linear) or _is_transposed(module):
+            found |= _of_linear(path, module, holder, model, axis)
+        elif isinstance(module, nn.MultiheadAttention):
+            found |= _of_torch_attention(path, module, axis)
+        elif hasattr(module, "A_log"):
+            found |= _of_state_space(path, module, axis)
+        found |= _of_stacks(path, module, model, axis)
+    return found
+
+
+def cut_shares(
+    model: nn.Module, specs: Mapping[str, P], but: Collection[str] = ()
+) -> tuple[float, float]:
+    """Which share of a model's parameters is cut, and which of the work of its matmuls a token;
+    an expert's work counts as often as it is chosen. Parameters in ``but`` do not count.
+    """
+    trained = {path: p for path, p in model.named_parameters() if p.requires_grad}
+    sizes = {path: p.numel() for path, p in trained.items() if path not in but}
+    work = {path: _work(model, path) for path in sizes}
+    return _share(sizes, specs), _share(work, specs)
+
+
+def completed(
+    model: nn.Module,
+    params: Any,
+    specs: Specs,
+    axis: str,
+    vocabulary: bool,
+    ends: Collection[str],
+) -> Specs:
+    """What no style speaks of is cut as its own layers suggest."""
+    built = specs_from_layers(model, axis, vocabulary)
+    names: dict[int, list[str]] = {}
+    for path, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(path)
+    found: dict[str, tuple[str, P]] = {}
+    for path, (_, row) in zip(sorted(params), specs.rows.items(), strict=True):
+        paths = names[id(model.get_parameter(path))]
+        is_open = not row.spec and row.given_by.startswith("no ") and not set(ends) & set(paths)
+        own = next((built[p] for p in paths if p in built), None) if is_open else None
+        found.update(dict.fromkeys(paths, own or (row.given_by, row.spec)))
+    new = plan_specs(params, lambda path, leaf: found[path][1])
+    rows = {
+        name: replace(row, given_by=found[path][0])
+        for path, (name, row) in zip(sorted(params), new.rows.items(), strict=True)
+    }
+    return Specs(new, rows)
+
+
+def with_shares(model: nn.Module, specs: Specs, but: Collection[str]) -> Specs:
+    """The specs with the share of what they cut, which is warned of where it is small; what is in
+    ``but`` is to be whole.
+    """
+    parameters, work = cut_shares(model, specs)
+    note = f"cut: {parameters:.0%} of the parameters, {work:.0%} of the matmuls' work"
+    if min(cut_shares(model, specs, but)) < FEW:
+        warnings.warn(
+            f"from_hf leaves much of {type(model).__name__} whole on every rank; {note}."
+            " print(specs) lists what; plan={pattern: style} adds to it, or change the specs.",
+            PlanWarning,
+            stacklevel=3,
+        )
+    return Specs(specs, specs.rows, note)
+
+
+def _share(of: Mapping[str, float], specs: Mapping[str, P]) -> float:
+    total = sum(of.values())
+    return sum(n for path, n in of.items() if specs.get(path)) / total if total else 1.0
+
+
+def _work(model: nn.Module, path: str) -> float:
+    parameter = model.get_parameter(path)
+    module = _holder(model, path)
+    if isinstance(module, nn.Embedding):
+        head = getattr(model, "get_output_embeddings", lambda: None)()
+        is_head = getattr(head, "weight", None) is parameter
+        return float(parameter.numel()) if is_head else 0.0
+    name = path.rpartition(".")[2]
+    if parameter.ndim < 2 or "bias" in name or "norm" in name or "embed" in name:
+        return 0.0
+    if _is_stack(parameter, module):
+        chosen = value_of(_config(model, path), "num_experts_per_tok", "moe_top_k", "top_k")
+        return parameter.numel() * min((chosen or 1) / parameter.shape[0], 1.0)
+    return float(parameter.numel())
+
+
+def _holder(model: nn.Module, path: str) -> nn.Module:
+    return model.get_submodule(path.rpartition(".")[0])
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """transformers' Conv1D: a linear layer whose weight is (in, out)."""
+    weight = getattr(module, "weight", None)
+    return hasattr(module, "nf") and weight is not None and weight.ndim == 2
+
+
+def _of_linear(
+    path: str, module: Any, holder: nn.Module, model: nn.Module, axis: str
+) -> dict[str, Given]:
+    transposed = not isinstance(module, nn.Linear)
+    size_in, size_out = module.weight.shape if transposed else module.weight.shape[::-1]
+    side = _side(path, size_in, size_out)
+    if side is None:
+        return {}
+    size = size_out if side == "columns" else size_in
+    entry = _entry(path, size, holder, model, axis)
+    dim = int(transposed) if side == "columns" else 1 - int(transposed)
+    found = {f"{path}.weight": (f"its layer: {side}", _at(dim, entry))}
+    if side == "columns" and module.bias is not None:
+        found[f"{path}.bias"] = (f"its layer: {side}", P(entry))
+    return found
+
+
+def _side(path: str, size_in: int, size_out: int) -> str | None:
+    """Whether a layer opens a block, "columns", or closes one, "rows"; None for one that stays
+    whole.
+    """
+    before, _, name = path.rpartition(".")
+    last = before.rpartition(".")[2]
+    attention = bool(_IN_ATTENTION.search(path))
+    if _WHOLE.fullmatch(name):
+        return None
+    if name == "dense":
+        if last == "intermediate":
+            return "columns"
+        return "rows" if attention or last == "output" else None
+    if _ROW.fullmatch(name) or (name == "proj" and attention):
+        return "rows"
+    if _COLUMN.fullmatch(name) or attention:
+        return "columns"
+    return "columns" if size_out > size_in else "rows" if size_in > size_out else None
+
+
+def _entry(path: str, size: int, holder: nn.Module, model: nn.Module, axis: str) -> Entry:
+    """How a dim of a layer is cut: whole heads in attention, packs where layers are fused."""
+    name = path.rpartition(".")[2]
+    config = _config(model, path)
+    if name == "gate_up_proj" or (name == "in_proj" and _is_pair(holder, size)):
+        return units(axis, pack=2)
+    if not _IN_ATTENTION.search(path) and "linear_" not in name:
+        return axis
+    heads = _count(holder, "num_heads", "num_attention_heads", "n_heads", "n_head") or _count(
+        config, "num_attention_heads", "n_head", "n_heads", "num_heads"
+    )
+    groups = _count(config, "num_key_value_heads", "num_kv_heads") or heads
+    if not heads or not groups:
+        return axis
+    if name in _FUSED and size % (3 * heads) == 0:
+        return units(axis, size // (3 * heads), pack=3)
+    for count in (groups, heads) if name.startswith(("k", "v")) else (heads, groups):
+        if size % count == 0:
+            return units(axis, size // count)
+    return axis
+
+
+def _is_pair(holder: nn.Module, size: int) -> bool:
+    """Whether a state-space layer's first projection is its input and its gate, side by side."""
+    inner = getattr(holder, "intermediate_size", None)
+    return isinstance(inner, int) and size == 2 * inner
+
+
+def _count(of: Any, *names: str) -> int | None:
+    found = value_of(of, *names) if of is not None else None
+    return found if isinstance(found, int) and not isinstance(found, bool) else None
+
+
+def _of_torch_attention(path: str, module: nn.MultiheadAttention, axis: str) -> dict[str, Given]:
+    cut = units(axis, module.head_dim, pack=3)
+    found = {
+        f"{path}.in_proj_weight": ("its layer: columns", P(cut)),
+        f"{path}.in_proj_bias": ("its layer: columns", P(cut)),
+    }
+    own = {f"{path}.{name}" for name, _ in module.named_parameters(recurse=False)}
+    return {key: given for key, given in found.items() if key in own}
+
+
+def _of_state_space(path: str, module: nn.Module, axis: str) -> dict[str, Given]:
+    """Channels of Mamba's recurrence, each with a state of its own, and its convolution."""
+    found: dict[str, Given] = {}
+    inner = getattr(module, "intermediate_size", None)
+    for name, parameter in module.named_parameters():
+        holder = module.get_submodule(name.rpartition(".")[0])
+        is_depthwise = isinstance(holder, nn.Conv1d) and holder.groups == holder.out_channels
+        is_channel = "." not in name and parameter.shape[0] == inner
+        if is_depthwise or is_channel:
+            found[f"{path}.{name}"] = ("its layer: channels", P(axis))
+    return found
+
+
+def _is_stack(parameter: Any, module: nn.Module) -> bool:
+    """Whether a parameter is one matrix for each expert."""
+    return parameter.ndim == 3 and not isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+
+
+def _of_stacks(path: str, module: nn.Module, model: nn.Module, axis: str) -> dict[str, Given]:
+    """Experts, each cut as an MLP; heads that have a matrix each, between heads."""
+    own = dict(module.named_parameters(recurse=False))
+    found: dict[str, Given] = {}
+    config = _config(model, path)
+    hidden = value_of(config, "hidden_size", "d_model", "n_embd")
+    heads = _count(config, "num_attention_heads", "n_head")
+    element = path.rpartition(".")[2]
+    for name, parameter in own.items():
+        if not _is_stack(parameter, module):
+            continue
+        said = name if name != "weight" else element
+        opens = bool(re.match(r"(gate|up|w1|w3|input)", said)) and "bias" not in said
+        closes = bool(re.match(r"(down|w2|output)", said)) and "bias" not in said
+        if "gate_weight" in said and parameter.shape[0] == heads:
+            found[f"{path}.{name}"] = ("its layer: heads", P(axis))
+        elif opens or closes:
+            dim = _inner_dim(module, parameter, own, hidden, closes)
+            is_fused = said.startswith(("gate_up", "input"))
+            apart = getattr(module, "is_concatenated", True)
+            entry = (units(axis, pack=2) if apart else units(axis, 2)) if is_fused else axis
+            found[f"{path}.{name}"] = ("its layer: each expert", _at(dim, entry))
+            bias = f"{name}_bias"
+            if opens and bias in own:
+                found[f"{path}.{bias}"] = ("its layer: each expert", _at(1, entry))
+    for name, parameter in own.items():  # of the heads with a matrix each
+        weight = name.replace("_bias", "_weight")
+        if weight != name and f"{path}.{weight}" in found and parameter.shape[0] == heads:
+            found[f"{path}.{name}"] = ("its layer: heads", P(axis))
+    return found
+
+
+def _inner_dim(
+    module: nn.Module, parameter: Any, own: Mapping[str, Any], hidden: Any, closes: bool
+) -> int:
+    """The dim of a stack of matrices that is inside of the experts, not the model's width."""
+    transposed = getattr(module, "is_transposed", None)  # (expert, in, out)
+    if transposed is None:
+        wide = [d for d in (1, 2) if parameter.shape[d] != hidden]
+        if len(wide) == 1:
+            return wide[0]
+        transposed = False
+    return 2 if bool(transposed) != closes else 1
+
+
+def _config(model: nn.Module, path: str) -> Any:
+    """The config of the innermost module around a path that has one."""
+    parts = path.split(".")
+    for end in range(len(parts), -1, -1):
+        try:
+            module = model.get_submodule(".".join(parts[:end]))
+        except AttributeError:
+            continue  # a parameter
+        if (config := getattr(module, "config", None)) is not None:
+            return config
+    return None
+
+
+def _at(dim: int, entry: Entry) -> P:
+    return P(*(None,) * dim, entry)

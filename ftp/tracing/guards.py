@@ -1,0 +1,161 @@
+"""Conditions on values that only guard: a statement that raises or warns, and decides nothing else.
+
+Code that asks for a condition's value is read where it stands: ``assert c``, ``if c: raise ...``,
+``if not c: warnings.warn(...)``. What lets the function go on is taken as the condition's value.
+"""
+
+import ast
+import dis
+import functools
+import linecache
+from dataclasses import dataclass
+from types import CodeType, FrameType
+
+Position = tuple[int | None, int | None, int | None, int | None]  # line, last line, columns
+
+
+@dataclass(frozen=True)
+class Guard:
+    """The value that a guard's condition is taken to have.
+
+    Attributes:
+        value: of the bool that is asked for; None where a number of a comparison is.
+        claim: what is assumed, in the words of the code; "" where both ways come to the same.
+    """
+
+    value: bool | None
+    claim: str
+
+
+def guard_at(frame: FrameType) -> Guard | None:
+    """The guard whose condition ``frame`` asks for now; None where the value may decide more."""
+    return _guard(frame.f_code, frame.f_lasti)
+
+
+@functools.lru_cache(maxsize=4096)
+def _guard(code: CodeType, instruction: int) -> Guard | None:
+    position = _position(code, instruction)
+    if position is None or None in position:
+        return None
+    for statement in _statements(code.co_filename):
+        if not _spans(statement.test, position) and _span(statement) != position:
+            continue
+        wanted = _wanted(statement)
+        if wanted is None:
+            return None
+        value, warns_only = wanted
+        found = _asked(statement, position, value)
+        if found is None:
+            return None
+        claim = "" if warns_only else f"{ast.unparse(statement.test)} is {value}"
+        return Guard(None if found == "number" else found == "true", claim)
+    return None
+
+
+def _position(code: CodeType, instruction: int) -> Position | None:
+    """Where the expression stands whose value is asked for. A jump asks for that of the
+    instruction before it, and has itself the place of its statement.
+    """
+    found: Position | None = None
+    for each in dis.get_instructions(code):
+        is_jump = "JUMP" in each.opname or each.opname == "TO_BOOL"
+        if not is_jump and each.positions is not None:
+            found = tuple(each.positions)  # type: ignore[assignment]
+        if each.offset >= instruction:
+            return found
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _statements(file: str) -> list[ast.If | ast.Assert]:
+    """The conditional statements of a file, inner ones first."""
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return []
+    caught = {
+        id(inner)
+        for n in ast.walk(tree)
+        if isinstance(n, ast.Try | ast.TryStar) and n.handlers
+        for statement in n.body
+        for inner in ast.walk(statement)
+    }  # what is raised there may decide
+    found = [n for n in ast.walk(tree) if isinstance(n, ast.If | ast.Assert)]
+    return [n for n in found[::-1] if id(n) not in caught]
+
+
+def _wanted(statement: ast.If | ast.Assert) -> tuple[bool, bool] | None:
+    """With which value of its test a statement lets the function go on, and whether it would
+    otherwise warn only; None where it does more.
+    """
+    if isinstance(statement, ast.Assert):
+        return True, False
+    if _raises(statement.body):
+        return False, False
+    if statement.orelse and _raises(statement.orelse):
+        return True, False
+    if not statement.orelse and all(_warns(s) for s in statement.body):
+        return False, True
+    return None
+
+
+def _raises(body: list[ast.stmt]) -> bool:
+    """Nothing but an error comes of it."""
+    return bool(body) and isinstance(body[-1], ast.Raise) and all(map(_is_plain, body[:-1]))
+
+
+def _is_plain(statement: ast.stmt) -> bool:
+    return isinstance(statement, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.Expr)
+
+
+def _warns(statement: ast.stmt) -> bool:
+    if not (isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Call)):
+        return False
+    called = statement.value.func
+    name = called.attr if isinstance(called, ast.Attribute) else getattr(called, "id", "")
+    return name in ("warn", "warning", "warning_once", "warn_once")
+
+
+def _spans(node: ast.expr, position: Position) -> bool:
+    line, end_line, column, end_column = position
+    return (node.lineno, node.col_offset) <= (line, column) and (end_line, end_column) <= (
+        node.end_lineno,
+        node.end_col_offset,
+    )
+
+
+def _span(node: ast.expr | ast.stmt) -> Position:
+    return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
+
+
+def _asked(statement: ast.If | ast.Assert, position: Position, value: bool) -> str | None:
+    """What is asked for at ``position`` where a statement's test is to be ``value``: "true" or
+    "false", or the "number" that a comparison reads; None where more than this makes it so.
+    """
+    if _span(statement) != position:
+        return _asked_in(statement.test, position, value)
+    # pytest writes asserts anew, part by part, each of which must then be true.
+    parts = {type(n) for n in ast.walk(statement.test)}
+    is_sure = isinstance(statement, ast.Assert) and not parts & {ast.Or, ast.IfExp, ast.Lambda}
+    return "true" if is_sure else None
+
+
+def _asked_in(node: ast.expr, position: Position, value: bool) -> str | None:
+    if _span(node) == position and not isinstance(node, ast.BoolOp):
+        is_not = isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not)
+        return "true" if value != is_not else "false"  # ``not`` asks for its operand
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        return _asked_in(node.operand, position, not value)
+    if isinstance(node, ast.BoolOp):
+        part = next((i for i, n in enumerate(node.values) if _spans(n, position)), None)
+        if part is None:
+            return None
+        # All parts of a true ``and`` are true, and of a false ``or`` false. Of a false ``and`` one
+        # may be: the last, which Python comes to when the others are true.
+        is_sure = isinstance(node.op, ast.And) == value or part == len(node.values) - 1
+        return _asked_in(node.values[part], position, value) if is_sure else None
+    if isinstance(node, ast.Compare):
+        is_sure = len(node.ops) == 1 or value
+        operands = (node.left, *node.comparators)
+        return "number" if is_sure and any(_spans(n, position) for n in operands) else None
+    return None

@@ -1,0 +1,437 @@
+"""Rows that a mask selects, while a program is traced: ``x[mask]`` and ``torch.where(mask)`` have
+shapes that depend on values, which a trace does not have.
+
+A selection stands for its rows by all rows, those that the mask leaves out replaced by a copy of
+one that it selects, so that nothing which is computed of them can be worse than what is computed of
+a selected row. Functions that take each row by itself give a selection again. A sum, a mean or a
+loss counts the selected rows only, and a write back leaves the others as they were: there the
+selection ends. Every other function is refused.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from ftp.errors import TraceError
+from ftp.source import user_line
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Selections by one mask.
+
+    Attributes:
+        mask: as the function gave it.
+        valid: the same, flat.
+        first: the place of the first selected row, and whether there is one.
+    """
+
+    mask: Tensor
+    valid: Tensor
+    first: tuple[Tensor, Tensor]
+
+
+class Selected:
+    """The selected rows of a tensor, of an unknown number; ``rows`` has all, ``(N, ...)``."""
+
+    def __init__(self, rows: Tensor, group: Group):
+        self.rows, self.group = rows, group
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        return apply(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("dtype", "device", "ndim", "is_cuda", "layout", "requires_grad"):
+            return getattr(self.rows, name)
+        if name == "shape":
+            return _Shape(self.rows.shape)
+        method = getattr(Tensor, name, None)
+        if method is None or name.startswith("__"):
+            raise AttributeError(name)
+        if not callable(method):
+            raise _refused(name)
+        return lambda *args, **kwargs: apply(method, (self, *args), kwargs)
+
+    def dim(self) -> int:
+        return self.rows.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        return _Shape(self.rows.shape) if dim is None else _Shape(self.rows.shape)[dim]
+
+    def __getitem__(self, key: Any) -> Any:
+        return apply(Tensor.__getitem__, (self, key), {})
+
+    def __len__(self) -> int:
+        raise _refused("len()")
+
+    def __iter__(self) -> Any:
+        raise _refused("a loop over rows")
+
+    def __bool__(self) -> bool:
+        raise _refused("bool()")
+
+
+class _Shape:
+    """The shape of a selection: all sizes but the first."""
+
+    def __init__(self, sizes: Sequence[int]):
+        self._sizes = sizes
+
+    def __getitem__(self, at: Any) -> Any:
+        places = range(len(self._sizes))[at]
+        if (0 in places) if isinstance(places, range) else places == 0:
+            raise _refused("the number of selected rows")
+        return tuple(self._sizes)[at]
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Any:
+        raise _refused("the number of selected rows")
+
+
+def _binary(name: str, swapped: bool = False) -> Any:
+    function = getattr(torch, name)
+    if swapped:
+        return lambda self, other: apply(function, (other, self), {})
+    return lambda self, *others: apply(function, (self, *others), {})
+
+
+for _sign, _name in {
+    "add": "add", "sub": "sub", "mul": "mul", "truediv": "div", "pow": "pow", "matmul": "matmul",
+}.items():  # fmt: skip
+    setattr(Selected, f"__{_sign}__", _binary(_name))
+    setattr(Selected, f"__r{_sign}__", _binary(_name, swapped=True))
+for _sign, _name in {
+    "eq": "eq", "ne": "ne", "lt": "lt", "le": "le", "gt": "gt", "ge": "ge", "neg": "neg",
+    "abs": "abs", "invert": "bitwise_not", "and": "bitwise_and", "or": "bitwise_or",
+}.items():  # fmt: skip
+    setattr(Selected, f"__{_sign}__", _binary(_name))
+Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
+
+
+def group_of(mask: Tensor) -> Group:
+    valid = mask.reshape(-1)
+    return Group(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()))
+
+
+def select(x: Tensor, group: Group) -> Selected:
+    """``x[mask]``; the mask has ``x``'s first dims."""
+    flat = x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :])
+    safe = _unless_none(flat.detach().index_select(0, group.first[0].reshape(1)), group)
+    return Selected(torch.where(_beside(group.valid, flat), flat, safe), group)
+
+
+def _unless_none(rows: Tensor, group: Group) -> Tensor:
+    """The rows, where the mask selects any; else numbers at which most functions are smooth."""
+    floats = rows.dtype.is_floating_point or rows.dtype.is_complex
+    spare = torch.full((), 0.5 if floats else 0, dtype=rows.dtype, device=rows.device)
+    return torch.where(group.first[1], rows, spare)
+
+
+def places(group: Group) -> tuple[Selected, ...]:
+    """``torch.where(mask)``: the indices of each dim."""
+    own = torch.arange(group.valid.numel(), device=group.valid.device)
+    numbers = torch.where(group.valid, own, group.first[0])
+    found, below = [], group.valid.numel()
+    for size in group.mask.shape:
+        below = below // size if size else 0
+        found.append(Selected((numbers // below) % size if size else numbers, group))
+    return tuple(found)
+
+
+def write(x: Tensor, group: Group, value: Selected) -> Tensor:
+    """``x`` after ``x[mask] = value``."""
+    flat = x.reshape(group.valid.numel(), *x.shape[group.mask.ndim :])
+    rows = value.rows.to(x.dtype)
+    return torch.where(_beside(group.valid, flat), rows, flat).reshape(x.shape)
+
+
+SELECTING = frozenset(
+    (
+        Tensor.__getitem__,
+        Tensor.masked_select,
+        Tensor.nonzero,
+        torch.masked_select,
+        torch.nonzero,
+        torch.where,
+    )
+)
+
+
+def selection(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What a function of plain tensors selects by a mask, in one of torch's ways; None where it
+    selects nothing.
+    """
+    if func is Tensor.__getitem__:
+        return select(args[0], group_of(args[1])) if is_selection(args[1], args[0]) else None
+    if func in (torch.masked_select, Tensor.masked_select) and len(args) == 2 and not kwargs:
+        x, mask = args
+        return select(x, group_of(mask)) if is_selection(mask, x) and x.ndim == mask.ndim else None
+    is_where = func is torch.where and len(args) == 1 and not kwargs
+    is_nonzero = func in (torch.nonzero, Tensor.nonzero) and kwargs.get("as_tuple") is True
+    if (is_where or is_nonzero) and len(args) == 1 and args[0].ndim:
+        return places(group_of(args[0] if args[0].dtype is torch.bool else args[0] != 0))
+    return None
+
+
+def is_selection(key: Any, x: Any) -> bool:
+    """Whether ``x[key]`` selects by one mask of its first dims."""
+    return (
+        isinstance(key, Tensor)
+        and key.dtype is torch.bool
+        and 0 < key.ndim <= x.ndim
+        and key.shape == x.shape[: key.ndim]
+    )
+
+
+def apply(func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """A function of torch on selections.
+
+    Raises:
+        TraceError: it does more than take each row by itself, reduce all, or write them back.
+    """
+    name = getattr(func, "__name__", str(func))
+    given = [a for a in _flat((args, kwargs)) if isinstance(a, Selected)]
+    group = given[0].group
+    if any(other.group.mask is not group.mask for other in given):
+        raise _refused(f"{name} of rows that different masks select", as_it_is=True)
+    rows = given[0].rows
+    if name == "__setitem__":
+        x, key, value = args
+        if isinstance(x, Selected) or key is not group.mask or not is_selection(key, x):
+            raise _refused("a write but to the places of the same mask", as_it_is=True)
+        return x.copy_(write(x, group, value))
+    if name in _REDUCED:
+        reduced = _REDUCED[name](group, *args, **kwargs)
+        if reduced is not None:
+            return reduced
+    if name not in _POINTWISE and not (name in _ALONG and _ALONG[name](rows.ndim, args, kwargs)):
+        raise _refused(name)
+    plain_args, plain_kwargs = _replaced((list(args), dict(kwargs)))
+    if name in _POINTWISE:
+        if len({x.rows.ndim for x in given}) > 1:
+            raise _refused(f"{name} of selected rows that differ in their number of dims", True)
+        for other in _flat((args, kwargs)):
+            if isinstance(other, Tensor):
+                _check_plain(other, rows)
+    out = func(*plain_args, **plain_kwargs)
+    if name == "__getitem__" and isinstance(args[0], Tensor):
+        out = _unless_none(out, group)
+    if isinstance(out, tuple | list):
+        return type(out)(_wrapped(o, group, name) for o in out)
+    return _wrapped(out, group, name)
+
+
+def _wrapped(out: Any, group: Group, name: str) -> Selected:
+    if not isinstance(out, Tensor) or not out.ndim or out.shape[0] != group.valid.numel():
+        raise _refused(name)
+    return Selected(out, group)
+
+
+def _flat(tree: Any) -> list[Any]:
+    if isinstance(tree, dict):
+        return [leaf for value in tree.values() for leaf in _flat(value)]
+    if isinstance(tree, list | tuple):
+        return [leaf for value in tree for leaf in _flat(value)]
+    return [tree]
+
+
+def _replaced(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: _replaced(value) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return type(tree)(_replaced(value) for value in tree)
+    return tree.rows if isinstance(tree, Selected) else tree
+
+
+def _check_plain(other: Tensor, rows: Tensor) -> None:
+    """An operand beside a selection may be broadcast over its rows, and no more."""
+    if other.ndim >= rows.ndim and other.shape[0] != 1:
+        raise _refused(f"a tensor of shape {tuple(other.shape)} beside selected rows", True)
+
+
+def _beside(valid: Tensor, rows: Tensor) -> Tensor:
+    return valid.reshape(-1, *(1,) * (rows.ndim - 1))
+
+
+def _zeroed(value: Selected) -> Tensor:
+    zero = torch.zeros((), dtype=value.rows.dtype, device=value.rows.device)
+    return torch.where(_beside(value.group.valid, value.rows), value.rows, zero)
+
+
+def _over_rows(ndim: int, dim: Any) -> bool:
+    dims = dim if isinstance(dim, tuple | list) else (dim,)
+    return any(d % ndim == 0 for d in dims)
+
+
+def _sum(group: Group, x: Selected, dim: Any = None, keepdim: bool = False, **rest: Any) -> Any:
+    if set(rest) - {"dtype"} or (dim is not None and not _over_rows(x.rows.ndim, dim)):
+        return None
+    return torch.sum(_zeroed(x), *(() if dim is None else (dim, keepdim)), **rest)
+
+
+def _mean(group: Group, x: Selected, dim: Any = None, keepdim: bool = False, **rest: Any) -> Any:
+    total = _sum(group, x, dim, keepdim, **rest)
+    if total is None:
+        return None
+    dims = range(x.rows.ndim) if dim is None else dim if isinstance(dim, tuple | list) else (dim,)
+    rest_of = math.prod(x.rows.shape[d] for d in dims if d % x.rows.ndim)
+    return total / (group.valid.sum() * rest_of)
+
+
+def _loss(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of pairs of elements, reduced over the selected rows."""
+
+    def of(group: Group, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        reduction = kwargs.get("reduction", "mean")
+        if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
+            return None
+        if kwargs.get("weight") is not None or reduction not in ("mean", "sum", "none"):
+            return None
+        if input.rows.shape != target.rows.shape:
+            return None
+        each = function(input.rows, target.rows, **{**kwargs, "reduction": "none"})
+        value = _wrapped(each, group, function.__name__)
+        reduce = {"mean": _mean, "sum": _sum}.get(reduction)
+        return reduce(group, value) if reduce else value
+
+    return of
+
+
+def _cross_entropy(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A loss of classes: rows that are not selected have the class that it ignores."""
+
+    def of(group: Group, input: Any, target: Any, *args: Any, **kwargs: Any) -> Any:
+        if args or not (isinstance(input, Selected) and isinstance(target, Selected)):
+            return None
+        if target.rows.dtype.is_floating_point or kwargs.get("reduction", "mean") == "none":
+            return None
+        ignored = kwargs.get("ignore_index", -100)
+        aside = torch.full((), ignored, dtype=target.rows.dtype, device=target.rows.device)
+        kept = torch.where(_beside(group.valid, target.rows), target.rows, aside)
+        return function(input.rows, kept, **kwargs)
+
+    return of
+
+
+def _index_add(group: Group, x: Any, dim: int, index: Any, source: Any, *, alpha: float = 1) -> Any:
+    if isinstance(x, Selected) or not isinstance(index, Selected) or dim % x.ndim:
+        return None
+    if not isinstance(source, Selected):
+        return None
+    return torch.index_add(x, dim, index.rows, _zeroed(source).to(x.dtype), alpha=alpha)
+
+
+def _index_add_(group: Group, x: Any, *args: Any, **kwargs: Any) -> Any:
+    new = _index_add(group, x, *args, **kwargs)
+    return None if new is None else x.copy_(new)
+
+
+_REDUCED: dict[str, Callable[..., Any]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "index_add": _index_add,
+    "index_add_": _index_add_,
+    **{
+        f.__name__: _loss(f)
+        for f in (
+            F.mse_loss,
+            F.l1_loss,
+            F.smooth_l1_loss,
+            F.huber_loss,
+            F.binary_cross_entropy,
+            F.binary_cross_entropy_with_logits,
+        )
+    },
+    "cross_entropy": _cross_entropy(F.cross_entropy),
+    "nll_loss": _cross_entropy(F.nll_loss),
+}
+
+_NAMES = """
+    abs add sub subtract rsub mul multiply div divide true_divide pow neg negative exp exp2 expm1
+    log log2 log10 log1p sqrt rsqrt square reciprocal relu relu6 gelu silu mish elu celu selu
+    leaky_relu softplus softsign sigmoid logsigmoid hardsigmoid hardswish tanh hardtanh sin cos tan
+    asin acos atan sinh cosh erf sign clamp clamp_min clamp_max maximum minimum where eq ne lt le gt
+    ge logical_and logical_or logical_not bitwise_and bitwise_or bitwise_not isnan isfinite isinf
+    nan_to_num float double half bfloat16 long int bool to type detach clone contiguous floor ceil
+    round lerp xlogy
+"""
+_POINTWISE = frozenset(_NAMES.split())
+
+
+def _keeps_rows(at: int, default: Any = None) -> Callable[..., bool]:
+    """Of a function along a dim, the ``at``-th argument."""
+
+    def check(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        dim = args[at] if len(args) > at else kwargs.get("dim", default)
+        return dim is not None and not _over_rows(ndim, dim)
+
+    return check
+
+
+def _features(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """The selection is the first operand, with its features behind the rows."""
+    others = _flat((args[1:], kwargs))
+    return (
+        isinstance(args[0], Selected)
+        and ndim > 1
+        and not any(isinstance(a, Selected) for a in others)
+        and all(a.ndim <= 2 for a in others if isinstance(a, Tensor))
+    )
+
+
+def _normalized(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    shape = args[1] if len(args) > 1 else kwargs.get("normalized_shape", ())
+    return _features(ndim, args, kwargs) and len(shape) < ndim
+
+
+def _lookup(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    return isinstance(args[0], Selected) and isinstance(args[1], Tensor)
+
+
+def _item(ndim: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """``x[:, ...]`` of a selection, or ``x[i, j]`` at selected indices."""
+    x, key = args
+    keys = key if isinstance(key, tuple) else (key,)
+    if isinstance(x, Selected):
+        simple = all(k is None or isinstance(k, int | slice) for k in keys[1:])
+        all_rows = isinstance(keys[0], slice) and keys[0] == slice(None)
+        return simple and (all_rows or (keys[0] is Ellipsis and len(keys) <= ndim))
+    if any(k is Ellipsis or isinstance(k, Tensor | int) for k in keys):
+        return False
+    chosen = [i for i, k in enumerate(keys) if isinstance(k, Selected)]
+    together = chosen == list(range(len(chosen)))
+    return together and all(keys[i].rows.ndim == 1 for i in chosen)
+
+
+_ALONG: dict[str, Callable[[int, Sequence[Any], Mapping[str, Any]], bool]] = {
+    **dict.fromkeys(("sum", "mean", "amax", "amin", "argmax", "argmin"), _keeps_rows(1)),
+    **dict.fromkeys(("softmax", "log_softmax", "logsumexp", "cumsum"), _keeps_rows(1)),
+    **dict.fromkeys(("chunk", "split"), _keeps_rows(2)),
+    **dict.fromkeys(("linear", "matmul", "mm"), _features),
+    **dict.fromkeys(("layer_norm", "rms_norm"), _normalized),
+    "embedding": _lookup,
+    "unsqueeze": lambda ndim, args, kwargs: len(args) == 2 and args[1] % (ndim + 1) > 0,
+    "squeeze": _keeps_rows(1),
+    "__getitem__": _item,
+}
+
+
+def _refused(what: str, as_it_is: bool = False) -> TraceError:
+    line = user_line()
+    does = what if as_it_is else f"{what}, which is asked of rows that a mask selects,"
+    return TraceError(
+        f"{does} depends on values{f' at {line}' if line else ''}: a program has fixed shapes."
+        "\n  Selected rows may go through functions of each row, and end in a sum, a mean, a loss,"
+        " x[mask] = rows or index_add. Else use torch.where(mask, x, 0) or weights, or"
+        " ftp.static.masked_select and nonzero, which take a size."
+    )

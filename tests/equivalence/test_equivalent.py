@@ -1,0 +1,358 @@
+"""``ftp.equivalent``: what it takes, what it proves, what it refuses and how."""
+
+import json
+import linecache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+import ftp
+from ftp import P
+from ftp.certification.certificate import load_certificate
+from ftp.certification.checker import check
+from ftp.errors import CertificateError, SpecError, TraceError, Undecided
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+MESH = ftp.AbstractMesh((2,), ("tp",))
+GRID = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+X, W = torch.randn(4, 6, dtype=torch.float64), torch.randn(6, 3, dtype=torch.float64)
+ROWS = (P(None, "tp"), P("tp"))
+
+
+def prove(reference, program, *args, specs: Any = ROWS, out: Any = P(), mesh=MESH, **options):
+    return ftp.equivalent(reference, program, mesh, specs, out, *(args or (X, W)), **options)
+
+
+def summed(x, w):
+    y = x @ w
+    dist.all_reduce(y)
+    return y
+
+
+def test_a_certificate_is_saved_and_checked_again(tmp_path):
+    path = tmp_path / "rows.json"
+    prove(torch.matmul, summed).save(path)
+    again = check(load_certificate(path))
+    assert [o.name for o in again.operations] == ["args[0]", "args[1]", "matmul"] or again
+    assert len(again.ranks.at) == 2
+
+
+def test_a_certificate_whose_program_is_altered_is_refused(tmp_path):
+    path = tmp_path / "rows.json"
+    certificate = prove(torch.matmul, summed)
+    for graph in certificate.ranks.graphs:
+        for node in graph.nodes:
+            if node.args and node.args[0] == "all_reduce":
+                node.args = (*node.args[:5], "max", *node.args[6:])
+    certificate.save(path)
+    with pytest.raises(CertificateError, match="output on rank 0 is not what the reference"):
+        check(load_certificate(path))
+
+
+def functional(x, w):
+    from torch.distributed._functional_collectives import all_reduce
+
+    return all_reduce(x @ w, "sum", MESH.get_group("tp"))
+
+
+def asynchronous(x, w):
+    y = x @ w
+    work: Any = dist.all_reduce(y, async_op=True)
+    work.wait()
+    return y
+
+
+def scattered_and_gathered(x, w):
+    y = x @ w
+    part = y.new_empty(2, 3)
+    dist.reduce_scatter_tensor(part, y)
+    parts = [torch.empty_like(part) for _ in range(2)]
+    dist.all_gather(parts, part)
+    return torch.cat(parts)
+
+
+def reduced_and_broadcast(x, w):
+    y = x @ w
+    dist.reduce(y, 0)
+    dist.broadcast(y, 0)
+    return y
+
+
+def per_rank(x, w):
+    return ftp.axis.all_reduce(x @ w, "tp")
+
+
+def by_place(x, w):
+    """Reads its rank and sends by hand."""
+    y = x @ w
+    other = torch.empty_like(y)
+    peer = 1 - dist.get_rank()
+    ops = [dist.P2POp(dist.isend, y, peer), dist.P2POp(dist.irecv, other, peer)]
+    for work in dist.batch_isend_irecv(ops):
+        work.wait()
+    return y + other
+
+
+@pytest.mark.parametrize(
+    "program",
+    [functional, asynchronous, scattered_and_gathered, reduced_and_broadcast, per_rank, by_place],
+    ids=lambda p: p.__name__,
+)
+def test_collectives_in_every_form(program):
+    prove(torch.matmul, program)
+
+
+def test_ftp_axis_with_gradients():
+    prove(torch.matmul, per_rank, grad=True)
+
+
+def test_the_groups_of_a_mesh_of_two_axes():
+    def program(x, w):
+        y = x @ w
+        dist.all_reduce(y, group=GRID.get_group("tp"))
+        return y
+
+    specs = (P("dp", "tp"), P("tp"))
+    prove(torch.matmul, program, mesh=GRID, specs=specs, out=P("dp"))
+
+    def wrong(x, w):
+        y = x @ w
+        dist.all_reduce(y, group=GRID.get_group("dp"))  # over dp
+        return y
+
+    with pytest.raises(CertificateError) as refused:
+        prove(torch.matmul, wrong, mesh=GRID, specs=specs, out=P("dp"))
+    assert "over dp" in (refused.value.line or "")
+
+
+def test_dtensors():
+    def program(x, w):
+        return (x @ w).redistribute(placements=[Replicate()])
+
+    specs = ([Shard(1)], [Shard(0)])
+    prove(torch.matmul, program, specs=specs, out=[Replicate()])
+    prove(torch.matmul, lambda x, w: x @ w, specs=specs, out=[Partial()])
+
+
+def test_an_unreduced_output_is_the_sum_of_the_ranks():
+    prove(torch.matmul, torch.matmul, out=P(unreduced=("tp",)), grad=True)
+
+
+def test_an_unreduced_input():
+    def program(x, w):
+        x = x.clone()
+        dist.all_reduce(x)
+        return x @ w
+
+    prove(torch.matmul, program, specs=(P(unreduced=("tp",)), P()))
+    with pytest.raises(CertificateError):
+        prove(torch.matmul, torch.matmul, specs=(P(unreduced=("tp",)), P()))
+
+
+def test_uneven_shards_and_three_ranks():
+    def program(x, w):
+        y = x @ w
+        dist.all_reduce(y)
+        return y
+
+    mesh = ftp.AbstractMesh((3,), ("tp",))
+    args = torch.randn(2, 7, dtype=torch.float64), torch.randn(7, 3, dtype=torch.float64)
+    prove(torch.matmul, program, *args, mesh=mesh)
+
+
+# Programs that cannot run.
+
+
+def test_a_deadlock_names_both_lines():
+    def program(x, w):
+        y = x @ w
+        if dist.get_rank() == 0:
+            dist.all_reduce(y)
+        else:
+            dist.broadcast(y, 0)
+        return y
+
+    with pytest.raises(CertificateError, match=r"all_reduce\(sum\).*on one rank, broadcast") as e:
+        prove(torch.matmul, program)
+    assert e.value.line
+
+
+def test_a_collective_that_one_rank_skips():
+    def program(x, w):
+        y = x @ w
+        if dist.get_rank() == 0:
+            dist.all_reduce(y)  # alone
+        return y
+
+    with pytest.raises(CertificateError, match="wait for each other for ever") as e:
+        prove(torch.matmul, program)
+    assert "rank 1 has ended" in str(e.value) and "# alone" in (e.value.line or "")
+
+
+def test_both_ranks_receive_first():
+    def program(x, w):
+        y = x @ w
+        dist.recv(y, 1 - dist.get_rank())
+        return y
+
+    with pytest.raises(CertificateError, match="wait for each other for ever"):
+        prove(torch.matmul, program)
+
+
+def test_a_result_that_is_read_before_it_arrives():
+    def program(x, w):
+        y = x @ w
+        work: Any = dist.all_reduce(y, async_op=True)
+        z = y + 0  # too early
+        work.wait()
+        return z
+
+    with pytest.raises(CertificateError, match="used before it is waited for") as e:
+        prove(torch.matmul, program)
+    assert "# too early" in (e.value.line or "")
+
+
+def test_a_value_that_is_read():
+    with pytest.raises(TraceError, match="reads the value of a tensor"):
+        prove(torch.matmul, lambda x, w: x @ w if x.sum().item() > 0 else w)
+    with pytest.raises(TraceError, match="depends on the data"):
+        prove(torch.matmul, lambda x, w: x @ w if bool(x.sum() > 0) else w)
+
+
+def test_an_input_that_is_written():
+    def program(x, w):
+        return x.mul_(2) @ w
+
+    with pytest.raises(TraceError, match="writes to its input"):
+        prove(torch.matmul, program)
+
+    def reduces(x, w):
+        dist.all_reduce(x)
+        return x @ w
+
+    with pytest.raises(TraceError, match=r"writes to its input .*all_reduce"):
+        prove(torch.matmul, reduces)
+
+
+def test_shapes_that_fit_no_spec():
+    with pytest.raises(SpecError, match=r"has shape \(4, 3\) on rank 0.*gives this rank \(2, 3\)"):
+        prove(torch.matmul, summed, out=P("tp"))
+    with pytest.raises(SpecError, match="returns 2 tensors; the reference returns 1"):
+        prove(torch.matmul, lambda x, w: (x @ w, x))
+    with pytest.raises(SpecError, match=r"float32 on rank 0; the reference's is of torch.float64"):
+        prove(torch.matmul, lambda x, w: summed(x, w).float())
+
+
+# What is proven of functions.
+
+
+def test_an_unknown_function_is_free_but_equal_on_equal_operands():
+    def program(x, w):
+        return torch.special.bessel_j0(summed(x, w))
+
+    prove(lambda x, w: torch.special.bessel_j0(x @ w), program)
+
+
+def test_undecided_names_what_it_cannot_see_through():
+    def program(x, w):
+        y = summed(x, w)
+        return y.cos() * y.cos() - y.sin() * y.sin()
+
+    with pytest.raises(Undecided, match=r"aten\.cos\.default") as e:
+        prove(lambda x, w: (2 * (x @ w)).cos(), program)
+    assert "aten.sin.default" in e.value.ops
+
+
+def test_inputs_that_show_the_difference():
+    with pytest.raises(CertificateError) as e:
+        prove(torch.matmul, torch.matmul)
+    inputs: Any = e.value.inputs
+    x, w = inputs
+    whole, half = x @ w, x[:, :3] @ w[:3]
+    assert (e.value.output, e.value.rank) == ("output", 0)
+    assert not torch.allclose(whole, half)
+
+
+def test_a_rounding_is_no_identity():
+    def program(x, w):
+        return summed(x, w).to(torch.bfloat16).to(torch.float64)
+
+    with pytest.raises(CertificateError):
+        prove(torch.matmul, program)
+
+
+def test_softmax_over_a_cut_dim_with_another_maximum():
+    """exp is a homomorphism: what is subtracted cancels."""
+
+    def program(x):
+        e = (x - x.max(-1, keepdim=True).values.max()).exp()
+        total = e.sum(-1, keepdim=True)
+        return e / total
+
+    ftp.equivalent(lambda x: x.softmax(-1), program, MESH, P("tp"), P("tp"), X, grad=True)
+
+
+def test_masked_attention_skips_blocks():
+    """-inf adds nothing to a softmax: a rank may leave out what its mask hides."""
+
+    def reference(q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+    def program(q, k, v):
+        n = q.shape[-2]
+        ks, vs = ([torch.empty_like(t) for _ in range(2)] for t in (k, v))
+        dist.all_gather(ks, k)
+        dist.all_gather(vs, v)
+        seen = dist.get_rank() + 1
+        k, v = torch.cat(ks[:seen], -2), torch.cat(vs[:seen], -2)
+        mask = torch.ones(n, n * seen, dtype=torch.bool).tril(n * (seen - 1))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+    q, k, v = torch.randn(3, 2, 4, 8, dtype=torch.float64)
+    spec = P(None, "tp")
+    ftp.equivalent(reference, program, MESH, spec, spec, q, k, v)
+
+
+def test_the_command_line(tmp_path, capsys):
+    from ftp.__main__ import main
+
+    file = tmp_path / "layer.py"
+    file.write_text(
+        "import torch, ftp\nimport torch.distributed as dist\n"
+        "def rows(x, w):\n    y = x @ w\n    dist.all_reduce(y)\n    return y\n"
+        "def right():\n    mesh = ftp.AbstractMesh((2,), ('tp',))\n"
+        "    specs = ftp.P(None, 'tp'), ftp.P('tp')\n"
+        "    return torch.matmul, rows, mesh, specs, ftp.P(), torch.ones(2, 4), torch.ones(4, 2)\n"
+        "def wrong():\n    return (torch.matmul, torch.matmul, *right()[2:])\n"
+    )
+    saved = tmp_path / "proof.json"
+    assert main(["prove", f"{file}:right", "--save", str(saved)]) == 0
+    assert "proven" in capsys.readouterr().out
+    assert json.loads(saved.read_text())["ftp certificate"]
+    assert main(["certify", str(saved)]) == 0
+    assert main(["prove", f"{file}:wrong"]) == 1
+    assert "is not what the reference computes" in capsys.readouterr().err
+
+
+def test_the_page(tmp_path, monkeypatch):
+    """docs/prove.md in one scope, as a reader runs it."""
+    page = Path(__file__).resolve().parents[2] / "docs/prove.md"
+    monkeypatch.chdir(tmp_path)
+    scope: dict = {"__name__": "prove_page"}
+    lines: list[str] = []
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line == "```python":
+            lines = ["\n"] * number
+        elif line == "```" and lines:
+            file = Path("prove_page.py")
+            source = "".join(lines)
+            linecache.cache[str(file)] = (len(source), None, source.splitlines(True), str(file))
+            exec(compile(source, str(file), "exec"), scope)
+            lines = []
+        elif lines:
+            lines.append(line + "\n")

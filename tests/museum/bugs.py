@@ -1,0 +1,528 @@
+"""Real bugs from public threads, each cut down to its arithmetic: a reference, the buggy form with
+its line marked, and the mended form. The thread says what the numbers did.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from ftp import P
+from tests.museum.proven import AllToAll, Case, Reduce, randn
+
+
+@dataclass(frozen=True)
+class Bug:
+    """A bug; ``make(is_mended)`` gives the rank program."""
+
+    thread: str
+    reference: Callable[..., Any]
+    make: Callable[[bool], Callable[..., Any]]
+    in_specs: Any
+    out_specs: Any
+    args: tuple[Any, ...]
+    grad: bool = True
+
+    def case(self, is_mended: bool) -> Case:
+        return Case(
+            self.thread,
+            self.reference,
+            self.make(is_mended),
+            self.in_specs,
+            self.out_specs,
+            self.args,
+            self.grad,
+        )
+
+
+class SumGradient(torch.autograd.Function):
+    """The identity; its gradient is summed over ranks."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(grad)
+        return grad
+
+
+def matmul_bias(x, w, b):
+    return x @ w + b
+
+
+def bias_on_partial(is_mended):
+    """A replicated bias added to a pending sum is summed as often as there are ranks."""
+
+    def program(x, w, b):
+        if is_mended:
+            return Reduce.apply(x @ w) + b
+        return Reduce.apply(x @ w + b)  # BUG
+
+    return program
+
+
+def bias_on_partial_divided(is_mended):
+    """The forward pass is right; the gradient of the bias that is divided is divided too."""
+
+    def program(x, w, b):
+        if is_mended:
+            return Reduce.apply(x @ w) + b
+        share = b / dist.get_world_size()  # BUG
+        return Reduce.apply(x @ w + share)
+
+    return program
+
+
+def routed(x, gate, up):
+    return (x @ gate).softmax(-1) @ up
+
+
+def router_gradient(is_mended):
+    """Each rank runs its experts, so the router's gradient is one term of a sum."""
+
+    def program(x, gate, up):
+        if is_mended:
+            gate, x = SumGradient.apply(gate), SumGradient.apply(x)
+        first = dist.get_rank() * up.shape[0]
+        scores = (x @ gate).softmax(-1)  # BUG
+        return Reduce.apply(scores[:, first : first + up.shape[0]] @ up)
+
+    return program
+
+
+def expert_inputs(is_mended):
+    """The experts' common input sees other weights on each rank: its gradient is to be summed."""
+
+    def program(x, up, down):
+        if is_mended:
+            x = SumGradient.apply(x)
+        return Reduce.apply(torch.relu(x @ up) @ down)  # BUG
+
+    return program
+
+
+def mlp(x, up, down):
+    return torch.relu(x @ up) @ down
+
+
+class AllToAllSummed(torch.autograd.Function):
+    """An all-to-all whose backward pass sends each gradient once for every rank."""
+
+    @staticmethod
+    def forward(ctx, x):
+        out = torch.empty_like(x)
+        dist.all_to_all_single(out, x.contiguous())
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        return AllToAll.apply(grad) * dist.get_world_size()  # BUG
+
+
+def experts(x, up):
+    """Tokens of shape (groups, experts, tokens, dim)."""
+    return torch.einsum("getd,edf->getf", x, up)
+
+
+def doubled_expert_gradients(is_mended):
+    exchange = AllToAll if is_mended else AllToAllSummed
+
+    def program(x, up):
+        mine = exchange.apply(x[0])
+        mine = mine.unflatten(0, (dist.get_world_size(), -1))
+        made = torch.einsum("getd,edf->getf", mine, up)
+        return AllToAll.apply(made.flatten(0, 1))[None]
+
+    return program
+
+
+def chunked_loss(x, w):
+    return torch.stack([(part @ w).square().sum() for part in x.chunk(2)]).sum()
+
+
+class ChunkGradient(torch.autograd.Function):
+    """A loss in chunks that keeps the gradient of the hidden states itself."""
+
+    @staticmethod
+    def forward(ctx, x, w, is_mended):
+        logits = x @ w
+        hidden = 2 * logits @ w.t()
+        if is_mended:
+            dist.all_reduce(hidden)
+        ctx.save_for_backward(hidden, 2 * x.t() @ logits)
+        loss = logits.square().sum()
+        dist.all_reduce(loss)
+        return loss
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight = ctx.saved_tensors
+        return grad * hidden, grad * weight, None  # BUG
+
+
+def chunked(is_mended):
+    return lambda x, w: ChunkGradient.apply(x, w, is_mended)
+
+
+def routing_bias(counts, bias):
+    total = counts.sum(0)
+    return bias + (total.mean() - total).sign()
+
+
+def routing_bias_local(is_mended):
+    """The bias follows the tokens of all ranks, not of this rank's."""
+
+    def program(counts, bias):
+        total = counts.sum(0)  # BUG
+        if is_mended:
+            dist.all_reduce(total)
+        return bias + (total.mean() - total).sign()
+
+    return program
+
+
+def smoothed(logits, target):
+    """``F.cross_entropy`` with label smoothing, written out."""
+    picked = logits.gather(1, target[:, None])[:, 0]
+    return logits.exp().sum(-1).log() - 0.9 * picked - 0.1 * logits.mean(-1)
+
+
+def label_smoothing(is_mended):
+    """The mean of the log probabilities runs over the whole vocabulary, not this rank's part."""
+
+    def program(logits, target):
+        total = Reduce.apply(logits.exp().sum(-1))
+        first, n = dist.get_rank() * logits.shape[-1], logits.shape[-1]
+        hit = F.one_hot(target, n * dist.get_world_size())[:, first : first + n]
+        picked = Reduce.apply((logits * hit).sum(-1))
+        mean = logits.mean(-1)  # BUG
+        if is_mended:
+            mean = Reduce.apply(mean) / dist.get_world_size()
+        return total.log() - 0.9 * picked - 0.1 * mean
+
+    return program
+
+
+def sum_of_logs(logits):
+    return logits.exp().sum(-1).log()
+
+
+def gathered_logits(is_mended):
+    """Logits that are gathered already go into a loss that sums over ranks: log(ranks) too much."""
+
+    def program(logits):
+        total = logits.exp().sum(-1)
+        if not is_mended:
+            total = Reduce.apply(total)  # BUG
+        return total.log()
+
+    return program
+
+
+def token_mean(x, mask):
+    return (x * mask).sum() / mask.sum()
+
+
+def local_token_counts(is_mended):
+    """A mean of means is none where ranks hold different numbers of tokens."""
+
+    def program(x, mask):
+        count = mask.sum()
+        if is_mended:
+            dist.all_reduce(count)
+            return (x * mask).sum() / count
+        return (x * mask).sum() / count / dist.get_world_size()  # BUG
+
+    return program
+
+
+def normed(x, weight):
+    return x / x.square().mean(-1, keepdim=True).sqrt() * weight
+
+
+def norm_weight(is_mended):
+    """A norm's weight is whole while tokens or heads are cut: its gradients are summed."""
+
+    def program(x, weight):
+        if is_mended:
+            weight = SumGradient.apply(weight)
+        return x / x.square().mean(-1, keepdim=True).sqrt() * weight  # BUG
+
+    return program
+
+
+def microbatch_loss(w, x, y):
+    w = w.detach().requires_grad_()
+    loss = (x @ w - y).square().sum() / len(x)
+    return loss.detach(), torch.autograd.grad(loss, w)[0]
+
+
+def unscaled_pipeline(is_mended):
+    """The reported loss is divided by the number of tokens, the one that is derived is not."""
+
+    def program(w, x, y):
+        w = w.detach().requires_grad_()
+        count = len(x) * dist.get_world_size()
+        loss = (x @ w - y).square().sum()  # BUG
+        grad = torch.autograd.grad(loss / count if is_mended else loss, w)[0]
+        dist.all_reduce(grad)
+        loss = loss.detach() / count
+        dist.all_reduce(loss)
+        return loss, grad
+
+    return program
+
+
+def mean_loss(w, x):
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad((x @ w).square().mean(), w)[0]
+
+
+def sequence_scaling(is_mended):
+    """Each rank's loss is the mean over its own part of the sequence; the gradients are summed."""
+
+    def program(w, x):
+        w = w.detach().requires_grad_()
+        loss = (x @ w).square().mean()  # BUG
+        grad = torch.autograd.grad(loss, w)[0]
+        dist.all_reduce(grad, op=dist.ReduceOp.AVG if is_mended else dist.ReduceOp.SUM)
+        return grad
+
+    return program
+
+
+class LostSum(torch.autograd.Function):
+    """The all-reduce runs on a copy that ``contiguous`` made, and its result is dropped."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        dist.all_reduce(grad.contiguous())
+        return grad
+
+
+def contiguous_copy(is_mended):
+    copy = SumGradient if is_mended else LostSum
+
+    def program(x, w):
+        return (copy.apply(x.t()).t() @ w).t().contiguous()  # BUG
+
+    return program
+
+
+def transposed(x, w):
+    return (x @ w).t().contiguous()
+
+
+def nn_all_reduce(is_mended):
+    """The gradient of ``torch.distributed.nn``'s all-reduce is an all-reduce: once per rank."""
+
+    def program(x, w):
+        from torch.distributed.nn.functional import all_reduce
+
+        y = x @ w
+        return Reduce.apply(y) if is_mended else all_reduce(y)  # BUG
+
+    return program
+
+
+class IdentityLogSoftmax(torch.autograd.Function):
+    """Right for a cross entropy that brings the whole gradient, wrong for any other reader."""
+
+    @staticmethod
+    def forward(ctx, logits, is_mended):
+        total = logits.exp().sum(-1, keepdim=True)
+        dist.all_reduce(total)
+        out = logits - total.log()
+        ctx.save_for_backward(out)
+        ctx.is_mended = is_mended
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        if not ctx.is_mended:
+            return grad.clone(), None  # BUG
+        total = grad.sum(-1, keepdim=True)
+        dist.all_reduce(total)
+        return grad - ctx.saved_tensors[0].exp() * total, None
+
+
+def identity_log_softmax(is_mended):
+    return lambda logits: IdentityLogSoftmax.apply(logits, is_mended)
+
+
+def context_loss(w, x):
+    w = w.detach().requires_grad_()
+    return torch.autograd.grad((x @ w).square().sum(), w)[0]
+
+
+def context_scaling(is_mended):
+    """The loss is multiplied by the ranks for an average that is a sum by now."""
+
+    def program(w, x):
+        w = w.detach().requires_grad_()
+        loss = (x @ w).square().sum()
+        if not is_mended:
+            loss = loss * dist.get_world_size()  # BUG
+        grad = torch.autograd.grad(loss, w)[0]
+        dist.all_reduce(grad)
+        return grad
+
+    return program
+
+
+def to_local_partial(is_mended):
+    """``to_local`` of a pending sum and back: the gradient passes as a pending sum, and is summed
+    again.
+    """
+
+    def program(x, w):
+        y = x @ w
+        y = y if is_mended else SumGradient.apply(y)  # BUG
+        return Reduce.apply(y)
+
+    return program
+
+
+_X, _W, _DOWN = randn(4, 6), randn(6, 4), randn(4, 3)
+_TARGET = torch.tensor([1, 3, 0, 2])
+_TP_ROWS = (P(None, "tp"), P("tp"))
+BUGS = [
+    Bug(
+        "pytorch/torchtitan#2106",
+        matmul_bias,
+        bias_on_partial,
+        (*_TP_ROWS, P()),
+        P(),
+        (_X, _W, randn(4)),
+    ),
+    Bug(
+        "pytorch/torchtitan#2106 (backward)",
+        matmul_bias,
+        bias_on_partial_divided,
+        (*_TP_ROWS, P()),
+        P(),
+        (_X, _W, randn(4)),
+    ),
+    Bug(
+        "pytorch/torchtitan#2416",
+        routed,
+        router_gradient,
+        (P(), P(), P("tp")),
+        P(),
+        (_X, _W, _DOWN),
+    ),
+    Bug(
+        "pytorch/torchtitan#1878",
+        mlp,
+        expert_inputs,
+        (P(), P(None, "tp"), P("tp")),
+        P(),
+        (_X, _W, _DOWN),
+    ),
+    Bug(
+        "pytorch/pytorch#160285",
+        experts,
+        doubled_expert_gradients,
+        (P("tp"), P("tp")),
+        P("tp"),
+        (randn(2, 4, 3, 2), randn(4, 2, 2)),
+    ),
+    Bug("pytorch/torchtitan#3412", chunked_loss, chunked, (P(), P(None, "tp")), P(), (_X, _W)),
+    Bug(
+        "pytorch/torchtitan#4154",
+        routing_bias,
+        routing_bias_local,
+        (P("tp"), P()),
+        P(),
+        (randn(4, 3), randn(3)),
+        grad=False,
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (1)",
+        smoothed,
+        label_smoothing,
+        (P(None, "tp"), P()),
+        P(),
+        (randn(4, 4), _TARGET),
+    ),
+    Bug("NVIDIA/Megatron-LM#7452 (2)", sum_of_logs, gathered_logits, P(), P(), (randn(4, 4),)),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (3)",
+        token_mean,
+        local_token_counts,
+        P("tp"),
+        P(unreduced=("tp",)),
+        (randn(4), torch.tensor([1, 1, 1, 0])),
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (11)",
+        normed,
+        norm_weight,
+        (P(None, "tp"), P()),
+        P(None, "tp"),
+        (randn(3, 4, 2), randn(2)),
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#1446",
+        normed,
+        norm_weight,
+        (P("tp"), P()),
+        P("tp"),
+        (randn(4, 3), randn(3)),
+    ),
+    Bug(
+        "pytorch/torchtitan#2972",
+        microbatch_loss,
+        unscaled_pipeline,
+        (P(), P("tp"), P("tp")),
+        P(),
+        (randn(3, 2), randn(4, 3), randn(4, 2)),
+        grad=False,
+    ),
+    Bug(
+        "deepspeedai/DeepSpeed#5248",
+        mean_loss,
+        sequence_scaling,
+        (P(), P("tp")),
+        P(),
+        (randn(3, 2), randn(4, 3)),
+        grad=False,
+    ),
+    Bug(
+        "NovaSky-AI/SkyRL#1886",
+        transposed,
+        contiguous_copy,
+        (P(), P(None, "tp")),
+        P("tp"),
+        (_X, _W),
+    ),
+    Bug("pytorch/pytorch#58005", torch.matmul, nn_all_reduce, _TP_ROWS, P(), (_X, _W)),
+    Bug(
+        "pytorch/pytorch#190746",
+        lambda x: x.log_softmax(-1),
+        identity_log_softmax,
+        P(None, "tp"),
+        P(None, "tp"),
+        (randn(4, 4),),
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#673",
+        context_loss,
+        context_scaling,
+        (P(), P("tp")),
+        P(),
+        (randn(3, 2), randn(4, 3)),
+        grad=False,
+    ),
+    Bug("pytorch/pytorch#172932", torch.matmul, to_local_partial, _TP_ROWS, P(), (_X, _W)),
+]

@@ -1,0 +1,110 @@
+"""Functions of given sizes: what torch's own give, padded; the same in a sharded program."""
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ftp
+from ftp import P
+from ftp.errors import InputError
+
+integers = st.lists(st.integers(-3, 6), max_size=9).map(
+    lambda v: torch.tensor(v, dtype=torch.int64)
+)
+
+
+def padded(values: torch.Tensor, size: int, fill: float) -> torch.Tensor:
+    rest = values.new_full((max(size - len(values), 0), *values.shape[1:]), fill)
+    return torch.cat([values[:size], rest])
+
+
+@given(integers, st.integers(0, 12))
+def test_eager_results_are_torchs_padded_or_cut(x: torch.Tensor, size: int):
+    assert torch.equal(ftp.static.nonzero(x, size=size), padded(x.nonzero(), size, -1))
+    chosen = ftp.static.masked_select(x, x > 0, size=size, fill_value=-7)
+    assert torch.equal(chosen, padded(x[x > 0], size, -7))
+    expected = torch.unique(x, return_inverse=True, return_counts=True)
+    found = ftp.static.unique(x, size=size, return_inverse=True, return_counts=True)
+    assert torch.equal(found[0], padded(expected[0], size, -1))
+    assert torch.equal(found[1], expected[1])
+    assert torch.equal(found[2], padded(expected[2], size, 0))
+    natural = x[x >= 0]
+    if size:
+        counts = torch.bincount(natural)
+        assert torch.equal(ftp.static.bincount(x, minlength=size), padded(counts, size, 0))
+        weights = torch.rand(len(natural), dtype=torch.float64)
+        assert torch.equal(
+            ftp.static.bincount(natural, weights, size=size),
+            padded(torch.bincount(natural, weights), size, 0),
+        )
+
+
+@settings(max_examples=6, deadline=None)
+@given(
+    st.lists(st.integers(0, 5), min_size=1, max_size=7),
+    st.sampled_from([((2,), ("dp",)), ((3,), ("dp",)), ((2, 2), ("dp", "tp"))]),
+)
+def test_sharded_results_and_gradients(values: list[int], mesh: tuple[tuple, tuple]):
+    ids = torch.tensor(values)
+    table = torch.randn(6, 3, dtype=torch.float64)
+
+    def loss(table, ids):
+        rows = table[ids]
+        chosen = ftp.static.masked_select(rows, rows > 0, size=24)
+        names = ftp.static.unique(ids, size=6, fill_value=0)
+        counts = ftp.static.bincount(ids, rows.sum(1), size=6)
+        at = ftp.static.nonzero(ids, size=4, fill_value=0)[:, 0]
+        return (chosen**3).sum() + (table[names] ** 2).sum() + (counts**2).sum() + rows[at].sum()
+
+    wanted, gradient = torch.func.grad_and_value(loss)(table, ids)[::-1]
+    batch = P("dp")
+    step = ftp.shard(loss, ftp.simulated_mesh(*mesh), P(None, mesh[1][-1]), batch_specs=batch)
+    value, grads = step(table, ids)
+    torch.testing.assert_close(value, wanted, rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(grads, gradient, rtol=1e-12, atol=1e-12)
+
+
+def test_what_does_not_fit_is_listed_and_checked():
+    def loss(w, x):
+        return (w * ftp.static.masked_select(x, x > 0, size=2)).sum()
+
+    mesh, w, x = ftp.simulated_mesh((2,), ("dp",)), torch.ones(2), torch.tensor([1.0, 2.0, 3.0, -1])
+    plain = ftp.shard(loss, mesh, P(), batch_specs=P("dp"))
+    assert float(plain(w, x)[0]) == 3.0 == float(loss(w, x))
+    (claim,) = plain.lower(w, x).assumptions
+    assert "at most 2 elements are selected, the size of ftp.static.masked_select" in claim
+    assert "test_static.py" in claim
+    checked = ftp.shard(loss, mesh, P(), batch_specs=P("dp"), check_inputs=True, certify=True)
+    assert float(checked(w, -x)[0]) == 1.0
+    with pytest.raises(InputError, match=r"at most 2 elements are selected.*does not hold at call"):
+        checked(w, x)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda x: ftp.static.nonzero(x, size=-1), "nonzero(size=-1): it is a number of"),
+        (lambda x: ftp.static.unique(x, size=True), "unique(size=True)"),
+        (lambda x: ftp.static.masked_select(x, x, size=1), "takes a mask of torch.bool"),
+        (lambda x: ftp.static.bincount(x), "bincount needs size="),
+        (lambda x: ftp.static.bincount(x.float(), size=1), "integers of one dim, not torch.float"),
+    ],
+)
+def test_errors(call, message: str):
+    with pytest.raises(InputError) as error:
+        call(torch.tensor([1, 2]))
+    assert message in str(error.value)
+
+
+def test_the_page_runs(tmp_path: Path):
+    """As a file, since guards are read where they stand."""
+    page = (Path(__file__).resolve().parents[1] / "docs/values.md").read_text()
+    blocks = re.findall(r"^```python\n(.*?)^```", page, flags=re.M | re.S)
+    assert len(blocks) == 5
+    (tmp_path / "page.py").write_text("\n".join(blocks))
+    runpy.run_path(str(tmp_path / "page.py"))

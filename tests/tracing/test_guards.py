@@ -1,0 +1,208 @@
+"""Conditions on values that guard and decide nothing are assumptions; others are refused."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import ftp
+from ftp import P
+from ftp.errors import InputError, TraceError
+
+W, X = torch.randn(4, 4, dtype=torch.float64), torch.rand(3, 4, dtype=torch.float64)
+MESH = ftp.simulated_mesh((2,), ("tp",))
+
+
+def _assert(x):
+    assert x.min() >= 0, "negative"
+
+
+def _if(x):
+    if x.min() < 0:
+        raise ValueError("negative")
+
+
+def _if_not(x):
+    ok = x >= 0
+    if not ok.all():
+        message = f"negative in {x.shape}"
+        raise ValueError(message)
+
+
+def _either(x):
+    if x.ndim == 2 and (x.min().item() < 0 or bool(x.isnan().any())):
+        raise ValueError("negative")
+
+
+def _not(x):
+    assert not (x < 0).any() and x.ndim == 2
+
+
+def _else(x):
+    if x.min() >= 0:
+        pass
+    else:
+        raise ValueError("negative")
+
+
+def _chained(x):
+    assert 0 <= x.min() <= x.max() < 1e9
+
+
+def _torch(x):
+    torch._assert(x.min() >= 0, "negative")
+
+
+def _helper(x):
+    def require(condition, message):
+        if not condition:
+            raise ValueError(message)
+
+    require(x.min() >= 0, "negative")
+
+
+@pytest.mark.parametrize(
+    "guard", [_assert, _if, _if_not, _either, _not, _else, _chained, _torch, _helper]
+)
+def test_a_guard_is_assumed_and_can_be_checked(guard: Callable[[torch.Tensor], None]):
+    def loss(w, x):
+        guard(x)
+        return (x @ w).square().sum()
+
+    step = ftp.shard(loss, MESH, P("tp"), check_inputs=True)
+    torch.testing.assert_close(step(W, X)[0], loss(W, X), rtol=1e-12, atol=0)
+    claims = step.lower(W, X).assumptions
+    assert claims and all("test_guards.py" in claim for claim in claims)
+    with pytest.raises(InputError, match="does not hold at call"):
+        step(W, X - 0.9)
+    free = ftp.shard(loss, MESH, P("tp"))
+    assert free.lower(W, X).assumptions == claims
+    free(W, X - 0.9)
+    issued = [c.op for c in free.lower(W, X).collectives]
+    plain = ftp.shard(lambda w, x: (x @ w).square().sum(), MESH, P("tp"))
+    assert issued == [c.op for c in plain.lower(W, X).collectives]
+
+
+def _branch(x):
+    if x.sum() > 0:
+        return x
+    return 2 * x
+
+
+def _raise_or_more(x):
+    if x.sum() > 1e9:
+        x = 2 * x
+    elif x.sum() < 0:
+        raise ValueError("negative")
+    return x
+
+
+def _sure_of_neither(x):
+    if x.sum() < 0 and x.max() > 1:  # one of them false is enough
+        raise ValueError("negative")
+    return x
+
+
+def _inside_of_body(x):
+    if x.ndim:
+        x = x * (1 if x.sum() > 0 else 2)
+    return x
+
+
+def _loop(x):
+    while x.sum() > 100:
+        x = x / 2
+    return x
+
+
+def _number(x):
+    if x.sum() < (n := x.max().item()):
+        raise ValueError(n)
+    return n * x
+
+
+@pytest.mark.parametrize(
+    "decide", [_branch, _raise_or_more, _sure_of_neither, _inside_of_body, _loop]
+)
+def test_a_decision_is_refused(decide: Callable[[torch.Tensor], Any]):
+    step = ftp.shard(lambda w, x: (decide(x) @ w).sum(), MESH, P("tp"))
+    with pytest.raises(TraceError, match="The function needs a tensor's value"):
+        step(W, X)
+
+
+def test_a_number_that_is_compared_in_a_guard_stays_a_tensor():
+    def loss(w, x):
+        return (_number(x) @ w).sum()
+
+    value, grad = ftp.shard(loss, MESH, P("tp"))(W, X)
+    torch.testing.assert_close(value, loss(W, X), rtol=1e-12, atol=0)
+    torch.testing.assert_close(grad, _gradient(loss, W, X), rtol=1e-12, atol=0)
+
+
+def test_a_warning_decides_nothing():
+    def loss(w, x):
+        if x.max() > 0:
+            warnings.warn("positive", stacklevel=1)
+        return (x @ w).sum()
+
+    step = ftp.shard(loss, MESH, P("tp"), check_inputs=True)
+    assert step.lower(W, X).assumptions == ()
+    step(W, X)
+
+
+def test_distributions_with_their_validation():
+    actions = torch.tensor([1, 0, 2])
+
+    def loss(w, x, actions):
+        d = torch.distributions.Categorical(logits=x @ w, validate_args=True)
+        mean = torch.distributions.Normal(x @ w, torch.ones(()), validate_args=True)
+        return -d.log_prob(actions).mean() - mean.log_prob(x).mean()
+
+    step = ftp.shard(loss, MESH, P(None, "tp"), check_inputs=True)
+    value, grad = step(W, X, actions)
+    torch.testing.assert_close(value, loss(W, X, actions), rtol=1e-12, atol=0)
+    wanted = _gradient(loss, W, X, actions)
+    torch.testing.assert_close(grad, wanted, rtol=1e-11, atol=1e-14)
+    assert len(step.lower(W, X, actions).assumptions) >= 3
+    with pytest.raises(InputError, match="_is_all_true"):
+        step(W * torch.nan, X, actions)
+
+
+def _gradient(loss, w, *args):
+    w = w.clone().requires_grad_()
+    return torch.autograd.grad(loss(w, *args), w)[0]
+
+
+@pytest.mark.parametrize("name", ["encoder", "transformer"])
+def test_transformers_of_torch_with_a_causal_mask(name: str):
+    mask = nn.Transformer.generate_square_subsequent_mask(5, dtype=torch.float64)
+    if name == "encoder":
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        model: nn.Module = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).double()
+    else:
+        model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True).double()
+    fn, params = ftp.functionalize(model)
+    x = torch.randn(2, 5, 8, dtype=torch.float64)
+
+    def call(f: Any, x: torch.Tensor) -> torch.Tensor:
+        return f(x, mask=mask) if name == "encoder" else f(x, x, tgt_mask=mask)
+
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    specs = ftp.plan(
+        params, {"**.linear1.*": P("tp"), "**.linear2.weight": P(None, "tp"), "**": P()}
+    )
+    step = ftp.shard(
+        lambda p, x: call(lambda *a, **k: fn(p, *a, **k), x).square().mean(),
+        mesh,
+        specs,
+        batch_specs=P("dp"),
+    )
+    value, grads = step(params, x)
+    expected = call(model, x).square().mean()
+    wanted = torch.autograd.grad(expected, list(model.parameters()))
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=0)
+    for (path, _), grad in zip(model.named_parameters(), wanted, strict=True):
+        torch.testing.assert_close(grads[path], grad, rtol=1e-9, atol=1e-12)

@@ -1,0 +1,128 @@
+"""Rows that a mask selects: values and gradients of plain torch, on any mesh, for any mask."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import ftp
+from ftp import P
+from ftp.errors import TraceError
+
+X = torch.randn(4, 3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+W = torch.randn(6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+IDS = torch.tensor([[0, 5, -100], [2, -100, -100], [-100, -100, -100], [1, 1, 4]])
+
+
+def _sum_of_logs(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    y = x @ w
+    return y[y > 0].log().sum()  # the gradient of log at the others is not finite or not defined
+
+
+def _mean(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    kept = (x @ w)[ids >= 0]
+    return kept.square().mean() + (kept.sum(0) ** 2).sum() + kept.softmax(-1).amax(-1).mean()
+
+
+def _losses(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    mask = ids >= 0
+    logits, labels = F.layer_norm(x @ w, (6,))[mask], ids[mask]
+    return F.cross_entropy(logits, labels, label_smoothing=0.1) + F.mse_loss(logits, x[mask])
+
+
+def _written_back(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    y, mask = x @ w, ids >= 0
+    y[mask] = F.gelu(F.linear(y[mask], w)) * 2 + 1
+    y[mask] *= x[mask][:, :1]
+    return y.square().sum()
+
+
+def _experts(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    tokens = x.flatten(0, 1)
+    scores = (tokens @ w).softmax(-1)
+    chosen, experts = scores.topk(2, -1)
+    out = torch.zeros_like(tokens)
+    for e in range(6):
+        token, k = torch.where(experts == e)
+        h = F.silu(tokens[token] @ w[:, e : e + 2]) @ w[e : e + 2]
+        out.index_add_(0, token, h * chosen[token, k, None])
+    return out.square().sum()
+
+
+def _logs_at_places(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    y = (x @ w).flatten()
+    (at,) = torch.where(y > 0)
+    return torch.relu(y)[at].log().sum()  # relu gives zeros elsewhere, of which log has none
+
+
+def _embedded(w: Tensor, x: Tensor, ids: Tensor) -> Tensor:
+    (at,) = torch.nonzero(ids.flatten() > 0, as_tuple=True)
+    rows = F.embedding(ids.flatten()[at], w) + x.flatten(0, 1)[at]
+    return rows.tanh().sum() + torch.masked_select(x @ w, x > 0).exp().sum()
+
+
+PROGRAMS = [_sum_of_logs, _mean, _losses, _written_back, _experts, _embedded, _logs_at_places]
+
+
+@pytest.mark.parametrize("mesh", [((3,), ("dp",)), ((2, 2), ("dp", "tp"))], ids=["dp3", "dp2×tp2"])
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_values_and_gradients(program: Callable[..., Tensor], mesh: tuple[tuple, tuple]):
+    w = W.clone().requires_grad_()
+    expected = program(w, X, IDS)
+    (gradient,) = torch.autograd.grad(expected, w)
+    spec = P(None, "tp") if "tp" in mesh[1] else P()
+    step = ftp.shard(program, ftp.simulated_mesh(*mesh), spec, batch_specs=P("dp"), certify=True)
+    value, grad = step(W, X, IDS)
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("program", [_sum_of_logs, _written_back, _embedded, _logs_at_places])
+def test_a_mask_that_selects_nothing(program: Callable[..., Tensor]):
+    """Sums are zero and writes write nothing; gradients stay finite."""
+    x, ids = -X.abs(), torch.full_like(IDS, -100)
+    w = W.abs()
+    own = w.clone().requires_grad_()
+    expected = program(own, x, ids)
+    (gradient,) = torch.autograd.grad(expected, own)
+    value, grad = ftp.shard(program, ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"))(
+        w, x, ids
+    )
+    torch.testing.assert_close(value, expected.detach(), rtol=1e-11, atol=1e-12)
+    torch.testing.assert_close(grad, gradient, rtol=1e-10, atol=1e-12)
+
+
+def _count(w, x, ids):
+    kept = (x @ w)[ids >= 0]
+    return kept.sum() / kept.shape[0]
+
+
+REFUSED: dict[str, Callable[..., Tensor]] = {
+    "the number of selected rows": _count,
+    "len()": lambda w, x, ids: (x @ w)[ids >= 0].sum() * len(x[ids >= 0]),
+    "softmax": lambda w, x, ids: (x @ w)[ids >= 0].softmax(0).square().sum(),
+    "std": lambda w, x, ids: (x @ w)[ids >= 0].std(),
+    "reshape": lambda w, x, ids: (x @ w)[ids >= 0].reshape(-1).sum(),
+    "different masks select": lambda w, x, ids: ((x @ w)[ids >= 0] * x[ids >= 1]).sum(),
+    "beside selected rows": lambda w, x, ids: ((x @ w)[ids >= 0] * x[:, 0]).sum(),
+    "sort": lambda w, x, ids: (x @ w)[ids >= 0].sort(0).values.sum(),
+    "cat": lambda w, x, ids: torch.cat([(x @ w)[ids >= 0], x[0]]).sum(),
+    "a loop over rows": lambda w, x, ids: sum(r.sum() for r in (x @ w)[ids >= 0]),
+    "sum": lambda w, x, ids: (x @ w)[ids >= 0].sum(axis=1).square().mean(),
+    "mse_loss": lambda w, x, ids: F.mse_loss((x @ w)[ids >= 0][:, :1], x[:, :, 0][ids >= 0]),
+    "differ in their number of dims": lambda w, x, ids: (
+        x[:, :, 0][m := ids >= 0] * (x @ w)[m]
+    ).sum(),
+    "matmul": lambda w, x, ids: (w @ (x @ w)[ids >= 0].mT).sum(),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_depends_on_the_number_of_rows_is_refused(what: str):
+    step = ftp.shard(REFUSED[what], ftp.simulated_mesh((2,), ("dp",)), P(), batch_specs=P("dp"))
+    with pytest.raises(TraceError, match="depends on values") as error:
+        step(W, X, IDS)
+    assert what in str(error.value) or what == "matmul"
+    assert "test_selected.py" in str(error.value)
