@@ -83,6 +83,33 @@ def test_steps_are_timed_in_blocks(monkeypatch: pytest.MonkeyPatch):
     assert ran[-2 * (gpu.BLOCK + 1) :] == [*["step"] * gpu.BLOCK, "wait"] * 2
 
 
+def test_peaks_leave_out_the_set_up_and_hold_the_pools_of_recordings(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    gpu = script("gpu")
+    ran: list[str] = []
+    monkeypatch.setattr(
+        gpu, "_of_torch", lambda *given: (lambda: ran.append("step") or 1.0, 0.0, dict)
+    )
+    monkeypatch.setattr(gpu, "_wait", lambda device: None)
+    monkeypatch.setattr(gpu, "_rate", lambda device, dtype: None)
+    monkeypatch.setattr(gpu, "_gaps", lambda run, is_recorded: None)
+    for name, value in {
+        "empty_cache": None,
+        "reset_peak_memory_stats": None,
+        "max_memory_allocated": 2**30,
+        "max_memory_reserved": 3 * 2**30,
+    }.items():
+        monkeypatch.setattr(
+            f"torch.cuda.{name}", lambda name=name, value=value: ran.append(name) or value
+        )
+    found = gpu.measure({**CASE, "device": "cuda", "peer": "torch", "steps": gpu.BLOCK})
+    before, after = ran.index("empty_cache"), ran.index("reset_peak_memory_stats") + 1
+    assert ran[:before] == ["step"] * 5 and ran[after : after + gpu.BLOCK] == ["step"] * gpu.BLOCK
+    assert ran.index("max_memory_allocated") >= after + gpu.BLOCK
+    assert (found["peak GiB"], found["reserved GiB"]) == (1.0, 3.0)
+
+
 def test_a_trace_without_a_graphs_kernels_says_nothing_of_gaps(monkeypatch: pytest.MonkeyPatch):
     gpu = script("gpu")
     copies = [

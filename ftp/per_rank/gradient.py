@@ -327,10 +327,11 @@ class Apply(torch.autograd.Function):
         pair: Pair = ctx.pair
         if all(g is None for g in grads):
             return (None,) * (1 + len(pair.forward.operands))
-        xs = ctx.saved_tensors[-len(pair.forward.operands) :]
+        every = ctx.saved_tensors  # read once, as torch.utils.checkpoint asks
+        xs = every[-len(pair.forward.operands) :]
         if any(g is not None and i not in pair.differentiable for i, g in enumerate(grads)):
             return _pulled(pair.forward, xs, grads)
-        saved = iter(ctx.saved_tensors)
+        saved = iter(every)
         taken = []
         for kind, i in pair.given:
             if kind != "cotangent":
@@ -377,7 +378,7 @@ class Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> Any:  # type: ignore[override]
         if all(g is None for g in grads):
-            return (None,) * (1 + len(ctx.saved_tensors))
+            return (None,) * (1 + len(ctx.program.operands))
         return _pulled(ctx.program, ctx.saved_tensors, grads)
 
     @staticmethod

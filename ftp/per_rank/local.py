@@ -8,7 +8,8 @@ collective runs twice.
 
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, partial, wraps
 from types import FunctionType
@@ -314,8 +315,22 @@ def _trace(fn: Callable[..., Any], args: Any, device_type: str, names: Sequence[
     leaves, tree = flatten(args)
     names = [*names, *(f"input {i}" for i in range(len(names), len(leaves)))]
     # Hide the surrounding trace and transforms: they see global tensors, this trace local ones.
-    with _disable_current_modes(), temporarily_clear_interpreter_stack():
+    with _disable_current_modes(), temporarily_clear_interpreter_stack(), _without_saved_hooks():
         return trace(fn, leaves, tree, device_type, names=names)
+
+
+@contextmanager
+def _without_saved_hooks() -> Iterator[None]:
+    """Take off hooks of saved tensors, as of torch.utils.checkpoint."""
+    hooks = []
+    while (pair := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:  # type: ignore[attr-defined]
+        hooks.append(pair)
+        torch._C._autograd._pop_saved_tensors_default_hooks()  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        for pack, unpack in reversed(hooks):
+            torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)  # type: ignore[attr-defined]
 
 
 def _check_captured(fn: Callable[..., Any]) -> None:

@@ -1,11 +1,13 @@
 """Per-rank code over some mesh axes, planned over the others."""
 
+import functools
 import math
 from collections import Counter
 
 import pytest
 import torch
 import torch.nn.functional as F
+import torch.utils.checkpoint
 
 import ftp
 from ftp import P
@@ -220,3 +222,29 @@ def test_rows_whose_counts_are_values():
     )
     over = Counter((c.op, c.axes) for c in lowered.collectives if len(c.shape) == 2)
     assert over["all_reduce", ("tp",)] == 2
+
+
+def test_in_a_checkpointed_block():
+    mesh = ftp.simulated_mesh((2, 2), ("cp", "tp"))
+
+    def attend(q, k, v):
+        every = [ftp.axis.all_gather(t, "cp", dim=2) for t in (k, v)]
+        return F.scaled_dot_product_attention(q, *every)
+
+    cut = P(None, None, "cp")
+    layer = ftp.local(attend, mesh, (cut, cut, cut), cut, axes=("cp",))
+
+    def loss(attend, run):
+        def block(x, p):
+            heads = (x @ p["qkv"]).unflatten(-1, (3, 2, 4)).permute(2, 0, 3, 1, 4)
+            return attend(*heads).transpose(1, 2).flatten(2) @ p["out"]
+
+        return lambda p, x: run(block, x, p).square().mean()
+
+    params, x = {"qkv": drawn(8, 24), "out": drawn(8, 8)}, drawn(2, 6, 8)
+    plain = loss(F.scaled_dot_product_attention, lambda block, x, p: block(x, p))
+    grads, value = torch.func.grad_and_value(plain)(params, x)
+    again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+    specs = {"qkv": P(None, "tp"), "out": P("tp")}
+    step = ftp.shard(loss(layer, again), mesh, specs, batch_specs=P(None, "cp"))
+    torch.testing.assert_close(step(params, x), (value, grads), rtol=1e-12, atol=1e-12)

@@ -1,6 +1,7 @@
 """Meshes as values, and what is refused; process meshes of more than one rank are in tests/dist."""
 
 import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,7 +21,12 @@ from ftp.sharding.mesh import (
     simulated_mesh,
     use_mesh,
 )
-from ftp.sharding.process_group import _own_device, default_device_type, init_process_group
+from ftp.sharding.process_group import (
+    _own_device,
+    default_device_type,
+    gpu_uuid,
+    init_process_group,
+)
 
 
 @pytest.fixture
@@ -272,3 +278,12 @@ def test_the_gpu_of_a_process(monkeypatch, devices, local_rank, own):
         return
     with pytest.raises(MeshError, match="LOCAL_RANK is 3, but this host shows 2 CUDA devices"):
         _own_device(launch)
+
+
+def test_gpus_are_told_apart_by_their_uuid(monkeypatch: pytest.MonkeyPatch):
+    """Processes that see one GPU each all call it 0."""
+    of_index = {0: "b5c3", 1: "09aa"}
+    monkeypatch.setattr(
+        "torch.cuda.get_device_properties", lambda index: SimpleNamespace(uuid=of_index[index])
+    )
+    assert [gpu_uuid(0), gpu_uuid(1)] == ["b5c3", "09aa"]
