@@ -13,12 +13,14 @@ OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 
 # Private names by module; a module without names is itself what is needed. Read at torch 2.13.
 NEEDED = {
-    "torch": "_sample_dirichlet _standard_gamma",
+    "torch": "_assert_async _check _is_all_true _is_any_true _sample_dirichlet _standard_gamma",
     "torch._C": "DisableTorchFunction _DisableTorchDispatch _cuda_endAllocateToPool"
     " _cuda_releasePool _current_autograd_node _current_graph_task_id _dispatch_keys"
     " _distributed.Placement _dynamo.guards.TensorGuards _set_grad_enabled"
     " _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr",
-    "torch._C._distributed_c10d": "_resolve_process_group",
+    "torch._C._autograd": "_get_sequence_nr _pop_saved_tensors_default_hooks"
+    " _push_saved_tensors_default_hooks _top_saved_tensors_default_hooks",
+    "torch._C._distributed_c10d": "PythonCallbackWork _resolve_process_group",
     "torch._C._functorch": "TransformType is_batchedtensor is_functorch_wrapped_tensor"
     " is_gradtrackingtensor maybe_get_level peek_interpreter_stack unwrap_if_dead",
     "torch._decomp": "decomposition_table",
@@ -39,15 +41,16 @@ NEEDED = {
     " FakeTensor FakeTensorMode UnsupportedOperatorException",
     "torch.autograd": "_get_sequence_nr _profiler_enabled",
     "torch.autograd.grad_mode": "_force_original_view_tracking",
-    "torch.distributed._functional_collectives": "",
+    "torch.distributed._functional_collectives": "AsyncCollectiveTensor",
     "torch.distributed._symmetric_memory": "_fused_all_gather_matmul_fallback"
     " _fused_matmul_reduce_scatter_fallback",
     "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
+    "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
-    "torch.utils._pytree": "",
+    "torch.utils._pytree": "tree_any tree_leaves tree_map",
 }
 
 

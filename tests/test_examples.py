@@ -253,7 +253,8 @@ IN_FLOAT64 = """
 import runpy, sys, torch
 
 torch.set_default_dtype(torch.float64)
-runpy.run_path(sys.argv[1], run_name="__main__")
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 

@@ -16,7 +16,7 @@ CALLED = sorted(set(ftp.__all__) - RESULTS - MODULES - {"FtpError", "__version__
 # What these are is said by their annotation; ``mesh`` is that of ``ftp.use_mesh`` where it is None.
 OBVIOUS = {"mesh", "model", "self", "args", "kwargs"}
 # Cannot fail by what they are given: the mesh or the file system may, as their text says.
-NEVER_RAISE = {"checkpoints", "Hardware", "Link", "PartitionSpec"}
+NEVER_RAISE = {"Action", "checkpoints", "Hardware", "Link", "PartitionSpec"}
 # An example needs processes of a launcher.
 NO_EXAMPLE = {"init_process_group"}
 

@@ -38,7 +38,7 @@ class ExpectedParts:
         """Per op the axes along which its results are one rank's: those of per-rank code."""
         found: dict[str, frozenset[str]] = {}
         for op in self.operations:
-            operands = [found[ref.name] for ref in op.operands]
+            operands = [found.get(ref.name, frozenset()) for ref in op.operands]
             found[op.name] = rank_axes(op.target, op.args, operands) if op.args else frozenset()
         return found
 

@@ -4,6 +4,7 @@ constraints as violations.
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -105,9 +106,10 @@ class Prices:
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
         for s in self.options[node]:
-            # An op that widens a gathered copy is priced as if it were cut: links are what training
-            # waits for, and the bytes alone decide where in a chain a value moves.
-            is_shared = s.cut or WHOLE in s.operands
+            # An op that widens the gathered copy of a parameter is priced as if it were cut: links
+            # are what training waits for, and bytes alone decide where in a chain a weight moves.
+            widens = WHOLE in s.operands and not node.depends & BATCH
+            is_shared = s.cut or widens
             price = seconds / self.problem.n if is_shared else seconds
             if self.problem.open and self.problem.open.is_bare:
                 pass
@@ -225,7 +227,17 @@ class Prices:
             self.problem.is_data_axis
             and bool(node.depends & BATCH)
             and node not in self.problem.batch_reach.cuts
+            and node in self._before_activations
         )
+
+    @cached_property
+    def _before_activations(self) -> set[Node]:
+        """Ops whose results reach values that the batch cuts; an optimizer's updates do not."""
+        found: set[Node] = set()
+        for node in reversed(self.problem.graph.nodes):
+            if node in found or node in self.problem.batch_reach.cuts:
+                found.update(value.node for value in node.operands)
+        return found
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
         """Seconds to become an operand of a pending sum. A single operand is never padded to a

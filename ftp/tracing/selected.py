@@ -10,7 +10,7 @@ selection ends. Every other function is refused.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,11 +29,13 @@ class Group:
         mask: as the function gave it.
         valid: the same, flat.
         first: the place of the first selected row, and whether there is one.
+        line: of the user's code that selected.
     """
 
     mask: Tensor
     valid: Tensor
     first: tuple[Tensor, Tensor]
+    line: str = field(default_factory=user_line)
 
 
 class Selected:
@@ -41,6 +43,15 @@ class Selected:
 
     def __init__(self, rows: Tensor, group: Group):
         self.rows, self.group = rows, group
+
+    def refused_as(self, name: str) -> str:
+        """Why it cannot be a result of the function."""
+        line = self.group.line
+        return (
+            f"{name} gives a shape that depends on values{f' at {line}' if line else ''}: it is the"
+            " rows that a mask selects, and a program has fixed shapes. Return their sum or mean,"
+            " or torch.where(mask, x, 0)."
+        )
 
     @classmethod
     def __torch_function__(

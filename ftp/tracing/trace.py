@@ -46,6 +46,7 @@ from ftp.tracing.functionalize_graph import (
 )
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.recorder import Recorder, record
+from ftp.tracing.selected import Selected
 from ftp.tracing.value_independent import unchecked
 
 aten = torch.ops.aten
@@ -429,6 +430,8 @@ def _check_results(leaves: Sequence[Any], out: Any) -> None:
 
 def _unfit_static(leaf: Any, name: str) -> list[str]:
     """Why a leaf cannot be a static value, if so."""
+    if isinstance(leaf, Selected):
+        return [leaf.refused_as(name)]
     if isinstance(leaf, torch.nn.Module):
         return [
             f"{name} is a module, {type(leaf).__name__}. Give its parameters: fn, params ="

@@ -144,7 +144,7 @@ def test_codes_of_frozen_weights_are_gathered_not_the_weights():
 
 
 def test_figures_of_weights_that_are_widened():
-    """8 ranks: 4,194,304 bytes of a float32 weight and 2,097,152 of an int8 one were gathered."""
+    """8 ranks: 4,194,304 bytes of a float32 weight were gathered."""
 
     def meta(*shape, dtype=torch.float32):
         return torch.empty(*shape, dtype=dtype, device="meta")
@@ -152,20 +152,9 @@ def test_figures_of_weights_that_are_widened():
     def cast(p, x):
         return (x @ p["w"].to(BF16).float()).square().mean()
 
-    def lora(p, frozen, scale, x):
-        weight = frozen.to(BF16) * scale.to(BF16)
-        return (x @ weight + x @ p["a"] @ p["b"]).float().square().mean()
-
     mesh, x = ftp.AbstractMesh((8,), ("dp",), device_type="cuda"), meta(8192, 1024)
-    adapters = {"a": meta(1024, 16, dtype=BF16), "b": meta(16, 1024, dtype=BF16)}
-    frozen = meta(1024, 1024, dtype=torch.int8), meta(1024, 1)
-    for loss, params, batch, expected in (
-        (cast, {"w": meta(1024, 1024)}, (x,), [("bfloat16", 2097152)]),
-        (lora, adapters, (*frozen, x.to(BF16)), [("int8", 1048576), ("bfloat16", 2048)]),
-    ):
-        step = ftp.shard(loss, mesh, P("dp"), batch_specs=P("dp"), data_axes=("dp",))
-        found = gathers(step.lower(params, *batch))
-        assert found[: len(expected)] == expected
+    step = ftp.shard(cast, mesh, P("dp"), batch_specs=P("dp"), data_axes=("dp",))
+    assert gathers(step.lower({"w": meta(1024, 1024)}, x))[:1] == [("bfloat16", 2097152)]
 
 
 def products_cut(lowered):

@@ -33,10 +33,14 @@ STAND_INS = {
     aten._fused_rms_norm_backward.default: DECOMPOSITIONS[aten._fused_rms_norm_backward.default]
 }
 NAMESPACES = ("aten", "ftp", "prims")  # of the registry's own rules; tests register ops of theirs
+OF_RANKS = """all_gather all_reduce all_to_all axis_index contribute enter exchange_rows leave
+own_part place_part ppermute reduce_scatter"""
 ELSEWHERE = {  # no kernel on this device; their rules are tested on fake tensors
     getattr(aten, f"_scaled_dot_product_{kind}_attention{way}").default
     for kind in ("flash", "efficient", "cudnn")
     for way in ("", "_backward")
+} | {  # of per-rank code, whose values differ from rank to rank: tested in tests/per_rank
+    getattr(torch.ops.ftp, name).default for name in OF_RANKS.split()
 }
 NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._scaled_dot_product_flash_attention_for_cpu.default: "it takes heads that do not divide,"

@@ -86,7 +86,7 @@ def _cut(apply: Any, given: Sequence[Tensor]) -> list[int | None] | None:
     """
     torch.manual_seed(0)
     first, again = apply(*(x.clone() for x in given)), apply(*(x.clone() for x in given))
-    if any(op_sweep._difference(a, b) for a, b in zip(first, again, strict=True)):
+    if any(op_sweep._difference(a, b, b) for a, b in zip(first, again, strict=True)):
         return None
 
     def preference(held: Held) -> tuple[int, int, str]:
