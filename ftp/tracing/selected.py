@@ -10,7 +10,7 @@ selection ends. Every other function is refused.
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -35,7 +35,7 @@ class Group:
     mask: Tensor
     valid: Tensor
     first: tuple[Tensor, Tensor]
-    line: str = field(default_factory=user_line)
+    line: str
 
 
 class Selected:
@@ -131,7 +131,7 @@ Selected.__hash__ = object.__hash__  # type: ignore[method-assign]
 
 def group_of(mask: Tensor) -> Group:
     valid = mask.reshape(-1)
-    return Group(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()))
+    return Group(mask, valid, (valid.to(torch.int64).argmax(0), valid.any()), user_line())
 
 
 def select(x: Tensor, group: Group) -> Selected:
