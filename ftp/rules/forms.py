@@ -107,7 +107,7 @@ def reduction(
     Raises:
         RuleError: what is given as an op is no op overload.
 
-    >>> reduction(torch.ops.aten.amax.default, op="max")
+    >>> reduction(torch.ops.aten.prod.default, op=None)
     """
     register(ops, lambda call: reduced(call, op, linear, local))
 
@@ -237,7 +237,9 @@ def batched(
     """Ops on the last ``core`` dims of the first operand, as a NumPy gufunc: the dims before them
     are a batch that all tensors share; every tensor's core dims are whole and its own.
 
-    >>> batched(torch.ops.aten.avg_pool2d.default, core=2, linear=[(0,)])
+    >>> from ftp.rules.local_forms import unless_empty
+    >>> local = unless_empty()
+    >>> batched(torch.ops.aten.avg_pool2d.default, core=2, linear=[(0,)], local=local)
     """
     register(ops, lambda call: core_dims(call, call.operands[0].ndim - core, linear, local))
 
