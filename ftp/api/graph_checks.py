@@ -1,11 +1,26 @@
-"""Check a prepared graph against the step's mesh."""
+"""Check what a step has made: prepared graphs against its mesh, programs as its options ask."""
 
+from collections.abc import Iterable
+
+from ftp.api.certify import certified
 from ftp.errors import MeshError, SpecError, join_failures
 from ftp.ops.constrain import Pin
 from ftp.per_rank.planned import region_of
 from ftp.planning.graph import Graph, Node
+from ftp.report.lowered import check_strictly
+from ftp.runtime.options import Options
+from ftp.runtime.program import Program
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import check_spec
+
+
+def check_programs(programs: Iterable[Program], options: Options) -> None:
+    """Check each program once, strictly and by a certificate, where the options ask for it."""
+    for program in {id(p): p for p in programs}.values():
+        if options.strict:
+            check_strictly(program)
+        if options.certify:
+            certified(program)
 
 
 def check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:

@@ -42,22 +42,42 @@ def check_pipeline(pipeline: Any, mesh: Mesh, options: Options) -> None:
     """
     if not isinstance(pipeline, Pipeline):
         raise InputError(f"pipeline is {pipeline!r}; give an ftp.Pipeline(axis, microbatches).")
-    m = pipeline.mesh_of(mesh)
-    pipeline.actions(m.axes[pipeline.axis])
+    pipeline.actions(pipeline.mesh_of(mesh).axes[pipeline.axis])
+    if mesh.kind == "process" and mesh.device_type != "cpu":
+        raise MeshError(
+            f"The mesh is {mesh}, but stages send by gloo, which takes tensors of a CPU; what NCCL"
+            " needs, one order of messages on both ranks, is not written. For GPUs a pipeline can"
+            " be planned, on an ftp.AbstractMesh."
+        )
+    if options.donate:
+        raise InputError(
+            "pipeline= and donate= exclude each other: a step's arguments are read until its last"
+            " microbatch. Leave one out."
+        )
+    check_staged(options)
+    if options.data_axes and pipeline.axis in options.data_axes:
+        raise SpecError(f"data_axes names {pipeline.axis!r}, the axis of the pipeline.")
+
+
+def check_staged(options: Options) -> None:
+    """Raises for options that do not go with specs that give stages.
+
+    Raises:
+        InputError: an option that is not written for programs in pieces.
+    """
     excluded = {
-        "donate": (bool(options.donate), "its arguments are read until the last microbatch"),
-        "check_inputs": (options.check_inputs, "call ftp.check_replicas now and then"),
-        "cuda_graph": (options.cuda_graph, "what stages send is not recorded"),
+        "check_inputs": (options.check_inputs, "Call ftp.check_replicas now and then."),
+        "cuda_graph": (options.cuda_graph, "What stages send is not recorded."),
         "reduce_dtype": (
             options.reduce_dtype is not None,
-            "what a stage sends back would be rounded like gradients",
+            "What a piece hands on would be rounded like gradients.",
         ),
     }
     for name, (is_given, why) in excluded.items():
         if is_given:
-            raise InputError(f"pipeline= and {name}= exclude each other: {why}. Leave one out.")
-    if options.data_axes and pipeline.axis in options.data_axes:
-        raise SpecError(f"data_axes names {pipeline.axis!r}, the axis of the pipeline.")
+            raise InputError(
+                f"{name}= does not go with stages of a pipeline. {why} Leave {name}= out."
+            )
 
 
 def _check_axes(options: Options, mesh: Mesh) -> None:

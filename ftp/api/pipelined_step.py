@@ -1,15 +1,14 @@
 """A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
 
-import copy
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ftp.api.arguments import Arguments
-from ftp.api.certify import certified
-from ftp.api.graph_checks import check_constraints, check_local_meshes
-from ftp.api.step import InSpecs, Step, _Planned
+from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
+from ftp.api.step import InSpecs, OutSpecs, Step, _Planned
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.check import check_stages
@@ -17,16 +16,13 @@ from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import Prepared
-from ftp.report.lowered import check_strictly
 from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.options import Options
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import Held, plan_stages, within_stage
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import PartitionSpec, local_shape, without_stage
-from ftp.tensors.placement import placement
-from ftp.tracing.captured import places_of
+from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
 from ftp.tracing.trace import Traced
 
 
@@ -38,22 +34,14 @@ class PipelinedStep(Step):
         fn: Callable[..., Any],
         mesh: Mesh,
         in_specs: InSpecs,
+        out_specs: OutSpecs,
         pipeline: Pipeline,
         *,
         arguments: Sequence[str],
         options: Options,
     ):
-        def gradients_as_params(result: Any, given: Any, args: Any) -> Any:
-            raise AssertionError("a pipelined step has out specs of its own")
-
         super().__init__(
-            fn,
-            mesh,
-            in_specs,
-            gradients_as_params,
-            arguments=arguments,
-            state=(0,),
-            options=options,
+            fn, mesh, in_specs, out_specs, arguments=arguments, state=(0,), options=options
         )
         self._pipeline = pipeline
 
@@ -61,11 +49,7 @@ class PipelinedStep(Step):
         """The pipeline's programs for these arguments (real, fake or meta), without running them or
         talking to other ranks.
         """
-        call = Arguments(args, self._arguments)
-        specs = self._checked_specs(call)
-        shapes = self._estimated_shapes(call, specs)
-        known = self._programs.get(call.key) or self._build(call, specs, shapes)
-        return LoweredPipeline(known.program)  # type: ignore[arg-type]
+        return LoweredPipeline(self._known(*args).program)  # type: ignore[arg-type]
 
     @collection_paused()
     def _build(
@@ -89,7 +73,6 @@ class PipelinedStep(Step):
         ranks = self.mesh.axes[pipeline.axis]
         actions = pipeline.actions(ranks)
         results = len(traced.out_shapes) - n
-        whole_graph = copy.deepcopy(traced.gm.graph)
         stages = split(
             traced.gm,
             [0 if stage is None else stage for stage in stage_of],
@@ -98,7 +81,7 @@ class PipelinedStep(Step):
             ranks * pipeline.chunks,
             halves=any(action.kind == "I" for own in actions for action in own),
         )
-        check_stages(whole_graph, n, len(tensors) - n, stages, actions)
+        check_stages(traced.gm.graph, n, len(tensors) - n, stages, actions)
         within = within_stage(self.mesh, pipeline.axis)
 
         def check(prepared: Prepared) -> None:
@@ -118,15 +101,12 @@ class PipelinedStep(Step):
             self._hardware_on(self.mesh.hosts),
             check,
         )
-        for program in {id(p): p for p in made.programs.values()}.values():
-            if self._options.strict:
-                check_strictly(program)
-            if self._options.certify:
-                certified(program)
-        held = [made.values[name] for _, name in stages.results]
+        check_programs(made.programs.values(), self._options)
+        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
         whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
         program = PipelineProgram(
             mesh=self.mesh,
+            axis=pipeline.axis,
             pipeline=pipeline,
             actions=actions,
             made=made,
@@ -136,27 +116,16 @@ class PipelinedStep(Step):
             ],
             stage_of=stage_of,
             batch=whole[n:],
-            out_specs=[*(h.spec for h in held), *(h.spec for h in whole[:n])],
-            out_shapes=[*(h.shape for h in held), *(h.shape for h in whole[:n])],
+            out_specs=[P() if spec is None else spec for spec in out_specs],
+            out_shapes=traced.out_shapes,
             tensor_leaves=tensors,
             leaf_specs=tuple(specs),
             out_tree=traced.out_tree,
             out_leaves=traced.out_leaves,
             is_static=traced.is_static,
+            assumptions=traced.assumptions,
         )
-        placements = tuple(
-            placement(self.mesh, spec, shape)
-            for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
-        )
-        return _Planned(
-            program,  # type: ignore[arg-type]
-            call.key,
-            tuple(shapes),
-            placements,
-            (),
-            (),
-            places_of(self._fn, traced.captured),
-        )
+        return self._callable(call, shapes, traced, program)
 
     def _check_batch(
         self,
@@ -178,11 +147,7 @@ class PipelinedStep(Step):
                     f" take the whole batch. Leave {pipeline.axis!r} out."
                 )
             count = pipeline.microbatches
-            rows = (
-                {local_shape(spec, shape, self.mesh.axes, at)[0] for at in self.mesh.coordinates()}
-                if shape
-                else {1}
-            )
+            rows = _rows_of_ranks(spec, shape, self.mesh.axes) if shape else {1}
             odd = [r for r in sorted(rows) if r % count]
             if not shape or odd:
                 held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
@@ -193,3 +158,15 @@ class PipelinedStep(Step):
                 )
         if failures:
             raise InputError(join_failures(failures))
+
+
+def _rows_of_ranks(spec: PartitionSpec, shape: Shape, axes: dict[str, int]) -> set[int]:
+    """How many rows a rank holds of a batch tensor, for each rank that the first dim's cuts tell
+    apart.
+    """
+    first = P(spec[0]) if len(spec) else P()
+    places = itertools.product(*(range(axes[axis]) for axis in first.axes))
+    return {
+        local_shape(first, shape[:1], axes, dict(zip(first.axes, at, strict=True)))[0]
+        for at in places
+    }

@@ -10,7 +10,7 @@ from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
 from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
-from ftp.errors import InputError
+from ftp.errors import InputError, SpecError
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
 from ftp.random.distributions import check_key
@@ -158,7 +158,14 @@ def shard(
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
     if pipeline is not None:
         check_pipeline(pipeline, m, options)
-        return PipelinedStep(fn, m, in_specs, pipeline, arguments=arguments, options=options)
+        return PipelinedStep(
+            fn, m, in_specs, out_specs, pipeline, arguments=arguments, options=options
+        )
+    if has_stages(specs):
+        raise SpecError(
+            "specs give stages of a pipeline, and there is none. Pass pipeline=, the one whose"
+            " place() made them."
+        )
     return Step(fn, m, in_specs, out_specs, arguments=arguments, state=(0,), options=options)
 
 

@@ -2,7 +2,6 @@
 an initialization.
 """
 
-import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -10,24 +9,21 @@ from typing import Any
 import torch
 
 from ftp.api.arguments import Arguments
-from ftp.api.certify import certified
-from ftp.api.graph_checks import check_constraints, check_local_meshes
-from ftp.api.outputs import returned_trees, with_given
+from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
+from ftp.api.options import check_staged
 from ftp.api.step import Step, _Planned
 from ftp.errors import SpecError
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import Prepared
-from ftp.report.lowered import check_strictly
 from ftp.report.staged import LoweredRounds
+from ftp.runtime.options import Options
 from ftp.runtime.stage_programs import Held, PiecePlanner, within_stage
 from ftp.runtime.staged_program import StagedProgram
 from ftp.sharding.arguments import Shape
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
-from ftp.tensors.placement import Donated, placement
-from ftp.tracing.captured import places_of
 from ftp.tracing.trace import Traced
 
 
@@ -39,15 +35,15 @@ def has_stages(specs: Any) -> bool:
 class StagedStep(Step):
     """``Step`` of a function whose specs give stages; ``ftp.spmd`` makes it."""
 
+    def __init__(self, *args: Any, options: Options, **kwargs: Any):
+        check_staged(options)
+        super().__init__(*args, options=options, **kwargs)
+
     def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]
         """The programs for these arguments (real, fake or meta), without running them or talking to
         other ranks.
         """
-        call = Arguments(args, self._arguments)
-        specs = self._checked_specs(call)
-        shapes = self._estimated_shapes(call, specs)
-        known = self._programs.get(call.key) or self._build(call, specs, shapes)
-        return LoweredRounds(known.program)  # type: ignore[arg-type]
+        return LoweredRounds(self._known(*args).program)  # type: ignore[arg-type]
 
     @collection_paused()
     def _build(
@@ -59,13 +55,7 @@ class StagedStep(Step):
         traced: Traced | None = None,
     ) -> _Planned:
         traced = traced or self._traced(call, shapes)
-        out_specs = self._checked_out_specs(traced, specs, call.args)
-        trees = returned_trees(call.treedef, shapes, specs, traced, out_specs)
-        given = {
-            position: [s for s, at in zip(specs, call.positions, strict=True) if at == position]
-            for position in trees
-        }
-        out_specs = with_given(out_specs, trees, given, traced)
+        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
         axis = self._axis([*specs, *(s for s in out_specs if s is not None)])
         ranks = self.mesh.axes[axis]
@@ -77,9 +67,8 @@ class StagedStep(Step):
         inputs = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
         in_specs = [specs[i] for i in tensors] + [PartitionSpec()] * len(traced.constants)
         holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
-        whole = copy.deepcopy(traced.gm.graph)
         rounds = split_in_rounds(traced.gm, holders, due, ranks)
-        check_rounds(whole, rounds, due, ranks)
+        check_rounds(traced.gm.graph, rounds, due, ranks)
         within = within_stage(self.mesh, axis)
 
         def check(prepared: Prepared) -> None:
@@ -113,16 +102,11 @@ class StagedStep(Step):
             for at, pieces in enumerate(rounds.pieces)
             for rank, piece in sorted(pieces.items())
         }
-        for program in {id(p): p for p in programs.values()}.values():
-            if self._options.strict:
-                check_strictly(program)
-            if self._options.certify:
-                certified(program)
+        check_programs(programs.values(), self._options)
         found_specs = [
             planner.values[name].spec if spec is None else spec
             for name, spec in zip(rounds.results, out_specs, strict=True)
         ]
-        donated = self._options.donate
         program = StagedProgram(
             mesh=self.mesh,
             within=within,
@@ -140,22 +124,9 @@ class StagedStep(Step):
             out_tree=traced.out_tree,
             out_leaves=traced.out_leaves,
             is_static=traced.is_static,
+            assumptions=traced.assumptions,
         )
-        placements = tuple(
-            placement(self.mesh, spec, shape)
-            for spec, shape in zip(found_specs, traced.out_shapes, strict=True)
-        )
-        facts = {position: Donated(self._argument_name(position)) for position in donated}
-        marks = [(i, facts[call.positions[i]]) for i in tensors if call.positions[i] in facts]
-        return _Planned(
-            program,  # type: ignore[arg-type]
-            call.key,
-            tuple(shapes),
-            placements,
-            (),
-            tuple(marks),
-            places_of(self._fn, traced.captured),
-        )
+        return self._callable(call, shapes, traced, program)
 
     def _axis(self, specs: Sequence[PartitionSpec]) -> str:
         """The axis of the stages; raises where there are several, or it is cut otherwise too."""

@@ -26,9 +26,8 @@ from ftp.api.arguments import (
     nones,
     takes_by_name,
 )
-from ftp.api.certify import certified
 from ftp.api.fast_path import Expected
-from ftp.api.graph_checks import check_constraints, check_local_meshes
+from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
 from ftp.api.outputs import renewed, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
@@ -38,10 +37,11 @@ from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import plan_prepared, prepare
-from ftp.report.lowered import Lowered, check_strictly
+from ftp.report.lowered import Lowered
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.shared_memory import is_asked_for
+from ftp.runtime.stage_programs import ProgramOfPieces
 from ftp.sharding.arguments import Shape
 from ftp.sharding.launcher import host_name
 from ftp.sharding.mesh import Mesh, use_mesh
@@ -248,9 +248,7 @@ class Step:
 
     def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
         """``lower``, of a function that has been traced already with such arguments."""
-        call = Arguments(args, self._arguments)
-        specs = self._checked_specs(call)
-        shapes = self._estimated_shapes(call, specs)
+        call, specs, shapes = self._abstract(args)
         known = traced or self._traced(call, shapes)
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
@@ -258,6 +256,19 @@ class Step:
             return Lowered(self._build(call, other, shapes, watch, known).program, again)
 
         return Lowered(self._build(call, specs, shapes, None, known).program, again)
+
+    def _abstract(
+        self, args: tuple[Any, ...]
+    ) -> tuple[Arguments, list[PartitionSpec], list[Shape | None]]:
+        """Arguments with their checked specs and global shapes, as far as this rank can tell."""
+        call = Arguments(args, self._arguments)
+        specs = self._checked_specs(call)
+        return call, specs, self._estimated_shapes(call, specs)
+
+    def _known(self, *args: Any) -> _Planned:
+        """What is planned for these arguments; else made, without talking to other ranks."""
+        call, specs, shapes = self._abstract(args)
+        return self._programs.get(call.key) or self._build(call, specs, shapes)
 
     def _check_inputs(self, call: Arguments, program: Program, record: Calls) -> None:
         given, when = (
@@ -489,6 +500,24 @@ class Step:
     ) -> _Planned:
         """Trace, plan and check one program for these arguments."""
         traced = traced or self._traced(call, shapes)
+        out_specs, returned_state = self._specs_of_results(call, specs, shapes, traced)
+        state = self._state.union(returned_state)
+        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+        plan = self._planned(call, specs, traced, tensors, state, out_specs, watch)
+        program = self._program(call, specs, traced, tensors, state, plan)
+        check_programs([program], self._options)
+        return self._callable(call, shapes, traced, program)
+
+    def _specs_of_results(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        traced: Traced,
+    ) -> tuple[list[PartitionSpec | None], Collection[int]]:
+        """A spec per output, None where propagation is to choose; and the positions of arguments
+        that come back.
+        """
         out_specs = self._checked_out_specs(traced, specs, call.args)
         trees = returned_trees(call.treedef, shapes, specs, traced, out_specs)
         given = {
@@ -497,16 +526,7 @@ class Step:
             ]
             for position in trees
         }
-        out_specs = with_given(out_specs, trees, given, traced)
-        state = self._state | trees.keys()
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        plan = self._planned(call, specs, traced, tensors, state, out_specs, watch)
-        program = self._program(call, specs, traced, tensors, state, plan)
-        if self._options.strict:
-            check_strictly(program)
-        if self._options.certify:
-            certified(program)
-        return self._callable(call, shapes, traced, program)
+        return list(with_given(out_specs, trees, given, traced)), trees.keys()
 
     def _planned(
         self,
@@ -572,7 +592,11 @@ class Step:
         )
 
     def _callable(
-        self, call: Arguments, shapes: Sequence[Shape | None], traced: Traced, program: Program
+        self,
+        call: Arguments,
+        shapes: Sequence[Shape | None],
+        traced: Traced,
+        program: Program | ProgramOfPieces,
     ) -> _Planned:
         placements = tuple(
             placement(self.mesh, spec, shape)
@@ -586,13 +610,16 @@ class Step:
             for i in program.tensor_leaves
             if call.positions[i] in facts
         )
-        inputs = program.plan.graph.inputs
+        copied: Sequence[Any] = ()
+        if isinstance(program, Program):
+            inputs = program.plan.graph.inputs
+            copied = renewed(program.plan.graph, {inputs[at].name for at in program.donated})
         return _Planned(
-            program,
+            program,  # type: ignore[arg-type]
             call.key,
             tuple(shapes),
             placements,
-            renewed(program.plan.graph, {inputs[at].name for at in program.donated}),
+            tuple(copied),
             marks,
             places_of(self._fn, traced.captured),
         )

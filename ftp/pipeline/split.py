@@ -8,6 +8,7 @@
 4. A stage's pieces are the nodes that its results, and what it passes on, need.
 """
 
+import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -95,7 +96,7 @@ def split(
 
     Args:
         gm: a functional graph: parameters, ``batch`` tensors, then constants in; ``results`` values
-            and a gradient for each parameter out. It is changed.
+            and a gradient for each parameter out.
         holders: the stage of each parameter.
         halves: whether backward passes are "I" and "W" rather than "B".
 
@@ -109,10 +110,11 @@ class _Split:
     def __init__(
         self, gm: fx.GraphModule, holders: tuple[int, ...], batch: int, results: int, stages: int
     ):
-        self.graph, self.holders, self.stages = gm.graph, holders, stages
+        self.graph, self.holders, self.stages = copy.deepcopy(gm.graph), holders, stages
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
         n = len(holders)
-        self.params = {node: i for i, node in enumerate(inputs[:n])}
+        self.leaves = inputs[:n]
+        self.params = {node: i for i, node in enumerate(self.leaves)}
         self.batch = {node: i for i, node in enumerate(inputs[n : n + batch])}
         self.constants = {node: i for i, node in enumerate(inputs[n + batch :])}
         outputs: Any = self.graph.output_node().args[0]
@@ -254,8 +256,7 @@ class _Split:
 
     def _readers(self, leaf: int) -> set[int]:
         """The stages that read a parameter, its own among them."""
-        parameter = next(node for node, i in self.params.items() if i == leaf)
-        return self.of[parameter].uses | {self.holders[leaf]}
+        return self.of[self.leaves[leaf]].uses | {self.holders[leaf]}
 
     def _sink_gradients(self, backward: Sequence[fx.Node]) -> None:
         """Move ops on gradients, whose results earlier stages alone read, to the last of those

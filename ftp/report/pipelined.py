@@ -122,13 +122,18 @@ class LoweredPipeline:
             [None if static else next(specs) for static in self._program.is_static]
         )
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Claims about values that the function takes as true, as of ``Lowered``."""
+        return tuple(dict.fromkeys(self._program.assumptions))
+
     # What is sent.
 
     def messages(self, stage: int, kind: str) -> Collectives:
         """What a stage sends to its neighbour for one microbatch: after "F" to the next one, after
         "B" or "I" to the one before.
         """
-        stages, axis = self._program.made.stages, self._program.pipeline.axis
+        stages, axis = self._program.made.stages, self._program.axis
         sent = {"F": stages.forward, "B": stages.backward, "I": stages.backward}.get(kind)
         names = () if sent is None else sent[stage]
         to = stage + 1 if kind == "F" else stage - 1
@@ -154,12 +159,17 @@ class LoweredPipeline:
     def _nbytes(self, held: Held) -> int:
         return math.prod(self._local(held)) * held.dtype.itemsize
 
+    @cached_property
+    def _sizes(self) -> dict[str, int]:
+        """Bytes of what crosses pieces, by name."""
+        return {name: self._nbytes(held) for name, held in self._program.made.values.items()}
+
     def collectives_of(self, rank: int) -> Collectives:
         """One record per collective and message that a rank of the pipeline's axis issues, in the
         order of its actions; what is sent once a step comes last.
         """
         program = self._program
-        stages, axis, found = program.made.stages, program.pipeline.axis, []
+        stages, axis, found = program.made.stages, program.axis, []
         for kind, stage, _ in program.actions[rank]:
             lowered = self.stages[stage].get(kind)
             if lowered is not None:
@@ -188,7 +198,7 @@ class LoweredPipeline:
     @property
     def collectives(self) -> Collectives:
         """`collectives_of` this process' rank; of the first without processes."""
-        mesh, axis = self._program.mesh, self._program.pipeline.axis
+        mesh, axis = self._program.mesh, self._program.axis
         at = mesh.coordinate if mesh.kind == "process" else None
         return self.collectives_of(0 if at is None else at[axis])
 
@@ -208,7 +218,7 @@ class LoweredPipeline:
 
     def _peak(self, rank: int) -> int:
         program = self._program
-        made, stages = program.made, program.made.stages
+        stages = program.made.stages
         own = [
             held
             for leaf, (held, holder) in enumerate(
@@ -231,7 +241,7 @@ class LoweredPipeline:
             elif kind in "BI" and stage + 1 < len(self.stages):
                 here.update(stages.backward[stage + 1])
             piece, lowered = stages.pieces.get((kind, stage)), self.stages[stage].get(kind)
-            living = sum(self._nbytes(made.values[n]) for names in held.values() for n in names)
+            living = sum(self._sizes[n] for names in held.values() for n in names)
             living += base + sum(totals.values())
             if piece is not None and lowered is not None:
                 peak = max(peak, living + lowered.memory - sum(lowered.input_bytes.values()))

@@ -39,6 +39,11 @@ class LoweredRounds:
             [None if static else next(specs) for static in self.program.is_static]
         )
 
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Claims about values that the function takes as true, as of ``Lowered``."""
+        return tuple(dict.fromkeys(self.program.assumptions))
+
     def collectives_of(self, rank: int) -> Collectives:
         """One record per collective that a rank of the axis issues; a ``broadcast`` for each value
         that stages share.

@@ -2,7 +2,6 @@
 stages.
 """
 
-import hashlib
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,64 +9,52 @@ from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 
-from ftp.errors import MeshError
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, Timed
-from ftp.runtime.stage_programs import Held, StagePrograms
+from ftp.runtime.program import Program
+from ftp.runtime.stage_programs import Held, ProgramOfPieces, StagePrograms, as_bytes
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import local_shape
 
 Key = tuple[str, int, int, int]  # what for, from stage, to stage, microbatch or leaf
 Values = dict[str, torch.Tensor]
 
 
 @dataclass(kw_only=True)
-class PipelineProgram:
-    """The program of a pipeline's ranks, for one set of abstract inputs.
+class PipelineProgram(ProgramOfPieces):
+    """The program of a pipeline's ranks, for one set of abstract inputs; its outputs are results,
+    then gradients.
 
     Attributes:
-        mesh: all axes.
         made: the stages' programs, over the other axes.
-        leaves: per parameter its spec with the stage, and its global shape.
-        batch: per batch tensor the spec.
-        out_specs, out_shapes: of results, then of gradients.
-        tensor_leaves, leaf_specs, constants, out_tree, out_leaves, is_static: as of ``Program``.
+        leaves: the parameters, within their stage.
+        stage_of: per parameter its stage; None of one that is on every rank.
+        batch: the batch tensors.
+        measured: this process' actions in its last call.
     """
 
-    mesh: Mesh
     pipeline: Pipeline
     actions: Sequence[Sequence[Action]]
     made: StagePrograms
     leaves: Sequence[Held]
     stage_of: Sequence[int | None]
     batch: Sequence[Held]
-    out_specs: list[PartitionSpec]
-    out_shapes: list[tuple[int, ...]]
-    tensor_leaves: tuple[int, ...]
-    leaf_specs: tuple[PartitionSpec, ...]
-    out_tree: optree.PyTreeSpec
-    out_leaves: tuple[Any, ...]
-    is_static: tuple[bool, ...]
-    donated: tuple[int, ...] = ()
-    measured: list[Timed] = field(default_factory=list)  # this process' actions in its last call
+    measured: list[Timed] = field(default_factory=list)
 
     @property
-    def ranks(self) -> int:
-        """Ranks along the pipeline's axis."""
-        return self.mesh.axes[self.pipeline.axis]
+    def pieces(self) -> Mapping[Any, Program]:
+        return self.made.programs
 
     @cached_property
     def description(self) -> str:
-        """The program as text that is equal on all ranks."""
-        pieces = [f"{key}: {p.fingerprint}" for key, p in sorted(self.made.programs.items())]
+        pieces = [f"{key}: {p.fingerprint}" for key, p in sorted(self.pieces.items())]
         stages = self.made.stages
         return "\n".join(
             [
-                f"pipeline over {self.pipeline.axis}, {self.pipeline.microbatches} microbatches",
+                f"pipeline over {self.axis}, {self.pipeline.microbatches} microbatches",
                 *(" ".join(map(str, own)) for own in self.actions),
                 *pieces,
                 f"{stages.forward} {stages.backward} {stages.gradients} {stages.borrowed}",
@@ -75,44 +62,11 @@ class PipelineProgram:
             ]
         )
 
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash, equal on all ranks that planned the same program."""
-        return hashlib.sha256(self.description.encode()).hexdigest()[:16]
-
-    @property
-    def trial_rules(self) -> str:
-        """The rules found for ops without a stated one, as text."""
-        found = {program.trial_rules for program in self.made.programs.values()}
-        return "; ".join(sorted(found - {""}))
-
-    def has_issued(self, error: BaseException) -> bool:
-        """Whether this rank may have sent something before ``error``."""
-        return True
-
-    def describe_failure(self, error: BaseException) -> str:
-        """What this rank did when ``error`` came."""
-        return "a message between stages"
-
-    def overwritten(self, error: BaseException) -> Sequence[int]:
-        """No input's memory is written to."""
-        return ()
-
-    @cached_property
-    def run(self) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Takes this rank's parameters and batch (all of the global ones, when simulated)."""
-        if self.mesh.kind == "abstract":
-            raise MeshError(
-                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
-                " ftp.make_mesh or ftp.simulated_mesh to run."
-            )
-        return self._run_as_rank if self.mesh.kind == "process" else self._run_simulated
-
-    def _run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.measured.clear()
         coordinate = require_coordinate(self.mesh)
-        rank = coordinate[self.pipeline.axis]
-        posts = _Messages(self.mesh, self.pipeline.axis, self._tags)
+        rank = coordinate[self.axis]
+        posts = _Messages(self.mesh, self.axis, self._tags)
         worker = _Worker(self, rank, inputs, posts, self._local_shape)
         for _ in worker.run():
             raise AssertionError("a message between processes is waited for where it is read")
@@ -122,18 +76,18 @@ class PipelineProgram:
     def _shared(self, worker: "_Worker", rank: int) -> list[torch.Tensor]:
         """The results, which all ranks get from the stages that computed them."""
         assert self.mesh.torch is not None
-        group = self.mesh.torch.get_group(self.pipeline.axis)
+        group = self.mesh.torch.get_group(self.axis)
         found = []
         for i, (stage, name) in enumerate(self.made.stages.results):
             held = self.made.values[name]
-            own = worker.totals.get(("result", i))
+            own = worker.results.get(i)
             if own is None:
                 shape = local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
                 own = torch.empty(shape, dtype=held.dtype, device=mesh_device(self.mesh))
             own = own.contiguous()
             source = dist.get_global_rank(group, stage % self.ranks)
             if own.numel():
-                dist.broadcast(_bytes(own), source, group=group)
+                dist.broadcast(as_bytes(own), source, group=group)
             found.append(own)
         return found
 
@@ -163,7 +117,7 @@ class PipelineProgram:
     def _local_shape(self, held: Held) -> tuple[int, ...]:
         return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
 
-    def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.measured.clear()
         posts = _Mailbox()
         workers = [
@@ -177,7 +131,7 @@ class PipelineProgram:
             assert len(left) < len(going) or posts.count > before, "ranks wait for one another"
             going = left
         results = [
-            workers[stage % self.ranks].totals["result", i]
+            workers[stage % self.ranks].results[i]
             for i, (stage, _) in enumerate(self.made.stages.results)
         ]
         found = [worker.outputs(results) for worker in workers]
@@ -201,13 +155,11 @@ class _Worker:
         n = len(program.leaves)
         self.given, batch = inputs[:n], inputs[n:]
         self.params = list(self.given)  # with those of other stages, once they are borrowed
-        count = program.pipeline.microbatches
-        self.batches = [
-            [x.unflatten(0, (-1, count)).select(1, i).contiguous() for x in batch]
-            for i in range(count)
-        ]
+        self.batch = [x.unflatten(0, (-1, program.pipeline.microbatches)) for x in batch]
         self.values: dict[tuple[int, int], Values] = {}
-        self.totals: dict[tuple[str, int] | tuple[int, int], torch.Tensor] = {}
+        self.results: dict[int, torch.Tensor] = {}  # sums over microbatches
+        self.parts: dict[tuple[int, int], torch.Tensor] = {}  # of a parameter's gradient, by stage
+        self.gradients: dict[int, torch.Tensor] = {}
         self.begin = time.perf_counter()
         self.borrowed: list[tuple[Key, int]] = []  # messages on their way, and their leaves
 
@@ -241,7 +193,7 @@ class _Worker:
         count = program.pipeline.microbatches
         gradients = []
         for leaf, _held in enumerate(program.leaves):
-            total = self.totals.get(("gradient", leaf))
+            total = self.gradients.get(leaf)
             if total is None:
                 gradients.append(torch.empty_like(self.given[leaf], requires_grad=False))
             else:
@@ -334,7 +286,7 @@ class _Worker:
         if piece is not None:
             given = [
                 *(self.params[leaf] for leaf in piece.params),
-                *(self.batches[i][leaf] for leaf in piece.batch),
+                *(self.batch[leaf].select(1, i).contiguous() for leaf in piece.batch),
                 *(own[name] for name in piece.values),
             ]
             outputs = program.made.programs[kind, stage].run(given)
@@ -342,7 +294,7 @@ class _Worker:
         if kind == "F":
             for at, (of, name) in enumerate(stages.results):
                 if of == stage:
-                    self._add(("result", at), own[name])
+                    _add(self.results, at, own[name])
             if stage + 1 < len(stages.forward):
                 self._hand_on("F", stages.forward[stage], stage + 1, action)
             self._keep(own, self._read_later(stage, "BIW", stages.backward[stage]))
@@ -354,7 +306,7 @@ class _Worker:
             return
         for leaf, found in enumerate(stages.gradients):
             if stage in found:
-                self._add((leaf, stage), own[found[stage]])
+                _add(self.parts, (leaf, stage), own[found[stage]])
         del self.values[stage, i]
 
     def _read_later(self, stage: int, kinds: str, sent: Sequence[str]) -> set[str]:
@@ -367,17 +319,13 @@ class _Worker:
         for name in [name for name in own if name not in names]:
             del own[name]
 
-    def _add(self, key: Any, value: torch.Tensor) -> None:
-        total = self.totals.get(key)
-        self.totals[key] = value if total is None else total + value
-
     # Gradients of parameters that several stages read.
 
     def _send_back(self, leaf: int, holder: int, found: Mapping[int, str]) -> None:
         for stage in found:
             if self._is_here(stage) and not self._is_here(holder):
                 key = ("gradient", stage, holder, leaf)
-                self.posts.send(key, [self.totals.pop((leaf, stage))], holder % self.program.ranks)
+                self.posts.send(key, [self.parts.pop((leaf, stage))], holder % self.program.ranks)
 
     def _collect(self, leaf: int, found: Mapping[int, str]) -> Generator[None, None, None]:
         """Sum a parameter's gradient over the stages that read it, in their order."""
@@ -397,8 +345,8 @@ class _Worker:
             if not self._is_here(stage):
                 while not self.posts.is_here(key):
                     yield
-                self.totals[leaf, stage] = self.posts.take(key)[0]
-            self._add(("gradient", leaf), self.totals.pop((leaf, stage)))
+                self.parts[leaf, stage] = self.posts.take(key)[0]
+            _add(self.gradients, leaf, self.parts.pop((leaf, stage)))
 
     def _share(self, leaf: int, found: Mapping[int, str]) -> Generator[None, None, None]:
         """The gradient of a parameter on every rank: each stage's part goes to all."""
@@ -407,7 +355,7 @@ class _Worker:
             if self._is_here(stage):
                 for rank in others:
                     self.posts.send(
-                        ("gradient", stage, rank, leaf), [self.totals[leaf, stage]], rank
+                        ("gradient", stage, rank, leaf), [self.parts[leaf, stage]], rank
                     )
         for stage in found:
             key = ("gradient", stage, self.rank, leaf)
@@ -416,8 +364,13 @@ class _Worker:
                 self.posts.expect(key, [like], stage % self.program.ranks)
                 while not self.posts.is_here(key):
                     yield
-                self.totals[leaf, stage] = self.posts.take(key)[0]
-            self._add(("gradient", leaf), self.totals.pop((leaf, stage)))
+                self.parts[leaf, stage] = self.posts.take(key)[0]
+            _add(self.gradients, leaf, self.parts.pop((leaf, stage)))
+
+
+def _add(sums: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
+    """Not in place: the first value may share memory with the batch or a parameter."""
+    sums[key] = sums[key] + value if key in sums else value
 
 
 class _Mailbox:
@@ -460,7 +413,7 @@ class _Messages:
         self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
         for i, value in enumerate(values):
             if value.numel():
-                data = _bytes(value.contiguous())
+                data = as_bytes(value.contiguous())
                 work = dist.isend(data, group=self.group, group_dst=rank, tag=self.tags[key] + i)
                 self.sending.append((work, data))
 
@@ -469,7 +422,7 @@ class _Messages:
 
     def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
         works = [
-            dist.irecv(_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
+            dist.irecv(as_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
             for i, x in enumerate(like)
             if x.numel()
         ]
@@ -488,8 +441,3 @@ class _Messages:
         """Wait until all that was sent has been taken."""
         for work, _ in self.sending:
             work.wait()
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor's memory: backends do not take every dtype."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -2,13 +2,17 @@
 pipeline's, with what crosses stages sharded as its producer leaves it.
 """
 
+import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
+import optree
 import torch
 from torch import fx
 
+from ftp.errors import MeshError
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.split import Piece, Stages
 from ftp.planning.cost import Hardware
@@ -46,6 +50,88 @@ class StagePrograms:
     values: Mapping[str, Held]
 
 
+@dataclass(kw_only=True)
+class ProgramOfPieces:
+    """A program of which ranks of one axis run different pieces; ``Step`` runs it as a ``Program``.
+
+    Attributes:
+        mesh: all axes.
+        axis: the one that holds the stages.
+        out_specs, out_shapes: per output.
+        tensor_leaves, leaf_specs, out_tree, out_leaves, is_static, assumptions: as of ``Program``.
+    """
+
+    mesh: Mesh
+    axis: str
+    out_specs: list[PartitionSpec]
+    out_shapes: list[tuple[int, ...]]
+    tensor_leaves: tuple[int, ...]
+    leaf_specs: tuple[PartitionSpec, ...]
+    out_tree: optree.PyTreeSpec
+    out_leaves: tuple[Any, ...]
+    is_static: tuple[bool, ...]
+    assumptions: tuple[str, ...] = ()
+
+    @property
+    def ranks(self) -> int:
+        """Ranks along the axis of the stages."""
+        return self.mesh.axes[self.axis]
+
+    @property
+    def pieces(self) -> Mapping[Any, Program]:
+        """The pieces' programs."""
+        raise NotImplementedError
+
+    @property
+    def description(self) -> str:
+        """The program as text that is equal on all ranks."""
+        raise NotImplementedError
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """A hash, equal on all ranks that planned the same program."""
+        return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @property
+    def trial_rules(self) -> str:
+        """The rules found for ops without a stated one, as text."""
+        found = {program.trial_rules for program in self.pieces.values()}
+        return "; ".join(sorted(found - {""}))
+
+    def has_issued(self, error: BaseException) -> bool:
+        """Whether this rank may have sent something before ``error``."""
+        return True
+
+    def describe_failure(self, error: BaseException) -> str:
+        """What raised ``error``."""
+        return "a piece, or a message between stages"
+
+    def overwritten(self, error: BaseException) -> Sequence[int]:
+        """No input's memory is written to."""
+        return ()
+
+    @cached_property
+    def run(self) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
+        """Takes this rank's tensors (all of the global ones, when simulated)."""
+        if self.mesh.kind == "abstract":
+            raise MeshError(
+                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
+                " ftp.make_mesh or ftp.simulated_mesh to run."
+            )
+        return self.run_as_rank if self.mesh.kind == "process" else self.run_simulated
+
+    def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's memory, flat: backends do not send every dtype."""
+    return tensor.reshape(-1).view(torch.uint8)
+
+
 def within_stage(mesh: Mesh, axis: str) -> Mesh:
     """The mesh of the ranks that share a stage with this one: all axes but ``axis``."""
     rest = tuple(name for name in mesh.axis_names if name != axis)
@@ -79,15 +165,14 @@ def plan_stages(
     if options.data_axes is None:
         axes = dict.fromkeys(axis for spec in batch for axis in spec.axes)
         options = replace(options, data_axes=tuple(axes))
-    gradients = {
+    asked = {
         name: params[leaf] for leaf, found in enumerate(stages.gradients) for name in found.values()
     }
+    asked |= {name: PartitionSpec() for _, name in stages.results}
     numbers = sorted({k for _, k in stages.pieces})
     order: list[tuple[Any, int]] = [("F", k) for k in numbers]
     order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
-    planner = PiecePlanner(
-        mesh, names, params, batch, constants, gradients, options, hardware, check
-    )
+    planner = PiecePlanner(mesh, names, params, batch, constants, asked, options, hardware, check)
     programs = {key: planner.plan(stages.pieces[key]) for key in order if key in stages.pieces}
     return StagePrograms(mesh, stages, programs, planner.values)
 

@@ -1,99 +1,50 @@
 """A program whose arguments belong to stages, run in rounds: pieces, then an exchange."""
 
-import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import optree
 import torch
 import torch.distributed as dist
 
-from ftp.errors import MeshError
 from ftp.pipeline.rounds import ALL, Rounds, text_of
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import Held
+from ftp.runtime.stage_programs import Held, ProgramOfPieces, as_bytes
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
-from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.sharding.spec import local_shape
 
 Values = dict[str, torch.Tensor]
 
 
 @dataclass(kw_only=True)
-class StagedProgram:
+class StagedProgram(ProgramOfPieces):
     """The program of ranks that hold different stages, for one set of abstract inputs.
 
     Attributes:
-        mesh: all axes; ``within`` those but ``axis``, which holds the stages.
+        within: the axes but that of the stages.
         programs: per round and rank of the axis.
         values: what crosses rounds and ranks, and the inputs, by name.
         inputs: names of the arguments' tensors, then of the captured ones in ``constants``.
         due: per output the rank that returns it, or ``ALL``.
-        tensor_leaves, leaf_specs, out_tree, out_leaves, is_static: as of ``Program``.
     """
 
-    mesh: Mesh
     within: Mesh
-    axis: str
     rounds: Rounds
     programs: Mapping[tuple[int, int], Program]
     values: Mapping[str, Held]
     inputs: Sequence[str]
     constants: Sequence[torch.Tensor]
     due: Sequence[int]
-    out_specs: list[PartitionSpec]
-    out_shapes: list[tuple[int, ...]]
-    tensor_leaves: tuple[int, ...]
-    leaf_specs: tuple[PartitionSpec, ...]
-    out_tree: optree.PyTreeSpec
-    out_leaves: tuple[Any, ...]
-    is_static: tuple[bool, ...]
-    donated: tuple[int, ...] = ()
 
     @property
-    def ranks(self) -> int:
-        """Ranks along the axis of the stages."""
-        return self.mesh.axes[self.axis]
+    def pieces(self) -> Mapping[Any, Program]:
+        return self.programs
 
     @cached_property
     def description(self) -> str:
-        """The program as text that is equal on all ranks."""
         pieces = [f"{key}: {p.fingerprint}" for key, p in sorted(self.programs.items())]
         return "\n".join([*pieces, text_of(self.rounds), f"{self.due} {self.out_specs}"])
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash, equal on all ranks that planned the same program."""
-        return hashlib.sha256(self.description.encode()).hexdigest()[:16]
-
-    @property
-    def trial_rules(self) -> str:
-        """The rules found for ops without a stated one, as text."""
-        found = {program.trial_rules for program in self.programs.values()}
-        return "; ".join(sorted(found - {""}))
-
-    def has_issued(self, error: BaseException) -> bool:
-        """Whether this rank may have sent something before ``error``."""
-        return True
-
-    def describe_failure(self, error: BaseException) -> str:
-        """What this rank did when ``error`` came."""
-        return "an exchange between stages"
-
-    def overwritten(self, error: BaseException) -> Sequence[int]:
-        """No input's memory is written to."""
-        return ()
-
-    @cached_property
-    def run(self) -> Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]:
-        """Takes this rank's tensors (all of the global ones, when simulated)."""
-        if self.mesh.kind == "abstract":
-            raise MeshError(
-                f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
-                " ftp.make_mesh or ftp.simulated_mesh to run."
-            )
-        return self._run_as_rank if self.mesh.kind == "process" else self._run_simulated
 
     def _given(self, inputs: Sequence[torch.Tensor]) -> Values:
         device = mesh_device(self.mesh)
@@ -108,7 +59,7 @@ class StagedProgram:
         tensors += [held[name] for name in piece.values]
         held.update(zip(piece.outputs, self.programs[at, rank].run(tensors), strict=True))
 
-    def _run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         coordinate = require_coordinate(self.mesh)
         rank = coordinate[self.axis]
         given, held = self._given(inputs), Values()
@@ -149,7 +100,7 @@ class StagedProgram:
         sizes = [n * x.dtype.itemsize for n, x in zip(numbers, like, strict=True)]
         if rank == owner:
             own = [held[n] if n in held else given[n] for n in names]
-            data = torch.cat([x.contiguous().reshape(-1).view(torch.uint8) for x in own])
+            data = torch.cat([as_bytes(x.contiguous()) for x in own])
         else:
             data = torch.empty(sum(sizes), dtype=torch.uint8, device=mesh_device(self.mesh))
         if data.numel():
@@ -160,7 +111,7 @@ class StagedProgram:
         else:
             held.update(zip(names, own, strict=True))
 
-    def _run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         given = self._given(inputs)
         held = [Values() for _ in range(self.ranks)]
         for at, shared in enumerate(self.rounds.shared):

@@ -8,7 +8,7 @@ import torch
 
 import ftp
 from ftp import P
-from ftp.errors import CertificateError, SpecError
+from ftp.errors import CertificateError, InputError, SpecError
 from ftp.pipeline import rounds
 from ftp.pipeline.rounds import Rounds
 from tests.pipeline.test_steps import zero_with_tp
@@ -125,6 +125,8 @@ def test_errors():
     double = ftp.spmd(lambda p, x: (p, x), mesh, (specs, P("pp")))
     with pytest.raises(SpecError, match="whose ranks are stages of a pipeline"):
         double(params, torch.ones(2))
+    with pytest.raises(InputError, match="check_inputs= does not go with stages"):
+        ftp.spmd(lambda p: p, mesh, specs, check_inputs=True)
     other = ftp.Pipeline("dp", 2).place(params, P(), mesh)
     mixed = ftp.spmd(lambda p, q: (p, q), mesh, (specs, other))
     with pytest.raises(SpecError, match="give stages over dp and pp"):

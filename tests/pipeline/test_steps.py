@@ -15,9 +15,12 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
-from ftp.errors import CertificateError, InputError, ScheduleError, SpecError
+from ftp.api.options import check_pipeline
+from ftp.errors import CertificateError, InputError, MeshError, ScheduleError, SpecError
 from ftp.pipeline import check
 from ftp.pipeline.split import Stages
+from ftp.runtime.options import Options
+from ftp.sharding.mesh import resolve
 from tests.support.staged_models import Model, plan_of
 
 
@@ -120,20 +123,24 @@ def test_a_users_own_schedule():
     compare(Model(2), (2,), ("pp",), lambda name: P(), P(), own, 3)
 
 
-def test_aux_is_averaged():
-    model, mesh, pipe = Model(2), ftp.simulated_mesh((2,), ("pp",)), ftp.Pipeline("pp", 2)
+def test_aux_is_averaged_and_replicated():
+    model, pipe = Model(2), ftp.Pipeline("pp", 2)
+    mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
 
     def loss_fn(params, tokens, targets):
         loss = model.loss(params, tokens, targets)
-        return loss, {"twice": 2 * loss, "emb": params["emb"][tokens].mean()}
+        return loss, {"twice": 2 * loss, "rows": params["emb"][tokens].mean((1, 2))}
 
-    params, (tokens, targets) = model.params(), model.batch(4)
+    params, (tokens, targets) = model.params(), model.batch(8)
     specs = pipe.place(params, P(), mesh)
-    (loss, aux), _ = ftp.shard(loss_fn, mesh, specs, has_aux=True, pipeline=pipe)(
-        params, tokens, targets
+    step = ftp.shard(
+        loss_fn, mesh, specs, batch_specs=P("dp"), has_aux=True, pipeline=pipe, certify=True
     )
+    (loss, aux), _ = step(params, tokens, targets)
     torch.testing.assert_close(aux["twice"], 2 * loss)
-    torch.testing.assert_close(aux["emb"], params["emb"][tokens].mean())
+    rows = params["emb"][tokens].mean((1, 2))
+    torch.testing.assert_close(aux["rows"], (rows[::2] + rows[1::2]) / 2)
+    assert ftp.specs_of(aux) == {"twice": P(), "rows": P()}
 
 
 def test_a_broken_step_is_not_certified(monkeypatch):
@@ -219,10 +226,15 @@ def test_errors():
         {"reduce_dtype": torch.bfloat16},
     ]
     for option in options:
-        with pytest.raises(InputError, match=r"pipeline= and .* exclude each other"):
+        with pytest.raises(InputError, match=r"exclude each other|does not go with stages"):
             ftp.shard(model.loss, mesh, specs, pipeline=pipe, **option)
     with pytest.raises(InputError, match=r"give an ftp\.Pipeline"):
         ftp.shard(model.loss, mesh, specs, pipeline="pp")  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"Pass pipeline="):
+        ftp.shard(model.loss, mesh, specs)
+    on_gpus = replace(resolve(mesh), kind="process", device_type="cuda")
+    with pytest.raises(MeshError, match=r"stages send by gloo"):
+        check_pipeline(pipe, on_gpus, Options())
     lists = ftp.Pipeline("pp", 1, [[ftp.Action("F", 0, 0)], []])
     with pytest.raises(ScheduleError, match="is missing"):
         ftp.shard(model.loss, mesh, specs, pipeline=lists)
