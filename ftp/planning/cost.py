@@ -197,7 +197,6 @@ class Hardware:
 
 
 DEFAULT = Hardware()
-BUCKETED = 2 << 20  # bytes of one tensor up to which copying it to a bucket costs less than latency
 
 
 def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:

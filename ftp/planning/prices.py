@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ftp.planning.cost import BUCKETED, collective_seconds, op_seconds
+from ftp.planning.cost import collective_seconds, op_seconds
 from ftp.planning.exemptions import exemptions
 from ftp.planning.graph import BATCH, Move, Node, Value
 from ftp.planning.narrowest_point import nbytes
@@ -23,8 +23,6 @@ MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of i
 REPLICATED_PRODUCT = 1e4  # factor for a replicated matmul on batch data that could be cut
 # Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
 PAD_LATENCIES = 3
-# Share of its latency that a small gather of a parameter costs, as it is issued with others.
-SHARE_OF_LATENCY = 0.1
 # Factor for a sum that is reduced before it is widened, on its price in the wider dtype.
 TOO_NARROW = 2.0
 
@@ -165,8 +163,6 @@ class Prices:
             return self.of_reshard(value, src, R, nbytes)
         move = Move(self.problem.axis, self.problem.n, src, R if dst is GATHERED else dst, ())
         seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
-        if move.op == "all_gather" and nbytes <= BUCKETED and not value.node.depends & BATCH:
-            seconds -= (1 - SHARE_OF_LATENCY) * self.problem.hardware.link.latency
         if self.problem.open and self.problem.open.is_bare:
             return seconds + (
                 self.violation if src.kind == "S" and not self.may_move(value, src) else 0.0
