@@ -20,6 +20,8 @@ torch.library.define(
 )
 MAP_SLICES = torch.ops.ftp.map_slices.default
 
+Described = tuple[tuple[int, ...], torch.dtype]
+
 
 @dataclass(frozen=True, eq=False)
 class SliceProgram:
@@ -27,12 +29,14 @@ class SliceProgram:
 
     Attributes:
         gm: takes a slice of each stack, then what all slices share; returns a tuple.
+        inputs: shape and dtype of each of these.
         results: shape and dtype of each result.
         key: hash of the content, equal on all ranks.
     """
 
     gm: fx.GraphModule
-    results: tuple[tuple[tuple[int, ...], torch.dtype], ...]
+    inputs: tuple[Described, ...]
+    results: tuple[Described, ...]
     key: str
 
 
@@ -43,19 +47,33 @@ def slice_program_of(key: str) -> SliceProgram:
     return _programs[key]
 
 
-def interned(gm: fx.GraphModule, inputs: Sequence[Any]) -> SliceProgram:
+def interned(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> SliceProgram:
     """The program of this content; equal programs are one object.
 
     Args:
-        inputs: shape and dtype of each input, or any other facts of them.
+        inputs: tensors like those that ``gm`` takes.
     """
-    output = next(reversed(gm.graph.nodes))
-    vals = [node.meta["val"] for node in output.args[0]]
-    results = tuple((tuple(map(int, v.shape)), v.dtype) for v in vals)
+    output: Any = next(reversed(gm.graph.nodes))
+    made, given = ([_described(x) for x in xs] for xs in (_vals(output.args[0]), inputs))
+    return remembered(gm, tuple(given), tuple(made))
+
+
+def remembered(
+    gm: fx.GraphModule, inputs: tuple[Described, ...], results: tuple[Described, ...]
+) -> SliceProgram:
+    """The program of these attributes; equal ones are one object."""
     lines = [node.format_node() or repr(node.args) for node in gm.graph.nodes]
-    text = "\n".join([*map(str, lines), repr((list(inputs), results))])
+    text = "\n".join([*map(str, lines), repr((inputs, results))])
     key = hashlib.sha256(text.encode()).hexdigest()[:16]
-    return _programs.setdefault(key, SliceProgram(gm, results, key))
+    return _programs.setdefault(key, SliceProgram(gm, inputs, results, key))
+
+
+def _vals(nodes: Sequence[fx.Node]) -> list[Tensor]:
+    return [node.meta["val"] for node in nodes]
+
+
+def _described(x: Tensor) -> Described:
+    return tuple(map(int, x.shape)), x.dtype
 
 
 @torch.library.register_fake("ftp::map_slices")

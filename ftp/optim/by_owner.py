@@ -336,22 +336,15 @@ def _program(
     """The function on the shapes of one matrix: its key, the tensors that it captures, and the tree
     of its results.
     """
-    leaves = [*item.leaves]
-    feed = iter(stacks)
-    for i, leaf in enumerate(leaves):
-        if isinstance(leaf, Tensor):
-            x = next(feed)
-            leaves[i] = torch.empty(x.shape[1:], dtype=x.dtype, device="meta")
-    names = leaf_names(item.tree.unflatten(leaves), "args")
+    slices = [torch.empty(x.shape[1:], dtype=x.dtype, device="meta") for x in stacks]
+    args = item.filled(slices)
+    leaves, names = flatten(args)[0], leaf_names(args, "args")
     # Hide the surrounding trace: it sees stacks, this one a slice.
     with _disable_current_modes(), temporarily_clear_interpreter_stack():
         device_type = stacks[0].device.type
         traced = trace(fn, leaves, item.tree, device_type, names=names, within=True)
     if any(traced.is_static):
         raise InputError(_NO_TENSOR)
-    shapes = [(tuple(x.shape[1:]), x.dtype) for x in stacks]
-    shapes += [(tuple(c.shape), c.dtype) for c in traced.constants]
-    tree = traced.out_tree
-    places: Sequence[int] = traced.out_leaves
-    assert list(places) == list(range(len(places)))
-    return interned(traced.gm, shapes).key, list(traced.constants), tree
+    assert list(traced.out_leaves) == list(range(len(traced.out_leaves)))
+    constants = list(traced.constants)
+    return interned(traced.gm, [*slices, *constants]).key, constants, traced.out_tree

@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import Tensor
 import ftp
 from ftp import P
 from ftp.errors import InputError
+from ftp.ops import map_slices
 from ftp.planning.layers import repeats
 
 DP, BOTH, EP = (("dp",), (4,)), (("dp", "tp"), (2, 2)), (("dp", "ep"), (2, 2))
@@ -164,6 +166,20 @@ def test_a_half_precision_momentum_that_torch_scales_in_place():
     for k, leaf in plain.items():
         assert torch.equal(new[k], leaf)
         assert torch.equal(state[k]["momentum_buffer"], reference.state[leaf]["momentum_buffer"])
+
+
+def test_a_saved_program_holds_the_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    params = {k: torch.randn(6, 4) for k in "abc"}
+    opt = ftp.optim.from_torch(torch.optim.Muon, owned=True)
+    step = updating(opt, ftp.simulated_mesh((2,), ("dp",)), P("dp"))
+    state = opt.init(params)
+    step.lower(params, state, params).save(tmp_path / "step.ftp")
+    expected = step(params, state, params)
+    monkeypatch.setattr(map_slices, "_programs", {})  # as in another process
+    loaded = ftp.load_program(tmp_path / "step.ftp", ftp.simulated_mesh((2,), ("dp",)))
+    assert loaded.lowered.work == 1.0
+    found = loaded(params, state, params)
+    assert all(torch.equal(found[0][k], expected[0][k]) for k in params)
 
 
 def lm(layers: int) -> dict[str, Tensor]:
