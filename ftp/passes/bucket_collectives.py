@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.partitioning.collectives import Collective
+from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
@@ -215,7 +215,11 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         nbytes=sum(fact.nbytes for fact in facts),
         global_shape=(sum(math.prod(fact.global_shape) for fact in facts),),
         wire_nbytes=sum(fact.wire_nbytes for fact in facts),
-        cause=", ".join(dict.fromkeys(fact.cause for fact in facts if fact.cause)),
+        cause=facts[0].cause,
+        members=tuple(
+            Member(node.meta["origin"], fact.nbytes, fact.cause)
+            for node, fact in zip(members, facts, strict=True)
+        ),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from plan_moves import unbucketed
 from torch import nn
 
 import ftp
@@ -205,7 +206,7 @@ def decoder(layers: int) -> ftp.Lowered:
 
 
 def test_collectives_by_layer():
-    lowered = decoder(8)
+    lowered = unbucketed(decoder(8))
     found = lowered.by_layer
     assert list(found) == [*(f"layers.{i}" for i in range(8)), ""]
     assert sum(map(len, found.values())) == len(lowered.collectives)

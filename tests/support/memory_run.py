@@ -60,16 +60,16 @@ PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, Any], P, dict[str, P] |
     "gpt2 dropout train": (GPT2, {"dp": 4}, {}, P("dp"), None),
     "cnn dp train": (CNN, {"dp": 4}, {}, P("dp"), None),
 }
-TRAIN = {"optimizer": "fused", "donate": (0, 1), "pack": True}
+TRAIN = {"optimizer": "fused", "donate": (0, 1), "bucket": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama tp train": TRAIN,
     "llama zero train": TRAIN,
     "llama zero uneven train": TRAIN,
     "llama zero unfused": {"optimizer": "unfused"},
-    "llama zero not ahead": {"prefetch": 0, "pack": True},
+    "llama zero not ahead": {"prefetch": 0, "bucket": True},
     "llama zero kept": {"reshard_after_forward": False},
-    "mlp zero remat": {"remat": True, "pack": True},
-    "llama sp chunks": {"chunks": 2, "pack": True},
+    "mlp zero remat": {"remat": True, "bucket": True},
+    "llama sp chunks": {"chunks": 2, "bucket": True},
     "gpt2 dropout train": {"dropout": 0.1, **TRAIN},
     "cnn dp train": TRAIN,
 }
