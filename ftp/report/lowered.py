@@ -74,7 +74,7 @@ class Lowered:
         """One record per issued collective, in order, unfolded; printed as a table that folds
         repeats.
         """
-        moved = {n.name: repr(n.operands[0]) for n in self.plan.graph.nodes if n.kind == "move"}
+        moved = {n.name: _moved(n) for n in self.plan.graph.nodes if n.kind == "move"}
         return Collectives(
             replace(
                 n.meta["collective"],
@@ -470,6 +470,14 @@ class Lowered:
             if "collective" in node.meta
             for c in [node.meta["collective"]]
         ]
+
+
+def _moved(move: Node) -> str:
+    """The name of the value that a chain of reshards ends with."""
+    (value,) = move.operands
+    while value.node.kind == "move":
+        (value,) = value.node.operands
+    return repr(value)
 
 
 def _part(record: Collective, members: Sequence[Member]) -> Collective:

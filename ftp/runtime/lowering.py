@@ -85,7 +85,7 @@ def decide(
     spanned = spans(graph, hardware, without=narrowed)
     apart = {name for span in spanned for name in (span.first, span.second)}
     if options.bucket:
-        graph = merge_axes(graph, axes, apart)
+        graph = merge_axes(graph, axes, apart, hardware)
         narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     chunked = chunks(graph, options.chunks)
     kept = tuple(name for name in chunked.moves if name not in narrowed)

@@ -46,7 +46,7 @@ _PROGRAMS: dict[str, Any] = {
 _BOTH = P(("a", "b"))
 _ON_TWO_AXES: dict[str, Any] = {
     "zero-3 over both, merged": (_BOTH, _BOTH, None, {"bucket": True}),
-    "zero-3 over both, an axis at a time": (_BOTH, _BOTH, None, {}),
+    "zero-3 over both, an axis at a time": (_BOTH, _BOTH, None, {"bucket": False}),
     "dp over both, packed": (P(), _BOTH, None, {"bucket": True}),
     "zero-3 on b, dp on a": (P("b"), _BOTH, None, {"bucket": True}),
     "tp on b, zero-3 on a": ("tp", P("a"), None, {"bucket": True}),

@@ -322,7 +322,7 @@ def test_a_gather_is_under_way_while_the_one_before_is_read():
                 return found
         raise AssertionError("there is no loss")
 
-    made = lowered("zero", 2)[0]
+    made = lowered("zero", 2, bucket=False)[0]
     assert not any(gathers_at_products(with_options(made, prefetch=0)))
     assert sum(map(bool, gathers_at_products(made))) > 10
 
