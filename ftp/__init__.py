@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from ftp.runtime.calibrate import calibrate
     from ftp.searching.result import Found
     from ftp.searching.search import search
+    from ftp.sharding.balance import balance
     from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
     from ftp.sharding.process_group import destroy_process_group, init_process_group
     from ftp.sharding.pytree import plan
@@ -90,6 +91,7 @@ _HOMES = {
     "ftp.runtime.calibrate": "calibrate",
     "ftp.searching.result": "Found",
     "ftp.searching.search": "search",
+    "ftp.sharding.balance": "balance",
     "ftp.sharding.mesh": "AbstractMesh make_mesh simulated_mesh use_mesh",
     "ftp.sharding.process_group": "destroy_process_group init_process_group",
     "ftp.sharding.pytree": "plan",
@@ -122,6 +124,7 @@ __all__ = [
     "__version__",
     "along_dim",
     "axis",
+    "balance",
     "calibrate",
     "certify",
     "check_replicas",
