@@ -30,7 +30,6 @@ def _chosen(predicate: Tensor, if_true: Tensor, if_false: Tensor, number: int) -
     return torch.where(predicate, if_true, if_false).contiguous()
 
 
-@torch.library.register_vmap("ftp::choose")
 def _chosen_of_each(
     info: Any, in_dims: Any, predicate: Tensor, if_true: Tensor, if_false: Tensor, number: int
 ) -> Any:
@@ -40,6 +39,9 @@ def _chosen_of_each(
         for x, dim in zip((if_true, if_false), in_dims[1:3], strict=True)
     ]
     return CHOOSE(predicate, *results, number), 0
+
+
+torch.library.register_vmap("ftp::choose", _chosen_of_each)
 
 
 _current: ContextVar[Branch] = ContextVar("ftp.ops.branch", default=())

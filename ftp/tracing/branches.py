@@ -20,7 +20,7 @@ from torch._C._functorch import (
     unwrap_if_dead,
 )
 from torch._functorch import utils as functorch_utils
-from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator as _Custom
+from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -328,6 +328,9 @@ def _is_batched(x: Tensor) -> bool:
 def _is_transformed(x: Tensor) -> bool:
     """Whether a gradient is asked for of a tensor, or a transform sees it."""
     return x.requires_grad or is_functorch_wrapped_tensor(x)
+
+
+_Custom: Any = CustomFunctionHigherOrderOperator
 
 
 class _Replacing(TorchFunctionMode):
