@@ -1,4 +1,8 @@
+<<<<<<< HEAD
 """Rules of ftp's own ops: stacks, functions of slices, random bits, fused optimizers."""
+=======
+"""Rules of ftp's own ops: stacks, choices, random bits, fused optimizers."""
+>>>>>>> main
 
 import itertools
 import math
@@ -9,6 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
+from ftp.ops.choose import CHOOSE
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.philox import random_bits, random_keys
@@ -196,3 +201,4 @@ def keys(call: Call) -> Rule:
 
 
 pointwise(*UPDATES)
+pointwise(CHOOSE, linear=[(1, 2)])
