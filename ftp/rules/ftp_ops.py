@@ -1,8 +1,4 @@
-<<<<<<< HEAD
-"""Rules of ftp's own ops: stacks, functions of slices, random bits, fused optimizers."""
-=======
-"""Rules of ftp's own ops: stacks, choices, random bits, fused optimizers."""
->>>>>>> main
+"""Rules of ftp's own ops: stacks, functions of slices, choices, random bits, fused optimizers."""
 
 import itertools
 import math
