@@ -295,7 +295,7 @@ def _back(x: Tensor, item: _Item, spec: P, order: Sequence[int]) -> Tensor:
     if x.shape[1:] != item.leaves[0].shape[n:]:
         return x
     axes = [c.axis for d in order for c in (spec.cuts(d) if d < len(spec) else ())]
-    return constrain(x, P(tuple(axes), *spec[n:]))
+    return constrain(x, P(tuple(axes), *list(spec)[n:]))
 
 
 def _stacked(kinds: Sequence[Sequence[Tensor]], order: Sequence[int]) -> Tensor:
