@@ -18,6 +18,7 @@ from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.repeats import named_layers
 from ftp.planning.machine import GivenHardware, hardware_on
+from ftp.planning.plan import Plan
 from ftp.planning.problem import Problem
 from ftp.report.alternatives import (
     Alternative,
@@ -34,6 +35,7 @@ from ftp.report.collectives import Collectives, broken_claims
 from ftp.report.lint import Finding
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
+from ftp.report.startable import Bound, Startable
 from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
@@ -46,7 +48,7 @@ from ftp.sharding.pytree import leaf_names, nearest
 from ftp.sharding.spec import PartitionSpec
 
 
-class Lowered:
+class Lowered(Startable):
     """A program before it runs; ``print`` shows it.
 
     Attributes:
@@ -59,9 +61,17 @@ class Lowered:
     (['all_reduce'], P())
     """
 
-    def __init__(self, program: Program, again: Callable[..., "Lowered"] | None = None):
-        self._program, self._again = program, again
-        self.plan = program.plan
+    def __init__(
+        self,
+        program: Program,
+        again: Callable[..., "Lowered"] | None = None,
+        bound: Bound | None = None,
+    ):
+        self._program, self._again, self._bound = program, again, bound
+
+    @property
+    def plan(self) -> Plan:
+        return self._program.plan
 
     @property
     def graph(self) -> fx.GraphModule:
