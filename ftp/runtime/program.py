@@ -65,8 +65,8 @@ class Program:
         donated: positions of inputs whose memory a run may use for its outputs.
         assumptions: claims about values that the function takes as true; with ``check_inputs`` the
             last outputs say whether they hold.
-        options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
-            ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
+        options: of the step; those about the run (``compile``, ``bucket``, ``prefetch``,
+            ``chunks``, ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
         hardware: what it was planned for.
     """
 
@@ -92,8 +92,8 @@ class Program:
 
     @cached_property
     def partitioner(self) -> Partitioner:
-        """Makes the ranks' programs without packs, chunks and fused matmuls."""
-        plain = replace(self.options, pack=False, chunks=1, async_tp=False, reduce_dtype=None)
+        """Makes the ranks' programs without buckets, chunks and fused matmuls."""
+        plain = replace(self.options, bucket=False, chunks=1, async_tp=False, reduce_dtype=None)
         return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
 
     def _partitioner_of(self, decided: Decided) -> Partitioner:
@@ -155,7 +155,7 @@ class Program:
         """
         o = self.options
         return (
-            f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
+            f"{describe_plan(self.plan)}\nbucket={o.bucket}, prefetch={o.prefetch},"
             f" chunks={o.chunks}, async_tp={o.async_tp}, reduce_dtype={o.reduce_dtype}"
             f"\nplanned for {describe_hardware(self.hardware)}"
         )
@@ -165,11 +165,13 @@ class Program:
         """This rank's program; the first rank's where there are no processes."""
         coordinate = self._own_coordinate if coordinate is None else coordinate
         o = self.options
-        is_plain = not o.pack and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
+        is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
         if is_plain and not (self.hardware.links and self._decided[0].spans):
             return self.partitioner.program(coordinate)
         decided, partitioner = self._decided
         local = partitioner.program(coordinate)
+        if not decided.changes_ranks:
+            return local
         if local.gm not in self._changed:
             graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
             issued = tuple(
