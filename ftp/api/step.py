@@ -649,9 +649,7 @@ class Step:
             if not static:
                 found[leaf] = spec
                 failures += (
-                    check_spec(
-                        spec, traced.out_shapes[leaf], self.mesh.axes, name, takes_sums=True
-                    )
+                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name, takes_sums=True)
                     if spec
                     else []
                 )
