@@ -270,9 +270,9 @@ class Prices:
             elif layout.kind == "S":
                 if layout not in entry and entry[0].kind != "R":
                     return math.inf
-            elif entry[0].kind != "R":
+            elif layout.kind == "R" and entry[0].kind != "R":
                 return math.inf
-        return 0.0
+        return 0.0  # any copy is made a term of a pending sum without a collective
 
 
 def is_at_rest(layout: Layout) -> bool:

@@ -1,6 +1,8 @@
 """Values of which a sum is pending, as inputs and outputs of a program."""
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,10 +42,34 @@ def test_gradients_are_summed_once(mesh, rows: int):
     assert not [r for r in local.lower(p, xs[0]).collectives if "dp" in r.axes]
     first, second = (local(p, x) for x in xs)
     made = add.lower(first, second).collectives
-    assert [r.op for r in made] == ["all_reduce"] * 2
+    assert [(r.op, len(r.members)) for r in made] == [("all_reduce", 2)]
     for name, found in add(first, second).items():
         wanted = gradients(p, xs[0])[name] + gradients(p, xs[1])[name]
         torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
+def test_what_the_page_shows():
+    """docs/training.md's lines, with the collectives that it names."""
+    page = (Path(__file__).resolve().parents[2] / "docs/training.md").read_text()
+    (block,) = re.findall(r"```python\n(pending = .*?)```", page, flags=re.S)
+    mesh, w, x = ftp.simulated_mesh((2, 2), ("dp", "tp")), torch.randn(3, 4), torch.randn(4, 3)
+    here = {
+        "P": P,
+        "ftp": ftp,
+        "torch": torch,
+        "mesh": mesh,
+        "loss": lambda w, x: (x @ w).square().mean(),
+    }
+    exec(block, here)
+    g = here["gradients"](w, x)
+    made = [
+        here[name].lower(*args).collectives
+        for name, args in (("gradients", (w, x)), ("add", (g, g)), ("reduced", (g,)))
+    ]
+    assert [[r.op for r in c if "dp" in r.axes] for c in made] == [[], [], ["all_reduce"]]
+    torch.testing.assert_close(
+        here["reduced"](here["add"](g, g)), 2 * torch.func.grad(here["loss"])(w, x)
+    )
 
 
 def test_a_function_that_is_not_linear_gets_the_sum():

@@ -249,18 +249,20 @@ def test_the_page(capsys):
     assert "stage 1: " in capsys.readouterr().out
 
 
-def test_sums_over_the_batch_are_reduced_once_a_step():
-    """A data axis is crossed after the last microbatch alone, but by what it cuts."""
-    model = Model(layers=4)
-    pipe = ftp.Pipeline("pp", microbatches=2)
-    lowered = compare(model, (2, 2), ("pp", "dp"), lambda name: P(), P("dp"), pipe, 8)
-    longer = compare(
-        model, (2, 2), ("pp", "dp"), lambda name: P(), P("dp"), replace(pipe, microbatches=4), 8
+def test_gradients_are_reduced_over_the_data_axis_once_a_step():
+    """An action crosses it with single numbers alone, such as how many targets count."""
+    model, pipe = Model(layers=4), ftp.Pipeline("pp", microbatches=2)
+    more = replace(pipe, microbatches=4)
+    lowered, longer = (
+        compare(model, (2, 2), ("pp", "dp"), lambda name: P(), P("dp"), p, 8) for p in (pipe, more)
     )
+    for stage in lowered.stages:
+        for x in stage.values():
+            assert all(c.shape == () for c in x.collectives if "dp" in c.axes)
     for rank in range(2):
-        made = [c for c in lowered.collectives_of(rank) if "dp" in c.axes]
-        assert made and {c.op for c in made} == {"all_reduce"}
-        assert len(made) == len([c for c in longer.collectives_of(rank) if "dp" in c.axes])
-        # The piece of an action has none of its own, so that all are those of the end.
-        own = [x for stage in lowered.stages for x in stage.values()]
-        assert not [c for x in own for c in x.collectives if "dp" in c.axes]
+        made, also = (
+            [c for c in x.collectives_of(rank) if "dp" in c.axes and c.shape]
+            for x in (lowered, longer)
+        )
+        assert [(c.op, c.shape) for c in made] == [(c.op, c.shape) for c in also]
+        assert {c.op for c in made} == {"all_reduce"}
