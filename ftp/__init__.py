@@ -17,6 +17,7 @@ torch_support.check(torch)
 if TYPE_CHECKING:
     from ftp import axis, errors, optim, plans, random, static, testing
     from ftp.api.certify import certify
+    from ftp.api.compiled_step import load_program
     from ftp.api.init_params import init_params
     from ftp.api.local import local
     from ftp.api.reshard import reshard
@@ -61,6 +62,7 @@ if TYPE_CHECKING:
 _MODULES = ("axis", "errors", "optim", "plans", "random", "static", "testing")
 _HOMES = {
     "ftp.api.certify": "certify",
+    "ftp.api.compiled_step": "load_program",
     "ftp.api.init_params": "init_params",
     "ftp.api.local": "local",
     "ftp.api.reshard": "reshard",
@@ -145,6 +147,7 @@ __all__ = [
     "init_params",
     "init_process_group",
     "load",
+    "load_program",
     "load_safetensors",
     "local",
     "local_slice",
