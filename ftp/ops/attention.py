@@ -333,7 +333,7 @@ def _backward(
 
 def add_gradients(
     sums: Sequence[Tensor],
-    given: Sequence[Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     rows: Block,
     keys: Block,
     is_causal: bool,

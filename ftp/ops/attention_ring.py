@@ -205,7 +205,7 @@ def one_rank(
             whole = slice(block.at, block.at + block.length)
             into = out[:, :, whole], total[:, :, whole]
             for held in ring.blocks((rank - step) % ring.n, piece, attention.KEYS):
-                attend(*into, q, *near, block, held, is_causal, scale)
+                attend(*into, q, near[0], near[1], block, held, is_causal, scale)
         near.clear()
     return out.to(q.dtype), total.masked_fill_(total == -math.inf, 0)
 
@@ -255,7 +255,7 @@ def one_rank_backward(
         else:
             continue
         key_blocks = ring.blocks((rank - step) % ring.n, piece, attention.TILE)
-        given = (grad_out, q, *near, out, logsumexp)
+        given = grad_out, q, near[0], near[1], out, logsumexp
         near.clear()
         _add_all((grad_q, *to), given, row_blocks, key_blocks, is_causal, scale)
         del given
@@ -266,7 +266,7 @@ def one_rank_backward(
 
 def _add_all(
     sums: Sequence[Tensor],
-    given: Sequence[Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
     rows: Sequence[Block],
     keys: Sequence[Block],
     is_causal: bool,

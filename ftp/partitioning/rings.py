@@ -30,7 +30,8 @@ def record_rings(
 def _record(
     made: fx.Node, node: Node, coordinate: Mapping[str, int], starts: Mapping[fx.Node, int]
 ) -> None:
-    slot = RINGS[made.target]  # of the keys; the values are next
+    target: Any = made.target
+    slot = RINGS[target]  # of the keys; the values are next
     axis = next(c.axis for c in node.cuts if c.factor == node.rule.ring[0][1])
     shapes = [[size_at(s, coordinate) for s in node.operand_shape(i)] for i in (slot, slot + 1)]
     dtype = node.operands[slot].meta.dtype
