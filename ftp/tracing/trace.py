@@ -34,7 +34,9 @@ from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.source import describe_line
 from ftp.tracing.assumptions import Assumptions
+from ftp.tracing.calls import TorchCalls
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -121,6 +123,7 @@ def trace(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    calls: TorchCalls | None = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -134,6 +137,7 @@ def trace(
         line: tells the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
+        calls: numbers torch's calls in the lines of the nodes.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -151,7 +155,14 @@ def trace(
         with _taking(by) as gradient:
             try:
                 return _traced(
-                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
+                    fn,
+                    leaves,
+                    in_tree,
+                    device_type,
+                    names=names,
+                    line=line,
+                    checked=checked,
+                    calls=calls,
                 )
             except GradientRefused as error:
                 refused = refused or error
@@ -171,10 +182,11 @@ def _traced(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    calls: TorchCalls | None = None,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line)
+    recorder = Recorder(device_type, line, calls.line if calls else describe_line)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
     assumed = Assumptions(recorder)
@@ -184,7 +196,7 @@ def _traced(
         for i, value in zip(at, values, strict=True):
             filled[i] = value
         with recorder.recording():
-            with assumptions_to(assumed.note):
+            with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
                 out = fn(*in_tree.unflatten(filled))
             out_leaves, out_tree = flatten(out)
             _check_results(out_leaves, out)
