@@ -4,7 +4,7 @@ Asked for are gathers of parameters, sums of gradients, what inputs and outputs 
 specs, what a constraint needs for its own, and the transpose of that in the backward pass.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ftp.ops.constrain import MARK, Pin, pin_from_str
 from ftp.passes.narrow_reductions import gradient_reductions
@@ -17,13 +17,16 @@ from ftp.tracing.calls import Line
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
 
 
-def unasked(plan: Plan, out_specs: Sequence[PartitionSpec | None]) -> list[Node]:
+def unasked(
+    plan: Plan, out_specs: Sequence[PartitionSpec | None], without: Collection[str] = ()
+) -> list[Node]:
     """The reshards that nobody asked for.
 
     Args:
         out_specs: those that were given; None is an output that asks for nothing.
+        without: names of constraints that do not count.
     """
-    return _Reader(plan.graph, out_specs).unasked()
+    return _Reader(plan.graph, out_specs, without).unasked()
 
 
 def pin_of(node: Node) -> Pin | None:
@@ -46,12 +49,18 @@ def passes_on(node: Node, slot: int) -> bool:
 
 
 class _Reader:
-    def __init__(self, graph: Graph, out_specs: Sequence[PartitionSpec | None]):
+    def __init__(
+        self,
+        graph: Graph,
+        out_specs: Sequence[PartitionSpec | None],
+        without: Collection[str],
+    ):
         self.graph, self.users = graph, graph.users()
         self.returned = {
             value for value, spec in zip(graph.outputs, out_specs, strict=True) if spec is not None
         }
-        self.pins = {node: pin for node in graph.nodes if (pin := pin_of(node))}
+        pins = {node: pin_of(node) for node in graph.nodes if node.name not in without}
+        self.pins = {node: pin for node, pin in pins.items() if pin is not None}
         self.constrained = self._constrained()
 
     def unasked(self) -> list[Node]:
@@ -73,7 +82,7 @@ class _Reader:
         pin = self.pins.get(user)
         if pin is None:
             return user.kind == "local" or axis in user.own_axes
-        return pin.probe is None and (pin.holds(axis) or user.target == MARK)
+        return pin.holds(axis) or user.target == MARK
 
     def _leads(self, value: Value, phase: int, axis: str) -> bool:
         """Whether a value is one that an output or a constraint fixes, or becomes nothing else."""
@@ -104,12 +113,9 @@ class _Reader:
             if node in seen or not node.phase % 2:
                 continue
             seen.add(node)
-            pin = self.pins.get(node)
-            if node.kind == "local" or move.target.axis in node.own_axes:
+            if node.kind == "local" or move.target.axis in node.own_axes or node in self.pins:
                 return True
-            if pin is not None and pin.probe is None:
-                return True
-            if pin is not None or node.kind == "move" or node.target in VIEWS:
+            if node.kind in ("move", "constrain") or node.target in VIEWS:
                 queue += node.operands
             else:
                 queue += [v for slot, v in enumerate(node.operands) if passes_on(node, slot)]
@@ -119,7 +125,7 @@ class _Reader:
         """TorchCalls whose result is constrained, each with an axis."""
         found = set()
         for node, pin in self.pins.items():
-            if pin.probe is not None or node.phase % 2:
+            if node.phase % 2:
                 continue
             value = node.operands[0]
             while value.node.kind in ("move", "constrain") or value.node.target in VIEWS:

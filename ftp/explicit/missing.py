@@ -40,9 +40,8 @@ class Missing:
     def __str__(self) -> str:
         sent = ", ".join(self.collectives)
         where = {"after": "after it", "in place of": "in its place"}.get(self.place, self.place)
-        return (
-            f"{self.source}\n    {sent}, {in_bytes(self.nbytes)}; write {where}:\n    {self.line}"
-        )
+        line = self.line.replace("\n", "\n      ")
+        return f"{self.source}\n    {sent}, {in_bytes(self.nbytes)}; write {where}:\n      {line}"
 
 
 def lines_of(

@@ -95,6 +95,14 @@ class Probed:
             if (number := _probe_of(node)) is not None
         }
 
+    def nodes_at(self, site: Site) -> set[str]:
+        """The names of a place's probes in the graph, forward and backward."""
+        return {
+            node.name
+            for node in self.gm.graph.nodes
+            if (number := _probe_of(node)) is not None and self.calls.sites[number].site == site
+        }
+
     @property
     def ndims(self) -> dict[Site, int]:
         """Per place the number of dims of its value."""
@@ -115,10 +123,10 @@ def tagged(gm: fx.GraphModule) -> fx.GraphModule:
 
 def _base(node: fx.Node) -> tuple[fx.Node, int]:
     """The node, and its result, that a probe is of."""
-    x = node
+    x: Any = node
     while _probe_of(x) is not None:
-        x = x.args[0]  # type: ignore[assignment]
-    return (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)  # type: ignore[return-value]
+        x = x.args[0]
+    return (x.args[0], x.args[1]) if x.target is operator.getitem else (x, 0)
 
 
 def suggest(plan: Plan, probed: Probed) -> Suggestion:
@@ -134,7 +142,7 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
             if not probed.unasked(then):
                 if sent_by(then) != sent:
                     break
-                kept = _needed(tried, probed, sent, places)
+                kept = _needed(tried, then, probed, sent, places)
                 return Suggestion(places.plan, tuple(kept.values()), (), True)
             more, _ = Places(then, probed).all_wanted()
             if not more.keys() - tried.keys():
@@ -144,7 +152,11 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
 
 
 def _needed(
-    wanted: Mapping[Site, Wanted], probed: Probed, sent: Counter[Any], places: "Places"
+    wanted: Mapping[Site, Wanted],
+    plan: Plan,
+    probed: Probed,
+    sent: Counter[Any],
+    places: "Places",
 ) -> Mapping[Site, Wanted]:
     """The constraints without those that others, which then ask for their reshards, make
     superfluous.
@@ -152,11 +164,13 @@ def _needed(
     kept = dict(wanted)
     for site in list(kept):
         less = {other: w for other, w in kept.items() if other != site}
+        if not less or unasked(plan, probed.out_specs, probed.nodes_at(site)):
+            continue
         then = probed.planned(less)
-        if less and not probed.unasked(then) and sent_by(then) == sent:
+        if not probed.unasked(then) and sent_by(then) == sent:
             near = next((s for s in less if places.shares(s, site)), next(iter(less)))
             less[near] = replace(less[near], moves=(*less[near].moves, *kept[site].moves))
-            kept = less
+            kept, plan = less, then
     return kept
 
 
@@ -313,12 +327,13 @@ class Places:
         probes = [self.calls.sites[number] for number in self.numbers.get(value, ())]
         if move.target.src.kind == "S":
             probes.reverse()
+        readers.add(None)
         fit = [p for p in probes if _is_result(p) or move.phase % 2 or p.call in readers]
         return [p.site for p in sorted(fit, key=lambda p: not _is_result(p))]
 
-    def _readers(self, value: Value) -> set[int]:
+    def _readers(self, value: Value) -> set[int | None]:
         """The calls that read a value."""
-        found, queue = set[int](), [value]
+        found, queue = set[int | None](), [value]
         for at in queue:
             for user, _ in self.users.get(at, ()):
                 if isinstance(user.source, Line):
@@ -351,7 +366,7 @@ class Places:
     def _used_as(self, value: Value, site: Site) -> PartitionSpec:
         """The layout in which a value is used, or in which a call reads it."""
         of_operand = isinstance(site, Operand) and not value.node.phase % 2
-        calls = {p.call for p in self.calls.sites if of_operand and p.site == site}
+        calls = {p.call for p in self.calls.sites if of_operand and p.site == site} - {None}
         spec = spec_of(value)
         queue = [value]
         for at in queue:

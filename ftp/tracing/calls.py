@@ -20,6 +20,7 @@ from torch.nn.modules.module import (
 )
 from torch.overrides import TorchFunctionMode
 
+from ftp.axis import is_inside
 from ftp.ops.constrain import marked_gradients, probe
 from ftp.source import describe_line, is_editable, is_users
 
@@ -83,7 +84,9 @@ Site = Expression | Output | Operand
 
 @dataclass(frozen=True)
 class Probe:
-    """A place that was probed, and the number of the call whose result or operand is there."""
+    """A place that was probed, and the number of the call whose result or operand is there; None
+    for a module's.
+    """
 
     site: Site
     call: int | None
@@ -135,7 +138,7 @@ class TorchCalls:
 
     def call(self, func: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         site = None
-        if self.probes and _makes_new(func, kwargs):
+        if self.probes and not is_inside() and _makes_new(func, kwargs):
             site = _expression(sys._getframe(2))
         before, self.now = self.now, next(self._numbers)
         try:
@@ -147,12 +150,16 @@ class TorchCalls:
         finally:
             self.now = before
 
-    def _enter(self, module: nn.Module, args: Any) -> None:
+    def _enter(self, module: nn.Module, args: tuple[Any, ...]) -> Any:
         self._modules.append(module)
+        site = _expression(sys._getframe(1)) if len(self._modules) > 1 else None
+        if site is None or is_inside():
+            return args
+        return tuple(self.probed(x, Operand(site, i)) for i, x in enumerate(args))
 
     def _leave(self, module: nn.Module, args: Any, out: Any) -> Any:
         self._modules.pop()
-        if not self._modules:
+        if not self._modules or is_inside():
             return None
         site = _expression(sys._getframe(1))
         if site is not None:
@@ -224,7 +231,7 @@ _OPERATORS = frozenset(
         "floordiv",
     ]
 )
-# Code of torch's between a call and the op or the module's output that it is.
+# Code between a call and the op or the module's output that it is.
 _PASSED = (
     "overrides.py",
     "functional.py",
@@ -233,6 +240,9 @@ _PASSED = (
     "module.py",
     "_symbolic_trace.py",
     "proxy_tensor.py",
+    "_ops.py",
+    "function.py",
+    "ops/constrain.py",
 )
 
 
