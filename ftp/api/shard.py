@@ -38,7 +38,7 @@ def shard(
     strict: bool = False,
     explicit: bool = False,
     certify: bool = False,
-    pack: bool = False,
+    bucket: bool = True,
     check_inputs: bool = False,
     prefetch: int | None = None,
     chunks: int = 1,
@@ -79,7 +79,9 @@ def shard(
             need, and what ``ftp.constrain`` says, with its transpose in the backward pass (see
             docs/explicit.md).
         certify: check each program independently before its first run, as ``ftp.certify`` does.
-        pack: issue small collectives that are ready together as one.
+        bucket: issue small collectives that are ready together as one: gathers of the parameters of
+            a layer, reductions of gradients, of statistics and of losses. Values are the same with
+            and without.
         check_inputs: at each call check that replicas of every input are equal, as
             ``ftp.check_replicas`` does, and that inputs which index a dim (ids, classes) are in its
             range.
@@ -150,7 +152,7 @@ def shard(
             strict=strict,
             explicit=explicit,
             certify=certify,
-            pack=pack,
+            bucket=bucket,
             check_inputs=check_inputs,
             prefetch=prefetch,
             chunks=chunks,
@@ -188,7 +190,7 @@ def spmd(
     strict: bool = False,
     explicit: bool = False,
     certify: bool = False,
-    pack: bool = False,
+    bucket: bool = True,
     check_inputs: bool = False,
     prefetch: int | None = None,
     chunks: int = 1,
@@ -262,7 +264,7 @@ def spmd(
                 strict=strict,
                 explicit=explicit,
                 certify=certify,
-                pack=pack,
+                bucket=bucket,
                 check_inputs=check_inputs,
                 prefetch=prefetch,
                 chunks=chunks,

@@ -257,9 +257,16 @@ class Step:
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             other = [changed.get(i, spec) for i, spec in enumerate(specs)]
-            return Lowered(self._build(call, other, shapes, watch, known).program, again)
+            return self._lowered(call, self._build(call, other, shapes, watch, known), again)
 
-        return Lowered(self._build(call, specs, shapes, None, known).program, again)
+        return self._lowered(call, self._build(call, specs, shapes, None, known), again)
+
+    def _lowered(
+        self, call: Arguments, planned: _Planned, again: Callable[..., Lowered] | None
+    ) -> Lowered:
+        from ftp.api.compiled_step import bound  # which is a Step
+
+        return Lowered(planned.program, again, bound(self, call, planned))
 
     def _abstract(
         self, args: tuple[Any, ...]

@@ -66,6 +66,7 @@ class _Sent:
 
     def __init__(self, program: Program):
         self._records: dict[str, list[Collective]] = {}
+        program = program.with_options(bucket=False, chunks=1)
         for node in program.local().gm.graph.nodes:
             if "collective" in node.meta:
                 self._records.setdefault(node.meta.get("origin", ""), []).append(

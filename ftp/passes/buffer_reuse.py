@@ -20,8 +20,14 @@ aten = torch.ops.aten
 
 def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    given = [
+        mode.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
+        for x in inputs
+    ]
     with torch.no_grad():
-        _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+        _Values(gm, mode).propagate_dont_convert_inputs(*given)
     return gm
 
 

@@ -14,7 +14,7 @@ PROGRAMS = 64  # that a step keeps
 class Options:
     """The options of a step; ``ftp.shard`` says what each does, ``checked_options`` checks them.
 
-    >>> Options(pack=True).chunks
+    >>> Options(bucket=False).chunks
     1
     """
 
@@ -25,7 +25,7 @@ class Options:
     strict: bool = False
     explicit: bool = False
     certify: bool = False
-    pack: bool = False
+    bucket: bool = True
     check_inputs: bool = False
     prefetch: int | None = None
     chunks: int = 1

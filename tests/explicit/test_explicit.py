@@ -110,7 +110,7 @@ def test_each_line_is_needed(of_block):
 def test_data_parallelism_is_asked_for():
     for spec in (P(), P("dp")):
         specs = dict.fromkeys(SHAPES, spec)
-        lowered = block(Source(BLOCK), specs=specs, explicit=True)
+        lowered = block(Source(BLOCK), specs=specs, explicit=True, bucket=False)
         assert len(lowered.collectives) > len(SHAPES)
 
 
