@@ -2,6 +2,7 @@
 which a constraint in place of a probe is one that the user writes there.
 """
 
+import math
 import operator
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -197,9 +198,9 @@ def with_constraints(
 
 
 def sent_by(plan: Plan) -> Counter[Any]:
-    """What a plan sends, each with how often."""
+    """What a plan sends, each with how often: of a value or a view of it is the same."""
     return Counter(
-        (n.target.op, n.target.axes, tuple(n.results[0].shape), n.results[0].dtype, n.phase % 2)
+        (n.target.op, n.target.axes, math.prod(n.results[0].shape), n.results[0].dtype, n.phase % 2)
         for n in collectives_of(plan.graph)
     )
 
@@ -275,12 +276,15 @@ class Places:
         )
 
     def all_wanted(self) -> tuple[dict[Site, Wanted], tuple[Node, ...]]:
-        """A constraint for each place that asks for unasked reshards, and those without a place."""
+        """A constraint for each place that asks for unasked reshards, and those without a place.
+        What a gradient needs is asked for where the value is constrained already, if it can be.
+        """
         sites: dict[Site, list[Node]] = {}
         without = []
         for move in self.moves:
-            fit = (s for s in self._candidates(move) if self._layout(s, move) is not None)
-            if (site := next(fit, None)) is None:
+            fit = [s for s in self._candidates(move) if self._layout(s, move) is not None]
+            known = [s for s in fit if s in sites and move.phase % 2]
+            if (site := next(iter([*known, *fit]), None)) is None:
                 without.append(move)
             else:
                 sites.setdefault(site, []).append(move)
@@ -300,8 +304,14 @@ class Places:
     def _wanted(self, site: Site, moves: Sequence[Node]) -> Wanted:
         spec = self._layout(site, moves[0])
         assert spec is not None
-        gradients = {self._used_as(v, site) for v in self.values[site] if v.node.phase % 2}
-        return Wanted(site, Pin(spec), gradients <= {spec}, tuple(m.name for m in moves))
+        gradients = [v for v in self.values[site] if v.node.phase % 2]
+        grad = all(self._used_as(v, site) == spec and not self._stays_pending(v) for v in gradients)
+        return Wanted(site, Pin(spec), grad, tuple(m.name for m in moves))
+
+    def _stays_pending(self, value: Value) -> bool:
+        """Whether a gradient is read before it is summed."""
+        readers = [user for user, _ in self.users.get(value, ())]
+        return bool(value.node.pending.get(value.index)) and any(u.kind != "move" for u in readers)
 
     def _layout(self, site: Site, move: Node) -> PartitionSpec | None:
         """How the values at a place are used; None if differently from call to call."""

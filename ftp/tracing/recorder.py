@@ -62,10 +62,11 @@ class Recorder(TorchDispatchMode):
         self,
         device_type: str,
         told: Callable[[], str] | None = None,
+        within: bool = False,
         describe: Callable[[str, int], str] = describe_line,
     ):
         super().__init__()
-        self._told, self._describe = told, describe
+        self._told, self._within, self._describe = told, within, describe
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
@@ -220,7 +221,8 @@ class Recorder(TorchDispatchMode):
             raise TraceError(
                 f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}"
             )
-        if isinstance(tensor, FakeTensor):
+        is_outer = isinstance(tensor, FakeTensor)
+        if is_outer and not self._within:
             raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
@@ -239,7 +241,7 @@ class Recorder(TorchDispatchMode):
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
             proxy.node.meta["ftp_constant"] = len(self.constants)
             with _disable_current_modes():
-                self.constants.append(tensor.detach())
+                self.constants.append(tensor if is_outer else tensor.detach())
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]

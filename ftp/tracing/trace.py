@@ -124,6 +124,7 @@ def trace(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
     calls: TorchCalls | None = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
@@ -138,6 +139,7 @@ def trace(
         line: tells the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
+        within: the call is in a function that is being traced, whose values may be captured.
         calls: numbers torch's calls in the lines of the nodes.
 
     Raises:
@@ -163,6 +165,7 @@ def trace(
                     names=names,
                     line=line,
                     checked=checked,
+                    within=within,
                     calls=calls,
                 )
             except GradientRefused as error:
@@ -183,11 +186,12 @@ def _traced(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
     calls: TorchCalls | None = None,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line, calls.line if calls else describe_line)
+    recorder = Recorder(device_type, line, within, calls.line if calls else describe_line)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
     assumed = Assumptions(recorder)

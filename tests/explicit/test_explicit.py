@@ -215,6 +215,9 @@ CASES = {
         "LlamaConfig", kv_heads=2, pins=models.sequence_parallel()
     ),
     "llama, uneven": small("LlamaConfig", heads=3, dim=12, vocab=31),
+    "llama, context parallel": small(
+        "LlamaConfig", ftp.AbstractMesh((2,), ("cp",)), tp=None, batch=P(None, "cp")
+    ),
     "gpt2": small("GPT2Config"),
     "gpt2, tied, interleaved × dp": small(
         "GPT2Config", DP_TP, batch=P("dp"), tied=True, qkv="interleaved"

@@ -2,6 +2,7 @@
 
 import importlib.util
 import itertools
+import math
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -58,7 +59,8 @@ class Source:
 
 
 def sent(lowered: ftp.Lowered) -> list[tuple[Any, ...]]:
-    """What a program sends, without its order."""
+    """What a program sends, without its order; of a value or a view of it is the same."""
     return sorted(
-        (c.op, c.axes, c.shape, c.global_shape, str(c.dtype), c.nbytes) for c in lowered.collectives
+        (c.op, c.axes, c.shape, math.prod(c.global_shape), str(c.dtype), c.nbytes)
+        for c in lowered.collectives
     )
