@@ -67,7 +67,7 @@ class PipelinedStep(Step):
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced = self._traced(call, micro)
+        traced = self._traced(call, specs, micro)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
         stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
         ranks = self.mesh.axes[pipeline.axis]

@@ -5,6 +5,7 @@ See ``docs/training.md``.
 
 from ftp.optim import schedules
 from ftp.optim.base import Optimizer
+from ftp.optim.by_owner import by_owner
 from ftp.optim.by_path import by_path
 from ftp.optim.gradients import accumulate, clip_by_global_norm, count_nonfinite, global_norm
 from ftp.optim.parameters import ema, select
@@ -13,6 +14,7 @@ from ftp.optim.torch_optimizer import from_torch
 __all__ = [
     "Optimizer",
     "accumulate",
+    "by_owner",
     "by_path",
     "clip_by_global_norm",
     "count_nonfinite",

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
+from ftp.ops.choose import Branch, current_branch
 from ftp.ops.static_shape import FIXED
 from ftp.source import describe_line, is_users
 from ftp.tracing.call_cache import Call, Recall
@@ -57,9 +58,11 @@ class Recorder(TorchDispatchMode):
     tell.
     """
 
-    def __init__(self, device_type: str, told: Callable[[], str] | None = None):
+    def __init__(
+        self, device_type: str, told: Callable[[], str] | None = None, within: bool = False
+    ):
         super().__init__()
-        self._told = told
+        self._told, self._within = told, within
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
@@ -131,8 +134,8 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
-        phase, region = self._turn()
-        meta = {"source": line, "phase": phase, "region": region}
+        phase, region, branch = self._turn()
+        meta = {"source": line, "phase": phase, "region": region, "branch": branch}
         if (
             fx_traceback.has_preserved_node_meta()
         ):  # which torch copies to what it records itself, and so not to what is remembered
@@ -214,7 +217,8 @@ class Recorder(TorchDispatchMode):
             raise TraceError(
                 f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}"
             )
-        if isinstance(tensor, FakeTensor):
+        is_outer = isinstance(tensor, FakeTensor)
+        if is_outer and not self._within:
             raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
@@ -233,20 +237,20 @@ class Recorder(TorchDispatchMode):
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
             proxy.node.meta["ftp_constant"] = len(self.constants)
             with _disable_current_modes():
-                self.constants.append(tensor.detach())
+                self.constants.append(tensor if is_outer else tensor.detach())
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]
 
-    def _turn(self) -> tuple[int, Any]:
-        """The pass that is going on, even numbers forward and odd ones backward, and the
-        recomputation.
+    def _turn(self) -> tuple[int, Any, Branch]:
+        """The pass that is going on, even numbers forward and odd ones backward, the recomputation,
+        and the branch.
         """
-        if self.replayed is not None:
-            return self.replayed.get("phase", 0), self.replayed.get("region")
+        if (of := self.replayed) is not None:
+            return of.get("phase", 0), of.get("region"), of.get("branch", ())
         is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
         self._phase += is_backward != bool(self._phase % 2)
-        return self._phase, current_region()
+        return self._phase, current_region(), current_branch()
 
     def _line(self) -> str:
         if self.replayed is not None:

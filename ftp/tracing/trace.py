@@ -35,6 +35,7 @@ from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.tracing.assumptions import Assumptions
+from ftp.tracing.branches import check_writes
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -121,6 +122,7 @@ def trace(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -134,6 +136,7 @@ def trace(
         line: tells the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
+        within: the call is in a function that is being traced, whose values may be captured.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -151,7 +154,14 @@ def trace(
         with _taking(by) as gradient:
             try:
                 return _traced(
-                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
+                    fn,
+                    leaves,
+                    in_tree,
+                    device_type,
+                    names=names,
+                    line=line,
+                    checked=checked,
+                    within=within,
                 )
             except GradientRefused as error:
                 refused = refused or error
@@ -171,10 +181,11 @@ def _traced(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line)
+    recorder = Recorder(device_type, line, within)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
     assumed = Assumptions(recorder)
@@ -208,6 +219,7 @@ def _traced(
             f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a"
             " container that is not seen through."
         )
+    check_writes(gm.graph)
     _check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
