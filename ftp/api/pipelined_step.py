@@ -100,8 +100,11 @@ class PipelinedStep(Step):
             self._options,
             self._hardware_on(self.mesh.hosts),
             check,
+            stage_of,
+            ranks,
         )
-        check_programs(made.programs.values(), self._options)
+        programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
+        check_programs(programs, self._options)
         out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
         whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
         program = PipelineProgram(

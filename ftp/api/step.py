@@ -471,7 +471,7 @@ class Step:
             abstract(leaf, shape)
             for leaf, shape in zip(call.leaves, self._estimated_shapes(call, specs), strict=True)
         ]
-        check_specs(specs, leaves, call.names, self.mesh.axes)
+        check_specs(specs, leaves, call.names, self.mesh.axes, takes_sums=True)
         return specs
 
     def _traced(
@@ -661,7 +661,9 @@ class Step:
             if not static:
                 found[leaf] = spec
                 failures += (
-                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name) if spec else []
+                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name, takes_sums=True)
+                    if spec
+                    else []
                 )
             elif spec:
                 failures.append(

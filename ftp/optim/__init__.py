@@ -1,5 +1,14 @@
 """torch.optim's optimizers as pure functions, with clipping, accumulation, averages and schedules.
 
+>>> import torch
+>>> from ftp import optim
+>>> opt = optim.from_torch(torch.optim.SGD, lr=0.5)
+>>> params = {"w": torch.ones(2)}
+>>> state = opt.init(params)
+>>> params, state = opt.update({"w": torch.ones(2)}, state, params)
+>>> params["w"]
+tensor([0.5000, 0.5000])
+
 See ``docs/training.md``.
 """
 

@@ -1,8 +1,10 @@
 """A planned program, run on processes or simulated."""
 
+import functools
 import hashlib
 import itertools
 import linecache
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -25,6 +27,7 @@ from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
+from ftp.rules.local_op import as_module
 from ftp.rules.rule import Meta
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
@@ -175,7 +178,9 @@ class Program:
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
             )
-            self._changed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
+            is_same = graph is local.gm.graph
+            gm = local.gm if is_same else as_module(graph)
+            self._changed[local.gm] = LocalProgram(gm, local.offsets, issued)
         return self._changed[local.gm]
 
     @cached_property
@@ -370,11 +375,11 @@ def _describe_op(error: BaseException) -> str:
 def shard_of(
     x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
-    return (
-        take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous()
-        if spec
-        else x
-    )
+    if not spec:
+        return x
+    shard = take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous()
+    is_first = not any(coordinate[axis] for axis in spec.unreduced)
+    return shard if is_first else torch.zeros_like(shard)
 
 
 def join_parts(
@@ -386,10 +391,13 @@ def join_parts(
 ) -> torch.Tensor:
     if not spec:
         return parts[0]
-    whole = parts[0].new_empty(shape)
+    terms: dict[tuple[int, ...], torch.Tensor] = {}
     for part, coordinate in zip(parts, coordinates, strict=True):
-        put(whole, part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
-    return whole
+        at = tuple(coordinate[axis] for axis in spec.unreduced)
+        if at not in terms:
+            terms[at] = part.new_empty(shape)
+        put(terms[at], part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
+    return functools.reduce(operator.add, terms.values())
 
 
 def products_of(mesh: Mesh) -> dict[str, tuple[str, ...]]:
