@@ -67,7 +67,8 @@ def moments_over_dims(call: Call) -> Rule:
 
 
 def _moments_of_part(op: LocalOp) -> tuple[fx.Node, ...]:
-    return sums(op.emit, *op.args, op.operand_shape(0), op.call.operands[0].dtype)
+    x, dims = op.args
+    return sums(op.emit, x, dims, op.operand_shape(0), op.call.operands[0].dtype)
 
 
 # Reductions that need all of the elements at once: whole, or by their decompositions.
