@@ -232,7 +232,7 @@ class Lowered(Startable):
         >>> loss = lambda p, x: (x @ p["w"]).sum()
         >>> step = ftp.shard(loss, mesh, {"w": ftp.P()}, batch_specs=ftp.P("dp"))
         >>> lowered = step.lower(w, torch.ones(8, 8))
-        >>> lowered.assert_collectives(all_reduce=2, all_gather=0, max_bytes=300)
+        >>> lowered.assert_collectives(all_reduce=1, all_gather=0, max_bytes=300)
         """
         given = {
             "all_reduce": all_reduce,
