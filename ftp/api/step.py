@@ -17,6 +17,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
 
+from ftp.api import families
 from ftp.api.arguments import (
     Arguments,
     check_donated_once,
@@ -26,10 +27,13 @@ from ftp.api.arguments import (
     nones,
     takes_by_name,
 )
+from ftp.api.dynamic_shapes import Dynamic
+from ftp.api.families import Family, FamilyPlan, FamilyTrace
 from ftp.api.fast_path import Expected
 from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
 from ftp.api.outputs import renewed, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
+from ftp.dynamic_int import Sizes
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import Hardware
@@ -131,6 +135,7 @@ class Step:
             arguments to a spec per leaf.
         arguments: what the positional arguments are called in messages.
         state: positions of arguments that are state rather than a batch.
+        dynamic: arguments to their dims that change size.
 
     >>> import ftp
     >>> step = ftp.spmd(lambda x: 2 * x, ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"))
@@ -148,10 +153,13 @@ class Step:
         arguments: Sequence[str],
         state: Sequence[int],
         options: Options,
+        dynamic: Callable[[tuple[Any, ...]], Dynamic] | None = None,
     ):
         self.mesh = mesh
         self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
         self._arguments, self._state, self._options = tuple(arguments), frozenset(state), options
+        self._dynamic = dynamic
+        self._families: dict[tuple[Any, ...], Family] = {}
         self._programs: dict[tuple[Any, ...], _Planned] = {}
         # By last use, the latest at the end; each with the numbers of its modules' source texts,
         # which torch keeps.
@@ -342,6 +350,10 @@ class Step:
         except TypeError:
             check_static(call)
             raise
+        if known is None and self._dynamic is not None:
+            known = self._at_new_size(call, self._dynamic(call.args))
+            if known is not None:
+                self._programs[call.key] = known
         if known is None:
             known = next(
                 (
@@ -420,7 +432,7 @@ class Step:
             loaded = {i for i, position in enumerate(call.positions) if position not in self._state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
         try:
-            planned = self._build(call, specs, shapes)
+            planned = self._built(call, specs, shapes)
             agreed = {
                 "rules found by trial": planned.program.trial_rules,
                 "program": planned.program.fingerprint,
@@ -437,6 +449,107 @@ class Step:
                 record.agree(number, {"program": planned.program.description.replace("\n", "; ")})
             raise
         return planned
+
+    def _at_new_size(self, call: Arguments, dynamic: Dynamic) -> _Planned | None:
+        """The program for these arguments at a size that is new, where its plan is made."""
+        family = self._families.get(call.key_without(dynamic.dims))
+        if family is None or family.why_not or not family.traces:
+            return None
+        sized = families.sizes_of(call.leaves, dynamic, family, self.mesh)
+        if sized is None:
+            return None
+        values = dynamic.values(sized, call.names)
+        plan = family.find(values)
+        return None if plan is None else self._at_size(plan, call, values)
+
+    def _at_size(
+        self, plan: FamilyPlan, call: Arguments, values: tuple[int, ...]
+    ) -> _Planned:
+        program, like = plan.program(values), plan.planned
+        placements = tuple(
+            placement(self.mesh, spec, shape) if is_dynamic else known
+            for spec, shape, is_dynamic, known in zip(
+                program.out_specs,
+                program.out_shapes,
+                plan.ranks.is_dynamic,
+                like.placements,
+                strict=True,
+            )
+        )
+        shapes = tuple(families.shapes_at(plan.dynamic, like.shapes, values))
+        return replace(
+            like, program=program, key=call.key, shapes=shapes, placements=placements
+        )
+
+    def _built(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+    ) -> _Planned:
+        """``_build``, for many sizes where dims are dynamic and that can be."""
+        dynamic = None if self._dynamic is None else self._dynamic(call.args)
+        if dynamic is None or not dynamic.ranges:
+            return self._build(call, specs, shapes)
+        values = dynamic.values(shapes, call.names)
+        family = self._families.setdefault(call.key_without(dynamic.dims), Family(dynamic))
+        if not family.why_not:
+            try:
+                trace = family.trace_for(values)
+                if trace is None:
+                    trace = self._traced_dynamic(family, call, shapes, values)
+                return self._planned_dynamic(trace, dynamic, call, specs, shapes, values)
+            except Exception as error:
+                made = self._build(call, specs, shapes)  # an error of the function is one here too
+                family.give_up(families.reason(error))
+                return made
+        return self._build(call, specs, shapes)
+
+    @collection_paused()
+    def _traced_dynamic(
+        self,
+        family: Family,
+        call: Arguments,
+        shapes: Sequence[Shape | None],
+        values: tuple[int, ...],
+    ) -> FamilyTrace:
+        """Trace for all sizes; a function that asks for one, for those with the same answers."""
+        for at in families.sizes_to_trace(family, shapes, values):
+            sizes = families.sizes_for(family.dynamic, at)
+            with_formulas = families.shapes_with(family.dynamic, shapes, sizes)
+            traced = self._traced(call, shapes, with_formulas, sizes)
+            trace = FamilyTrace(traced, sizes)
+            if sizes.conditions.holds(values):
+                break
+        return family.add(trace)
+
+    @collection_paused()
+    def _planned_dynamic(
+        self,
+        trace: FamilyTrace,
+        dynamic: Dynamic,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        values: tuple[int, ...],
+    ) -> _Planned:
+        traced = trace.traced
+        formulas = families.shapes_with(dynamic, shapes, trace.sizes)
+        out_specs, returned_state = self._specs_of_results(call, specs, formulas, traced)
+        state = self._state.union(returned_state)
+        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+
+        def program(sizes: Sizes) -> Program:
+            plan = self._planned(call, specs, traced, tensors, state, out_specs, None, sizes)
+            return self._program(call, specs, traced, tensors, state, plan)
+
+        made = families.FamilyPlan.of(dynamic, values, program)
+        sized = made.program(values)
+        check_programs([sized], self._options)
+        sized.prepare()
+        made.planned = self._callable(call, shapes, traced, sized)
+        trace.plans.append(made)
+        return made.planned
 
     def _estimated_shapes(
         self, call: Arguments, specs: Sequence[PartitionSpec]
@@ -466,7 +579,13 @@ class Step:
         check_specs(specs, leaves, call.names, self.mesh.axes)
         return specs
 
-    def _traced(self, call: Arguments, shapes: Sequence[Shape | None]) -> Traced:
+    def _traced(
+        self,
+        call: Arguments,
+        shapes: Sequence[Shape | None],
+        formulas: Sequence[Shape | None] | None = None,
+        sizes: Sizes | None = None,
+    ) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
         with _tracing, use_mesh(self.mesh):
             try:
@@ -477,6 +596,8 @@ class Step:
                     self.mesh.device_type,
                     names=call.names,
                     checked=self._options.check_inputs,
+                    shapes=formulas,
+                    symbolic=None if sizes is None else families.symbolic_of(sizes),
                 )
             except (AttributeError, TypeError) as e:
                 if (names := nones(call)) and "NoneType" in str(e):
@@ -537,6 +658,7 @@ class Step:
         state: Collection[int],
         out_specs: Sequence[PartitionSpec | None],
         watch: Watch | None,
+        sizes: Sizes | None = None,
     ) -> Plan:
         options = self._options
         prepared = prepare(
@@ -544,6 +666,8 @@ class Step:
             [call.names[i] for i in tensors],
             [call.positions[i] in state for i in tensors],
             strict=options.strict,
+            sizes=sizes,
+            number=None if traced.symbolic is None else traced.symbolic.dynamic,
         )
         check_constraints(prepared.constraints, self.mesh)
         check_local_meshes(prepared.graph, self.mesh)

@@ -7,6 +7,7 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from ftp.dynamic_int import Conditions
 from ftp.partitioning.collectives import (
     Collective,
     MoveSite,
@@ -97,6 +99,7 @@ class Partitioner:
 
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
+        self._asked: dict[tuple[int, ...], Conditions] = {}
         chunks: dict[Chunk, None] = {}
 
         def collect(size: Size) -> None:
@@ -131,7 +134,9 @@ class Partitioner:
         self._contributing = [a for a in self.plan.axes if a in firsts]
 
     def program(self, coordinate: Coordinate) -> LocalProgram:
-        """The program of the rank at ``coordinate``."""
+        """The program of the rank at ``coordinate``; where sizes are dynamic, as they are now,
+        under the conditions that are noted.
+        """
         key = (
             *(chunk_at(c, coordinate)[1] for c in self._uneven),
             *(int(coordinate[a] == 0) for a in self._contributing),
@@ -146,9 +151,15 @@ class Partitioner:
                 )
             ),
         )
+        sizes = self.plan.sizes
         if key not in self._programs:
-            with collection_paused():
+            noting = nullcontext() if sizes is None else sizes.noting(sizes.now)
+            with collection_paused(), noting as asked:
                 self._programs[key] = _Emission(self, coordinate).run()
+            if asked is not None:
+                self._asked[key] = asked
+        if sizes is not None:
+            sizes.note_all(self._asked[key])
         return self._programs[key]
 
 
@@ -176,7 +187,7 @@ def nested_cuts(
     found = []
     for dim in range(len(spec)):
         cuts = spec.cuts(dim)
-        size = int(shape[dim])
+        size = shape[dim]
         for cut in cuts if len(cuts) > 1 or not all(c.is_plain for c in cuts) else ():
             n = axes[cut.axis]
             pieces = tuple(cut_pieces(size, n, coordinate[cut.axis], cut))

@@ -18,10 +18,17 @@ from ftp.passes.aliasing import families, is_view, last_uses
 aten = torch.ops.aten
 
 
-def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
-    """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
+def with_values(
+    gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None = None
+) -> fx.GraphModule:
+    """The same module, with the results for such inputs as fake tensors in ``meta["val"]``; with
+    ``mode`` the inputs are fake tensors of it.
+    """
     with torch.no_grad():
-        _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+        if mode is not None:
+            _Values(gm, mode).propagate_dont_convert_inputs(*inputs)
+        else:
+            _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
     return gm
 
 

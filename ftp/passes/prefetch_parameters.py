@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ftp.planning.graph import PARAMETER, Graph, Node, Value
-from ftp.sharding.layout import nominal
+from ftp.sharding.layout import estimated
 
 LOCAL_STEPS = ("slice", "contribute", "pad")
 
@@ -18,7 +18,7 @@ def is_ahead(node: Node) -> bool:
 
 def held_bytes(node: Node) -> int:
     """Of a move's result, on the rank that holds most."""
-    return math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
+    return math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
 
 
 def largest_gathered(graph: Graph) -> int:

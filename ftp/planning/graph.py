@@ -208,7 +208,7 @@ class Graph:
 def identity_rule(shape: Sequence[int], operands: int = 1) -> BoundRule:
     """One factor a dim, the same in the operand (if any) and the result."""
     dims = tuple((f"~{d}",) for d in range(len(shape)))
-    sizes = {f"~{d}": int(s) for d, s in enumerate(shape)}
+    sizes = {f"~{d}": s for d, s in enumerate(shape)}
     return BoundRule((dims,) * operands, (dims,), frozenset(), ({},), (), sizes, None, False)
 
 
@@ -222,7 +222,7 @@ def whole_rule(
         out = []
         for s in shape:
             name = f"~{len(sizes)}"
-            sizes[name] = int(s)
+            sizes[name] = s
             out.append((name,))
         return tuple(out)
 

@@ -231,11 +231,14 @@ class Program:
                 graph, given, self.donated, lambda products: faster_by_onednn(mesh, products)
             )
         else:
-            made = eager(graph, given, self.donated)
+            made = self._eager(graph, given)
         if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
         return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
+
+    def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
+        return eager(graph, given, self.donated)
 
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""

@@ -9,9 +9,11 @@ agree; the length of an uneven chunk is a ``Chunk``, and a product with such a l
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
+
+from ftp.dynamic_int import is_dynamic, value_of
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,8 @@ def mul(a: Size, b: Size) -> Size:
 def div(a: Size, b: Size) -> Size | None:
     """``a / b`` if it is a size, else None."""
     if isinstance(a, int) and isinstance(b, int):
+        if is_dynamic(b):  # whether it divides whatever the sizes
+            return None if is_dynamic(a % b) else a // b
         return (a // b if a % b == 0 else None) if b else None
     const, chunks = _parts(a)
     other, fewer = _parts(b)
@@ -84,6 +88,18 @@ def nominal(size: Size) -> int:
     if isinstance(size, int):
         return size
     return size.const * math.prod(map(_most, size.chunks))
+
+
+def estimated(size: Size) -> int:
+    """``nominal`` for prices: where sizes are dynamic, at those that the plan is made for."""
+    return nominal(_at_values(size))
+
+
+def _at_values(size: Size) -> Size:
+    if isinstance(size, int):
+        return value_of(size)
+    chunks = [replace(c, size=_at_values(c.size)) for c in size.chunks]
+    return Product(value_of(size.const), tuple(chunks))
 
 
 def _most(chunk: Chunk) -> int:

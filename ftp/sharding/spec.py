@@ -457,7 +457,7 @@ def local_pieces(
     """
     found = []
     for dim, size in enumerate(shape):
-        held: list[Piece] = [(0, int(size))]
+        held: list[Piece] = [(0, size)]
         for cut in spec.cuts(dim):
             length = sum(stop - start for start, stop in held)
             held = [
