@@ -152,10 +152,10 @@ class Sizes:
         (atoms, _), *more = x.terms.items()
         if self.prefers_multiples and not more and len(atoms) == 1 and self._atoms[atoms[0]].kind == "%" and not x.value:
             of, n = self._atoms[atoms[0]].of
-            is_of_symbols = all(
+            is_of_symbols = is_dynamic(of) and all(
                 self._atoms[a].kind == "symbol" for product in of.terms for a in product
             )
-            if is_of_symbols and isinstance(n, int):
+            if is_of_symbols and not is_dynamic(n):
                 multiple = [math.lcm(s.multiple, n) for s in self.given]
                 if all(s.value % m == 0 for s, m in zip(self.given, multiple, strict=True)):
                     raise NotDivisible(n)

@@ -7,7 +7,6 @@ import itertools
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,7 +98,7 @@ class Partitioner:
 
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
-        self._asked: dict[tuple[int, ...], Conditions] = {}
+        self._dynamic: dict[tuple[int, ...], list[tuple[Conditions, LocalProgram]]] = {}
         chunks: dict[Chunk, None] = {}
 
         def collect(size: Size) -> None:
@@ -151,15 +150,18 @@ class Partitioner:
                 )
             ),
         )
-        sizes = self.plan.sizes
+        if (sizes := self.plan.sizes) is not None:
+            known = self._dynamic.setdefault(key, [])
+            found = next((one for one in known if one[0].holds(sizes.now)), None)
+            if found is None:
+                with collection_paused(), sizes.noting(sizes.now) as asked:
+                    found = asked, _Emission(self, coordinate).run()
+                known.append(found)
+            sizes.note_all(found[0])
+            return found[1]
         if key not in self._programs:
-            noting = nullcontext() if sizes is None else sizes.noting(sizes.now)
-            with collection_paused(), noting as asked:
+            with collection_paused():
                 self._programs[key] = _Emission(self, coordinate).run()
-            if asked is not None:
-                self._asked[key] = asked
-        if sizes is not None:
-            sizes.note_all(self._asked[key])
         return self._programs[key]
 
 

@@ -59,12 +59,10 @@ def mul(a: Size, b: Size) -> Size:
 def div(a: Size, b: Size) -> Size | None:
     """``a / b`` if it is a size, else None."""
     if isinstance(a, int) and isinstance(b, int):
-        if is_dynamic(b):  # whether it divides whatever the sizes
-            return None if is_dynamic(a % b) else a // b
-        return (a // b if a % b == 0 else None) if b else None
+        return a // b if _divides(b, a) else None
     const, chunks = _parts(a)
     other, fewer = _parts(b)
-    if not other or const % other:
+    if not _divides(other, const):
         return None
     left = list(chunks)
     for chunk in fewer:
@@ -72,6 +70,14 @@ def div(a: Size, b: Size) -> Size | None:
             return None
         left.remove(chunk)
     return _product(const // other, tuple(left))
+
+
+def _divides(b: int, a: int) -> bool:
+    """Whether ``a`` is a multiple of ``b``; of a dynamic ``b``, whatever the sizes."""
+    if is_dynamic(b):
+        rest = a % b
+        return not is_dynamic(rest) and rest == 0
+    return b != 0 and a % b == 0
 
 
 def prod(sizes: Iterable[Size]) -> Size:

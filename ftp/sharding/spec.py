@@ -345,7 +345,7 @@ def _ragged(
     """Units and packs that do not fit their dim, on any rank."""
     failures = []
     for dim in range(len(spec)):
-        sizes = {int(shape[dim])}
+        sizes = {shape[dim]}
         for cut in () if all(cut.is_plain for cut in spec.cuts(dim)) else spec.cuts(dim):
             if odd := [size for size in sizes if not cut.fits(size)]:
                 held = (

@@ -74,6 +74,7 @@ class Symbolic:
 
     def __init__(self, sizes: Sizes):
         self.sizes, self.env, self._noted = sizes, _Env(), 0
+        self.keeps_ones = False
         self._symints: dict[DynamicInt, Any] = {}
         self._dynamic: dict[Any, Any] = {}
         for symbol, x, now in zip(sizes.given, sizes.symbols, sizes.now, strict=True):
@@ -155,6 +156,8 @@ class Symbolic:
         for node in graph.nodes:
             if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
+        # Whether a dim of size one goes decides on the shape of what is computed.
+        self.keeps_ones = any("squeeze" in str(n.target) and "un" not in str(n.target) for n in graph.nodes)
         for node in reversed(graph.nodes):
             if isinstance(node.meta.get("val"), SYMBOLIC) and not node.users:
                 graph.erase_node(node)
@@ -202,11 +205,23 @@ class Symbolic:
     def note_guards(self) -> list[str]:
         """Note torch's guards since the last call as conditions; returns the user's line of each."""
         first, self._noted = self._noted, len(self.env.guards)
-        for guard in self.env.guards[first:]:
-            self._note(guard.expr, True)
+        for at in range(first, self._noted):
+            if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
+                self._note(self.env.guards[at].expr, True)
         if self.env.deferred_runtime_asserts:
             raise NotSymbolic("a value that the trace does not know")
         return self.env.lines[first : self._noted]
+
+    def _is_of_one(self, at: int) -> bool:
+        """Whether a guard excludes dynamic dims of size one, and nothing else. C++ asks so whether
+        strides allow a view, which does not change what is computed: where they do for other sizes,
+        the same view or copy is right for one.
+        """
+        e = self.env.guards[at].expr
+        if type(e).__name__ != "Unequality":
+            return False
+        x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
+        return is_dynamic(x) and len(x.terms) == 2 and sum(x.terms.values()) == 0 and () in x.terms
 
     def _note(self, e: Any, answer: bool) -> None:
         name = type(e).__name__
