@@ -6,6 +6,8 @@ question that it asked of one: the conditions under which its answers hold for a
 
 A ``DynamicInt`` passes for an ``int`` in ``isinstance``, but is none: C code has to ask for its
 value, which is noted as the condition that the value is that one. So a formula is lost in no call.
+
+Above 450 lines: an int's operations, and what they are written in terms of, are one thing.
 """
 
 import math
@@ -17,8 +19,6 @@ from typing import Any
 
 Terms = dict[tuple[int, ...], int]
 """A polynomial: of each product of atoms, named by their numbers, the coefficient."""
-
-_INFINITE = float("inf")
 
 
 class NotDivisible(Exception):
@@ -150,7 +150,13 @@ class Sizes:
         if low > 0 or high < 0:
             return False
         (atoms, _), *more = x.terms.items()
-        if self.prefers_multiples and not more and len(atoms) == 1 and self._atoms[atoms[0]].kind == "%" and not x.value:
+        if (
+            self.prefers_multiples
+            and not more
+            and len(atoms) == 1
+            and self._atoms[atoms[0]].kind == "%"
+            and not x.value
+        ):
             of, n = self._atoms[atoms[0]].of
             is_of_symbols = is_dynamic(of) and all(
                 self._atoms[a].kind == "symbol" for product in of.terms for a in product
@@ -368,6 +374,13 @@ class Conditions:
         for (question, x), answer in other._asked.items():
             self.add(question, x, answer)
 
+    def pins(self) -> bool:
+        """Whether they hold for one size alone."""
+        return any(
+            question == "zero" and answer and x.is_polynomial()
+            for (question, x), answer in self._asked.items()
+        )
+
     def __iter__(self) -> Iterator[str]:
         """Each as text."""
         return (_condition(q, repr(x), answer) for (q, x), answer in self._asked.items())
@@ -381,7 +394,10 @@ class Conditions:
             self._test = self._sizes.compiled(
                 [x for _, x in self._asked], " and ".join(parts) or "True"
             )
-        return bool(self._test(values))
+        try:
+            return bool(self._test(values))
+        except ZeroDivisionError:  # of a divisor that is to be positive
+            return False
 
 
 class DynamicInt:
@@ -405,6 +421,10 @@ class DynamicInt:
     def value(self) -> int:
         """What it is now."""
         return self.sizes.value(self.terms)
+
+    def is_polynomial(self) -> bool:
+        """Whether it is computed from sizes by sums and products alone."""
+        return all(self.sizes.made_of(a)[0] == "symbol" for product in self.terms for a in product)
 
     def __repr__(self) -> str:
         return self.sizes.written(self.terms, self.sizes.described)
@@ -491,7 +511,11 @@ class DynamicInt:
     __rmul__ = __mul__
 
     def __pow__(self, power: int) -> Any:
-        return math.prod([self] * power) if isinstance(power, int) and power >= 0 else float(self) ** power
+        return (
+            math.prod([self] * power)
+            if isinstance(power, int) and power >= 0
+            else float(self) ** power
+        )
 
     def __floordiv__(self, other: Any) -> Any:
         return self.sizes.quotient(self, other)
@@ -558,6 +582,21 @@ def _gcd(a: Any, b: Any) -> Any:
     return sizes._made({tuple(common): content})
 
 
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of tensors that broadcast together, which a trace has checked that they do.
+
+    >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
+    >>> broadcast_shapes((4, 1), (s,))
+    (4, S)
+    """
+    ndim = max(map(len, shapes), default=0)
+    found: list[int] = [1] * ndim
+    for shape in shapes:
+        for d, size in enumerate(shape, ndim - len(shape)):
+            found[d] = size if size != 1 else found[d]
+    return tuple(found)
+
+
 def _terms(x: Any) -> Terms:
     return x.terms if is_dynamic(x) else {(): int(x)}
 
@@ -600,4 +639,8 @@ def _moved_atom(of: Sizes, atom: int, to: Sizes) -> Any:
     x, y = (moved(part, to) for part in parts)
     if kind in ("//", "%"):
         return x // y if kind == "//" else x % y
-    return to.extreme(kind, x, y) if is_dynamic(x) or is_dynamic(y) else {"min": min, "max": max}[kind](x, y)
+    return (
+        to.extreme(kind, x, y)
+        if is_dynamic(x) or is_dynamic(y)
+        else {"min": min, "max": max}[kind](x, y)
+    )

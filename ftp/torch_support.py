@@ -27,6 +27,8 @@ NEEDED = {
     "torch._functorch.autograd_function": "custom_function_call",
     "torch._functorch.eager_transforms": "",
     "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
+    "torch._dispatch.python": "enable_python_dispatcher",
+    "torch._dynamo.source": "ConstantSource",
     "torch._guards": "TracingContext tracing",
     "torch._inductor.async_compile": "AsyncCompile",
     "torch._inductor.codecache": "CppPythonBindingsCodeCache",
@@ -50,6 +52,7 @@ NEEDED = {
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
+    "torch.utils._sympy.value_ranges": "ValueRanges",
     "torch.utils._pytree": "tree_any tree_leaves tree_map",
 }
 

@@ -32,7 +32,8 @@ ALLOWED = {
     "pipeline": "sharding",
     "partitioning": "axis ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
-    "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors",
+    "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors"
+    " tracing",
     "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"
     " tracing",

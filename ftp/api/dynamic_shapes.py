@@ -42,9 +42,7 @@ class Dynamic:
     dims: Dims
     ranges: tuple[Range, ...]
 
-    def values(
-        self, shapes: Sequence[Shape | None], names: Sequence[str]
-    ) -> tuple[int, ...]:
+    def values(self, shapes: Sequence[Shape | None], names: Sequence[str]) -> tuple[int, ...]:
         """The sizes in a call with these global shapes.
 
         Raises:

@@ -7,12 +7,14 @@ for sizes that a mesh axis divides, one for others. A plan has rank graphs (`Ran
 
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ftp.api.arguments import Arguments
 from ftp.api.dynamic_shapes import Dynamic
 from ftp.dynamic_int import NotDivisible, Sizes, Symbol
+from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.runtime.sized_program import RankPrograms, SizedProgram
 from ftp.sharding.arguments import Shape
@@ -75,6 +77,30 @@ class FamilyTrace:
     plans: list[FamilyPlan] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class ShapeCounts:
+    """How the sizes of a step's dynamic dims were served so far.
+
+    Attributes:
+        traces, plans: how many serve many sizes.
+        one_by_one: why each size is traced and planned for itself, where that is so.
+    """
+
+    traces: int
+    plans: int
+    one_by_one: tuple[str, ...] = ()
+
+
+def counts(families: Iterable["Family"]) -> ShapeCounts:
+    known = list(families)
+    traces = [trace for family in known for trace in family.traces]
+    return ShapeCounts(
+        len(traces),
+        sum(len(trace.plans) for trace in traces),
+        tuple(dict.fromkeys(family.why_not for family in known if family.why_not)),
+    )
+
+
 @dataclass
 class Family:
     """The programs of calls that differ in dynamic sizes alone.
@@ -102,10 +128,10 @@ class Family:
         Raises:
             NotDynamic: where the function asks for too much.
         """
-        if len(self.traces) == MOST_TRACES:
+        if trace.sizes.conditions.pins() or len(self.traces) == MOST_TRACES:
             symbolic = trace.traced.symbolic
             assert symbolic is not None
-            raise NotDynamic(f"the function asks for it: {symbolic.described()}")
+            raise NotDynamic(f"the function asks for sizes: {symbolic.described()}.")
         self.traces.append(trace)
         return trace
 
@@ -122,6 +148,18 @@ class Family:
 def reason(error: Exception) -> str:
     """Why a program could not be made for many sizes."""
     return str(error) if isinstance(error, NotDynamic) else f"{type(error).__name__}: {error}"
+
+
+def option_apart(options: Options) -> str:
+    """An option whose programs are made for one size; "" if there is none."""
+    given = {
+        "compile=True": options.compile,
+        "certify=True": options.certify,
+        "check_inputs=True": options.check_inputs,
+        "cuda_graph=True": options.cuda_graph,
+        "async_tp=True": options.async_tp,
+    }
+    return next((text for text, is_given in given.items() if is_given), "")
 
 
 def symbolic_of(sizes: Sizes) -> Any:
@@ -159,8 +197,9 @@ def sizes_to_trace(
         found = next(fitting)
         generic.append(found if found <= limit.high else value)
         taken.add(found)
-    yield tuple(generic)
-    if tuple(generic) != values:
+    if not family.traces:
+        yield tuple(generic)
+    if (family.traces or tuple(generic) != values) and min(values) > 1:
         yield values
 
 
@@ -168,7 +207,8 @@ def shapes_with(
     dynamic: Dynamic, shapes: Sequence[Shape | None], sizes: Sizes
 ) -> list[Shape | None]:
     """Global shapes with formulas for the dynamic dims."""
-    return shapes_at(dynamic, shapes, sizes.symbols)
+    formulas: Any = sizes.symbols
+    return shapes_at(dynamic, shapes, formulas)
 
 
 def shapes_at(
@@ -183,6 +223,29 @@ def shapes_at(
             shape[dim] = of[name]
         found[leaf] = tuple(shape)
     return found
+
+
+def is_like(family: Family, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> bool:
+    """Whether a family's programs serve these arguments at other sizes; see `Arguments.is_like`."""
+    if not family.traces or not family.traces[0].plans or family.dynamic != dynamic:
+        return False
+    known = family.traces[0].plans[0].planned
+    if call.treedef != known.key[0]:
+        return False
+    sized = sizes_of(call.leaves, dynamic, family, mesh)
+    if sized is None:
+        return False
+    key, shapes = list(known.key), list(known.shapes)
+    for leaf in dynamic.dims:
+        key[1 + leaf] = (call.leaves[leaf].shape, *known.key[1 + leaf][1:])
+        old, new = known.shapes[leaf] or (), sized[leaf] or ()
+        if len(old) != len(new) or any(
+            a != b and d not in dynamic.dims[leaf]
+            for d, (a, b) in enumerate(zip(old, new, strict=True))
+        ):
+            return False
+        shapes[leaf] = new
+    return call.is_like(tuple(key), shapes, known.program.leaf_specs, mesh)
 
 
 def sizes_of(

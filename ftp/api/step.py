@@ -248,6 +248,13 @@ class Step:
             torch._C._set_grad_enabled(is_grad_enabled)
         return outputs
 
+    @property
+    def shapes(self) -> families.ShapeCounts:
+        """With ``dynamic_shapes``: how many traces and plans serve all sizes of the calls so far,
+        and why sizes are planned one by one, where they are.
+        """
+        return families.counts({id(f): f for f in self._families.values()}.values())
+
     def lower(self, *args: Any) -> Lowered:
         """The program for these arguments (real, fake or meta), without running it or talking to
         other ranks.
@@ -257,6 +264,8 @@ class Step:
     def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
         """``lower``, of a function that has been traced already with such arguments."""
         call, specs, shapes = self._abstract(args)
+        if self._dynamic is not None:
+            self._dynamic(call.args).values(shapes, call.names)
         known = traced or self._traced(call, shapes)
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
@@ -452,7 +461,7 @@ class Step:
 
     def _at_new_size(self, call: Arguments, dynamic: Dynamic) -> _Planned | None:
         """The program for these arguments at a size that is new, where its plan is made."""
-        family = self._families.get(call.key_without(dynamic.dims))
+        family = self._family(call, dynamic)
         if family is None or family.why_not or not family.traces:
             return None
         sized = families.sizes_of(call.leaves, dynamic, family, self.mesh)
@@ -462,9 +471,17 @@ class Step:
         plan = family.find(values)
         return None if plan is None else self._at_size(plan, call, values)
 
-    def _at_size(
-        self, plan: FamilyPlan, call: Arguments, values: tuple[int, ...]
-    ) -> _Planned:
+    def _family(self, call: Arguments, dynamic: Dynamic) -> Family | None:
+        """The programs of calls that are like this one but for sizes."""
+        key = call.key_without(dynamic.dims)
+        if key not in self._families:
+            for family in self._families.values():
+                if families.is_like(family, call, dynamic, self.mesh):
+                    self._families[key] = family
+                    break
+        return self._families.get(key)
+
+    def _at_size(self, plan: FamilyPlan, call: Arguments, values: tuple[int, ...]) -> _Planned:
         program, like = plan.program(values), plan.planned
         placements = tuple(
             placement(self.mesh, spec, shape) if is_dynamic else known
@@ -477,9 +494,7 @@ class Step:
             )
         )
         shapes = tuple(families.shapes_at(plan.dynamic, like.shapes, values))
-        return replace(
-            like, program=program, key=call.key, shapes=shapes, placements=placements
-        )
+        return replace(like, program=program, key=call.key, shapes=shapes, placements=placements)
 
     def _built(
         self,
@@ -492,12 +507,18 @@ class Step:
         if dynamic is None or not dynamic.ranges:
             return self._build(call, specs, shapes)
         values = dynamic.values(shapes, call.names)
-        family = self._families.setdefault(call.key_without(dynamic.dims), Family(dynamic))
+        family = self._family(call, dynamic)
+        if family is None:
+            family = self._families[call.key_without(dynamic.dims)] = Family(dynamic)
+        if not family.why_not and (apart := families.option_apart(self._options)):
+            family.give_up(f"{apart} asks for a program of each size.")
         if not family.why_not:
             try:
                 trace = family.trace_for(values)
                 if trace is None:
                     trace = self._traced_dynamic(family, call, shapes, values)
+                if trace is None:
+                    return self._build(call, specs, shapes)
                 return self._planned_dynamic(trace, dynamic, call, specs, shapes, values)
             except Exception as error:
                 made = self._build(call, specs, shapes)  # an error of the function is one here too
@@ -512,16 +533,18 @@ class Step:
         call: Arguments,
         shapes: Sequence[Shape | None],
         values: tuple[int, ...],
-    ) -> FamilyTrace:
-        """Trace for all sizes; a function that asks for one, for those with the same answers."""
+    ) -> FamilyTrace | None:
+        """Trace for all sizes; a function that asks for one, for those with the same answers. None
+        where these are sizes of one, which the function takes apart.
+        """
         for at in families.sizes_to_trace(family, shapes, values):
             sizes = families.sizes_for(family.dynamic, at)
             with_formulas = families.shapes_with(family.dynamic, shapes, sizes)
-            traced = self._traced(call, shapes, with_formulas, sizes)
-            trace = FamilyTrace(traced, sizes)
+            trace = FamilyTrace(self._traced(call, shapes, with_formulas, sizes), sizes)
+            family.add(trace)
             if sizes.conditions.holds(values):
-                break
-        return family.add(trace)
+                return trace
+        return None
 
     @collection_paused()
     def _planned_dynamic(

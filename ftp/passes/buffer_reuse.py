@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
@@ -26,7 +27,8 @@ def with_values(
     """
     with torch.no_grad():
         if mode is not None:
-            _Values(gm, mode).propagate_dont_convert_inputs(*inputs)
+            with enable_python_dispatcher():  # some ops take symbolic ints in their Python form
+                _Values(gm, mode).propagate_dont_convert_inputs(*inputs)
         else:
             _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
     return gm

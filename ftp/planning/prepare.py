@@ -107,9 +107,7 @@ def plan_prepared(
         data_axes=data_axes,
         reshard_after_forward=reshard_after_forward,
         hardware=hardware,
-        decompose=lambda graph, nodes: decompose(
-            graph, nodes, strict=strict, sizes=prepared.sizes
-        ),
+        decompose=lambda graph, nodes: decompose(graph, nodes, strict=strict, sizes=prepared.sizes),
         watch=watch,
     )
     plan.sizes = prepared.sizes

@@ -164,16 +164,12 @@ class SizedProgram(Program):
             for spec, node in zip(specs, nodes, strict=True)
         ]
         mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=symbolic.env)
-        with symbolic.generic(lambda: ""):
-            with mode:
-                fakes = [
-                    torch.empty(
-                        [symbolic.symint(s) for s in shape], dtype=x.dtype, device=x.device
-                    )
-                    for shape, x in zip(shapes, given, strict=False)
-                ]
-            formulas = self.ranks.at(coordinate, self.values).taken
-            numbers = [symbolic.symint(x) for x in formulas]
-            made = eager(graph, [*fakes, *numbers], self.donated, mode)
+        with mode:
+            fakes = [
+                torch.empty([symbolic.symint(s) for s in shape], dtype=x.dtype, device=x.device)
+                for shape, x in zip(shapes, given, strict=False)
+            ]
+        numbers = map(symbolic.symint, self.ranks.at(coordinate, self.values).taken)
+        made = eager(graph, [*fakes, *numbers], self.donated, mode)
         symbolic.note_guards()
         return made

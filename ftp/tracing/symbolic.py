@@ -134,7 +134,7 @@ class Symbolic:
         return x
 
     def replaced(self, tree: Any) -> Any:
-        """Nested arguments of a node with symbolic numbers, and nodes that are some, as formulas."""
+        """Nested arguments with symbolic numbers, and nodes that are some, as formulas."""
 
         def number(x: Any) -> Any:
             if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), SYMBOLIC):
@@ -157,7 +157,9 @@ class Symbolic:
             if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
                 node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
         # Whether a dim of size one goes decides on the shape of what is computed.
-        self.keeps_ones = any("squeeze" in str(n.target) and "un" not in str(n.target) for n in graph.nodes)
+        self.keeps_ones = any(
+            "squeeze" in str(n.target) and "un" not in str(n.target) for n in graph.nodes
+        )
         for node in reversed(graph.nodes):
             if isinstance(node.meta.get("val"), SYMBOLIC) and not node.users:
                 graph.erase_node(node)
@@ -194,16 +196,14 @@ class Symbolic:
             case "CeilToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
                 x, y = (self.of_formula(a) for a in e.args[0].args)
                 return -(-x // y)
-            case "FloorToInt" | "TruncToInt" if isinstance(
-                e.args[0], sizes_functions.IntTrueDiv
-            ):
+            case "FloorToInt" | "TruncToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
                 x, y = (self.of_formula(a) for a in e.args[0].args)
                 return x // y
             case _:
                 raise NotSymbolic(f"the number {e}")
 
     def note_guards(self) -> list[str]:
-        """Note torch's guards since the last call as conditions; returns the user's line of each."""
+        """Note torch's guards since the last call as conditions; returns their lines."""
         first, self._noted = self._noted, len(self.env.guards)
         for at in range(first, self._noted):
             if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
@@ -247,7 +247,6 @@ class Symbolic:
         else:
             raise NotSymbolic(f"the condition {e}")
 
-
     @contextmanager
     def generic(self, line: Callable[[], str]) -> Iterator[None]:
         """Within it torch's shape functions take a dynamic size for other than one: what holds for
@@ -273,5 +272,3 @@ def symbolic_of(sizes: Sizes) -> Symbolic:
 def _made(sizes: Sizes) -> Symbolic:
     sizes.memo["symbolic"] = Symbolic(sizes)
     return sizes.memo["symbolic"]
-
-

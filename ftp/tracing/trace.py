@@ -224,7 +224,9 @@ def _traced(
         _nested_traces(),
         patched_libraries(),
         unchecked(),
-        nullcontext() if symbolic is None else symbolic.generic(lambda: user_line() or recorder.line),
+        nullcontext()
+        if symbolic is None
+        else symbolic.generic(lambda: user_line() or recorder.line),
         recorder.mode,
         _force_original_view_tracking(True),
     ):
