@@ -122,7 +122,7 @@ def measure(name: str, mode: str, turns: int) -> dict[str, Any]:
         given,
         made,
         donate=(0, 1),
-        pack=True,
+        bucket=True,
         compile=mode == "compiled",
         data_axes=of_batch.axes,
     )

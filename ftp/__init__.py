@@ -17,6 +17,7 @@ torch_support.check(torch)
 if TYPE_CHECKING:
     from ftp import axis, errors, optim, plans, random, static, testing
     from ftp.api.certify import certify
+    from ftp.api.compiled_step import load_program
     from ftp.api.init_params import init_params
     from ftp.api.local import local
     from ftp.api.reshard import reshard
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from ftp.runtime.calibrate import calibrate
     from ftp.searching.result import Found
     from ftp.searching.search import search
+    from ftp.sharding.balance import balance
     from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
     from ftp.sharding.process_group import destroy_process_group, init_process_group
     from ftp.sharding.pytree import plan
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
 _MODULES = ("axis", "errors", "optim", "plans", "random", "static", "testing")
 _HOMES = {
     "ftp.api.certify": "certify",
+    "ftp.api.compiled_step": "load_program",
     "ftp.api.init_params": "init_params",
     "ftp.api.local": "local",
     "ftp.api.reshard": "reshard",
@@ -90,6 +93,7 @@ _HOMES = {
     "ftp.runtime.calibrate": "calibrate",
     "ftp.searching.result": "Found",
     "ftp.searching.search": "search",
+    "ftp.sharding.balance": "balance",
     "ftp.sharding.mesh": "AbstractMesh make_mesh simulated_mesh use_mesh",
     "ftp.sharding.process_group": "destroy_process_group init_process_group",
     "ftp.sharding.pytree": "plan",
@@ -122,6 +126,7 @@ __all__ = [
     "__version__",
     "along_dim",
     "axis",
+    "balance",
     "calibrate",
     "certify",
     "check_replicas",
@@ -142,6 +147,7 @@ __all__ = [
     "init_params",
     "init_process_group",
     "load",
+    "load_program",
     "load_safetensors",
     "local",
     "local_slice",

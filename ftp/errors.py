@@ -85,6 +85,10 @@ class DamagedError(CheckpointError):
     """
 
 
+class ProgramFileError(FtpError):
+    """A saved program that is damaged, is not of this torch and ftp, or cannot be saved."""
+
+
 class ReportError(FtpError, AssertionError):
     """A claim about a program that does not hold, or a report that cannot be made."""
 

@@ -21,15 +21,24 @@ NEEDED = {
     "torch._C._autograd": "_get_sequence_nr _pop_saved_tensors_default_hooks"
     " _push_saved_tensors_default_hooks _top_saved_tensors_default_hooks",
     "torch._C._distributed_c10d": "PythonCallbackWork _resolve_process_group",
-    "torch._C._functorch": "TransformType is_batchedtensor is_functorch_wrapped_tensor"
-    " is_gradtrackingtensor maybe_get_level peek_interpreter_stack unwrap_if_dead",
+    "torch._C._functorch": "TransformType get_unwrapped is_batchedtensor"
+    " is_functorch_wrapped_tensor is_gradtrackingtensor maybe_get_level peek_interpreter_stack"
+    " unwrap_if_dead",
     "torch._decomp": "decomposition_table",
-    "torch._functorch.autograd_function": "custom_function_call",
+    "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
     "torch._functorch.eager_transforms": "",
     "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.source": "ConstantSource",
+    "torch._functorch.utils": "unwrap_dead_wrappers",
     "torch._guards": "TracingContext tracing",
+    "torch._higher_order_ops.associative_scan": "AssociativeScanOp generic_associative_scan",
+    "torch._higher_order_ops.cond": "CondOp",
+    "torch._higher_order_ops.invoke_subgraph": "InvokeSubgraphHOP",
+    "torch._higher_order_ops.map": "MapImpl",
+    "torch._higher_order_ops.scan": "ScanOp",
+    "torch._higher_order_ops.utils": "_hop_compile_and_call",
+    "torch._higher_order_ops.while_loop": "WhileLoopOp",
     "torch._inductor.async_compile": "AsyncCompile",
     "torch._inductor.codecache": "CppPythonBindingsCodeCache",
     "torch._inductor.compile_fx": "compile_fx_inner",

@@ -34,11 +34,12 @@ ALLOWED = {
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors"
     " tracing",
+    "program_files": "ops partitioning per_rank planning rules runtime sharding tensors",
     "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"
     " tracing",
-    "api": "certification distributed ops per_rank pipeline planning random report rules runtime"
-    " sharding tensors tracing",
+    "api": "certification distributed ops per_rank pipeline planning program_files random report"
+    " rules runtime sharding tensors tracing",
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
     "cli": "api functional plans report sharding",

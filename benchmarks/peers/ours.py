@@ -37,7 +37,7 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
         (specs, of_state, P()),
         donate=(0, 1),
         compile=compiled,
-        pack=True,
+        bucket=True,
     )
     params = ftp.device_put(params, mesh, specs)
     model.to("meta")  # the whole weights are not needed any more

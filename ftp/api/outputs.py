@@ -123,3 +123,11 @@ def renewed(
 
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
+
+
+RENEWALS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "clone": torch.clone,
+    "dense": _dense,
+    "detach": torch.Tensor.detach,
+}
+"""How `renewed` copies outputs, by name."""

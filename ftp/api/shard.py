@@ -38,7 +38,7 @@ def shard(
     compile: bool = False,
     strict: bool = False,
     certify: bool = False,
-    pack: bool = False,
+    bucket: bool = True,
     check_inputs: bool = False,
     prefetch: int | None = None,
     chunks: int = 1,
@@ -76,7 +76,9 @@ def shard(
             layout with no constraint to decide. So is an op without a sharding rule, else
             replicated with a warning.
         certify: check each program independently before its first run, as ``ftp.certify`` does.
-        pack: issue small collectives that are ready together as one.
+        bucket: issue small collectives that are ready together as one: gathers of the parameters of
+            a layer, reductions of gradients, of statistics and of losses. Values are the same with
+            and without.
         check_inputs: at each call check that replicas of every input are equal, as
             ``ftp.check_replicas`` does, and that inputs which index a dim (ids, classes) are in its
             range.
@@ -149,7 +151,7 @@ def shard(
             compile=compile,
             strict=strict,
             certify=certify,
-            pack=pack,
+            bucket=bucket,
             check_inputs=check_inputs,
             prefetch=prefetch,
             chunks=chunks,
@@ -201,7 +203,7 @@ def spmd(
     compile: bool = False,
     strict: bool = False,
     certify: bool = False,
-    pack: bool = False,
+    bucket: bool = True,
     check_inputs: bool = False,
     prefetch: int | None = None,
     chunks: int = 1,
@@ -282,7 +284,7 @@ def spmd(
                 compile=compile,
                 strict=strict,
                 certify=certify,
-                pack=pack,
+                bucket=bucket,
                 check_inputs=check_inputs,
                 prefetch=prefetch,
                 chunks=chunks,

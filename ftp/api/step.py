@@ -270,9 +270,16 @@ class Step:
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             other = [changed.get(i, spec) for i, spec in enumerate(specs)]
-            return Lowered(self._build(call, other, shapes, watch, known).program, again)
+            return self._lowered(call, self._build(call, other, shapes, watch, known), again)
 
-        return Lowered(self._build(call, specs, shapes, None, known).program, again)
+        return self._lowered(call, self._build(call, specs, shapes, None, known), again)
+
+    def _lowered(
+        self, call: Arguments, planned: _Planned, again: Callable[..., Lowered] | None
+    ) -> Lowered:
+        from ftp.api.compiled_step import bound  # which is a Step
+
+        return Lowered(planned.program, again, bound(self, call, planned))
 
     def _abstract(
         self, args: tuple[Any, ...]
@@ -569,7 +576,7 @@ class Step:
         made = families.FamilyPlan.of(dynamic, values, program)
         sized = made.program(values)
         check_programs([sized], self._options)
-        sized.prepare()
+        sized.make_graph()
         made.planned = self._callable(call, shapes, traced, sized)
         trace.plans.append(made)
         return made.planned

@@ -231,12 +231,21 @@ class Calls:
         def is_over() -> bool:
             return self.failure is not None or board.is_settled()
 
+        def is_in_vain() -> bool:
+            return bool(self._faults.missing) and bool(board.absent())
+
         if not wait_until(min(_USUAL, timeout), is_over, self.mesh.size()):
             if is_first:
                 self._channel.notify(store)
-            if not wait_until(timeout - _USUAL, is_over, self.mesh.size()):
+            wait_until(timeout - _USUAL, lambda: is_over() or is_in_vain(), self.mesh.size())
+            if not is_over():
                 absent = board.absent()
-                board.settle(board.report_absent(absent, self._faults.ask(absent), call, timeout))
+                board.settle(
+                    f"Rank {self.mesh.rank} waited to agree on the program of call {call}:"
+                    f" {missing}"
+                    if (missing := self._faults.missing)
+                    else board.report_absent(absent, self._faults.ask(absent), call, timeout)
+                )
         if self.failure is None and board.is_broken():
             self.failure = MismatchError(board.broken())
         if self.failure is not None:

@@ -25,7 +25,8 @@ class Faults:
 
     Attributes:
         failure: why the mesh takes no more calls, if so.
-        missing: which rank is known to have ended, if one is.
+        missing: which rank is known to have ended, if one is. Nobody waits for that rank any more,
+            also where the mesh takes no more calls for another reason, and ranks save.
     """
 
     def __init__(self, channel: Channel, where: Callable[[], str]):
@@ -72,6 +73,7 @@ class Faults:
             store.set(asked, self._where() + of)
             store.add(f"{asked}/answers", 1)
         roll = self._roll(store)
+        self.missing = self.missing or roll.lost()
         if roll.is_settled():
             if self.failure is None or not self.missing:
                 is_new = self.failure is None
@@ -103,21 +105,20 @@ class Faults:
 
     def process_ended(self, rank: int, pid: int) -> None:
         """A process of this host has ended: unless it has told all ranks itself, this one does."""
-        if self.failure is not None:
-            return
-        why = (
-            f"Rank {rank} has been killed, or has ended without a word: its process, {pid} on"
-            f" {socket.gethostname()}, is gone.{RESTART}"
-        )
+        text = f"its process, {pid} on {socket.gethostname()}, is gone.{RESTART}"
         try:
             store = self._channel.store(1.0)
             roll = self._roll(store)
-            if roll.has_signed(rank):
+            said = roll.said(rank)
+            if self.failure is not None or said:
+                what = said if said.startswith("has ended") else "has ended"
+                self._lose(store, roll, f"Rank {rank} {what}: {text}")
                 return
+            why = f"Rank {rank} has been killed, or has ended without a word: {text}"
             self._learn(roll, roll.settle(why, is_missing=True))
             self._channel.notify(store)
         except RuntimeError:  # it held the store, so nobody else can be told
-            self._learn(None, (why, True))
+            self._learn(None, (f"Rank {rank} has ended, and held the store: {text}", True))
         interrupt(self._channel.mesh)
 
     def leave(self, call: int) -> None:
@@ -141,6 +142,14 @@ class Faults:
         if not self._has_signed:
             self._has_signed = True
             roll.sign(text or self._where())
+
+    def _lose(self, store: Store, roll: RollCall, why: str) -> None:
+        """Notes that a rank has ended after the mesh failed, for all ranks; or that one of this
+        host has ended as programs do, for this rank.
+        """
+        self.missing = self.missing or why
+        if self.failure is not None and roll.lose(why) == why:
+            self._channel.notify(store)
 
     def _learn(self, roll: RollCall | None, verdict: tuple[str, bool]) -> None:
         why, is_missing = verdict

@@ -36,6 +36,20 @@ class RollCall:
     def has_signed(self, rank: int) -> bool:
         return self.store.check(self.key(rank))
 
+    def said(self, rank: int) -> str:
+        """A rank's answer; "" where it has given none."""
+        return self.store.get(self.key(rank)) if self.has_signed(rank) else ""
+
+    def lose(self, why: str) -> str:
+        """Publishes that a rank has ended, after the verdict or its own last word; returns the
+        first such text.
+        """
+        return self.store.propose(self.key("lost"), why)
+
+    def lost(self) -> str:
+        """What `lose` has published; "" where nothing."""
+        return self.store.get(self.key("lost")) if self.store.check(self.key("lost")) else ""
+
     def is_settled(self) -> bool:
         return self.store.check(self.key("verdict"))
 

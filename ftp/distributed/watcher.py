@@ -40,7 +40,7 @@ class Watcher:
         self._channel, self._timeout = channel, timeout
         self._answer, self._process_ended, self._leave = answer, process_ended, leave
         self._neighbours: Neighbours | None = None
-        self._has_met = False
+        self._has_met = self._is_closed = False
         self._stop = threading.Event()
         self._group = weakref.ref(
             c10d._get_default_group(), lambda _: self._wake() if not self._stop.is_set() else None
@@ -64,7 +64,7 @@ class Watcher:
             self._neighbours = Neighbours(pids, self._notice)
 
     def _notice(self, rank: int, pid: int) -> None:
-        if self.is_current():
+        if self.is_current() and not self._is_closed:
             self._process_ended(rank, pid)
 
     def is_current(self) -> bool:
@@ -105,7 +105,8 @@ class Watcher:
                     store = channel.store(LINGER)
                     store.delete([notification])
                     looks_again = self._answer(store)
-                    if store.check(channel.key("closed")):
+                    if store.check(channel.key("closed")):  # by the rank that holds it
+                        self._is_closed = True
                         return
                     if polls or not looks_again:
                         break

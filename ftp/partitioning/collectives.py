@@ -50,8 +50,23 @@ def gather_of(group: Any, device: torch.device) -> torch._ops.OpOverload:
 
 
 @dataclass(frozen=True)
+class Member:
+    """A tensor that an issued collective moves.
+
+    Attributes:
+        name: of the value, such as ``params['w']``.
+        nbytes: of its part of this rank's buffer on the larger side.
+        cause: what its reshard is for.
+    """
+
+    name: str
+    nbytes: int
+    cause: str = ""
+
+
+@dataclass(frozen=True)
 class Collective:
-    """One issued collective.
+    """One issued collective: of one tensor, or of a bucket of several.
 
     Attributes:
         op: ``all_reduce``, ``all_gather``, ``reduce_scatter`` or ``all_to_all``.
@@ -60,15 +75,20 @@ class Collective:
         global_shape: of the value that is resharded.
         wire_nbytes: bytes that this rank sends, as a ring.
         source: the line of the user's code that the value comes from.
-        cause: what the reshard is for.
+        cause: what the reshard is for; of a bucket, what that of its first member is for.
         worst_nbytes: where the sizes of parts are values, what this rank sends or receives at
             most; the other figures are then those of equal parts.
+        members: the tensors that it moves.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((2,), ("dp",))
-    >>> lowered = ftp.lower(lambda x: x.sum(), mesh, ftp.P("dp"), torch.ones(4), out_specs=ftp.P())
+    >>> sums = lambda x: (x.sum(), x.exp().sum())
+    >>> step = ftp.spmd(sums, mesh, ftp.P("dp"), ftp.P(), bucket=True)
+    >>> lowered = step.lower(torch.ones(4))
     >>> [(c.op, c.axes, c.nbytes) for c in lowered.collectives]
-    [('all_reduce', ('dp',), 4)]
+    [('all_reduce', ('dp',), 8)]
+    >>> [(member.name, member.nbytes) for member in lowered.collectives[0].members]
+    [('sum_1', 4), ('sum_2', 4)]
     """
 
     op: str
@@ -81,6 +101,7 @@ class Collective:
     source: str
     cause: str = ""
     worst_nbytes: int | None = None
+    members: tuple[Member, ...] = ()
 
 
 @dataclass(frozen=True)

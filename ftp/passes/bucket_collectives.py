@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.partitioning.collectives import Collective
+from ftp.dynamic_int import value_of
+from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.passes.prefetch_parameters import LOCAL_STEPS, held_bytes, is_ahead, largest_gathered
@@ -24,6 +25,7 @@ REDUCE_SCATTER = c10d.reduce_scatter_tensor.default
 PACK_BYTES = (
     2 << 20
 )  # of one tensor that is packed: copying it costs less than the latency of a collective of its own
+FREE_BYTES = 64 << 10  # that travel with what is needed at once: they take less than a latency
 BUCKET_BYTES = 25 << 20  # of a pack, as DistributedDataParallel's default
 # At the least, where they are larger than PACK_BYTES: the first ones travel while the last are
 # computed.
@@ -88,6 +90,16 @@ def packs(
     def close(keys: Iterable[Any]) -> None:
         groups.extend(open_.pop(key)[0] for key in list(keys))
 
+    def close_needed(key: Any, wanted: frozenset[Node]) -> None:
+        members, held = open_.pop(key)
+        needed = [node for node in members if node in wanted]
+        rest = held - sum(map(_nbytes, needed))
+        if rest <= FREE_BYTES:
+            groups.append(members)
+        else:
+            groups.append(needed)
+            open_[key] = [node for node in members if node not in wanted], rest
+
     for node in graph.nodes:
         if node.target in FILLS and node.results[0].shape == ():
             seeds[node.name] = FILLS[node.target], node.results[0].dtype
@@ -100,14 +112,12 @@ def packs(
             continue
         # A pack of gathers is issued with its first member, any other with its last, before
         # anything that needs one of them.
-        close(
-            [
-                key
-                for key, (members, _) in open_.items()
-                if not needs[node].isdisjoint(members)
-                and (key[0] != "all_gather" or is_ahead(node))
-            ]
-        )
+        for key, (members, _) in list(open_.items()):
+            if not needs[node].isdisjoint(members):
+                if key[0] != "all_gather":
+                    close_needed(key, needs[node])
+                elif is_ahead(node):
+                    close([key])
         key = kind(node)
         if key is None or _nbytes(node) > pack_bytes or node.name in without:
             continue
@@ -139,7 +149,7 @@ def _kind(node: Node) -> tuple[Any, ...] | None:
 
 def _nbytes(node: Node) -> int:
     if node.target.op == "all_reduce":
-        return math.prod(node.results[0].shape) * node.results[0].dtype.itemsize
+        return math.prod(map(value_of, node.results[0].shape)) * node.results[0].dtype.itemsize
     return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
 
 
@@ -215,7 +225,11 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
         nbytes=sum(fact.nbytes for fact in facts),
         global_shape=(sum(math.prod(fact.global_shape) for fact in facts),),
         wire_nbytes=sum(fact.wire_nbytes for fact in facts),
-        cause=", ".join(dict.fromkeys(fact.cause for fact in facts if fact.cause)),
+        cause=facts[0].cause,
+        members=tuple(
+            Member(node.meta["origin"], fact.nbytes, fact.cause)
+            for node, fact in zip(members, facts, strict=True)
+        ),
     )
 
 

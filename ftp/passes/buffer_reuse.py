@@ -4,6 +4,7 @@ are updated in place.
 
 import functools
 from collections.abc import Collection, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -19,18 +20,17 @@ from ftp.passes.aliasing import families, is_view, last_uses
 aten = torch.ops.aten
 
 
-def with_values(
-    gm: fx.GraphModule, inputs: Sequence[Any], mode: FakeTensorMode | None = None
-) -> fx.GraphModule:
-    """The same module, with the results for such inputs as fake tensors in ``meta["val"]``; with
-    ``mode`` the inputs are fake tensors of it.
-    """
-    with torch.no_grad():
-        if mode is not None:
-            with enable_python_dispatcher():  # some ops take symbolic ints in their Python form
-                _Values(gm, mode).propagate_dont_convert_inputs(*inputs)
-        else:
-            _Values(gm, FakeTensorMode(allow_non_fake_inputs=True)).propagate(*inputs)
+def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
+    """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
+    mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
+    given = [
+        mode.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
+        for x in inputs
+    ]
+    symbolic = nullcontext() if mode.shape_env is None else enable_python_dispatcher()
+    with torch.no_grad(), symbolic:  # some ops take symbolic ints in their Python form
+        _Values(gm, mode).propagate_dont_convert_inputs(*given)
     return gm
 
 

@@ -1,27 +1,36 @@
 """Merge a value's reshards over several axes into one over their product."""
 
+import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
 
+from ftp.planning.cost import DEFAULT, Hardware, collective_seconds
 from ftp.planning.graph import Graph, Move, Node, Value
 from ftp.planning.graph_passes import live
 from ftp.planning.insert_moves import move_rule
-from ftp.sharding.layout import R, shard
+from ftp.sharding.layout import R, nominal, shard
 
 
-def merge_axes(graph: Graph, axes: Mapping[str, int], without: Collection[str] = ()) -> Graph:
+def merge_axes(
+    graph: Graph,
+    axes: Mapping[str, int],
+    without: Collection[str] = (),
+    hardware: Hardware = DEFAULT,
+) -> Graph:
     """The graph in which two consecutive reshards of one kind are one, where nothing else reads the
     value between them.
 
     These are all-reduces, gathers that give a whole dim and reduce-scatters that cut one, the
-    latter where sizes divide and the parts follow one another in the order of the ranks. A ring
-    over the product sends as many bytes as two rings; it saves one's latency.
+    latter where sizes divide and the parts follow one another in the order of the ranks. Over links
+    of one speed a ring over the product sends as many bytes as two rings, and it saves one's
+    latency; over a fast and a slow link reshards are merged where that is estimated to be faster.
 
     Args:
         axes: sizes by name, in the order of the ranks of a product.
         without: names of reshards that are left alone.
+        hardware: its links by axis.
     """
     uses: dict[Value, int] = {}
     for value in (*(value for node in graph.nodes for value in node.operands), *graph.outputs):
@@ -40,7 +49,8 @@ def merge_axes(graph: Graph, axes: Mapping[str, int], without: Collection[str] =
             and uses[node.operands[0]] == 1
         ):
             first = now(node.operands[0]).node
-            if (move := _product(first, node, axes)) is not None:
+            move = _product(first, node, axes)
+            if move is not None and _is_no_slower(first, node, move, hardware):
                 rule, sizes = (
                     (node.rule, node.sizes) if move.op == "all_reduce" else move_rule(move)
                 )
@@ -53,6 +63,19 @@ def merge_axes(graph: Graph, axes: Mapping[str, int], without: Collection[str] =
                 replace(node, sizes=dict(node.sizes)), list(map(now, node.operands))
             )
     return live(Graph(list(new.values()), list(map(now, graph.outputs))))
+
+
+def _is_no_slower(first: Node, second: Node, merged: Move, hardware: Hardware) -> bool:
+    """Whether one collective over the product is estimated to take no longer than both."""
+
+    def seconds(move: Move, *ends: Value) -> float:
+        size = max(math.prod(map(nominal, value.shape)) for value in ends)
+        nbytes = size * second.results[0].dtype.itemsize
+        return collective_seconds(move.op, nbytes, move.n, hardware.link_of(move.axes))
+
+    begin, between, end = first.operands[0], Value(first), Value(second)
+    apart = seconds(first.target, begin, between) + seconds(second.target, between, end)
+    return seconds(merged, begin, end) <= apart * (1 + 1e-9)
 
 
 def _with_operands(node: Node, operands: Sequence[Value]) -> Node:

@@ -127,6 +127,10 @@ def _narrowed(graph: fx.Graph, node: fx.Node, n: int, dtype: torch.dtype) -> fx.
             dtype=dtype,
             nbytes=nbytes,
             wire_nbytes=nbytes * (n - 1) // n,
+            members=tuple(
+                replace(m, nbytes=m.nbytes * dtype.itemsize // record.dtype.itemsize)
+                for m in record.members
+            ),
         )
         return emit(WAIT, (made,))
 

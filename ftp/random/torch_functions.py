@@ -22,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from ftp import random
 from ftp.errors import TraceError
+from ftp.ops.choose import current_branch
 from ftp.random.distributions import check_key
 from ftp.source import user_line
 
@@ -74,6 +75,12 @@ class Draws(TorchFunctionMode):
         Raises:
             TraceError: there is no key to draw from.
         """
+        if current_branch():
+            raise TraceError(
+                f"{what} draws random numbers at {user_line() or 'an unknown line'}, in a branch of"
+                " torch.cond: how many draws there are before later ones would depend on the branch"
+                " taken. Draw before, and give what is drawn as an operand."
+            )
         path = self.path[-1]
         if self.key is None and self._outer is not None:
             return self._outer.next_key(what)

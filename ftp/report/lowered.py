@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -11,13 +11,14 @@ import torch
 from torch import fx
 
 from ftp.errors import PlanningError, ReportError, join_failures
-from ftp.partitioning.collectives import Collective
+from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.partition import LocalProgram
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.repeats import named_layers
 from ftp.planning.machine import GivenHardware, hardware_on
+from ftp.planning.plan import Plan
 from ftp.planning.problem import Problem
 from ftp.report.alternatives import (
     Alternative,
@@ -34,6 +35,7 @@ from ftp.report.collectives import Collectives, broken_claims
 from ftp.report.lint import Finding
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
+from ftp.report.startable import Bound, Startable
 from ftp.report.summary import summary
 from ftp.report.text import folded, program_lines, typed
 from ftp.report.timing import Cost, estimate
@@ -46,7 +48,7 @@ from ftp.sharding.pytree import leaf_names, nearest
 from ftp.sharding.spec import PartitionSpec
 
 
-class Lowered:
+class Lowered(Startable):
     """A program before it runs; ``print`` shows it.
 
     Attributes:
@@ -59,9 +61,17 @@ class Lowered:
     (['all_reduce'], P())
     """
 
-    def __init__(self, program: Program, again: Callable[..., "Lowered"] | None = None):
-        self._program, self._again = program, again
-        self.plan = program.plan
+    def __init__(
+        self,
+        program: Program,
+        again: Callable[..., "Lowered"] | None = None,
+        bound: Bound | None = None,
+    ):
+        self._program, self._again, self._bound = program, again, bound
+
+    @property
+    def plan(self) -> Plan:
+        return self._program.plan
 
     @property
     def graph(self) -> fx.GraphModule:
@@ -74,24 +84,36 @@ class Lowered:
         """One record per issued collective, in order, unfolded; printed as a table that folds
         repeats.
         """
+        moved = {n.name: _moved(n) for n in self.plan.graph.nodes if n.kind == "move"}
         return Collectives(
-            replace(n.meta["collective"], cause=self._why(n))
+            replace(
+                n.meta["collective"],
+                cause=self._why(n),
+                members=tuple(
+                    Member(
+                        moved.get(m.name, m.name), m.nbytes, self._reasons.get(m.name) or m.cause
+                    )
+                    for m in _members(n)
+                ),
+            )
             for n in self.graph.graph.nodes
             if "collective" in n.meta
         )
 
     @cached_property
     def by_layer(self) -> dict[str, Collectives]:
-        """The collectives of each layer, ``layers.0`` first, and under ``""`` those of no layer."""
+        """The collectives of each layer, ``layers.0`` first, and under ``""`` those of no layer. Of
+        a bucket each layer has the part that holds its members.
+        """
         layers = {node.name: name for node, name in named_layers(self.plan.graph).items()}
-        issued = [
-            layers.get(n.meta.get("origin", ""), "")
-            for n in self.graph.graph.nodes
-            if "collective" in n.meta
-        ]
         found: dict[str, list[Collective]] = {}
-        for name, record in zip(issued, self.collectives, strict=True):
-            found.setdefault(name, []).append(record)
+        issued = [n for n in self.graph.graph.nodes if "collective" in n.meta]
+        for node, record in zip(issued, self.collectives, strict=True):
+            of_layer: dict[str, list[Member]] = {}
+            for moved, member in zip(_members(node), record.members, strict=True):
+                of_layer.setdefault(layers.get(moved.name, ""), []).append(member)
+            for name, members in of_layer.items():
+                found.setdefault(name, []).append(_part(record, members))
         return {
             name: Collectives(found[name])
             for name in sorted(
@@ -428,14 +450,18 @@ class Lowered:
         return [names[i] for i in range(len(self.plan.graph.outputs))]
 
     def _why(self, node: fx.Node) -> str:
-        return self._reasons.get(node.meta.get("origin", "")) or node.meta["collective"].cause
+        first, *others = _members(node)
+        why = self._reasons.get(first.name) or first.cause
+        return f"{why}, and {len(others)} more" if others else why
 
     @cached_property
     def _lines(self) -> list[str]:
         issued: dict[str, list[Collective]] = {}
         for node in self.graph.graph.nodes:
             if "collective" in node.meta:
-                issued.setdefault(node.meta.get("origin", ""), []).append(node.meta["collective"])
+                for m in _members(node):
+                    record = replace(node.meta["collective"], nbytes=m.nbytes)
+                    issued.setdefault(m.name, []).append(record)
         return program_lines(self.plan.graph, issued, lambda node: self._reasons.get(node.name, ""))
 
     def _collective_lines(self) -> list[str]:
@@ -454,6 +480,36 @@ class Lowered:
             if "collective" in node.meta
             for c in [node.meta["collective"]]
         ]
+
+
+def _moved(move: Node) -> str:
+    """The name of the value that a chain of reshards ends with."""
+    (value,) = move.operands
+    while value.node.kind == "move":
+        (value,) = value.node.operands
+    return repr(value)
+
+
+def _part(record: Collective, members: Sequence[Member]) -> Collective:
+    """The part of a bucket that holds some of its members."""
+    if len(members) == len(record.members):
+        return record
+    nbytes = sum(member.nbytes for member in members)
+    return replace(
+        record,
+        nbytes=nbytes,
+        wire_nbytes=record.wire_nbytes * nbytes // max(record.nbytes, 1),
+        shape=(nbytes // record.dtype.itemsize,),
+        cause=members[0].cause,
+        members=tuple(members),
+    )
+
+
+def _members(node: fx.Node) -> tuple[Member, ...]:
+    """What an issued collective moves, by the names of the plan's reshards."""
+    record = node.meta["collective"]
+    own = Member(node.meta.get("origin", ""), record.nbytes, record.cause)
+    return record.members or (own,)
 
 
 def _kind_on(value: Value, axis: str) -> str:

@@ -14,6 +14,7 @@ from ftp.planning.machine import GivenHardware
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
+from ftp.report.startable import Startable
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import Held
 from ftp.sharding.spec import local_shape
@@ -82,7 +83,7 @@ class Timeline:
         return "\n".join(lines)
 
 
-class LoweredPipeline:
+class LoweredPipeline(Startable):
     """A pipelined step before it runs; ``print`` shows its stages and its schedule.
 
     Attributes:

@@ -8,11 +8,12 @@ from typing import Any
 from ftp.partitioning.collectives import Collective
 from ftp.report.collectives import Collectives
 from ftp.report.lowered import Lowered
+from ftp.report.startable import Startable
 from ftp.runtime.staged_program import StagedProgram
 from ftp.sharding.spec import local_shape
 
 
-class LoweredRounds:
+class LoweredRounds(Startable):
     """A step of placed arguments before it runs; ``print`` shows what its ranks do in each round.
 
     Attributes:

@@ -11,6 +11,7 @@ from ftp.partitioning.collectives import Collective
 from ftp.planning.graph import Graph, Node, Value
 from ftp.report.names import dtype_name, without_numbers
 
+LOCAL = ("slice", "contribute", "pad")  # reshards that send nothing
 LONGEST_PERIOD = 4096  # lines of a repeated block
 
 
@@ -29,14 +30,17 @@ def _lines(node: Node, issued: Sequence[Collective], why: str) -> list[str]:
     operands = ", ".join(f"%{v.node.name}" for v in node.operands)
     if node.kind == "move":
         if not issued:
+            how = "local" if node.target.op in LOCAL else "with the next axis"
             return [
                 f"  %{node.name}: {result} = {node.target.op} over {node.target.axis} of"
-                f" {operands}, local"
+                f" {operands}, {how}"
             ]
         where = f"{issued[0].op} over {', '.join(issued[0].axes)}"
+        others = len(issued[0].members) - 1
+        bucket = f", in a bucket with {others} more" if others > 0 else ""
         return [
             f"  >> %{node.name}: {result} = {where} of {operands}, {issued[0].nbytes:,} bytes,"
-            f" {why}"
+            f" {why}{bucket}"
         ]
     if node.kind == "input":
         return [f"  %{node.name}: {result}"]

@@ -1,4 +1,4 @@
-"""Rules of ftp's own ops: stacks, random bits, fused optimizers."""
+"""Rules of ftp's own ops: stacks, choices, random bits, fused optimizers."""
 
 import math
 import operator
@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from torch import fx
 from torch._ops import OpOverload
 
+from ftp.ops.choose import CHOOSE
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.philox import random_bits, random_keys
 from ftp.ops.stack import STACK, UNSTACK
@@ -146,3 +147,4 @@ def keys(call: Call) -> Rule:
 
 
 pointwise(*UPDATES)
+pointwise(CHOOSE, linear=[(1, 2)])

@@ -27,18 +27,12 @@ Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 
 @collection_paused()
-def eager(
-    graph: fx.Graph,
-    inputs: Sequence[Any],
-    donated: Sequence[int],
-    mode: FakeTensorMode | None = None,
-) -> Run:
+def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
     """Runs the nodes one after another and writes to donated inputs; ``inputs`` have the shapes and
-    strides that it will be given, or are fake tensors of ``mode`` with dynamic sizes.
+    strides that it will be given.
     """
-    if mode is None:
-        inputs = _dense(inputs, donated)
-    gm = with_values(_unwritten(ordered(graph)), inputs, mode)
+    inputs = _dense(inputs, donated)
+    gm = with_values(_unwritten(ordered(graph)), inputs)
     forward = fx.GraphModule({}, _direct(with_writes(gm.graph, donated))).forward
     return lambda given: forward(*_dense(given, donated))
 

@@ -63,6 +63,13 @@ class Decided:
     narrowed: frozenset[str] = frozenset()
     spans: tuple[Span, ...] = ()
 
+    @property
+    def changes_ranks(self) -> bool:
+        """Whether a rank's graph is another than the plan's, partitioned."""
+        return bool(
+            self.packs.groups or self.chunks.moves or self.joints or self.narrowed or self.spans
+        )
+
 
 def decide(
     graph: Graph, options: Options, axes: Mapping[str, int], hardware: Hardware = DEFAULT
@@ -77,8 +84,8 @@ def decide(
     narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     spanned = spans(graph, hardware, without=narrowed)
     apart = {name for span in spanned for name in (span.first, span.second)}
-    if options.pack:
-        graph = merge_axes(graph, axes, apart)
+    if options.bucket:
+        graph = merge_axes(graph, axes, apart, hardware)
         narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     chunked = chunks(graph, options.chunks)
     kept = tuple(name for name in chunked.moves if name not in narrowed)
@@ -86,7 +93,7 @@ def decide(
     fused = joints(graph) if options.async_tp else {}
     fused = {name: joint for name, joint in fused.items() if name not in narrowed}
     packed = Packs((), {})
-    if options.pack:
+    if options.bucket:
         packed = packs(graph, without=(*chunked.moves, *fused, *apart), apart=narrowed)
     prefetched = prefetch(graph, packed.groups, options.prefetch)
     return Decided(prefetched, packed, chunked, fused, narrowed, spanned)

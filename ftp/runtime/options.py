@@ -14,7 +14,7 @@ PROGRAMS = 64  # that a step keeps
 class Options:
     """The options of a step; ``ftp.shard`` says what each does, ``checked_options`` checks them.
 
-    >>> Options(pack=True).chunks
+    >>> Options(bucket=False).chunks
     1
     """
 
@@ -24,7 +24,7 @@ class Options:
     compile: bool = False
     strict: bool = False
     certify: bool = False
-    pack: bool = False
+    bucket: bool = True
     check_inputs: bool = False
     prefetch: int | None = None
     chunks: int = 1

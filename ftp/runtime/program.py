@@ -11,6 +11,7 @@ from typing import Any
 import optree
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.partition import LocalProgram, Partitioner
@@ -24,6 +25,7 @@ from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
+from ftp.rules.rule import Meta
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
 from ftp.runtime.lowering import Decided, decide, rank_graph
@@ -39,7 +41,7 @@ from ftp.runtime.process_groups import (
 from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
-from ftp.sharding.spec import PartitionSpec, local_pieces
+from ftp.sharding.spec import PartitionSpec, local_pieces, local_shape
 from ftp.tensors.check_indices import Bound, index_bounds
 from ftp.tensors.device_put import put, take
 
@@ -61,8 +63,8 @@ class Program:
         donated: positions of inputs whose memory a run may use for its outputs.
         assumptions: claims about values that the function takes as true; with ``check_inputs`` the
             last outputs say whether they hold.
-        options: of the step; those about the run (``compile``, ``pack``, ``prefetch``, ``chunks``,
-            ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
+        options: of the step; those about the run (``compile``, ``bucket``, ``prefetch``,
+            ``chunks``, ``cuda_graph``, ``async_tp``, ``reduce_dtype``) are read here.
         hardware: what it was planned for.
     """
 
@@ -88,8 +90,8 @@ class Program:
 
     @cached_property
     def partitioner(self) -> Partitioner:
-        """Makes the ranks' programs without packs, chunks and fused matmuls."""
-        plain = replace(self.options, pack=False, chunks=1, async_tp=False, reduce_dtype=None)
+        """Makes the ranks' programs without buckets, chunks and fused matmuls."""
+        plain = replace(self.options, bucket=False, chunks=1, async_tp=False, reduce_dtype=None)
         return self._partitioner_of(decide(self.plan.graph, plain, self.mesh.axes))
 
     def _partitioner_of(self, decided: Decided) -> Partitioner:
@@ -151,7 +153,7 @@ class Program:
         """
         o = self.options
         return (
-            f"{describe_plan(self.plan)}\npack={o.pack}, prefetch={o.prefetch},"
+            f"{describe_plan(self.plan)}\nbucket={o.bucket}, prefetch={o.prefetch},"
             f" chunks={o.chunks}, async_tp={o.async_tp}, reduce_dtype={o.reduce_dtype}"
             f"\nplanned for {describe_hardware(self.hardware)}"
         )
@@ -159,25 +161,27 @@ class Program:
     @collection_paused()
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """This rank's program; the first rank's where there are no processes."""
-        if coordinate is None:
-            coordinate = (
-                require_coordinate(self.mesh)
-                if self.mesh.kind == "process"
-                else dict.fromkeys(self.mesh.axes, 0)
-            )
+        coordinate = self._own_coordinate if coordinate is None else coordinate
         o = self.options
-        is_plain = not o.pack and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
+        is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
         if is_plain and not (self.hardware.links and self._decided[0].spans):
             return self.partitioner.program(coordinate)
         decided, partitioner = self._decided
         local = partitioner.program(coordinate)
-        if local.gm not in self._changed:
+        if not decided.changes_ranks:
+            return local
+        # Of dynamic sizes the passes ask anew for each rank, which notes it.
+        if local.gm not in self._changed or self.plan.sizes is not None:
             graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
             )
             self._changed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
         return self._changed[local.gm]
+
+    def decide(self) -> None:
+        """Decide what to do with collectives, for all ranks."""
+        assert self.partitioner is not None and self._decided is not None
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -197,23 +201,56 @@ class Program:
         )
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        program, mesh = self.local(), self.mesh
-        coordinate = (
-            require_coordinate(mesh) if mesh.kind == "process" else dict.fromkeys(mesh.axes, 0)
-        )
-        extra = [
-            *(c.to(mesh_device(mesh)) for c in self.constants),
-            *program.offsets_at(coordinate),
-        ]
-        prepared: list[Run] = []
+        extra, prepared = self._beside_inputs(), self._runs
 
         def run(inputs: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
             given = [*inputs, *extra]
             if not prepared:
-                prepared.append(self._prepared(program, given))
+                prepared.append(self._prepared(self.local(), given))
             return prepared[0](given)
 
         return run
+
+    @cached_property
+    def _runs(self) -> list[Run]:
+        """The function that runs this rank's graph, once it is there."""
+        return []
+
+    def _beside_inputs(self) -> list[Any]:
+        """What this rank's graph takes after the inputs."""
+        mesh = self.mesh
+        constants = [c.to(mesh_device(mesh)) for c in self.constants]
+        return [*constants, *self.local().offsets_at(self._own_coordinate)]
+
+    @property
+    def _own_coordinate(self) -> Mapping[str, int]:
+        mesh = self.mesh
+        is_process = mesh.kind == "process"
+        return require_coordinate(mesh) if is_process else dict.fromkeys(mesh.axes, 0)
+
+    def prepare(self, metas: Sequence[Meta]) -> None:
+        """Make what runs this rank's graph, compiled where the options ask for it, ahead of the
+        first run. On processes all ranks call it together.
+
+        Args:
+            metas: of the inputs, whole.
+        """
+        if self.mesh.kind == "simulated" and self.mesh.size() > 1:
+            for coordinate in self.mesh.coordinates():
+                self.local(coordinate)
+        elif self.run is not None and not self._runs:
+            axes, at = self.mesh.axes, dict(self._own_coordinate)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                inputs = [
+                    torch.empty(
+                        local_shape(spec, meta.shape, axes, at),
+                        dtype=meta.dtype,
+                        device=mesh_device(self.mesh),
+                    )
+                    for meta, spec in zip(metas, self.in_specs, strict=True)
+                ]
+            given = [*inputs, *self._beside_inputs()]
+            self._runs.append(self._prepared(self.local(), given))
 
     def _prepared(self, program: LocalProgram, given: Sequence[Any]) -> Run:
         """The function that runs this rank's graph; ``given`` are its first inputs."""
@@ -361,6 +398,16 @@ def join_parts(
     for part, coordinate in zip(parts, coordinates, strict=True):
         put(whole, part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
     return whole
+
+
+def products_of(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+    """Per name of a process group, along an axis or a product of axes, these axes."""
+    names = mesh.axis_names
+    return {
+        mesh.group_name(*axes): axes
+        for count in range(1, len(names) + 1)
+        for axes in itertools.combinations(names, count)
+    }
 
 
 def groups_of(mesh: Mesh) -> dict[str, list[list[int]]]:

@@ -19,7 +19,7 @@ from ftp.partitioning.partition import Coordinate, LocalProgram
 from ftp.passes.number_inputs import number_inputs
 from ftp.runtime.compile import Run, eager
 from ftp.runtime.program import Program
-from ftp.sharding.mesh import mesh_device, require_coordinate
+from ftp.sharding.mesh import mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
 
 
@@ -61,6 +61,7 @@ class RankPrograms:
         assert program.plan.sizes is not None
         self.program, self.sizes = program, program.plan.sizes
         self._known: dict[tuple[int, ...], list[RankProgram]] = {}
+        program.decide()  # what it asks of sizes is asked for all ranks
         shapes = [v.meta.shape for v in program.plan.graph.outputs]
         self._ndims = [len(shape) for shape in shapes]
         self._out_sizes = self.sizes.function([s for shape in shapes for s in shape])
@@ -120,22 +121,17 @@ class SizedProgram(Program):
 
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         if coordinate is None:
-            coordinate = self._own()
+            coordinate = self._own_coordinate
         found = self.ranks.at(coordinate, self.values)
         numbers = tuple(map(Number, found.numbers(self.values)))
         return LocalProgram(found.local.gm, numbers, found.local.collectives)  # type: ignore[arg-type]
 
-    def prepare(self) -> None:
+    def make_graph(self) -> None:
         """Make this rank's graph, so that what it lacks is known before the ranks agree."""
-        self.ranks.at(self._own(), self.values)
-
-    def _own(self) -> Mapping[str, int]:
-        if self.mesh.kind == "process":
-            return require_coordinate(self.mesh)
-        return dict.fromkeys(self.mesh.axes, 0)
+        self.ranks.at(self._own_coordinate, self.values)
 
     def _run_as_rank(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
-        found = self.ranks.at(self._own(), self.values)
+        found = self.ranks.at(self._own_coordinate, self.values)
         constants = [c.to(mesh_device(self.mesh)) for c in self.constants]
         extra = [*constants, *found.numbers(self.values)]
 
@@ -156,7 +152,7 @@ class SizedProgram(Program):
         """
         from ftp.tracing.symbolic import Symbolic
 
-        symbolic, coordinate = Symbolic(self.ranks.sizes), dict(self._own())
+        symbolic, coordinate = Symbolic(self.ranks.sizes), dict(self._own_coordinate)
         nodes, axes = self.plan.graph.inputs, dict(self.mesh.axes)
         specs = [*self.in_specs, *[PartitionSpec()] * (len(nodes) - len(self.in_specs))]
         shapes = [
@@ -170,6 +166,6 @@ class SizedProgram(Program):
                 for shape, x in zip(shapes, given, strict=False)
             ]
         numbers = map(symbolic.symint, self.ranks.at(coordinate, self.values).taken)
-        made = eager(graph, [*fakes, *numbers], self.donated, mode)
+        made = eager(graph, [*fakes, *numbers], self.donated)
         symbolic.note_guards()
         return made

@@ -361,6 +361,11 @@ def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
         _current.reset(token)
 
 
+def current_mesh() -> Mesh | None:
+    """The mesh of the surrounding `use_mesh`, if any."""
+    return _current.get()
+
+
 def resolve(mesh: AnyMesh | None) -> Mesh:
     """A mesh of any kind as a `Mesh`; ``None`` is that of the surrounding `use_mesh`."""
     if isinstance(mesh, Mesh):

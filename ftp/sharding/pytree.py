@@ -11,6 +11,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.errors import SpecError, join_failures
+from ftp.sharding.balance import misfits
 from ftp.sharding.patterns import Path, dotted, listed, match_patterns, several
 from ftp.sharding.patterns import matches as matches  # where others look for it
 from ftp.sharding.patterns import nearest as nearest
@@ -397,6 +398,7 @@ def check_specs(
     for spec, leaf, name in zip(specs, leaves, names, strict=True):
         if isinstance(leaf, torch.Tensor):
             failures += check_spec(spec, tuple(leaf.shape), axes, name, takes_sums=takes_sums)
+            failures += misfits(leaf, spec, axes, name)
         elif spec:
             failures.append(cut_value(name, leaf, spec))
     if failures:

@@ -25,6 +25,7 @@ from torch import Tensor
 from ftp.distributed.agreement import calls
 from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import InputError, MismatchError, SpecError, join_failures
+from ftp.sharding.balance import misfits
 from ftp.sharding.dtensor_placements import check_plain, specs_of_any
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import (
@@ -252,6 +253,7 @@ def check_fit(tree: ShardedTree, takes_sums: bool = False) -> None:
             failures += check_spec(
                 leaf.spec, shape, tree.mesh.axes, leaf.name, takes_sums=takes_sums
             )
+            failures += misfits(leaf.value, leaf.spec, tree.mesh.axes, leaf.name)
         elif leaf.spec:
             failures.append(cut_value(leaf.name, leaf.value, leaf.spec))
     if failures:

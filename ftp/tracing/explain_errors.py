@@ -111,8 +111,7 @@ def explain(error: Exception) -> FtpError | None:
         name = found[1] or ("flex_attention" if found[2] else "A higher-order operator")
         return TraceError(
             f"{name} takes functions, into which a trace does not see{at}."
-            " Write both branches with torch.where, a loop as a Python loop, and what"
-            " flex_attention does to scores as attn_mask of"
+            " Call the function itself; what flex_attention does to scores can be attn_mask of"
             " F.scaled_dot_product_attention."
         )
     if "Mixing fake modes" in text or "different fake mode" in text:

@@ -10,6 +10,7 @@ from torch.nn.modules import transformer
 
 from ftp.functional.remat import run_again
 from ftp.tracing.attention_functions import flex_attention, varlen_attention
+from ftp.tracing.control_flow import control_flow
 
 
 @contextmanager
@@ -107,4 +108,5 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     _checkpoint,
     flex_attention,
     varlen_attention,
+    control_flow,
 )

@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import (
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
+from ftp.ops.choose import Branch, current_branch
 from ftp.ops.static_shape import FIXED
 from ftp.source import describe_line, is_users
 from ftp.tracing.call_cache import Call, Recall
@@ -143,8 +144,8 @@ class Recorder(TorchDispatchMode):
         device = kwargs.get("device")
         if device is not None and torch.device(device).type in self.device_types:
             kwargs["device"] = self.device
-        phase, region = self._turn()
-        meta = {"source": line, "phase": phase, "region": region}
+        phase, region, branch = self._turn()
+        meta = {"source": line, "phase": phase, "region": region, "branch": branch}
         if (
             fx_traceback.has_preserved_node_meta()
         ):  # which torch copies to what it records itself, and so not to what is remembered
@@ -250,15 +251,15 @@ class Recorder(TorchDispatchMode):
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]
 
-    def _turn(self) -> tuple[int, Any]:
-        """The pass that is going on, even numbers forward and odd ones backward, and the
-        recomputation.
+    def _turn(self) -> tuple[int, Any, Branch]:
+        """The pass that is going on, even numbers forward and odd ones backward, the recomputation,
+        and the branch.
         """
-        if self.replayed is not None:
-            return self.replayed.get("phase", 0), self.replayed.get("region")
+        if (of := self.replayed) is not None:
+            return of.get("phase", 0), of.get("region"), of.get("branch", ())
         is_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]
         self._phase += is_backward != bool(self._phase % 2)
-        return self._phase, current_region()
+        return self._phase, current_region(), current_branch()
 
     def _line(self) -> str:
         if self.replayed is not None:

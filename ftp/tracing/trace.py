@@ -36,6 +36,7 @@ from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.source import user_line
 from ftp.tracing.assumptions import Assumptions
+from ftp.tracing.branches import check_writes
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -237,6 +238,7 @@ def _traced(
             f"The trace has {len(inputs)} inputs for {len(at)} tensors: some argument is in a"
             " container that is not seen through."
         )
+    check_writes(gm.graph)
     _check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)

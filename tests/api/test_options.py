@@ -16,7 +16,7 @@ from ftp.errors import FtpError
 PAGE = Path(__file__).parents[2] / "docs" / "options.md"
 OPTIONS = {
     "compile": True,
-    "pack": True,
+    "bucket": False,
     "certify": True,
     "strict": True,
     "chunks": 2,

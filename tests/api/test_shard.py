@@ -24,6 +24,7 @@ from models import (
     sequence_parallel,
     specs,
 )
+from plan_moves import unbucketed
 from rounding import room
 
 import ftp
@@ -292,7 +293,7 @@ def issued(scheme: Scheme, size: str, layers: int, **options: Any) -> dict[str, 
     plan = ftp.plan(params, specs(cuts(cfg), tp=scheme.tp, zero=scheme.zero, order=scheme.order))
     mesh = ftp.AbstractMesh((4,) if len(scheme.axes) == 1 else (2, 2), scheme.axes)
     step = ftp.shard(loss(cfg, fn), mesh, plan, batch_specs=scheme.batch_specs, **options)
-    collectives = step.lower(params, lm_batch(cfg, *tokens)).collectives
+    collectives = unbucketed(step.lower(params, lm_batch(cfg, *tokens))).collectives
     return {
         axis: _count(
             [c for c in collectives if c.axes == (axis,)], params, math.prod(tokens), layers

@@ -78,7 +78,7 @@ OTHER_SHAPES = (
     "shift",
 )  # native kernels may crash on what these give them
 KERNELS = {update.kernel for update in UPDATES.values()}
-PASSES = ({}, {"pack": True}, {"chunks": 2}, {"pack": True, "chunks": 2, "prefetch": 1 << 30})
+PASSES = ({}, {"bucket": True}, {"chunks": 2}, {"bucket": True, "chunks": 2, "prefetch": 1 << 30})
 FEW = settings(QUICK, max_examples=20)
 MANY = settings(QUICK, max_examples=1500)
 
@@ -728,7 +728,7 @@ def test_arguments_with_the_names_of_values():
         loss.__signature__ = inspect.Signature(
             [inspect.Parameter(n, inspect.Parameter.POSITIONAL_ONLY) for n in ("params", name)]
         )
-        return ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P("dp"), pack=True).lower(
+        return ftp.shard(loss, mesh, {"w": P("tp")}, batch_specs=P("dp"), bucket=True).lower(
             params, x
         )
 
@@ -814,7 +814,7 @@ def test_rules_found_by_trial(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 def test_a_thousand_ranks():
     """All of them: those of one program at once."""
-    step, params, x = mlp(ftp.AbstractMesh((64, 32), ("dp", "tp")), pack=True)
+    step, params, x = mlp(ftp.AbstractMesh((64, 32), ("dp", "tp")), bucket=True)
     certificate = certify(step.lower(params, x))
     assert len(certificate.ranks.at) == 2048
     with pytest.raises(CertificateError, match=r"on one of the ranks at \(dp [0-9, ]*\.\.\., tp "):

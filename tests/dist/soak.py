@@ -161,11 +161,12 @@ def forked(run: Callable[[], int], log: Path) -> int:
             fd = os.open(log, os.O_CREAT | os.O_WRONLY | os.O_APPEND)
             os.dup2(fd, 1)
             os.dup2(fd, 2)
-            code = run()
-        except ftp.FtpError:
-            traceback.print_exc()
-            code = FAILED
-        except KeyboardInterrupt:
+            try:
+                code = run()
+            except ftp.FtpError:
+                code = FAILED
+                traceback.print_exc()
+        except KeyboardInterrupt:  # also one that comes while an error is printed
             code = INTERRUPTED
         except BaseException:
             traceback.print_exc()

@@ -45,12 +45,12 @@ _PROGRAMS: dict[str, Any] = {
 # what the step is asked for.
 _BOTH = P(("a", "b"))
 _ON_TWO_AXES: dict[str, Any] = {
-    "zero-3 over both, merged": (_BOTH, _BOTH, None, {"pack": True}),
-    "zero-3 over both, an axis at a time": (_BOTH, _BOTH, None, {}),
-    "dp over both, packed": (P(), _BOTH, None, {"pack": True}),
-    "zero-3 on b, dp on a": (P("b"), _BOTH, None, {"pack": True}),
-    "tp on b, zero-3 on a": ("tp", P("a"), None, {"pack": True}),
-    "sp on b in chunks, dp on a": ("tp", P("a"), "sp", {"pack": True, "chunks": 2}),
+    "zero-3 over both, merged": (_BOTH, _BOTH, None, {"bucket": True}),
+    "zero-3 over both, an axis at a time": (_BOTH, _BOTH, None, {"bucket": False}),
+    "dp over both, packed": (P(), _BOTH, None, {"bucket": True}),
+    "zero-3 on b, dp on a": (P("b"), _BOTH, None, {"bucket": True}),
+    "tp on b, zero-3 on a": ("tp", P("a"), None, {"bucket": True}),
+    "sp on b in chunks, dp on a": ("tp", P("a"), "sp", {"bucket": True, "chunks": 2}),
 }
 
 

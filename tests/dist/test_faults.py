@@ -2,6 +2,7 @@
 apart; on gloo processes.
 """
 
+import contextlib
 import os
 import re
 import signal
@@ -379,6 +380,37 @@ def test_an_interrupt_in_a_call_stops_calls_but_no_saves(tmp_path):
     assert (one, number) == ("KeyboardInterrupt: ", 1) and again.startswith(f"CollectiveError: {why}")
     seen, number = second.value
     assert len(seen) == 2 and number == 1 and all(why in error for error in seen), second
+
+
+def _others_end(folder, how):
+    """Rank 0 saves, or plans, when rank 1 has ended: after Ctrl-C on rank 0, or by itself."""
+    mesh = _mesh((2,), ("dp",), timeout=40.0, step_timeout=10.0)
+    step = ftp.spmd(lambda w, x: w + interrupted(w * x.sum()).sum(), mesh, (P("dp"), P("dp")), P("dp"))
+    w, x = ftp.device_put(torch.zeros(4), mesh, P("dp")), ftp.device_put(torch.ones(4), mesh, P("dp"))
+    w = step(w, x)
+    if how == "interrupted":
+        if dist.get_rank() == 0:
+            _interrupts.append(1)
+        with contextlib.suppress(KeyboardInterrupt):
+            step(w, x)  # on rank 1 a CollectiveError, with which it ends
+    elif dist.get_rank() == 1:
+        raise ValueError("a bad file")
+    begun = time.monotonic()
+    with pytest.raises(ftp.FtpError) as error:
+        if how == "plans":
+            step(w[:1], x[:1])
+        else:
+            ftp.save(folder, w, mesh, P("dp"))
+    return f"{type(error.value).__name__}: {error.value}", time.monotonic() - begun
+
+
+@pytest.mark.parametrize("how", ["interrupted", "saves", "plans"])
+def test_a_rank_that_has_ended_is_not_waited_for(tmp_path, how: str):
+    first, second = launch(_others_end, 2, str(tmp_path), how)
+    assert first.exit == 0 and second.error is not None, (first, second)
+    error, seconds = first.value
+    assert "Rank 1 has ended" in error and "is gone" in error and seconds < 15.0, first
+    assert not list(tmp_path.glob("0*"))
 
 
 def _two_threads(how):

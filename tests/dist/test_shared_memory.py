@@ -130,7 +130,7 @@ def _over_two_axes() -> bool:
     mesh = ftp.make_mesh((2, 2), ("dp", "cp"), device_type="cpu")
     cut = P(("dp", "cp"))
     w, x = torch.arange(6.0, dtype=torch.float64).reshape(3, 2), torch.arange(24.0, dtype=torch.float64).reshape(8, 3) / 7
-    step = ftp.shard(lambda w, x: (x @ w).square().sum(), mesh, P(), batch_specs=cut, pack=True)
+    step = ftp.shard(lambda w, x: (x @ w).square().sum(), mesh, P(), batch_specs=cut, bucket=True)
     mine = ftp.device_put(x, mesh, cut)
     loss, grads = step(w, mine)
     assert torch.allclose(loss, (x @ w).square().sum(), rtol=1e-12) and torch.allclose(grads, 2 * x.t() @ x @ w, rtol=1e-12)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from plan_moves import unbucketed
 from torch import nn
 from torch.nn import functional as F
 
@@ -106,10 +107,10 @@ def test_values_gradients_and_peak(plan: str, policy: str):
 def test_collectives_by_policy():
     """The second sublayer's input comes of an all-reduce: repeated for each block, or kept."""
     counts = {
-        policy: Counter(c.op for c in lowered("tp", POLICIES[policy]).collectives)
+        policy: Counter(c.op for c in unbucketed(lowered("tp", POLICIES[policy])).collectives)
         for policy in POLICIES
     }
-    plain = Counter(c.op for c in lowered("tp", None).collectives)
+    plain = Counter(c.op for c in unbucketed(lowered("tp", None)).collectives)
     assert plain == counts["collectives"] == counts["products"]
     assert counts["nothing"] - plain == Counter(all_reduce=LAYERS)
 
@@ -117,12 +118,14 @@ def test_collectives_by_policy():
 def test_parameters_are_gathered_as_without():
     """Once for each pass; the very first is in no gradient, but in the recomputation."""
     plain, repeated = (
-        Counter(c.op for c in lowered("zero", policy).collectives) for policy in (None, "nothing")
+        Counter(c.op for c in unbucketed(lowered("zero", policy)).collectives)
+        for policy in (None, "nothing")
     )
     assert plain["all_gather"] == 8 * LAYERS - 1
     assert repeated - plain == Counter(all_gather=1) and plain - repeated == Counter()
     held = Counter(
-        c.op for c in lowered("zero", "nothing", reshard_after_forward=False).collectives
+        c.op
+        for c in unbucketed(lowered("zero", "nothing", reshard_after_forward=False)).collectives
     )
     assert held["all_gather"] == 4 * LAYERS
 
@@ -320,7 +323,9 @@ def test_peak_and_collectives_of_modules(policy: str):
 
     kept, found = lowered_with(None), lowered_with({"*": policy})
     assert kept.memory - found.memory >= 4 * ROWS * HIDDEN * 8 // 2 * LAYERS
-    assert len(found.collectives) - len(kept.collectives) == (LAYERS if policy == "nothing" else 0)
+    assert len(unbucketed(found).collectives) - len(unbucketed(kept).collectives) == (
+        LAYERS if policy == "nothing" else 0
+    )
 
 
 def test_a_model_of_torch_by_path():

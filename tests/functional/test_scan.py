@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from models import LlamaBlock, LlamaConfig
+from plan_moves import unbucketed
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import ftp
@@ -159,9 +160,15 @@ def test_one_layer_is_moved_at_a_time():
     lowered = ftp.shard(loss, mesh, specs, batch_specs=P("dp")).lower(
         params, torch.empty(8, 6, 16, dtype=torch.float64)
     )
-    gathers = [c for c in lowered.collectives if c.op == "all_gather"]
-    assert {c.op for c in lowered.collectives} == {"all_gather", "reduce_scatter", "all_reduce"}
-    assert max(c.nbytes for c in lowered.collectives) == max(p[0].nbytes for p in params.values())
+    gathers = [c for c in unbucketed(lowered).collectives if c.op == "all_gather"]
+    assert {c.op for c in unbucketed(lowered).collectives} == {
+        "all_gather",
+        "reduce_scatter",
+        "all_reduce",
+    }
+    assert max(c.nbytes for c in unbucketed(lowered).collectives) == max(
+        p[0].nbytes for p in params.values()
+    )
     # Twice, forward and backward, but for the last layer's, which is still there.
     assert len(params) * (2 * 8 - 1) <= len(gathers) <= len(params) * 2 * 8
 
@@ -197,7 +204,7 @@ def test_layers_are_planned_as_one(monkeypatch: pytest.MonkeyPatch):
     assert not whole.plan.alike
     assert folded.plan.cost == pytest.approx(whole.plan.cost, rel=1e-12)
     records = [
-        Counter((c.op, c.axes, c.shape, c.dtype, c.source) for c in program.collectives)
+        Counter((c.op, c.axes, c.shape, c.dtype, c.source) for c in unbucketed(program).collectives)
         for program in (folded, whole)
     ]
     assert records[0] == records[1]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
+from plan_moves import unbucketed
 
 import ftp
 from ftp import P
@@ -123,11 +124,11 @@ def test_collectives_are_those_of_shard_and_the_clips(plan: str):
     of_params = ftp.plan(params, specs(cuts(CFG), **weights))  # type: ignore[arg-type]
     mesh, batch = ftp.simulated_mesh((2,) * len(axes), axes), lm_batch(CFG, *TOKENS)
     of_loss = kinds(
-        ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_specs)
+        ftp.shard(loss_fn, mesh, of_params, batch_specs=batch_specs, bucket=False)
         .lower(params, batch)
         .collectives
     )
-    step = step_of(plan, partial(train_step, loss_fn), params).lower(
+    step = step_of(plan, partial(train_step, loss_fn), params, bucket=False).lower(
         params, OPT.init(params), batch
     )
     found = kinds(step.collectives)
@@ -143,7 +144,7 @@ def test_collectives_are_those_of_shard_and_the_clips(plan: str):
 def test_zero_1_reduces_gradients_to_shards_and_gathers_parameters():
     loss_fn, params = model()
     found = kinds(
-        step_of("zero-1", partial(train_step, loss_fn), params)
+        step_of("zero-1", partial(train_step, loss_fn), params, bucket=False)
         .lower(params, OPT.init(params), lm_batch(CFG, *TOKENS))
         .collectives
     )
@@ -162,7 +163,7 @@ def test_microbatches_reduce_gradients_once(plan: str):
     counts = [
         Counter(
             c.op
-            for c in step.lower(params, state, batch).collectives
+            for c in unbucketed(step.lower(params, state, batch)).collectives
             if c.global_shape in shapes(params)
         )
         for step in (once, twice)
@@ -209,7 +210,7 @@ def test_mixed_precision(reduced: torch.dtype):
 
     mesh, batch = ftp.simulated_mesh((2,), ("dp",)), lm_batch(CFG, *TOKENS)
     step = ftp.spmd(grads_of, mesh, (P("dp"), P("dp")), P("dp"))
-    found = step.lower(params, batch).collectives
+    found = unbucketed(step.lower(params, batch)).collectives
     assert {c.dtype for c in found if c.op == "all_gather"} == {torch.bfloat16}
     assert {c.dtype for c in found if c.op == "reduce_scatter"} == {reduced}
     expected, grads = torch.func.grad(loss_fn)(params, batch), step(params, batch)
@@ -282,7 +283,7 @@ def test_what_an_update_of_a_whole_matrix_moves(name: str, cut: str):
         params,
         out_specs=(spec, of_state),
     )
-    assert kinds(found.collectives) == expected[cut]
+    assert kinds(unbucketed(found).collectives) == expected[cut]
 
 
 HEADS, LENGTH = 4, 6
@@ -345,7 +346,9 @@ def test_generation_with_a_cache_is_one_program(cut: str):
     expected_tokens, expected = greedy(decode, params)
     assert torch.equal(tokens, expected_tokens) and len(traces) == 1
     cache = {name: torch.zeros(2, HEADS, LENGTH, 2, dtype=torch.float64) for name in "kv"}
-    moved = step.lower(params, cache, torch.tensor([[1], [5]]), torch.tensor(0)).collectives
+    moved = unbucketed(
+        step.lower(params, cache, torch.tensor([[1], [5]]), torch.tensor(0))
+    ).collectives
     # The cache stays where it is: of one query a maximum, a sum and the result are reduced where
     # its keys are cut.
     gathered = {"all_gather": 1}  # the logits, or the tokens' rows of them
@@ -466,7 +469,7 @@ def test_the_norm_is_one_number_an_axis_however_small_the_model(plan: str):
         found = ftp.lower(
             partial(gradients, clips), mesh, (of, batch), params, torch.ones(8, 8), out_specs=of
         )
-        return Counter(c.axes for c in found.collectives if not c.shape)
+        return Counter(c.axes for c in unbucketed(found).collectives if not c.shape)
 
     assert numbers(True) - numbers(False) == Counter(
         {} if plan == "dp" else {(axis,): 1 for axis in axes}

@@ -30,10 +30,10 @@ def decoder(mesh: Any, **options: Any) -> tuple[ftp.Step, Any, Any, Any]:
     )
 
 
-@pytest.mark.parametrize(("ranks", "pack", "batch"), [(2, False, 4), (4, True, 1)])
-def test_joined_products_equal_one_device(ranks: int, pack: bool, batch: int):
+@pytest.mark.parametrize(("ranks", "bucket", "batch"), [(2, False, 4), (4, True, 1)])
+def test_joined_products_equal_one_device(ranks: int, bucket: bool, batch: int):
     step, params, _, (loss_fn, _) = decoder(
-        ftp.simulated_mesh((ranks,), ("tp",)), async_tp=True, pack=pack
+        ftp.simulated_mesh((ranks,), ("tp",)), async_tp=True, bucket=bucket
     )
     data = lm_batch(LlamaConfig(vocab=64, layers=1), batch, 8)
     grads, loss = torch.func.grad_and_value(loss_fn)(params, data)

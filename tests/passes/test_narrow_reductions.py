@@ -35,7 +35,7 @@ def terms(x, ranks):
     st.booleans(),
     st.booleans(),
 )
-def test_sums_are_those_of_rounded_terms(shape, rows, columns, dtype, is_zero, pack):
+def test_sums_are_those_of_rounded_terms(shape, rows, columns, dtype, is_zero, bucket):
     """Bit for bit: each term rounded once, added in float32 in the ranks' order; an all-reduce
     rounds the sum.
     """
@@ -47,7 +47,7 @@ def test_sums_are_those_of_rounded_terms(shape, rows, columns, dtype, is_zero, p
         mesh,
         {"w": P("dp") if is_zero else P()},
         batch_specs=P("dp"),
-        pack=pack,
+        bucket=bucket,
         reduce_dtype=BF16,
     )
     w = {"w": torch.ones(columns, dtype=dtype)}
@@ -70,11 +70,11 @@ def lowered_llama(cut, batch_specs, shape=(2, 2), **options):
     return step.lower(params, lm_batch(cfg)), params
 
 
-@pytest.mark.parametrize("pack", [False, True])
-def test_gradients_alone_are_narrowed_and_bytes_are_half(pack):
+@pytest.mark.parametrize("bucket", [False, True])
+def test_gradients_alone_are_narrowed_and_bytes_are_half(bucket):
     for cut in ({"tp": "tp"}, {"tp": "tp", "zero": "dp"}):
-        wide, params = lowered_llama(cut, P("dp"), pack=pack)
-        narrow, _ = lowered_llama(cut, P("dp"), pack=pack, reduce_dtype=BF16)
+        wide, params = lowered_llama(cut, P("dp"), bucket=bucket)
+        narrow, _ = lowered_llama(cut, P("dp"), bucket=bucket, reduce_dtype=BF16)
         assert all(c.dtype == torch.float32 for c in wide.collectives)
         kept = [c for c in narrow.collectives if c.dtype == torch.float32]
         sent = [c for c in narrow.collectives if c.dtype == BF16]
@@ -85,7 +85,7 @@ def test_gradients_alone_are_narrowed_and_bytes_are_half(pack):
         assert all(c.op == "all_reduce" for c in left)
         assert all("dp" not in c.axes or c.global_shape in ((), (2,)) for c in left)
         narrowed = [c for c in sent if c.op == "all_to_all"]
-        if not pack:
+        if not bucket:
             assert len(narrowed) == len(reducing) - len(left)
             assert len([c for c in narrowed if c.axes == ("dp",)]) == len(params)
         # Half the bytes but for padding to a whole number of parts.

@@ -128,7 +128,9 @@ def test_random_programs_keep_their_values(drawn: Drawn):
         if not static
     ]
     for donated in ((), range(len(drawn.values))):
-        found, inputs = run(program.with_options(pack=bool(donated)), drawn.values, PASSES, donated)
+        found, inputs = run(
+            program.with_options(bucket=bool(donated)), drawn.values, PASSES, donated
+        )
         compare(
             [
                 found[leaf]
@@ -195,8 +197,8 @@ def lowered(
 def test_train_steps_keep_their_values_and_write_in_place(plan: str, opt: Any):
     made, leaves, expected = lowered(plan, opt=opt)
     assert len(made._program.donated) == len(leaves) - 2
-    for pack in (False, True):
-        program = made._program.with_options(pack=pack)
+    for bucket in (False, True):
+        program = made._program.with_options(bucket=bucket)
         found, inputs = run(program, leaves, PASSES, program.donated)
         compare([found[leaf] for leaf in program.out_leaves], expected)
         for at, (shards, spec) in enumerate(
@@ -210,8 +212,9 @@ def test_train_steps_keep_their_values_and_write_in_place(plan: str, opt: Any):
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_sums_of_the_loss_take_two_collectives(layers: int):
-    assert len(lowered("tp", layers)[0].collectives) == 2 + 4 * layers + 3
-    packed = lowered("tp", layers, pack=True)[0]
+    plain = lowered("tp", layers, bucket=False)[0]
+    assert len(plain.collectives) == 2 + 4 * layers + 3
+    packed = lowered("tp", layers, bucket=True)[0]
     assert len(packed.collectives) == 2 + 4 * layers + 2
     assert sum("collective" in node.meta for node in packed.graph.graph.nodes) == len(
         packed.collectives
@@ -219,7 +222,7 @@ def test_sums_of_the_loss_take_two_collectives(layers: int):
 
 
 def test_gradients_of_data_parallelism_are_few_collectives():
-    plain, packed = lowered("dp")[0].collectives, lowered("dp", pack=True)[0].collectives
+    plain, packed = (lowered("dp", bucket=b)[0].collectives for b in (False, True))
     assert len(plain) > 10
     assert len(packed) <= 2
     assert sum(c.nbytes for c in packed) == sum(c.nbytes for c in plain)
@@ -230,7 +233,7 @@ def test_packed_steps_equal_one_device():
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64))
     of_params = ftp.plan(params, specs(cuts(cfg), tp="tp"))
     step = ftp.shard(
-        lm_loss(fn), ftp.simulated_mesh((3,), ("tp",)), of_params, pack=True, certify=True
+        lm_loss(fn), ftp.simulated_mesh((3,), ("tp",)), of_params, bucket=True, certify=True
     )
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, lm_batch(cfg))
     compare(step(params, lm_batch(cfg)), (loss, grads))
@@ -268,12 +271,12 @@ def test_moves_over_several_axes_are_one(name: str):
         ftp.simulated_mesh((2, 2), sorted(axes, key=("dp", "cp", "tp").index)),
         of_params,
         batch_specs=batch_spec,
-        pack=True,
+        bucket=True,
     )
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, batch)
     compare(step(params, batch), (loss, grads))
     made = step.lower(params, batch)
-    plain = with_options(made, pack=False).collectives
+    plain = with_options(made, bucket=False).collectives
     found = Counter(c.op for c in made.collectives)
     assert {op: found[op] for op in counts} == counts
     assert any(len(c.axes) == 2 for c in made.collectives) and all(len(c.axes) == 1 for c in plain)
@@ -286,8 +289,8 @@ def with_options(made: ftp.Lowered, **options: Any) -> ftp.Lowered:
 
 @pytest.mark.parametrize("plan", ["zero", "zero×tp"])
 def test_gathers_run_ahead_within_their_limit_and_are_packed(plan: str):
-    plain = lowered(plan, 2, prefetch=0)[0]
-    packed = with_options(plain, pack=True).collectives
+    plain = lowered(plan, 2, prefetch=0, bucket=False)[0]
+    packed = with_options(plain, bucket=True).collectives
     for op in ("all_gather", "reduce_scatter"):
         before, after = ([c for c in found if c.op == op] for found in (plain.collectives, packed))
         assert len(after) <= 4 < len(before) / 3
@@ -319,7 +322,7 @@ def test_a_gather_is_under_way_while_the_one_before_is_read():
                 return found
         raise AssertionError("there is no loss")
 
-    made = lowered("zero", 2)[0]
+    made = lowered("zero", 2, bucket=False)[0]
     assert not any(gathers_at_products(with_options(made, prefetch=0)))
     assert sum(map(bool, gathers_at_products(made))) > 10
 
@@ -464,13 +467,13 @@ def test_an_update_of_what_is_kept_writes_to_a_copy():
         assert all(map(torch.equal, mine, given)), "both are read afterwards"
 
 
-@pytest.mark.parametrize(("ranks", "pack"), [(2, True), (3, False)])
-def test_products_beside_moves_are_chunked(ranks: int, pack: bool):
+@pytest.mark.parametrize(("ranks", "bucket"), [(2, True), (3, False)])
+def test_products_beside_moves_are_chunked(ranks: int, bucket: bool):
     cfg = LlamaConfig(vocab=67, layers=1)
     fn, params = ftp.functionalize(build(cfg, dtype=torch.float64), constraints=sequence_parallel())
     of_params, batch = ftp.plan(params, specs(cuts(cfg), tp="tp")), lm_batch(cfg, 4, 8)
     step = ftp.shard(
-        lm_loss(fn), ftp.simulated_mesh((ranks,), ("tp",)), of_params, chunks=2, pack=pack
+        lm_loss(fn), ftp.simulated_mesh((ranks,), ("tp",)), of_params, chunks=2, bucket=bucket
     )
     grads, loss = torch.func.grad_and_value(lm_loss(fn))(params, batch)
     compare(step(params, batch), (loss, grads))
@@ -528,7 +531,7 @@ def _trained(options: dict[str, Any], n: int) -> tuple[float, bool]:
         (of_params, of_state, P()),
         (of_params, of_state, P()),
         donate=(0, 1),
-        pack=True,
+        bucket=True,
         **options,
     )
     alone: Any = full, opt.init(full)
@@ -570,7 +573,7 @@ def _gathered_over_both_axes() -> tuple[float, list[tuple[str, ...]]]:
         return torch.stack([(x @ p.T).square().sum() for p in params]).sum()
 
     full = (w, w + 1)
-    step = ftp.shard(loss_fn, mesh, P(("dp", "cp")), batch_specs=P("dp", "cp"), pack=True)
+    step = ftp.shard(loss_fn, mesh, P(("dp", "cp")), batch_specs=P("dp", "cp"), bucket=True)
     params, batch = (
         ftp.device_put(full, mesh, P(("dp", "cp"))),
         ftp.device_put(x, mesh, P("dp", "cp")),

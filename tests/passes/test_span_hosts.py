@@ -23,7 +23,7 @@ def loss(params, x):
     st.integers(1, 5),
     st.booleans(),
 )
-def test_values_are_those_of_one_device(shape, slow, rows, columns, pack):
+def test_values_are_those_of_one_device(shape, slow, rows, columns, bucket):
     mesh = ftp.simulated_mesh(shape, ("a", "b"))
     links = {axis: SLOW if axis == slow else FAST for axis in ("a", "b")}
     seed = torch.Generator().manual_seed(rows)
@@ -33,7 +33,7 @@ def test_values_are_those_of_one_device(shape, slow, rows, columns, pack):
     }
     x = torch.randn(rows, 4, generator=seed, dtype=torch.float64)
     step = ftp.shard(
-        loss, mesh, P(), batch_specs=P(("a", "b")), pack=pack, hardware=Hardware(links=links)
+        loss, mesh, P(), batch_specs=P(("a", "b")), bucket=bucket, hardware=Hardware(links=links)
     )
     want, of = torch.func.grad_and_value(loss)(params, x)
     value, grads = step(params, x)
@@ -64,27 +64,27 @@ def test_the_slow_link_carries_one_ranks_part():
     """Exact bytes, before and after: hosts of four GPUs, a gradient of 64 MiB."""
     params, x = {"w": torch.empty(4096, 4096, device="meta")}, torch.empty(64, 4096, device="meta")
 
-    def sent(hosts, pack):
+    def sent(hosts, bucket):
         mesh = ftp.AbstractMesh((2, 4), ("dp", "cp"), "cuda", hosts=hosts)
         step = ftp.shard(
             lambda p, x: (x @ p["w"]).square().sum(),
             mesh,
             P(),
             batch_specs=P(("dp", "cp")),
-            pack=pack,
+            bucket=bucket,
         )
         lowered = step.lower(params, x)
         return [(c.op, c.axes, c.wire_nbytes) for c in lowered.collectives if c.nbytes > 100]
 
     whole, hosts = 4096 * 4096 * 4, [f"host {rank // 4}" for rank in range(8)]
-    for pack in (False, True):
-        big = sent(hosts, pack)
+    for bucket in (False, True):
+        big = sent(hosts, bucket)
         assert sorted(big) == [
             ("all_gather", ("cp",), whole * 3 // 4),
             ("all_reduce", ("dp",), whole // 4),
             ("reduce_scatter", ("cp",), whole * 3 // 4),
         ]
-        one_host = sent(None, pack)
+        one_host = sent(None, bucket)
         assert all(op == "all_reduce" for op, _, _ in one_host)
 
 

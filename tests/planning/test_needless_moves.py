@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from plan_moves import unbucketed
 
 import ftp
 from ftp import P
@@ -11,7 +12,7 @@ from ftp.rules.op_kinds import is_product
 
 
 def ops(lowered):
-    return [c.op for c in lowered.collectives]
+    return [c.op for c in unbucketed(lowered).collectives]
 
 
 def test_a_loss_that_is_not_returned_is_not_reduced():
@@ -56,7 +57,11 @@ def test_pooling_of_a_permuted_tensor_keeps_the_batch_cut():
 
 
 def gathers(lowered):
-    return [(str(c.dtype)[6:], c.nbytes) for c in lowered.collectives if c.op == "all_gather"]
+    return [
+        (str(c.dtype)[6:], c.nbytes)
+        for c in unbucketed(lowered).collectives
+        if c.op == "all_gather"
+    ]
 
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn

@@ -9,6 +9,7 @@ import models
 import pytest
 import torch
 from models import LlamaConfig, MLPConfig, build, cuts, lm_batch, specs
+from plan_moves import unbucketed
 
 import ftp
 from ftp import P
@@ -70,7 +71,9 @@ def facts(program: ftp.Lowered) -> Any:
         )
         for n in plan.graph.nodes
     )
-    records = Counter((c.op, c.axes, c.shape, c.dtype, c.source) for c in program.collectives)
+    records = Counter(
+        (c.op, c.axes, c.shape, c.dtype, c.source) for c in unbucketed(program).collectives
+    )
     inputs = [(n.name, tuple(n.cuts)) for n in plan.graph.inputs]
     return values, records, inputs, plan.out_specs, plan.kept_rules
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import titan  # type: ignore[import-not-found]
 import torch
+from plan_moves import unbucketed
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.parallel import (
@@ -224,7 +225,7 @@ def test_outputs_in_a_dict_and_a_sum_that_stays_pending(style, outputs):
         grads, torch.autograd.grad(expected, list(model.parameters())), strict=True
     ):
         torch.testing.assert_close(grads[path], grad)
-    assert [c.op for c in ftp.shard(fn, mesh, specs).lower(params, x).collectives] == [
+    assert [c.op for c in unbucketed(ftp.shard(fn, mesh, specs).lower(params, x)).collectives] == [
         "all_reduce",
         "all_gather",
     ]
@@ -355,7 +356,7 @@ def test_a_row_wise_output_of_shard_1_is_a_reduce_scatter():
     plan = {"0": COLUMNS, "1": RowwiseParallel(output_layouts=Shard(1))}
     x = torch.randn(2, 4, 8, dtype=torch.float64)
     lowered = equal_to_one_device(net, plan, ftp.simulated_mesh(2, "tp"), x)
-    assert sorted(c.op for c in lowered.collectives if c.op != "all_reduce") == [
+    assert sorted(c.op for c in unbucketed(lowered).collectives if c.op != "all_reduce") == [
         "all_gather",
         "reduce_scatter",
     ]
@@ -436,7 +437,7 @@ def test_multihead_attention_is_cut_by_heads(style):
     assert (
         max(
             c.global_shape[0]
-            for c in lowered.collectives
+            for c in unbucketed(lowered).collectives
             if len(c.global_shape) == 2 and c.global_shape[-1] == 8
         )
         <= 8
@@ -465,9 +466,10 @@ def test_a_transformer_from_a_plan():
     # Each of five blocks reduces activations forward, and backward too, but for the first, whose
     # input needs no gradient.
     lowered = equal_to_one_device(model, plans.PairwiseParallel(), mesh, src, tgt)
-    assert [c.op for c in lowered.collectives] == ["all_reduce"] * 9
+    assert [c.op for c in unbucketed(lowered).collectives] == ["all_reduce"] * 9
     assert all(
-        len(c.global_shape) == 3 or c.global_shape in ((8, 8), (12, 8)) for c in lowered.collectives
+        len(c.global_shape) == 3 or c.global_shape in ((8, 8), (12, 8))
+        for c in unbucketed(lowered).collectives
     )
     lowered = equal_to_one_device(model.encoder, plans.PairwiseParallel(), mesh, src)
     assert {c.op for c in lowered.collectives} == {"all_reduce"}

@@ -20,9 +20,8 @@ def lowered(
     cfg = LlamaConfig(layers=layers)
     fn, params = ftp.functionalize(build(cfg), constraints=sequence_parallel() if pins else None)
     mesh = ftp.AbstractMesh((2, 2), ("dp", "tp"))
-    step = ftp.shard(
-        lm_loss(fn), mesh, ftp.plan(params, specs(cuts(cfg), **cut)), batch_specs=P(dp)
-    )  # type: ignore[arg-type]
+    of_params = ftp.plan(params, specs(cuts(cfg), **cut))  # type: ignore[arg-type]
+    step = ftp.shard(lm_loss(fn), mesh, of_params, batch_specs=P(dp), bucket=False)
     return step.lower(params, lm_batch(cfg))
 
 
@@ -146,3 +145,18 @@ def test_folding_loses_nothing():
     assert folded([]) == []
     different = [f"%x_{i}: f32[{i}] = f" for i in range(9)]
     assert folded(different) == different
+
+
+def test_a_bucket_lists_its_members():
+    def sums(x, y):
+        return x.sum(), y.square().sum(0), (x @ y.T).exp().sum()
+
+    x, y = torch.ones(4, 6), torch.ones(5, 6)
+    step = ftp.spmd(sums, ftp.AbstractMesh((2,), ("dp",)), (P("dp"), P()), P(), bucket=True)
+    lowered = step.lower(x, y)
+    (bucket,) = lowered.collectives
+    lowered.assert_collectives(all_reduce=1)
+    assert (bucket.op, bucket.nbytes) == ("all_reduce", 8)
+    assert [(m.name, m.nbytes) for m in bucket.members] == [("sum_1", 4), ("sum_3", 4)]
+    assert all("summed because of x P('dp')" in m.cause for m in bucket.members)
+    assert str(lowered).count("in a bucket with 1 more") == 2

@@ -256,7 +256,7 @@ def _one_rank() -> None:
         *WAYS,
         {"async_tp": True},
         {"async_tp": True, "cuda_graph": True},
-        {"pack": True, "cuda_graph": True},
+        {"bucket": True, "cuda_graph": True},
     ],
 )
 def test_gpus_over_nccl_equal_one(way: Any):

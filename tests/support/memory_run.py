@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import ftp
 from ftp import P
 from ftp.runtime.compile import eager
+from ftp.runtime.process_groups import with_product_groups
 
 ODD = LlamaConfig(vocab=511, dim=56, layers=2, heads=4, hidden=157)
 LLAMA = LlamaConfig(vocab=512, dim=64, layers=3, heads=4, hidden=160)
@@ -60,16 +61,16 @@ PROGRAMS: dict[str, tuple[Any, dict[str, int], dict[str, Any], P, dict[str, P] |
     "gpt2 dropout train": (GPT2, {"dp": 4}, {}, P("dp"), None),
     "cnn dp train": (CNN, {"dp": 4}, {}, P("dp"), None),
 }
-TRAIN = {"optimizer": "fused", "donate": (0, 1), "pack": True}
+TRAIN = {"optimizer": "fused", "donate": (0, 1), "bucket": True}
 OPTIONS: dict[str, dict[str, Any]] = {
     "llama tp train": TRAIN,
     "llama zero train": TRAIN,
     "llama zero uneven train": TRAIN,
-    "llama zero unfused": {"optimizer": "unfused"},
-    "llama zero not ahead": {"prefetch": 0, "pack": True},
-    "llama zero kept": {"reshard_after_forward": False},
-    "mlp zero remat": {"remat": True, "pack": True},
-    "llama sp chunks": {"chunks": 2, "pack": True},
+    "llama zero unfused": {"optimizer": "unfused", "bucket": False},
+    "llama zero not ahead": {"prefetch": 0, "bucket": True},
+    "llama zero kept": {"reshard_after_forward": False, "bucket": False},
+    "mlp zero remat": {"remat": True, "bucket": True},
+    "llama sp chunks": {"chunks": 2, "bucket": True},
     "gpt2 dropout train": {"dropout": 0.1, **TRAIN},
     "cnn dp train": TRAIN,
 }
@@ -146,7 +147,8 @@ def measured(lowered: ftp.Lowered) -> int:
     """Bytes that the CPU's allocator has handed out at most during a run, beside the inputs."""
     inputs = [torch.zeros(shape, dtype=dtype) for shape, dtype in lowered._local_inputs]
     given = [*inputs, *lowered._local_offsets]
-    run = eager(lowered.graph.graph, given, lowered._program.donated)
+    graph = with_product_groups(lowered.graph.graph, lowered._program.mesh)
+    run = eager(graph, given, lowered._program.donated)
     run(given)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True

@@ -823,6 +823,9 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
         "_unsafe_index_put.default",
         samples=lambda: [*_indexed(True), *_indexed(False)],
     ),
+    "ftp.choose.default": lambda: [
+        s(torch.tensor(side), normal(4, 3), normal(4, 3), 0) for side in (True, False)
+    ],
     "ftp.stack.default": lambda: [s([normal(4, 3) for _ in range(3)])],
     "unstack.default": lambda: [s(normal(3, 5, 4)), s(normal(2))],
     "nonzero_static.default": lambda: [

@@ -1,0 +1,265 @@
+"""CompiledStep: one program as a step, made ahead of time or loaded from a file."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ftp.api.arguments import Arguments, check_donated_once, check_static
+from ftp.api.outputs import RENEWALS
+from ftp.api.step import Step, _Planned
+from ftp.errors import InputError, MeshError, join_failures
+from ftp.planning.planner import Watch
+from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_text
+from ftp.report.lowered import Lowered
+from ftp.rules.rule import Meta
+from ftp.runtime.program import Program
+from ftp.runtime.stage_programs import ProgramOfPieces
+from ftp.sharding.arguments import Shape
+from ftp.sharding.mesh import AnyMesh, Mesh, current_mesh, make_mesh, resolve
+from ftp.sharding.pytree import kind_of
+from ftp.sharding.spec import PartitionSpec, local_shape
+from ftp.tensors.device_put import global_shape
+from ftp.tensors.placement import Donated, check_alive, check_placed, placement
+from ftp.tracing.trace import Traced
+
+
+def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep":
+    """The program that ``lowered.save(path)`` wrote, ready to run on this process' rank: nothing is
+    traced or planned.
+
+    Reading a file runs no code; running its program runs torch's ops, with what the program gives
+    them. The file must be this user's own, as files of ftp's cache must.
+
+    Args:
+        path: of the file; every rank reads it.
+        mesh: the mesh to run on, of the shape, axes and device type that the program was made for;
+            default that of the surrounding ``ftp.use_mesh``, else ``ftp.make_mesh`` of these.
+
+    Returns:
+        ``step(params, *batch)`` of these shapes and dtypes; its ``lowered`` has the reports.
+
+    Raises:
+        ProgramFileError: a file that is damaged, that another user owns or can write to, or that
+            another version of torch or ftp saved; an op that is not registered here.
+        MeshError: a mesh of another shape, other axes or another device type.
+        InputError: at a call with other arguments than the program's, before any collective.
+
+    >>> import ftp, tempfile, torch
+    >>> mesh = ftp.simulated_mesh((2,), ("tp",))
+    >>> step = ftp.shard(lambda p, x: (x @ p["w"]).sum(), mesh, {"w": ftp.P(None, "tp")})
+    >>> params, x = {"w": torch.ones(3, 4)}, torch.ones(2, 3)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     step.lower(params, x).save(f"{folder}/step.ftp")
+    ...     loaded = ftp.load_program(f"{folder}/step.ftp", mesh)
+    >>> loss, grads = loaded(params, x)
+    >>> float(loss), [c.op for c in loaded.lowered.collectives]
+    (24.0, ['all_reduce'])
+    """
+
+    def mesh_of(shape: tuple[int, ...], names: tuple[str, ...], device_type: str) -> Mesh:
+        given = mesh or current_mesh() or make_mesh(shape, names, device_type=device_type)
+        return resolve(given)
+
+    program, signature = load(path, mesh_of)
+    return CompiledStep(program, signature)
+
+
+def bound(step: Step, call: Arguments, planned: _Planned) -> "BoundProgram | None":
+    """A planned program with what its calls look like; None of a program of stages."""
+    program = planned.program
+    if not isinstance(program, Program) or isinstance(program, ProgramOfPieces):
+        return None
+    leaves = tuple(
+        Meta(tuple(shape), leaf.dtype) if shape is not None else leaf
+        for leaf, shape in zip(call.leaves, planned.shapes, strict=True)
+    )
+    names = {renew: name for name, renew in RENEWALS.items()}
+    arguments = [step._argument_name(i) for i in range(len(call.args))]
+    signature = Signature(
+        getattr(step._fn, "__name__", kind_of(step._fn)),
+        tuple(arguments),
+        tuple(call.names),
+        tree_text(call.treedef),
+        leaves,
+        tuple(sorted(step._state)),
+        tuple((i, names[renew]) for i, renew in planned.renewed),
+    )
+    return BoundProgram(program, signature, call)
+
+
+@dataclass(frozen=True)
+class BoundProgram:
+    """A program with what its calls look like."""
+
+    program: Program
+    signature: Signature
+    call: Arguments
+
+    def compile(self) -> "CompiledStep":
+        """See ``Lowered.compile``."""
+        if self.program.mesh.kind == "abstract":
+            raise MeshError(
+                f"The mesh {self.program.mesh} is abstract: it plans programs and runs none. Write"
+                " the program to a file with lowered.save(path), for ftp.load_program(path) where"
+                " it runs, or lower it on ftp.make_mesh(...) or ftp.simulated_mesh(...)."
+            )
+        made = CompiledStep(self.program, self.signature)
+        made.prepare()
+        return made
+
+    def save(self, path: str | Path) -> None:
+        """See ``Lowered.save``."""
+        save(path, self.program, self.signature, self.call.treedef)
+
+
+class CompiledStep(Step):
+    """``Step`` of one program: it takes arguments of one structure, with their shapes and dtypes,
+    and makes no other program.
+
+    >>> import ftp
+    >>> mesh = ftp.simulated_mesh((2,), ("dp",))
+    >>> compiled = ftp.spmd(lambda x: 2 * x, mesh, ftp.P("dp")).lower(torch.ones(2)).compile()
+    >>> isinstance(compiled, CompiledStep), compiled(torch.ones(2))
+    (True, tensor([2., 2.]))
+    """
+
+    def __init__(self, program: Program, signature: Signature):
+        self.program, self._signature = program, signature
+        super().__init__(
+            _named(signature.function),
+            program.mesh,
+            lambda args: list(program.leaf_specs),
+            lambda result, specs, args: [],
+            arguments=signature.arguments,
+            state=signature.state,
+            options=program.options,
+        )
+
+    @property
+    def lowered(self) -> Lowered:
+        """The program's reports: collectives, memory, cost, text."""
+        return Lowered(self.program)
+
+    def prepare(self) -> None:
+        """Make what runs the program, ahead of its first call. On processes all ranks call it
+        together.
+        """
+        record, program = self._record, self.program
+        metas = [self._signature.leaves[i] for i in program.tensor_leaves]
+        with record.running(program.fingerprint):
+            program.prepare(metas)
+
+    def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
+        """The reports of the program, where it is the one of these arguments."""
+        call, specs, shapes = self._abstract(args)
+        self._build(call, specs, shapes)
+        return self.lowered
+
+    def _checked_specs(self, call: Arguments) -> list[PartitionSpec]:
+        self._check_tree(call)
+        specs = list(self.program.leaf_specs)
+        check_static(call)
+        if self._options.donate:
+            check_donated_once(call, self._options.donate)
+        check_alive(call.leaves, call.names)
+        check_placed(call.leaves, specs, call.names, self.mesh)
+        shapes = [global_shape(x, s, self.mesh) for x, s in zip(call.leaves, specs, strict=True)]
+        due = [*map(self._due, self._signature.leaves, specs)]
+        self._check(call, [*map(self._given, call.leaves, shapes)], due)
+        return specs
+
+    def _due(self, leaf: Any, spec: PartitionSpec) -> str:
+        """What this rank is to hold of a leaf."""
+        if not isinstance(leaf, Meta):
+            return _static(leaf)
+        shape = leaf.shape
+        if self.mesh.kind == "process":
+            shape = local_shape(spec, shape, self.mesh.axes, self.mesh.coordinate or {})
+        return _typed(leaf.dtype, shape)
+
+    def _given(self, leaf: Any, shape: Shape | None) -> str:
+        if not isinstance(leaf, torch.Tensor):
+            return _static(leaf)
+        is_whole = leaf.device.type == "meta" or self.mesh.kind != "process"
+        return _typed(leaf.dtype, shape if is_whole and shape is not None else leaf.shape)
+
+    def _check_tree(self, call: Arguments) -> None:
+        own = self._signature
+        if tree_text(call.treedef) == own.tree:
+            return
+        missing = [name for name in own.names if name not in call.names]
+        beyond = [name for name in call.names if name not in own.names]
+        told = [f"it has no {', '.join(missing[:3])}"] if missing else []
+        told += [f"the program has no {', '.join(beyond[:3])}"] if beyond else []
+        raise InputError(
+            f"The program of {own.function} takes ({', '.join(own.arguments)}) of another"
+            f" structure than this call's: {'; '.join(told) or 'containers of other classes'}."
+            " Call it with arguments of the structure that it was lowered with."
+        )
+
+    def _check(self, call: Arguments, given: Sequence[str], due: Sequence[str]) -> None:
+        failures = [
+            f"{name} is {held}; the program of {self._signature.function} was made for {wanted}."
+            " Lower the function with what you call it with."
+            for name, held, wanted in zip(call.names, given, due, strict=True)
+            if held != wanted
+        ]
+        if failures:
+            raise InputError(join_failures(failures))
+
+    def _build(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        watch: Watch | None = None,
+        traced: Traced | None = None,
+    ) -> _Planned:
+        """The program with these arguments, whose agreed shapes are checked."""
+        own, program = self._signature.leaves, self.program
+        due = [_typed(x.dtype, x.shape) if isinstance(x, Meta) else "" for x in own]
+        given = [
+            "" if shape is None else _typed(x.dtype, shape)
+            for x, shape in zip(call.leaves, shapes, strict=True)
+        ]
+        self._check(call, given, due)
+        if isinstance(program, LoadedProgram):
+            program.resolve_tree(call.treedef)
+        donated = {i: Donated(self._argument_name(i)) for i in self._options.donate}
+        return _Planned(
+            program,
+            call.key,
+            tuple(shapes),
+            tuple(
+                placement(self.mesh, spec, tuple(shape))
+                for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
+            ),
+            tuple((i, RENEWALS[name]) for i, name in self._signature.renewed),
+            tuple(
+                (i, donated[call.positions[i]])
+                for i in program.tensor_leaves
+                if call.positions[i] in donated
+            ),
+            [],
+        )
+
+
+def _named(name: str) -> Callable[..., Any]:
+    """A stand-in for the function, for messages."""
+
+    def fn(*args: Any) -> Any:
+        raise AssertionError(f"the program of {name} is run, not its function")
+
+    fn.__name__ = name
+    return fn
+
+
+def _typed(dtype: torch.dtype, shape: Sequence[int]) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"
+
+
+def _static(leaf: Any) -> str:
+    return f"{leaf!r}, {kind_of(leaf)}"

@@ -1,0 +1,62 @@
+"""``ftp::choose``: the results of one of two branches, as ``torch.cond`` gives them.
+
+A program holds the ops of both branches, each marked with its ``Branch``. As they stand, both are
+computed and one is chosen. What runs a rank's program leaves out the ops of the branch not taken.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# From the outermost: the number of a cond, and its side. A negative number is of one whose branches
+# are both computed.
+Branch = tuple[tuple[int, bool], ...]
+
+torch.library.define(
+    "ftp::choose",
+    "(Tensor predicate, Tensor if_true, Tensor if_false, int number) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+CHOOSE = torch.ops.ftp.choose.default
+
+
+@torch.library.impl("ftp::choose", "CompositeExplicitAutograd")
+def _chosen(predicate: Tensor, if_true: Tensor, if_false: Tensor, number: int) -> Tensor:
+    # A predicate that is read from a device would stop a recorded graph.
+    return torch.where(predicate, if_true, if_false).contiguous()
+
+
+def _chosen_of_each(
+    info: Any, in_dims: Any, predicate: Tensor, if_true: Tensor, if_false: Tensor, number: int
+) -> Any:
+    assert in_dims[0] is None, "a predicate that is mapped over is no cond"
+    results = [
+        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+        for x, dim in zip((if_true, if_false), in_dims[1:3], strict=True)
+    ]
+    return CHOOSE(predicate, *results, number), 0
+
+
+torch.library.register_vmap("ftp::choose", _chosen_of_each)
+
+
+_current: ContextVar[Branch] = ContextVar("ftp.ops.branch", default=())
+
+
+@contextmanager
+def branch(number: int, side: bool) -> Iterator[None]:
+    """What is traced now is of a branch."""
+    token = _current.set((*_current.get(), (number, side)))
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current_branch() -> Branch:
+    """The branch that is traced now."""
+    return _current.get()

@@ -1,0 +1,204 @@
+"""A rank's graph, a traced graph and a planner's graph as plain data, and back."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
+
+from ftp.errors import ProgramFileError
+from ftp.partitioning.partition import LocalProgram
+from ftp.per_rank.program import LOCAL, Program, interned, program_of
+from ftp.planning.graph import Graph, Node
+from ftp.planning.plan import Plan
+from ftp.program_files.plain import GROUP, Reader, Writer
+from ftp.rules.local_op import RankGraph
+from ftp.rules.rule import BoundRule
+
+_KINDS = ("placeholder", "call_function", "output")
+# What a graph's nodes know of themselves, and what only the passes before this one needed.
+_OF_RANK = ("collective", "source", "origin", "is_ahead", "gives", "takes", "axis")
+_OF_TRACE = ("val", "source", "phase")
+_PAST = frozenset(
+    ("val", "tensor_meta", "region", "nn_module_stack", "stack_trace", "ftp_constant", "phase")
+)
+_FIELDS = tuple(f.name for f in fields(Node) if f.name not in ("target", "rule", "operands"))
+
+Groups = Mapping[str, tuple[str, ...]]
+
+
+def write_graph(
+    writer: Writer, graph: fx.Graph, kept: Sequence[str] = _OF_TRACE, groups: Groups | None = None
+) -> list[Any]:
+    """Plain data of a graph of calls.
+
+    Args:
+        kept: the keys of ``meta`` that are written.
+        groups: the axes by the name of their process group, which is another one where the program
+            is loaded.
+    """
+    writer.nodes, made = {}, []
+    for node in graph.nodes:
+        # Passes read what a rank's node knows: none of it may be lost unseen.
+        is_known = groups is None or set(node.meta) <= {*kept, *_PAST}
+        assert node.op in _KINDS and is_known, (node.op, node.target, list(node.meta))
+        meta = [x for key in kept if key in node.meta for x in (key, writer.of(node.meta[key]))]
+        args = [writer.of(a) for a in node.args]
+        if groups is not None and "collective" in node.meta and node.args[-1] in groups:
+            args[-1] = [GROUP, *groups[node.args[-1]]]  # type: ignore[index]
+        target = writer.of(node.target) if node.op == "call_function" else None
+        made.append([_KINDS.index(node.op), node.name, target, args, writer.of(node.kwargs), meta])
+        writer.nodes[node] = len(writer.nodes)
+    return made
+
+
+def read_graph(
+    reader: Reader, data: Sequence[Any], group_name: Callable[..., str] | None = None
+) -> fx.Graph:
+    """The graph that `write_graph` was given, its collectives on the groups that ``group_name``
+    gives for their axes.
+    """
+    graph = RankGraph()
+    reader.nodes = []
+    for kind, name, target, args, kwargs, meta in data:
+        given = [
+            group_name(*a[1:]) if group_name and type(a) is list and a[0] == GROUP else reader.of(a)
+            for a in args
+        ]
+        op = _KINDS[kind]
+        node = graph.create_node(
+            op,
+            reader.of(target) if op == "call_function" else name,
+            tuple(given),
+            reader.of(kwargs),
+            name,
+        )
+        if node.name != name:
+            node.name = name
+        for key, value in zip(meta[::2], meta[1::2], strict=True):
+            node.meta[key] = reader.of(value)
+        reader.nodes.append(node)
+    return graph
+
+
+def as_module(graph: fx.Graph) -> fx.GraphModule:
+    """A module that is read or interpreted, so that its code is generated when asked for."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module({}, graph)
+
+
+def write_local(writer: Writer, program: LocalProgram, groups: Groups) -> list[Any]:
+    """Plain data of the program of ranks with equal shapes."""
+    offsets = [writer.of(o) for o in program.offsets]
+    return [offsets, write_graph(writer, program.gm.graph, _OF_RANK, groups)]
+
+
+def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., str]) -> LocalProgram:
+    """The program that `write_local` was given."""
+    graph = read_graph(reader, data[1], group_name)
+    issued = tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
+    return LocalProgram(as_module(graph), tuple(map(reader.of, data[0])), issued)
+
+
+def write_traced(writer: Writer, graph: fx.Graph) -> dict[str, Any]:
+    """Plain data of a traced graph, with the per-rank code that it calls."""
+    keys = dict.fromkeys(str(n.args[1]) for n in graph.nodes if n.target is LOCAL)
+    return {
+        "programs": [_write_code(writer, program_of(key)) for key in keys],
+        "nodes": write_graph(writer, graph),
+    }
+
+
+def read_traced(reader: Reader, data: Mapping[str, Any]) -> fx.GraphModule:
+    """The module that `write_traced` was given the graph of."""
+    for code in data["programs"]:
+        _read_code(reader, code)
+    return as_module(read_graph(reader, data["nodes"]))
+
+
+def _write_code(writer: Writer, program: Program) -> list[Any]:
+    ports = [writer.of(tuple(program.operands)), writer.of(tuple(program.results))]
+    kept = (*_OF_TRACE, "axis")
+    graph = write_graph(writer, program.gm.graph, kept)
+    return [writer.of(dict(program.axes)), *ports, program.is_planned, graph]
+
+
+def _read_code(reader: Reader, data: Sequence[Any]) -> Program:
+    axes, operands, results, is_planned, graph = data
+    gm = fx.GraphModule({}, read_graph(reader, graph))
+    return interned(gm, reader.of(axes), reader.of(operands), reader.of(results), bool(is_planned))
+
+
+def write_plan(writer: Writer, plan: Plan) -> dict[str, Any]:
+    """Plain data of a plan. Of its rules all is kept but what emits an op's local form."""
+    writer.nodes, nodes, codes = {}, [], {}
+    rules: dict[int, int] = {}
+    pool: list[Any] = []
+    for node in plan.graph.nodes:
+        if node.kind == "local" and node.target.key not in codes:
+            numbers, writer.nodes = writer.nodes, {}
+            codes[node.target.key] = _write_code(writer, node.target)
+            writer.nodes = numbers
+        target = node.target.key if node.kind == "local" else writer.of(node.target)
+        if id(node.rule) not in rules:
+            rules[id(node.rule)] = len(pool)
+            pool.append(_write_rule(writer, node.rule))
+        given = [None if name == "region" else writer.of(getattr(node, name)) for name in _FIELDS]
+        nodes.append([target, rules[id(node.rule)], *given])
+        writer.nodes[node] = len(writer.nodes)
+    return {
+        "codes": codes,
+        "rules": pool,
+        "nodes": nodes,
+        "outputs": [writer.of(v) for v in plan.graph.outputs],
+        "axes": writer.of(plan.axes),
+        "solutions": writer.of(plan.solutions),
+        "kept_rules": writer.of(plan.kept_rules),
+        "out_specs": writer.of(plan.out_specs),
+        "entries": [[writer.nodes[n], writer.of(s)] for n, s in plan.entries.items()],
+        "exits": [[i, writer.of(s)] for i, s in plan.exits.items()],
+        "alike": plan.alike,
+    }
+
+
+def read_plan(reader: Reader, data: Mapping[str, Any]) -> Plan:
+    """The plan that `write_plan` was given; it can be read, not partitioned again."""
+    codes = {key: _read_code(reader, code) for key, code in data["codes"].items()}
+    reader.nodes = []
+    rules = [_read_rule(reader, rule) for rule in data["rules"]]
+    for target, rule, *given in data["nodes"]:
+        known = dict(zip(_FIELDS, map(reader.of, given), strict=True))
+        is_local = known["kind"] == "local"
+        found = codes[target] if is_local else reader.of(target)
+        reader.nodes.append(Node(target=found, rule=rules[rule], **known))
+    return Plan(
+        Graph(list(reader.nodes), [reader.of(v) for v in data["outputs"]]),
+        reader.of(data["axes"]),
+        reader.of(data["solutions"]),
+        reader.of(data["kept_rules"]),
+        reader.of(data["out_specs"]),
+        {reader.nodes[n]: reader.of(s) for n, s in data["entries"]},
+        {i: reader.of(s) for i, s in data["exits"]},
+        data["alike"],
+    )
+
+
+_OF_RULE = tuple(f.name for f in fields(BoundRule) if f.name not in ("local", "call"))
+
+
+def _write_rule(writer: Writer, rule: BoundRule) -> list[Any]:
+    return [rule.local is not None, *(writer.of(getattr(rule, name)) for name in _OF_RULE)]
+
+
+def _read_rule(reader: Reader, data: Sequence[Any]) -> BoundRule:
+    has_local, *given = data
+    known = dict(zip(_OF_RULE, map(reader.of, given), strict=True))
+    return BoundRule(local=_absent if has_local else None, **known)
+
+
+def _absent(op: Any) -> Any:
+    raise ProgramFileError(
+        "A saved program holds its ranks' graphs as they run, and not what makes others of them."
+        " Lower the function where another form of its program is needed."
+    )

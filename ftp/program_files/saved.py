@@ -1,0 +1,339 @@
+"""A planned program as a file, and the program of such a file, ready to run on any rank of its
+mesh.
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import optree
+import torch
+from torch import fx
+
+from ftp.errors import FtpError, MeshError, ProgramFileError, ReportError
+from ftp.partitioning.partition import LocalProgram
+from ftp.paused_gc import collection_paused
+from ftp.planning.plan import Plan
+from ftp.program_files.container import Container, damaged, pack, read_file, write_file
+from ftp.program_files.graphs import (
+    read_local,
+    read_plan,
+    read_traced,
+    write_local,
+    write_plan,
+    write_traced,
+)
+from ftp.program_files.plain import Reader, Writer
+from ftp.program_files.trees import read_tree, write_tree
+from ftp.runtime.program import Program, products_of
+from ftp.sharding.mesh import Mesh, mesh_device
+from ftp.sharding.spec import PartitionSpec
+from ftp.tensors.global_shapes import without_addresses
+from ftp.version import __version__
+
+_FIELDS = (
+    "tensor_leaves", "in_specs", "out_leaves", "is_static", "leaf_specs", "roles", "donated",
+    "assumptions", "options", "hardware", "out_specs", "out_shapes", "fingerprint", "trial_rules",
+)  # fmt: skip
+_COMPUTED = ("out_specs", "out_shapes", "fingerprint", "trial_rules")
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What a call of a program looks like.
+
+    Attributes:
+        function: its name, for messages.
+        arguments: what the positional ones are called.
+        names: of each leaf of the arguments.
+        tree: the structure of the arguments, as text that is equal on all ranks.
+        leaves: a ``Meta`` of each tensor's global shape and dtype; a static value.
+        state: positions of the arguments that are state.
+        renewed: outputs that share memory with an argument or another output, and how each is
+            copied.
+    """
+
+    function: str
+    arguments: tuple[str, ...]
+    names: tuple[str, ...]
+    tree: str
+    leaves: tuple[Any, ...]
+    state: tuple[int, ...]
+    renewed: tuple[tuple[int, str], ...]
+
+
+def tree_text(tree: optree.PyTreeSpec) -> str:
+    """A structure as text that is equal on all ranks."""
+    return without_addresses(str(tree))
+
+
+def versions() -> dict[str, str]:
+    """What a file must have been made with."""
+    return {"ftp": __version__, "torch": str(torch.__version__)}
+
+
+def save(
+    path: str | Path, program: Program, signature: Signature, given: optree.PyTreeSpec
+) -> None:
+    """Write a program to a file.
+
+    Args:
+        given: the structure of the arguments.
+
+    Raises:
+        ProgramFileError: a program that holds what is no plain data, or a path that cannot be
+            written to.
+    """
+    write_file(Path(path).absolute(), packed(program, signature, given))
+
+
+@collection_paused()
+def packed(program: Program, signature: Signature, given: optree.PyTreeSpec) -> bytes:
+    """The content of a program's file."""
+    mesh = program.mesh
+    call, traced = Writer(), Writer()
+    constants = [_bytes_of(c, i) for i, c in enumerate(program.constants)]
+    content = {
+        "signature": [call.of(getattr(signature, name)) for name in _OF_SIGNATURE],
+        "program": [call.of(_plain(getattr(program, name))) for name in _FIELDS],
+        "tree": write_tree(program.out_tree, given),
+        "constants": [[call.of(c.dtype), list(c.shape)] for c in program.constants],
+        "pool": call.pool,
+    }
+    written = write_traced(traced, program.traced.graph)
+    sections = {
+        "call": _json(content),
+        "ranks": _json(_ranks(program)),
+        "plan": _json(_plan(program.plan)),
+        "traced": _json({**written, "pool": traced.pool}),
+        **{f"constant {i}": of for i, of in enumerate(constants)},
+    }
+    header = {
+        **versions(),
+        "mesh": [list(mesh.shape), list(mesh.axis_names), mesh.device_type, is_ascending(mesh)],
+        "function": signature.function,
+    }
+    return pack(header, sections)
+
+
+_OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state", "renewed")
+
+
+def _ranks(program: Program) -> dict[str, Any]:
+    mesh = program.mesh
+    writer = Writer(mesh_device(mesh))
+    numbers: dict[fx.GraphModule, int] = {}
+    programs, of_rank = [], []
+    for coordinate in mesh.coordinates():
+        local = program.local(coordinate)
+        if local.gm not in numbers:
+            numbers[local.gm] = len(programs)
+            programs.append(write_local(writer, local, products_of(mesh)))
+        of_rank.append(numbers[local.gm])
+    return {"programs": programs, "of_rank": of_rank, "pool": writer.pool}
+
+
+def _plan(plan: Plan) -> dict[str, Any]:
+    writer = Writer()
+    return {**write_plan(writer, plan), "pool": writer.pool}
+
+
+def is_ascending(mesh: Mesh) -> bool:
+    """Whether ranks are on the mesh in their order, as programs that merge axes need."""
+    return list(mesh.ranks) == sorted(mesh.ranks)
+
+
+def _plain(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _json(content: Any) -> bytes:
+    return json.dumps(content, separators=(",", ":")).encode()
+
+
+def _bytes_of(constant: torch.Tensor, index: int) -> bytes:
+    if constant.layout is not torch.strided or constant.is_meta or constant.is_quantized:
+        raise ProgramFileError(
+            f"The function captured closure constant {index}, a {constant.layout} tensor on"
+            f" {constant.device}, which cannot be saved. Pass it as an argument."
+        )
+    flat = constant.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes() if flat.numel() else b""
+
+
+def load(path: str | Path, mesh_of: Callable[..., Mesh]) -> tuple["LoadedProgram", Signature]:
+    """The program of a file, and what its calls look like; nothing is traced or planned.
+
+    Args:
+        mesh_of: gives the mesh to run on, from the shape, the axis names and the device type of
+            the one that the program was made for.
+
+    Raises:
+        ProgramFileError: a file that is damaged, not this user's own, or of other versions.
+        MeshError: a mesh that is not the program's.
+    """
+    container = read_file(Path(path).resolve())
+    _check_versions(container)
+    with _decoding(container):
+        return _loaded(container, mesh_of)
+
+
+@contextmanager
+def _decoding(container: Container) -> Iterator[None]:
+    """Data that is not what a `Writer` made is a damaged file's."""
+    try:
+        yield
+    except FtpError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as e:
+        raise damaged(container.name) from e
+
+
+def _check_versions(container: Container) -> None:
+    made = {name: container.header.get(name) for name in versions()}
+    if made != versions():
+        was = ", ".join(f"{name} {version}" for name, version in made.items())
+        now = ", ".join(f"{name} {version}" for name, version in versions().items())
+        raise ProgramFileError(
+            f"{container.name} was saved with {was}; this is {now}. Save the program again with"
+            " what runs it."
+        )
+
+
+def _loaded(
+    container: Container, mesh_of: Callable[..., Mesh]
+) -> tuple["LoadedProgram", Signature]:
+    shape, names, device_type, ascending = container.header["mesh"]
+    mesh = mesh_of(tuple(shape), tuple(names), device_type)
+    own = (mesh.shape, mesh.axis_names, mesh.device_type)
+    if own != (tuple(shape), tuple(names), device_type):
+        axes = " × ".join(f"{name} {n}" for name, n in zip(names, shape, strict=True))
+        raise MeshError(
+            f"{container.name} holds a program for a mesh of {axes} on {device_type}; this mesh"
+            f" is {mesh}. Load it on such a mesh, or save the program for this one."
+        )
+    if ascending and not is_ascending(mesh):
+        raise MeshError(
+            f"{container.name} holds a program for a mesh whose ranks are in ascending order; those"
+            f" of {mesh} are {list(mesh.ranks)[:8]}. Save the program for this mesh."
+        )
+    content = container.json("call")
+    reader = Reader(content["pool"], None)
+    given = [reader.of(x) for x in content["signature"]]
+    signature = Signature(**dict(zip(_OF_SIGNATURE, given, strict=True)))
+    program = LoadedProgram(container, content, reader, mesh)
+    # What this process runs is read now, so that a rank that cannot says so before it is called.
+    for coordinate in mesh.coordinates() if mesh.kind == "simulated" else (None,):
+        program.local(coordinate)
+    return program, signature
+
+
+class LoadedProgram(Program):
+    """The program of a file on this process' mesh. What only reports need is read when it is asked
+    for.
+    """
+
+    def __init__(self, container: Container, content: Any, reader: Reader, mesh: Mesh):
+        self.mesh = mesh
+        self._container, self._content = container, content
+        self._known = dict(zip(_FIELDS, map(reader.of, content["program"]), strict=True))
+        for name in _FIELDS:
+            if name not in _COMPUTED:
+                setattr(self, name, self._known[name])
+        self.constants = tuple(
+            self._constant(i, reader.of(dtype), shape)
+            for i, (dtype, shape) in enumerate(content["constants"])
+        )
+
+    # What a planned program computes from its plan.
+
+    @property
+    def out_specs(self) -> list[PartitionSpec]:
+        return list(self._known["out_specs"])
+
+    @property
+    def out_shapes(self) -> list[tuple[int, ...]]:
+        return list(self._known["out_shapes"])
+
+    @property
+    def fingerprint(self) -> str:  # type: ignore[override]
+        return self._known["fingerprint"]
+
+    @property
+    def trial_rules(self) -> str:
+        return self._known["trial_rules"]
+
+    def resolve_tree(self, given: optree.PyTreeSpec) -> None:
+        """Build the structure of the result from that of the arguments."""
+        self.out_tree = read_tree(self._content["tree"], given)
+
+    @cached_property
+    def out_tree(self) -> optree.PyTreeSpec:  # type: ignore[override]
+        raise ReportError(
+            "The structure of a loaded program's result is that of its arguments: call it once"
+            " first."
+        )
+
+    @cached_property
+    @collection_paused()
+    def plan(self) -> Plan:  # type: ignore[override]
+        with _decoding(self._container):
+            data = self._container.json("plan")
+            return read_plan(Reader(data["pool"], None), data)
+
+    @cached_property
+    @collection_paused()
+    def traced(self) -> fx.GraphModule:  # type: ignore[override]
+        with _decoding(self._container):
+            data = self._container.json("traced")
+            return read_traced(Reader(data["pool"], None), data)
+
+    def with_options(self, **changes: Any) -> Program:
+        raise ReportError(
+            f"A saved program runs with the options that it was saved with;"
+            f" {', '.join(changes)} would make another one. Lower the function again."
+        )
+
+    @property
+    def description(self) -> str:
+        """A stand-in where ranks are told in what they differ."""
+        return f"a saved program, {self._container.name}, {self.fingerprint}"
+
+    def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
+        """The rank's program; the first rank's where there are no processes."""
+        coordinate = self._own_coordinate if coordinate is None else coordinate
+        at = 0
+        for axis, n in self.mesh.axes.items():
+            at = at * n + coordinate[axis]
+        number = self._ranks["of_rank"][at]
+        if number not in self._locals:
+            self._locals[number] = self._read_local(self._ranks["programs"][number])
+        return self._locals[number]
+
+    @collection_paused()
+    def _read_local(self, data: Any) -> LocalProgram:
+        reader = Reader(self._ranks["pool"], mesh_device(self.mesh))
+        return read_local(reader, data, self.mesh.group_name)
+
+    @cached_property
+    def _ranks(self) -> Any:
+        return self._container.json("ranks")
+
+    @cached_property
+    def _locals(self) -> dict[int, LocalProgram]:
+        return {}
+
+    @property
+    def partitioner(self) -> Any:  # type: ignore[override]
+        """A saved program holds its ranks' graphs with all its options applied."""
+        raise ReportError("A saved program is not partitioned again. Lower the function again.")
+
+    def _constant(self, index: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
+        content = bytearray(self._container.section(f"constant {index}"))
+        if not content:
+            return torch.empty(shape, dtype=dtype)
+        return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)

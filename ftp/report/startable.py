@@ -1,0 +1,72 @@
+"""Programs that can be made ready to run ahead of time, or written to a file."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from ftp.errors import ReportError
+
+
+class Bound(Protocol):
+    """A program with what its calls look like."""
+
+    def compile(self) -> Callable[..., Any]: ...
+
+    def save(self, path: str | Path) -> None: ...
+
+
+class Startable:
+    """What ``step.lower(...)`` returns, as something to run."""
+
+    _bound: Bound | None = None
+
+    def compile(self) -> Callable[..., Any]:
+        """The program alone, ready to run: ``compiled(params, *batch)`` takes the arguments of one
+        call of the step, of these shapes and dtypes, and neither traces nor plans.
+
+        What runs it is made now: with ``compile=True`` inductor's code is. On processes all ranks
+        call it together.
+
+        Raises:
+            MeshError: an abstract mesh, which runs nothing; ``save`` the program instead.
+
+        >>> import ftp, torch
+        >>> mesh = ftp.simulated_mesh((2,), ("dp",))
+        >>> step = ftp.spmd(lambda x: x.sum(), mesh, ftp.P("dp"), ftp.P())
+        >>> compiled = step.lower(torch.empty(4, device="meta")).compile()
+        >>> compiled(torch.ones(4))
+        tensor(4.)
+
+        Source: JAX, ``jax.stages.Lowered.compile``.
+        """
+        return self._is_bound.compile()
+
+    def save(self, path: str | Path) -> None:
+        """Write the program to a file, from which ``ftp.load_program(path)`` starts it on any rank
+        of such a mesh without tracing or planning.
+
+        It holds the graph of every rank once for all ranks with equal shapes, what the reports
+        need, and the tensors that the function captured. ``docs/starting.md`` has the rules.
+
+        Raises:
+            ProgramFileError: a program with what is no plain data, such as static values of classes
+                of yours; a path that cannot be written to.
+
+        >>> import ftp, tempfile, torch
+        >>> mesh = ftp.simulated_mesh((2,), ("dp",))
+        >>> lowered = ftp.lower(lambda x: x.sum(), mesh, ftp.P("dp"), torch.ones(4))
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     lowered.save(f"{folder}/sum.ftp")
+        ...     ftp.load_program(f"{folder}/sum.ftp", mesh)(torch.ones(4))
+        tensor(4.)
+        """
+        self._is_bound.save(path)
+
+    @property
+    def _is_bound(self) -> Bound:
+        if self._bound is None:
+            raise ReportError(
+                "A program of stages, or a part of one, is not compiled or saved by itself: call"
+                " the step."
+            )
+        return self._bound

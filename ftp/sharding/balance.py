@@ -1,0 +1,209 @@
+"""``balance``: an order of blocks in which every rank has as much attention to compute.
+
+A block's work is the number of pairs of a query in it and a key that the mask leaves, counted
+exactly. Each rank holds as many blocks as ``torch.chunk`` gives it. Blocks are dealt from the
+heaviest to the lightest, each to the rank with the least work that still has room; then blocks of
+the busiest rank change places with lighter ones of others while that helps.
+"""
+
+import heapq
+import weakref
+from collections.abc import Mapping
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ftp.errors import SpecError
+from ftp.sharding.layout import pieces
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+    from ftp.sharding.spec import PartitionSpec
+
+_AT_ONCE = 1 << 22  # pairs of a query and a key for which a mask is evaluated in one call
+
+# For how many ranks an index tensor was made, while it lives.
+_made_for: dict[int, tuple[weakref.ref[Tensor], int]] = {}
+
+
+def balance(mask: "BlockMask | Tensor", n: int, *, block: int = 128) -> Tensor:
+    """An order of a sequence's blocks in which each of ``n`` ranks has as much attention to
+    compute: an argument of the step, so that all batches share one plan.
+
+    Permute tokens, positions and labels by it before they are placed, cut over the axis in plain
+    chunks, and let the mask compare the positions that the permuted tokens carry (see
+    docs/attention.md).
+
+    Args:
+        mask: a BlockMask, whose work is summed over its batch and heads; or ``cu_seqlens``, the
+            ends of packed documents from 0 on, each with causal attention within it.
+        n: the size of the mesh axis that cuts the sequence; of the product, where several do.
+        block: elements of a block, which stay together.
+
+    Returns:
+        An int64 tensor of (length / block): which block stands where. Ranks hold equally many;
+        where n does not divide their number, cut by ``ftp.units(axis, block)``.
+
+    Raises:
+        SpecError: a length that is no whole number of blocks, numbers that are not the ends of
+            documents, an ``n`` below one. Also where the tensor is placed or given to a step, if
+            its axis, or without a cut every axis, is of another size than ``n``.
+
+    >>> ends = torch.tensor([0, 6, 8])
+    >>> order = balance(ends, 2, block=1)
+    >>> order  # the tokens of rank 0 see 1 + 2 + 3 + 6 keys, those of rank 1 4 + 5 + 1 + 2
+    tensor([0, 1, 2, 5, 3, 4, 6, 7])
+    """
+    if n < 1 or block < 1:
+        raise SpecError(f"balance takes n and block of at least 1, not n={n} and block={block}.")
+    if isinstance(mask, Tensor):
+        pairs = _of_documents(mask)
+    elif hasattr(mask, "kv_num_blocks"):
+        pairs = _of_block_mask(mask)
+    else:
+        raise SpecError(
+            "balance takes a BlockMask of torch.nn.attention.flex_attention, or cu_seqlens as a"
+            f" tensor, not a {type(mask).__name__}."
+        )
+    length = len(pairs)
+    if length % block or not length:
+        raise SpecError(
+            f"balance: a sequence of {length} is no whole number of blocks of {block}."
+            f" Pad it to {-(-max(length, 1) // block) * block}, or give block= a divisor."
+        )
+    work = pairs.reshape(-1, block).sum(1)
+    room = [pieces(len(work), n, rank)[0][1] for rank in range(n)]
+    order = torch.tensor([b for held in _dealt(work, room) for b in sorted(held)])
+    device = mask.device if isinstance(mask, Tensor) else mask.kv_num_blocks.device
+    made = order.to(device)
+    key = id(made)
+    _made_for[key] = weakref.ref(made, lambda _: _made_for.pop(key, None)), n
+    return made
+
+
+def ranks_of(tensor: Any) -> int | None:
+    """For how many ranks `balance` made a tensor; None for any other."""
+    entry = _made_for.get(id(tensor)) if _made_for else None
+    return entry[1] if entry is not None and entry[0]() is tensor else None
+
+
+def misfits(tensor: Any, spec: "PartitionSpec", axes: Mapping[str, int], where: str) -> list[str]:
+    """What is wrong with a mesh for an index tensor of `balance`; nothing for any other value."""
+    n = ranks_of(tensor)
+    if n is None or n == 1:
+        return []
+    named = [cut.axis for cut in spec.cuts(0)] if len(spec) else []
+    sizes = {axis: size for axis, size in axes.items() if not named or axis in named}
+    fits = prod(sizes.values()) == n or (not named and _is_product(n, list(axes.values())))
+    if fits:
+        return []
+    listed = ", ".join(f"{axis} {size}" for axis, size in sizes.items())
+    return [
+        f"{where} balances the work of {n} ranks, but the mesh has {listed}. Make it with the size"
+        " of the axis that cuts the sequence: ftp.balance(mask, n)."
+    ]
+
+
+def _is_product(n: int, sizes: list[int]) -> bool:
+    """Whether ``n`` is the product of some of the sizes."""
+    found = {1}
+    for size in sizes:
+        found |= {size * other for other in found}
+    return n in found
+
+
+def _of_documents(ends: Tensor) -> np.ndarray:
+    """Per token of packed documents how many keys it sees."""
+    at = ends.detach().cpu().numpy().astype(np.int64) if ends.dim() == 1 else np.zeros(0, np.int64)
+    if ends.is_floating_point() or len(at) < 2 or at[0] != 0 or (np.diff(at) < 0).any():
+        raise SpecError(
+            "balance takes cu_seqlens as a vector of integers: 0, then where each document ends,"
+            f" not a tensor of {ends.dtype} and shape {tuple(ends.shape)}"
+            + (f" with {at[:6].tolist()}{'...' if len(at) > 6 else ''}." if len(at) else ".")
+        )
+    return np.arange(at[-1]) - np.repeat(at[:-1], np.diff(at)) + 1
+
+
+def _of_block_mask(mask: "BlockMask") -> np.ndarray:
+    """Per query how many keys a BlockMask leaves, in all its batch and heads."""
+    queries, keys = mask.seq_lengths
+    rows, columns = mask.BLOCK_SIZE
+    total = torch.zeros(queries, dtype=torch.int64)
+    if mask.full_kv_num_blocks is not None:
+        b, h, row, column = _listed(mask.full_kv_num_blocks, mask.full_kv_indices)
+        width = (keys - column * columns).clamp(0, columns)
+        of_block = torch.zeros(-(-queries // rows), dtype=torch.int64).index_add_(0, row, width)
+        total += of_block.repeat_interleave(rows)[:queries]
+    b, h, row, column = _listed(mask.kv_num_blocks, mask.kv_indices)
+    device = mask.kv_num_blocks.device
+    sees = mask.mask_mod
+    for dims in ((None, None, None, 0), (None, None, 0, None), (0, 0, 0, 0)):
+        sees = torch.vmap(sees, in_dims=dims)
+    step = max(1, _AT_ONCE // (rows * columns))
+    for first in range(0, len(row), step):
+        part = slice(first, first + step)
+        q = row[part, None] * rows + torch.arange(rows)
+        k = column[part, None] * columns + torch.arange(columns)
+        inside_q, inside_k = q < queries, k < keys
+        given = (b[part], h[part], q.clamp(max=queries - 1), k.clamp(max=keys - 1))
+        found = sees(*(x.to(device) for x in given)).cpu() & inside_k[:, None]
+        seen = found.sum(2)
+        total.index_add_(0, q[inside_q], seen[inside_q])
+    return total.numpy()
+
+
+def _listed(count: Tensor, index: Any) -> tuple[Tensor, ...]:
+    """Batch, head, block of queries and block of keys of every listed pair of blocks."""
+    count, index = count.cpu(), index.cpu().long()
+    is_listed = torch.arange(index.shape[-1]) < count.unsqueeze(-1)
+    *places, at = (x.contiguous() for x in is_listed.nonzero().unbind(1))
+    return (*places, index[(*places, at)])
+
+
+def _dealt(work: np.ndarray, room: list[int]) -> list[list[int]]:
+    """Blocks per rank, as many as there is room for, so that the most work of a rank is small."""
+    held: list[list[int]] = [[] for _ in room]
+    least = [(0, rank) for rank, places in enumerate(room) if places]
+    for at in np.argsort(-work, kind="stable").tolist():
+        done, rank = heapq.heappop(least)
+        held[rank].append(at)
+        if len(held[rank]) < room[rank]:
+            heapq.heappush(least, (done + int(work[at]), rank))
+    total = [int(work[of].sum()) for of in held]
+    for _ in range(4 * len(work)):
+        if not _improved(work, held, total):
+            break
+    return held
+
+
+def _improved(work: np.ndarray, held: list[list[int]], total: list[int]) -> bool:
+    """Swap a block of the busiest rank with one of another, as near to their mean as can be; False
+    where no swap makes both less busy.
+    """
+    most = max(range(len(total)), key=total.__getitem__)
+    for other in sorted(range(len(total)), key=total.__getitem__):
+        gap = total[most] - total[other]
+        if gap < 2:
+            return False
+        if not held[other]:
+            continue
+        mine, theirs = work[held[most]], work[held[other]]
+        by = np.argsort(theirs, kind="stable")
+        wanted = mine - gap / 2
+        at = np.searchsorted(theirs[by], wanted).clip(1, len(by)) - 1
+        near = np.stack([by[at], by[(at + 1).clip(max=len(by) - 1)]])
+        moved = mine - theirs[near]
+        after = np.where((moved > 0) & (moved < gap), np.abs(moved - gap / 2), np.inf)
+        side, i = np.unravel_index(int(after.argmin()), after.shape)
+        if not np.isfinite(after[side, i]):
+            continue
+        j, by_how_much = int(near[side, i]), int(moved[side, i])
+        held[most][i], held[other][j] = held[other][j], held[most][i]
+        total[most] -= by_how_much
+        total[other] += by_how_much
+        return True
+    return False

@@ -1,0 +1,437 @@
+"""``torch.cond`` in a trace: the ops of both branches, each marked with its branch, and a choice of
+results. Its gradient is a ``cond`` of the branches' gradients, which compute the branches again.
+
+Tensors that a branch captures become operands, so that they have a gradient.
+"""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    peek_interpreter_stack,
+    unwrap_if_dead,
+)
+from torch._functorch import utils as functorch_utils
+from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ftp.axis import is_inside
+from ftp.errors import TraceError, join_failures
+from ftp.functional.remat import Again, run_again
+from ftp.ops.assume import assumptions_to
+from ftp.ops.choose import CHOOSE, Branch, branch
+from ftp.source import at_line
+from ftp.tracing.explain_errors import at_line as _at
+from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.known_values import KnownValues
+
+Some = Callable[..., tuple[Tensor, ...]]
+SIDES = (True, False)  # in the order of torch.cond's arguments
+
+
+class Conds:
+    """The conds of one trace."""
+
+    def __init__(self, known: KnownValues) -> None:
+        self._known = known
+        self._numbers = itertools.count()
+
+    def cond(
+        self, predicate: Any, true_fn: Any, false_fn: Any, operands: Sequence[Any] = ()
+    ) -> Any:
+        """As ``torch.cond``."""
+        if (known := self._known.of(predicate)) is not None:
+            return true_fn(*operands) if known else false_fn(*operands)
+        predicate = predicate.detach().reshape(())
+        predicate = predicate if predicate.dtype is torch.bool else predicate != 0
+        if _is_batched(predicate):
+            return _where(predicate, true_fn(*operands), false_fn(*operands))
+        leaves, tree = pytree.tree_flatten(tuple(operands))
+        at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+
+        def given(fn: Any) -> Callable[[Sequence[Tensor]], Any]:
+            def call(tensors: Sequence[Tensor]) -> Any:
+                filled = list(leaves)
+                for i, tensor in zip(at, tensors, strict=True):
+                    filled[i] = tensor
+                return fn(*pytree.tree_unflatten(filled, tree))
+
+            return call
+
+        fns = given(true_fn), given(false_fn)
+        operands = [leaves[i] for i in at]
+        again = run_again()
+        before = _nodes()
+        captured: dict[fx.Node, Tensor] = {}
+        found = []
+        for side, fn in zip(SIDES, fns, strict=True):
+            with again(), _branch(-1, side), _Captured(before, captured) as mode:
+                result = fn([_plain(x) for x in operands])
+            leaves_of, tree_of = pytree.tree_flatten(result)
+            mode.check(leaves_of)
+            found.append((leaves_of, tree_of))
+        (results, out_tree), _ = _alike(found)
+        outer = list(captured)
+        n = len(operands)
+
+        def some(fn: Callable[[Sequence[Tensor]], Any]) -> Some:
+            def run(*tensors: Tensor) -> tuple[Tensor, ...]:
+                with _Swapped(before, dict(zip(outer, tensors[n:], strict=True))):
+                    leaves = pytree.tree_leaves(fn(tensors[:n]))
+                return tuple(x for x in leaves if isinstance(x, Tensor))
+
+            return run
+
+        # By a call that an outer cond sees, as it does not see what an autograd.Function is given.
+        tensors = [x.view_as(x) for x in (*operands, *captured.values())]
+        branches = _Branches(self, (some(fns[0]), some(fns[1])), again)
+        chosen: Any = _Cond.apply(branches, predicate, *tensors)
+        made = iter(chosen)
+        return pytree.tree_unflatten(
+            [next(made) if isinstance(x, Tensor) else x for x in results], out_tree
+        )
+
+    def choose(self, predicate: Tensor, fns: Sequence[Some], tensors: Any) -> tuple[Tensor, ...]:
+        """Both branches' results, and of each pair the chosen one."""
+        number = next(self._numbers)
+        if is_inside():  # of ftp.local: each rank has a predicate of its own, and computes both
+            number = -1 - number
+        results = []
+        for side, fn in zip(SIDES, fns, strict=True):
+            with _branch(number, side):
+                results.append(fn(*tensors))
+        return tuple(CHOOSE(predicate, a, b, number) for a, b in zip(*results, strict=True))
+
+
+@contextmanager
+def _branch(number: int, side: bool) -> Iterator[None]:
+    # What a branch assumes need not hold where it is not taken, so that nothing is assumed in it.
+    with branch(number, side), assumptions_to(None):
+        yield
+
+
+def _where(predicate: Tensor, if_true: Any, if_false: Any) -> Any:
+    """A choice for each of what torch.vmap maps over."""
+    (a, tree), (b, _) = _alike([pytree.tree_flatten(if_true), pytree.tree_flatten(if_false)])
+    picked = [
+        torch.where(predicate, x, y) if isinstance(x, Tensor) else x
+        for x, y in zip(a, b, strict=True)
+    ]
+    return pytree.tree_unflatten(picked, tree)
+
+
+def _alike(found: Sequence[tuple[list[Any], Any]]) -> Sequence[tuple[list[Any], Any]]:
+    """Raise where branches give results of another structure, shape, dtype or static value."""
+    (a, tree), (b, other) = found
+    if tree != other:
+        raise TraceError(
+            f"{at_line()}torch.cond's branches give results of two structures:"
+            f" {_structure(a, tree)} if true, {_structure(b, other)} if false. Give the same ones."
+        )
+    failures = [
+        f"{at_line()}torch.cond's branches give {_described(x)} if true and {_described(y)} if"
+        f" false, as result {i}. Give tensors of equal shape and dtype, and equal static values."
+        for i, (x, y) in enumerate(zip(a, b, strict=True))
+        if _described(x) != _described(y)
+    ]
+    if failures:
+        raise TraceError(join_failures(failures))
+    return found
+
+
+def _structure(leaves: Sequence[Any], tree: Any) -> str:
+    return "one tensor" if tree.is_leaf() else str(pytree.tree_unflatten(["*"] * len(leaves), tree))
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return repr(x)
+
+
+@dataclass(frozen=True, eq=False)
+class _Branches:
+    """Two functions of the same tensors.
+
+    Attributes:
+        again: enters what surrounded the cond, to run them in a backward pass.
+    """
+
+    conds: Conds
+    fns: tuple[Some, Some]
+    again: Again
+
+    def of(self, derived: Callable[[Some], Some]) -> "_Branches":
+        """Functions that are made of each, and run when the surroundings have ended."""
+
+        def run(fn: Some) -> Some:
+            def call(*tensors: Tensor) -> tuple[Tensor, ...]:
+                with self.again():
+                    return derived(fn)(*tensors)
+
+            return call
+
+        return _Branches(self.conds, (run(self.fns[0]), run(self.fns[1])), self.again)
+
+
+class _Cond(torch.autograd.Function):
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(branches: _Branches, predicate: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+        return branches.conds.choose(predicate, branches.fns, tensors)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.branches, *tensors = inputs
+        ctx.save_for_backward(*tensors)
+        ctx.save_for_forward(*tensors)
+        ctx.has_gradient = [_is_differentiable(x) for x in output]
+        ctx.mark_non_differentiable(*(x for x in output if not _is_differentiable(x)))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        predicate, *tensors = map(unwrap_if_dead, ctx.saved_tensors)
+        given = [unwrap_if_dead(g) for g, has in zip(grads, ctx.has_gradient, strict=True) if has]
+        n = len(tensors)
+        at = [
+            i
+            for i, x in enumerate(tensors)
+            if _is_differentiable(x) and ctx.needs_input_grad[i + 2]
+        ]
+
+        def pulled(fn: Some) -> Some:
+            def pull(*values: Tensor) -> tuple[Tensor, ...]:
+                return _pull(_of_some(fn, values[:n], at), [values[i] for i in at], values[n:])
+
+            return pull
+
+        found: Any = _Cond.apply(ctx.branches.of(pulled), predicate, *tensors, *given)
+        result: list[Any] = [None] * (2 + n)
+        for i, grad in zip(at, found, strict=True):
+            result[i + 2] = grad
+        return tuple(result)
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, __: None, *tangents: Tensor | None) -> Any:  # type: ignore[override]
+        predicate, *tensors = map(unwrap_if_dead, ctx.saved_tensors)
+        n = len(tensors)
+        at = [i for i, t in enumerate(tangents) if t is not None and _is_differentiable(tensors[i])]
+
+        def pushed(fn: Some) -> Some:
+            def push(*values: Tensor) -> tuple[Tensor, ...]:
+                primals = tuple(values[i] for i in at)
+                jvp: Any = torch.func.jvp(_of_some(fn, values[:n], at), primals, values[n:])
+                return jvp[1]
+
+            return push
+
+        given = [tangents[i] for i in at]
+        found: Any = _Cond.apply(ctx.branches.of(pushed), predicate, *tensors, *given)
+        made = iter(found)
+        return tuple(next(made) if has else None for has in ctx.has_gradient)
+
+
+def _is_differentiable(x: Tensor) -> bool:
+    return x.dtype.is_floating_point or x.dtype.is_complex
+
+
+def _of_some(fn: Some, tensors: Sequence[Tensor], at: Sequence[int]) -> Some:
+    """A branch as a function of the tensors ``at``, to its differentiable results."""
+
+    def some(*given: Tensor) -> tuple[Tensor, ...]:
+        filled = list(tensors)
+        for i, tensor in zip(at, given, strict=True):
+            filled[i] = tensor
+        return tuple(x for x in fn(*filled) if _is_differentiable(x))
+
+    return some
+
+
+def _pull(fn: Some, given: Sequence[Tensor], grads: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The gradient of a branch, by the way in which the surrounding gradient is taken."""
+    if peek_interpreter_stack() is not None:
+        pull: Any = torch.func.vjp(fn, *given)[1]
+        return pull(tuple(grads))
+    with torch.enable_grad():
+        # Of a gradient's gradient, a tensor that has one already keeps it.
+        given = [x.view_as(x) if x.requires_grad else x.detach().requires_grad_() for x in given]
+        results = [(x, grad) for x, grad in zip(fn(*given), grads, strict=True) if x.requires_grad]
+        outs, seeds = [x for x, _ in results], [grad for _, grad in results]
+        found: Sequence[Tensor | None] = [None] * len(given)
+        if outs:
+            found = torch.autograd.grad(outs, given, seeds, create_graph=True, allow_unused=True)
+    return tuple(
+        torch.zeros_like(x) if grad is None else grad for x, grad in zip(given, found, strict=True)
+    )
+
+
+def check_writes(graph: fx.Graph) -> None:
+    """Refuse branches that change what was made outside of them."""
+    made: dict[int, Branch] = {}
+    for node in graph.nodes:
+        for storage in storages(node):
+            made.setdefault(storage, node.meta.get("branch", ()))
+    failures = [
+        f"A branch of torch.cond changes a tensor that was made outside of it, in place"
+        f"{_at(node.meta['source'])} by {node.target}. Work on a copy, x = x.clone(), and return"
+        " what has changed."
+        for node in graph.nodes
+        if (branch := node.meta.get("branch", ()))
+        for value in writes(node)
+        if any(made[storage] != branch for storage in storages(value))
+    ]
+    if failures:
+        raise TraceError(join_failures(dict.fromkeys(failures)))
+
+
+# Captured tensors.
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def _nodes() -> frozenset[fx.Node]:
+    return frozenset(_tracer().graph.nodes)
+
+
+def _node_of(x: Tensor) -> fx.Node | None:
+    """The node that a tensor is of, behind all transforms."""
+    with torch._C.DisableTorchFunction():
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        held = _tracer().tensor_tracker.get(x)
+    return None if held is None else held.proxy.node
+
+
+def _is_batched(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a gradient is asked for of a tensor, or a transform sees it."""
+    return x.requires_grad or is_functorch_wrapped_tensor(x)
+
+
+_Custom: Any = CustomFunctionHigherOrderOperator
+
+
+class _Replacing(TorchFunctionMode):
+    """Functions get other tensors in place of those that were made before a cond.
+
+    Args:
+        before: the nodes before the cond.
+    """
+
+    def __init__(self, before: frozenset[fx.Node]) -> None:
+        super().__init__()
+        self._before = before
+
+    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        # An autograd.Function takes its arguments past modes: by one of two ways.
+        self._originals = _Custom.__call__, functorch_utils.unwrap_dead_wrappers
+        call, unwrapped = self._originals
+
+        def given(operator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(operator, function, *self._swapped(args), **self._swapped(kwargs))
+
+        _Custom.__call__ = given
+        functorch_utils.unwrap_dead_wrappers = lambda args: unwrapped(self._swapped(args))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _Custom.__call__, functorch_utils.unwrap_dead_wrappers = self._originals
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._swapped(args), **self._swapped(kwargs or {}))
+
+    def _swapped(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            with torch._C.DisableTorchFunction():
+                if not _is_transformed(x) or (node := _node_of(x)) not in self._before:
+                    return x
+                assert node is not None
+                return self.replaced(node, x)
+        if type(x) in (list, tuple):
+            return type(x)(map(self._swapped, x))
+        return {k: self._swapped(v) for k, v in x.items()} if type(x) is dict else x
+
+
+class _Captured(_Replacing):
+    """Finds the tensors that a branch captures. They are detached, so that what has a gradient all
+    the same is seen to come by another way.
+    """
+
+    def __init__(self, before: frozenset[fx.Node], found: dict[fx.Node, Tensor]) -> None:
+        super().__init__(before)
+        self._found = found
+        self._detached: dict[fx.Node, Tensor] = {}
+
+    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
+        self._found.setdefault(node, x)
+        if node not in self._detached:
+            self._detached[node] = _plain(x)
+        return self._detached[node]
+
+    def check(self, results: Sequence[Any]) -> None:
+        for x in results:
+            if isinstance(x, Tensor) and _has_gradient(x) and _node_of(x) not in self._before:
+                raise TraceError(
+                    f"{at_line()}A branch of torch.cond uses a captured tensor in a way in which"
+                    " no gradient would flow. Make it an operand: torch.cond(predicate, true_fn,"
+                    " false_fn, (x, weight))."
+                )
+
+
+class _Swapped(_Replacing):
+    """Gives a branch its operands in place of the tensors that it captures."""
+
+    def __init__(self, before: frozenset[fx.Node], given: Mapping[fx.Node, Tensor]) -> None:
+        super().__init__(before)
+        self._given = given
+
+    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
+        if node not in self._given:
+            raise TraceError(
+                f"{at_line()}A branch of torch.cond captures other tensors when it is traced again."
+                " Make them operands: torch.cond(predicate, true_fn, false_fn, (x, weight))."
+            )
+        return self._given[node]
+
+
+def _plain(x: Tensor) -> Tensor:
+    """A tensor without gradients; without transforms, too, if none maps over it."""
+    if not _is_batched(x):
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+    return x.detach()
+
+
+def _has_gradient(x: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        if _is_batched(x):
+            return x.requires_grad
+        while not x.requires_grad and is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        return x.requires_grad

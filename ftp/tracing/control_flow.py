@@ -1,0 +1,142 @@
+"""torch's operators of control flow while a program is traced: ``cond``, ``scan``, ``map``,
+``while_loop``, ``associative_scan``, ``invoke_subgraph``.
+
+torch compiles the functions that they take. Here those are traced where they stand, so that their
+ops have rules, plans and gradients as all others have.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops import utils
+from torch._higher_order_ops.associative_scan import AssociativeScanOp, generic_associative_scan
+from torch._higher_order_ops.cond import CondOp
+from torch._higher_order_ops.invoke_subgraph import InvokeSubgraphHOP
+from torch._higher_order_ops.map import MapImpl
+from torch._higher_order_ops.scan import ScanOp
+from torch._higher_order_ops.while_loop import WhileLoopOp
+from torch.utils import _pytree as pytree
+
+from ftp.errors import TraceError
+from ftp.functional.scan import scan
+from ftp.source import at_line
+from ftp.tracing.branches import Conds
+from ftp.tracing.known_values import KnownValues
+
+
+@contextmanager
+def control_flow() -> Iterator[None]:
+    """The operators as functions that a trace sees through."""
+    known = KnownValues()
+    conds = Conds(known)
+
+    def loop(_: Any, cond_fn: Any, body_fn: Any, carried: Any, additional: Any) -> Any:
+        return _while_loop(known, cond_fn, body_fn, carried, additional)
+
+    new: list[tuple[Any, str, Callable[..., Any]]] = [
+        (utils, "_hop_compile_and_call", lambda fn, args, kwargs=None: fn(*args, **(kwargs or {}))),
+        (CondOp, "__call__", lambda _, *args: conds.cond(*args)),
+        (ScanOp, "__call__", _scan),
+        (MapImpl, "__call__", _map),
+        (WhileLoopOp, "__call__", loop),
+        (AssociativeScanOp, "__call__", _associative_scan),
+        (InvokeSubgraphHOP, "__call__", _invoke_subgraph),
+    ]
+    with ExitStack() as stack:
+        for owner, name, function in new:
+            stack.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, function)
+        yield
+
+
+def _scan(
+    _: Any,
+    combine_fn: Callable[..., Any],
+    init: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    additional_inputs: Sequence[Any] = (),
+) -> Any:
+    """As ``ftp.scan``, whose steps are planned as one. The result has the structure that
+    ``combine_fn`` gives: the last carry's leaves, then the outputs', stacked.
+    """
+    made: list[Any] = []
+
+    def step(slices: list[Tensor], carry: list[Tensor]) -> tuple[list[Any], list[Any]]:
+        leaves, tree = pytree.tree_flatten(combine_fn(*carry, *slices, *additional_inputs))
+        made[:] = [tree]
+        return leaves[: len(carry)], leaves[len(carry) :]
+
+    step.__name__ = _name(combine_fn)
+    carry, outputs = scan(step, list(xs), list(init), has_outputs=True)
+    return pytree.tree_unflatten([*carry, *outputs], made[0])
+
+
+def _name(fn: Any) -> str:
+    """The name of a function of the user's, behind torch's own partial functions."""
+    while (inner := getattr(fn, "keywords", {})) and (inner := inner.get("combine_fn")):
+        fn = inner
+    return getattr(fn, "__name__", type(fn).__name__)
+
+
+def _map(_: Any, f: Callable[..., Any], xs: Sequence[Tensor], pos_args: Sequence[Any]) -> Any:
+    """All slices at once, by torch.vmap: the dim that is mapped over may be cut. What vmap does not
+    take is called slice by slice.
+    """
+    try:
+        return torch.vmap(lambda *slices: f(*slices, *pos_args))(*xs)
+    except (RuntimeError, ValueError, NotImplementedError):
+        return _scan(None, f, [], xs, pos_args)
+
+
+def _associative_scan(
+    _: Any, combine_fn: Callable[..., Any], xs: Sequence[Tensor], additional_inputs: Sequence[Any]
+) -> Any:
+    return generic_associative_scan(combine_fn, xs, additional_inputs=tuple(additional_inputs))
+
+
+def _invoke_subgraph(_: Any, subgraph: Callable[..., Any], identifier: Any, *operands: Any) -> Any:
+    return subgraph(*operands)
+
+
+def _while_loop(
+    known: KnownValues,
+    cond_fn: Callable[..., Any],
+    body_fn: Callable[..., Any],
+    carried: Sequence[Any],
+    additional: Sequence[Any],
+) -> Any:
+    """As many iterations as the condition asks for, where its values follow from numbers alone."""
+    values: Sequence[Any] = tuple(carried)
+    result: Any = tuple(x.clone() if isinstance(x, Tensor) else x for x in values)
+    trips = 0
+    while (goes_on := known.of(condition := cond_fn(*values, *additional))) is not None:
+        if not goes_on:
+            return result
+        result = body_fn(*values, *additional)
+        found = pytree.tree_leaves(result)
+        _check_carried(values, found, trips)
+        values, trips = found, trips + 1
+    raise TraceError(
+        f"{at_line()}while_loop has a condition, {_described(condition)}, that depends on tensors'"
+        " values: how often it runs is not known when it is traced. Count its iterations from a"
+        " number (torch.tensor(0), or 0) up to a number, and keep what is done with torch.where, or"
+        " with torch.cond, in the body."
+    )
+
+
+def _check_carried(given: Sequence[Any], found: Sequence[Any], trip: int) -> None:
+    if [_described(x) for x in given] != [_described(x) for x in found]:
+        raise TraceError(
+            f"{at_line()}while_loop's body takes {', '.join(map(_described, given))} and gives"
+            f" {', '.join(map(_described, found))} in iteration {trip}; the next iteration takes"
+            " what this one gives. Give tensors of equal shape and dtype."
+        )
+
+
+def _described(x: Any) -> str:
+    if isinstance(x, Tensor):
+        return f"{str(x.dtype).removeprefix('torch.')}{list(x.shape)}"
+    return type(x).__name__

@@ -1,0 +1,115 @@
+"""Values that a trace knows: those that its recorded ops compute from numbers alone, such as the
+counter of a loop.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+    unwrap_if_dead,
+)
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.node import map_arg
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ftp.tracing.functionalize_graph import storages, writes
+from ftp.tracing.op_facts import op_facts
+
+MOST = 1024  # elements of a tensor that is computed
+
+
+class KnownValues:
+    """The values of the nodes of one trace, each computed once."""
+
+    def __init__(self) -> None:
+        self._of: dict[fx.Node, Any] = {}
+
+    def of(self, condition: Any) -> bool | None:
+        """The truth of a condition of one element; None where it depends on the program's inputs
+        or on captured tensors.
+        """
+        if not isinstance(condition, Tensor):
+            return bool(condition)
+        condition = unwrap_if_dead(condition)
+        while is_functorch_wrapped_tensor(condition):
+            if is_batchedtensor(condition):
+                return None
+            condition = get_unwrapped(condition)
+        mode = get_proxy_mode()
+        assert mode is not None
+        tracer: Any = mode.tracer
+        with torch._C.DisableTorchFunction():
+            held = tracer.tensor_tracker.get(condition)
+        if held is None or not self._is_constant(held.proxy.node):
+            return None
+        with (
+            _disable_current_modes(),
+            temporarily_clear_interpreter_stack(),
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+        ):
+            return bool(self._computed(held.proxy.node, tracer.root))
+
+    def _is_constant(self, node: fx.Node) -> bool:
+        behind: dict[fx.Node, None] = {}
+        stack = [node]
+        while stack:
+            if (at := stack.pop()) in behind:
+                continue
+            if not _is_computable(at):
+                return False
+            behind[at] = None
+            if at not in self._of:
+                stack += at.all_input_nodes
+        return not _are_written(behind, node.graph)
+
+    def _computed(self, node: fx.Node, root: torch.nn.Module) -> Any:
+        stack = [node]
+        while stack:
+            at = stack[-1]
+            missing = [x for x in at.all_input_nodes if x not in self._of]
+            if missing:
+                stack += missing
+                continue
+            stack.pop()
+            if at in self._of:
+                continue
+            if at.op == "get_attr":
+                self._of[at] = getattr(root, str(at.target))
+                continue
+            args, kwargs = map_arg((at.args, at.kwargs), self._of.__getitem__)  # type: ignore[misc]
+            kwargs = dict(kwargs)
+            if kwargs.get("device") is not None:
+                kwargs["device"] = torch.device("cpu")
+            self._of[at] = at.target(*args, **kwargs)  # type: ignore[operator]
+        return self._of[node]
+
+
+def _is_computable(node: fx.Node) -> bool:
+    if node.op == "get_attr":
+        return True
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, OpOverload):
+        return False
+    val = node.meta.get("val")
+    return (
+        target.namespace == "aten"
+        and not target._schema.is_mutable
+        and not op_facts(target).is_random
+        and isinstance(val, Tensor)
+        and val.numel() <= MOST
+    )
+
+
+def _are_written(nodes: Iterable[fx.Node], graph: fx.Graph) -> bool:
+    """Whether any op so far writes to the memory of one of these nodes."""
+    held = {storage for node in nodes for storage in storages(node)}
+    written = (v for node in graph.nodes for v in writes(node))
+    return any(held & storages(v) for v in written)

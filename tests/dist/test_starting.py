@@ -1,0 +1,137 @@
+"""Programs from files on gloo processes: every rank starts the one that was saved, or none does."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+
+import ftp
+from ftp import P
+from ftp.errors import FtpError
+
+pytestmark = pytest.mark.dist
+SPECS = {"up": P("tp"), "down": P(None, "tp")}
+
+
+def _loss(params, x):
+    return ((x @ params["up"].T).relu() @ params["down"].T).square().mean()
+
+
+def _arguments():
+    generator = torch.Generator().manual_seed(0)
+    params = {
+        "up": torch.randn(7, 5, dtype=torch.float64, generator=generator),
+        "down": torch.randn(3, 7, dtype=torch.float64, generator=generator),
+    }
+    return params, torch.randn(4, 5, dtype=torch.float64, generator=generator)
+
+
+def _step(mesh, **options):
+    return ftp.shard(_loss, mesh, SPECS, bucket=True, **options)
+
+
+def _run(simulated: str, folder: str):
+    """A program that was saved without processes; one that processes save; one compiled ahead."""
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    (params, x), rank = _arguments(), dist.get_rank()
+    own = ftp.device_put(params, mesh, SPECS)
+    step = _step(mesh)
+    loss, grads = step(own, x)
+    found = []
+    path = Path(folder) / f"rank {rank}"
+    step.lower(own, x).save(path)
+    for run in (
+        ftp.load_program(simulated),
+        ftp.load_program(path, mesh),
+        step.lower(own, x).compile(),
+    ):
+        for _ in range(2):
+            got, of = run(own, x)
+            found.append(torch.equal(got, loss) and all(torch.equal(of[k], grads[k]) for k in grads))
+    expected, value = torch.func.grad_and_value(_loss)(params, x)
+    full = ftp.device_get(grads, mesh, SPECS)
+    error = max(float((full[k] - expected[k]).abs().max()) for k in full)
+    dist.barrier()
+    ftp.destroy_process_group()
+    return found, error, float(abs(loss - value))
+
+
+def test_every_rank_starts_the_saved_program(tmp_path: Path):
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    _step(mesh).lower(*_arguments()).save(tmp_path / "simulated")
+    ranks = launch(_run, 2, str(tmp_path / "simulated"), str(tmp_path), timeout=120)
+    for rank in ranks:
+        assert rank.exit == 0, rank.error or rank.stderr[-2000:]
+        found, error, of_loss = rank.value
+        assert found == [True] * 6
+        assert error < 1e-14 and of_loss < 1e-14
+
+
+def _compile(path: str):
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    params, x = _arguments()
+    own = ftp.device_put(params, mesh, SPECS)
+    step = _step(mesh, compile=True)
+    lowered = step.lower(own, x)
+    if not mesh.get_rank():
+        lowered.save(path)
+    dist.barrier()
+    wanted, grads = step(own, x)
+    loaded = ftp.load_program(path, mesh)
+    loaded.prepare()
+    found = []
+    for run in (lowered.compile(), loaded):
+        got, of = run(own, x)
+        found.append(torch.equal(got, wanted) and all(torch.equal(of[k], grads[k]) for k in grads))
+    dist.barrier()
+    ftp.destroy_process_group()
+    return found
+
+
+@pytest.mark.slow
+def test_every_rank_compiles_the_saved_program(tmp_path: Path):
+    ranks = launch(_compile, 2, str(tmp_path / "program"), timeout=300)
+    assert [rank.exit for rank in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
+    assert [rank.value for rank in ranks] == [[True, True]] * 2
+
+
+def _disagree(first: str, second: str):
+    """What the ranks raise: another file on each, another batch on one, a full tensor as a shard."""
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    (params, x), rank = _arguments(), dist.get_rank()
+    own = ftp.device_put(params, mesh, SPECS)
+    told = []
+
+    def attempt(run, *args):
+        try:
+            run(*args)
+            told.append("")
+        except FtpError as e:
+            told.append(f"{type(e).__name__}: {e}")
+
+    attempt(ftp.load_program(second if rank else first), own, x)
+    run = ftp.load_program(first)
+    attempt(run, own, x[:2] if rank else x)
+    attempt(run, params, x)
+    attempt(run, own, x)
+    dist.barrier()
+    ftp.destroy_process_group()
+    return told
+
+
+def test_ranks_that_differ_are_told_before_any_collective(tmp_path: Path):
+    mesh, (params, x) = ftp.simulated_mesh((2,), ("tp",)), _arguments()
+    _step(mesh).lower(params, x).save(tmp_path / "first")
+    ftp.shard(lambda p, x: 2 * _loss(p, x), mesh, SPECS).lower(params, x).save(tmp_path / "second")
+    ranks = launch(_disagree, 2, str(tmp_path / "first"), str(tmp_path / "second"), timeout=120)
+    assert [rank.exit for rank in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
+    (files, batch, full, fine), (files1, batch1, full1, fine1) = (rank.value for rank in ranks)
+    assert "MismatchError" in files and files == files1 and "disagree on the program" in files
+    assert "Rank 1 failed to plan call" in batch and "x is float64[2, 5]" in batch
+    assert batch1.startswith("InputError: x is float64[2, 5]")
+    assert all("params['up'] is float64[7, 5]" in text for text in (full, full1))
+    assert fine == fine1 == ""
+    assert os.listdir(tmp_path)

@@ -1,0 +1,146 @@
+"""balance: each rank computes as much, by an exact count; wrong meshes and lengths are refused."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+import ftp
+from ftp import P
+from ftp.errors import SpecError
+
+
+def sees(ends: Tensor) -> Tensor:
+    """The dense mask of packed documents, causal within each."""
+    at = torch.arange(int(ends[-1]))
+    document = torch.bucketize(at, ends[1:], right=True)
+    return (at[:, None] >= at) & (document[:, None] == document)
+
+
+def work(order: Tensor, mask: Tensor, n: int, block: int) -> list[int]:
+    """Per rank the pairs of its queries, in chunks of whole blocks."""
+    pairs = mask.sum(1).unflatten(0, (-1, block)).sum(1)[order]
+    return [int(part.sum()) for part in pairs.chunk(n)]
+
+
+@st.composite
+def packed(draw: st.DrawFn) -> tuple[Tensor, int, int]:
+    n, block = draw(st.integers(2, 5)), draw(st.sampled_from([1, 4, 16]))
+    length = block * n * draw(st.integers(8, 20))
+    cuts = draw(st.lists(st.integers(0, length), max_size=9))
+    return torch.tensor([0, *sorted(cuts), length]), n, block
+
+
+@settings(max_examples=60)
+@given(packed())
+def test_even_work(drawn: tuple[Tensor, int, int]):
+    ends, n, block = drawn
+    order = ftp.balance(ends, n, block=block)
+    assert order.dtype == torch.int64
+    assert sorted(order.tolist()) == list(range(len(order)))
+    found = work(order, sees(ends), n, block)
+    assert max(found) <= 1.05 * sum(found) / n
+
+
+@settings(max_examples=15)
+@given(packed(), st.sampled_from(["documents", "window", "prefix"]), st.booleans())
+def test_any_mask(drawn: tuple[Tensor, int, int], kind: str, is_larger: bool):
+    """A BlockMask of other blocks, also ones that do not divide the length."""
+    ends, n, block = drawn
+    length = int(ends[-1])
+    at = torch.arange(length)
+    document = torch.bucketize(at, ends[1:], right=True)
+    mod, dense = {
+        "documents": (
+            lambda b, h, q, k: (q >= k) & (document[q] == document[k]),
+            sees(ends),
+        ),
+        "window": (lambda b, h, q, k: (q - k).abs() < 7, (at[:, None] - at).abs() < 7),
+        "prefix": (lambda b, h, q, k: (q >= k) | (k < 9), (at[:, None] >= at) | (at < 9)),
+    }[kind]
+    mask = create_block_mask(
+        mod, 2, None, length, length, "cpu", BLOCK_SIZE=(24 if is_larger else 5)
+    )
+    assert ftp.balance(mask, n, block=block).tolist() == balanced(dense, n, block)
+
+
+def balanced(dense: Tensor, n: int, block: int) -> list[int]:
+    whole = create_block_mask(
+        lambda b, h, q, k: dense[q, k], None, None, *dense.shape, "cpu", BLOCK_SIZE=len(dense)
+    )
+    return ftp.balance(whole, n, block=block).tolist()
+
+
+def test_a_rank_without_blocks():
+    order = ftp.balance(torch.tensor([0, 12]), 5, block=2)  # 6 blocks: 2, 2, 2, none, none
+    assert work(order, sees(torch.tensor([0, 12])), 5, 2) == [26, 26, 26]
+
+
+def test_a_step_on_permuted_tokens():
+    """The loss and gradients of one device on tokens that are not permuted."""
+    block, vocabulary = 4, 11
+    torch.manual_seed(0)
+    params = {
+        name: torch.randn(size, dtype=torch.float64)
+        for name, size in {"emb": (vocabulary, 8), "at": (40, 8), "head": (8, vocabulary)}.items()
+    }
+
+    def loss_fn(params: dict, tokens: Tensor, labels: Tensor, order: Tensor, ends: Tensor):
+        at = (block * order.unsqueeze(1) + torch.arange(block)).flatten()
+        document = (at.unsqueeze(1) >= ends[1:]).sum(1)
+        x = (params["emb"][tokens] + params["at"][at]).unflatten(2, (2, 4)).transpose(1, 2)
+
+        def score(s: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return torch.where((at[q] >= at[k]) & (document[q] == document[k]), s, -torch.inf)
+
+        out = flex_attention(x, x, x, score_mod=score).transpose(1, 2).flatten(2)
+        return torch.nn.functional.cross_entropy(
+            (out @ params["head"]).flatten(0, 1), labels.flatten()
+        )
+
+    batch = torch.randint(0, vocabulary, (2, 2, 40))
+    ends, plain = torch.tensor([0, 21, 25, 40]), torch.arange(10)
+    one_device = ftp.shard(loss_fn, ftp.simulated_mesh((1,), ("cp",)), P(), batch_specs=P())
+    right = one_device(params, *batch, plain, ends)
+    for n, spec in ((2, P(None, "cp")), (3, P(None, ftp.units("cp", block)))):
+        order = ftp.balance(ends, n, block=block)
+        tokens, labels = batch.unflatten(2, (-1, block))[:, :, order].flatten(2)
+        specs = (spec, spec, P(), P())
+        mesh = ftp.simulated_mesh((n,), ("cp",))
+        step = ftp.shard(loss_fn, mesh, P(), batch_specs=specs, certify=True)
+        torch.testing.assert_close(
+            step(params, tokens, labels, order, ends), right, rtol=0, atol=1e-10
+        )
+
+
+def test_what_does_not_fit_is_refused():
+    ends = torch.tensor([0, 24])
+    with pytest.raises(SpecError, match="24 is no whole number of blocks of 5"):
+        ftp.balance(ends, 2, block=5)
+    with pytest.raises(SpecError, match=r"whole number of blocks of 128\. Pad it to 128"):
+        ftp.balance(ends, 2)
+    for wrong in (torch.tensor([1, 24]), torch.tensor([0, 9, 8]), torch.ones(2, 3), ends.float()):
+        with pytest.raises(SpecError, match="where each document ends"):
+            ftp.balance(wrong, 2, block=1)
+    with pytest.raises(SpecError, match="at least 1"):
+        ftp.balance(ends, 0, block=1)
+    with pytest.raises(SpecError, match="not a list"):
+        ftp.balance([0, 24], 2)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("spec", [P(), P("cp")])
+def test_an_order_for_another_number_of_ranks(spec: P):
+    order = ftp.balance(torch.tensor([0, 24]), 3, block=2)
+    mesh = ftp.simulated_mesh((2, 4), ("cp", "tp"))
+    said = r"balances the work of 3 ranks, but the mesh has cp 2.*ftp.balance\(mask, n\)"
+    with pytest.raises(SpecError, match=said):
+        ftp.device_put(order, mesh, spec)
+    step = ftp.spmd(lambda order: order * 2, mesh, spec)
+    with pytest.raises(SpecError, match=said):
+        step(order)
+    with pytest.raises(SpecError, match=said):
+        step.lower(order)
+    for n, fits in ((2, P("cp")), (8, P(("cp", "tp"))), (4, P()), (8, P())):
+        ftp.device_put(ftp.balance(torch.tensor([0, 24]), n, block=2), mesh, fits)

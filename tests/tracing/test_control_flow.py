@@ -1,0 +1,484 @@
+"""torch's operators of control flow in a step equal plain Python's on one device."""
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch._higher_order_ops import associative_scan, scan, while_loop
+from torch._higher_order_ops import map as torch_map
+
+import ftp
+from ftp import P
+from ftp.errors import FtpError, TraceError
+
+Params = dict[str, Tensor]
+MESHES = {(2,): ("tp",), (3,): ("tp",), (2, 2): ("dp", "tp")}
+SPECS = [P(None, "tp"), P("tp"), P()]
+
+
+def inputs(rows: int, size: int, seed: int) -> tuple[Params, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> Tensor:
+        return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+    return {"a": draw(size, size), "b": draw(size, size)}, draw(rows, size)
+
+
+def on_one_device(fn: Callable[..., Tensor], p: Params, x: Tensor) -> tuple[Tensor, Params]:
+    leaves = {name: value.clone().requires_grad_() for name, value in p.items()}
+    loss = fn(leaves, x)
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    filled = [
+        torch.zeros_like(v) if g is None else g for v, g in zip(p.values(), grads, strict=True)
+    ]
+    return loss.detach(), dict(zip(p, filled, strict=True))
+
+
+def check(fn: Any, expected: Any, shape: tuple[int, ...], spec: Any, p: Params, x: Tensor) -> Any:
+    mesh = ftp.simulated_mesh(shape, MESHES[shape])
+    batch = P("dp" if len(shape) > 1 else "tp")
+    step = ftp.shard(fn, mesh, {"a": spec, "b": spec}, batch_specs=batch, certify=True)
+    loss, grads = step(p, x)
+    right, slopes = on_one_device(expected, p, x)
+    torch.testing.assert_close(loss, right, rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(grads, slopes, rtol=1e-12, atol=1e-10)
+    return step
+
+
+# Loops.
+
+
+def by_scan(p: Params, x: Tensor) -> Tensor:
+    def step(carry: Any, row: Any) -> Any:
+        h = torch.tanh(carry["h"] @ p["a"] + row)
+        return {"h": h}, (h.sum(), (h * h).clone())
+
+    carry, (sums, squares) = scan(step, {"h": x[0]}, x)
+    last, reverse = scan(
+        lambda c, r: (torch.sin(c @ p["b"] + r), c * r), x[0], x.t(), dim=1, reverse=True
+    )
+    return (
+        carry["h"].sum() + sums.sin().sum() + squares.mean() + last.sum() + (reverse**2).sum().sin()
+    )
+
+
+def scanned(p: Params, x: Tensor) -> Tensor:
+    h, sums, squares = x[0], [], []
+    for row in x:
+        h = torch.tanh(h @ p["a"] + row)
+        sums, squares = [*sums, h.sum()], [*squares, h * h]
+    last, reverse = x[0], []
+    for row in x.flip(0):
+        reverse, last = [*reverse, last * row], torch.sin(last @ p["b"] + row)
+    total = h.sum() + torch.stack(sums).sin().sum() + torch.stack(squares).mean() + last.sum()
+    return total + (torch.stack(reverse) ** 2).sum().sin()
+
+
+def by_map(p: Params, x: Tensor) -> Tensor:
+    return torch_map(lambda row, w: torch.sin(row @ w) * row.amax(), x, p["a"]).square().sum()
+
+
+def mapped(p: Params, x: Tensor) -> Tensor:
+    return torch.stack([torch.sin(row @ p["a"]) * row.amax() for row in x]).square().sum()
+
+
+def by_while_loop(p: Params, x: Tensor) -> Tensor:
+    _, y = while_loop(
+        lambda i, y: i < 3, lambda i, y: (i + 1, torch.tanh(y @ p["a"]) * i), (torch.tensor(1), x)
+    )
+    _, y = while_loop(
+        lambda i, y: i.sum() < 2, lambda i, y: (i + 1, torch.sin(y @ p["b"])), (torch.zeros(1), y)
+    )
+    count, state = while_loop(
+        lambda i, s: 2 * i < x.shape[1], lambda i, s: (i + 1, {"y": s["y"] + i}), (0, {"y": y})
+    )
+    return state["y"].square().sum() + count
+
+
+def looped(p: Params, x: Tensor) -> Tensor:
+    for i in (1, 2):
+        x = torch.tanh(x @ p["a"]) * i
+    for _ in range(2):
+        x = torch.sin(x @ p["b"])
+    count = -(-x.shape[1] // 2)
+    for i in range(count):
+        x = x + i
+    return x.square().sum() + count
+
+
+def by_associative_scan(p: Params, x: Tensor) -> Tensor:
+    def combine(one: Any, other: Any) -> Any:
+        return one[0] * other[0], other[0] * one[1] + other[1]
+
+    given = torch.sigmoid(x), x @ p["a"]
+    return associative_scan(combine, given, 0, combine_mode="generic")[1].square().sum()
+
+
+def accumulated(p: Params, x: Tensor) -> Tensor:
+    state, total = torch.zeros_like(x[0]), 0.0
+    for gate, value in zip(torch.sigmoid(x), x @ p["a"], strict=True):
+        state = gate * state + value
+        total = total + state.square().sum()
+    return total  # type: ignore[return-value]
+
+
+@torch.compiler.nested_compile_region
+def region(x: Tensor, w: Tensor) -> Tensor:
+    return torch.tanh(x @ w)
+
+
+def by_regions(p: Params, x: Tensor) -> Tensor:
+    return region(region(x, p["a"]), p["b"]).square().sum()
+
+
+def plain_regions(p: Params, x: Tensor) -> Tensor:
+    return torch.tanh(torch.tanh(x @ p["a"]) @ p["b"]).square().sum()
+
+
+LOOPS = [
+    (by_scan, scanned),
+    (by_map, mapped),
+    (by_while_loop, looped),
+    (by_associative_scan, accumulated),
+    (by_regions, plain_regions),
+]
+
+
+@pytest.mark.parametrize(("fn", "expected"), LOOPS, ids=lambda fn: fn.__name__)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_loops(fn, expected, data):
+    shape = data.draw(st.sampled_from(list(MESHES)))
+    spec = data.draw(st.sampled_from(SPECS))
+    rows, size = data.draw(st.integers(3, 6)), data.draw(st.integers(2, 5))
+    check(fn, expected, shape, spec, *inputs(rows, size, 0))
+
+
+def test_the_steps_of_a_scan_are_planned_as_one_layer():
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        carry, _ = scan(lambda c, w: (torch.tanh(c @ w), c.sum()), x, p)
+        return carry.sum()
+
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.shard(loss, mesh, P(None, None, "tp"))
+    lowered = step.lower(torch.randn(12, 4, 4), torch.randn(3, 4))
+    assert lowered.plan.alike > 5
+
+
+def test_a_mapped_dim_stays_cut():
+    mesh = ftp.simulated_mesh((2,), ("dp",))
+    step = ftp.spmd(lambda x: torch_map(torch.sin, x), mesh, P("dp"), P("dp"))
+    assert not step.lower(torch.randn(5, 3)).collectives
+
+
+def test_a_mapped_function_that_vmap_refuses_is_called_slice_by_slice():
+    class Half(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x / 2
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad / 2
+
+    def loss(p: Params, x: Tensor) -> Tensor:
+        return torch_map(lambda row: Half.apply(row @ p["a"]), x).square().sum()
+
+    def expected(p: Params, x: Tensor) -> Tensor:
+        return (x @ p["a"] / 2).square().sum()
+
+    check(loss, expected, (2,), P(None, "tp"), *inputs(3, 4, 0))
+
+
+# Branches.
+
+
+def branches(p: Params, x: Tensor) -> Tensor:
+    y, d = torch.cond(
+        x.sum() > 0,
+        lambda x, d: (torch.tanh(x @ p["a"]), {"z": d["w"].sum(0)}),
+        lambda x, d: ((x @ p["b"]).sin(), {"z": (d["w"] @ d["w"]).mean(0)}),
+        (x, {"w": p["a"]}),
+    )
+    return y.square().mean() + d["z"].sin().sum()
+
+
+def branched(p: Params, x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return torch.tanh(x @ p["a"]).square().mean() + p["a"].sum(0).sin().sum()
+    return (x @ p["b"]).sin().square().mean() + (p["a"] @ p["a"]).mean(0).sin().sum()
+
+
+def nested(p: Params, x: Tensor) -> Tensor:
+    def first(x: Tensor) -> Tensor:
+        positive = (x @ p["a"]).sum() > 0
+        return torch.cond(positive, lambda x: x @ p["a"], lambda x: x @ p["b"], (x,)).tanh()
+
+    return torch.cond(x.mean() > 0, first, lambda x: x * p["a"].sum(), (x,)).square().sum()
+
+
+def plainly_nested(p: Params, x: Tensor) -> Tensor:
+    if x.mean() > 0:
+        y = (x @ p["a"] if (x @ p["a"]).sum() > 0 else x @ p["b"]).tanh()
+    else:
+        y = x * p["a"].sum()
+    return y.square().sum()
+
+
+def without_finite_gradient(p: Params, x: Tensor) -> Tensor:
+    s = (x @ p["a"]).square().sum()
+    y = torch.cond(s > 1e9, lambda s: torch.log(s * 0), lambda s: s.sin(), (s,))
+    return y + torch.cond(s < 0, lambda: p["b"].sum() / 0, lambda: p["b"].cos().sum())
+
+
+def finite(p: Params, x: Tensor) -> Tensor:
+    return (x @ p["a"]).square().sum().sin() + p["b"].cos().sum()
+
+
+def second_derivative(p: Params, x: Tensor) -> Tensor:
+    def energy(x: Tensor) -> Tensor:
+        return torch.cond(
+            x.sum() > 0,
+            lambda x: torch.tanh(x @ p["a"]).sum(),
+            lambda x: (x @ p["b"]).sin().sum(),
+            (x,),
+        )
+
+    slope = torch.func.grad(energy)(x)
+    along = torch.func.jvp(energy, (x,), (torch.ones_like(x),))[1]
+    return slope.square().sum() + along
+
+
+def plain_second_derivative(p: Params, x: Tensor) -> Tensor:
+    y = x.clone().requires_grad_()
+    energy = torch.tanh(y @ p["a"]).sum() if x.sum() > 0 else (y @ p["b"]).sin().sum()
+    (slope,) = torch.autograd.grad(energy, y, create_graph=True)
+    return slope.square().sum() + slope.sum()
+
+
+def of_each_row(p: Params, x: Tensor) -> Tensor:
+    def of(row: Tensor) -> Tensor:
+        y = torch.cond(
+            row.sum() > 0, lambda r: torch.tanh(r @ p["a"]), lambda r: r @ p["b"], (row,)
+        )
+        return torch.cond(x.sum() > 0, torch.sin, torch.cos, (y,))
+
+    return torch.vmap(of)(x).square().sum()
+
+
+def of_rows(p: Params, x: Tensor) -> Tensor:
+    rows = [torch.tanh(r @ p["a"]) if r.sum() > 0 else r @ p["b"] for r in x]
+    y = torch.stack(rows)
+    return (y.sin() if x.sum() > 0 else y.cos()).square().sum()
+
+
+class Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad * ctx.saved_tensors[0].cos()
+
+
+class Cosine(torch.autograd.Function):
+    @staticmethod
+    def forward(x):
+        return x.cos()
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return -grad * ctx.saved_tensors[0].sin()
+
+
+cosine = Cosine.apply
+
+
+def by_functions(p: Params, x: Tensor) -> Tensor:
+    """Of captured tensors; one by another name of its ``apply``."""
+
+    def one(x: Tensor) -> Tensor:
+        y = ftp.constrain(p["a"], P(None, "tp"))
+        return x @ cosine(y) + ftp.scan(lambda w, x: x * w, p["b"], x.sum(0))
+
+    return torch.cond(x.sum() > 0, one, lambda x: Cosine.apply(x @ p["b"]), (x,)).square().sum()
+
+
+def by_functions_plainly(p: Params, x: Tensor) -> Tensor:
+    if x.sum() > 0:
+        return (x @ p["a"].cos() + x.sum(0) * p["b"].prod(0)).square().sum()
+    return (x @ p["b"]).cos().square().sum()
+
+
+def by_autograd(p: Params, x: Tensor) -> Tensor:
+    def one(x: Tensor) -> Tensor:
+        y = x @ p["a"]
+        return torch.cond(y.sum() > 0, lambda y: Sine.apply(y), lambda y: y.cos(), (y,))
+
+    def other(x: Tensor) -> Tensor:
+        return Sine.apply(x @ p["b"]) * 2  # type: ignore[operator]
+
+    return torch.cond(x.sum() > 0, one, other, (x,)).square().sum()
+
+
+def by_autograd_plainly(p: Params, x: Tensor) -> Tensor:
+    y = x @ p["a"]
+    chosen = (y.sin() if y.sum() > 0 else y.cos()) if x.sum() > 0 else (x @ p["b"]).sin() * 2
+    return chosen.square().sum()
+
+
+BRANCHES = [
+    (branches, branched),
+    (nested, plainly_nested),
+    (without_finite_gradient, finite),
+    (second_derivative, plain_second_derivative),
+    (of_each_row, of_rows),
+    (by_functions, by_functions_plainly),
+    (by_autograd, by_autograd_plainly),
+]
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # torch's own, in jvp
+@pytest.mark.parametrize(("fn", "expected"), BRANCHES, ids=lambda fn: fn.__name__)
+@settings(max_examples=2)
+@given(data=st.data())
+def test_branches(fn, expected, data):
+    shape = data.draw(st.sampled_from(list(MESHES)))
+    spec = data.draw(st.sampled_from(SPECS))
+    rows, size = data.draw(st.integers(1, 5)), data.draw(st.integers(2, 5))
+    p, x = inputs(rows, size, data.draw(st.integers(0, 9)))
+    step = check(fn, expected, shape, spec, p, x)
+    right, slopes = on_one_device(expected, p, -x)
+    loss, grads = step(p, -x)  # by the same program
+    torch.testing.assert_close(loss, right, rtol=1e-12, atol=1e-10)
+    torch.testing.assert_close(grads, slopes, rtol=1e-12, atol=1e-10)
+
+
+def test_a_predicate_that_is_known_takes_one_branch():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(
+        lambda x: torch.cond(torch.tensor(3) > 2, torch.sin, lambda x: x @ x.t(), (x,)),
+        mesh,
+        P("tp"),
+        P("tp"),
+    )
+    x = torch.randn(3, 3)
+    torch.testing.assert_close(step(x), x.sin())
+    assert [n.target for n in step.lower(x).graph.graph.nodes if n.op == "call_function"] == [
+        torch.ops.aten.sin.default
+    ]
+
+
+def test_each_rank_has_its_own_predicate_in_per_rank_code():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    fn = ftp.local(
+        lambda x: torch.cond(
+            x.sum() > 0, lambda x: ftp.axis.all_reduce(x, "tp"), lambda x: x * 3, (x,)
+        ),
+        mesh,
+        P("tp"),
+        P("tp"),
+    )
+    x = torch.tensor([1.0, 2.0, -4.0, -8.0])
+    found = ftp.spmd(fn, mesh, P("tp"), P("tp"), certify=True)(x)
+    assert found.tolist() == [-3.0, -6.0, -12.0, -24.0]
+
+
+def test_a_model_with_branches():
+    class Gated(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.cond(x.mean() > 0, lambda x: self.one(x).relu(), self.other, (x,))
+
+    model = Gated().double()
+    fn, params = ftp.functionalize(model)
+    x = torch.randn(3, 4, dtype=torch.float64)
+    step = ftp.shard(
+        lambda p, x: fn(p, x).square().sum(), ftp.simulated_mesh((2,), ("tp",)), P("tp")
+    )
+    for given_x in (x, -x):
+        _, grads = step(params, given_x)
+        y = model.one(given_x).relu() if given_x.mean() > 0 else model.other(given_x)
+        y.square().sum().backward()
+        for name, value in model.named_parameters():
+            right = torch.zeros_like(value) if value.grad is None else value.grad
+            torch.testing.assert_close(grads[name], right)
+        model.zero_grad()
+
+
+# What is refused.
+
+
+def _writing(x: Tensor) -> Tensor:
+    y = x * 2
+    return torch.cond(x.sum() > 0, lambda y: y.add_(1), lambda y: y * 1, (y,))
+
+
+def _drawing(x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: torch.nn.functional.dropout(x), torch.sin, (x,))
+
+
+def _until(x: Tensor) -> Tensor:
+    return while_loop(lambda x: x.sum() < 3, lambda x: (x + 1,), (x,))[0]
+
+
+def _growing(x: Tensor) -> Tensor:
+    _, y = while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, torch.cat([x, x])), (0, x))
+    return y
+
+
+REFUSED = {
+    "two shapes": (
+        lambda x: torch.cond(x.sum() > 0, lambda x: x[:1], lambda x: x, (x,)),
+        r"torch.cond's branches give float32\[1\] if true and float32\[4\] if false, as result 0",
+    ),
+    "two structures": (
+        lambda x: torch.cond(x.sum() > 0, lambda x: (x, x), lambda x: x, (x,)),
+        r"give results of two structures: \('\*', '\*'\) if true, one tensor if false",
+    ),
+    "writes": (_writing, "changes a tensor that was made outside of it, in place"),
+    "draws": (_drawing, "draws random numbers at .* in a branch of torch.cond"),
+    "checks": (
+        lambda x: torch.cond(x.sum() > 0, lambda x: x if (x > 0).all() else x + 1, torch.sin, (x,)),
+        "needs a tensor's value",
+    ),
+    "runtime trip count": (_until, "has a condition, bool.., that depends on tensors' values"),
+    "growing": (_growing, r"body takes int, float32\[4\] and gives int, float32\[8\]"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused(name):
+    fn, text = REFUSED[name]
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.spmd(fn, mesh, P(), P(), rng=name == "draws")
+    key = (ftp.random.key(0),) if name == "draws" else ()
+    with pytest.raises(FtpError, match=text) as error:
+        step(torch.ones(4), *key)
+    assert re.search(r"test_control_flow\.py:\d+", str(error.value)), error.value
+
+
+def test_branches_of_another_dtype_are_refused_in_a_gradient_too():
+    mesh = ftp.simulated_mesh((2,), ("tp",))
+    step = ftp.shard(
+        lambda w, x: torch.cond(x.sum() > 0, lambda w: w, lambda w: w.double(), (w,)).sum(),
+        mesh,
+        P(),
+    )
+    with pytest.raises(TraceError, match=r"float32.* if true and float64"):
+        step(torch.ones(4), torch.ones(4))
