@@ -98,10 +98,11 @@ def graph_at(program, coordinate):
     local = program.local(coordinate)
     numbers = iter(local.offsets_at(coordinate))
     lines, known = [], {}
-    inputs = len(program.plan.graph.inputs)
+    placeholders = [node for node in local.gm.graph.nodes if node.op == "placeholder"]
+    ints = placeholders[len(program.plan.graph.inputs) :]
     for at, node in enumerate(local.gm.graph.nodes):
         known[node] = f"%{at}"
-        if node.op == "placeholder" and at >= inputs:
+        if node in ints:
             known[node] = next(numbers)
         elif node.op == "call_function":
             args = map_aggregate(
