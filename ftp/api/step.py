@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -49,8 +49,9 @@ from ftp.runtime.stage_programs import ProgramOfPieces
 from ftp.sharding.arguments import Shape
 from ftp.sharding.launcher import host_name
 from ftp.sharding.mesh import Mesh, use_mesh
-from ftp.sharding.pytree import check_specs, kind_of, leaf_names
+from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec, check_spec
+from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
 from ftp.tensors.check_indices import check_indices
 from ftp.tensors.device_put import global_shape
@@ -266,7 +267,7 @@ class Step:
         call, specs, shapes = self._abstract(args)
         if self._dynamic is not None:
             self._dynamic(call.args).values(shapes, call.names)
-        known = traced or self._traced(call, shapes)
+        known = traced or self._traced(call, specs, shapes)
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             other = [changed.get(i, spec) for i, spec in enumerate(specs)]
@@ -523,7 +524,7 @@ class Step:
             try:
                 trace = family.trace_for(values)
                 if trace is None:
-                    trace = self._traced_dynamic(family, call, shapes, values)
+                    trace = self._traced_dynamic(family, call, specs, shapes, values)
                 if trace is None:
                     return self._build(call, specs, shapes)
                 return self._planned_dynamic(trace, dynamic, call, specs, shapes, values)
@@ -538,6 +539,7 @@ class Step:
         self,
         family: Family,
         call: Arguments,
+        specs: Sequence[PartitionSpec],
         shapes: Sequence[Shape | None],
         values: tuple[int, ...],
     ) -> FamilyTrace | None:
@@ -547,7 +549,7 @@ class Step:
         for at in families.sizes_to_trace(family, shapes, values):
             sizes = families.sizes_for(family.dynamic, at)
             with_formulas = families.shapes_with(family.dynamic, shapes, sizes)
-            trace = FamilyTrace(self._traced(call, shapes, with_formulas, sizes), sizes)
+            trace = FamilyTrace(self._traced(call, specs, shapes, with_formulas, sizes), sizes)
             family.add(trace)
             if sizes.conditions.holds(values):
                 return trace
@@ -606,21 +608,28 @@ class Step:
             abstract(leaf, shape)
             for leaf, shape in zip(call.leaves, self._estimated_shapes(call, specs), strict=True)
         ]
-        check_specs(specs, leaves, call.names, self.mesh.axes)
+        check_specs(specs, leaves, call.names, self.mesh.axes, takes_sums=True)
         return specs
 
     def _traced(
         self,
         call: Arguments,
+        specs: Sequence[PartitionSpec],
         shapes: Sequence[Shape | None],
         formulas: Sequence[Shape | None] | None = None,
         sizes: Sizes | None = None,
     ) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
+
+        @wraps(self._fn)
+        def fn(*args: Any) -> Any:
+            with arguments_with(flatten(args)[0], specs):
+                return self._fn(*args)
+
         with _tracing, use_mesh(self.mesh):
             try:
                 return trace(
-                    self._fn,
+                    fn,
                     leaves,
                     call.treedef,
                     self.mesh.device_type,
@@ -650,7 +659,7 @@ class Step:
         traced: Traced | None = None,
     ) -> _Planned:
         """Trace, plan and check one program for these arguments."""
-        traced = traced or self._traced(call, shapes)
+        traced = traced or self._traced(call, specs, shapes)
         out_specs, returned_state = self._specs_of_results(call, specs, shapes, traced)
         state = self._state.union(returned_state)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
@@ -796,7 +805,9 @@ class Step:
             if not static:
                 found[leaf] = spec
                 failures += (
-                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name) if spec else []
+                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name, takes_sums=True)
+                    if spec
+                    else []
                 )
             elif spec:
                 failures.append(

@@ -65,10 +65,11 @@ class Recorder(TorchDispatchMode):
         self,
         device_type: str,
         told: Callable[[], str] | None = None,
+        within: bool = False,
         symbolic: "Symbolic | None" = None,
     ):
         super().__init__()
-        self._told = told
+        self._told, self._within = told, within
         self.symbolic = symbolic
         env = None if symbolic is None else symbolic.env
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
@@ -227,7 +228,8 @@ class Recorder(TorchDispatchMode):
             raise TraceError(
                 f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}"
             )
-        if isinstance(tensor, FakeTensor):
+        is_outer = isinstance(tensor, FakeTensor)
+        if is_outer and not self._within:
             raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
@@ -246,7 +248,7 @@ class Recorder(TorchDispatchMode):
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
             proxy.node.meta["ftp_constant"] = len(self.constants)
             with _disable_current_modes():
-                self.constants.append(tensor.detach())
+                self.constants.append(tensor if is_outer else tensor.detach())
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]

@@ -131,6 +131,7 @@ def trace(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     symbolic: "Symbolic | None" = None,
 ) -> Traced:
@@ -146,6 +147,7 @@ def trace(
         line: tells the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
+        within: the call is in a function that is being traced, whose values may be captured.
         shapes: per leaf the shape to trace with, where dims are dynamic; default its own.
         symbolic: of the dynamic sizes.
 
@@ -172,6 +174,7 @@ def trace(
                     names=names,
                     line=line,
                     checked=checked,
+                    within=within,
                     shapes=shapes,
                     symbolic=symbolic,
                 )
@@ -193,12 +196,13 @@ def _traced(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     symbolic: "Symbolic | None" = None,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line, symbolic)
+    recorder = Recorder(device_type, line, within, symbolic)
     given = [tuple(map(int, leaves[i].shape)) for i in at]
     if shapes is not None:
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
@@ -425,7 +429,7 @@ def decompose(
     by = by or decomposition_table.get(target)
     if by is None:
         return None
-    recorder = Recorder("cpu", None, symbolic)
+    recorder = Recorder("cpu", symbolic=symbolic)
     flat_args, tree = flatten((list(args), dict(kwargs)))
     at = [i for i, a in enumerate(flat_args) if hasattr(a, "shape") and hasattr(a, "dtype")]
     fakes = [recorder.fake(tuple(flat_args[i].shape), flat_args[i].dtype) for i in at]
