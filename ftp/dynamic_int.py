@@ -597,6 +597,24 @@ def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
     return tuple(found)
 
 
+def slice_bounds(start: Any, end: Any, step: Any, size: Any) -> tuple[Any, Any, Any]:
+    """``slice(start, end, step).indices(size)``, of a step that is positive.
+
+    >>> (s,) = Sizes([Symbol("S", 7, 2, 512)]).symbols
+    >>> slice_bounds(1, 2**63 - 1, 1, s), slice_bounds(None, -1, 1, s + 1), slice_bounds(0, 9, 2, 5)
+    ((1, S, 1), (0, S, 1), (0, 5, 2))
+    """
+    if not any(map(is_dynamic, (start, end, size))):
+        return slice(start, end, step).indices(size)
+
+    def within(at: Any) -> Any:
+        at = at + size if at < 0 else at
+        return 0 if at < 0 else size if at > size else at
+
+    step = 1 if step is None else step
+    return within(0 if start is None else start), within(size if end is None else end), step
+
+
 def _terms(x: Any) -> Terms:
     return x.terms if is_dynamic(x) else {(): int(x)}
 

@@ -7,7 +7,7 @@ from itertools import count
 import torch
 from torch import fx
 
-from ftp.dynamic_int import gcd
+from ftp.dynamic_int import gcd, slice_bounds
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
 from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
@@ -142,8 +142,8 @@ def squeeze(call: Call) -> Rule:
 def slice_(call: Call) -> Rule:
     x, (y,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(
-        x.shape[dim]
+    start, _, step = slice_bounds(
+        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
     )
     size = gcd(x.shape[dim], start, y.shape[dim])
     if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
@@ -163,8 +163,8 @@ def slice_(call: Call) -> Rule:
 def slice_backward(call: Call) -> Rule:
     y, (x,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, end, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(
-        x.shape[dim]
+    start, end, step = slice_bounds(
+        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
     )
     size = gcd(x.shape[dim], start, y.shape[dim])
     # The op spreads a gradient of one element over a longer slice.

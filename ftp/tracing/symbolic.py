@@ -13,6 +13,7 @@ from typing import Any
 import sympy
 import torch
 from torch import SymInt, fx
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
 from torch.fx.experimental import _config
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
@@ -253,7 +254,8 @@ class Symbolic:
         it holds for one as well, with a copy more where strides decide. Guards get their ``line``.
         """
         self.env.line = line  # type: ignore[method-assign]
-        with _config.patch(backed_size_oblivious=True):  # type: ignore[attr-defined]
+        # Some ops take symbolic ints in their Python form only.
+        with _config.patch(backed_size_oblivious=True), enable_python_dispatcher():  # type: ignore[attr-defined]
             yield
 
 
