@@ -10,7 +10,9 @@ import pytest
 import ftp
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
-GROUND = "dynamic_int errors paused_gc source torch_support version"  # may be imported by all
+GROUND = (  # may be imported by all
+    "deferred_compiler dynamic_int errors paused_gc source torch_support version"
+)
 ALLOWED = {
     "sharding": "",
     "distributed": "sharding",

@@ -4,12 +4,11 @@ are updated in place.
 
 import functools
 from collections.abc import Collection, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import fx
-from torch._dispatch.python import enable_python_dispatcher
 from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.node import map_arg
@@ -24,14 +23,24 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
-    given = [
-        mode.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
-        for x in inputs
-    ]
-    symbolic = nullcontext() if mode.shape_env is None else enable_python_dispatcher()
-    with torch.no_grad(), symbolic:  # some ops take symbolic ints in their Python form
+    with torch.no_grad(), mode, _python_forms(mode):
+        given = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+            else x
+            for x in inputs
+        ]
         _Values(gm, mode).propagate_dont_convert_inputs(*given)
     return gm
+
+
+def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """With dynamic sizes: some ops take symbolic ints in their Python form."""
+    if mode.shape_env is None:
+        return nullcontext()
+    from torch._dispatch.python import enable_python_dispatcher  # takes long to import
+
+    return enable_python_dispatcher()
 
 
 class _Values(FakeTensorProp):

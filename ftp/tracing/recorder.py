@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+from ftp import deferred_compiler
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
@@ -44,6 +45,7 @@ if TYPE_CHECKING:
     from ftp.tracing.symbolic import Symbolic
 
 aten = torch.ops.aten
+deferred_compiler.defer()
 
 
 # What an exported graph says of where a node is from.
