@@ -28,7 +28,6 @@ NEEDED = {
     "torch._decomp": "decomposition_table",
     "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
     "torch._functorch.eager_transforms": "",
-    "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.source": "ConstantSource",
     "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"

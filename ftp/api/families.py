@@ -155,6 +155,7 @@ def option_apart(options: Options) -> str:
     given = {
         "compile=True": options.compile,
         "certify=True": options.certify,
+        "explicit=True": options.explicit,
         "check_inputs=True": options.check_inputs,
         "cuda_graph=True": options.cuda_graph,
         "async_tp=True": options.async_tp,

@@ -68,10 +68,11 @@ class Recorder(TorchDispatchMode):
         device_type: str,
         told: Callable[[], str] | None = None,
         within: bool = False,
+        describe: Callable[[str, int], str] = describe_line,
         symbolic: "Symbolic | None" = None,
     ):
         super().__init__()
-        self._told, self._within = told, within
+        self._told, self._within, self._describe = told, within, describe
         self.symbolic = symbolic
         env = None if symbolic is None else symbolic.env
         self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
@@ -275,7 +276,7 @@ class Recorder(TorchDispatchMode):
         while frame is not None and frame is not self._boundary:
             code = frame.f_code
             if is_users(code):
-                line = describe_line(code.co_filename, frame.f_lineno)
+                line = self._describe(code.co_filename, frame.f_lineno)
                 if behind is None:
                     now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
                     for number in range(self._numbered, now):

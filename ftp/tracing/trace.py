@@ -35,9 +35,10 @@ from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
-from ftp.source import user_line
+from ftp.source import describe_line, user_line
 from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
+from ftp.tracing.calls import TorchCalls
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -133,6 +134,7 @@ def trace(
     line: Callable[[], str] | None = None,
     checked: bool = False,
     within: bool = False,
+    calls: TorchCalls | None = None,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     symbolic: "Symbolic | None" = None,
 ) -> Traced:
@@ -149,6 +151,7 @@ def trace(
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
         within: the call is in a function that is being traced, whose values may be captured.
+        calls: numbers torch's calls in the lines of the nodes.
         shapes: per leaf the shape to trace with, where dims are dynamic; default its own.
         symbolic: of the dynamic sizes.
 
@@ -176,6 +179,7 @@ def trace(
                     line=line,
                     checked=checked,
                     within=within,
+                    calls=calls,
                     shapes=shapes,
                     symbolic=symbolic,
                 )
@@ -214,12 +218,14 @@ def _traced(
     line: Callable[[], str] | None = None,
     checked: bool = False,
     within: bool = False,
+    calls: TorchCalls | None = None,
     shapes: Sequence[tuple[int, ...] | None] | None = None,
     symbolic: "Symbolic | None" = None,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line, within, symbolic)
+    described = calls.line if calls else describe_line
+    recorder = Recorder(device_type, line, within, described, symbolic)
     given = [tuple(map(int, leaves[i].shape)) for i in at]
     if shapes is not None:
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
@@ -232,7 +238,7 @@ def _traced(
         for i, value in zip(at, values, strict=True):
             filled[i] = value
         with recorder.recording():
-            with assumptions_to(assumed.note):
+            with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
                 out = fn(*in_tree.unflatten(filled))
             out_leaves, out_tree = flatten(out)
             _check_results(out_leaves, out)
