@@ -553,7 +553,9 @@ class Step:
         for at in families.sizes_to_trace(family, shapes, values):
             sizes = families.sizes_for(family.dynamic, at)
             with_formulas = families.shapes_with(family.dynamic, shapes, sizes)
-            trace = FamilyTrace(self._traced(call, specs, shapes, with_formulas, sizes), sizes)
+            trace = FamilyTrace(
+                self._traced(call, specs, shapes, formulas=with_formulas, sizes=sizes), sizes
+            )
             family.add(trace)
             if sizes.conditions.holds(values):
                 return trace
