@@ -65,7 +65,8 @@ def key_of(
 ) -> str:
     """A hash of all that a plan depends on; "" where it is not to be kept."""
     asked = os.environ.get(KEEP, "1" if mesh.kind == "process" else "0")
-    if asked == "0" or options.strict or options.certify or mesh.kind == "abstract":
+    is_checked = options.strict or options.certify or options.explicit
+    if asked == "0" or is_checked or mesh.kind == "abstract":
         return ""
     graph = traced.gm.graph
     if not _is_of_own_rules(graph):
