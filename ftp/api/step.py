@@ -578,11 +578,19 @@ class Step:
         state = self._state.union(returned_state)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
 
+        facts = self._facts(call, specs, traced, tensors, state)
+        assert traced.symbolic is not None
+        number = traced.symbolic.dynamic
+
         def program(sizes: Sizes) -> Program:
-            assert traced.symbolic is not None
-            number = traced.symbolic.dynamic
-            plan = self._planned(call, specs, traced.gm, state, out_specs, None, sizes, number)
-            return self._program(call, specs, traced, tensors, state, plan)
+            return Program(
+                mesh=self.mesh,
+                traced=traced.gm,
+                plan=self._planned(call, specs, traced.gm, state, out_specs, None, sizes, number),
+                out_tree=traced.out_tree,
+                constants=traced.constants,
+                **facts,
+            )
 
         made = families.FamilyPlan.of(dynamic, values, program)
         sized = made.program(values)
