@@ -2,7 +2,8 @@
 
     python benchmarks/new_shapes.py
 
-A 4-layer decoder, loss and gradients, on two simulated ranks; CPU seconds of this process, medians over the lengths.
+A 4-layer decoder, loss and gradients, on two simulated ranks; CPU seconds of this process, medians
+over the lengths.
 """
 
 import statistics
@@ -23,7 +24,7 @@ LENGTHS = (17, 24, 9, 40, 31, 12, 50, 22, 35, 48)
 
 
 def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, float, float]:
-    """Seconds of the first step of all, of the first one at each further length, and of the next."""
+    """Seconds of the first two steps, of the first at each further length, and of the next."""
     cfg = LlamaConfig(layers=4, dim=64, hidden=128)
     fn, params = ftp.functionalize(build(cfg))
     tp = "tp" if batch_spec == P() else None
@@ -55,7 +56,8 @@ def measured(mesh: Any, batch_spec: P, *, is_dynamic: bool) -> tuple[float, floa
 def main() -> None:
     torch.set_num_threads(1)
     print(
-        "mesh, batch spec, dynamic_shapes: first two lengths (s), a new length (ms), again (ms), cost of a new one (ms)"
+        "mesh, batch spec, dynamic_shapes: first two lengths (s), a new length (ms), again (ms),"
+        " cost of a new one (ms)"
     )
     for axis, spec in (("tp", P()), ("cp", P(None, "cp"))):
         for is_dynamic in (False, True):
