@@ -18,7 +18,7 @@ from torch._ops import OpOverload
 
 from ftp.errors import ProgramFileError
 from ftp.ops.constrain import Pin
-from ftp.partitioning.collectives import Collective
+from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.partition import Offset
 from ftp.per_rank.program import Port
 from ftp.planning.cost import Hardware, Link
@@ -33,8 +33,8 @@ TUPLE, LIST, DICT, FROZENSET, FLOAT, COMPLEX, DTYPE, DEVICE, MESH_DEVICE, CONSTA
 OP, FUNCTION, SLICE, REF, NODE, VALUE, GROUP, TENSOR, ELLIPSIS, SPEC = range(10, 20)
 
 CLASSES: tuple[type, ...] = (
-    Call, Chunk, Collective, FactorCut, Hardware, Layout, Link, Meta, Move, Offset, Options, Pin,
-    Port, Product, Solution, Stage, Units, Zigzag,
+    Call, Chunk, Collective, FactorCut, Hardware, Layout, Link, Member, Meta, Move, Offset, Options,
+    Pin, Port, Product, Solution, Stage, Units, Zigzag,
 )  # fmt: skip
 _NUMBER = {cls: number for number, cls in enumerate(CLASSES)}
 # Ops on Python numbers, such as a rank's offsets, and on tuples.

@@ -30,7 +30,7 @@ def _arguments():
 
 
 def _step(mesh, **options):
-    return ftp.shard(_loss, mesh, SPECS, pack=True, **options)
+    return ftp.shard(_loss, mesh, SPECS, bucket=True, **options)
 
 
 def _run(simulated: str, folder: str):

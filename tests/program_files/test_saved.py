@@ -92,7 +92,7 @@ def check_gradients(drawn: Drawn, path: Path) -> None:
         batch_specs=tuple(i.spec for i in drawn.inputs[count:]),
         data_axes=drawn.data_axes,
         reshard_after_forward=drawn.reshard_after_forward,
-        pack=True,
+        bucket=True,
     )
     check(step, (tuple(drawn.values[:count]), *drawn.values[count:]), path)
 
@@ -146,7 +146,7 @@ def test_a_train_step(tmp_path: Path):
 
     of_state = opt.specs(params, specs)
     step = ftp.spmd(
-        train, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), pack=True
+        train, mesh, (specs, of_state, P()), (specs, of_state, P()), donate=(0, 1), bucket=True
     )
     x, path = torch.randn(5, 5, dtype=torch.float64), tmp_path / "train"
     step.lower(params, state, x).save(path)
