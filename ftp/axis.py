@@ -4,6 +4,15 @@ Each is one op until the program is partitioned. Its gradient is its exact trans
 taken inside per-rank code is that of the sum of all ranks' outputs, with respect to this rank's
 tensor.
 
+>>> import torch
+>>> import ftp
+>>> from ftp import P
+>>> mesh = ftp.simulated_mesh((2,), ("dp",))
+>>> mean = ftp.local(lambda x: ftp.axis.all_reduce(x.mean(), "dp") / 2, mesh, P("dp"), P())
+>>> step = ftp.spmd(lambda x: mean(x), mesh, P("dp"), P())
+>>> step(torch.tensor([1.0, 2.0, 3.0, 6.0]))
+tensor(3.)
+
 All raise MeshError outside of ``ftp.local`` and for an axis that the mesh lacks, and InputError for
 what is not a tensor, a dim out of range, or a dim that the ranks do not divide.
 """

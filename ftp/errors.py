@@ -1,11 +1,29 @@
-"""The exception types: every error a user can cause is an ``FtpError``."""
+"""The exception types: every error a user can cause is an ``FtpError``.
+
+>>> from ftp import P, errors
+>>> try:
+...     P("tp", "tp")
+... except errors.SpecError as error:
+...     print(error)
+...
+P('tp', 'tp') uses mesh axis 'tp' for dim 0 and again for dim 1. Try P('tp', None).
+"""
 
 from collections.abc import Iterable
 from typing import Any
 
 
 class FtpError(Exception):
-    """Base of all errors that ftp raises for something its caller can mend."""
+    """Base of all errors that ftp raises for something its caller can mend.
+
+    >>> import ftp
+    >>> try:
+    ...     ftp.simulated_mesh((0,), ("tp",))
+    ... except ftp.FtpError as error:
+    ...     type(error).__name__
+    ...
+    'MeshError'
+    """
 
 
 class SpecError(FtpError):

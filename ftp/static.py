@@ -4,6 +4,11 @@ shapes.
 Results are padded to ``size``. What does not fit is left out, as in JAX, and is listed in
 ``lowered.assumptions``; ``check_inputs=True`` of the step raises an InputError for it. Outside of a
 step they are plain functions of tensors, with the same results.
+
+>>> import torch
+>>> from ftp import static
+>>> static.masked_select(x := torch.arange(5), x > 2, size=3, fill_value=-1)
+tensor([ 3,  4, -1])
 """
 
 from typing import Any

@@ -56,6 +56,7 @@ NEEDED = {
     "torch.distributed.tensor.placement_types": "_StridedShard",
     "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
+    "torch.optim._muon": "_zeropower_via_newtonschulz",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",

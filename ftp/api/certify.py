@@ -7,7 +7,16 @@ from typing import Any
 from torch import fx
 
 import ftp.rules  # noqa: F401  (the check looks rules up)
-from ftp.certification.certificate import Certificate, Claim, Operation, Ports, Ranks, Ref, Spec
+from ftp.certification.certificate import (
+    Certificate,
+    Claim,
+    Operation,
+    Ports,
+    Ranks,
+    Ref,
+    Spec,
+    Unreduced,
+)
 from ftp.certification.checker import check
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import InputError
@@ -99,6 +108,14 @@ def certificate_of(program: Program) -> Certificate:
         tuple(
             (_ref(v), _cuts(spec))
             for v, spec in zip(plan.graph.outputs, plan.out_specs, strict=True)
+        ),
+        Unreduced(
+            tuple(
+                in_specs.get(node, PartitionSpec()).unreduced
+                for node in plan.graph.nodes
+                if node.kind == "input"
+            ),
+            tuple(spec.unreduced for spec in plan.out_specs),
         ),
         Ranks(tuple(graphs), at),
         program.donated,

@@ -67,7 +67,7 @@ class PipelinedStep(Step):
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced = self._traced(call, micro)
+        traced = self._traced(call, specs, micro)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
         stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
         ranks = self.mesh.axes[pipeline.axis]
@@ -100,8 +100,11 @@ class PipelinedStep(Step):
             self._options,
             self._hardware_on(self.mesh.hosts),
             check,
+            stage_of,
+            ranks,
         )
-        check_programs(made.programs.values(), self._options)
+        programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
+        check_programs(programs, self._options)
         out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
         whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
         program = PipelineProgram(

@@ -128,6 +128,12 @@ def shard(
     def in_specs(args: tuple[Any, ...]) -> list[PartitionSpec]:
         (params, *batch), of_key = _before_key(args) if rng else (args, [])
         given = broadcast_specs(PartitionSpec() if specs is None else specs, params, "params")
+        if sums := [spec for spec in given if spec.unreduced]:
+            raise SpecError(
+                f"specs hold {sums[0]}, but parameters are no pending sums, and gradients come back"
+                " as parameters are. For gradients that are not reduced yet use ftp.spmd with"
+                " out_specs."
+            )
         return given + argument_specs(batch_specs, tuple(batch), names[1:], "batch_specs") + of_key
 
     def out_specs(

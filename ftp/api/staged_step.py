@@ -54,7 +54,7 @@ class StagedStep(Step):
         watch: Watch | None = None,
         traced: Traced | None = None,
     ) -> _Planned:
-        traced = traced or self._traced(call, shapes)
+        traced = traced or self._traced(call, specs, shapes)
         out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
         axis = self._axis([*specs, *(s for s in out_specs if s is not None)])

@@ -10,7 +10,7 @@ import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, wraps
 from typing import Any
 
 import torch
@@ -45,8 +45,9 @@ from ftp.runtime.stage_programs import ProgramOfPieces
 from ftp.sharding.arguments import Shape
 from ftp.sharding.launcher import host_name
 from ftp.sharding.mesh import Mesh, use_mesh
-from ftp.sharding.pytree import check_specs, kind_of, leaf_names
+from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
 from ftp.sharding.spec import PartitionSpec, check_spec
+from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
 from ftp.tensors.check_indices import check_indices
 from ftp.tensors.device_put import global_shape
@@ -249,7 +250,7 @@ class Step:
     def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
         """``lower``, of a function that has been traced already with such arguments."""
         call, specs, shapes = self._abstract(args)
-        known = traced or self._traced(call, shapes)
+        known = traced or self._traced(call, specs, shapes)
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
             other = [changed.get(i, spec) for i, spec in enumerate(specs)]
@@ -470,15 +471,26 @@ class Step:
             abstract(leaf, shape)
             for leaf, shape in zip(call.leaves, self._estimated_shapes(call, specs), strict=True)
         ]
-        check_specs(specs, leaves, call.names, self.mesh.axes)
+        check_specs(specs, leaves, call.names, self.mesh.axes, takes_sums=True)
         return specs
 
-    def _traced(self, call: Arguments, shapes: Sequence[Shape | None]) -> Traced:
+    def _traced(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+    ) -> Traced:
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
+
+        @wraps(self._fn)
+        def fn(*args: Any) -> Any:
+            with arguments_with(flatten(args)[0], specs):
+                return self._fn(*args)
+
         with _tracing, use_mesh(self.mesh):
             try:
                 return trace(
-                    self._fn,
+                    fn,
                     leaves,
                     call.treedef,
                     self.mesh.device_type,
@@ -506,7 +518,7 @@ class Step:
         traced: Traced | None = None,
     ) -> _Planned:
         """Trace, plan and check one program for these arguments."""
-        traced = traced or self._traced(call, shapes)
+        traced = traced or self._traced(call, specs, shapes)
         out_specs, returned_state = self._specs_of_results(call, specs, shapes, traced)
         state = self._state.union(returned_state)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
@@ -649,7 +661,9 @@ class Step:
             if not static:
                 found[leaf] = spec
                 failures += (
-                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name) if spec else []
+                    check_spec(spec, traced.out_shapes[leaf], self.mesh.axes, name, takes_sums=True)
+                    if spec
+                    else []
                 )
             elif spec:
                 failures.append(

@@ -23,7 +23,7 @@ Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
-VERSION = 5
+VERSION = 6
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
@@ -107,18 +107,22 @@ class Operation:
 
 
 @dataclass(frozen=True)
+class Unreduced:
+    """The axes over which each input and each output is a pending sum of the ranks' tensors."""
+
+    inputs: tuple[tuple[str, ...], ...]
+    outputs: tuple[tuple[str, ...], ...]
+
+
+@dataclass(frozen=True)
 class Recorded:
     """What a proof about recorded rank programs needs beside the programs.
 
     Attributes:
-        inputs: axes over which each input is a pending sum.
-        outputs: axes over which each output is one.
         names: of the outputs.
         integers: of inputs that are no floats, by position: the elements as they were given.
     """
 
-    inputs: tuple[tuple[str, ...], ...]
-    outputs: tuple[tuple[str, ...], ...]
     names: tuple[str, ...]
     integers: Mapping[int, tuple[int, ...]]
 
@@ -141,6 +145,7 @@ class Certificate:
         groups: the axes of each process group that the ranks' graphs name.
         operations: the single-device program.
         outputs: what it returns, each with its spec.
+        unreduced: the sums that are pending in inputs and outputs.
         ranks: the ranks' programs.
         donated: positions of inputs whose memory the ranks may write to.
         recorded: of ranks' programs that ftp did not write; None for those that it wrote.
@@ -155,6 +160,7 @@ class Certificate:
     groups: Mapping[str, tuple[str, ...]]
     operations: tuple[Operation, ...]
     outputs: tuple[tuple[Ref, Spec], ...]
+    unreduced: Unreduced
     ranks: Ranks
     donated: tuple[int, ...] = ()
     recorded: "Recorded | None" = None
@@ -264,11 +270,12 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
             for o in c.operations
         ],
         "outputs": [[_encode(ref), spec] for ref, spec in c.outputs],
+        "unreduced": [c.unreduced.inputs, c.unreduced.outputs],
         "graphs": [[_encode_node(n) for n in g.nodes] for g in c.ranks.graphs],
         "ranks": [[list(k), graph, list(offsets)] for k, (graph, offsets) in c.ranks.at.items()],
         "recorded": None
         if (r := c.recorded) is None
-        else [r.inputs, r.outputs, r.names, [[k, v] for k, v in r.integers.items()]],
+        else [r.names, [[k, v] for k, v in r.integers.items()]],
     }
 
 
@@ -302,15 +309,13 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
     recorded = None
     if (found := body["recorded"]) is not None:
-        inputs, results, names, integers = found
-        recorded = Recorded(
-            tuple(map(tuple, inputs)),
-            tuple(map(tuple, results)),
-            tuple(names),
-            {k: tuple(v) for k, v in integers},
-        )
+        names, integers = found
+        recorded = Recorded(tuple(names), {k: tuple(v) for k, v in integers})
+    unreduced = Unreduced(*(tuple(map(tuple, axes)) for axes in body["unreduced"]))
     donated = tuple(body["donated"])
-    return Certificate(body["axes"], groups, operations, outputs, ranks, donated, recorded)
+    return Certificate(
+        body["axes"], groups, operations, outputs, unreduced, ranks, donated, recorded
+    )
 
 
 def _claimed_equal(left: Operation) -> str:

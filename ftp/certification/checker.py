@@ -138,8 +138,8 @@ class Checker:
             for at in range(len(forms)):
                 for slot in forms[at].operands:
                     expected = self.forms.expected_operand(op, cell, slot, forms[at].rows)
-                    pending = frozenset(
-                        (axis, "sum") for axis, slots in op.partial.items() if slot in slots
+                    pending = pending_sums(
+                        [axis for axis, slots in op.partial.items() if slot in slots]
                     )
                     self.require(
                         cell,
@@ -157,7 +157,7 @@ class Checker:
                 cell,
                 lambda c, at=at: self.output_nodes(c)[at],
                 expected,
-                frozenset(),
+                pending_sums(self.certificate.unreduced.outputs[at]),
                 f"output {at}",
             )
 
@@ -238,7 +238,9 @@ class Checker:
                 raise Unsound("an offset is used as a tensor")
             op = self.inputs[at]
             return element_map(
-                Ref(op.name).key, self.parts.cut_by_spec(op.results[0].shape, op.spec, cell)
+                Ref(op.name).key,
+                self.parts.cut_by_spec(op.results[0].shape, op.spec, cell),
+                pending_sums(self.certificate.unreduced.inputs[at]),
             )
         if self.graphs.is_operation(node):
             if (cell, node.meta["origin"]) not in self.forms.in_rows:
@@ -306,3 +308,7 @@ class Checker:
             IssuedCollective(cell, sent, self.cells.along, [self.axes[a] for a in axes]),
             *node.args[1:-1],
         )
+
+
+def pending_sums(axes: Sequence[str]) -> Pending:
+    return frozenset((axis, "sum") for axis in axes)

@@ -242,9 +242,8 @@ class _Search:
 
     def _stays_pending(self, event: _Event) -> tuple[str, ...]:
         assert event.axes is not None
-        given = self.certificate.recorded
-        assert given is not None
-        return tuple(a for a in event.axes if a not in given.outputs[self.seen.output])
+        pending = self.certificate.unreduced.outputs[self.seen.output]
+        return tuple(a for a in event.axes if a not in pending)
 
 
 def _line(event: _Event) -> str:

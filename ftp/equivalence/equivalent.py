@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ftp.axis import Inside, entered
-from ftp.certification.certificate import Certificate, Ranks, Recorded, Spec
+from ftp.certification.certificate import Certificate, Ranks, Recorded, Spec, Unreduced
 from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.fake_world import as_rank
 from ftp.equivalence.program_lines import operations, without_dead
@@ -349,12 +349,13 @@ class _Call:
             {},
             lines,
             tuple(zip(refs, map(_cuts, out_specs), strict=True)),
+            Unreduced(tuple(pending), tuple(out_pending)),
             Ranks(
                 tuple(graphs),
                 {tuple(c.values()): (i, ()) for i, c in enumerate(self.mesh.coordinates())},
             ),
             (),
-            Recorded(tuple(pending), tuple(out_pending), tuple(whole.names), integers),
+            Recorded(tuple(whole.names), integers),
         )
 
     def _require_outputs(

@@ -46,15 +46,16 @@ def by_path(patterns: Mapping[str, Optimizer | None]) -> Optimizer:
                 )
             )
         paths = [dotted(path) for path in leaf_paths(params)]
-        indices: dict[str, list[int]] = {pattern: [] for pattern in patterns}
+        # An optimizer of several patterns runs once: what it does for all matrices of a shape it
+        # does together.
+        chosen: dict[int, tuple[Optimizer | None, list[int], list[str]]] = {}
         for i, match in enumerate(matched):
             assert match is not None
-            indices[match[0]].append(i)
-        return (
-            leaves,
-            treedef,
-            [(patterns[p], mine, [paths[i] for i in mine]) for p, mine in indices.items()],
-        )
+            opt = match[1]
+            _, mine, of = chosen.setdefault(id(opt), (opt, [], []))
+            mine.append(i)
+            of.append(paths[i])
+        return leaves, treedef, list(chosen.values())
 
     def init(params: Any) -> Any:
         leaves, treedef, chosen = parts(params)

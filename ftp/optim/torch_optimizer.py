@@ -4,6 +4,7 @@ import copy
 import inspect
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,9 +19,11 @@ from ftp.optim.base import (
     check_tensors,
     matched_patterns,
 )
+from ftp.optim.by_owner import check_matrices
+from ftp.optim.owned_muon import check_owned, owned_step
 from ftp.optim.slots import Slots
 from ftp.optim.traceable_step import CAPTURABLE, traceable_step
-from ftp.sharding.pytree import flatten, leaf_names
+from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.tensors.placement import Placement, placement, placement_of, remember
 
@@ -29,6 +32,7 @@ def from_torch(
     cls: type[torch.optim.Optimizer],
     *,
     groups: Mapping[str, Mapping[str, Any]] | None = None,
+    owned: bool | Sequence[str] = False,
     **options: Any,
 ) -> Optimizer:
     """Make a torch.optim class an ``Optimizer`` of pure functions, by torch's own formulas.
@@ -38,12 +42,17 @@ def from_torch(
             Adafactor, or your own class if its ``step`` is tensor code.
         groups: ``{path pattern: options}``, patterns as in ``ftp.plan``: options of the parameters
             that a pattern matches, such as another rate or no weight decay.
+        owned: for Muon: in a sharded program each matrix is orthogonalized by one rank, which is
+            given the whole of it (see ``by_owner``); all else stays sharded as the parameters are.
+            Leaves of more than two dims are stacks of matrices. A list names the mesh axes whose
+            ranks own matrices.
         options: ``cls``'s own. ``lr`` may be a schedule, a function of the number of updates done
             so far (see ``ftp.optim.schedules``). ``fused=True`` uses torch's fused kernels (AdamW,
             Adam, SGD and Adagrad), the fastest without compilation. ``foreach`` has no effect.
 
     Raises:
-        InputError: LBFGS or SparseAdam; options that ``cls`` refuses; from ``init`` and ``update``,
+        InputError: LBFGS or SparseAdam; options that ``cls`` refuses; ``owned`` of another class
+            than Muon; from ``init`` and ``update``,
             a pattern that matches no parameter, or trees that do not fit.
 
     >>> opt = from_torch(torch.optim.AdamW, lr=0.1, groups={"*.bias": {"weight_decay": 0.0}})
@@ -57,12 +66,15 @@ def from_torch(
     tensor([0.9000, 0.9000])
     """
     _check_class(cls)
+    if owned:
+        check_owned(cls, owned)
     chosen = _Torch(
         cls,
         [
             ("", options),
             *((pattern, {**options, **given}) for pattern, given in (groups or {}).items()),
         ],
+        owned,
     )
     return Optimizer(chosen.init, chosen.update)
 
@@ -91,9 +103,12 @@ class _Torch:
     """Runs a torch.optim class on clones of the parameters, with the state set beforehand."""
 
     def __init__(
-        self, cls: type[torch.optim.Optimizer], groups: Sequence[tuple[str, Mapping[str, Any]]]
+        self,
+        cls: type[torch.optim.Optimizer],
+        groups: Sequence[tuple[str, Mapping[str, Any]]],
+        owned: bool | Sequence[str] = False,
     ):
-        self.cls = cls
+        self.cls, self.owned = cls, owned
         self.patterns = [pattern for pattern, _ in groups]
         self.options = [dict(options) for _, options in groups]
         taken = inspect.signature(cls).parameters
@@ -136,6 +151,8 @@ class _Torch:
         groups = self._groups(params)
         names = leaf_names(params, "params")
         check_tensors(leaves, names)
+        if self.owned:
+            check_matrices(leaves, names)
         first: dict[Any, Slots | None] = {}
         with torch.no_grad():
             slots = [
@@ -207,6 +224,12 @@ class _Torch:
 
         A step with a zero gradient is run, and the first value of each slot recorded.
         """
+        if self.owned and param.ndim > 2:  # a stack of matrices; Muon's momentum starts at zero
+            of_one = self._first_slots(param.new_zeros(param.shape[-2:]), group)
+            return Slots(
+                {k: v.new_zeros(param.shape) if k in of_one.like else v for k, v in of_one.items()},
+                of_one.like,
+            )
         # SGD's first momentum is its first gradient. Zero gives the same update, unless dampened
         # (see ``update``).
         mine = torch.zeros_like(param) if issubclass(self.cls, torch.optim.SGD) else param.clone()
@@ -244,6 +267,17 @@ class _Torch:
         grad_leaves, slots = aligned(treedef, grads, "grads"), aligned(treedef, state, "state")
         groups = self._groups(params)
         check_gradients(grad_leaves, leaves, leaf_names(params, "grads"))
+        if self.owned and leaves:
+            check_matrices(leaves, leaf_names(params, "params"))
+            new = owned_step(
+                [partial(self._run, group) for group in groups],
+                grad_leaves,
+                slots,
+                leaves,
+                [dotted(path) for path in leaf_paths(params)],
+                None if self.owned is True else self.owned,
+            )
+            return treedef.unflatten([x for x, _ in new]), treedef.unflatten([s for _, s in new])
         new_leaves, new_slots = list(leaves), list(slots)
         for group in range(len(self.options)):
             mine = [i for i, g in enumerate(groups) if g == group]

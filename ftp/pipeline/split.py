@@ -12,7 +12,7 @@ import copy
 import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx
@@ -26,7 +26,7 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Piece:
-    """What a stage computes in one action.
+    """What a stage computes in one action; of kind "R", what a rank reduces when all are done.
 
     Attributes:
         gm: its inputs are ``params``, ``batch``, ``values`` and ``constants``, in this order.
@@ -36,7 +36,7 @@ class Piece:
         outputs: the names of the results.
     """
 
-    kind: Kind
+    kind: Kind | Literal["R"]
     stage: int
     gm: fx.GraphModule
     params: tuple[int, ...]

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ftp.planning.graph import Graph
 from ftp.planning.plan import Specs
-from ftp.sharding.layout import Layout, R, Size, cut_shape, div, shard
+from ftp.sharding.layout import PARTIAL, Layout, R, Size, cut_shape, div, shard
 from ftp.sharding.spec import PartitionSpec, Units, is_factored
 
 
@@ -20,6 +20,8 @@ def spec_layout(
     """The layout on ``axis`` of a value of local ``shape`` under ``spec``; None where a more
     major axis must be folded first.
     """
+    if axis in spec.unreduced:
+        return PARTIAL
     for dim in range(len(spec)):
         outer, unit, zigzag = 1, None, False
         cuts = spec.cuts(dim)

@@ -5,14 +5,15 @@ from collections.abc import Mapping, Sequence
 from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
-from ftp.rules.op_kinds import is_product
+from ftp.rules.op_kinds import BY_SLICE, is_product
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
     """Values that no placement constraint binds, and values that a constraint does not bind after a
     conflict matmul. A conflict matmul is one whose operands the batch cuts on different factors, as
     context parallelism cuts q and k, or one of experts. Free are values with a required layout, and
-    those that feed conflict matmuls only, and ids that are sliced along a dim that the batch cuts.
+    those that feed conflict matmuls only, ids that are sliced along a dim that the batch cuts, and
+    what per-rank code and functions of slices take and give.
     The result of one may be cut as the batch does not cut it
     (Ulysses cuts heads, experts their own dim) and may be resharded until the next matmul.
     """
@@ -30,7 +31,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
     for node in reversed(problem.graph.nodes):
         if node.kind == "constrain" and node in problem.pinned:
             free.add(node.operands[0])
-        elif problem.axis in node.own_axes:
+        elif problem.axis in node.own_axes or node.target in BY_SLICE:
             free.update(
                 (*node.operands, *(Value(node, index) for index in range(len(node.results))))
             )

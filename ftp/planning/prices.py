@@ -113,10 +113,12 @@ class Prices:
                 pass
             elif s.pending is not None:
                 # PASS_ON may exceed a toy model's latency. Sums of single numbers, as in a norm,
-                # would then be reduced one by one.
+                # would then be reduced one by one, and those that are to stay pending reduced.
                 is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
                 price += (
-                    min(PASS_ON, self.problem.hardware.link.latency / 100) if is_number else PASS_ON
+                    min(PASS_ON, self.problem.hardware.link.latency / 100)
+                    if is_number or PARTIAL in self.problem.outputs
+                    else PASS_ON
                 )
             elif (
                 s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH
@@ -268,9 +270,9 @@ class Prices:
             elif layout.kind == "S":
                 if layout not in entry and entry[0].kind != "R":
                     return math.inf
-            elif entry[0].kind != "R":
+            elif layout.kind == "R" and entry[0].kind != "R":
                 return math.inf
-        return 0.0
+        return 0.0  # any copy is made a term of a pending sum without a collective
 
 
 def is_at_rest(layout: Layout) -> bool:

@@ -1,5 +1,9 @@
 """Plans of models: importers of PyTorch's, transformers' and Megatron's plans, LoRA adapters, and
 plans of well-known models.
+
+>>> import ftp
+>>> ftp.plans.gpt2()["**.attn.c_attn.weight"]
+P(None, units('tp', 1, pack=3))
 """
 
 from ftp.plans import legacy_styles as older

@@ -1,6 +1,6 @@
 """A rank's graph, a traced graph and a planner's graph as plain data, and back."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
 from typing import Any
 
@@ -8,6 +8,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.errors import ProgramFileError
+from ftp.ops.map_slices import MAP_SLICES, remembered, slice_program_of
 from ftp.partitioning.partition import LocalProgram
 from ftp.per_rank.program import LOCAL, Program, interned, program_of
 from ftp.planning.graph import Graph, Node
@@ -104,10 +105,13 @@ def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., st
 
 
 def write_traced(writer: Writer, graph: fx.Graph) -> dict[str, Any]:
-    """Plain data of a traced graph, with the per-rank code that it calls."""
+    """Plain data of a traced graph, with the per-rank code and the functions of slices that it
+    calls.
+    """
     keys = dict.fromkeys(str(n.args[1]) for n in graph.nodes if n.target is LOCAL)
     return {
         "programs": [_write_code(writer, program_of(key)) for key in keys],
+        "slices": _write_slices(writer, graph.nodes),
         "nodes": write_graph(writer, graph),
     }
 
@@ -116,7 +120,24 @@ def read_traced(reader: Reader, data: Mapping[str, Any]) -> fx.GraphModule:
     """The module that `write_traced` was given the graph of."""
     for code in data["programs"]:
         _read_code(reader, code)
+    _read_slices(reader, data["slices"])
     return as_module(read_graph(reader, data["nodes"]))
+
+
+def _write_slices(writer: Writer, nodes: Iterable[fx.Node] | Iterable[Node]) -> list[Any]:
+    """Plain data of the functions of slices that nodes call."""
+    keys = dict.fromkeys(str(n.args[2]) for n in nodes if n.target is MAP_SLICES)
+    programs = map(slice_program_of, keys)
+    return [
+        [write_graph(writer, p.gm.graph), writer.of(p.inputs), writer.of(p.results)]
+        for p in programs
+    ]
+
+
+def _read_slices(reader: Reader, data: Sequence[Any]) -> None:
+    for graph, inputs, results in data:
+        gm = fx.GraphModule({}, read_graph(reader, graph))
+        remembered(gm, reader.of(inputs), reader.of(results))
 
 
 def _write_code(writer: Writer, program: Program) -> list[Any]:
@@ -134,6 +155,7 @@ def _read_code(reader: Reader, data: Sequence[Any]) -> Program:
 
 def write_plan(writer: Writer, plan: Plan) -> dict[str, Any]:
     """Plain data of a plan. Of its rules all is kept but what emits an op's local form."""
+    slices = _write_slices(writer, plan.graph.nodes)
     writer.nodes, nodes, codes = {}, [], {}
     rules: dict[int, int] = {}
     pool: list[Any] = []
@@ -151,6 +173,7 @@ def write_plan(writer: Writer, plan: Plan) -> dict[str, Any]:
         writer.nodes[node] = len(writer.nodes)
     return {
         "codes": codes,
+        "slices": slices,
         "rules": pool,
         "nodes": nodes,
         "outputs": [writer.of(v) for v in plan.graph.outputs],
@@ -167,6 +190,7 @@ def write_plan(writer: Writer, plan: Plan) -> dict[str, Any]:
 def read_plan(reader: Reader, data: Mapping[str, Any]) -> Plan:
     """The plan that `write_plan` was given; it can be read, not partitioned again."""
     codes = {key: _read_code(reader, code) for key, code in data["codes"].items()}
+    _read_slices(reader, data["slices"])
     reader.nodes = []
     rules = [_read_rule(reader, rule) for rule in data["rules"]]
     for target, rule, *given in data["nodes"]:

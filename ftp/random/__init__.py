@@ -1,6 +1,11 @@
 """Random numbers from keys: a draw depends on the key and on an element's global position, so on no
 mesh.
 
+>>> from ftp import random
+>>> key = random.key(0)
+>>> bool((random.normal(key, (4,)) == random.normal(key, (4,))).all())
+True
+
 See ``docs/random.md``.
 """
 

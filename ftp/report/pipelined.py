@@ -194,7 +194,13 @@ class LoweredPipeline(Startable):
                 for k in stages.gradients[leaf]
                 if k % program.ranks == rank != home
             ]
-        return Collectives(found)
+        reduction = self._reductions.get(rank)
+        return Collectives([*found, *(reduction.collectives if reduction else ())])
+
+    @cached_property
+    def _reductions(self) -> dict[int, Lowered]:
+        """Per rank what reduces its sums over the microbatches, once a step."""
+        return {rank: Lowered(r.program) for rank, r in self._program.made.reductions.items()}
 
     @property
     def collectives(self) -> Collectives:
@@ -283,7 +289,12 @@ class LoweredPipeline(Startable):
 
     def cost(self, hardware: GivenHardware = None) -> float:
         """Estimated seconds of a step, by the slowest rank."""
-        return max(t.end for t in self.timed(hardware))
+        ends: dict[int, float] = {}
+        for t in self.timed(hardware):
+            ends[t.rank] = max(ends.get(t.rank, 0.0), t.end)
+        for rank, lowered in self._reductions.items():
+            ends[rank] = ends.get(rank, 0.0) + float(lowered.cost(hardware))
+        return max(ends.values())
 
     @property
     def bubble(self) -> float:

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
+from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import WAIT
@@ -397,8 +398,8 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
 @functools.cache
 def _is_counted(target: Any) -> bool:
     packet = getattr(target, "overloadpacket", None)
-    is_pipelined = target in (gather_products, product_scatter)
-    return packet is not None and (is_pipelined or _is_attention(target) or packet in flop_registry)
+    is_own = target in (gather_products, product_scatter, MAP_SLICES)
+    return packet is not None and (is_own or _is_attention(target) or packet in flop_registry)
 
 
 def flops_of_call(
@@ -409,6 +410,8 @@ def flops_of_call(
         return 0.0
     if target in (gather_products, product_scatter):
         return 2.0 * multiplications(target, args)
+    if target is MAP_SLICES:
+        return results[0][0] * _flops_of_slice(args[2])
     if _is_attention(target):
         if "backward" in _name(target):
             return float(sdpa_backward_flop_count(*args[:4]))
@@ -416,6 +419,24 @@ def flops_of_call(
     out = tuple(results)
     count = flop_registry[target.overloadpacket]
     return float(count(*args, **kwargs, out_val=out[0] if len(out) == 1 else out))
+
+
+@functools.cache
+def _flops_of_slice(key: str) -> float:
+    """Of a function of one slice (``map_slices``)."""
+
+    def shape(x: fx.Node) -> Any:
+        val = x.meta["val"]
+        return val.shape if isinstance(val, torch.Tensor) else [v.shape for v in val]
+
+    total = 0.0
+    for node in slice_program_of(key).gm.graph.nodes:
+        if node.op == "call_function" and _is_counted(node.target):
+            args, kwargs = map_arg((node.args, dict(node.kwargs)), shape)  # type: ignore[misc]
+            found = node.meta["val"]
+            results = [shape(node)] if isinstance(found, torch.Tensor) else shape(node)
+            total += flops_of_call(node.target, args, kwargs, results)
+    return total
 
 
 def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:

@@ -1,14 +1,17 @@
-"""Rules of ftp's own ops: stacks, choices, random bits, fused optimizers."""
+"""Rules of ftp's own ops: stacks, functions of slices, choices, random bits, fused optimizers."""
 
+import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import fx
 from torch._ops import OpOverload
+from torch.fx.node import map_arg
 
 from ftp.ops.choose import CHOOSE
 from ftp.ops.fused_optimizer import UPDATES
+from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.philox import random_bits, random_keys
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.dims import broadcast_notation
@@ -29,6 +32,53 @@ def _emitting(target: OpOverload) -> LocalHook:
 
 along_dim(UNSTACK, "... [k] -> ...", dim=0, local=_emitting(aten.unbind.int))
 along_dim(STACK, "... -> ... [k]", dim=0, local=_emitting(aten.stack.default))
+
+
+@rule(MAP_SLICES)
+def map_slices(call: Call) -> Rule:
+    """Slices may be on any rank; each is whole, and so is what all share."""
+    stacks, shared, _ = call.args
+    names = (f"~{i}" for i in itertools.count())
+    operands = [(("k",), *_whole(x.ndim - 1, names)) for x in stacks]
+    operands += [_whole(x.ndim, names) for x in shared]
+    results = [(("k",), *_whole(x.ndim - 1, names)) for x in call.results]
+    dims = [factor for tensor in (*operands, *results) for (factor,) in tensor]
+    pending = ((),) * len(results)
+    notation = Notation(tuple(operands), tuple(results), frozenset(dims) - {"k"}, pending)
+    return Rule(notation, (), _each_slice)
+
+
+def _whole(ndim: int, names: Iterator[str]) -> Dims:
+    return tuple((next(names),) for _ in range(ndim))
+
+
+def _each_slice(op: LocalOp) -> tuple[fx.Node, ...]:
+    """The function's nodes once for each slice that the rank holds."""
+    stacks, shared, key = op.args
+    graph, count = slice_program_of(key).gm.graph, op.sizes["k"]
+    if not count:
+        return tuple(
+            op.emit(aten.full.default, op.shape(i), 0, dtype=meta.dtype, device=op.device)
+            for i, meta in enumerate(op.call.results)
+        )
+    # The function was traced on contiguous slices, and kernels were chosen for those.
+    stacks = [op.emit(aten.contiguous.default, x) for x in stacks]
+    shared = [op.emit(aten.contiguous.default, x) for x in shared]
+    made: list[list[fx.Node]] = []
+    for i in range(count):
+        given = iter([*(op.emit(aten.select.int, x, 0, i) for x in stacks), *shared])
+        env: dict[fx.Node, fx.Node] = {}
+        for node in graph.nodes:
+            if node.op == "placeholder":
+                env[node] = next(given)
+            elif node.op == "output":
+                made.append([env[x] for x in node.args[0]])
+            else:
+                args, kwargs = map_arg((node.args, dict(node.kwargs)), env.__getitem__)
+                target = aten.reshape.default if node.target is aten.view.default else node.target
+                env[node] = op.emit(target, *args, **kwargs)
+    return tuple(op.emit(aten.stack.default, list(x)) for x in zip(*made, strict=True))
+
 
 Pieces = list[tuple[int, int]]  # a dim as sizes, major to minor, each with its stride in the stream
 

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ftp.ops.grouped_mm import GROUPED_MM
+from ftp.ops.map_slices import MAP_SLICES
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.overloads import aten
 
@@ -18,6 +19,7 @@ VIEWS = frozenset(
     }
 )  # fmt: skip
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no choice avoids
+BY_SLICE = frozenset({MAP_SLICES})  # functions of slices, for which stacks are brought to owners
 PRODUCTS = frozenset(
     {
         aten.mm.default, aten.bmm.default, aten.convolution.default,

@@ -46,7 +46,8 @@ class PipelineProgram(ProgramOfPieces):
 
     @property
     def pieces(self) -> Mapping[Any, Program]:
-        return self.made.programs
+        reductions = {("R", rank): r.program for rank, r in self.made.reductions.items()}
+        return {**self.made.programs, **reductions}
 
     @cached_property
     def description(self) -> str:
@@ -186,6 +187,18 @@ class _Worker:
                 self._send_back(leaf, holder, found)
         for leaf, found in enumerate(stages.gradients):
             yield from self._collect(leaf, found)
+        self._reduce()
+
+    def _reduce(self) -> None:
+        """Reduce what is pending over the data axes, once for all microbatches."""
+        reduction = self.program.made.reductions.get(self.rank)
+        if reduction is None:
+            return
+        places = [(self.results, i) for i in reduction.results]
+        places += [(self.gradients, leaf) for leaf in reduction.leaves]
+        given = [sums[at].contiguous() for sums, at in places]
+        for (sums, at), value in zip(places, reduction.program.run(given), strict=True):
+            sums[at] = value
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Means over the microbatches; an empty tensor for a gradient of another rank's stage."""

@@ -1,8 +1,10 @@
 """A planned program, run on processes or simulated."""
 
+import functools
 import hashlib
 import itertools
 import linecache
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -377,11 +379,11 @@ def _describe_op(error: BaseException) -> str:
 def shard_of(
     x: torch.Tensor, spec: PartitionSpec, axes: Mapping[str, int], coordinate: Mapping[str, int]
 ) -> torch.Tensor:
-    return (
-        take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous()
-        if spec
-        else x
-    )
+    if not spec:
+        return x
+    shard = take(x, local_pieces(spec, x.shape, dict(axes), dict(coordinate))).contiguous()
+    is_first = not any(coordinate[axis] for axis in spec.unreduced)
+    return shard if is_first else torch.zeros_like(shard)
 
 
 def join_parts(
@@ -393,10 +395,13 @@ def join_parts(
 ) -> torch.Tensor:
     if not spec:
         return parts[0]
-    whole = parts[0].new_empty(shape)
+    terms: dict[tuple[int, ...], torch.Tensor] = {}
     for part, coordinate in zip(parts, coordinates, strict=True):
-        put(whole, part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
-    return whole
+        at = tuple(coordinate[axis] for axis in spec.unreduced)
+        if at not in terms:
+            terms[at] = part.new_empty(shape)
+        put(terms[at], part, local_pieces(spec, shape, dict(axes), dict(coordinate)))
+    return functools.reduce(operator.add, terms.values())
 
 
 def products_of(mesh: Mesh) -> dict[str, tuple[str, ...]]:

@@ -36,18 +36,34 @@ class Held:
 
 
 @dataclass(frozen=True)
+class Reduction:
+    """What one rank of the pipeline's axis reduces over the data axes, once all microbatches are
+    added up.
+
+    Attributes:
+        results, leaves: positions of the results and of the parameters, in the program's order.
+    """
+
+    results: tuple[int, ...]
+    leaves: tuple[int, ...]
+    program: Program
+
+
+@dataclass(frozen=True)
 class StagePrograms:
     """A program for each piece; equal pieces of several stages share one.
 
     Attributes:
         mesh: the axes other than the pipeline's, for the ranks that share this rank's stage.
         values: what crosses pieces, by name.
+        reductions: per rank of the pipeline's axis; a rank without any has none.
     """
 
     mesh: Mesh
     stages: Stages
     programs: Mapping[tuple[Kind, int], Program]
     values: Mapping[str, Held]
+    reductions: Mapping[int, Reduction]
 
 
 @dataclass(kw_only=True)
@@ -152,6 +168,8 @@ def plan_stages(
     options: Options,
     hardware: Hardware,
     check: Callable[[Prepared], None],
+    stage_of: Sequence[int | None],
+    ranks: int,
 ) -> StagePrograms:
     """Plan every piece, forward passes first: what a stage takes is sharded as it was left.
 
@@ -159,22 +177,99 @@ def plan_stages(
         mesh: as `within_stage` gives it.
         names: of the parameters, and of the batch tensors.
         params, batch: their specs, without stages.
+        stage_of: per parameter its stage; None of one that is on every rank.
+        ranks: along the pipeline's axis.
         hardware: that plans are made for.
         check: raises for constraints that do not fit the mesh.
     """
     if options.data_axes is None:
         axes = dict.fromkeys(axis for spec in batch for axis in spec.axes)
         options = replace(options, data_axes=tuple(axes))
+    # Sums over the batch stay pending until all microbatches are added up.
+    sums = _Sums(stages, params, [a for a in options.data_axes or () if a in mesh.axes])
     asked = {
-        name: params[leaf] for leaf, found in enumerate(stages.gradients) for name in found.values()
+        name: sums.pending(name, params[leaf])
+        for leaf, found in enumerate(stages.gradients)
+        for name in found.values()
     }
-    asked |= {name: PartitionSpec() for _, name in stages.results}
+    asked |= {name: sums.pending(name, PartitionSpec()) for _, name in stages.results}
     numbers = sorted({k for _, k in stages.pieces})
     order: list[tuple[Any, int]] = [("F", k) for k in numbers]
     order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
     planner = PiecePlanner(mesh, names, params, batch, constants, asked, options, hardware, check)
     programs = {key: planner.plan(stages.pieces[key]) for key in order if key in stages.pieces}
-    return StagePrograms(mesh, stages, programs, planner.values)
+    reductions = {
+        rank: Reduction(results, leaves, planner.plan(piece))
+        for rank in range(ranks)
+        for results, leaves, piece in [sums.piece(rank, ranks, stage_of, planner.asked)]
+        if piece.outputs
+    }
+    return StagePrograms(mesh, stages, programs, planner.values, reductions)
+
+
+class _Sums:
+    """The sums over the batch that are pending on the data axes when a piece ends.
+
+    Args:
+        params: specs of the parameters, without stages.
+    """
+
+    def __init__(self, stages: Stages, params: Sequence[PartitionSpec], data_axes: Sequence[str]):
+        self.stages, self.params, self.data_axes = stages, params, data_axes
+        self.vals = {
+            name: node.meta["val"]
+            for piece in stages.pieces.values()
+            for name, node in zip(piece.outputs, _outputs(piece.gm), strict=True)
+        }
+
+    def pending(self, name: str, spec: PartitionSpec) -> PartitionSpec:
+        """``spec`` with the sums over data axes that do not cut the value left pending."""
+        axes = [axis for axis in self.data_axes if axis not in spec.axes]
+        return (
+            spec
+            if self.vals[name].dtype == torch.bool
+            else PartitionSpec(*spec.entries, unreduced=axes)
+        )
+
+    def piece(
+        self,
+        rank: int,
+        ranks: int,
+        stage_of: Sequence[int | None],
+        asked: dict[str, PartitionSpec],
+    ) -> tuple[tuple[int, ...], tuple[int, ...], Piece]:
+        """The results and parameters of which a rank reduces the sums, and the piece that does."""
+        taken: dict[str, PartitionSpec] = {}
+        results, leaves = [], []
+        for i, (stage, name) in enumerate(self.stages.results):
+            if stage % ranks == rank and asked[name].unreduced:
+                results.append(i)
+                taken[name] = PartitionSpec()
+        for leaf, found in enumerate(self.stages.gradients):
+            stage = stage_of[leaf]
+            if found and (stage is None or stage % ranks == rank):
+                name = next(iter(found.values()))
+                if asked[name].unreduced:
+                    leaves.append(leaf)
+                    taken[name] = self.params[leaf]
+        graph = fx.Graph()
+        nodes = []
+        for i, name in enumerate(taken):
+            nodes.append(graph.placeholder(f"sum_{i}"))
+            nodes[-1].meta["val"] = self.vals[name]
+        graph.output(tuple(nodes))
+        reduced = {f"{name}, reduced": spec for name, spec in taken.items()}
+        asked.update(reduced)
+        gm = fx.GraphModule({}, graph)
+        return (
+            tuple(results),
+            tuple(leaves),
+            Piece("R", rank, gm, (), (), tuple(taken), (), tuple(reduced)),
+        )
+
+
+def _outputs(gm: fx.GraphModule) -> Sequence[Any]:
+    return gm.graph.output_node().args[0]  # type: ignore[return-value]
 
 
 @dataclass
@@ -194,7 +289,7 @@ class PiecePlanner:
     params: Sequence[PartitionSpec]
     batch: Sequence[PartitionSpec]
     constants: Sequence[torch.Tensor]
-    asked: Mapping[str, PartitionSpec]
+    asked: dict[str, PartitionSpec]
     options: Options
     hardware: Hardware
     check: Callable[[Prepared], None]
@@ -223,9 +318,8 @@ class PiecePlanner:
                 self.check,
             )
         program = self._known[text]
-        outputs: Any = piece.gm.graph.output_node().args[0]
         for name, spec, shape, node in zip(
-            piece.outputs, program.out_specs, program.out_shapes, outputs, strict=True
+            piece.outputs, program.out_specs, program.out_shapes, _outputs(piece.gm), strict=True
         ):
             self.values[name] = Held(spec, shape, node.meta["val"].dtype)
         return program

@@ -399,6 +399,8 @@ def check_specs(
         if isinstance(leaf, torch.Tensor):
             failures += check_spec(spec, tuple(leaf.shape), axes, name, takes_sums=takes_sums)
             failures += misfits(leaf, spec, axes, name)
+            if spec.unreduced and leaf.dtype == torch.bool:
+                failures.append(f"{name} has spec {spec}, but is a bool, which is no sum.")
         elif spec:
             failures.append(cut_value(name, leaf, spec))
     if failures:

@@ -315,9 +315,9 @@ def check_spec(
     failures = []
     if spec.unreduced and not takes_sums:
         return [
-            f"{where} has spec {spec}. An unreduced axis is known to ftp.device_put, device_get and"
-            f" ftp.equivalent alone: give {PartitionSpec(*spec.entries)}, and reduce the value"
-            " first."
+            f"{where} has spec {spec}. A value that is not reduced yet may go into and come out of"
+            " ftp.spmd, ftp.device_put, device_get and ftp.equivalent. Here give"
+            f" {PartitionSpec(*spec.entries)}, and reduce the value first."
         ]
     if spec.entries[:1] == (...,):
         way_out = f" Give {spec.at_rank(len(shape))}." if shape is not None else ""

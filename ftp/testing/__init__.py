@@ -1,6 +1,12 @@
 """Tests of people's own programs and rules: proofs of rules, strategies for hypothesis, and
 programs against one device.
 
+>>> import torch
+>>> from ftp.testing import check_rule
+>>> cuts = check_rule(torch.ops.aten.sin.default, [((torch.randn(3, 4),), {})])
+>>> cuts[0]
+'~0 ~1 -> ~0 ~1: cut ~0 of 3 in 2'
+
 ``docs/testing.md`` shows them at work. What draws needs hypothesis, which is imported when first
 used.
 """

@@ -58,9 +58,11 @@ class Recorder(TorchDispatchMode):
     tell.
     """
 
-    def __init__(self, device_type: str, told: Callable[[], str] | None = None):
+    def __init__(
+        self, device_type: str, told: Callable[[], str] | None = None, within: bool = False
+    ):
         super().__init__()
-        self._told = told
+        self._told, self._within = told, within
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
@@ -215,7 +217,8 @@ class Recorder(TorchDispatchMode):
             raise TraceError(
                 f"The function given to ftp.local uses{at_line(self.line)} {SURROUNDING}"
             )
-        if isinstance(tensor, FakeTensor):
+        is_outer = isinstance(tensor, FakeTensor)
+        if is_outer and not self._within:
             raise TraceError(f"The function uses{at_line(self.line)} {LEAKED}")
         if id(tensor) not in self._known:
             if tensor.layout is not torch.strided:
@@ -234,7 +237,7 @@ class Recorder(TorchDispatchMode):
             proxy = self._tracer.create_proxy("placeholder", "captured", (), {})
             proxy.node.meta["ftp_constant"] = len(self.constants)
             with _disable_current_modes():
-                self.constants.append(tensor.detach())
+                self.constants.append(tensor if is_outer else tensor.detach())
             track_tensor_tree(fake, proxy, constant=None, tracer=self._tracer)
             self._known[id(tensor)] = (tensor, fake)
         return self._known[id(tensor)][1]

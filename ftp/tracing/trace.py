@@ -122,6 +122,7 @@ def trace(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -135,6 +136,7 @@ def trace(
         line: tells the user's line that is running, where ``fn`` replays a program and the stack
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
+        within: the call is in a function that is being traced, whose values may be captured.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -152,7 +154,14 @@ def trace(
         with _taking(by) as gradient:
             try:
                 return _traced(
-                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
+                    fn,
+                    leaves,
+                    in_tree,
+                    device_type,
+                    names=names,
+                    line=line,
+                    checked=checked,
+                    within=within,
                 )
             except GradientRefused as error:
                 refused = refused or error
@@ -172,10 +181,11 @@ def _traced(
     names: Sequence[str],
     line: Callable[[], str] | None = None,
     checked: bool = False,
+    within: bool = False,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line)
+    recorder = Recorder(device_type, line, within)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
     assumed = Assumptions(recorder)

@@ -431,3 +431,22 @@ def _wrong_world():
 def test_a_mesh_that_is_not_the_size_of_the_world():
     for error in _errors(launch(_wrong_world, 2)):
         assert error.startswith("MeshError: The mesh (tp 4) takes 4 ranks, but the world has 2.")
+
+
+def _unreduced():
+    mesh = _mesh((2,), ("dp",))
+    g, w, x = torch.Generator().manual_seed(3), torch.ones(3, 2), torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
+    pending = P(unreduced=("dp",))
+    whole = torch.randn(3, 2, generator=g)
+    placed = ftp.device_put(whole, mesh, pending)
+    gradients = ftp.spmd(lambda w, x: torch.func.grad(lambda w: (x @ w).square().sum())(w), mesh, (P(), P("dp")), pending)
+    add = ftp.spmd(lambda a, b: a + b, mesh, (pending, pending), P())
+    found = gradients(ftp.device_put(w, mesh, P()), ftp.device_put(x, mesh, P("dp")))
+    return add(found, placed), ftp.device_get(found, mesh, pending), 2 * x.T @ x @ w, whole
+
+
+def test_what_is_not_reduced_yet_goes_out_and_in():
+    for rank in launch(_unreduced, 2):
+        total, own, wanted, whole = rank.value
+        torch.testing.assert_close(total, wanted + whole)
+        torch.testing.assert_close(own, wanted)

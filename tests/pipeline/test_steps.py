@@ -247,3 +247,22 @@ def test_the_page(capsys):
     for block in re.findall(r"```python\n(.*?)```", page, re.S):
         exec(compile(block, "docs/pipelines.md", "exec"), scope)
     assert "stage 1: " in capsys.readouterr().out
+
+
+def test_gradients_are_reduced_over_the_data_axis_once_a_step():
+    """An action crosses it with single numbers alone, such as how many targets count."""
+    model, pipe = Model(layers=4), ftp.Pipeline("pp", microbatches=2)
+    more = replace(pipe, microbatches=4)
+    lowered, longer = (
+        compare(model, (2, 2), ("pp", "dp"), lambda name: P(), P("dp"), p, 8) for p in (pipe, more)
+    )
+    for stage in lowered.stages:
+        for x in stage.values():
+            assert all(c.shape == () for c in x.collectives if "dp" in c.axes)
+    for rank in range(2):
+        made, also = (
+            [c for c in x.collectives_of(rank) if "dp" in c.axes and c.shape]
+            for x in (lowered, longer)
+        )
+        assert [(c.op, c.shape) for c in made] == [(c.op, c.shape) for c in also]
+        assert {c.op for c in made} == {"all_reduce"}

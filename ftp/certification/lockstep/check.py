@@ -157,8 +157,7 @@ def compare(
     is_same: Any = None,
 ) -> Difference | None:
     """Run both programs on the same inputs; the first difference."""
-    recorded = certificate.recorded
-    assert recorded is not None
+    unreduced = certificate.unreduced
     values = run_reference(
         domain,
         certificate.operations,
@@ -167,7 +166,7 @@ def compare(
     )
     given = [o for o in certificate.operations if o.target is None]
     parts = [
-        shards(domain, x, op.spec, recorded.inputs[i], certificate, i)
+        shards(domain, x, op.spec, unreduced.inputs[i], certificate, i)
         for i, (x, op) in enumerate(zip(inputs, given, strict=True))
     ]
     graphs = graphs_of(certificate)
@@ -188,8 +187,8 @@ def compare(
                     f"has shape {tuple(held.shape)}; its spec gives the rank"
                     f" {tuple(expected.shape)}.",
                 )
-            if recorded.outputs[at]:
-                held = total(domain, local, recorded.outputs[at], certificate, rank)
+            if unreduced.outputs[at]:
+                held = total(domain, local, unreduced.outputs[at], certificate, rank)
             equal = (is_same or _equal)(domain, held, expected)
             if not equal:
                 return Difference(at, rank, "is not what the reference computes.")

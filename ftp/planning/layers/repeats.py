@@ -304,8 +304,10 @@ def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -
     labels = numbered({node: node.name for node in graph.inputs})
     slices = Counter(len(node.results) for node in graph.nodes if node.target is UNSTACK)
     found = None
-    if labels and max(labels.values()) + 1 >= FEWEST:
-        found = _fold(graph, labels, 0, facts, out_facts)
+    if labels and (named := max(labels.values()) + 1) >= FEWEST:
+        # A stack of one tensor of each layer, as of what an optimizer brings to owners, is taken
+        # apart into layers too.
+        found = _fold(graph, labels, named if named in slices else 0, facts, out_facts)
     if found is None and slices and max(slices) >= FEWEST:
         found = _fold(graph, {}, max(slices), facts, out_facts)
     return found

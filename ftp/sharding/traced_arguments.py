@@ -1,0 +1,33 @@
+"""The specs of a step's arguments while its function is traced."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+from torch import Tensor
+
+from ftp.sharding.spec import P
+
+_specs: ContextVar[dict[int, P]] = ContextVar("specs of traced arguments", default={})  # noqa: B039
+
+
+@contextmanager
+def arguments_with(leaves: Sequence[Any], specs: Sequence[P]) -> Iterator[None]:
+    """While it lasts, ``spec_of_argument`` knows the leaves' specs."""
+    token = _specs.set(
+        {id(x): spec for x, spec in zip(leaves, specs, strict=True) if isinstance(x, Tensor)}
+    )
+    try:
+        yield
+    finally:
+        _specs.reset(token)
+
+
+def spec_of_argument(x: Tensor) -> P | None:
+    """The spec of a tensor that is an argument of the step being traced; None of any other.
+
+    It may decide how a program is written, never what it computes: a traced program is planned for
+    other specs too.
+    """
+    return _specs.get().get(id(x))
