@@ -14,20 +14,22 @@ OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 # Private names by module; a module without names is itself what is needed. Read at torch 2.13.
 NEEDED = {
     "torch": "_assert_async _check _is_all_true _is_any_true _sample_dirichlet _standard_gamma",
-    "torch._C": "DisableTorchFunction _DisableTorchDispatch _cuda_endAllocateToPool"
+    "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction _DisableTorchDispatch"
+    " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
     " _cuda_releasePool _current_autograd_node _current_graph_task_id _dispatch_keys"
-    " _distributed.Placement _dynamo.guards.TensorGuards _set_grad_enabled"
-    " _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr",
+    " _distributed.Placement _dynamo.guards.TensorGuards _len_torch_function_stack"
+    " _set_grad_enabled _set_throw_on_mutable_data_ptr _set_warn_deprecated_on_mutable_data_ptr",
     "torch._C._autograd": "_get_sequence_nr _pop_saved_tensors_default_hooks"
     " _push_saved_tensors_default_hooks _top_saved_tensors_default_hooks",
     "torch._C._distributed_c10d": "PythonCallbackWork _resolve_process_group",
-    "torch._C._functorch": "TransformType get_unwrapped is_batchedtensor"
-    " is_functorch_wrapped_tensor is_gradtrackingtensor maybe_get_level peek_interpreter_stack"
-    " unwrap_if_dead",
+    "torch._C._functorch": "TransformType _add_batch_dim _unwrap_batched get_unwrapped"
+    " is_batchedtensor is_functorch_wrapped_tensor is_gradtrackingtensor maybe_get_level"
+    " peek_interpreter_stack unwrap_if_dead",
     "torch._decomp": "decomposition_table",
     "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
     "torch._functorch.eager_transforms": "",
-    "torch._functorch.pyfunctorch": "temporarily_clear_interpreter_stack",
+    "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"
+    " temporarily_clear_interpreter_stack",
     "torch._functorch.utils": "unwrap_dead_wrappers",
     "torch._guards": "TracingContext tracing",
     "torch._higher_order_ops.associative_scan": "AssociativeScanOp generic_associative_scan",
@@ -57,6 +59,7 @@ NEEDED = {
     "torch.fx._lazy_graph_module": "_make_graph_module _use_lazy_graph_module",
     "torch.fx.experimental.proxy_tensor": "_ProxyTensor",
     "torch.optim._muon": "_zeropower_via_newtonschulz",
+    "torch.overrides": "_pop_mode_temporarily",
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",

@@ -10,7 +10,7 @@ import pytest
 import ftp
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
-GROUND = "errors paused_gc source torch_support version"  # may be imported by all
+GROUND = "deferred_compiler errors paused_gc source torch_support version"  # may be imported by all
 ALLOWED = {
     "sharding": "",
     "distributed": "sharding",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch._C._functorch import is_batchedtensor, is_functorch_wrapped_tensor
 
+from ftp import deferred_compiler
 from ftp.errors import InputError
 from ftp.optim.base import (
     Optimizer,
@@ -26,6 +27,8 @@ from ftp.optim.traceable_step import CAPTURABLE, traceable_step
 from ftp.sharding.pytree import dotted, flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import P
 from ftp.tensors.placement import Placement, placement, placement_of, remember
+
+deferred_compiler.defer()
 
 
 def from_torch(

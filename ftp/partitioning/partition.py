@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.partitioning.collectives import (
     Collective,
@@ -32,7 +31,7 @@ from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.planning.insert_moves import move_rule
 from ftp.planning.plan import Plan
-from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
+from ftp.rules.local_op import Cut, LocalOp, RankGraph, as_module, localize
 from ftp.rules.rule import Meta, replaced
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
 from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
@@ -227,8 +226,7 @@ class _Emission:
             if not node.users:
                 self.graph.erase_node(node)
                 del self.offsets[offset]
-        with _use_lazy_graph_module(True):  # a graph that is read or interpreted needs no code
-            gm = _make_graph_module({}, self.graph)
+        gm = as_module(self.graph)
         collectives = tuple(
             n.meta["collective"] for n in self.graph.nodes if "collective" in n.meta
         )

@@ -154,6 +154,8 @@ def _nbytes(node: Node) -> int:
 
 def pack(graph: fx.Graph, found: Packs) -> fx.Graph:
     """The graph with the collectives of each group as one, on the concatenated flat tensors."""
+    if not (found.groups or found.seeds):
+        return graph
     new, _ = copied(graph)
     like = next((node for node in new.nodes if node.op == "placeholder"), None)
     for node in list(new.nodes):

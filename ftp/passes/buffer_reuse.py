@@ -22,11 +22,13 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
-    given = [
-        mode.from_tensor(x) if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor) else x
-        for x in inputs
-    ]
-    with torch.no_grad():
+    with torch.no_grad(), mode:
+        given = [
+            torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
+            if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
+            else x
+            for x in inputs
+        ]
         _Values(gm, mode).propagate_dont_convert_inputs(*given)
     return gm
 

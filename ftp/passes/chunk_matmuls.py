@@ -88,6 +88,8 @@ def chunk_products(graph: fx.Graph, found: Chunks) -> fx.Graph:
 
     of a chunk.
     """
+    if not found.moves:
+        return graph
     new, _ = copied(graph)
     for name in found.moves:
         nodes = [node for node in new.nodes if node.meta.get("origin") == name]

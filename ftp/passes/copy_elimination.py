@@ -13,6 +13,8 @@ def drop_copies(graph: fx.Graph) -> fx.Graph:
     """Replace clones by their sources. A clone stays where it gives an output memory of its own or
     changes the memory format. The graph must write nothing in place.
     """
+    if not any(node.target is CLONE for node in graph.nodes):
+        return graph
     new, env = copied(graph)
     returned = {env[n] for n in _returned(graph)}
     for node in list(new.nodes):

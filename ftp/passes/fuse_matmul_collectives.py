@@ -138,6 +138,8 @@ def _summed(node: Node, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> li
 
 def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
     """The graph with each reshard and its matmuls as one op, which issues its collective."""
+    if not found:
+        return graph
     new, _ = copied(graph)
     made: dict[str, list[fx.Node]] = {}
     for node in new.nodes:

@@ -5,7 +5,6 @@ from dataclasses import fields
 from typing import Any
 
 from torch import fx
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
 from ftp.errors import ProgramFileError
 from ftp.ops.map_slices import MAP_SLICES, remembered, slice_program_of
@@ -14,7 +13,7 @@ from ftp.per_rank.program import LOCAL, Program, interned, program_of
 from ftp.planning.graph import Graph, Node
 from ftp.planning.plan import Plan
 from ftp.program_files.plain import GROUP, Reader, Writer
-from ftp.rules.local_op import RankGraph
+from ftp.rules.local_op import RankGraph, as_module
 from ftp.rules.rule import BoundRule
 
 _KINDS = ("placeholder", "call_function", "output")
@@ -83,12 +82,6 @@ def read_graph(
             node.meta[key] = reader.of(value)
         reader.nodes.append(node)
     return graph
-
-
-def as_module(graph: fx.Graph) -> fx.GraphModule:
-    """A module that is read or interpreted, so that its code is generated when asked for."""
-    with _use_lazy_graph_module(True):
-        return _make_graph_module({}, graph)
 
 
 def write_local(writer: Writer, program: LocalProgram, groups: Groups) -> list[Any]:

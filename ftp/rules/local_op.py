@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 from torch.fx.node import map_arg
 
 from ftp.rules.overloads import aten
@@ -35,6 +36,12 @@ class RankGraph(fx.Graph):
         made = self.create_node(node.op, node.target, args, kwargs, node.name, node.type)
         made.meta.update(node.meta)
         return made
+
+
+def as_module(graph: fx.Graph) -> fx.GraphModule:
+    """A module that is read or interpreted: its code is generated when it is asked for."""
+    with _use_lazy_graph_module(True):
+        return _make_graph_module({}, graph)
 
 
 @dataclass(frozen=True)

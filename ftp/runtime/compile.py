@@ -9,14 +9,15 @@ import torch
 from torch import fx
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx._lazy_graph_module import _make_graph_module, _use_lazy_graph_module
 
+from ftp import deferred_compiler
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes import outline_branches, with_values
 from ftp.passes.buffer_reuse import in_place
 from ftp.passes.inline_small_ops import small_products
 from ftp.passes.onednn_matmuls import Choose
 from ftp.paused_gc import collection_paused
+from ftp.rules.local_op import as_module
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered, with_writes
 from ftp.runtime.shared_memory import directly
@@ -34,16 +35,10 @@ def eager(
     strides that it will be given. Of a cond the host runs one branch, or without it both run.
     """
     inputs = _dense(inputs, donated)
-    gm = with_values(_unwritten(ordered(graph)), inputs)
+    gm = with_values(as_module(ordered(graph)), inputs)
     written = _direct(with_writes(gm.graph, donated))
     forward = fx.GraphModule({}, outline_branches(written) if host else written).forward
     return lambda given: forward(*_dense(given, donated))
-
-
-def _unwritten(graph: fx.Graph) -> fx.GraphModule:
-    """A module that is interpreted only: its code is not generated."""
-    with _use_lazy_graph_module(True):
-        return _make_graph_module({}, graph)
 
 
 def _direct(graph: fx.Graph) -> fx.Graph:
@@ -84,7 +79,7 @@ def compiled(
     """
     tensors = [i for i, x in enumerate(inputs) if isinstance(x, torch.Tensor)]
     inputs = _dense(inputs, tensors)
-    gm = with_values(_unwritten(ordered(graph)), inputs)
+    gm = with_values(as_module(ordered(graph)), inputs)
     graph = for_inductor(gm.graph, donated, choose)
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = known_numbers(
@@ -109,6 +104,7 @@ def compiled(
 
 def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor's code for one subgraph; it takes a list, which it empties."""
+    deferred_compiler.load()
     from torch._inductor import config
     from torch._inductor.compile_fx import compile_fx_inner
     from torch._inductor.decomposition import select_decomp_table

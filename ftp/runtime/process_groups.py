@@ -26,6 +26,8 @@ from ftp.sharding.process_group import gpu_uuid
 
 def with_device_gathers(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """The graph with each all-gather as the op that its group's backend runs on the device."""
+    if device.type != "cuda":
+        return graph
     new, _ = copied(graph)
     for node in new.nodes:
         if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
@@ -84,6 +86,8 @@ def with_product_groups(graph: fx.Graph, mesh: Mesh) -> fx.Graph:
     """The graph with its collectives over several axes on process groups of their own. All ranks
     call it together.
     """
+    if all(len(_axes_of(node)) < 2 for node in graph.nodes):
+        return graph
     new, _ = copied(graph)
     for node in new.nodes:
         if len(axes := _axes_of(node)) > 1:

@@ -27,6 +27,7 @@ from ftp.planning.from_fx import found_by_trial
 from ftp.planning.graph import Value
 from ftp.planning.machine import describe_hardware
 from ftp.planning.plan import Plan
+from ftp.rules.local_op import as_module
 from ftp.rules.rule import Meta
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
@@ -177,7 +178,9 @@ class Program:
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
             )
-            self._changed[local.gm] = LocalProgram(fx.GraphModule({}, graph), local.offsets, issued)
+            is_same = graph is local.gm.graph
+            gm = local.gm if is_same else as_module(graph)
+            self._changed[local.gm] = LocalProgram(gm, local.offsets, issued)
         return self._changed[local.gm]
 
     @cached_property

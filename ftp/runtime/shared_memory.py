@@ -259,6 +259,8 @@ def through_memory(graph: fx.Graph, groups: dict[str, SharedGroup]) -> fx.Graph:
     """The graph with its collectives over these groups done in shared memory; unequal
     all-to-alls and sums of other dtypes are left.
     """
+    if not groups:
+        return graph
     new, _ = copied(graph)
     for node in list(new.nodes):
         if (other := _IN_MEMORY.get(node.target)) and node.args[-1] in groups and _is_known(node):

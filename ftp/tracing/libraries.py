@@ -11,6 +11,7 @@ from torch.nn.modules import transformer
 from ftp.functional.remat import run_again
 from ftp.tracing.attention_functions import flex_attention, varlen_attention
 from ftp.tracing.control_flow import control_flow
+from ftp.tracing.mapped_ops import mapped_ops
 
 
 @contextmanager
@@ -109,4 +110,5 @@ PATCHES: tuple[Callable[[], AbstractContextManager[None]], ...] = (
     flex_attention,
     varlen_attention,
     control_flow,
+    mapped_ops,
 )

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import (
     is_traceable_wrapper_subclass,
 )
 
+from ftp import deferred_compiler
 from ftp.axis import is_inside
 from ftp.errors import FtpError, TraceError
 from ftp.functional.remat import current_region
@@ -41,6 +42,7 @@ from ftp.tracing.op_facts import (
 )
 
 aten = torch.ops.aten
+deferred_compiler.defer()
 
 
 # What an exported graph says of where a node is from.

@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from ftp import deferred_compiler
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
@@ -167,8 +168,24 @@ def trace(
                 refused = refused or error
                 if not gradient.is_taken:
                     break
+            except Exception as error:
+                if not (deferred_compiler.is_deferred() and _lacks_module(error)):
+                    raise
+                deferred_compiler.load()
+                return trace(
+                    fn, leaves, in_tree, device_type, names=names, line=line, checked=checked
+                )
     assert refused is not None
     raise refused
+
+
+def _lacks_module(error: BaseException | None) -> bool:
+    """Whether an error is of a module of torch's that loading its compiler would have loaded."""
+    while error is not None:
+        if isinstance(error, AttributeError) and str(error).startswith("module 'torch"):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 @collection_paused()

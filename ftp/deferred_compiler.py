@@ -1,0 +1,172 @@
+"""torch's compiler, ``torch._dynamo`` and ``torch._inductor``, loaded where something of it is used
+rather than wherever it is imported.
+
+Torch imports it for each fake mode, trace and optimizer, to keep them out of what is being
+compiled: a second of processor time at each start. Deferred are the two packages themselves: each
+loads whole, in its place, at the first look at one of its names. `importlib.util.LazyLoader` does
+the same, but also loads a package when a module inside of it is imported.
+"""
+
+import importlib
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from importlib.abc import Loader, MetaPathFinder
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch._dynamo", "torch._inductor")
+_LIGHT = frozenset(
+    (
+        "torch._dynamo.config", "torch._inductor.config", "torch._inductor.custom_graph_pass",
+        "torch._inductor.compiler_bisector", "torch._inductor.runtime",
+        "torch._inductor.runtime.cache_dir_utils",
+        "torch._inductor.fx_passes", "torch._inductor.fx_passes.dedupe_symint_uses",
+    )
+)  # fmt: skip
+_loading = threading.RLock()
+_is_loading = False
+_unmarked: list[Any] = []
+_deferred: dict[str, ModuleType] = {}
+
+
+class _Deferred(ModuleType):
+    """A package that has not run yet."""
+
+    def __getattribute__(self, name: str) -> Any:
+        own = ModuleType.__getattribute__(self, "__dict__")
+        full = f"{own['__name__']}.{name}"
+        # The import system reads the dunder names to import a module of the package, and sets it.
+        if name.startswith("__") or (name in own and full in sys.modules):
+            return own[name] if name in own else ModuleType.__getattribute__(self, name)
+        if not _is_loading:
+            asks = sys._getframe(1).f_globals.get("__name__"), full
+            if asks in _STAND_INS:
+                return _STAND_INS[asks]
+            if full in _LIGHT:
+                return importlib.import_module(full)
+        load()
+        return ModuleType.__getattribute__(self, name)
+
+
+class _Loader(Loader):
+    """Gives a module that is there already."""
+
+    def __init__(self, module: ModuleType, run: Loader | None):
+        self.module, self.run, self.spec = module, run, module.__spec__
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType:
+        return self.module
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__spec__ = self.spec
+        if self.run is not None:
+            self.run.exec_module(module)
+
+
+class _Finder(MetaPathFinder):
+    """Finds the deferred packages when they are to run, and runs them before any module of theirs
+    but the light ones.
+    """
+
+    def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if fullname in _deferred:
+            found = _deferred[fullname].__spec__
+            assert found is not None
+            module = _deferred[fullname]
+            return ModuleSpec(fullname, _Loader(module, found.loader), origin=found.origin)
+        is_inside = fullname.startswith(tuple(f"{full}." for full in _deferred))
+        if not is_inside or _is_loading or fullname in _LIGHT:
+            return None
+        load()
+        there = sys.modules.get(fullname)
+        return None if there is None else ModuleSpec(fullname, _Loader(there, None))
+
+
+_finder = _Finder()
+
+
+def defer() -> None:
+    """Let imports of torch's compiler load it at the first use of one of its names."""
+    if _deferred or any(full in sys.modules for full in PACKAGES):
+        return
+    for full in PACKAGES:
+        spec = importlib.util.find_spec(full)
+        assert spec is not None, full
+        module = _deferred[full] = importlib.util.module_from_spec(spec)
+        module.__class__ = _Deferred
+        sys.modules[full] = module
+        setattr(torch, full.rpartition(".")[2], module)
+    sys.meta_path.insert(0, _finder)
+    # make_fx takes for granted that the compiler has loaded it.
+    importlib.import_module("torch._higher_order_ops.triton_kernel_wrap")
+
+
+def is_deferred() -> bool:
+    """Whether torch's compiler has not been loaded yet, so that nothing is being compiled."""
+    return bool(_deferred) and not _is_loading
+
+
+def load() -> None:
+    """Load torch's compiler, where it is to be used."""
+    global _is_loading
+    with _loading:
+        if _is_loading or not _deferred:
+            return
+        with _outside_of_traces():
+            _is_loading = True
+            for full in PACKAGES:
+                del sys.modules[full]
+            try:
+                for full in PACKAGES:
+                    importlib.import_module(full)
+            finally:
+                _is_loading = False
+                sys.meta_path.remove(_finder)
+                for module in _deferred.values():
+                    module.__class__ = ModuleType
+                _deferred.clear()
+        while _unmarked:  # from now on torch marks them itself
+            vars(_unmarked.pop()).pop("__dynamo_disable", None)
+
+
+def _outside_of_traces() -> ExitStack:
+    """A context in which no trace or transform of this thread sees the ops that the compiler runs
+    while it loads.
+    """
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+    from torch.overrides import _pop_mode_temporarily
+    from torch.utils._python_dispatch import _disable_current_modes
+
+    stack = ExitStack()
+    stack.enter_context(temporarily_clear_interpreter_stack())
+    while torch._C._len_torch_function_stack():
+        stack.enter_context(_pop_mode_temporarily())
+    stack.enter_context(_disable_current_modes())
+    return stack
+
+
+# What torch asks of the compiler where nothing is compiled, by who asks.
+
+
+def _disable(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The function as it is; torch keeps the answer in an attribute of it."""
+    _unmarked.append(fn)
+    return fn
+
+
+_STAND_INS: dict[tuple[Any, str], Any] = {
+    ("torch._compile", "torch._dynamo.disable"): _disable,
+    ("torch.optim.optimizer", "torch._dynamo.graph_break"): lambda: None,
+    ("torch._functorch.eager_transforms", "torch._dynamo.compiled_autograd"): SimpleNamespace(
+        _disable=nullcontext
+    ),
+    ("torch.distributed.distributed_c10d", "torch._dynamo.trace_rules"): SimpleNamespace(
+        clear_lru_cache=lambda: None
+    ),
+}

@@ -1,0 +1,68 @@
+"""torch's compiler is loaded where it is used, and works then as if it had been loaded before."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+PROGRAM = """
+import sys, torch, ftp
+from ftp import P, deferred_compiler
+
+def is_loaded():
+    return "torch._dynamo.convert_frame" in sys.modules
+
+mesh = ftp.simulated_mesh((2,), ("tp",))
+model = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.GELU(), torch.nn.Linear(6, 2))
+fn, params = ftp.functionalize(model)
+specs = ftp.plan(params, {"0.*": P("tp"), "2.weight": P(None, "tp"), "2.bias": P()})
+opt = ftp.optim.from_torch(torch.optim.AdamW, fused=True)
+state, x = opt.init(params), torch.randn(3, 4)
+
+def train(params, state, x):
+    grads, loss = torch.func.grad_and_value(lambda p: fn(p, x).square().mean())(params)
+    return (*opt.update(grads, state, params), loss)
+
+of_state = opt.specs(params, specs)
+step = ftp.spmd(train, mesh, (specs, of_state, P()), (specs, of_state, P()))
+assert torch.allclose(step(params, state, x)[2], train(params, state, x)[2])
+torch.nn.functional.scaled_dot_product_attention(*[torch.randn(1, 2, 3, 4)] * 3)
+import torch._dynamo, torch._inductor.config
+marked = torch.optim.Optimizer.add_param_group.__wrapped__
+print(not is_loaded(), type(torch._dynamo).__name__, hasattr(marked, "__dynamo_disable"))
+
+# The first use of the compiler is in the midst of a trace, under all of its modes.
+def helped(x):
+    return torch.vmap(torch.compile(lambda x: x.sin() + 1, backend="eager"))(x).sum()
+
+y = torch.randn(4, dtype=torch.float64)
+found, grad = ftp.shard(lambda p, x: helped(p * x), mesh, P("tp"), batch_specs=P("tp"))(y, y)
+print(torch.allclose(found, (y * y).sin().sum() + 4), torch.allclose(grad, (y * y).cos() * y))
+print(is_loaded(), type(torch._dynamo).__name__, torch._dynamo is sys.modules["torch._dynamo"])
+# What was called in the meantime is kept out of compiled code all the same.
+print(hasattr(marked, "__dynamo_disable"), deferred_compiler.is_deferred())
+from torch._dynamo.testing import CompileCounter
+from torch._inductor import standalone_compile
+counter = CompileCounter()
+compiled = torch.compile(lambda x: (x.cos() + 1).sum(), backend=counter, fullgraph=True)
+is_right = torch.allclose(compiled(y), (y.cos() + 1).sum())
+print(is_right, counter.frame_count, callable(standalone_compile))
+deferred_compiler.defer()
+print(type(torch._inductor).__name__)
+"""
+
+
+def test_the_compiler_is_loaded_at_its_first_use():
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[1],
+    )
+    assert found.stdout.splitlines() == [
+        "True _Deferred True",
+        "True True",
+        "True module True",
+        "False False",
+        "True 1 True",
+        "module",
+    ], found.stderr[-3000:]
