@@ -58,6 +58,16 @@ class PlanningError(FtpError):
     """Specs and constraints that no program satisfies."""
 
 
+class ExplicitError(PlanningError):
+    """With ``explicit=True``, collectives that nobody asked for.
+
+    Attributes:
+        missing: the lines that ask for them, each with ``source``, ``line`` and ``nbytes``.
+    """
+
+    missing: tuple[Any, ...] = ()
+
+
 class ScheduleError(PlanningError):
     """A pipeline's schedule that misses or repeats work, or on which ranks wait for ever."""
 

@@ -93,6 +93,11 @@ def is_users(code: CodeType) -> bool:
     return _is_users_file(code.co_filename)
 
 
+def is_editable(name: str) -> bool:
+    """Whether a file is the user's own rather than an installed library's."""
+    return _is_users_file(name) and not name.startswith(_SITE)
+
+
 def _is_users_file(name: str) -> bool:
     if name.startswith(_OURS) or (
         name.startswith("<") and not name.startswith(("<doctest", "<ipython", "<stdin", "<string"))

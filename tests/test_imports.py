@@ -35,10 +35,11 @@ ALLOWED = {
     "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors",
     "program_files": "ops partitioning per_rank planning rules runtime sharding tensors",
     "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
+    "explicit": "ops partitioning passes planning report rules runtime sharding tracing",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"
     " tracing",
-    "api": "certification distributed ops per_rank pipeline planning program_files random report"
-    " rules runtime sharding tensors tracing",
+    "api": "certification distributed explicit ops per_rank pipeline planning program_files random"
+    " report rules runtime sharding tensors tracing",
     "searching": "api functional ops planning report rules runtime sharding tensors tracing",
     "testing": "api certification partitioning rules runtime sharding",
     "cli": "api functional plans report sharding",

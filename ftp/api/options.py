@@ -67,6 +67,7 @@ def check_staged(options: Options) -> None:
     """
     excluded = {
         "check_inputs": (options.check_inputs, "Call ftp.check_replicas now and then."),
+        "explicit": (options.explicit, "What stages send to each other is no line's."),
         "cuda_graph": (options.cuda_graph, "What stages send is not recorded."),
         "reduce_dtype": (
             options.reduce_dtype is not None,

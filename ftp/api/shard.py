@@ -36,6 +36,7 @@ def shard(
     donate: Sequence[int] = (),
     compile: bool = False,
     strict: bool = False,
+    explicit: bool = False,
     certify: bool = False,
     bucket: bool = True,
     check_inputs: bool = False,
@@ -73,6 +74,10 @@ def shard(
             shards that waste much, activations gathered whole, ops whose inputs disagree on their
             layout with no constraint to decide. So is an op without a sharding rule, else
             replicated with a warning.
+        explicit: refuse collectives that nobody asked for, with the lines that ask for them. Asked
+            for are gathers of parameters, sums of gradients, what the specs of inputs and outputs
+            need, and what ``ftp.constrain`` says, with its transpose in the backward pass (see
+            docs/explicit.md).
         certify: check each program independently before its first run, as ``ftp.certify`` does.
         bucket: issue small collectives that are ready together as one: gathers of the parameters of
             a layer, reductions of gradients, of statistics and of losses. Values are the same with
@@ -151,6 +156,7 @@ def shard(
             donate=donate,
             compile=compile,
             strict=strict,
+            explicit=explicit,
             certify=certify,
             bucket=bucket,
             check_inputs=check_inputs,
@@ -188,6 +194,7 @@ def spmd(
     reshard_after_forward: bool = True,
     compile: bool = False,
     strict: bool = False,
+    explicit: bool = False,
     certify: bool = False,
     bucket: bool = True,
     check_inputs: bool = False,
@@ -261,6 +268,7 @@ def spmd(
                 donate=donate,
                 compile=compile,
                 strict=strict,
+                explicit=explicit,
                 certify=certify,
                 bucket=bucket,
                 check_inputs=check_inputs,

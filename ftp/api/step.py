@@ -14,6 +14,7 @@ from functools import cached_property, wraps
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
 
@@ -31,6 +32,8 @@ from ftp.api.graph_checks import check_constraints, check_local_meshes, check_pr
 from ftp.api.outputs import renewed, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
+from ftp.explicit.check import check_explicit
+from ftp.explicit.suggest import Probed, tagged
 from ftp.paused_gc import collection_paused
 from ftp.planning.cost import Hardware
 from ftp.planning.machine import describe_hardware, hardware_on
@@ -64,6 +67,7 @@ from ftp.tensors.placement import (
     returned,
 )
 from ftp.tensors.replicas import compare_copies
+from ftp.tracing.calls import TorchCalls
 from ftp.tracing.captured import Captured, places_of, warn_of_others
 from ftp.tracing.trace import Traced, trace
 from ftp.version import __version__
@@ -479,7 +483,10 @@ class Step:
         call: Arguments,
         specs: Sequence[PartitionSpec],
         shapes: Sequence[Shape | None],
+        calls: TorchCalls | None = None,
     ) -> Traced:
+        if calls is None and self._options.explicit:
+            calls = TorchCalls()
         leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
 
         @wraps(self._fn)
@@ -496,6 +503,7 @@ class Step:
                     self.mesh.device_type,
                     names=call.names,
                     checked=self._options.check_inputs,
+                    calls=calls,
                 )
             except (AttributeError, TypeError) as e:
                 if (names := nones(call)) and "NoneType" in str(e):
@@ -522,8 +530,10 @@ class Step:
         out_specs, returned_state = self._specs_of_results(call, specs, shapes, traced)
         state = self._state.union(returned_state)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        plan = self._planned(call, specs, traced, tensors, state, out_specs, watch)
+        plan = self._planned(call, specs, traced.gm, state, out_specs, watch)
         program = self._program(call, specs, traced, tensors, state, plan)
+        if self._options.explicit:
+            self._check_explicit(program, call, specs, shapes, state, out_specs)
         check_programs([program], self._options)
         return self._callable(call, shapes, traced, program)
 
@@ -551,15 +561,15 @@ class Step:
         self,
         call: Arguments,
         specs: Sequence[PartitionSpec],
-        traced: Traced,
-        tensors: Sequence[int],
+        gm: fx.GraphModule,
         state: Collection[int],
         out_specs: Sequence[PartitionSpec | None],
         watch: Watch | None,
     ) -> Plan:
         options = self._options
+        tensors = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
         prepared = prepare(
-            traced.gm,
+            gm,
             [call.names[i] for i in tensors],
             [call.positions[i] in state for i in tensors],
             strict=options.strict,
@@ -577,6 +587,26 @@ class Step:
             hardware=self._hardware_on(self.mesh.hosts),
             watch=watch,
         )
+
+    def _check_explicit(
+        self,
+        program: Program,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        state: Collection[int],
+        out_specs: Sequence[PartitionSpec | None],
+    ) -> None:
+        def plans(gm: fx.GraphModule) -> Plan:
+            return self._planned(call, specs, gm, state, out_specs, None)
+
+        def probed() -> Probed:
+            noted = TorchCalls(probes=True)
+            gm = tagged(self._traced(call, specs, shapes, noted).gm)
+            names = [call.names[i] for i in program.tensor_leaves]
+            return Probed(gm, noted, plans, out_specs, names)
+
+        check_explicit(program, out_specs, probed)
 
     def _hardware_on(self, hosts: tuple[str, ...]) -> Hardware:
         """What programs are planned for where ranks are on these hosts."""

@@ -3,7 +3,9 @@ and the tracer keep.
 """
 
 import ast
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +29,12 @@ class Pin:
     def holds(self, axis: str) -> bool:
         """Whether the layout on ``axis`` is fixed."""
         return self.axes is None or axis in self.axes
+
+    @property
+    def probe(self) -> int | None:
+        """The number of a probe, which fixes nothing."""
+        at = self.axes[0] if self.axes else ""
+        return int(at.removeprefix(_PROBE)) if at.startswith(_PROBE) else None
 
     def __str__(self) -> str:
         return str(self.spec) if self.axes is None else f"{self.spec} over {', '.join(self.axes)}"
@@ -105,6 +113,32 @@ def constrain_gradient(x: Tensor, spec: P, *, axes: Sequence[str] | None = None)
     )  # type: ignore[return-value]
 
 
+_PROBE = "probe "  # no mesh axis is called so
+_MARKED: ContextVar[bool] = ContextVar("ftp.ops.constrain", default=False)
+
+
+@contextmanager
+def marked_gradients() -> Iterator[None]:
+    """Inside the block a constraint that leaves its gradient to the planner says where that
+    gradient is, by one that holds no axis.
+    """
+    token = _MARKED.set(True)
+    try:
+        yield
+    finally:
+        _MARKED.reset(token)
+
+
+def probe(x: Tensor, number: int) -> Tensor:
+    """``x`` through a constraint that fixes nothing, and its gradient through another, both with
+    the number.
+
+    >>> probe(torch.ones(2), 3)
+    tensor([1., 1.])
+    """
+    return _Constrain.apply(x, pin_to_str(Pin(P(), (f"{_PROBE}{number}",))), True)  # type: ignore[return-value]
+
+
 def entries_over(spec: P, ndim: int) -> bool:
     """Whether ``spec`` has more entries than a tensor of ``ndim`` dims; a leading ``...`` may
     stand for no dim.
@@ -160,6 +194,8 @@ def _entry(node: ast.expr) -> Any:
     return ast.literal_eval(node)
 
 
+MARK = pin_to_str(Pin(P(), ()))  # where a gradient is that no constraint fixes
+
 torch.library.define(
     "ftp::constrain", "(Tensor x, str entries) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
 )
@@ -203,7 +239,9 @@ class _Constrain(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return _Constrain.apply(grad, ctx.entries, True) if ctx.grad else grad, None, None
+        if ctx.grad or _MARKED.get():
+            grad = _Constrain.apply(grad, ctx.entries if ctx.grad else MARK, True)  # type: ignore[assignment]
+        return grad, None, None
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *_: None) -> Any:  # type: ignore[override]

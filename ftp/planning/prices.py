@@ -209,7 +209,7 @@ class Prices:
             return math.inf
         # Placement constraint D: a gathered copy feeds no replicated op that could be cut.
         is_idle = (
-            node.kind == "op"
+            node.kind in ("op", "constrain")
             and strategy.cut is None
             and strategy.pending is None
             and any(s.cut for s in self.options[node])

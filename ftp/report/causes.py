@@ -130,12 +130,12 @@ def _needed_by(node: Node, users: Users, returned: dict[Value, str]) -> str:
     value = Value(node)
     while value not in returned and value in users:
         user = users[value][0][0]
-        if user.kind == "constrain":
+        if user.kind == "constrain" and pin_from_str(user.target).axes != ():
             return (
                 "for the constraint"
                 f" {pin_from_str(user.target)}{f' at {user.source}' if user.source else ''}"
             )
-        if user.kind != "move" and user.target not in VIEWS:
+        if user.kind not in ("move", "constrain") and user.target not in VIEWS:
             break
         value = Value(user)
     if value in returned:

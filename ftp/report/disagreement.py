@@ -1,8 +1,9 @@
 """Ops whose inputs disagree on their layout, where only the cost decides which is resharded."""
 
 from collections.abc import Mapping
+from typing import Any
 
-from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.graph import BATCH, Graph, Move, Node, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.lint import Finding, folded
 from ftp.rules.op_kinds import VIEWS, is_product
@@ -93,10 +94,44 @@ def _is_cut(value: Value, axis: str) -> bool:
 
 def spec_of(value: Value) -> PartitionSpec:
     """A value's layout as a spec, as far as one can say it."""
+    if value.node.kind == "move":
+        move: Move = value.node.target
+        spec = spec_of(value.node.operands[0])
+        for axis in move.axes:
+            spec = without_axis(spec, axis)
+        if move.dst.kind != "S":
+            return spec
+        entries = [entry_cuts(entry) for entry in (*spec, *(None,) * (value.meta.ndim - len(spec)))]
+        entries[move.dst.dim] += move.axes
+        return _spec(entries)
     cuts: dict[str, list[str]] = {}
     for cut in value.node.cuts:
         cuts.setdefault(cut.factor, []).append(cut.axis)
-    entries = [tuple(axis for factor in dim for axis in cuts.get(factor, ())) for dim in value.dims]
+    return _spec(
+        [tuple(axis for factor in dim for axis in cuts.get(factor, ())) for dim in value.dims]
+    )
+
+
+def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
+    """A spec without the cuts over an axis.
+
+    >>> without_axis(PartitionSpec("dp", ("dp", "tp")), "dp")
+    P(None, 'tp')
+    """
+    return _spec(
+        [
+            tuple(c for c in entry_cuts(entry) if (c if isinstance(c, str) else c.axis) != axis)
+            for entry in tuple(spec)
+        ]
+    )
+
+
+def entry_cuts(entry: Any) -> tuple[Any, ...]:
+    """What cuts a dim, from its entry in a spec."""
+    return entry if isinstance(entry, tuple) else () if entry is None else (entry,)
+
+
+def _spec(entries: list[tuple[Any, ...]]) -> PartitionSpec:
     while entries and not entries[-1]:
         entries.pop()
     return PartitionSpec(*[entry or None for entry in entries])

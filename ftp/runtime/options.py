@@ -23,6 +23,7 @@ class Options:
     donate: Sequence[int] = ()
     compile: bool = False
     strict: bool = False
+    explicit: bool = False
     certify: bool = False
     bucket: bool = True
     check_inputs: bool = False

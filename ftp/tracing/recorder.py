@@ -61,10 +61,14 @@ class Recorder(TorchDispatchMode):
     """
 
     def __init__(
-        self, device_type: str, told: Callable[[], str] | None = None, within: bool = False
+        self,
+        device_type: str,
+        told: Callable[[], str] | None = None,
+        within: bool = False,
+        describe: Callable[[str, int], str] = describe_line,
     ):
         super().__init__()
-        self._told, self._within = told, within
+        self._told, self._within, self._describe = told, within, describe
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
@@ -264,7 +268,7 @@ class Recorder(TorchDispatchMode):
         while frame is not None and frame is not self._boundary:
             code = frame.f_code
             if is_users(code):
-                line = describe_line(code.co_filename, frame.f_lineno)
+                line = self._describe(code.co_filename, frame.f_lineno)
                 if behind is None:
                     now = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
                     for number in range(self._numbered, now):

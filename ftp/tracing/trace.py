@@ -35,8 +35,10 @@ from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
+from ftp.source import describe_line
 from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
+from ftp.tracing.calls import TorchCalls
 from ftp.tracing.explain_errors import COPY, at_line, defined_at
 from ftp.tracing.functionalize_graph import (
     clean,
@@ -124,6 +126,7 @@ def trace(
     line: Callable[[], str] | None = None,
     checked: bool = False,
     within: bool = False,
+    calls: TorchCalls | None = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -138,6 +141,7 @@ def trace(
             does not show it.
         checked: keep assumptions as outputs, after those of the result.
         within: the call is in a function that is being traced, whose values may be captured.
+        calls: numbers torch's calls in the lines of the nodes.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -163,6 +167,7 @@ def trace(
                     line=line,
                     checked=checked,
                     within=within,
+                    calls=calls,
                 )
             except GradientRefused as error:
                 refused = refused or error
@@ -199,10 +204,11 @@ def _traced(
     line: Callable[[], str] | None = None,
     checked: bool = False,
     within: bool = False,
+    calls: TorchCalls | None = None,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line, within)
+    recorder = Recorder(device_type, line, within, calls.line if calls else describe_line)
     fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
     result: list[Any] = []
     assumed = Assumptions(recorder)
@@ -212,7 +218,7 @@ def _traced(
         for i, value in zip(at, values, strict=True):
             filled[i] = value
         with recorder.recording():
-            with assumptions_to(assumed.note):
+            with assumptions_to(assumed.note), calls.noted() if calls else nullcontext():
                 out = fn(*in_tree.unflatten(filled))
             out_leaves, out_tree = flatten(out)
             _check_results(out_leaves, out)

@@ -19,6 +19,7 @@ OPTIONS = {
     "bucket": False,
     "certify": True,
     "strict": True,
+    "explicit": True,
     "chunks": 2,
     "cuda_graph": True,
     "async_tp": True,
@@ -58,6 +59,7 @@ class Block(nn.Module):
 
     def forward(self, x):
         h = ftp.constrain(x, P(None, "tp"), axes=("tp",))
+        h = ftp.constrain(h, P("dp", None, None))
         h = self.down(torch.relu(self.up(h)))
         return ftp.constrain(h, P(None, "tp"), axes=("tp",)).square().mean()
 

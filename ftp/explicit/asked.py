@@ -1,0 +1,157 @@
+"""The collectives of a plan that nobody asked for.
+
+Asked for are gathers of parameters, sums of gradients, what inputs and outputs need for their
+specs, what a constraint needs for its own, and the transpose of that in the backward pass.
+"""
+
+from collections.abc import Collection, Sequence
+
+from ftp.ops.constrain import MARK, Pin, pin_from_str
+from ftp.passes.narrow_reductions import gradient_reductions
+from ftp.planning.graph import BATCH, Graph, Node, Value
+from ftp.planning.plan import Plan
+from ftp.rules.op_kinds import VIEWS
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.calls import Line
+
+COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
+
+
+def unasked(
+    plan: Plan, out_specs: Sequence[PartitionSpec | None], without: Collection[str] = ()
+) -> list[Node]:
+    """The reshards that nobody asked for.
+
+    Args:
+        out_specs: those that were given; None is an output that asks for nothing.
+        without: names of constraints that do not count.
+    """
+    return _Reader(plan.graph, out_specs, without).unasked()
+
+
+def pin_of(node: Node) -> Pin | None:
+    """What a node fixes, if it is a constraint."""
+    return pin_from_str(node.target) if node.kind == "constrain" else None
+
+
+def collectives_of(graph: Graph) -> list[Node]:
+    """The reshards that send something."""
+    return [n for n in graph.nodes if n.kind == "move" and n.target.op in COLLECTIVES]
+
+
+def passes_on(node: Node, slot: int) -> bool:
+    """Whether an op computes each element of its result from one of this operand."""
+    if node.kind != "op" or len(node.results) != 1:
+        return False
+    dims, (result,) = node.rule.operands[slot], node.rule.results
+    factors = {factor for dim in dims for factor in dim}
+    return dims == result and not factors & node.rule.whole and not any(node.pending.values())
+
+
+class _Reader:
+    def __init__(
+        self,
+        graph: Graph,
+        out_specs: Sequence[PartitionSpec | None],
+        without: Collection[str],
+    ):
+        self.graph, self.users = graph, graph.users()
+        self.returned = {
+            value for value, spec in zip(graph.outputs, out_specs, strict=True) if spec is not None
+        }
+        pins = {node: pin_of(node) for node in graph.nodes if node.name not in without}
+        self.pins = {node: pin for node, pin in pins.items() if pin is not None}
+        self.constrained = self._constrained()
+
+    def unasked(self) -> list[Node]:
+        gradients = gradient_reductions(self.graph)
+        return [
+            node
+            for node in collectives_of(self.graph)
+            if not (
+                node.name in gradients
+                or _is_gathered_state(node)
+                or self._leads(Value(node), node.phase, node.target.axis)
+                or self._is_transposed(node)
+                or self._is_within_call(node)
+            )
+        ]
+
+    def _is_end(self, user: Node, axis: str) -> bool:
+        """Whether a node says in the source how its operand is laid out on an axis."""
+        pin = self.pins.get(user)
+        if pin is None:
+            return user.kind == "local" or axis in user.own_axes
+        return pin.holds(axis) or user.target == MARK
+
+    def _leads(self, value: Value, phase: int, axis: str) -> bool:
+        """Whether a value is one that an output or a constraint fixes, or becomes nothing else."""
+        if value in self.returned:
+            return True
+        users = self.users.get(value, ())
+        users = [u for u in users if u[0].phase == phase] or users
+        if any(
+            self._is_end(user, axis)
+            or (
+                (user.target in VIEWS or user.kind in ("constrain", "move"))
+                and any(self._leads(Value(user, i), phase, axis) for i in range(len(user.results)))
+            )
+            for user, _ in users
+        ):
+            return True
+        return bool(users) and all(
+            passes_on(user, slot) and self._leads(Value(user), phase, axis) for user, slot in users
+        )
+
+    def _is_transposed(self, move: Node) -> bool:
+        """Whether it takes the gradient of a constrained value on to what that was made of."""
+        if move.target.src.kind != "S" or not move.operands[0].node.phase % 2:
+            return False
+        queue, seen = [move.operands[0]], set[Node]()
+        for value in queue:
+            node = value.node
+            if node in seen or not node.phase % 2:
+                continue
+            seen.add(node)
+            if node.kind == "local" or move.target.axis in node.own_axes or node in self.pins:
+                return True
+            if node.kind in ("move", "constrain") or node.target in VIEWS:
+                queue += node.operands
+            else:
+                queue += [v for slot, v in enumerate(node.operands) if passes_on(node, slot)]
+        return False
+
+    def _constrained(self) -> set[tuple[int, str]]:
+        """TorchCalls whose result is constrained, each with an axis."""
+        found = set()
+        for node, pin in self.pins.items():
+            if node.phase % 2:
+                continue
+            value = node.operands[0]
+            while value.node.kind in ("move", "constrain") or value.node.target in VIEWS:
+                value = value.node.operands[0]
+            if isinstance(line := value.node.source, Line):
+                axes = {a for n in self.graph.nodes if n.kind == "move" for a in n.target.axes}
+                found |= {(line.call, axis) for axis in axes if pin.holds(axis)}
+        return found
+
+    def _is_within_call(self, move: Node) -> bool:
+        """Whether a call whose result is constrained sends it to itself, as a softmax its sums."""
+        line = move.operands[0].node.source
+        if not isinstance(line, Line) or (line.call, move.target.axis) not in self.constrained:
+            return False
+        queue = [Value(move)]
+        for value in queue:
+            users = self.users.get(value, ())
+            for user, _ in [u for u in users if u[0].phase == move.phase] or users:
+                if user.kind in ("move", "constrain") or user.target in VIEWS:
+                    queue += [Value(user, i) for i in range(len(user.results))]
+                elif not (isinstance(user.source, Line) and user.source.call == line.call):
+                    return False
+            if value in self.returned:
+                return False
+        return True
+
+
+def _is_gathered_state(move: Node) -> bool:
+    return not move.depends & BATCH and move.target.src.kind == "S"

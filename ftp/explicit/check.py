@@ -1,0 +1,101 @@
+"""The check of explicit mode: an error with all lines that a program lacks."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from ftp.errors import ExplicitError, FtpError
+from ftp.explicit.asked import unasked
+from ftp.explicit.missing import Missing, lines_of, readable
+from ftp.explicit.suggest import Probed, suggest
+from ftp.partitioning.collectives import Collective
+from ftp.planning.graph import Node, Value
+from ftp.report.disagreement import spec_of
+from ftp.report.memory import in_bytes
+from ftp.runtime.program import Program
+from ftp.sharding.spec import PartitionSpec
+
+
+def check_explicit(
+    program: Program,
+    out_specs: Sequence[PartitionSpec | None],
+    probed: Callable[[], Probed],
+) -> None:
+    """Raises where a program sends what nobody asked for.
+
+    Args:
+        out_specs: per output the spec that was given, or None.
+        probed: traces the function again, with probes.
+
+    Raises:
+        ExplicitError: with the lines that ask for it.
+    """
+    moves: Sequence[Node] = unasked(program.plan, out_specs)
+    if not moves:
+        return
+    found, is_proven, sends = list[Missing](), False, _Sent(program)
+    try:
+        trace = probed()
+        suggestion = suggest(program.plan, trace)
+    except (FtpError, RuntimeError, TypeError):
+        pass  # the function lets no probe through
+    else:
+        sends = _Sent(replace(program, plan=suggestion.plan))
+        moves, is_proven = suggestion.without, suggestion.is_proven
+        found += lines_of(suggestion.wanted, trace.ndims, sends)
+    raise error_of([*found, *(_general(move, sends) for move in moves)], is_proven)
+
+
+def error_of(found: Sequence[Missing], is_proven: bool) -> ExplicitError:
+    total = in_bytes(sum(m.nbytes for m in found))
+    count = f"{len(found)} line{'s ask' if len(found) > 1 else ' asks'} for"
+    head = (
+        f"explicit=True, and the program sends what nobody asked for, {total} a rank. {count} it:"
+    )
+    end = (
+        "With them the step sends exactly what it sends without explicit=True."
+        if is_proven
+        else "They say how the plan lays out these values; other lines may be needed besides."
+    )
+    error = ExplicitError("\n".join([head, *(f"  {m}" for m in found), end]))
+    error.missing = tuple(found)
+    return error
+
+
+class _Sent:
+    """What reshards of a program send."""
+
+    def __init__(self, program: Program):
+        self._records: dict[str, list[Collective]] = {}
+        program = program.with_options(bucket=False, chunks=1)
+        for node in program.local().gm.graph.nodes:
+            if "collective" in node.meta:
+                self._records.setdefault(node.meta.get("origin", ""), []).append(
+                    node.meta["collective"]
+                )
+        self._nodes = {node.name: node for node in program.plan.graph.nodes}
+        self._users = program.plan.graph.users()
+
+    def __call__(self, names: Sequence[str]) -> tuple[tuple[str, ...], int]:
+        words, nbytes = dict[str, int](), 0
+        for name in names:
+            for record in self._of(name):
+                text = f"{record.op} over {', '.join(record.axes)}"
+                words[text] = words.get(text, 0) + 1
+                nbytes += record.wire_nbytes
+        return tuple(f"{n} {w}" if n > 1 else w for w, n in words.items()), nbytes
+
+    def _of(self, name: str) -> list[Collective]:
+        """The records of a reshard; one that is merged with the next has its."""
+        if name in self._records or name not in self._nodes:
+            return self._records.get(name, [])
+        after = [u for u, _ in self._users.get(Value(self._nodes[name]), ()) if u.kind == "move"]
+        return self._of(after[0].name) if after else []
+
+
+def _general(move: Node, sends: _Sent) -> Missing:
+    value = move.operands[0]
+    words, nbytes = sends([move.name])
+    spec = readable(spec_of(Value(move)), value.meta.ndim)
+    source = str(value.node.source or move.source) or f"%{value.node.name}"
+    line = f"x = ftp.constrain(x, {spec})"
+    return Missing(source, line, nbytes, f"where x is %{value.node.name}, made there", words)

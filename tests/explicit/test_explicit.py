@@ -1,0 +1,243 @@
+"""Explicit mode: what is asked for, the lines that ask for the rest, and that they are enough."""
+
+import re
+from pathlib import Path
+
+import models
+import pytest
+import torch
+from written_lines import HEADER, Source, sent
+
+import ftp
+from ftp import P
+from ftp.errors import ExplicitError
+
+TP = ftp.AbstractMesh((2,), ("tp",))
+DP_TP = ftp.AbstractMesh((2, 2), ("dp", "tp"))
+
+# Megatron's block: column and row linear, attention by heads, vocabulary-parallel embedding and
+# loss.
+BLOCK = """
+import torch
+import torch.nn.functional as F
+
+
+def attention(p, x):
+    b, t, d = x.shape
+    q, k, v = ((x @ p[w]).view(b, t, 4, -1).transpose(1, 2) for w in ("wq", "wk", "wv"))
+    a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y = a.transpose(1, 2).flatten(2) @ p["wo"]
+    return y
+
+
+def mlp(p, x):
+    return F.gelu(x @ p["up"]) @ p["down"]
+
+
+def loss(p, batch):
+    ids, labels = batch
+    x = F.embedding(ids, p["emb"])
+    h = F.layer_norm(x, (16,), p["norm1"])
+    x = x + attention(p, h)
+    x = x + mlp(p, F.layer_norm(x, (16,), p["norm2"]))
+    logits = F.layer_norm(x, (16,), p["norm"]) @ p["head"]
+    return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+"""
+SHAPES = {"emb": (32, 16), "up": (16, 32), "down": (32, 16), "head": (16, 32)}
+SHAPES |= {"wq": (16, 16), "wk": (16, 16), "wv": (16, 16), "wo": (16, 16)}
+SHAPES |= {"norm1": (16,), "norm2": (16,), "norm": (16,)}
+COLUMN, ROW = P(None, "tp"), P("tp", None)
+SPECS = {k: P() if "norm" in k else COLUMN for k in SHAPES} | dict.fromkeys(
+    ("emb", "down", "wo"), ROW
+)
+MEGATRON = [
+    'y = ftp.constrain(y, P("dp", None, None))',
+    'return ftp.constrain(F.gelu(x @ p["up"]) @ p["down"], P("dp", None, None))',
+    'x = ftp.constrain(x, P("dp", None, None))',
+    'h = ftp.constrain(h, P("dp", None, None))',
+    'x = x + mlp(p, ftp.constrain(F.layer_norm(x, (16,), p["norm2"]), P("dp", None, None)))',
+    'logits = ftp.constrain(F.layer_norm(x, (16,), p["norm"]), P("dp", None, None)) @ p["head"]',
+    "return ftp.constrain(F.cross_entropy(logits.flatten(0, 1), labels.flatten()), P())",
+]
+
+
+def block(source: Source, mesh=DP_TP, batch=P("dp"), specs=SPECS, **options) -> ftp.Lowered:
+    params = {k: torch.empty(shape, device="meta") for k, shape in SHAPES.items()}
+    ids = torch.empty((4, 8), dtype=torch.int64, device="meta")
+    step = ftp.shard(source.load().loss, mesh, specs, batch_specs=batch, **options)
+    return step.lower(params, (ids, ids))
+
+
+def missing(make, source: Source):
+    with pytest.raises(ExplicitError) as e:
+        make(source, explicit=True)
+    return e.value.missing, str(e.value)
+
+
+def check_lines(make, source: Source, *, removals: bool = True):
+    """Written, the lines are accepted and the program is the default one; each is needed."""
+    want = sent(make(source))
+    found, text = missing(make, source)
+    assert text.endswith("exactly what it sends without explicit=True."), text
+    assert all(m.nbytes > 0 and m.line in text.replace("\n      ", "\n") for m in found)
+    assert sent(make(source.with_lines(found), explicit=True)) == want
+    for line in found if removals else ():
+        less, _ = missing(make, source.with_lines([m for m in found if m is not line]))
+        assert [m.line for m in less] == [line.line]
+
+
+@pytest.fixture(scope="module")
+def of_block():
+    return missing(block, Source(BLOCK))
+
+
+def test_megatrons_block_gets_the_lines_of_megatron(of_block):
+    found, text = of_block
+    default = block(Source(BLOCK)).collectives
+    assert [m.line for m in found] == MEGATRON, text
+    assert sum(m.nbytes for m in found) == sum(c.wire_nbytes for c in default if c.axes == ("tp",))
+
+
+def test_each_line_is_needed(of_block):
+    found, _ = of_block
+    less = [m for m in found if m.line != MEGATRON[3]]
+    (line,), _ = missing(block, Source(BLOCK).with_lines(less))
+    assert line.line == MEGATRON[3]
+    assert line.source.endswith('h = F.layer_norm(x, (16,), p["norm1"])')
+    assert line.collectives == ("all_reduce over tp",)
+
+
+def test_data_parallelism_is_asked_for():
+    for spec in (P(), P("dp")):
+        specs = dict.fromkeys(SHAPES, spec)
+        lowered = block(Source(BLOCK), specs=specs, explicit=True, bucket=False)
+        assert len(lowered.collectives) > len(SHAPES)
+
+
+def test_with_its_lines_it_is_the_default_program_and_the_reference(of_block):
+    written = Source(BLOCK).with_lines(of_block[0])
+    assert sent(block(written, explicit=True)) == sent(block(Source(BLOCK)))
+    loss = written.load().loss
+    torch.manual_seed(0)
+    params = {k: torch.randn(shape, dtype=torch.float64) for k, shape in SHAPES.items()}
+    batch = torch.randint(32, (3, 8)), torch.randint(32, (3, 8))  # uneven over dp
+    mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
+    step = ftp.shard(loss, mesh, SPECS, batch_specs=P("dp"), explicit=True)
+    got, grads = step(params, batch)
+    want, value = torch.func.grad_and_value(Source(BLOCK).load().loss)(params, batch)
+    torch.testing.assert_close(got, value, rtol=1e-12, atol=0)
+    torch.testing.assert_close(grads, want, rtol=1e-9, atol=1e-12)
+
+
+def test_specs_ask_for_what_an_output_needs_and_no_more():
+    x, w = torch.empty(4, 8), torch.empty(8, 6)
+    specs = P(None, "tp"), P("tp")
+
+    def summed(x, w):
+        return (x @ w) * 2
+
+    step = ftp.spmd(summed, TP, specs, P(), explicit=True)
+    assert [c.op for c in step.lower(x, w).collectives] == ["all_reduce"]
+
+    def bent(x, w):
+        return (x @ w).relu().sum()
+
+    with pytest.raises(ExplicitError) as e:
+        ftp.spmd(bent, TP, specs, P(), explicit=True).lower(x, w)
+    (line,) = e.value.missing
+    assert line.line == "return (ftp.constrain(x @ w, P(None, None))).relu().sum()"
+    assert (line.place, line.nbytes) == ("in place of", 4 * 4 * 6)
+
+
+def test_what_per_rank_code_says_is_asked_for():
+    def rank(x):
+        return ftp.axis.all_reduce(x.relu(), "tp")
+
+    def fn(x):
+        return ftp.local(rank, TP, P("tp"), P())(x).square().sum()
+
+    lowered = ftp.spmd(fn, TP, P("tp"), P(), explicit=True).lower(torch.empty(4))
+    assert [c.op for c in lowered.collectives] == ["all_reduce"]
+
+
+def test_stages_refuse_it():
+    pipeline = ftp.Pipeline("pp", 2)
+    mesh = ftp.AbstractMesh((2,), ("pp",))
+    with pytest.raises(ftp.errors.InputError, match="explicit= does not go with stages"):
+        ftp.shard(lambda p, x: x, mesh, {}, pipeline=pipeline, explicit=True)
+
+
+def test_the_page():
+    page = (Path(__file__).parents[2] / "docs/explicit.md").read_text()
+    blocks = re.findall(r"```python\n(.*?)```", page, re.S)
+    module = Source("\n".join(blocks)).load()
+    (shown,) = re.findall(r"```text\n(.*?)```", page, re.S)
+    with pytest.raises(ExplicitError) as e:
+        Source(blocks[0].replace("except ftp.errors.ExplicitError", "except KeyError")).load()
+    at = len(HEADER.splitlines())
+    printed = re.sub(
+        r"\S*written_\d+\.py:(\d+)", lambda m: f"mlp.py:{int(m[1]) - at}", str(e.value)
+    )
+    assert printed.strip() == shown.strip()
+    assert module.lines
+
+
+def small(config: str, mesh=TP, tp="tp", zero=None, batch=P(), pins=None, **arguments):
+    """A model of tests/support/models.py, from its text."""
+
+    def make(source: Source, **options) -> ftp.Lowered:
+        module = source.load()
+        cfg = getattr(module, config)(**arguments)
+        fn, params = ftp.functionalize(
+            module.build(cfg, device="meta"), constraints={**(pins or {}), **source.constraints}
+        )
+        is_lm = config in ("LlamaConfig", "GPT2Config")
+        data = module.lm_batch(cfg) if is_lm else module.class_batch(cfg)
+        specs = ftp.plan(params, module.specs(module.cuts(cfg), tp=tp, zero=zero))
+        step = ftp.shard(module.loss(cfg, fn), mesh, specs, batch_specs=batch, **options)
+        return step.lower(params, data)
+
+    return make
+
+
+CASES = {
+    "llama": small("LlamaConfig"),
+    "llama × dp": small("LlamaConfig", DP_TP, batch=P("dp")),
+    "llama × zero": small("LlamaConfig", DP_TP, zero="dp", batch=P("dp")),
+    "llama, sequence parallel × zero": small(
+        "LlamaConfig",
+        DP_TP,
+        zero="dp",
+        batch=P("dp"),
+        pins=models.sequence_parallel(dp="dp"),
+    ),
+    "llama, grouped queries, sequence parallel": small(
+        "LlamaConfig", kv_heads=2, pins=models.sequence_parallel()
+    ),
+    "llama, uneven": small("LlamaConfig", heads=3, dim=12, vocab=31),
+    "llama, context parallel": small(
+        "LlamaConfig", ftp.AbstractMesh((2,), ("cp",)), tp=None, batch=P(None, "cp")
+    ),
+    "gpt2": small("GPT2Config"),
+    "gpt2, tied, interleaved × dp": small(
+        "GPT2Config", DP_TP, batch=P("dp"), tied=True, qkv="interleaved"
+    ),
+    "gpt2, fused": small("GPT2Config", qkv="fused"),
+    "cnn × dp": small("CNNConfig", DP_TP, batch=P("dp")),
+    "mlp × zero": small("MLPConfig", DP_TP, zero="dp", batch=P("dp")),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_models(case: str):
+    check_lines(CASES[case], Source(Path(models.__file__).read_text()))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [TP, DP_TP], ids=["tp", "dp × tp"])
+def test_the_block(mesh):
+    def make(source: Source, **options) -> ftp.Lowered:
+        return block(source, mesh, P("dp") if "dp" in mesh.axes else P(), **options)
+
+    check_lines(make, Source(BLOCK))
