@@ -67,7 +67,7 @@ def _emit_cond(
         graph = RankGraph()
         local: Env = {x: graph.placeholder(x.name) for x in given}  # type: ignore[union-attr]
         _emit(graph, local, [n for n in inside if found[n][depth][1] == side], found, depth + 1)
-        results = [choice.args[slot] for choice in choices]
+        results: list[Any] = [choice.args[slot] for choice in choices]
         graph.output(
             tuple(
                 local[x]
