@@ -15,6 +15,7 @@ from ftp.planning.graph_passes import live, mark_dependencies, merge_common
 from ftp.planning.plan import Plan, Specs
 from ftp.planning.planner import Watch, make_plan
 from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.branches import unmark_cut
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ def prepare(
         sizes: the dynamic ones, if any, in which the program is planned.
         number: gives the formula for a number of the trace.
     """
+    unmark_cut(gm.graph)
     size = None
     if sizes is not None and number is not None:
         found = number

@@ -166,6 +166,6 @@ class SizedProgram(Program):
                 for shape, x in zip(shapes, given, strict=False)
             ]
         numbers = map(symbolic.symint, self.ranks.at(coordinate, self.values).taken)
-        made = eager(graph, [*fakes, *numbers], self.donated)
+        made = eager(graph, [*fakes, *numbers], self.donated, host=True)
         symbolic.note_guards()
         return made
