@@ -30,6 +30,7 @@ from ftp.certification.packed_values import PackedValues
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused, Unsound
 from ftp.errors import CertificateError, join_failures
+from ftp.ops.attention_ring import RINGS
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -90,7 +91,8 @@ class Checker:
             )
             return
         issued = [
-            [n for n in g.nodes if n.target in COLLECTIVES] for g in self.certificate.ranks.graphs
+            [n for n in g.nodes if n.target in COLLECTIVES or n.target in RINGS]
+            for g in self.certificate.ranks.graphs
         ]
         yield from self.mismatched_collectives(issued)
         writes = [self.refused_write(graph) for graph in range(len(issued))]

@@ -111,15 +111,16 @@ class ExpectedParts:
         cuts: dict[str, list[Cut]] = {}
         cut_axes: dict[str, str] = {}
         for claim in op.claims:
-            if claim.axis in cut_axes:
+            is_ring = (cut_axes.get(claim.axis), claim.factor) in rule.ring
+            if claim.axis in cut_axes and (not is_ring or claim.factor in cuts):
                 raise Refused(f"{op} is claimed to be cut twice over {claim.axis}")
-            is_kept = claim.factor in rule.whole and claim.axis not in region
+            is_kept = claim.factor in rule.whole and claim.axis not in region and not is_ring
             if is_kept or claim.factor not in rule.sizes:
                 raise Refused(
                     f"{op} is claimed to be cut along {claim.factor}, which its rule {rule} keeps"
                     " whole"
                 )
-            cut_axes[claim.axis] = claim.factor
+            cut_axes.setdefault(claim.axis, claim.factor)
             outer, extent, inner = (
                 self.size(s, cell) for s in (claim.outer, claim.extent, claim.inner)
             )
@@ -132,7 +133,8 @@ class ExpectedParts:
             index[claim.factor] = self.part(held, outer, extent, inner, pieces)
             (start, _), *second = pieces
             length = sum(length for _, length in pieces)
-            cut = Cut(outer, extent, inner, start, length, *second)  # type: ignore[arg-type]
+            of_axis = {"axis": claim.axis, "n": self.axes[claim.axis].n}
+            cut = Cut(outer, extent, inner, start, length, *second, **of_axis)  # type: ignore[arg-type]
             cuts.setdefault(claim.factor, []).append(cut)
         for axis, slots in op.partial.items():
             if axis in cut_axes:

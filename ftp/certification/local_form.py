@@ -62,8 +62,11 @@ def local_form(
     index: Mapping[str, Index],
     cuts: Mapping[str, list[Cut]],
     device: torch.device,
+    groups: Mapping[str, tuple[str, ...]],
 ):
     """Build the rule's local form as a graph of its own.
+
+    ``groups`` has the axes of each process group.
 
     Returns its results, the operand that each of its inputs is, and the start of each cut.
     """
@@ -88,7 +91,12 @@ def local_form(
     args, kwargs = replaced(tuple(op.args), Ref, place), replaced(dict(op.kwargs), Ref, place)
     sizes = {f: i.shape[-1] for f, i in index.items()}
     begun = {f: list(map(begin, found)) for f, found in cuts.items()}
-    made = localize(LocalOp(graph, op.target, args, kwargs, rule, sizes, begun, device))
+    names = {axes: name for name, axes in groups.items()}
+    made = localize(
+        LocalOp(
+            graph, op.target, args, kwargs, rule, sizes, begun, device, lambda axis: names[axis,]
+        )
+    )
     if isinstance(made, tuple):
         results = list(made)
     elif len(op.results) > 1 or _returns_tuple(op.target):

@@ -89,7 +89,9 @@ class OpForms:
             return self.bound[cell, name]
         rule = self.rule(op)
         index, cuts = self.parts.factors(op, rule, cell)
-        results, places, starts = local_form(op, rule, index, cuts, self.graphs.device)
+        results, places, starts = local_form(
+            op, rule, index, cuts, self.graphs.device, self.graphs.certificate.groups
+        )
         matcher = Matcher(self.graphs.offsets(cell), starts)
         inside = set(nodes)
         bound: dict[fx.Node, fx.Node] = {}
@@ -282,8 +284,9 @@ class OpForms:
         dims = rule.results[at]
         held = {f for dim in dims for f in dim}
         pending = {(axis, "sum") for axis in op.partial}
+        cut = {claim.axis for claim in op.claims if claim.factor in held}
         for claim in op.claims:
-            if claim.factor not in held and (reduction := rule.pending[at].get(claim.factor)):
+            if claim.axis not in cut and (reduction := rule.pending[at].get(claim.factor)):
                 pending.add((claim.axis, reduction))
         return element_map(
             self.key(Ref(op.name, at), cell),

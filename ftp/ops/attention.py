@@ -198,18 +198,36 @@ def _forward(
     key_blocks = blocks(columns, k.shape[2], KEYS)
     for block in blocks(rows, q.shape[2], QUERIES):
         whole = block.slice(block.first, block.first + block.length)
-        found = [t for keys in key_blocks for t in tiles(block, keys, is_causal)]
         total = _rows(logsumexp, whole).fill_(-math.inf)
         merged = _rows(out, whole)
         result = merged if wide == q.dtype else merged.to(wide)
-        for tile in found:
-            part, weight = _tile(q, k, v, attn_mask, tile, scale)
-            queries = slice(tile.queries.start - whole.start, tile.queries.stop - whole.start)
-            merge(_rows(result, queries), _rows(total, queries), part, weight)
+        for keys in key_blocks:
+            attend(result, total, q, k, v, block, keys, is_causal, scale, attn_mask)
         if result is not merged:
             merged.copy_(result)
         total.masked_fill_(total == -math.inf, 0)  # as the kernel of rows that see nothing
     return out, logsumexp
+
+
+def attend(
+    result: Tensor,
+    total: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    rows: Block,
+    keys: Block,
+    is_causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+) -> None:
+    """Merge what a block of queries sees of a block of keys into ``result`` and ``total``, its
+    log-sum-exps, which have the block's rows alone.
+    """
+    for tile in tiles(rows, keys, is_causal):
+        part, weight = _tile(q, k, v, mask, tile, scale)
+        queries = slice(tile.queries.start - rows.at, tile.queries.stop - rows.at)
+        merge(_rows(result, queries), _rows(total, queries), part, weight)
 
 
 def merge(out: Tensor, logsumexp: Tensor, part: Tensor, of_part: Tensor) -> None:
@@ -298,18 +316,43 @@ def _backward(
         of_k, of_v = (_rows(x, whole) for x in (grad_k, grad_v))
         sums = [x if x.dtype == wide else x.to(wide) for x in (of_k, of_v)]
         for block in row_blocks:
-            for tile in tiles(block, keys, is_causal):
-                dq, dk, dv = _tile_backward(
-                    grad_out, q, k, v, out, logsumexp, attn_mask, tile, scale
-                )
-                _rows(grad_q, tile.queries).add_(dq)
-                here = slice(tile.keys.start - whole.start, tile.keys.stop - whole.start)
-                _rows(sums[0], here).add_(dk)
-                _rows(sums[1], here).add_(dv)
+            add_gradients(
+                (grad_q, *sums),
+                (grad_out, q, k, v, out, logsumexp),
+                block,
+                keys,
+                is_causal,
+                scale,
+                attn_mask,
+            )
         if wide != k.dtype:
             of_k.copy_(sums[0])
             of_v.copy_(sums[1])
     return grad_q.to(q.dtype), grad_k, grad_v
+
+
+def add_gradients(
+    sums: Sequence[Tensor],
+    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    rows: Block,
+    keys: Block,
+    is_causal: bool,
+    scale: float,
+    mask: Tensor | None = None,
+) -> None:
+    """Add the gradients that a block of queries and a block of keys give each other.
+
+    Args:
+        sums: the gradients of all queries, and of the block's keys and values alone.
+        given: the result's gradient, q, k, v, the result, its log-sum-exps.
+    """
+    grad_q, grad_k, grad_v = sums
+    for tile in tiles(rows, keys, is_causal):
+        dq, dk, dv = _tile_backward(*given, mask, tile, scale)
+        _rows(grad_q, tile.queries).add_(dq)
+        here = slice(tile.keys.start - keys.at, tile.keys.stop - keys.at)
+        _rows(grad_k, here).add_(dk)
+        _rows(grad_v, here).add_(dv)
 
 
 def _tile_backward(

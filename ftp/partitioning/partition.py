@@ -27,6 +27,7 @@ from ftp.partitioning.inline_per_rank import (
     axes_of_calls,
     emit_per_rank,
 )
+from ftp.partitioning.rings import record_rings
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
 from ftp.planning.insert_moves import move_rule
@@ -323,8 +324,13 @@ class _Emission:
             sizes,
             cuts,
             self.device,
+            self.group_name,
         )
+        last = self.graph._root.prev
         made = localize(op)
+        if node.rule.ring:
+            starts = {at: offset.at(self.coordinate) for offset, at in self.offsets.items()}
+            record_rings(last, node, self.coordinate, starts)
         if len(node.results) == 1 and not isinstance(made, tuple) and not _returns_tuple(node):
             self.env[Value(node)] = made
             return
@@ -405,7 +411,7 @@ class _Emission:
         )
         length = sum(length for _, length in held)
         second = (begins[1], held[1][1]) if cut.zigzag else None
-        return Cut(outer, size, inner, begins[0], length, second)
+        return Cut(outer, size, inner, begins[0], length, second, cut.axis, n)
 
     def _offset(self, offset: Offset) -> fx.Node:
         if offset not in self.offsets:

@@ -82,6 +82,8 @@ class Hardware:
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any on tensors that are not dense (``strided``), where memory is not what limits them.
         convolution: as ``attention``, of convolutions.
+        ring_step: seconds that each step of a ring costs beside its work: an op in parts starts
+            more kernels, and merges their results.
         network: between hosts, for the axes that leave one and that ``links`` does not name.
 
     >>> hardware = Hardware(flops=1e12, links={"dp": Link(bandwidth=1e9)})
@@ -105,6 +107,7 @@ class Hardware:
     elements: Mapping[str, float] = field(default_factory=dict, hash=False)
     convolution: float = 1.0
     network: Link = Link(2e-5, 5e10)
+    ring_step: float = 5e-5
 
     def link_of(self, axes: Sequence[str]) -> Link:
         """The slowest of the axes' links."""
@@ -217,6 +220,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
         "all_gather": share,
         "reduce_scatter": share,
         "all_to_all": share / n,
+        "ring": share,
     }.get(op)
     return (
         0.0

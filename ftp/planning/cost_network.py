@@ -38,9 +38,9 @@ def solve(problem: Problem) -> AxisPlan:
         return plan
 
 
-def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, float | None]]:
-    """Per layout that a value can have on the axis, the exact cost of the cheapest plan with it;
-    None where there is no such plan.
+def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, float | None]]:
+    """Per layout that a value can have on the axis, and whether its op passes parts around a ring
+    for it, the exact cost of the cheapest plan with it; None where there is no such plan.
     """
     for violation in (math.inf, VIOLATION):
         network = _Network(problem, violation)
@@ -48,15 +48,15 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, float | N
         found = min_marginals(*tables.network, tables.of_node[value.node])
         if any(found):
             break
-    costs: dict[Layout, float | None] = {}
+    costs: dict[tuple[Layout, bool], float | None] = {}
     for strategy, solution in zip(network.options[value.node], found, strict=True):
         layout = strategy.results[value.index]
-        layout = R if layout.kind == "R" else layout
-        known = costs.get(layout)
+        key = R if layout.kind == "R" else layout, strategy.beside is not None
+        known = costs.get(key)
         if solution is not None and (known is None or solution.cost < known):
-            costs[layout] = solution.cost
-        costs.setdefault(layout, None)
-    return list(costs.items())
+            costs[key] = solution.cost
+        costs.setdefault(key, None)
+    return [(*key, cost) for key, cost in costs.items()]
 
 
 class _Tables(NamedTuple):
@@ -106,11 +106,21 @@ class _Network:
                 rule.results,
                 rule.linear,
                 tuple(tuple(p.items()) for p in rule.pending),
+                rule.ring,
             )
+            rings = self.problem.reach.rings.get(node, ())
             if self.problem.open and node in self.problem.open.groups:
                 cuts = self._open_cuts(node)
             fixed = self.problem.axis in node.own_axes
-            key = (kind, tuple(node.sizes.items()), tuple(cuts), pinned, pending, fixed)
+            key = (
+                kind,
+                tuple(node.sizes.items()),
+                tuple(cuts),
+                pinned,
+                pending,
+                fixed,
+                tuple(rings),
+            )
             if key not in shared:
                 shared[key] = strategies(
                     node,
@@ -121,6 +131,7 @@ class _Network:
                     widens=node in widens,
                     is_cut_again=node in again,
                     is_fixed=fixed,
+                    rings=rings,
                 )
             found = options[node] = shared[key]
             for index in range(len(node.results)):

@@ -91,13 +91,14 @@ def _cut(node: Node, strategy: Strategy, axis: str, n: int) -> None:
     for index, layout in enumerate(strategy.results):
         if layout.kind == "P":
             node.pending.setdefault(index, []).append((axis, layout.op))
-    if strategy.cut is None:
-        return
-    factor, outer, inner, is_zigzag = strategy.cut
-    extent = div(node.sizes[factor], mul(outer, inner))
-    assert extent is not None
-    node.cuts.append(FactorCut(axis, factor, outer, extent, inner, is_zigzag))
-    node.sizes[factor] = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
+    for cut in (strategy.cut, strategy.beside):
+        if cut is None:
+            continue
+        factor, outer, inner, is_zigzag = cut
+        extent = div(node.sizes[factor], mul(outer, inner))
+        assert extent is not None
+        node.cuts.append(FactorCut(axis, factor, outer, extent, inner, is_zigzag))
+        node.sizes[factor] = prod((outer, cut_size(extent, axis, n, is_zigzag), inner))
 
 
 class _Emitter:

@@ -100,6 +100,7 @@ class Prices:
             held = self.problem.open.held.get(node, 0.0) if self.problem.open else 0.0
             return [held / self.problem.n if s.cut else held for s in self.options[node]]
         sizes = {f: nominal(s) for f, s in node.sizes.items()}
+        sizes |= {f: node.rule.sizes[f] for _, f in node.rule.ring}  # whole, or each part in turn
         seconds = op_seconds(node.target, node.rule, sizes, node.results, self.problem.hardware)
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
@@ -109,6 +110,8 @@ class Prices:
             widens = WHOLE in s.operands and not node.depends & BATCH
             is_shared = s.cut or widens
             price = seconds / self.problem.n if is_shared else seconds
+            if s.beside is not None:
+                price = self._of_ring(node, price, s.beside.factor)
             if self.problem.open and self.problem.open.is_bare:
                 pass
             elif s.pending is not None:
@@ -126,6 +129,19 @@ class Prices:
                 price *= REPLICATED_PRODUCT
             prices.append(price)
         return prices
+
+    def _of_ring(self, node: Node, computed: float, factor: str) -> float:
+        """Seconds of an op while parts of its tensors along ``factor`` travel, and those of its
+        results.
+        """
+        tensors = [
+            *zip(node.operands, node.rule.operands, strict=True),
+            *((Value(node, i), dims) for i, dims in enumerate(node.rule.results)),
+        ]
+        sent = sum(self.nbytes(value) for value, dims in tensors if (factor,) in dims)
+        n, hardware = self.problem.n, self.problem.hardware
+        travel = collective_seconds("ring", sent, n, hardware.link)
+        return max(computed, travel) + (n - 1) * hardware.ring_step
 
     def of_reshards(self, value: Value, entries: list[tuple[Layout, ...]]) -> np.ndarray:
         """Seconds from each strategy's result to each set of copies, as a table."""

@@ -33,11 +33,14 @@ class Reach:
         layouts: per value the cuts it may have.
         cuts: per node the factors it may be cut on.
         blocked: nodes with a whole factor that some layout asks to cut.
+        rings: per node such factors that an axis may cut beside another, as the rule's ``ring``
+            says.
     """
 
     layouts: dict[Value, list[Layout]] = field(default_factory=dict)
     cuts: dict[Node, list[Cut]] = field(default_factory=dict)
     blocked: dict[Node, list[str]] = field(default_factory=dict)
+    rings: dict[Node, list[Cut]] = field(default_factory=dict)
 
 
 def reach(
@@ -67,6 +70,9 @@ def reach(
         if cut is None:
             return
         if cut[0] in node.rule.whole:
+            if any(cut[0] == second for _, second in node.rule.ring) and cut[1] == cut[2] == 1:
+                rings = found.rings.setdefault(node, [])
+                rings += [cut] if cut not in rings else []
             blocked = found.blocked.setdefault(node, [])
             if cut[0] not in blocked:
                 blocked.append(cut[0])

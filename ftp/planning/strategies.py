@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 from ftp.planning.graph import Node, Value
 from ftp.planning.reachable_cuts import Cut, factor_of, layout_of
+from ftp.rules.notation import Dims
 from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.layout import PARTIAL, Layout, R, partial
 
@@ -17,12 +18,16 @@ PASS_ON = 1e-9  # seconds per op that passes a pending sum on; breaks ties: redu
 class Strategy(NamedTuple):
     """What one op does on one axis: the layouts of operands and results; the factor that is cut, or
     the operands that are pending sums.
+
+    Attributes:
+        beside: a second factor that the axis cuts, whose parts travel around its ranks.
     """
 
     operands: tuple[Layout, ...]
     results: tuple[Layout, ...]
     cut: Cut | None = None
     pending: tuple[int, ...] | None = None
+    beside: Cut | None = None
 
 
 def passes_gathered(node: Node) -> bool:
@@ -46,6 +51,7 @@ def strategies(
     widens: bool = False,
     is_cut_again: bool = False,
     is_fixed: bool = False,
+    rings: Sequence[Cut] = (),
 ) -> list[Strategy]:
     """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
 
@@ -53,6 +59,7 @@ def strategies(
         widens: whether operands may be gathered for it, as its result has more bytes.
         is_cut_again: whether they are, as the op keeps the dim whole that is cut before and after.
         is_fixed: the op has one cut, or none, and does nothing else.
+        rings: second factors that the axis may cut beside another.
     """
     if pinned is not None:
         cut = factor_of(node.rule.results[0], node.sizes, pinned, n) if pinned.kind == "S" else None
@@ -74,8 +81,23 @@ def strategies(
             for dims, pending in zip(node.rule.results, node.rule.pending, strict=True)
         )
         found.append(Strategy(needs, gives, cut))
+        for beside in rings:
+            is_whole = node.sizes[beside.factor] == node.rule.sizes[beside.factor]
+            if (cut.factor, beside.factor) in node.rule.ring and is_whole:
+                found.append(_ring(node, cut, beside, n))
     for group in () if is_fixed else node.rule.linear:
         if any(node.operands[i] in may_pend for i in group):
             needs = tuple(PARTIAL if i in group else R for i in range(slots))
             found.append(Strategy(needs, (PARTIAL,) * results, None, group))
     return found
+
+
+def _ring(node: Node, cut: Cut, beside: Cut, n: int) -> Strategy:
+    """The strategy that cuts two factors; no tensor has both."""
+
+    def layout(dims: Dims) -> Layout:
+        held = layout_of(dims, node.sizes, cut, n)
+        return layout_of(dims, node.sizes, beside, n) if held is R else held
+
+    needs, gives = (tuple(map(layout, of)) for of in (node.rule.operands, node.rule.results))
+    return Strategy(needs, gives, cut, None, beside)

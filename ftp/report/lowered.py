@@ -30,6 +30,7 @@ from ftp.report.alternatives import (
     find,
     neighbours,
 )
+from ftp.report.attention_memory import of_attention
 from ftp.report.causes import Origins, of_moves
 from ftp.report.collectives import Collectives, broken_claims
 from ftp.report.lint import Finding
@@ -176,7 +177,8 @@ class Lowered(Startable):
             return phases.get(node.meta.get("origin", ""), 0 if node.op == "placeholder" else last)
 
         def workspace(node: fx.Node) -> int:
-            return on_cpu(node, shapes) if self._program.mesh.device_type == "cpu" else 0
+            own = on_cpu(node, shapes) if self._program.mesh.device_type == "cpu" else 0
+            return own + of_attention(node, shapes)
 
         graph, shapes, copies = self._executed
         return measure(
@@ -351,16 +353,15 @@ class Lowered(Startable):
             if at is None:
                 return
             own = self.plan.solutions[problem.axis].cost
-            for layout, cost in layout_costs(problem, Value(at, value.index)):
+            for layout, is_ring, cost in layout_costs(problem, Value(at, value.index)):
                 delta = None if cost is None else cost - own
                 chosen = (
                     layout.kind == _kind_on(value, problem.axis)
                     and delta is not None
                     and abs(delta) <= 1e-9 * own
                 )
-                found.append(
-                    Alternative(describe_layout(layout), problem.axis, cost, delta, chosen=chosen)
-                )
+                how = describe_layout(layout) + (", by a ring" if is_ring else "")
+                found.append(Alternative(how, problem.axis, cost, delta, chosen=chosen))
 
         self._again({}, watch)
         return found

@@ -15,6 +15,7 @@ from torch.fx.node import map_arg
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
+from ftp.ops.attention_ring import RING_BACKWARD, RINGS
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
 from ftp.partitioning.collectives import Collective
@@ -24,6 +25,7 @@ from ftp.planning.cost import Hardware, measured_seconds, on_curve
 from ftp.runtime.local_shapes import Held, LocalShapes
 
 aten = torch.ops.aten
+_PIPELINED = (gather_products, product_scatter, *RINGS)  # compute while they send
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def estimate(
             collectives.append(
                 Timed(node.name, record.op, source, begin, seconds, 0.0, record.nbytes, "link")
             )
-            if node.target in (gather_products, product_scatter):  # the longer of matmul, transfer
+            if node.target in _PIPELINED:  # the longer of matmul, transfer
                 timed = _op(node, shapes, hardware, now, 0)
                 ideal += timed.flops / hardware.flops_of(shapes.values[node][0].dtype)
                 ops.append(timed)
@@ -359,7 +361,7 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
             return type(value)(map(shape, value))
         return value
 
-    if node.target in (PART, PART_BACKWARD):
+    if node.target in RINGS or node.target in (PART, PART_BACKWARD):
         return _part_flops(node, shapes)
     args, kwargs = shape(tuple(node.args)), {k: shape(v) for k, v in node.kwargs.items()}
     return flops_of_call(node.target, args, kwargs, [r.shape for r in shapes.values[node]])
@@ -368,7 +370,7 @@ def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
 @functools.cache
 def _is_counted(target: Any) -> bool:
     packet = getattr(target, "overloadpacket", None)
-    is_own = target in (gather_products, product_scatter, MAP_SLICES)
+    is_own = target in (*_PIPELINED, MAP_SLICES)
     return packet is not None and (is_own or _is_attention(target) or packet in flop_registry)
 
 
@@ -411,11 +413,12 @@ def _flops_of_slice(key: str) -> float:
 
 def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     """Attention's FLOPs over the pairs of a query and a key that its mask leaves."""
-    at = 1 if node.target is PART_BACKWARD else 0
+    at = 1 if node.target in (PART_BACKWARD, RING_BACKWARD) else 0
     q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
-    after = 6 if node.target is PART_BACKWARD else 3
+    after = 6 if at else 3
     given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
     rows, columns, *causal = given
-    pairs = visible(pieces_of(rows, q[2]), pieces_of(columns, k[2]), bool(causal and causal[0]))
+    keys = [(0, columns[0])] if node.target in RINGS else pieces_of(columns, k[2])
+    pairs = visible(pieces_of(rows, q[2]), keys, bool(causal and causal[0]))
     of_pair = 6 * q[3] + 4 * v[3] if at else 2 * q[3] + 2 * v[3]
     return float(math.prod(q[:2]) * pairs * of_pair)

@@ -6,6 +6,7 @@ from typing import Any
 from torch._ops import OpOverload
 
 from ftp.ops.attention import PART, PART_BACKWARD
+from ftp.ops.attention_ring import RING, RING_BACKWARD
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
@@ -16,6 +17,7 @@ from ftp.rules.rule import Call, LocalHook, Meta, Rule
 Q, K, V, LSE = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s")
 OUT = ("b", "h", "s", "v")
 WHOLE = frozenset({"t", "e", "v"})
+RING_FACTORS = (("s", "t"),)
 
 
 def _heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
@@ -62,7 +64,9 @@ def flash_for_cpu(call: Call) -> Rule:
         operands, (_dims(OUT, heads), _dims(LSE, heads)), frozenset(whole), ((), ())
     )
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
-    return Rule(notation, (), _by_position(call, 0), _sizes(call, 0), decompose=q.shape[2] == 1)
+    is_token = q.shape[2] == 1
+    ring = () if masks or is_token else RING_FACTORS
+    return Rule(notation, (), _by_position(call, 0), _sizes(call, 0), is_token, ring)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -81,7 +85,8 @@ def flash_for_cpu_backward(call: Call) -> Rule:
         frozenset(whole),
         ((), over_queries, over_queries),
     )
-    return Rule(notation, ((0,),), _by_position(call, 1), _sizes(call, 1), decompose=False)
+    ring = () if masks else RING_FACTORS
+    return Rule(notation, ((0,),), _by_position(call, 1), _sizes(call, 1), False, ring)
 
 
 def _by_position(call: Call, at: int) -> LocalHook:
@@ -92,6 +97,8 @@ def _by_position(call: Call, at: int) -> LocalHook:
     part = PART if at == 0 else PART_BACKWARD
 
     def local(op: LocalOp) -> Any:
+        if op.is_cut("t"):
+            return _ring(op, causal)
         shapes = [op.operand_shape(i) for i in range(len(op.rule.operands))]
         if op.is_cut() and any(math.prod(s) == 0 for s in shapes):
             return tuple(zeros(op, i) for i in range(len(call.results)))
@@ -100,6 +107,29 @@ def _by_position(call: Call, at: int) -> LocalHook:
         return op.emit(part, *op.args[: causal - 1], op.part("s"), [], True, **op.kwargs)
 
     return local
+
+
+def _ring(op: LocalOp, causal: int) -> Any:
+    """Queries and keys are cut over one axis, whose ranks pass keys and values around."""
+    (keys,), queries = op.cuts["t"], op.cuts["s"]
+    at = next(i for i, cut in enumerate(queries) if cut.axis == keys.axis)
+    is_last = at == len(queries) - 1
+    ring = [
+        keys.size,
+        keys.n,
+        int(keys.second is not None),
+        at if is_last else -1,
+        int(queries[at].second is not None),
+    ]
+    return op.emit(
+        RING if causal == 4 else RING_BACKWARD,
+        *op.args[: causal - 1],
+        op.part("s"),
+        ring,
+        bool(len(op.args) > causal and op.args[causal]),
+        op.kwargs.get("scale"),
+        op.group(keys.axis),
+    )
 
 
 def kernel(*ops: "OpOverload | str", query: int) -> None:

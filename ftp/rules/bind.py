@@ -95,6 +95,7 @@ def bind(
         sizes,
         rule.local,
         rule.decompose,
+        ring=rule.ring,
     )
 
 

@@ -51,6 +51,8 @@ class Cut:
 
     Attributes:
         second: of a zigzag start and length of the second piece; ``length`` counts both.
+        axis, n: the mesh axis and its size; a local form that passes parts around its ranks names
+            its process group by them.
     """
 
     outer: int
@@ -59,6 +61,8 @@ class Cut:
     start: Offset
     length: int
     second: tuple[Offset, int] | None = None
+    axis: str = ""
+    n: int = 1
 
     @property
     def pieces(self) -> list[tuple[Offset, int]]:
@@ -81,6 +85,7 @@ class LocalOp:
         sizes: local size of each factor; ``rule.sizes`` has the global ones.
         cuts: how each cut factor is cut, one entry a mesh axis, each within what the one before
             left.
+        group: the name of an axis' process group.
     """
 
     graph: fx.Graph
@@ -91,6 +96,7 @@ class LocalOp:
     sizes: Mapping[str, int]
     cuts: Mapping[str, Sequence[Cut]]
     device: torch.device
+    group: Callable[[str], str] = str
 
     @property
     def call(self) -> Call:

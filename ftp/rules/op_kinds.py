@@ -42,6 +42,7 @@ ATTENTION = frozenset(
     for name in (forward, f"{forward}_backward")
     if hasattr(aten, name)
 )
+BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
 
 
 def is_product(target: Any) -> bool:
@@ -56,4 +57,8 @@ def multiplications(target: Any, sizes: Mapping[str, int]) -> float:
     total = math.prod(sizes.values())
     if target is GROUPED_MM:
         return total / max(sizes["e"], 1) ** 2
-    return total * (2 if target in ATTENTION else 1)
+    if target in ATTENTION and (both := sizes["e"] * sizes["v"]):
+        # Scores and their product with the values; backward scores again, and four gradients.
+        e, v = (3, 2) if target in BACKWARD else (1, 1)
+        return total * (e * sizes["e"] + v * sizes["v"]) / both
+    return total

@@ -93,6 +93,8 @@ class Rule:
         sizes: sizes of factors that the shapes do not tell.
         decompose: whether the op is worth replacing by primitives when a whole factor is within
             reach.
+        ring: pairs of factors that one axis may cut together, the second of which is whole
+            otherwise: the local form then passes its parts around the ranks of the axis.
     """
 
     notation: Notation
@@ -100,6 +102,7 @@ class Rule:
     local: LocalHook | None = None
     sizes: Mapping[str, int] = field(default_factory=dict)
     decompose: bool = True
+    ring: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return str(self.notation)
@@ -123,6 +126,7 @@ class BoundRule:
     local: LocalHook | None
     decompose: bool
     is_found: bool = False
+    ring: tuple[tuple[str, str], ...] = ()
     call: Call | None = field(default=None, compare=False, repr=False)
 
     def __str__(self) -> str:

@@ -32,7 +32,7 @@ typedef struct {
 #endif
 
 enum { DONE = 0, LATE = -1, STOPPED = -2, DEAD = -16 }; /* DEAD - r: rank r */
-enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL };
+enum { ALL_REDUCE, ALL_GATHER, REDUCE_SCATTER, ALL_TO_ALL, SHIFT };
 
 static const double SPIN = 100e-6; /* seconds; waking a rank takes about half of it */
 
@@ -120,7 +120,8 @@ static void reduce(char *out, const char *x, const char *y, size_t nbytes, int k
 }
 
 /* base: the shared memory: one Header (its `posted` stops everyone), n Headers, then n times two slots of `capacity` bytes.
-   each: bytes of what is summed (ALL_REDUCE), of a rank's part (ALL_GATHER, REDUCE_SCATTER), of what one rank sends one (ALL_TO_ALL). */
+   each: bytes of what is summed (ALL_REDUCE), of a rank's part (ALL_GATHER, REDUCE_SCATTER), of what one rank sends one (ALL_TO_ALL) or
+   the next (SHIFT: x goes to the rank `op` places after this one; x or out may be NULL, where nothing is sent or awaited). */
 int ftp_collective(char *base, int n, int rank, size_t capacity, const char *x, char *out, size_t each, int what, int kind, int op,
                    double timeout) {
     Header *heads = (Header *)base + 1;
@@ -134,7 +135,7 @@ int ftp_collective(char *base, int n, int rank, size_t capacity, const char *x, 
         int64_t part = atomic_load(&heads[rank].posted) + 1;
         size_t turn = (size_t)(part & 1) * capacity;
         char *mine = slots + 2 * capacity * (size_t)rank + turn;
-        for (int r = 0; r < (is_cut ? n : 1); r++) memcpy(mine + (size_t)r * size, x + (size_t)r * each + at, size);
+        for (int r = 0; r < (is_cut ? n : 1) && x; r++) memcpy(mine + (size_t)r * size, x + (size_t)r * each + at, size);
         post(&heads[rank], part);
         const char *first = mine;
         for (int r = 0; r < n; r++) {
@@ -144,7 +145,9 @@ int ftp_collective(char *base, int n, int rank, size_t capacity, const char *x, 
                 if (found != DONE) return found;
             }
             const char *theirs = slots + 2 * capacity * (size_t)r + turn + (is_cut ? (size_t)rank * size : 0);
-            if (is_joined) memcpy(out + (size_t)r * each + at, theirs, size);
+            if (what == SHIFT) {
+                if (out && (r + op - rank) % n == 0) memcpy(out + at, theirs, size);
+            } else if (is_joined) memcpy(out + (size_t)r * each + at, theirs, size);
             else if (n == 1) memcpy(out + at, theirs, size);
             else if (r == 0) first = theirs;
             else reduce(out + at, r == 1 ? first : out + at, theirs, size, kind, op);

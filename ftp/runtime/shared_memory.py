@@ -9,6 +9,7 @@ rank that dies, is late, or is told to stop makes the others raise.
 
 import ctypes
 import json
+import math
 import mmap
 import os
 import secrets
@@ -26,6 +27,15 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.distributed.agreement import exchange, interrupts
+from ftp.ops.attention_ring import (
+    RING,
+    RING_BACKWARD,
+    OneRank,
+    Send,
+    one_rank,
+    one_rank_backward,
+    run,
+)
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, checked_counts
 from ftp.ops.native import compiled
 from ftp.passes.aliasing import WAIT
@@ -37,7 +47,7 @@ SLOT_BYTES = 4 << 20  # of a part of a tensor; two slots a rank
 _HEADER_BYTES = 128
 _KINDS = {torch.float32: 0, torch.float64: 1, torch.int64: 2}
 _OPS = {"sum": 0, "max": 1, "min": 2}
-_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL = range(4)
+_ALL_REDUCE, _ALL_GATHER, _REDUCE_SCATTER, _ALL_TO_ALL, _SHIFT = range(5)
 
 
 class SharedGroup:
@@ -110,30 +120,49 @@ class SharedGroup:
             at += sent[mine]
         return out
 
+    def shift(self, send: Send) -> torch.Tensor | None:
+        """What a rank before this one sends, once this rank's own is sent."""
+        like, x, out = send.like, send.tensor, None
+        if x is not None and x.numel() < send.most:
+            x = torch.cat([x.reshape(-1), like.new_empty(send.most - x.numel())])
+        if send.arrives is not None:
+            out = like.new_empty(send.most)
+        self._issue(_SHIFT, x, out, send.most, send.step, like.dtype)
+        if out is None or send.arrives is None:
+            return None
+        return out[: math.prod(send.arrives)].view(send.arrives)
+
     def _issue(
-        self, what: int, x: torch.Tensor, out: torch.Tensor, each: int, op: str = "sum"
-    ) -> torch.Tensor:
+        self,
+        what: int,
+        x: torch.Tensor | None,
+        out: Any,
+        each: int,
+        op: str | int = "sum",
+        dtype: torch.dtype | None = None,
+    ) -> Any:
+        """Args: op: of a sum; places that a shift moves by."""
         if not each:
             return out
-        x = x.contiguous()
+        x = None if x is None else x.contiguous()
         timeout = self._options._timeout.total_seconds()
-        dtype = x.dtype
+        dtype = dtype or x.dtype  # type: ignore[union-attr]
         found = self._run(
             self._base,
             self.ranks,
             self.rank,
             SLOT_BYTES,
-            x.data_ptr(),
-            out.data_ptr(),
+            None if x is None else x.data_ptr(),
+            None if out is None else out.data_ptr(),
             each * dtype.itemsize,
             what,
             _KINDS.get(dtype, 0),
-            _OPS[op],
+            op if isinstance(op, int) else _OPS[op],
             timeout,
         )
         if found:
             self.stop()
-            name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all")[what]
+            name = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "ring")[what]
             # As torch's own collectives raise it: `agreement` knows it by its type, and asks who is
             # missing.
             why = self._why(found, timeout)
@@ -296,6 +325,16 @@ def directly(node: fx.Node) -> Callable[..., torch.Tensor] | None:
     return issue
 
 
+def _ring(body: Callable[..., OneRank], args: tuple[Any, ...]) -> Any:
+    group = _groups[args[-1]]
+
+    def start(sends: list[Send]) -> Callable[[], list[torch.Tensor | None]]:
+        arrived = list(map(group.shift, sends))
+        return lambda: arrived
+
+    return run(body(group.rank, *args[:-1]), start)
+
+
 _RUN: dict[Any, Callable[..., torch.Tensor]] = {}
 
 
@@ -331,6 +370,8 @@ _IN_MEMORY = {
     ALL_TO_ALL_ROWS: _define(
         ALL_TO_ALL_ROWS, lambda *args: _groups[args[-1]].all_to_all_rows(*args[:-1])
     ),
+    RING: _define(RING, lambda *args: _ring(one_rank, args)),
+    RING_BACKWARD: _define(RING_BACKWARD, lambda *args: _ring(one_rank_backward, args)),
 }
 
 

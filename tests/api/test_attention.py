@@ -56,6 +56,101 @@ def test_as_on_one_device(shape: Any, names: Any, cut: P, length: int, of_keys: 
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
+# Computing takes so long that every transfer hides behind it.
+SLOW = ftp.Hardware(flops=1e3, ring_step=0.0)
+ZIGZAG = P(None, None, ftp.zigzag("cp"))
+RINGS = [
+    *CUTS[1:4],
+    CUTS[5],
+    ((3,), ("cp",), ZIGZAG, 13, 2),
+    ((2, 2), ("cp", "tp"), P(None, "tp", ftp.zigzag("cp")), 9, 2),
+]
+
+
+@pytest.fixture
+def _in_pieces(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("ftp.ops.attention_ring.SHORTEST", 2)
+
+
+@pytest.mark.usefixtures("_in_pieces")
+@pytest.mark.parametrize(("shape", "names", "cut", "length", "of_keys"), RINGS)
+def test_a_ring_as_on_one_device(shape: Any, names: Any, cut: P, length: int, of_keys: int):
+    mesh = ftp.simulated_mesh(shape, names)
+    tensors = drawn(length, of_keys=of_keys)
+    step = ftp.spmd(with_gradients, mesh, (cut,) * 4, (cut,) * 4, certify=True, hardware=SLOW)
+    assert [c.op for c in step.lower(*tensors).collectives].count("ring") == 2
+    for got, expected in zip(step(*tensors), with_gradients(*tensors), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
+def test_a_ring_is_chosen_by_time():
+    """Where transfers hide behind what is computed; a short sequence is gathered."""
+    mesh, cut = ftp.AbstractMesh((8,), ("cp",)), P(None, None, "cp")
+    chosen = []
+    for length, hardware in ((1 << 12, None), (1 << 18, None), (1 << 18, NO_RING)):
+        x = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
+        step = ftp.spmd(
+            lambda batch, w: with_gradients(*(w * x for x in batch)),
+            mesh,
+            ((cut,) * 4, P()),
+            (cut,) * 4,
+            hardware=hardware,
+        )
+        w = torch.empty((), dtype=torch.bfloat16, device="meta")
+        chosen.append([c.op for c in step.lower((x,) * 4, w).collectives])
+    gathered = ["all_gather"] * 2 + ["reduce_scatter"] * 2
+    assert chosen == [gathered, ["ring"] * 2, gathered]
+
+
+NO_RING = ftp.Hardware(ring_step=1.0)
+
+
+def test_memory_of_a_ring():
+    """At most 1.5 times that of q, k, v, the result and their gradients, as long as it may be."""
+    mesh = ftp.AbstractMesh((8,), ("cp",))
+    for cut in (P(None, None, "cp"), ZIGZAG):
+        times = []
+        for length in (1 << 18, 1 << 19):
+            q = torch.empty(1, 8, length, 128, dtype=torch.bfloat16, device="meta")
+            lowered = ftp.lower(with_gradients, mesh, cut, q, q, q, q, out_specs=(cut,) * 4)
+            times.append(int(lowered.memory) / (8 * q.numel() * 2 / 8))
+        assert times[1] <= times[0] <= 1.5
+
+
+@pytest.mark.usefixtures("_in_pieces")
+def test_wrong_rings_are_refused():
+    mesh = ftp.simulated_mesh((3,), ("cp",))
+    cut = P(None, None, "cp")
+    step = ftp.spmd(with_gradients, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW)
+    certificate = ftp.certify(step.lower(*drawn(12)))
+    graph, offsets = certificate.ranks.at[(1,)]
+    assert offsets == (4,)
+    wrong = {**certificate.ranks.at, (1,): (graph, (5,))}
+    with pytest.raises(CertificateError, match="not the local form"):
+        check(replace(certificate, ranks=Ranks(certificate.ranks.graphs, wrong)))
+    rings = [n for n in certificate.ranks.graphs[graph].nodes if "ring" in str(n.target)]
+    assert len(rings) == 2
+    for node in rings:
+        rows, keys, is_causal, scale, group = node.args[-5:]
+        for mutant in (
+            (rows, [12, 3, 1, 0, 0], is_causal, scale, group),  # as if keys were in zigzag
+            (rows, [12, 4, 0, 0, 0], is_causal, scale, group),  # another number of ranks
+            (rows, [12, 3, 0, 0, 1], is_causal, scale, group),  # blocks that are needed stay away
+            ([1, 12, 1, 1, 0, 4], keys, is_causal, scale, group),  # all ranks as the first
+            (rows, keys, False, scale, group),
+            (rows, keys, is_causal, 0.5, group),
+        ):
+            node.args = (*node.args[:-5], *mutant)
+            with pytest.raises(CertificateError, match="not the local form"):
+                check(certificate)
+            node.args = (*node.args[:-5], rows, keys, is_causal, scale, group)
+    check(certificate)
+    first, last = rings[0].args[0], rings[0].args[1]
+    rings[0].args = (last, first, *rings[0].args[2:])
+    with pytest.raises(CertificateError):
+        check(certificate)
+
+
 def test_memory_is_linear():
     mesh = ftp.AbstractMesh((8,), ("cp",))
     cut = P(None, None, "cp")

@@ -1,0 +1,54 @@
+"""What a ring inside an op sends, as a record of the collective that it is."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.ops.attention_ring import RINGS, Ring
+from ftp.partitioning.collectives import Collective
+from ftp.planning.graph import Node
+from ftp.sharding.layout import size_at
+
+
+def record_rings(
+    last: fx.Node, node: Node, coordinate: Mapping[str, int], starts: Mapping[fx.Node, int]
+) -> None:
+    """Note on the rings of an op, those after ``last`` in a rank's graph, what they send.
+
+    Args:
+        starts: the rank's offsets.
+    """
+    at = last._next
+    while at.op != "root":
+        if at.target in RINGS:
+            _record(at, node, coordinate, starts)
+        at = at._next
+
+
+def _record(
+    made: fx.Node, node: Node, coordinate: Mapping[str, int], starts: Mapping[fx.Node, int]
+) -> None:
+    target: Any = made.target
+    slot = RINGS[target]  # of the keys; the values are next
+    axis = next(c.axis for c in node.cuts if c.factor == node.rule.ring[0][1])
+    shapes = [[size_at(s, coordinate) for s in node.operand_shape(i)] for i in (slot, slot + 1)]
+    dtype = node.operands[slot].meta.dtype
+    of_key = sum(batch * heads * dim for batch, heads, _, dim in shapes) * dtype.itemsize
+    given: Any = map_arg(tuple(made.args[-5:-2]), starts.__getitem__)
+    rows, keys, is_causal = given
+    ring = Ring.of(keys)
+    sent, received = ring.traffic(rows, is_causal, returns=slot == 2)
+    made.meta["collective"] = Collective(
+        "ring",
+        (axis,),
+        tuple(shapes[0]),
+        dtype,
+        max(sent, received) * of_key,
+        node.operands[slot].meta.shape,
+        sent * of_key,
+        node.source,
+        node.name,
+    )
+    made.meta["axis"] = axis

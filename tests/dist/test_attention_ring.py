@@ -1,0 +1,51 @@
+"""Ring attention on processes: as on one device over gloo, in shared memory and compiled."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from launch import launch
+from torch.nn import functional as F
+
+import ftp
+from ftp import P, zigzag
+from ftp.ops import attention_ring
+
+pytestmark = pytest.mark.dist
+# Computing takes so long that every transfer hides behind it.
+SLOW = ftp.Hardware(flops=1e3, ring_step=0.0)
+
+
+def _attend(q: Any, k: Any, v: Any, grad: Any) -> Any:
+    run = lambda *x: F.scaled_dot_product_attention(*x, is_causal=True)  # noqa: E731
+    out, vjp = torch.func.vjp(run, q, k, v)
+    return out, *vjp(grad)
+
+
+def _on_a_rank() -> Any:
+    attention_ring.SHORTEST = 2
+    torch.manual_seed(0)
+    mesh = ftp.make_mesh((3,), ("cp",), device_type="cpu")
+    full = [torch.randn(1, 2, 13, 4, dtype=torch.float64) for _ in range(4)]
+    right, found = _attend(*full), []
+    for entry, is_compiled in (("cp", False), (zigzag("cp"), False), ("cp", True)):
+        cut = P(None, None, entry)
+        step = ftp.spmd(
+            _attend, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW, compile=is_compiled
+        )
+        placed = ftp.device_put(full, mesh, cut)
+        assert [c.op for c in step.lower(*placed).collectives] == ["ring"] * 2
+        for _ in range(2):
+            back = ftp.device_get(step(*placed), mesh, cut)
+        found.append(max(float((a - b).abs().max()) for a, b in zip(back, right, strict=True)))
+    dist.barrier()
+    dist.destroy_process_group()
+    return found
+
+
+@pytest.mark.parametrize("env", [{}, pytest.param({"FTP_SHM": "1"}, marks=pytest.mark.slow)])
+def test_on_processes(env: dict[str, str]):
+    ranks = launch(_on_a_rank, 3, env=env)
+    assert [r.error for r in ranks] == [None] * 3, [r.stderr[-3000:] for r in ranks]
+    assert all(worst < 1e-10 for rank in ranks for worst in rank.value)

@@ -1,0 +1,194 @@
+"""The ring of attention: as a dense masked softmax, and proven equal to it as a formula; mutants of
+its merges and positions are refused.
+"""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import ftp
+from ftp import P
+from ftp.errors import CertificateError
+from ftp.ops import attention, attention_ring
+from ftp.ops.attention_ring import Ring, one_rank, one_rank_backward, over, ring_by_rank, run
+from ftp.sharding.layout import pieces
+
+
+def dense(q: Tensor, k: Tensor, v: Tensor, is_causal: bool) -> Tensor:
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
+    if is_causal:
+        ahead = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(ahead, -math.inf)
+    return torch.softmax(scores, -1) @ v
+
+
+def part(size: int, n: int, rank: int, is_zigzag: bool) -> tuple[list[int], list[int]]:
+    """A rank's part of a sequence as numbers, and the positions in it."""
+    held = pieces(size, n, rank, is_zigzag)
+    numbers = [number for piece in held for number in piece]
+    return [1, size, 1, len(held), *numbers], [i for a, m in held for i in range(a, a + m)]
+
+
+@pytest.fixture(autouse=True)
+def _small(monkeypatch: pytest.MonkeyPatch):
+    """Several pieces and tiles of few tokens."""
+    monkeypatch.setattr(attention_ring, "SHORTEST", 3)
+    for name, size in {"QUERIES": 4, "KEYS": 5, "TILE": 3}.items():
+        monkeypatch.setattr(attention, name, size)
+
+
+@settings(max_examples=25)
+@given(st.data())
+def test_as_a_dense_softmax(data: Any):
+    n, size, of_keys = data.draw(st.tuples(st.integers(2, 5), *[st.integers(1, 20)] * 2))
+    is_causal, zigzag_q, zigzag_k = data.draw(st.tuples(*[st.booleans()] * 3))
+    heads, repeats, of_values = data.draw(st.tuples(*[st.integers(1, 3)] * 3))
+    torch.manual_seed(size)
+    make = lambda *shape: torch.randn(*shape, dtype=torch.float64)  # noqa: E731
+    q, k = make(2, heads * repeats, size, 2), make(2, heads, of_keys, 2)
+    v, grad = make(2, heads, of_keys, of_values), make(2, heads * repeats, size, of_values)
+    out, vjp = torch.func.vjp(lambda *x: dense(*x, is_causal), q, k, v)
+    of_q, of_k, of_v = vjp(grad)
+    calls, held = [], []
+    for rank in range(n):
+        rows, here = part(size, n, rank, zigzag_q)
+        _, there = part(of_keys, n, rank, zigzag_k)
+        ring = [of_keys, n, int(zigzag_k), 0, int(zigzag_q)]
+        tensors = q[:, :, here], k[:, :, there], v[:, :, there]
+        calls.append((*tensors, rows, ring, is_causal, None, "a group"))
+        held.append((here, there))
+    made = ring_by_rank(calls)
+    back = ring_by_rank(
+        [
+            (grad[:, :, here], *call[:3], *of_rank, *call[3:])
+            for (here, _), call, of_rank in zip(held, calls, made, strict=True)
+        ]
+    )
+    for (here, there), (result, _), grads in zip(held, made, back, strict=True):
+        right = out[:, :, here], of_q[:, :, here], of_k[:, :, there], of_v[:, :, there]
+        for one, other in zip((result, *grads), right, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-11)
+
+
+def test_what_no_query_sees_is_not_sent():
+    rows, keys = [1, 32, 1, 1, 0, 8], Ring(32, 4, False, 0, False)
+    assert keys.traffic(rows, True, False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
+    assert keys.traffic(rows, False, False) == (3 * 8, 3 * 8)
+    needs = keys.sends(rows, True)
+    assert [[needs(rank, owner, 0) for owner in range(4)] for rank in range(4)] == [
+        [owner <= rank for owner in range(4)] for rank in range(4)
+    ]
+    assert keys.traffic(rows, True, True) == (3 * 8, 3 * 8)
+    assert keys.traffic(rows, False, True) == (6 * 8, 6 * 8)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dtypes(dtype: torch.dtype):
+    torch.manual_seed(0)
+    q, k, v, grad = (torch.randn(1, 2, 96, 16, dtype=dtype) for _ in range(4))
+    exact, vjp = torch.func.vjp(lambda *x: dense(*x, True), *(x.double() for x in (q, k, v)))
+    calls = []
+    for rank in range(4):
+        rows, here = part(96, 4, rank, True)
+        held = (x[:, :, here] for x in (q, k, v))
+        calls.append((*held, rows, [96, 4, 1, 0, 1], True, None, "a group"))
+    made = ring_by_rank(calls)
+    given = zip(calls, made, range(4), strict=True)
+    back = ring_by_rank(
+        [(grad[:, :, part(96, 4, r, True)[1]], *c[:3], *of_r, *c[3:]) for c, of_r, r in given]
+    )
+    for rank in range(4):
+        here = part(96, 4, rank, True)[1]
+        for one, right in zip(
+            (made[rank][0], *back[rank]), (exact, *vjp(grad.double())), strict=True
+        ):
+            assert one.dtype == dtype
+            worst = (one - right[:, :, here]).abs().max()
+            assert worst < 4 * torch.finfo(dtype).eps * right.abs().max()
+
+
+# Proofs: as formulas, with a dim of values that no kernel takes, so that each product is recorded.
+
+CUT = P(None, None, "cp")
+
+
+def prove(n: int = 2, size: int = 4, is_causal: bool = True, *, has_gradients: bool = True) -> Any:
+    attention_ring.SHORTEST = 1
+
+    def reference(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
+        if not has_gradients:
+            return (dense(q, k, v, is_causal),)
+        out, vjp = torch.func.vjp(lambda *x: dense(*x, is_causal), q, k, v)
+        return out, *vjp(grad)
+
+    def rank_program(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
+        rank, start = over(dist.group.WORLD.group_name)  # type: ignore[union-attr]
+        given_ = part(size, n, rank, False)[0], [size, n, 0, 0, 0], is_causal, None
+        out, weights = run(one_rank(rank, q, k, v, *given_), start)
+        if not has_gradients:
+            return (out,)
+        back = one_rank_backward(rank, grad, q, k, v, out, weights, *given_)
+        return out, *run(back, start)
+
+    q, v = (torch.ones(1, 1, size, dim, dtype=torch.float64) for dim in (3, 2))
+    mesh = ftp.AbstractMesh((n,), ("cp",))
+    cuts = (CUT,) * (4 if has_gradients else 1)
+    return ftp.equivalent(reference, rank_program, mesh, (CUT,) * 4, cuts, q, q, v, v)
+
+
+def test_the_ring_is_proven():
+    assert prove(has_gradients=False).assumptions == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_the_gradients_of_rings_are_proven(is_causal: bool):
+    """Several tokens a rank, in several pieces; three ranks."""
+    prove(is_causal=is_causal)
+    prove(n=3, size=3, is_causal=is_causal)
+
+
+def _merge_twice(out: Tensor, total: Tensor, part: Tensor, of_part: Tensor) -> None:
+    attention_merge(out, total, part, of_part)
+    out.mul_(2)
+
+
+def _merge_unweighted(out: Tensor, total: Tensor, part: Tensor, of_part: Tensor) -> None:
+    both = torch.logaddexp(total, of_part)
+    out.mul_((total - both).exp_().unsqueeze(-1))
+    out.add_(part)
+    total.copy_(both)
+
+
+attention_merge = attention.merge
+blocks_of = Ring.blocks
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "wrong"),
+    [
+        pytest.param(attention, "merge", _merge_twice, marks=pytest.mark.slow),
+        (attention, "merge", _merge_unweighted),
+        # Keys stand one place further on; gradients are returned to another rank.
+        (
+            Ring,
+            "blocks",
+            lambda self, rank, at, most: [
+                attention.Block(b.first + rank, b.at, b.length)
+                for b in blocks_of(self, rank, at, most)
+            ],
+        ),
+        pytest.param(attention_ring, "_add", lambda sums, arrived: None, marks=pytest.mark.slow),
+    ],
+)
+def test_mutants_are_refused(monkeypatch: Any, owner: Any, name: str, wrong: Any):
+    monkeypatch.setattr(owner, name, wrong)
+    with pytest.raises(CertificateError):
+        prove()
