@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -188,10 +189,10 @@ class _Mode(TorchFunctionMode):
 
 def _is_example(x: Tensor) -> bool:
     """Whether a tensor is mapped by ``vmap``, at any level."""
-    while torch._C._functorch.is_functorch_wrapped_tensor(x):
-        if torch._C._functorch.is_batchedtensor(x):
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
             return True
-        x = torch._C._functorch.get_unwrapped(x)
+        x = get_unwrapped(x)
     return False
 
 
