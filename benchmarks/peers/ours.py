@@ -12,7 +12,7 @@ from peers.workloads import RATE, Step, Workload, loss_of, module
 TOY = {"net1.*": P("tp"), "net2.weight": P(None, "tp"), "net2.bias": P()}
 
 
-def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
+def build(work: Workload, *, compiled: bool, memory: bool = False, bucket: bool = True) -> Step:
     os.environ["FTP_SHM"] = str(int(memory))
     mesh = ftp.make_mesh((torch.distributed.get_world_size(),), ("tp",), device_type="cpu")
     model = module(work)
@@ -37,7 +37,7 @@ def build(work: Workload, *, compiled: bool, memory: bool = False) -> Step:
         (specs, of_state, P()),
         donate=(0, 1),
         compile=compiled,
-        bucket=True,
+        bucket=bucket,
     )
     params = ftp.device_put(params, mesh, specs)
     model.to("meta")  # the whole weights are not needed any more

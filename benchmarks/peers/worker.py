@@ -23,6 +23,7 @@ PEERS = {  # name -> file, options
     "ftp": ("ours", {"compiled": False}),
     "ftp compiled": ("ours", {"compiled": True}),
     "ftp in memory": ("ours", {"compiled": False, "memory": True}),
+    "ftp without buckets": ("ours", {"compiled": False, "bucket": False}),
     "ftp compiled in memory": ("ours", {"compiled": True, "memory": True}),
 }
 JAX = ("JAX", "JAX over gloo")  # in jax_worker.py

@@ -5,11 +5,14 @@ import math
 import torch
 from torch import fx
 
+from ftp.ops.moments import moments, sums
 from ftp.rules.forms import reduction
 from ftp.rules.local_forms import unless_empty
 from ftp.rules.local_op import LocalOp
+from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten
-from ftp.rules.rule import LocalHook
+from ftp.rules.registry import rule
+from ftp.rules.rule import Call, LocalHook, Rule
 
 reduction(aten.sum.default, aten.sum.dim_IntList, linear=[(0,)])
 reduction(aten.count_nonzero.default, aten.count_nonzero.dim_IntList, aten.nansum.default)
@@ -51,6 +54,22 @@ def _identity(dtype: torch.dtype, lowest: bool) -> float | int | bool:
 reduction(aten.mean.default, aten.mean.dim, linear=[(0,)], local=_mean_of_part)
 reduction(aten.amax.default, aten.max.default, op="max", local=_or_identity(lowest=True))
 reduction(aten.amin.default, aten.min.default, op="min", local=_or_identity(lowest=False))
+
+
+@rule(moments)
+def moments_over_dims(call: Call) -> Rule:
+    """Two sums over the same dims, which are kept."""
+    x, gone = call.operands[0], {d % call.operands[0].ndim for d in call.arg("dims")}
+    whole = tuple((f"~{d}",) for d in range(x.ndim))
+    kept = tuple(() if d in gone else dim for d, dim in enumerate(whole))
+    pending = tuple((f"~{d}", "sum") for d in sorted(gone))
+    return Rule(Notation((whole,), (kept,) * 2, frozenset(), (pending,) * 2), (), _moments_of_part)
+
+
+def _moments_of_part(op: LocalOp) -> tuple[fx.Node, ...]:
+    x, dims = op.args
+    return sums(op.emit, x, dims, op.operand_shape(0), op.call.operands[0].dtype)
+
 
 # Reductions that need all of the elements at once: whole, or by their decompositions.
 reduction(

@@ -921,6 +921,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "_embedding_bag_per_sample_weights_backward.default": lambda: [
         s(x(4, 3), x(7, 3), *_bags(), aten._embedding_bag.default(x(7, 3), *_bags())[1], 0, 3)
     ],
+    "moments.default": lambda: [s(normal(4, 3, 2), [0, 2]), s(normal(3, 5), [1])],
     "_native_batch_norm_legit.no_stats": lambda: [
         s(normal(4, 3, 2), normal(3), None, True, 0.1, 1e-5)
     ],

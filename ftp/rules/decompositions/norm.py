@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ftp.ops.moments import moments
 from ftp.rules.decompositions.registry import HALF, decomposition, element_count, widened
 from ftp.rules.overloads import aten
 
@@ -227,14 +228,15 @@ def _batch_norm(
     of elements.
     """
     dims, wide = [0, *range(2, x.ndim)], widened(x)
+    n = element_count(x, dims)
     if training:
-        centred, mean, rstd = _statistics(wide, dims, eps)
+        mean, var = _mean_and_variance(wide, dims)
+        centred, rstd = wide - mean.to(wide.dtype), torch.rsqrt(var + eps).to(wide.dtype)
     else:
         assert running_mean is not None and running_var is not None
         mean, var = _of_channels(x, running_mean, running_var)
         centred, rstd = wide - mean, torch.rsqrt(var + eps)
-    y = centred * rstd
-    y = y if weight is None else y * _of_channels(x, weight)[0]
+    y = centred * (rstd if weight is None else rstd * _of_channels(x, weight)[0])
     y = y if bias is None else y + _of_channels(x, bias)[0]
     kept = _statistics_dtype(x, weight, bias)
     saved = (
@@ -246,11 +248,22 @@ def _batch_norm(
         return y.to(x.dtype), *saved
     if not training:
         return y.to(x.dtype), *saved, running_mean.clone(), running_var.clone()
-    n = element_count(x, dims)
-    var = (centred * centred).sum(dims, True).flatten() / max(n - 1, 1)
     new_mean = running_mean * (1 - momentum) + mean.flatten() * momentum
-    new_var = running_var * (1 - momentum) + var * momentum
+    new_var = running_var * (1 - momentum) + var.flatten() * (n / max(n - 1, 1)) * momentum
     return y.to(x.dtype), *saved, new_mean.to(running_mean.dtype), new_var.to(running_var.dtype)
+
+
+def _mean_and_variance(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
+    """Over ``dims``, kept. By one reduction of sums in float64, whose rounding is below that of
+    ``x``; of float64 by two, as the square of a mean would round away a small variance.
+    """
+    n = element_count(x, dims)
+    if x.dtype == torch.float64:
+        mean = x.sum(dims, True) / n
+        return mean, (x - mean).square().sum(dims, True) / n
+    total, squares = moments(x, dims)
+    mean = total / n
+    return mean, torch.addcmul(squares / n, mean, mean, value=-1).clamp(min=0)
 
 
 @decomposition(aten.native_batch_norm_backward.default)
@@ -276,14 +289,16 @@ def batch_norm_backward(
         rstd = torch.rsqrt(var + eps)
     normal = (widened(x) - mean) * rstd
     dx = dweight = dbias = None
+    # Of these two sums also the gradient of ``x`` is made, so that each is reduced once.
+    total, products = wide.sum(dims, True), (wide * normal).sum(dims, True)
     if output_mask[0]:
         scale = rstd if weight is None else rstd * _of_channels(x, weight)[0]
-        dx = (_normalised_backward(wide, normal, scale, dims) if train else wide * scale).to(
-            x.dtype
-        )
+        n = element_count(x, dims)
+        inner = wide - total / n - normal * (products / n) if train else wide
+        dx = (inner * scale).to(x.dtype)
     kept = x.dtype if weight is None else weight.dtype
     if output_mask[1]:
-        dweight = (wide * normal).sum(dims).to(kept)
+        dweight = products.flatten().to(kept)
     if output_mask[2]:
-        dbias = wide.sum(dims).to(kept)
+        dbias = total.flatten().to(kept)
     return dx, dweight, dbias

@@ -1,0 +1,124 @@
+"""Buckets by default: what they hold, what they do not delay, what they cost in memory, and that
+values are the same with and without.
+"""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+
+WIDTH = 160  # a weight of 1 x 1 filters is larger than what may travel with statistics
+
+
+def normed(layers: int, width: int = 8) -> tuple[Any, ...]:
+    """A loss of convolutions with batch norm, which returns new buffers, and its arguments."""
+    torch.manual_seed(0)
+    blocks = [
+        nn.Sequential(nn.Conv2d(3 if i == 0 else width, width, 1), nn.BatchNorm2d(width), nn.ReLU())
+        for i in range(layers)
+    ]
+    fn, params, buffers = ftp.functionalize(nn.Sequential(*blocks).train(), buffers=True)
+
+    def loss(params: Any, buffers: Any, x: torch.Tensor) -> Any:
+        out, new = fn(params, buffers, x)
+        return (out * torch.linspace(-1, 2, out.shape[-1])).square().mean(), new
+
+    return loss, params, {k: b.clone() for k, b in buffers.items()}, torch.randn(7, 3, 2, 5)
+
+
+def step_of(loss: Any, mesh: Any, specs: Any, **options: Any) -> ftp.Step:
+    return ftp.shard(
+        loss, mesh, specs, batch_specs=(P(), P("dp")), has_aux=True, data_axes=("dp",), **options
+    )
+
+
+def test_batch_norm_is_one_reduction_a_layer_and_direction():
+    loss, *args = normed(3, WIDTH)
+    lowered = step_of(loss, ftp.AbstractMesh((2,), ("dp",)), P()).lower(*args)
+    issued = [(c.dtype, len(c.members), c.nbytes) for c in lowered.collectives]
+    forward, backward = (torch.float64, 2, 16 * WIDTH), (torch.float32, 2, 8 * WIDTH)
+    # The first takes the loss along; the rest is a bucket of the weights' and biases' gradients.
+    first = (torch.float32, 3, 8 * WIDTH + 4)
+    gradients = 4 * (2 * WIDTH * WIDTH + 3 * WIDTH + 3 * WIDTH)
+    assert issued == [forward] * 3 + [first, backward, backward, (torch.float32, 6, gradients)]
+    plain = step_of(loss, ftp.AbstractMesh((2,), ("dp",)), P(), bucket=False).lower(*args)
+    assert Counter(c.dtype for c in plain.collectives) == {
+        torch.float64: 6,  # two sums a layer forward
+        torch.float32: 1 + 6 + 6,  # the loss; two sums a layer backward, the gradients of the rest
+    }
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@pytest.mark.parametrize("specs", [P(), P("dp")], ids=["dp", "zero-3"])
+def test_values_are_the_same_with_and_without(specs: P, n: int):
+    """Images with a mean of many deviations, seven of them."""
+    loss, params, buffers, x = normed(2)
+    x = x + 1e3
+    args = (params, buffers, x)
+    mesh = ftp.simulated_mesh((n,), ("dp",))
+    found = step_of(loss, mesh, specs)(*args)
+    plain = step_of(loss, mesh, specs, bucket=False)(*args)
+    torch.testing.assert_close(found, plain, rtol=0, atol=0)
+    grads_of = torch.func.grad_and_value(loss, has_aux=True)
+    wide = [{k: v.double() if v.is_floating_point() else v for k, v in t.items()} for t in args[:2]]
+    wanted, alone = grads_of(*wide, x.double()), grads_of(*args)
+    for name, ours, theirs, exact in (
+        ("loss", found[0][0], alone[1][0], wanted[1][0]),
+        *((name, found[1][name], alone[0][name], wanted[0][name]) for name in params),
+        *((name, found[0][1][name], alone[1][1][name], wanted[1][1][name]) for name in buffers),
+    ):
+        # No further off than one device in float32, but for the rounding of other orders.
+        bound = 4 * float((theirs - exact).abs().max()) + 1e-6 * float(exact.abs().max())
+        assert float((ours - exact).abs().max()) <= bound, name
+
+
+@pytest.mark.parametrize("specs", [P(), P("dp")], ids=["dp", "zero-3"])
+def test_memory_grows_by_no_more_than_a_bucket(specs: P):
+    loss, *args = normed(6, WIDTH)
+    mesh = ftp.AbstractMesh((2,), ("dp",))
+    found, plain = (step_of(loss, mesh, specs, bucket=b).lower(*args) for b in (True, False))
+    largest = max(c.nbytes for c in found.collectives if len(c.members) > 1)
+    assert len(found.collectives) < len(plain.collectives)
+    assert int(found.memory) <= int(plain.memory) + largest
+
+
+def test_axes_are_merged_where_their_links_are_as_fast():
+    w, x = {"w": torch.empty(256, 512)}, torch.empty(16, 256)
+    mesh = ftp.AbstractMesh((4, 2), ("dp", "cp"))
+    both = P(("dp", "cp"))
+
+    def gathers(**links: ftp.Link) -> list[tuple[str, ...]]:
+        step = ftp.shard(
+            lambda w, x: (x @ w["w"]).square().sum(),
+            mesh,
+            both,
+            batch_specs=both,
+            hardware=ftp.Hardware(links=links),
+        )
+        issued = step.lower(w, x).collectives
+        return [c.axes for c in issued if c.op in ("all_gather", "reduce_scatter")]
+
+    fast, slow = ftp.Link(bandwidth=4e11), ftp.Link(bandwidth=4e8)
+    assert gathers(dp=fast, cp=fast) == [("dp", "cp")] * 2
+    assert sorted(gathers(dp=slow, cp=fast)) == [("cp",)] * 2 + [("dp",)] * 2
+
+
+@pytest.mark.parametrize("n", [1, 4, 16])
+def test_losses_of_microbatches_are_one_reduction(n: int):
+    def loss(p: Any, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(torch.tanh(x @ p["a"]), x[:, :6])
+
+    p, x = {"a": torch.randn(8, 6)}, torch.randn(64, 8)
+    step = ftp.spmd(
+        ftp.optim.accumulate(torch.func.grad_and_value(loss), n),
+        ftp.simulated_mesh((2,), ("dp",)),
+        (P(), P("dp")),
+    )
+    assert len(step.lower(p, x).collectives) == 1
+    torch.testing.assert_close(step(p, x), torch.func.grad_and_value(loss)(p, x))
