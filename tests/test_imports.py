@@ -33,7 +33,7 @@ ALLOWED = {
     "partitioning": "axis ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors",
-    "program_files": "ops partitioning per_rank planning rules runtime sharding tensors",
+    "program_files": "ops partitioning per_rank planning rules runtime sharding tensors tracing",
     "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
     "explicit": "ops partitioning passes planning report rules runtime sharding tracing",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"

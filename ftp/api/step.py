@@ -29,7 +29,7 @@ from ftp.api.arguments import (
 )
 from ftp.api.fast_path import Expected
 from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
-from ftp.api.outputs import renewed, returned_trees, with_given
+from ftp.api.outputs import RENEWALS, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.explicit.check import check_explicit
@@ -40,6 +40,7 @@ from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import plan_prepared, prepare
+from ftp.program_files.kept import kept_or_planned, key_of
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
@@ -526,15 +527,28 @@ class Step:
         traced: Traced | None = None,
     ) -> _Planned:
         """Trace, plan and check one program for these arguments."""
+        is_lowered = traced is not None  # and has a plan of its own, for reports
         traced = traced or self._traced(call, specs, shapes)
         out_specs, returned_state = self._specs_of_results(call, specs, shapes, traced)
         state = self._state.union(returned_state)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        plan = self._planned(call, specs, traced.gm, state, out_specs, watch)
-        program = self._program(call, specs, traced, tensors, state, plan)
-        if self._options.explicit:
-            self._check_explicit(program, call, specs, shapes, state, out_specs)
-        check_programs([program], self._options)
+        facts = self._facts(call, specs, traced, tensors, state)
+
+        def make() -> Program:
+            made = Program(
+                mesh=self.mesh,
+                traced=traced.gm,
+                plan=self._planned(call, specs, traced.gm, state, out_specs, watch),
+                out_tree=traced.out_tree,
+                constants=traced.constants,
+                **facts,
+            )
+            if self._options.explicit:
+                self._check_explicit(made, call, specs, shapes, state, out_specs)
+            check_programs([made], self._options)
+            return made
+
+        program = make() if is_lowered else self._kept(call, traced, state, out_specs, facts, make)
         return self._callable(call, shapes, traced, program)
 
     def _specs_of_results(
@@ -612,33 +626,45 @@ class Step:
         """What programs are planned for where ranks are on these hosts."""
         return hardware_on(replace(self.mesh, hosts=hosts), self._options.hardware)
 
-    def _program(
+    def _kept(
+        self,
+        call: Arguments,
+        traced: Traced,
+        state: Collection[int],
+        out_specs: Sequence[PartitionSpec | None],
+        facts: dict[str, Any],
+        make: Callable[[], Program],
+    ) -> Program:
+        """The program as another rank of the host, or an earlier start, has planned it."""
+        tensors = facts["tensor_leaves"]
+        names = [call.names[i] for i in tensors]
+        is_state = [call.positions[i] in state for i in tensors]
+        specs, options, hardware = facts["in_specs"], self._options, facts["hardware"]
+        key = key_of(self.mesh, traced, names, is_state, specs, out_specs, options, hardware)
+        return kept_or_planned(key, self.mesh, traced, facts, make)
+
+    def _facts(
         self,
         call: Arguments,
         specs: Sequence[PartitionSpec],
         traced: Traced,
         tensors: tuple[int, ...],
         state: Collection[int],
-        plan: Plan,
-    ) -> Program:
+    ) -> dict[str, Any]:
+        """The attributes of a program that are known without its plan."""
         donate = self._options.donate
-        return Program(
-            mesh=self.mesh,
-            traced=traced.gm,
-            plan=plan,
-            tensor_leaves=tensors,
-            in_specs=tuple(specs[i] for i in tensors),
-            constants=traced.constants,
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
-            leaf_specs=tuple(specs),
-            roles=tuple(_role(call.positions[i], state) for i in tensors),
-            donated=tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
-            options=self._options,
-            hardware=self._hardware_on(self.mesh.hosts),
-        )
+        return {
+            "tensor_leaves": tensors,
+            "in_specs": tuple(specs[i] for i in tensors),
+            "out_leaves": traced.out_leaves,
+            "is_static": traced.is_static,
+            "assumptions": traced.assumptions,
+            "leaf_specs": tuple(specs),
+            "roles": tuple(_role(call.positions[i], state) for i in tensors),
+            "donated": tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
+            "options": self._options,
+            "hardware": self._hardware_on(self.mesh.hosts),
+        }
 
     def _callable(
         self,
@@ -661,8 +687,7 @@ class Step:
         )
         copied: Sequence[Any] = ()
         if isinstance(program, Program):
-            inputs = program.plan.graph.inputs
-            copied = renewed(program.plan.graph, {inputs[at].name for at in program.donated})
+            copied = [(i, RENEWALS[name]) for i, name in program.renewed]
         return _Planned(
             program,  # type: ignore[arg-type]
             call.key,

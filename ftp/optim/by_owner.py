@@ -201,7 +201,8 @@ def _in_turn(fn: Callable[..., Any], item: _Item) -> Any:
     stacks = [x.reshape(count, *x.shape[n:]) for x in item.tensors]
     if not count:
         raise InputError("by_owner is given a stack without matrices.")
-    made = [fn(*item.filled([x[i] for x in stacks])) for i in range(count)]
+    # A copy is as aligned as a tensor of its own; a kernel may round otherwise where memory is not.
+    made = [fn(*item.filled([x[i].clone() for x in stacks])) for i in range(count)]
     flat = [flatten(result) for result in made]
     if any(not isinstance(x, Tensor) for leaves, _ in flat for x in leaves):
         raise InputError(_NO_TENSOR)

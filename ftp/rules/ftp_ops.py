@@ -62,11 +62,11 @@ def _each_slice(op: LocalOp) -> tuple[fx.Node, ...]:
             for i, meta in enumerate(op.call.results)
         )
     # The function was traced on contiguous slices, and kernels were chosen for those.
-    stacks = [op.emit(aten.contiguous.default, x) for x in stacks]
+    columns = [_slices(op, i, x) for i, x in enumerate(stacks)]
     shared = [op.emit(aten.contiguous.default, x) for x in shared]
     made: list[list[fx.Node]] = []
     for i in range(count):
-        given = iter([*(op.emit(aten.select.int, x, 0, i) for x in stacks), *shared])
+        given = iter([*(column[i] for column in columns), *shared])
         env: dict[fx.Node, fx.Node] = {}
         for node in graph.nodes:
             if node.op == "placeholder":
@@ -78,6 +78,21 @@ def _each_slice(op: LocalOp) -> tuple[fx.Node, ...]:
                 target = aten.reshape.default if node.target is aten.view.default else node.target
                 env[node] = op.emit(target, *args, **kwargs)
     return tuple(op.emit(aten.stack.default, list(x)) for x in zip(*made, strict=True))
+
+
+ALIGNMENT = 64  # bytes, of fresh memory
+
+
+def _slices(op: LocalOp, at: int, stack: fx.Node) -> list[fx.Node]:
+    """The slices of a stack that the rank holds, each as aligned as a tensor of its own: a kernel
+    may round otherwise where memory is not.
+    """
+    stack, meta = op.emit(aten.contiguous.default, stack), op.call.operands[at]
+    count = op.sizes["k"]
+    if math.prod(meta.shape[1:]) * meta.dtype.itemsize % ALIGNMENT:
+        copies = op.emit(UNSTACK, stack)
+        return [op.item(copies, i) for i in range(count)]
+    return [op.emit(aten.select.int, stack, 0, i) for i in range(count)]
 
 
 Pieces = list[tuple[int, int]]  # a dim as sizes, major to minor, each with its stride in the stream

@@ -41,6 +41,7 @@ from ftp.runtime.process_groups import (
     with_device_gathers,
     with_product_groups,
 )
+from ftp.runtime.renewed_outputs import renewed
 from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
@@ -143,6 +144,12 @@ class Program:
     def fingerprint(self) -> str:
         """A hash, equal on all ranks that planned the same program."""
         return hashlib.sha256(self.description.encode()).hexdigest()[:16]
+
+    @cached_property
+    def renewed(self) -> tuple[tuple[int, str], ...]:
+        """The outputs that are copied, as they share memory, and how."""
+        inputs = self.plan.graph.inputs
+        return renewed(self.plan.graph, {inputs[at].name for at in self.donated})
 
     @cached_property
     def index_bounds(self) -> dict[int, list[Bound]]:
