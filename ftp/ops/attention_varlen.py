@@ -88,7 +88,8 @@ class _Documents:
             for key, (begin, end) in zip(keys, ranges[1], strict=True):
                 if first > end or begin > last or first == self.count:
                     continue
-                tile = Tile(*(slice(b.at, b.at + b.length) for b in (row, key)))
+                of_row, of_key = (slice(b.at, b.at + b.length) for b in (row, key))
+                tile = Tile(of_row, of_key)
                 sees = self.sees(tile)
                 if bool(sees.any()):
                     yield tile, sees

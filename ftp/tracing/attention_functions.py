@@ -188,7 +188,9 @@ class _Varlen(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None) -> Any:  # type: ignore[override]
         q, k, v, *ends, out, logsumexp = ctx.saved_tensors
         if of_weights is not None:
-            made, vjp = torch.func.vjp(lambda *x: _dense_varlen(*x, *ends, *ctx.rest), q, k, v)
+            run: Any = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731
+            linear: Any = torch.func.vjp(run, q, k, v)
+            made, vjp = linear
             given = torch.zeros_like(made[0]) if grad is None else grad, of_weights
             found = vjp(given)
         elif grad is None:
@@ -228,7 +230,8 @@ class _VarlenGradient(torch.autograd.Function):
         *given, ends_q, ends_k = ctx.saved_tensors
 
         def gradients(grad: Tensor, *x: Tensor) -> Any:
-            run = lambda *y: _dense_varlen(*y, ends_q, ends_k, *ctx.rest)[0]  # noqa: E731
+            rest: Any = (ends_q, ends_k, *ctx.rest)
+            run = lambda q, k, v: _dense_varlen(q, k, v, *rest)[0]  # noqa: E731
             return torch.func.vjp(run, *x)[1](grad)
 
         return gradients, tuple(given)
