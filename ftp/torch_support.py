@@ -28,6 +28,8 @@ NEEDED = {
     "torch._decomp": "decomposition_table",
     "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
     "torch._functorch.eager_transforms": "",
+    "torch._dispatch.python": "enable_python_dispatcher",
+    "torch._dynamo.source": "ConstantSource",
     "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"
     " temporarily_clear_interpreter_stack",
     "torch._functorch.utils": "unwrap_dead_wrappers",
@@ -63,6 +65,7 @@ NEEDED = {
     "torch.testing._internal.distributed.fake_pg": "FakeStore",
     "torch.utils._python_dispatch": "TorchDispatchMode _disable_current_modes"
     " is_traceable_wrapper_subclass",
+    "torch.utils._sympy.value_ranges": "ValueRanges",
     "torch.utils._pytree": "tree_any tree_leaves tree_map",
 }
 

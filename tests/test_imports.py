@@ -10,7 +10,9 @@ import pytest
 import ftp
 
 PACKAGE = Path(__file__).parents[1] / "ftp"
-GROUND = "deferred_compiler errors paused_gc source torch_support version"  # may be imported by all
+GROUND = (  # may be imported by all
+    "deferred_compiler dynamic_int errors paused_gc source torch_support version"
+)
 ALLOWED = {
     "sharding": "",
     "distributed": "sharding",
@@ -32,8 +34,9 @@ ALLOWED = {
     "pipeline": "sharding",
     "partitioning": "axis ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
-    "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors",
-    "program_files": "ops partitioning per_rank planning rules runtime sharding tensors",
+    "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors"
+    " tracing",
+    "program_files": "ops partitioning per_rank planning rules runtime sharding tensors tracing",
     "report": "ops partitioning passes pipeline planning rules runtime sharding tensors",
     "explicit": "ops partitioning passes planning report rules runtime sharding tracing",
     "exported": "functional ops partitioning planning plans random runtime sharding tensors"

@@ -1,7 +1,7 @@
 """The arguments of a step's call: flattened and named, the key of their program, and checks."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -11,6 +11,7 @@ import torch
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ftp.api.dynamic_shapes import Dims
 from ftp.errors import DonationError, InputError, join_failures
 from ftp.sharding.arguments import Shape
 from ftp.sharding.dtensor_placements import check_plain, is_dtensor
@@ -34,6 +35,17 @@ class Arguments:
         self.roots = roots
         self.leaves, self.treedef = flatten(args)
         self.key = (self.treedef, *map(_describe, self.leaves))
+
+    def key_without(self, dims: Dims) -> tuple[Any, ...]:
+        """The key, but for the sizes of some dims of leaves."""
+        described: list[Any] = list(self.key)
+        for leaf, free in dims.items():
+            shape, *rest = described[1 + leaf]
+            known = rest[-1]
+            if isinstance(known, Placement):
+                rest[-1] = (known.mesh, known.spec, _without(known.shape, free))
+            described[1 + leaf] = (_without(shape, free), *rest)
+        return tuple(described)
 
     @cached_property
     def names(self) -> list[str]:
@@ -74,6 +86,10 @@ class Arguments:
                 self.leaves, described, shapes, specs, strict=True
             )
         )
+
+
+def _without(shape: Sequence[int], dims: Mapping[int, Any]) -> tuple[int | None, ...]:
+    return tuple(None if d in dims else size for d, size in enumerate(shape))
 
 
 def _is_alike(leaf: Any, shape: Any, dtype: Any, due: Placement | None, mesh: Mesh) -> bool:

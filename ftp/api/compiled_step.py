@@ -76,7 +76,6 @@ def bound(step: Step, call: Arguments, planned: _Planned) -> "BoundProgram | Non
         Meta(tuple(shape), leaf.dtype) if shape is not None else leaf
         for leaf, shape in zip(call.leaves, planned.shapes, strict=True)
     )
-    names = {renew: name for name, renew in RENEWALS.items()}
     arguments = [step._argument_name(i) for i in range(len(call.args))]
     signature = Signature(
         getattr(step._fn, "__name__", kind_of(step._fn)),
@@ -85,7 +84,6 @@ def bound(step: Step, call: Arguments, planned: _Planned) -> "BoundProgram | Non
         tree_text(call.treedef),
         leaves,
         tuple(sorted(step._state)),
-        tuple((i, names[renew]) for i, renew in planned.renewed),
     )
     return BoundProgram(program, signature, call)
 
@@ -237,7 +235,7 @@ class CompiledStep(Step):
                 placement(self.mesh, spec, tuple(shape))
                 for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
             ),
-            tuple((i, RENEWALS[name]) for i, name in self._signature.renewed),
+            tuple((i, RENEWALS[name]) for i, name in program.renewed),
             tuple(
                 (i, donated[call.positions[i]])
                 for i in program.tensor_leaves

@@ -6,8 +6,6 @@ from typing import Any
 import optree
 import torch
 
-from ftp.planning.graph import Graph, Value
-from ftp.rules.op_kinds import VIEWS
 from ftp.sharding.arguments import Shape
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
@@ -94,33 +92,6 @@ def _subtrees(tree: Any) -> list[Any]:
     return [tree, *(sub for child in level.children for sub in _subtrees(child))]
 
 
-def renewed(
-    graph: Graph, donated: set[str]
-) -> tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]:
-    """The outputs that are views of an argument or of another output, and how each is copied:
-    writing to one must not change the other.
-    """
-    found: list[tuple[int, Callable[[torch.Tensor], torch.Tensor]]] = []
-    taken: set[Value] = set()
-    for i, value in enumerate(graph.outputs):
-        is_spread = False
-        while value.node.operands and (
-            value.node.kind in ("constrain", "move") or value.node.target in VIEWS
-        ):
-            is_spread |= value.node.target is torch.ops.aten.expand.default
-            value = value.node.operands[0]
-        if (
-            value in taken
-            or is_spread
-            or (value.node.kind == "input" and value.node.name not in donated)
-        ):
-            found.append((i, torch.clone if not is_spread else _dense))
-        elif value.node.kind == "input":
-            found.append((i, torch.Tensor.detach))
-        taken.add(value)
-    return tuple(found)
-
-
 def _dense(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.contiguous_format)
 
@@ -130,4 +101,4 @@ RENEWALS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "dense": _dense,
     "detach": torch.Tensor.detach,
 }
-"""How `renewed` copies outputs, by name."""
+"""How outputs are copied that share memory (``Program.renewed``), by name."""

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
 from ftp.api.staged_step import StagedStep, has_stages
@@ -49,6 +50,7 @@ def shard(
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
+    dynamic_shapes: Any = None,
 ) -> Step:
     """The step function ``step(params, *batch) -> (loss, grads)`` of a loss, as every rank of
     ``mesh`` runs it.
@@ -111,6 +113,9 @@ def shard(
         rng: the step takes one more argument, the last, ``ftp.random.key(...)``: all that the
             function draws by torch's random functions, and its models that are given no key of
             their own, is drawn from it, the same numbers on any mesh.
+        dynamic_shapes: the dims of the batch that change size, as torch.export takes them:
+            ``{1: torch.export.Dim("S", max=8192)}``, a prefix tree of the tuple of batch
+            arguments. The step is traced once for all their sizes (see docs/shapes.md).
 
     Returns:
         A ``Step``: call it, or ``step.lower(params, *batch)`` to read the program first.
@@ -171,6 +176,11 @@ def shard(
     )
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
     if pipeline is not None:
+        if dynamic_shapes is not None:
+            raise InputError(
+                "dynamic_shapes does not go with a pipeline, whose stages send activations of"
+                " fixed shapes. Leave one out; without it each size is planned for itself."
+            )
         check_pipeline(pipeline, m, options)
         return PipelinedStep(
             fn, m, in_specs, out_specs, pipeline, arguments=arguments, options=options
@@ -180,7 +190,17 @@ def shard(
             "specs give stages of a pipeline, and there is none. Pass pipeline=, the one whose"
             " place() made them."
         )
-    return Step(fn, m, in_specs, out_specs, arguments=arguments, state=(0,), options=options)
+    dynamic = dynamic_arguments(dynamic_shapes, arguments, 1, rng=rng)
+    return Step(
+        fn,
+        m,
+        in_specs,
+        out_specs,
+        arguments=arguments,
+        state=(0,),
+        options=options,
+        dynamic=dynamic,
+    )
 
 
 def spmd(
@@ -206,6 +226,7 @@ def spmd(
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
+    dynamic_shapes: Any = None,
 ) -> Step:
     """Any pure function as every rank of ``mesh`` runs it; a whole train step, optimizer state
     included.
@@ -253,6 +274,13 @@ def spmd(
 
     m = resolve(mesh)
     made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    dynamic = dynamic_arguments(dynamic_shapes, names, 0, rng=rng)
+    if dynamic is not None and made is StagedStep:
+        raise InputError(
+            "dynamic_shapes does not go with the stages of a pipeline: they send activations of"
+            " fixed shapes. Leave it out; each size is planned for itself."
+        )
+    more: dict[str, Any] = {} if dynamic is None else {"dynamic": dynamic}
     return made(
         fn,
         m,
@@ -281,6 +309,7 @@ def spmd(
                 reduce_dtype=reduce_dtype,
             ),
         ),
+        **more,
     )
 
 

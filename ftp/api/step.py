@@ -18,6 +18,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import graph_module
 
+from ftp.api import families
 from ftp.api.arguments import (
     Arguments,
     check_donated_once,
@@ -27,10 +28,13 @@ from ftp.api.arguments import (
     nones,
     takes_by_name,
 )
+from ftp.api.dynamic_shapes import Dynamic
+from ftp.api.families import Family, FamilyPlan, FamilyTrace
 from ftp.api.fast_path import Expected
 from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
-from ftp.api.outputs import renewed, returned_trees, with_given
+from ftp.api.outputs import RENEWALS, returned_trees, with_given
 from ftp.distributed.agreement import Calls, calls
+from ftp.dynamic_int import Sizes
 from ftp.errors import FtpError, InputError, MeshError, MismatchError, SpecError, join_failures
 from ftp.explicit.check import check_explicit
 from ftp.explicit.suggest import Probed, tagged
@@ -40,6 +44,7 @@ from ftp.planning.machine import describe_hardware, hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import plan_prepared, prepare
+from ftp.program_files.kept import kept_or_planned, key_of
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
@@ -136,6 +141,7 @@ class Step:
             arguments to a spec per leaf.
         arguments: what the positional arguments are called in messages.
         state: positions of arguments that are state rather than a batch.
+        dynamic: arguments to their dims that change size.
 
     >>> import ftp
     >>> step = ftp.spmd(lambda x: 2 * x, ftp.simulated_mesh((2,), ("dp",)), ftp.P("dp"))
@@ -153,10 +159,13 @@ class Step:
         arguments: Sequence[str],
         state: Sequence[int],
         options: Options,
+        dynamic: Callable[[tuple[Any, ...]], Dynamic] | None = None,
     ):
         self.mesh = mesh
         self._fn, self._in_specs, self._out_specs = fn, in_specs, out_specs
         self._arguments, self._state, self._options = tuple(arguments), frozenset(state), options
+        self._dynamic = dynamic
+        self._families: dict[tuple[Any, ...], Family] = {}
         self._programs: dict[tuple[Any, ...], _Planned] = {}
         # By last use, the latest at the end; each with the numbers of its modules' source texts,
         # which torch keeps.
@@ -245,6 +254,13 @@ class Step:
             torch._C._set_grad_enabled(is_grad_enabled)
         return outputs
 
+    @property
+    def shapes(self) -> families.ShapeCounts:
+        """With ``dynamic_shapes``: how many traces and plans serve all sizes of the calls so far,
+        and why sizes are planned one by one, where they are.
+        """
+        return families.counts({id(f): f for f in self._families.values()}.values())
+
     def lower(self, *args: Any) -> Lowered:
         """The program for these arguments (real, fake or meta), without running it or talking to
         other ranks.
@@ -254,6 +270,8 @@ class Step:
     def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
         """``lower``, of a function that has been traced already with such arguments."""
         call, specs, shapes = self._abstract(args)
+        if self._dynamic is not None:
+            self._dynamic(call.args).values(shapes, call.names)
         known = traced or self._traced(call, specs, shapes)
 
         def again(changed: Mapping[int, PartitionSpec], watch: Watch | None = None) -> Lowered:
@@ -354,6 +372,10 @@ class Step:
         except TypeError:
             check_static(call)
             raise
+        if known is None and self._dynamic is not None:
+            known = self._at_new_size(call, self._dynamic(call.args))
+            if known is not None:
+                self._programs[call.key] = known
         if known is None:
             known = next(
                 (
@@ -432,7 +454,7 @@ class Step:
             loaded = {i for i, position in enumerate(call.positions) if position not in self._state}
             shapes = agreed_shapes(everyone, specs, call.names, self.mesh, loaded)
         try:
-            planned = self._build(call, specs, shapes)
+            planned = self._built(call, specs, shapes)
             agreed = {
                 "rules found by trial": planned.program.trial_rules,
                 "program": planned.program.fingerprint,
@@ -449,6 +471,134 @@ class Step:
                 record.agree(number, {"program": planned.program.description.replace("\n", "; ")})
             raise
         return planned
+
+    def _at_new_size(self, call: Arguments, dynamic: Dynamic) -> _Planned | None:
+        """The program for these arguments at a size that is new, where its plan is made."""
+        family = self._family(call, dynamic)
+        if family is None or family.why_not or not family.traces:
+            return None
+        sized = families.sizes_of(call.leaves, dynamic, family, self.mesh)
+        if sized is None:
+            return None
+        values = dynamic.values(sized, call.names)
+        plan = family.find(values)
+        return None if plan is None else self._at_size(plan, call, values)
+
+    def _family(self, call: Arguments, dynamic: Dynamic) -> Family | None:
+        """The programs of calls that are like this one but for sizes."""
+        key = call.key_without(dynamic.dims)
+        if key not in self._families:
+            for family in self._families.values():
+                if families.is_like(family, call, dynamic, self.mesh):
+                    self._families[key] = family
+                    break
+        return self._families.get(key)
+
+    def _at_size(self, plan: FamilyPlan, call: Arguments, values: tuple[int, ...]) -> _Planned:
+        program, like = plan.program(values), plan.planned
+        placements = tuple(
+            placement(self.mesh, spec, shape) if is_dynamic else known
+            for spec, shape, is_dynamic, known in zip(
+                program.out_specs,
+                program.out_shapes,
+                plan.ranks.is_dynamic,
+                like.placements,
+                strict=True,
+            )
+        )
+        shapes = tuple(families.shapes_at(plan.dynamic, like.shapes, values))
+        return replace(like, program=program, key=call.key, shapes=shapes, placements=placements)
+
+    def _built(
+        self,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+    ) -> _Planned:
+        """``_build``, for many sizes where dims are dynamic and that can be."""
+        dynamic = None if self._dynamic is None else self._dynamic(call.args)
+        if dynamic is None or not dynamic.ranges:
+            return self._build(call, specs, shapes)
+        values = dynamic.values(shapes, call.names)
+        family = self._family(call, dynamic)
+        if family is None:
+            family = self._families[call.key_without(dynamic.dims)] = Family(dynamic)
+        if not family.why_not and (apart := families.option_apart(self._options)):
+            family.give_up(f"{apart} asks for a program of each size.")
+        if not family.why_not:
+            try:
+                trace = family.trace_for(values)
+                if trace is None:
+                    trace = self._traced_dynamic(family, call, specs, shapes, values)
+                if trace is None:
+                    return self._build(call, specs, shapes)
+                return self._planned_dynamic(trace, dynamic, call, specs, shapes, values)
+            except Exception as error:
+                made = self._build(call, specs, shapes)  # an error of the function is one here too
+                family.give_up(families.reason(error))
+                return made
+        return self._build(call, specs, shapes)
+
+    @collection_paused()
+    def _traced_dynamic(
+        self,
+        family: Family,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        values: tuple[int, ...],
+    ) -> FamilyTrace | None:
+        """Trace for all sizes; a function that asks for one, for those with the same answers. None
+        where these are sizes of one, which the function takes apart.
+        """
+        for at in families.sizes_to_trace(family, shapes, values):
+            sizes = families.sizes_for(family.dynamic, at)
+            with_formulas = families.shapes_with(family.dynamic, shapes, sizes)
+            trace = FamilyTrace(
+                self._traced(call, specs, shapes, formulas=with_formulas, sizes=sizes), sizes
+            )
+            family.add(trace)
+            if sizes.conditions.holds(values):
+                return trace
+        return None
+
+    @collection_paused()
+    def _planned_dynamic(
+        self,
+        trace: FamilyTrace,
+        dynamic: Dynamic,
+        call: Arguments,
+        specs: Sequence[PartitionSpec],
+        shapes: Sequence[Shape | None],
+        values: tuple[int, ...],
+    ) -> _Planned:
+        traced = trace.traced
+        formulas = families.shapes_with(dynamic, shapes, trace.sizes)
+        out_specs, returned_state = self._specs_of_results(call, specs, formulas, traced)
+        state = self._state.union(returned_state)
+        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+
+        facts = self._facts(call, specs, traced, tensors, state)
+        assert traced.symbolic is not None
+        number = traced.symbolic.dynamic
+
+        def program(sizes: Sizes) -> Program:
+            return Program(
+                mesh=self.mesh,
+                traced=traced.gm,
+                plan=self._planned(call, specs, traced.gm, state, out_specs, None, sizes, number),
+                out_tree=traced.out_tree,
+                constants=traced.constants,
+                **facts,
+            )
+
+        made = families.FamilyPlan.of(dynamic, values, program)
+        sized = made.program(values)
+        check_programs([sized], self._options)
+        sized.make_graph()
+        made.planned = self._callable(call, shapes, traced, sized)
+        trace.plans.append(made)
+        return made.planned
 
     def _estimated_shapes(
         self, call: Arguments, specs: Sequence[PartitionSpec]
@@ -484,6 +634,8 @@ class Step:
         specs: Sequence[PartitionSpec],
         shapes: Sequence[Shape | None],
         calls: TorchCalls | None = None,
+        formulas: Sequence[Shape | None] | None = None,
+        sizes: Sizes | None = None,
     ) -> Traced:
         if calls is None and self._options.explicit:
             calls = TorchCalls()
@@ -504,6 +656,8 @@ class Step:
                     names=call.names,
                     checked=self._options.check_inputs,
                     calls=calls,
+                    shapes=formulas,
+                    symbolic=None if sizes is None else families.symbolic_of(sizes),
                 )
             except (AttributeError, TypeError) as e:
                 if (names := nones(call)) and "NoneType" in str(e):
@@ -526,15 +680,28 @@ class Step:
         traced: Traced | None = None,
     ) -> _Planned:
         """Trace, plan and check one program for these arguments."""
+        is_lowered = traced is not None  # and has a plan of its own, for reports
         traced = traced or self._traced(call, specs, shapes)
         out_specs, returned_state = self._specs_of_results(call, specs, shapes, traced)
         state = self._state.union(returned_state)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        plan = self._planned(call, specs, traced.gm, state, out_specs, watch)
-        program = self._program(call, specs, traced, tensors, state, plan)
-        if self._options.explicit:
-            self._check_explicit(program, call, specs, shapes, state, out_specs)
-        check_programs([program], self._options)
+        facts = self._facts(call, specs, traced, tensors, state)
+
+        def make() -> Program:
+            made = Program(
+                mesh=self.mesh,
+                traced=traced.gm,
+                plan=self._planned(call, specs, traced.gm, state, out_specs, watch),
+                out_tree=traced.out_tree,
+                constants=traced.constants,
+                **facts,
+            )
+            if self._options.explicit:
+                self._check_explicit(made, call, specs, shapes, state, out_specs)
+            check_programs([made], self._options)
+            return made
+
+        program = make() if is_lowered else self._kept(call, traced, state, out_specs, facts, make)
         return self._callable(call, shapes, traced, program)
 
     def _specs_of_results(
@@ -565,6 +732,8 @@ class Step:
         state: Collection[int],
         out_specs: Sequence[PartitionSpec | None],
         watch: Watch | None,
+        sizes: Sizes | None = None,
+        number: Callable[[Any], Any] | None = None,
     ) -> Plan:
         options = self._options
         tensors = [i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor)]
@@ -573,6 +742,8 @@ class Step:
             [call.names[i] for i in tensors],
             [call.positions[i] in state for i in tensors],
             strict=options.strict,
+            sizes=sizes,
+            number=number,
         )
         check_constraints(prepared.constraints, self.mesh)
         check_local_meshes(prepared.graph, self.mesh)
@@ -612,33 +783,45 @@ class Step:
         """What programs are planned for where ranks are on these hosts."""
         return hardware_on(replace(self.mesh, hosts=hosts), self._options.hardware)
 
-    def _program(
+    def _kept(
+        self,
+        call: Arguments,
+        traced: Traced,
+        state: Collection[int],
+        out_specs: Sequence[PartitionSpec | None],
+        facts: dict[str, Any],
+        make: Callable[[], Program],
+    ) -> Program:
+        """The program as another rank of the host, or an earlier start, has planned it."""
+        tensors = facts["tensor_leaves"]
+        names = [call.names[i] for i in tensors]
+        is_state = [call.positions[i] in state for i in tensors]
+        specs, options, hardware = facts["in_specs"], self._options, facts["hardware"]
+        key = key_of(self.mesh, traced, names, is_state, specs, out_specs, options, hardware)
+        return kept_or_planned(key, self.mesh, traced, facts, make)
+
+    def _facts(
         self,
         call: Arguments,
         specs: Sequence[PartitionSpec],
         traced: Traced,
         tensors: tuple[int, ...],
         state: Collection[int],
-        plan: Plan,
-    ) -> Program:
+    ) -> dict[str, Any]:
+        """The attributes of a program that are known without its plan."""
         donate = self._options.donate
-        return Program(
-            mesh=self.mesh,
-            traced=traced.gm,
-            plan=plan,
-            tensor_leaves=tensors,
-            in_specs=tuple(specs[i] for i in tensors),
-            constants=traced.constants,
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
-            leaf_specs=tuple(specs),
-            roles=tuple(_role(call.positions[i], state) for i in tensors),
-            donated=tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
-            options=self._options,
-            hardware=self._hardware_on(self.mesh.hosts),
-        )
+        return {
+            "tensor_leaves": tensors,
+            "in_specs": tuple(specs[i] for i in tensors),
+            "out_leaves": traced.out_leaves,
+            "is_static": traced.is_static,
+            "assumptions": traced.assumptions,
+            "leaf_specs": tuple(specs),
+            "roles": tuple(_role(call.positions[i], state) for i in tensors),
+            "donated": tuple(at for at, i in enumerate(tensors) if call.positions[i] in donate),
+            "options": self._options,
+            "hardware": self._hardware_on(self.mesh.hosts),
+        }
 
     def _callable(
         self,
@@ -661,8 +844,7 @@ class Step:
         )
         copied: Sequence[Any] = ()
         if isinstance(program, Program):
-            inputs = program.plan.graph.inputs
-            copied = renewed(program.plan.graph, {inputs[at].name for at in program.donated})
+            copied = [(i, RENEWALS[name]) for i, name in program.renewed]
         return _Planned(
             program,  # type: ignore[arg-type]
             call.key,

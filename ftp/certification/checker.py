@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.certification.axis_collectives import Contribution, reduce_axis
+from ftp.certification.branches import leaks
 from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
@@ -99,6 +100,9 @@ class Checker:
         yield from filter(None, writes)
         if any(writes):
             return
+        for graph, pure in enumerate(self.graphs.pure):
+            where = self.cells.where(self.graphs.first(graph))
+            yield from (f"{leak}{where}" for leak in leaks(pure))
         for cell in self.cells.all:
             try:
                 self.check_cell(cell)
@@ -272,6 +276,8 @@ class Checker:
         if (cell, node) not in self.splits:
             x, (sizes, *rest) = self.map_of(cell, node.args[0]), node.args[1:]
             dim: Any = rest[0] if rest else 0
+            if not -len(x.shape) <= dim < len(x.shape):
+                raise Unsound(f"a value of shape {list(x.shape)} is split along dim {dim}")
             if sum(sizes) != x.shape[dim]:
                 raise Unsound(f"{x.shape[dim]} are split into {sum(sizes)}")
             ends = np.cumsum(sizes).tolist()

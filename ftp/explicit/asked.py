@@ -71,7 +71,7 @@ class _Reader:
             if not (
                 node.name in gradients
                 or _is_gathered_state(node)
-                or self._leads(Value(node), node.phase, node.target.axis)
+                or self._leads(Value(node), node)
                 or self._is_transposed(node)
                 or self._is_within_call(node)
             )
@@ -84,23 +84,30 @@ class _Reader:
             return user.kind == "local" or axis in user.own_axes
         return pin.holds(axis) or user.target == MARK
 
-    def _leads(self, value: Value, phase: int, axis: str) -> bool:
-        """Whether a value is one that an output or a constraint fixes, or becomes nothing else."""
+    def _leads(self, value: Value, move: Node) -> bool:
+        """Whether a reshard's value is one that an output or a constraint fixes, or becomes nothing
+        else. What is cut anew so as to meet another operand is not asked for by their result.
+        """
         if value in self.returned:
             return True
         users = self.users.get(value, ())
-        users = [u for u in users if u[0].phase == phase] or users
+        users = [u for u in users if u[0].phase == move.phase] or users
         if any(
-            self._is_end(user, axis)
+            self._is_end(user, move.target.axis)
             or (
                 (user.target in VIEWS or user.kind in ("constrain", "move"))
-                and any(self._leads(Value(user, i), phase, axis) for i in range(len(user.results)))
+                and any(self._leads(Value(user, i), move) for i in range(len(user.results)))
             )
             for user, _ in users
         ):
             return True
-        return bool(users) and all(
-            passes_on(user, slot) and self._leads(Value(user), phase, axis) for user, slot in users
+        is_recut = move.target.src.kind == move.target.dst.kind == "S"
+        return (
+            bool(users)
+            and not is_recut
+            and all(
+                passes_on(user, slot) and self._leads(Value(user), move) for user, slot in users
+            )
         )
 
     def _is_transposed(self, move: Node) -> bool:

@@ -3,7 +3,7 @@
 import ast
 import linecache
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ftp.explicit.suggest import Wanted
@@ -61,13 +61,20 @@ def lines_of(
     for wanted in suggested:
         site, ndim = wanted.site, ndims[wanted.site]
         if isinstance(site, Operand):
-            site = _operand(site) or site.call
+            operand = _operand(site)
+            if operand is None:
+                words, nbytes = sent(wanted.moves)
+                source = describe_line(site.call.file, site.call.first)
+                line, place = f"x = {_constrained('x', wanted, ndim)}", "where x is its operand"
+                found.append(Missing(source, line, nbytes, place, words))
+                continue
+            site = operand
             wanted, ndims = replace(wanted, site=site), {**ndims, site: ndim}
         if isinstance(site, Expression):
             statements[site.file, *_statement(site)].append(wanted)
         elif isinstance(site, Output):
             spec = readable(wanted.pin.spec, ndim)
-            key = _pattern(site.module), site.index, _axes(wanted, spec), wanted.grad
+            key = site.module, site.index, _axes(wanted, spec), wanted.grad
             outputs[key].append(wanted)
     for (file, first, last), group in statements.items():
         words, nbytes = sent([name for wanted in group for name in wanted.moves])
@@ -75,7 +82,7 @@ def lines_of(
         source = describe_line(file, min(w.site.first for w in group))  # type: ignore[union-attr]
         found.append(Missing(source, line, nbytes, place, words, file, first, last))
     found.sort(key=lambda m: (m.file, m.first))
-    for (pattern, index, text, grad), group in outputs.items():
+    for (pattern, index, text, grad), group in _by_pattern(outputs, ndims).items():
         words, nbytes = sent([name for wanted in group for name in wanted.moves])
         spec = text if index is None else f"({'None, ' * index}{text}, ...)"
         if index is not None or not grad or ", axes=" in text:
@@ -106,8 +113,8 @@ def _operand(site: Operand) -> Expression | None:
         if not isinstance(node, ast.expr) or _place(node, call.file) != call:
             continue
         if isinstance(node, ast.BinOp):
-            parts: list[ast.expr] = [node.left, node.right]
-        elif isinstance(node, ast.Call):
+            return _place(node.left if site.slot == "self" else node.right, call.file)
+        if isinstance(node, ast.Call):
             named = {k.arg: k.value for k in node.keywords if k.arg}
             if isinstance(node.func, ast.Attribute):
                 named.setdefault("self", node.func.value)
@@ -115,17 +122,28 @@ def _operand(site: Operand) -> Expression | None:
                 return _place(named[site.slot], call.file) if site.slot in named else None
             if any(isinstance(a, ast.Starred) for a in node.args):
                 return None
-            parts = node.args
-        else:
-            continue
-        if isinstance(site.slot, int) and site.slot < len(parts):
-            return _place(parts[site.slot], call.file)
+            if site.slot < len(node.args):
+                return _place(node.args[site.slot], call.file)
     return None
 
 
 def _place(node: ast.expr, file: str) -> Expression:
     assert node.end_lineno is not None and node.end_col_offset is not None
     return Expression(file, node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
+
+
+def _by_pattern(
+    outputs: Mapping[tuple[str, int | None, str, bool], list[Wanted]], sites: Iterable[Site]
+) -> dict[tuple[str, int | None, str, bool], list[Wanted]]:
+    """Constraints on modules, one for those that a pattern names and that all have the same."""
+    probed = {site.module for site in sites if isinstance(site, Output)}
+    found: dict[tuple[str, int | None, str, bool], list[Wanted]] = defaultdict(list)
+    for (path, *rest), group in outputs.items():
+        pattern = _pattern(path)
+        alike = {p for p in probed if _pattern(p) == pattern}
+        is_whole = all((p, *rest) in outputs for p in alike)
+        found[pattern if is_whole else path, *rest] += group  # type: ignore[index]
+    return found
 
 
 def _pattern(path: str) -> str:

@@ -143,25 +143,18 @@ def suggest(plan: Plan, probed: Probed) -> Suggestion:
             if not probed.unasked(then):
                 if sent_by(then) != sent:
                     break
-                kept = _needed(tried, then, probed, sent, places)
-                return Suggestion(places.plan, tuple(kept.values()), (), True)
+                return _needed(tried, then, probed, sent)
             more, _ = Places(then, probed).all_wanted()
             if not more.keys() - tried.keys():
                 break
-            tried = {**{site: replace(w, moves=()) for site, w in more.items()}, **tried}
+            tried = {**more, **tried}
     return first
 
 
 def _needed(
-    wanted: Mapping[Site, Wanted],
-    plan: Plan,
-    probed: Probed,
-    sent: Counter[Any],
-    places: "Places",
-) -> Mapping[Site, Wanted]:
-    """The constraints without those that others, which then ask for their reshards, make
-    superfluous.
-    """
+    wanted: Mapping[Site, Wanted], plan: Plan, probed: Probed, sent: Counter[Any]
+) -> Suggestion:
+    """The constraints without those that others make superfluous, each with what it asks for."""
     kept = dict(wanted)
     for site in list(kept):
         less = {other: w for other, w in kept.items() if other != site}
@@ -169,10 +162,14 @@ def _needed(
             continue
         then = probed.planned(less)
         if not probed.unasked(then) and sent_by(then) == sent:
-            near = next((s for s in less if places.shares(s, site)), next(iter(less)))
-            less[near] = replace(less[near], moves=(*less[near].moves, *kept[site].moves))
             kept, plan = less, then
-    return kept
+    names, without = set[str](), set[str]()
+    for site in kept:
+        without |= probed.nodes_at(site)
+        found = {m.name for m in unasked(plan, probed.out_specs, without)}
+        kept[site] = replace(kept[site], moves=tuple(sorted(found - names)))
+        names |= found
+    return Suggestion(plan, tuple(kept.values()), (), True)
 
 
 def with_constraints(
@@ -290,10 +287,6 @@ class Places:
                 sites.setdefault(site, []).append(move)
         return {s: self._wanted(s, moves) for s, moves in sites.items()}, tuple(without)
 
-    def shares(self, site: Site, other: Site) -> bool:
-        """Whether two places have a value in common."""
-        return not set(self.values.get(site, ())).isdisjoint(self.values.get(other, ()))
-
     def axes_of(self, names: Iterable[str]) -> tuple[str, ...]:
         """The mesh axes that reshards of these names, or if there are none any, run over."""
         names = set(names)
@@ -325,7 +318,15 @@ class Places:
         what is made of it element by element is, where the call that it is within ends.
         """
         call = getattr(move.operands[0].node.source, "call", None)
-        within = [p.site for p in self.calls.sites if _is_result(p) and p.call == call]
+        within = [
+            site
+            for site, values in self.values.items()
+            if not isinstance(site, Operand)
+            and any(
+                getattr(v.node.source, "call", None) == call and not v.node.phase % 2
+                for v in values
+            )
+        ]
         sites = [*self._behind(move), *self._ahead(move), *(within if call is not None else ())]
         return [site for site in dict.fromkeys(sites) if site in self.values]
 

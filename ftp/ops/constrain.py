@@ -129,6 +129,11 @@ def marked_gradients() -> Iterator[None]:
         _MARKED.reset(token)
 
 
+def asked_for(x: Tensor) -> Tensor:
+    """``x``, whole on every rank because a function of ftp says so, where that is noted."""
+    return constrain(x, P()) if _MARKED.get() else x
+
+
 def probe(x: Tensor, number: int) -> Tensor:
     """``x`` through a constraint that fixes nothing, and its gradient through another, both with
     the number.

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ftp.errors import InputError, join_failures
+from ftp.ops.constrain import asked_for
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 
@@ -25,7 +26,7 @@ def global_norm(tree: Any) -> Tensor:
     if not flatten(tree)[0]:
         raise InputError("global_norm is given a tree without tensors.")
     # A sum of sums: over sharded leaves it stays a pending sum, and one number is reduced.
-    return _total(tree, lambda leaf: leaf.abs().square().sum()).sqrt()
+    return asked_for(_total(tree, lambda leaf: leaf.abs().square().sum())).sqrt()
 
 
 def _total(tree: Any, term: Callable[[Tensor], Tensor]) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.dynamic_int import Conditions
 from ftp.partitioning.collectives import (
     Collective,
     MoveSite,
@@ -97,6 +98,7 @@ class Partitioner:
 
     def __post_init__(self):
         self._programs: dict[tuple[int, ...], LocalProgram] = {}
+        self._dynamic: dict[tuple[int, ...], list[tuple[Conditions, LocalProgram]]] = {}
         chunks: dict[Chunk, None] = {}
 
         def collect(size: Size) -> None:
@@ -131,7 +133,9 @@ class Partitioner:
         self._contributing = [a for a in self.plan.axes if a in firsts]
 
     def program(self, coordinate: Coordinate) -> LocalProgram:
-        """The program of the rank at ``coordinate``."""
+        """The program of the rank at ``coordinate``; where sizes are dynamic, as they are now,
+        under the conditions that are noted.
+        """
         key = (
             *(chunk_at(c, coordinate)[1] for c in self._uneven),
             *(int(coordinate[a] == 0) for a in self._contributing),
@@ -146,6 +150,15 @@ class Partitioner:
                 )
             ),
         )
+        if (sizes := self.plan.sizes) is not None:
+            known = self._dynamic.setdefault(key, [])
+            found = next((one for one in known if one[0].holds(sizes.now)), None)
+            if found is None:
+                with collection_paused(), sizes.noting(sizes.now) as asked:
+                    found = asked, _Emission(self, coordinate).run()
+                known.append(found)
+            sizes.note_all(found[0])
+            return found[1]
         if key not in self._programs:
             with collection_paused():
                 self._programs[key] = _Emission(self, coordinate).run()
@@ -176,7 +189,7 @@ def nested_cuts(
     found = []
     for dim in range(len(spec)):
         cuts = spec.cuts(dim)
-        size = int(shape[dim])
+        size = shape[dim]
         for cut in cuts if len(cuts) > 1 or not all(c.is_plain for c in cuts) else ():
             n = axes[cut.axis]
             pieces = tuple(cut_pieces(size, n, coordinate[cut.axis], cut))
@@ -221,6 +234,8 @@ class _Emission:
             # A rank with an empty shard does not use the collectives that it takes part in.
             if made.op == "call_function" and not made.users and made.target is not WAIT:
                 self.graph.erase_node(made)
+        for made in self.graph.nodes:
+            made.meta.setdefault("branch", ())
         for offset, node in list(self.offsets.items()):
             if not node.users:
                 self.graph.erase_node(node)
@@ -286,12 +301,15 @@ class _Emission:
         return x
 
     def _annotate(self, node: Node, last: fx.Node) -> None:
-        """Set the source and the origin, the planned op, on the nodes after ``last``."""
+        """Set the source, the origin, which is the planned op, and the branch on the nodes after
+        ``last``.
+        """
         at = self.graph._root.prev
         while at is not last:
             if at.op == "call_function":
                 at.meta.setdefault("source", node.source)
                 at.meta.setdefault("origin", node.name)
+                at.meta.setdefault("branch", node.branch)
             at = at.prev
 
     def _emit(self, node: Node) -> None:

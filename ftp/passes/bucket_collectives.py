@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.dynamic_int import value_of
 from ftp.partitioning.collectives import Collective, Member
 from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.copy_elimination import copied
@@ -148,7 +149,7 @@ def _kind(node: Node) -> tuple[Any, ...] | None:
 
 def _nbytes(node: Node) -> int:
     if node.target.op == "all_reduce":
-        return math.prod(node.results[0].shape) * node.results[0].dtype.itemsize
+        return math.prod(map(value_of, node.results[0].shape)) * node.results[0].dtype.itemsize
     return held_bytes(node) * (node.target.n if node.target.op == "reduce_scatter" else 1)
 
 

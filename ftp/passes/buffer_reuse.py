@@ -4,6 +4,7 @@ are updated in place.
 
 import functools
 from collections.abc import Collection, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
     """The same module, with the results for such inputs as fake tensors in ``meta["val"]``."""
     mode = next((x.fake_mode for x in inputs if isinstance(x, FakeTensor)), None)
     mode = FakeTensorMode(allow_non_fake_inputs=True) if mode is None else mode
-    with torch.no_grad(), mode:
+    with torch.no_grad(), mode, _python_forms(mode):
         given = [
             torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device)
             if isinstance(x, torch.Tensor) and not isinstance(x, FakeTensor)
@@ -31,6 +32,15 @@ def with_values(gm: fx.GraphModule, inputs: Sequence[Any]) -> fx.GraphModule:
         ]
         _Values(gm, mode).propagate_dont_convert_inputs(*given)
     return gm
+
+
+def _python_forms(mode: FakeTensorMode) -> AbstractContextManager[Any]:
+    """With dynamic sizes: some ops take symbolic ints in their Python form."""
+    if mode.shape_env is None:
+        return nullcontext()
+    from torch._dispatch.python import enable_python_dispatcher  # takes long to import
+
+    return enable_python_dispatcher()
 
 
 class _Values(FakeTensorProp):

@@ -6,19 +6,20 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 from ftp.planning.graph import PARAMETER, Graph, Node, Value
-from ftp.sharding.layout import nominal
+from ftp.sharding.layout import estimated
 
 LOCAL_STEPS = ("slice", "contribute", "pad")
 
 
 def is_ahead(node: Node) -> bool:
-    """Whether a node is communication that does not depend on the batch."""
-    return node.kind == "move" and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
+    """Whether a node is communication that does not depend on the batch, nor on a branch."""
+    is_move = node.kind == "move" and not node.branch
+    return is_move and node.depends == PARAMETER and node.target.op not in LOCAL_STEPS
 
 
 def held_bytes(node: Node) -> int:
     """Of a move's result, on the rank that holds most."""
-    return math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
+    return math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
 
 
 def largest_gathered(graph: Graph) -> int:

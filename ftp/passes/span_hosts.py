@@ -14,7 +14,7 @@ from ftp.passes.aliasing import ALL_REDUCE, WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.planning.cost import Hardware, collective_seconds
 from ftp.planning.graph import Graph, Node, Value
-from ftp.sharding.layout import nominal
+from ftp.sharding.layout import estimated
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -55,7 +55,7 @@ def spans(graph: Graph, hardware: Hardware, without: Collection[str] = ()) -> tu
         )
         inside, across = moves
         near, far = (hardware.link_of([m.axis]) for m in moves)
-        count = math.prod(map(nominal, shape))
+        count = math.prod(map(estimated, shape))
         if not count or count % inside.n:
             continue
         nbytes = count * first.results[0].dtype.itemsize

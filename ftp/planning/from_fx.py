@@ -2,7 +2,7 @@
 
 import operator
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +10,9 @@ import torch
 from torch import fx
 from torch.fx.node import map_aggregate
 
+from ftp.dynamic_int import Sizes, is_dynamic, moved
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
+from ftp.ops.choose import Branch
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.planned import expanded, rank_axes, region_of
@@ -21,20 +23,27 @@ from ftp.rules.bind import bind, lookup
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
-from ftp.rules.rule import BoundRule, Call, Meta, replaced
+from ftp.rules.rule import BoundRule, Call, Meta, replaced, tensors
 from ftp.tracing.trace import decompose as trace_decomposition
 
 aten = torch.ops.aten
 
 
-def from_fx(gm: fx.GraphModule, names: Sequence[str] = (), *, strict: bool = False) -> Graph:
+def from_fx(
+    gm: fx.GraphModule,
+    names: Sequence[str] = (),
+    *,
+    strict: bool = False,
+    size: Callable[[Any], Any] | None = None,
+) -> Graph:
     """The graph of a traced program; inputs in the order of its placeholders.
 
     Args:
         names: what the first inputs are called.
         strict: an op without a rule is an error, rather than replicated with a warning.
+        size: where sizes are dynamic, gives the formula for a number of the trace.
     """
-    builder = _Builder(strict)
+    builder = _Builder(strict, size=size)
     with collection_paused():
         for node in gm.graph.nodes:
             builder.add(node)
@@ -101,9 +110,9 @@ class _Builder:
         self,
         strict: bool,
         env: dict[fx.Node, Any] | None = None,
-        names: Mapping[str, Any] | None = None,
+        size: Callable[[Any], Any] | None = None,
     ):
-        self.strict = strict
+        self.strict, self.size = strict, size
         self.env: dict[fx.Node, Any] = {} if env is None else env
         self.nodes: list[Node] = []
         self.rules: dict[Any, BoundRule] = {}
@@ -112,7 +121,7 @@ class _Builder:
     def add(self, node: fx.Node) -> None:
         if node.op == "placeholder":
             if node not in self.env:
-                meta = _metas(node.meta["val"])
+                meta = self.metas(node)
                 made = Node(node.name, "input", None, (), {}, meta, identity_rule(meta[0].shape, 0))
                 self.nodes.append(made)
                 self.env[node] = Value(made)
@@ -127,7 +136,7 @@ class _Builder:
         """Per-rank code as ops of the program, planned over the axes that are not its own."""
         graph = expanded(program)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]
-        builder = _Builder(self.strict, dict(zip(placeholders, operands, strict=True)))
+        builder = _Builder(self.strict, dict(zip(placeholders, operands, strict=True)), self.size)
         builder.rules = self.rules
         for inner in graph.nodes:
             builder.add(inner)
@@ -135,6 +144,7 @@ class _Builder:
             made.name = f"{node.name}.{made.name}"
             made.source = made.source or node.meta.get("source", "")
             made.phase, made.region = node.meta.get("phase", 0), node.meta.get("region")
+            made.branch = _branch(node)
         self.nodes += builder.nodes
         assert builder.outputs is not None
         return builder.outputs
@@ -142,19 +152,21 @@ class _Builder:
     def call(self, node: fx.Node) -> Any:
         if node.target is LOCAL and (program := program_of(node.args[1])).is_planned:  # type: ignore[arg-type]
             return self.inlined(node, program, [self.env[x] for x in node.args[0]])  # type: ignore[union-attr]
+        size = self.size or _same
         args, kwargs = map_aggregate(
-            (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else a
+            (node.args, node.kwargs), lambda a: self.env[a] if isinstance(a, fx.Node) else size(a)
         )  # type: ignore[misc]
         args, kwargs = (
             replaced(args, (), _meta),
             replaced(kwargs, (), _meta),
         )  # fx's immutable containers as plain ones
-        results = _metas(node.meta["val"])
+        results = self.metas(node)
         source = node.meta.get("source", "")
         origin = {
             "source": source,
             "phase": node.meta.get("phase", 0),
             "region": node.meta.get("region"),
+            "branch": _branch(node),
         }
         if node.target is LOCAL:
             program = program_of(args[1])
@@ -177,6 +189,13 @@ class _Builder:
         self.nodes.append(made)
         values = [Value(made, i) for i in range(len(results))]
         return values[0] if isinstance(node.meta["val"], torch.Tensor) else values
+
+    def metas(self, node: fx.Node) -> tuple[Meta, ...]:
+        """Of each of a node's tensors shape and dtype."""
+        found = _metas(node.meta["val"])
+        if self.size is None:
+            return found
+        return tuple(Meta(tuple(map(self.size, m.shape)), m.dtype) for m in found)
 
     def rule(
         self,
@@ -235,10 +254,17 @@ class _Builder:
         return whole_rule([m.shape for m in call.operands], [m.shape for m in call.results])
 
 
-def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> Graph:
+def decompose(
+    graph: Graph,
+    nodes: Iterable[Node],
+    *,
+    strict: bool = False,
+    sizes: Sizes | None = None,
+) -> Graph:
     """The graph with ``nodes`` replaced by primitives where there is a decomposition; the same
-    graph where there is none.
+    graph where there is none. ``sizes``: the dynamic ones, if any.
     """
+    size = None if sizes is None else size_in(sizes)
     wanted = {n for n in nodes if n.target in DECOMPOSITIONS}
     if not wanted:
         return graph
@@ -249,14 +275,14 @@ def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> G
         if node not in wanted:
             out.append(node)
             continue
-        gm = _primitives(node)
+        gm = _primitives(node, sizes)
         placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
-        builder = _Builder(strict, dict(zip(placeholders, node.operands, strict=True)))
+        builder = _Builder(strict, dict(zip(placeholders, node.operands, strict=True)), size)
         for inner in gm.graph.nodes:
             builder.add(inner)
         for inner in builder.nodes:
             inner.name, inner.source = f"{node.name}.{inner.name}", node.source
-            inner.phase, inner.region = node.phase, node.region
+            inner.phase, inner.region, inner.branch = node.phase, node.region, node.branch
             for value in inner.operands:
                 inner.depends |= value.node.depends
         out += builder.nodes
@@ -269,9 +295,28 @@ _traced: dict[Any, fx.GraphModule] = {}
 _MOST_TRACED = 256  # more than the distinct decomposed calls of a model
 
 
-def _primitives(node: Node) -> fx.GraphModule:
+def size_in(sizes: Sizes) -> Callable[[Any], Any]:
+    """Gives the formula of ``sizes`` for a number of a trace with dynamic sizes."""
+    from ftp.tracing.symbolic import symbolic_of
+
+    known = symbolic_of(sizes)
+    return lambda x: moved(known.dynamic(x), sizes)
+
+
+def _primitives(node: Node, sizes: Sizes | None) -> fx.GraphModule:
     args, kwargs = replaced(node.args, Value, _meta), replaced(dict(node.kwargs), Value, _meta)
     key = (node.target, repr(args), repr(kwargs))
+    metas = tensors((args, kwargs), Meta)
+    numbers = tensors((args, kwargs), int)
+    if sizes is not None and any(map(is_dynamic, [*numbers, *(s for m in metas for s in m.shape)])):
+        from ftp.tracing.symbolic import symbolic_of
+
+        traced = sizes.memo.setdefault("primitives", {})
+        if key not in traced:
+            traced[key] = trace_decomposition(
+                node.target, args, kwargs, DECOMPOSITIONS[node.target], symbolic_of(sizes)
+            )
+        return traced[key]
     if key not in _traced:
         gm = trace_decomposition(node.target, args, kwargs, DECOMPOSITIONS[node.target])
         assert gm is not None
@@ -314,6 +359,10 @@ def _is_zero(node: Node) -> bool:
     )
 
 
+def _branch(node: fx.Node) -> Branch:
+    return tuple(step for step in node.meta.get("branch", ()) if step[0] >= 0)
+
+
 def _meta(value: Value) -> Meta:
     return value.meta
 
@@ -324,6 +373,10 @@ def _metas(val: Any) -> tuple[Meta, ...]:
         Meta(tuple(v.shape), v.dtype) if isinstance(v, torch.Tensor) else Meta((), torch.int64)
         for v in vals
     )
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def _candidate(call: Call) -> str:

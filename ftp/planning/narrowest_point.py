@@ -8,12 +8,12 @@ from collections.abc import Collection
 from ftp.planning.graph import Graph, Node, Value
 from ftp.rules.op_kinds import is_product
 from ftp.rules.registry import RULES
-from ftp.sharding.layout import nominal
+from ftp.sharding.layout import estimated
 
 
 def nbytes(value: Value) -> int:
     """Bytes of a value over all ranks of the axis that is planned."""
-    return math.prod(map(nominal, value.shape)) * value.meta.dtype.itemsize
+    return math.prod(map(estimated, value.shape)) * value.meta.dtype.itemsize
 
 
 def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
@@ -65,4 +65,4 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
 
 
 def _elements(values: Collection[Value]) -> int:
-    return sum(math.prod(map(nominal, value.shape)) for value in values)
+    return sum(math.prod(map(estimated, value.shape)) for value in values)

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ftp.dynamic_int import Sizes
 from ftp.ops.constrain import Pin
 from ftp.planning.graph import Graph, Node
 from ftp.planning.solver.minimize import Solution
@@ -33,6 +34,7 @@ class Plan:
             over plans that give them equal layouts.
         entries, exits: inputs that are gathered on entry and outputs that are sliced on exit, with
             their specs outside.
+        sizes: the dynamic ones, if any, of which its sizes are formulas.
     """
 
     graph: Graph
@@ -43,6 +45,7 @@ class Plan:
     entries: dict[Node, PartitionSpec] = field(default_factory=dict)
     exits: dict[int, PartitionSpec] = field(default_factory=dict)
     alike: int = 0
+    sizes: Sizes | None = None
 
     @property
     def cost(self) -> float:

@@ -14,6 +14,7 @@ from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.program import factor
 from ftp.planning.axis_order import axis_order, spec_layout
+from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
 from ftp.planning.graph import BATCH, Graph, Node, Value
@@ -27,7 +28,7 @@ from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
 from ftp.planning.regather import gather_again
 from ftp.planning.solver.reduce import Infeasible
 from ftp.rules.op_kinds import is_product
-from ftp.sharding.layout import Layout, R, nominal
+from ftp.sharding.layout import Layout, R, estimated
 
 Decompose = Callable[[Graph, Iterable[Node]], Graph]
 Watch = Callable[[Problem], None]
@@ -94,9 +95,11 @@ def _make_plan(
         and specs is given
         and (plan := _plan_folded(graph, specs, batch, *args)) is not None
     ):
+        plan.graph = placed(plan.graph)
         return plan
     plan = _plan_axes(graph, specs, batch, *args, watch=watch)
     assert plan is not None
+    plan.graph = placed(plan.graph)
     return _as_given(plan, given, specs)
 
 
@@ -367,7 +370,7 @@ def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> floa
     would hide all else, and its plan would not be that of the large model that it stands for.
     """
     sizes = [
-        math.prod(map(nominal, Value(node).shape)) * node.results[0].dtype.itemsize
+        math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
         for node in graph.nodes
         if node.kind == "op" and node.depends & BATCH and is_product(node.target)
         for _ in range(ties.weight(node) if ties else 1)

@@ -1,10 +1,12 @@
 """From a traced program to its plan, for steps, exported programs and the search."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch import fx
 
+from ftp.dynamic_int import Sizes, moved
 from ftp.ops.constrain import Pin
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.from_fx import constraints, decompose, from_fx, prune
@@ -13,6 +15,7 @@ from ftp.planning.graph_passes import live, mark_dependencies, merge_common
 from ftp.planning.plan import Plan, Specs
 from ftp.planning.planner import Watch, make_plan
 from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.branches import unmark_cut
 
 
 @dataclass(frozen=True)
@@ -24,11 +27,13 @@ class Prepared:
         arguments: the input nodes of the arguments' tensors; inputs after them are closure
             constants.
         constraints: what each constraint node fixes.
+        sizes: the dynamic ones, if any.
     """
 
     graph: Graph
     arguments: tuple[Node, ...]
     constraints: dict[Node, Pin]
+    sizes: Sizes | None = None
 
     @property
     def batch(self) -> list[Node]:
@@ -37,7 +42,13 @@ class Prepared:
 
 
 def prepare(
-    gm: fx.GraphModule, names: Sequence[str], is_state: Sequence[bool], *, strict: bool = False
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    is_state: Sequence[bool],
+    *,
+    strict: bool = False,
+    sizes: Sizes | None = None,
+    number: Callable[[Any], Any] | None = None,
 ) -> Prepared:
     """Bind rules to a traced program and simplify it.
 
@@ -46,14 +57,21 @@ def prepare(
         is_state: per argument tensor whether it is state (parameters, an optimizer's) rather than
             of a batch.
         strict: an op without a rule is an error, rather than replicated with a warning.
+        sizes: the dynamic ones, if any, in which the program is planned.
+        number: gives the formula for a number of the trace.
     """
-    graph = from_fx(gm, names, strict=strict)
+    unmark_cut(gm.graph)
+    size = None
+    if sizes is not None and number is not None:
+        found = number
+        size = lambda x: moved(found(x), sizes)  # noqa: E731
+    graph = from_fx(gm, names, strict=strict, size=size)
     arguments = graph.inputs[: len(names)]
     for node, state in zip(arguments, is_state, strict=True):
         node.depends = PARAMETER if state else BATCH
     graph = merge_common(prune(live(graph)))
     mark_dependencies(graph)
-    return Prepared(graph, tuple(arguments), constraints(graph))
+    return Prepared(graph, tuple(arguments), constraints(graph), sizes)
 
 
 def plan_prepared(
@@ -83,7 +101,7 @@ def plan_prepared(
         data_axes = tuple(
             dict.fromkeys(axis for node in prepared.batch for axis in specs[node].axes)
         )
-    return make_plan(
+    plan = make_plan(
         prepared.graph,
         axes,
         Specs(specs, prepared.constraints, list(out_specs)),
@@ -91,6 +109,8 @@ def plan_prepared(
         data_axes=data_axes,
         reshard_after_forward=reshard_after_forward,
         hardware=hardware,
-        decompose=lambda graph, nodes: decompose(graph, nodes, strict=strict),
+        decompose=lambda graph, nodes: decompose(graph, nodes, strict=strict, sizes=prepared.sizes),
         watch=watch,
     )
+    plan.sizes = prepared.sizes
+    return plan

@@ -17,7 +17,7 @@ from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
 from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
 from ftp.rules.op_kinds import VIEWS, is_product
-from ftp.sharding.layout import PARTIAL, Layout, R, nominal
+from ftp.sharding.layout import PARTIAL, Layout, R, estimated
 
 MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
 REPLICATED_PRODUCT = 1e4  # factor for a replicated matmul on batch data that could be cut
@@ -91,7 +91,7 @@ class Prices:
     def of_op(self, node: Node) -> list[float]:
         """Seconds of each of a node's strategies."""
         if node.kind == "move":
-            nbytes = math.prod(map(nominal, node.target.shape)) * node.results[0].dtype.itemsize
+            nbytes = math.prod(map(estimated, node.target.shape)) * node.results[0].dtype.itemsize
             seconds = collective_seconds(
                 node.target.op, nbytes, node.target.n, self.problem.hardware.link
             )
@@ -99,8 +99,10 @@ class Prices:
         if node.kind != "op":
             held = self.problem.open.held.get(node, 0.0) if self.problem.open else 0.0
             return [held / self.problem.n if s.cut else held for s in self.options[node]]
-        sizes = {f: nominal(s) for f, s in node.sizes.items()}
-        sizes |= {f: node.rule.sizes[f] for _, f in node.rule.ring}  # whole, or each part in turn
+        sizes = {f: estimated(s) for f, s in node.sizes.items()}
+        sizes |= {
+            f: estimated(node.rule.sizes[f]) for _, f in node.rule.ring
+        }  # whole, or each part in turn
         seconds = op_seconds(node.target, node.rule, sizes, node.results, self.problem.hardware)
         could_be_cut = any(s.cut for s in self.options[node])
         prices = []
@@ -117,7 +119,7 @@ class Prices:
             elif s.pending is not None:
                 # PASS_ON may exceed a toy model's latency. Sums of single numbers, as in a norm,
                 # would then be reduced one by one, and those that are to stay pending reduced.
-                is_number = all(math.prod(map(nominal, r.shape)) == 1 for r in node.results)
+                is_number = all(math.prod(map(estimated, r.shape)) == 1 for r in node.results)
                 price += (
                     min(PASS_ON, self.problem.hardware.link.latency / 100)
                     if is_number or PARTIAL in self.problem.outputs

@@ -115,7 +115,7 @@ class Writer:
             return [ELLIPSIS]
         if kind is torch.memory_format or kind is torch.layout:
             return [CONSTANT, str(value)]
-        if isinstance(value, torch.Tensor):  # a trace's fake one
+        if isinstance(value, torch.Tensor) and all(type(n) is int for n in value.shape):
             return [TENSOR, list(map(int, value.shape)), list(map(int, value.stride())),
                     self.of(value.dtype)]  # fmt: skip
         if callable(value) and value in _NAMES:

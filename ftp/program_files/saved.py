@@ -3,7 +3,7 @@ mesh.
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -35,11 +35,11 @@ from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.global_shapes import without_addresses
 from ftp.version import __version__
 
-_FIELDS = (
+_GIVEN = (
     "tensor_leaves", "in_specs", "out_leaves", "is_static", "leaf_specs", "roles", "donated",
-    "assumptions", "options", "hardware", "out_specs", "out_shapes", "fingerprint", "trial_rules",
+    "assumptions", "options", "hardware",
 )  # fmt: skip
-_COMPUTED = ("out_specs", "out_shapes", "fingerprint", "trial_rules")
+_COMPUTED = ("out_specs", "out_shapes", "fingerprint", "trial_rules", "renewed")
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,6 @@ class Signature:
         tree: the structure of the arguments, as text that is equal on all ranks.
         leaves: a ``Meta`` of each tensor's global shape and dtype; a static value.
         state: positions of the arguments that are state.
-        renewed: outputs that share memory with an argument or another output, and how each is
-            copied.
     """
 
     function: str
@@ -63,7 +61,6 @@ class Signature:
     tree: str
     leaves: tuple[Any, ...]
     state: tuple[int, ...]
-    renewed: tuple[tuple[int, str], ...]
 
 
 def tree_text(tree: optree.PyTreeSpec) -> str:
@@ -99,7 +96,7 @@ def packed(program: Program, signature: Signature, given: optree.PyTreeSpec) -> 
     constants = [_bytes_of(c, i) for i, c in enumerate(program.constants)]
     content = {
         "signature": [call.of(getattr(signature, name)) for name in _OF_SIGNATURE],
-        "program": [call.of(_plain(getattr(program, name))) for name in _FIELDS],
+        "program": [call.of(_plain(getattr(program, name))) for name in (*_GIVEN, *_COMPUTED)],
         "tree": write_tree(program.out_tree, given),
         "constants": [[call.of(c.dtype), list(c.shape)] for c in program.constants],
         "pool": call.pool,
@@ -107,8 +104,8 @@ def packed(program: Program, signature: Signature, given: optree.PyTreeSpec) -> 
     written = write_traced(traced, program.traced.graph)
     sections = {
         "call": _json(content),
-        "ranks": _json(_ranks(program)),
-        "plan": _json(_plan(program.plan)),
+        "ranks": _json(ranks_section(program, program.mesh.size())),
+        "plan": plan_section(program.plan),
         "traced": _json({**written, "pool": traced.pool}),
         **{f"constant {i}": of for i, of in enumerate(constants)},
     }
@@ -120,26 +117,43 @@ def packed(program: Program, signature: Signature, given: optree.PyTreeSpec) -> 
     return pack(header, sections)
 
 
-_OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state", "renewed")
+_OF_SIGNATURE = ("function", "arguments", "names", "tree", "leaves", "state")
 
 
-def _ranks(program: Program) -> dict[str, Any]:
-    mesh = program.mesh
+def ranks_section(program: Program, most: int) -> dict[str, Any]:
+    """The graphs of ranks, and which is whose; of this process' rank alone where there are more
+    than ``most``.
+    """
+    mesh, coordinates = program.mesh, program.mesh.coordinates()
+    own = coordinates.index(mesh.coordinate) if mesh.coordinate in coordinates else 0
     writer = Writer(mesh_device(mesh))
     numbers: dict[fx.GraphModule, int] = {}
-    programs, of_rank = [], []
-    for coordinate in mesh.coordinates():
-        local = program.local(coordinate)
+    programs: list[Any] = []
+    of_rank = [-1] * len(coordinates)
+    for at in (own, *(range(len(coordinates)) if most > 1 else ())):
+        local = program.local(coordinates[at])
         if local.gm not in numbers:
+            if len(programs) == most:
+                of_rank = [0 if i == own else -1 for i in range(len(coordinates))]
+                del programs[1:]
+                break
             numbers[local.gm] = len(programs)
             programs.append(write_local(writer, local, products_of(mesh)))
-        of_rank.append(numbers[local.gm])
+        of_rank[at] = numbers[local.gm]
     return {"programs": programs, "of_rank": of_rank, "pool": writer.pool}
 
 
-def _plan(plan: Plan) -> dict[str, Any]:
+def plan_section(plan: Plan) -> bytes:
+    """A plan, which is read when a report asks for it."""
     writer = Writer()
-    return {**write_plan(writer, plan), "pool": writer.pool}
+    return _json({**write_plan(writer, plan), "pool": writer.pool})
+
+
+def computed_section(program: Program) -> bytes:
+    """What a program computes from its plan."""
+    writer = Writer()
+    data = [writer.of(_plain(getattr(program, name))) for name in _COMPUTED]
+    return _json({"program": data, "pool": writer.pool})
 
 
 def is_ascending(mesh: Mesh) -> bool:
@@ -178,12 +192,12 @@ def load(path: str | Path, mesh_of: Callable[..., Mesh]) -> tuple["LoadedProgram
     """
     container = read_file(Path(path).resolve())
     _check_versions(container)
-    with _decoding(container):
+    with decoding(container):
         return _loaded(container, mesh_of)
 
 
 @contextmanager
-def _decoding(container: Container) -> Iterator[None]:
+def decoding(container: Container) -> Iterator[None]:
     """Data that is not what a `Writer` made is a damaged file's."""
     try:
         yield
@@ -225,7 +239,12 @@ def _loaded(
     reader = Reader(content["pool"], None)
     given = [reader.of(x) for x in content["signature"]]
     signature = Signature(**dict(zip(_OF_SIGNATURE, given, strict=True)))
-    program = LoadedProgram(container, content, reader, mesh)
+    known: dict[str, Any] = dict(zip(_GIVEN, map(reader.of, content["program"]), strict=False))
+    constants = [
+        _constant(container, i, reader.of(dtype), shape)
+        for i, (dtype, shape) in enumerate(content["constants"])
+    ]
+    program = LoadedProgram(container, mesh, known, constants)
     # What this process runs is read now, so that a rank that cannot says so before it is called.
     for coordinate in mesh.coordinates() if mesh.kind == "simulated" else (None,):
         program.local(coordinate)
@@ -237,17 +256,21 @@ class LoadedProgram(Program):
     for.
     """
 
-    def __init__(self, container: Container, content: Any, reader: Reader, mesh: Mesh):
-        self.mesh = mesh
-        self._container, self._content = container, content
-        self._known = dict(zip(_FIELDS, map(reader.of, content["program"]), strict=True))
-        for name in _FIELDS:
-            if name not in _COMPUTED:
-                setattr(self, name, self._known[name])
-        self.constants = tuple(
-            self._constant(i, reader.of(dtype), shape)
-            for i, (dtype, shape) in enumerate(content["constants"])
-        )
+    def __init__(
+        self,
+        container: Container,
+        mesh: Mesh,
+        facts: Mapping[str, Any],
+        constants: Sequence[torch.Tensor],
+    ):
+        """``facts`` are the attributes that are not computed from a plan."""
+        self.mesh, self.constants = mesh, tuple(constants)
+        self._container, self._content = container, container.json("call")
+        reader = Reader(self._content["pool"], None)
+        data = self._content["program"][-len(_COMPUTED) :]
+        self._known = dict(zip(_COMPUTED, map(reader.of, data), strict=True))
+        for name, value in facts.items():
+            setattr(self, name, value)
 
     # What a planned program computes from its plan.
 
@@ -267,6 +290,10 @@ class LoadedProgram(Program):
     def trial_rules(self) -> str:
         return self._known["trial_rules"]
 
+    @property
+    def renewed(self) -> tuple[tuple[int, str], ...]:  # type: ignore[override]
+        return self._known["renewed"]
+
     def resolve_tree(self, given: optree.PyTreeSpec) -> None:
         """Build the structure of the result from that of the arguments."""
         self.out_tree = read_tree(self._content["tree"], given)
@@ -281,14 +308,14 @@ class LoadedProgram(Program):
     @cached_property
     @collection_paused()
     def plan(self) -> Plan:  # type: ignore[override]
-        with _decoding(self._container):
+        with decoding(self._container):
             data = self._container.json("plan")
             return read_plan(Reader(data["pool"], None), data)
 
     @cached_property
     @collection_paused()
     def traced(self) -> fx.GraphModule:  # type: ignore[override]
-        with _decoding(self._container):
+        with decoding(self._container):
             data = self._container.json("traced")
             return read_traced(Reader(data["pool"], None), data)
 
@@ -298,21 +325,25 @@ class LoadedProgram(Program):
             f" {', '.join(changes)} would make another one. Lower the function again."
         )
 
-    @property
-    def description(self) -> str:
-        """A stand-in where ranks are told in what they differ."""
-        return f"a saved program, {self._container.name}, {self.fingerprint}"
-
     def local(self, coordinate: Mapping[str, int] | None = None) -> LocalProgram:
         """The rank's program; the first rank's where there are no processes."""
+        number = self._number(coordinate)
+        if number < 0:
+            raise ReportError("The graph of another rank was not kept here. Lower the function.")
+        if number not in self._locals:
+            self._locals[number] = self._read_local(self._ranks["programs"][number])
+        return self._locals[number]
+
+    def holds(self, coordinate: Mapping[str, int] | None) -> bool:
+        """Whether a rank's graph is there."""
+        return self._number(coordinate) >= 0
+
+    def _number(self, coordinate: Mapping[str, int] | None) -> int:
         coordinate = self._own_coordinate if coordinate is None else coordinate
         at = 0
         for axis, n in self.mesh.axes.items():
             at = at * n + coordinate[axis]
-        number = self._ranks["of_rank"][at]
-        if number not in self._locals:
-            self._locals[number] = self._read_local(self._ranks["programs"][number])
-        return self._locals[number]
+        return self._ranks["of_rank"][at]
 
     @collection_paused()
     def _read_local(self, data: Any) -> LocalProgram:
@@ -320,6 +351,7 @@ class LoadedProgram(Program):
         return read_local(reader, data, self.mesh.group_name)
 
     @cached_property
+    @collection_paused()
     def _ranks(self) -> Any:
         return self._container.json("ranks")
 
@@ -332,8 +364,11 @@ class LoadedProgram(Program):
         """A saved program holds its ranks' graphs with all its options applied."""
         raise ReportError("A saved program is not partitioned again. Lower the function again.")
 
-    def _constant(self, index: int, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
-        content = bytearray(self._container.section(f"constant {index}"))
-        if not content:
-            return torch.empty(shape, dtype=dtype)
-        return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)
+
+def _constant(
+    container: Container, index: int, dtype: torch.dtype, shape: list[int]
+) -> torch.Tensor:
+    content = bytearray(container.section(f"constant {index}"))
+    if not content:
+        return torch.empty(shape, dtype=dtype)
+    return torch.frombuffer(content, dtype=torch.uint8).view(dtype).reshape(shape)

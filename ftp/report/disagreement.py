@@ -115,7 +115,7 @@ def spec_of(value: Value) -> PartitionSpec:
 def without_axis(spec: PartitionSpec, axis: str) -> PartitionSpec:
     """A spec without the cuts over an axis.
 
-    >>> without_axis(PartitionSpec("dp", ("dp", "tp")), "dp")
+    >>> without_axis(PartitionSpec(None, ("dp", "tp")), "dp")
     P(None, 'tp')
     """
     return _spec(

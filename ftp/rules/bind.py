@@ -54,7 +54,7 @@ def bind(
     tensors_dims = [_write_out(dims, batch) for dims in written]
     sizes = dict(rule.sizes)
     waiting = [
-        (dim, int(size))
+        (dim, size)
         for dims, shape in zip(tensors_dims, shapes, strict=True)
         for dim, size in _zip_dims(dims, shape, notation, name)
     ]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from ftp.dynamic_int import broadcast_shapes
 from ftp.rules.dims import all_whole, broadcast_notation, numbered
 from ftp.rules.forms import along_dim, whole
 from ftp.rules.local_forms import (
@@ -249,7 +250,7 @@ class _Indexed:
         x, given = call.args[0], list(call.args[1])
         at = [d for d, i in enumerate(given) if i is not None]
         metas = [given[d] for d in at]
-        broadcast = torch.broadcast_shapes(*(m.shape for m in metas))
+        broadcast = broadcast_shapes(*(m.shape for m in metas))
         notation = broadcast_notation([m.shape for m in metas], [tuple(broadcast)])
         rename = lambda dims: tuple(tuple(f"b{f[1:]}" for f in dim) for dim in dims)  # noqa: E731
         self.x: Dims = numbered(x.ndim)

@@ -2,10 +2,10 @@
 
 import math
 
-import torch
 from torch import fx
 from torch._ops import OpOverload
 
+from ftp.dynamic_int import broadcast_shapes
 from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
 from ftp.rules.local_op import LocalOp
@@ -134,7 +134,7 @@ def loss(call: Call) -> Rule:
     if reduction == 0:
         return Rule(_broadcast(call))
     terms = broadcast_notation([m.shape for m in call.operands], [])
-    shape = torch.broadcast_shapes(*(m.shape for m in call.operands))
+    shape = broadcast_shapes(*(m.shape for m in call.operands))
     count = math.prod(shape)
 
     def local(op: LocalOp) -> fx.Node:

@@ -1,6 +1,5 @@
 """Views, and ops that move elements without looking at them."""
 
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
@@ -8,6 +7,7 @@ from itertools import count
 import torch
 from torch import fx
 
+from ftp.dynamic_int import gcd, slice_bounds
 from ftp.rules.dims import acting_on, numbered
 from ftp.rules.forms import along_dim, along_dims, pointwise
 from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, with_shape, zeros
@@ -64,7 +64,7 @@ def common_factors(
             common = (
                 sized[0]
                 if sized[0] == sized[1]
-                else math.gcd(*sized)
+                else gcd(*sized)
                 if 0 not in (*rest[0], *rest[1])
                 else 1
             )
@@ -142,10 +142,10 @@ def squeeze(call: Call) -> Rule:
 def slice_(call: Call) -> Rule:
     x, (y,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, _, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(
-        x.shape[dim]
+    start, _, step = slice_bounds(
+        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
     )
-    size = math.gcd(x.shape[dim], start, y.shape[dim])
+    size = gcd(x.shape[dim], start, y.shape[dim])
     if step != 1 or not y.shape[dim] or (size == 1 and y.shape[dim] > 1):
         return acting_on(call, [dim], linear=[(0,)])
     first, last = start // size, (start + y.shape[dim]) // size
@@ -163,10 +163,10 @@ def slice_(call: Call) -> Rule:
 def slice_backward(call: Call) -> Rule:
     y, (x,) = call.operands[0], call.results
     dim = call.arg("dim") % x.ndim
-    start, end, step = slice(call.arg("start"), call.arg("end"), call.arg("step")).indices(
-        x.shape[dim]
+    start, end, step = slice_bounds(
+        call.arg("start"), call.arg("end"), call.arg("step"), x.shape[dim]
     )
-    size = math.gcd(x.shape[dim], start, y.shape[dim])
+    size = gcd(x.shape[dim], start, y.shape[dim])
     # The op spreads a gradient of one element over a longer slice.
     if (
         step != 1
@@ -197,7 +197,7 @@ def split(call: Call) -> Rule:
     x = call.operands[0]
     dim = call.arg("dim") % x.ndim
     parts = [m.shape[dim] for m in call.results]
-    size = math.gcd(*parts)
+    size = gcd(*parts)
     if not parts or not all(parts) or (size == 1 and len(set(parts)) > 1):
         return acting_on(call, [dim], linear=[(0,)])
     with_sizes = "split_with_sizes" in str(call.target) or len(set(parts)) > 1
@@ -224,7 +224,7 @@ def cat(call: Call) -> Rule:
         return _cat_with_vectors(call, together)
     dim = call.arg("dim") % y.ndim
     parts = [m.shape[dim] for m in call.operands]
-    size = math.gcd(*parts)
+    size = gcd(*parts)
     if not all(parts) or (size == 1 and len(set(parts)) > 1):
         return acting_on(call, [dim], linear=together)
     notation, sizes = _in_parts(numbered(y.ndim), dim, size, y.shape[dim], parts, reverse=True)

@@ -41,6 +41,7 @@ from ftp.runtime.process_groups import (
     with_device_gathers,
     with_product_groups,
 )
+from ftp.runtime.renewed_outputs import renewed
 from ftp.runtime.shared_memory import through_memory
 from ftp.runtime.simulate import simulate
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
@@ -145,6 +146,12 @@ class Program:
         return hashlib.sha256(self.description.encode()).hexdigest()[:16]
 
     @cached_property
+    def renewed(self) -> tuple[tuple[int, str], ...]:
+        """The outputs that are copied, as they share memory, and how."""
+        inputs = self.plan.graph.inputs
+        return renewed(self.plan.graph, {inputs[at].name for at in self.donated})
+
+    @cached_property
     def index_bounds(self) -> dict[int, list[Bound]]:
         """What inputs that index may hold."""
         return index_bounds(self.traced.graph)
@@ -173,7 +180,8 @@ class Program:
         local = partitioner.program(coordinate)
         if not decided.changes_ranks:
             return local
-        if local.gm not in self._changed:
+        # Of dynamic sizes the passes ask anew for each rank, which notes it.
+        if local.gm not in self._changed or self.plan.sizes is not None:
             graph = rank_graph(local.gm.graph, decided, o, self.mesh.axes)
             issued = tuple(
                 node.meta["collective"] for node in graph.nodes if "collective" in node.meta
@@ -182,6 +190,10 @@ class Program:
             gm = local.gm if is_same else as_module(graph)
             self._changed[local.gm] = LocalProgram(gm, local.offsets, issued)
         return self._changed[local.gm]
+
+    def decide(self) -> None:
+        """Decide what to do with collectives, for all ranks."""
+        assert self.partitioner is not None and self._decided is not None
 
     @cached_property
     def run(self) -> Callable[[Sequence[torch.Tensor]], Sequence[torch.Tensor]]:
@@ -263,21 +275,29 @@ class Program:
         if mesh.kind == "process":
             graph = with_device_gathers(graph, device)
             graph = through_memory(graph, memory_of(mesh, graph))
+        host = not self.options.cuda_graph  # a recording runs without it
         if self.options.compile:
             made = compiled(
-                graph, given, self.donated, lambda products: faster_by_onednn(mesh, products)
+                graph,
+                given,
+                self.donated,
+                lambda products: faster_by_onednn(mesh, products),
+                host=host,
             )
         else:
-            made = eager(graph, given, self.donated)
+            made = self._eager(graph, given)
         if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
         return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
 
+    def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
+        return eager(graph, given, self.donated, host=not self.options.cuda_graph)
+
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""
         done = _done(error)
-        return done is None or any("collective" in node.meta for node in done)
+        return done is None or any("collective" in n.meta or n.meta.get("issues") for n in done)
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
         """The donated inputs that this rank may have written to before ``error``."""
@@ -340,7 +360,7 @@ def _done(error: BaseException) -> list[fx.Node] | None:
         if traceback.tb_frame.f_code is Program._prepared.__code__:
             return []
         traceback = traceback.tb_next
-    node = _failing(error)
+    node = _failing(error, is_inner=False)
     return (
         None
         if node is None
@@ -348,10 +368,12 @@ def _done(error: BaseException) -> list[fx.Node] | None:
     )
 
 
-def _failing(error: BaseException) -> fx.Node | None:
-    """The node of a rank's graph that raised the error; None where the graph was compiled."""
+def _failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
+    """The node of a rank's graph that raised the error, within a branch or (not ``is_inner``) the
+    cond; None where the graph was compiled.
+    """
     traceback, node = error.__traceback__, None
-    while traceback is not None:
+    while traceback is not None and (is_inner or node is None):
         frame = traceback.tb_frame
         module = frame.f_locals.get("self")
         if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):

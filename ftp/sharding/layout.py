@@ -9,9 +9,11 @@ agree; the length of an uneven chunk is a ``Chunk``, and a product with such a l
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
+
+from ftp.dynamic_int import is_dynamic, value_of
 
 
 @dataclass(frozen=True)
@@ -57,10 +59,10 @@ def mul(a: Size, b: Size) -> Size:
 def div(a: Size, b: Size) -> Size | None:
     """``a / b`` if it is a size, else None."""
     if isinstance(a, int) and isinstance(b, int):
-        return (a // b if a % b == 0 else None) if b else None
+        return a // b if _divides(b, a) else None
     const, chunks = _parts(a)
     other, fewer = _parts(b)
-    if not other or const % other:
+    if not _divides(other, const):
         return None
     left = list(chunks)
     for chunk in fewer:
@@ -68,6 +70,14 @@ def div(a: Size, b: Size) -> Size | None:
             return None
         left.remove(chunk)
     return _product(const // other, tuple(left))
+
+
+def _divides(b: int, a: int) -> bool:
+    """Whether ``a`` is a multiple of ``b``; of a dynamic ``b``, whatever the sizes."""
+    if is_dynamic(b):
+        rest = a % b
+        return not is_dynamic(rest) and rest == 0
+    return b != 0 and a % b == 0
 
 
 def prod(sizes: Iterable[Size]) -> Size:
@@ -84,6 +94,18 @@ def nominal(size: Size) -> int:
     if isinstance(size, int):
         return size
     return size.const * math.prod(map(_most, size.chunks))
+
+
+def estimated(size: Size) -> int:
+    """``nominal`` for prices: where sizes are dynamic, at those that the plan is made for."""
+    return nominal(_at_values(size))
+
+
+def _at_values(size: Size) -> Size:
+    if isinstance(size, int):
+        return value_of(size)
+    chunks = [replace(c, size=_at_values(c.size)) for c in size.chunks]
+    return Product(value_of(size.const), tuple(chunks))
 
 
 def _most(chunk: Chunk) -> int:

@@ -345,7 +345,7 @@ def _ragged(
     """Units and packs that do not fit their dim, on any rank."""
     failures = []
     for dim in range(len(spec)):
-        sizes = {int(shape[dim])}
+        sizes = {shape[dim]}
         for cut in () if all(cut.is_plain for cut in spec.cuts(dim)) else spec.cuts(dim):
             if odd := [size for size in sizes if not cut.fits(size)]:
                 held = (
@@ -457,7 +457,7 @@ def local_pieces(
     """
     found = []
     for dim, size in enumerate(shape):
-        held: list[Piece] = [(0, int(size))]
+        held: list[Piece] = [(0, size)]
         for cut in spec.cuts(dim):
             length = sum(stop - start for start, stop in held)
             held = [

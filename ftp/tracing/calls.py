@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import get_unwrapped, is_batchedtensor, is_functorch_wrapped_tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -71,7 +72,7 @@ class Output:
 @dataclass(frozen=True)
 class Operand:
     """An operand of a call, as the call is written: ``slot`` is the number of an argument, its
-    keyword, or ``self`` of a method; of an operator 0 or 1.
+    keyword, or ``self`` of a method; an operator is a method of what is left of it.
     """
 
     call: Expression
@@ -130,8 +131,10 @@ class TorchCalls:
                 hook.remove()
 
     def probed(self, x: Any, site: Site) -> Any:
-        """``x`` through a new probe, if it is a tensor."""
-        if type(x) not in (Tensor, FakeTensor):
+        """``x`` through a new probe, if it is a tensor, and not one of a ``vmap``'s examples, which
+        has fewer dims in the source.
+        """
+        if type(x) not in (Tensor, FakeTensor) or _is_example(x):
             return x
         self.sites.append(Probe(site, self.now))
         return probe(x, len(self.sites) - 1)
@@ -184,10 +187,20 @@ class _Mode(TorchFunctionMode):
         return self._calls.call(func, args, kwargs or {})
 
 
+def _is_example(x: Tensor) -> bool:
+    """Whether a tensor is mapped by ``vmap``, at any level."""
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
 def _slot(func: Callable[..., Any], i: int) -> int | str:
     name = getattr(func, "__name__", "")
+    is_reversed = name.startswith("__r") and name != "__round__"
     if name.startswith("__"):
-        return 1 - i if name.startswith("__r") and name[3:] != "ound__" else i
+        return "self" if i == is_reversed else 0
     if getattr(Tensor, name, None) is func:
         return i - 1 if i else "self"
     return i

@@ -6,7 +6,7 @@ import logging
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx
@@ -41,6 +41,9 @@ from ftp.tracing.op_facts import (
     op_facts,
 )
 
+if TYPE_CHECKING:
+    from ftp.tracing.symbolic import Symbolic
+
 aten = torch.ops.aten
 deferred_compiler.defer()
 
@@ -66,10 +69,13 @@ class Recorder(TorchDispatchMode):
         told: Callable[[], str] | None = None,
         within: bool = False,
         describe: Callable[[str, int], str] = describe_line,
+        symbolic: "Symbolic | None" = None,
     ):
         super().__init__()
         self._told, self._within, self._describe = told, within, describe
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.symbolic = symbolic
+        env = None if symbolic is None else symbolic.env
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         self._recall = Recall(self.mode)
         self.device = torch.device(device_type if _has_guard(device_type) else "cpu")
         self.device_types = {device_type, "meta"}
@@ -85,6 +91,8 @@ class Recorder(TorchDispatchMode):
     def fake(
         self, shape: Sequence[int], dtype: torch.dtype, strides: Sequence[int] | None = None
     ) -> FakeTensor:
+        if self.symbolic is not None:
+            shape = [self.symbolic.symint(s) for s in shape]
         with _disable_current_modes(), self.mode:
             if strides is None:
                 return torch.empty(tuple(shape), dtype=dtype, device=self.device)  # type: ignore[return-value]

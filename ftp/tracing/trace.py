@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import optree
 import torch
@@ -35,7 +35,7 @@ from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
-from ftp.source import describe_line
+from ftp.source import describe_line, user_line
 from ftp.tracing.assumptions import Assumptions
 from ftp.tracing.branches import check_writes
 from ftp.tracing.calls import TorchCalls
@@ -52,6 +52,9 @@ from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.selected import Selected
 from ftp.tracing.value_independent import unchecked
+
+if TYPE_CHECKING:
+    from ftp.tracing.symbolic import Symbolic
 
 aten = torch.ops.aten
 
@@ -74,6 +77,7 @@ class Traced:
             they are.
         assumptions: claims about values that the function takes as true. Where they are kept to be
             checked, the graph's last outputs are whether they hold.
+        symbolic: of a trace with dynamic sizes, what its symbolic numbers are.
     """
 
     gm: fx.GraphModule
@@ -83,11 +87,15 @@ class Traced:
     is_static: tuple[bool, ...]
     captured: tuple[Tensor, ...]
     assumptions: tuple[str, ...] = ()
+    symbolic: "Symbolic | None" = None
 
     @property
     def out_shapes(self) -> list[tuple[int, ...]]:
         """Of each output its global shape."""
-        return [tuple(node.meta["val"].shape) for node in self.gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        shapes = [tuple(node.meta["val"].shape) for node in self.gm.graph.output_node().args[0]]  # type: ignore[union-attr]
+        if self.symbolic is None:
+            return shapes
+        return [tuple(map(self.symbolic.dynamic, shape)) for shape in shapes]
 
 
 @dataclass
@@ -127,6 +135,8 @@ def trace(
     checked: bool = False,
     within: bool = False,
     calls: TorchCalls | None = None,
+    shapes: Sequence[tuple[int, ...] | None] | None = None,
+    symbolic: "Symbolic | None" = None,
 ) -> Traced:
     """Trace ``fn`` on the arguments that ``in_tree`` makes of ``leaves``.
 
@@ -142,6 +152,8 @@ def trace(
         checked: keep assumptions as outputs, after those of the result.
         within: the call is in a function that is being traced, whose values may be captured.
         calls: numbers torch's calls in the lines of the nodes.
+        shapes: per leaf the shape to trace with, where dims are dynamic; default its own.
+        symbolic: of the dynamic sizes.
 
     Raises:
         TraceError: what the function does cannot be one graph. InputError: an argument that it
@@ -168,6 +180,8 @@ def trace(
                     checked=checked,
                     within=within,
                     calls=calls,
+                    shapes=shapes,
+                    symbolic=symbolic,
                 )
             except GradientRefused as error:
                 refused = refused or error
@@ -205,11 +219,17 @@ def _traced(
     checked: bool = False,
     within: bool = False,
     calls: TorchCalls | None = None,
+    shapes: Sequence[tuple[int, ...] | None] | None = None,
+    symbolic: "Symbolic | None" = None,
 ) -> Traced:
     _check_leaves(leaves, names)
     at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    recorder = Recorder(device_type, line, within, calls.line if calls else describe_line)
-    fakes = [recorder.fake(tuple(map(int, leaves[i].shape)), leaves[i].dtype) for i in at]
+    described = calls.line if calls else describe_line
+    recorder = Recorder(device_type, line, within, described, symbolic)
+    given = [tuple(map(int, leaves[i].shape)) for i in at]
+    if shapes is not None:
+        given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
+    fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Any] = []
     assumed = Assumptions(recorder)
 
@@ -232,6 +252,9 @@ def _traced(
         _nested_traces(),
         patched_libraries(),
         unchecked(),
+        nullcontext()
+        if symbolic is None
+        else symbolic.generic(lambda: user_line() or recorder.line),
         recorder.mode,
         _force_original_view_tracking(True),
     ):
@@ -248,6 +271,8 @@ def _traced(
     lift_attributes(gm, recorder)
     clean(gm, recorder.device, torch.device(device_type))
     constants = constants_last(gm, recorder, [names[i] for i in at])
+    if symbolic is not None:
+        symbolic.inline(gm.graph)
     out_tree, out_leaves = result
     statics = tuple(not isinstance(leaf, Tensor) for leaf in out_leaves)
     index = iter(range(len(out_leaves)))
@@ -255,7 +280,14 @@ def _traced(
         leaf if static else next(index) for leaf, static in zip(out_leaves, statics, strict=True)
     )
     return Traced(
-        gm, constants, out_tree, numbered, statics, recorder.captured, tuple(assumed.claims)
+        gm,
+        constants,
+        out_tree,
+        numbered,
+        statics,
+        recorder.captured,
+        tuple(assumed.claims),
+        symbolic,
     )
 
 
@@ -395,7 +427,11 @@ def _check_differentiable(leaves: Sequence[Any], names: Sequence[str]) -> None:
 
 
 def decompose(
-    target: OpOverload, args: Any, kwargs: Mapping[str, Any], by: Callable[..., Any] | None = None
+    target: OpOverload,
+    args: Any,
+    kwargs: Mapping[str, Any],
+    by: Callable[..., Any] | None = None,
+    symbolic: "Symbolic | None" = None,
 ) -> fx.GraphModule | None:
     """One call as a functional graph of primitives, by a decomposition (default torch's own); None
     where there is none.
@@ -403,6 +439,7 @@ def decompose(
     Args:
         args, kwargs: as the op takes them, with anything that has ``shape`` and ``dtype`` in place
             of tensors.
+        symbolic: of the dynamic sizes among shapes and arguments.
 
     >>> x = torch.empty(4, 3, device="meta")
     >>> made = decompose(aten.addcmul.default, [x, x, x], {}, lambda x, a, b: x + a * b)
@@ -415,13 +452,13 @@ def decompose(
     by = by or decomposition_table.get(target)
     if by is None:
         return None
-    recorder = Recorder("cpu")
+    recorder = Recorder("cpu", symbolic=symbolic)
     flat_args, tree = flatten((list(args), dict(kwargs)))
     at = [i for i, a in enumerate(flat_args) if hasattr(a, "shape") and hasattr(a, "dtype")]
     fakes = [recorder.fake(tuple(flat_args[i].shape), flat_args[i].dtype) for i in at]
 
     def flat(*values: Tensor) -> list[Any]:
-        filled = list(flat_args)
+        filled = list(flat_args) if symbolic is None else [*map(symbolic.symint, flat_args)]
         for i, value in zip(at, values, strict=True):
             filled[i] = value
         with recorder.recording():
@@ -429,12 +466,15 @@ def decompose(
             out = by(*full_args, **full_kwargs)
         return list(out) if isinstance(out, tuple | list) else [out]
 
-    with recorder.mode:
+    dynamic = nullcontext() if symbolic is None else symbolic.generic(lambda: "")
+    with dynamic, recorder.mode:
         gm = record(flat, fakes)
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
     clean(gm, recorder.device, recorder.device)
     constants_last(gm, recorder, [f"arg_{i}" for i in range(len(at))])
+    if symbolic is not None:
+        symbolic.inline(gm.graph)
     return gm
 
 

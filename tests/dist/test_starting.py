@@ -1,6 +1,7 @@
 """Programs from files on gloo processes: every rank starts the one that was saved, or none does."""
 
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -50,7 +51,9 @@ def _run(simulated: str, folder: str):
     ):
         for _ in range(2):
             got, of = run(own, x)
-            found.append(torch.equal(got, loss) and all(torch.equal(of[k], grads[k]) for k in grads))
+            found.append(
+                torch.equal(got, loss) and all(torch.equal(of[k], grads[k]) for k in grads)
+            )
     expected, value = torch.func.grad_and_value(_loss)(params, x)
     full = ftp.device_get(grads, mesh, SPECS)
     error = max(float((full[k] - expected[k]).abs().max()) for k in full)
@@ -70,13 +73,57 @@ def test_every_rank_starts_the_saved_program(tmp_path: Path):
         assert error < 1e-14 and of_loss < 1e-14
 
 
+def _first_call(mark: str):
+    """How many plans this rank has made for its first call, and its error. The first to plan is
+    killed, where there is no file ``mark`` yet.
+    """
+    from ftp.planning import prepare
+
+    made, real = [], prepare.make_plan
+
+    def make_plan(*args, **kwargs):
+        made.append(1)
+        if not os.path.exists(mark):
+            Path(mark).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return real(*args, **kwargs)
+
+    prepare.make_plan = make_plan
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    params, x = _arguments()
+    loss, grads = _step(mesh)(ftp.device_put(params, mesh, SPECS), x)
+    full = ftp.device_get(grads, mesh, SPECS)
+    expected, value = torch.func.grad_and_value(_loss)(params, x)
+    error = max(float((full[k] - expected[k]).abs().max()) for k in full)
+    dist.barrier()
+    ftp.destroy_process_group()
+    return len(made), error + float(abs(loss - value))
+
+
+def test_ranks_of_a_host_plan_once(tmp_path: Path):
+    """A rank that is killed while it plans leaves the plan to the others, and is named."""
+    env = {"FTP_CACHE": str(tmp_path)}
+    mark = str(tmp_path / "mark")
+    killed, told = sorted(
+        launch(_first_call, 2, mark, timeout=60, env=env), key=lambda rank: rank.exit or 0
+    )
+    assert killed.exit == -signal.SIGKILL and "has been killed" in (told.error or "")
+    for plan in tmp_path.glob("plans/*.ftp"):
+        plan.unlink()
+    for plans in (1, 0):
+        ranks = launch(_first_call, 2, mark, timeout=60, env=env)
+        assert [rank.exit for rank in ranks] == [0, 0], [r.error or r.stderr[-2000:] for r in ranks]
+        assert sum(rank.value[0] for rank in ranks) == plans
+        assert max(rank.value[1] for rank in ranks) < 1e-14
+
+
 def _compile(path: str):
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     params, x = _arguments()
     own = ftp.device_put(params, mesh, SPECS)
     step = _step(mesh, compile=True)
     lowered = step.lower(own, x)
-    if not mesh.get_rank():
+    if not dist.get_rank():
         lowered.save(path)
     dist.barrier()
     wanted, grads = step(own, x)

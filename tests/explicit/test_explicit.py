@@ -6,6 +6,7 @@ from pathlib import Path
 import models
 import pytest
 import torch
+from torch import nn
 from written_lines import HEADER, Source, sent
 
 import ftp
@@ -147,6 +148,55 @@ def test_specs_ask_for_what_an_output_needs_and_no_more():
     (line,) = e.value.missing
     assert line.line == "return (ftp.constrain(x @ w, P(None, None))).relu().sum()"
     assert (line.place, line.nbytes) == ("in place of", 4 * 4 * 6)
+
+
+def test_an_operand_that_is_cut_anew_is_named():
+    def fn(s, x, y):
+        total = x + y
+        return s + total
+
+    specs = P(), P("tp"), P(None, "tp")
+    x = torch.empty(4, 4)
+    with pytest.raises(ExplicitError) as e:
+        ftp.spmd(fn, TP, specs, P("tp"), explicit=True).lower(x, x, x)
+    (line,) = e.value.missing
+    assert line.line == 'total = x + ftp.constrain(y, P("tp", None))'
+    assert line.collectives == ("all_to_all over tp",)
+
+
+def test_a_constrained_call_may_send_within_itself():
+    def fn(p, x):
+        a = (x @ p["w"]).softmax(-1)
+        return (a * a).sum()
+
+    def written(p, x):
+        a = (x @ p["w"]).softmax(-1)
+        a = ftp.constrain(a, P(None, "tp"))
+        return (a * a).sum()
+
+    args = {"w": torch.empty(8, 8)}, torch.empty(4, 8)
+    with pytest.raises(ExplicitError) as e:
+        ftp.shard(fn, TP, {"w": P(None, "tp")}, explicit=True).lower(*args)
+    assert [m.line for m in e.value.missing] == ['a = ftp.constrain(a, P(None, "tp"))']
+    step = ftp.shard(written, TP, {"w": P(None, "tp")}, explicit=True, bucket=False)
+    assert len(step.lower(*args).collectives) >= 3
+
+
+def test_modules_of_a_library_get_constraints_by_path():
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8), nn.LayerNorm(8))
+    specs = {"0.weight": P("tp"), "0.bias": P("tp"), "2.weight": P(None, "tp"), "*.bias": P()}
+    specs |= {"3.weight": P()}
+
+    def make(source: Source, **options) -> ftp.Lowered:
+        fn, params = ftp.functionalize(model, constraints=source.constraints)
+        step = ftp.shard(
+            lambda p, x: fn(p, x).square().mean(), TP, ftp.plan(params, specs), **options
+        )
+        return step.lower(params, torch.empty(4, 8))
+
+    found, _ = missing(make, Source(""))
+    assert [m.line for m in found] == ['constraints={"2": P(None, None)}']
+    check_lines(make, Source(""))
 
 
 def test_what_per_rank_code_says_is_asked_for():

@@ -23,6 +23,7 @@ from ftp.errors import (
     ProgramFileError,
     ReportError,
 )
+from ftp.optim.slots import Slots
 from ftp.program_files import saved
 from ftp.program_files.container import pack, unpack
 from ftp.sharding.pytree import flatten
@@ -343,7 +344,7 @@ class Pair(dict):
 def test_what_cannot_be_saved(tmp_path: Path):
     with pytest.raises(ProgramFileError, match=r"Kind\.A.*of type Kind, cannot be saved"):
         ftp.spmd(lambda x, kind: x, TP, P()).lower(torch.ones(2), Kind.A).save(tmp_path / "program")
-    step = ftp.spmd(lambda x: ftp.optim.slots.Slots({"a": x}), TP, P())
+    step = ftp.spmd(lambda x: Slots({"a": x}), TP, P())
     with pytest.raises(ProgramFileError, match="which no argument holds as it is"):
         step.lower(torch.ones(2)).save(tmp_path / "program")
     part = ftp.Lowered(step.lower(torch.ones(2))._program)

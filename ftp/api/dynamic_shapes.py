@@ -1,0 +1,237 @@
+"""``dynamic_shapes``: which dims of a step's arguments change size from call to call, as
+torch.export takes them.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import optree
+import torch
+
+from ftp.errors import InputError, join_failures
+from ftp.sharding.arguments import Shape
+from ftp.sharding.pytree import NAMESPACE, flatten, kind_of
+
+Dims = Mapping[int, Mapping[int, str]]
+"""Per leaf of the arguments its dynamic dims, and the name of the size of each."""
+
+
+@dataclass(frozen=True)
+class Range:
+    """A size that changes: its name and limits, both included."""
+
+    name: str
+    low: int
+    high: float
+
+    def __str__(self) -> str:
+        most = "" if self.high == float("inf") else f", max={int(self.high)}"
+        return f"Dim({self.name!r}, min={self.low}{most})"
+
+
+@dataclass(frozen=True)
+class Dynamic:
+    """The dynamic dims of one call's arguments.
+
+    Attributes:
+        dims: per leaf.
+        ranges: of each name, in the order of first use.
+    """
+
+    dims: Dims
+    ranges: tuple[Range, ...]
+
+    def values(self, shapes: Sequence[Shape | None], names: Sequence[str]) -> tuple[int, ...]:
+        """The sizes in a call with these global shapes.
+
+        Raises:
+            InputError: a size out of its range, or dims of one name and several sizes.
+        """
+        found: dict[str, tuple[int, str]] = {}
+        failures = []
+        limits = {r.name: r for r in self.ranges}
+        for leaf, dims in self.dims.items():
+            shape = shapes[leaf]
+            assert shape is not None
+            for dim, name in dims.items():
+                size, limit = shape[dim], limits[name]
+                first, where = found.setdefault(name, (size, f"dim {dim} of {names[leaf]}"))
+                if not limit.low <= size <= limit.high:
+                    failures.append(
+                        f"dim {dim} of {names[leaf]} has size {size}, outside {limit} of"
+                        " dynamic_shapes. Pad or cut it, or widen the range."
+                    )
+                elif size != first:
+                    failures.append(
+                        f"dim {dim} of {names[leaf]} has size {size}, but {where} has {first}:"
+                        f" dynamic_shapes calls both {name!r}. Give dims of different sizes"
+                        " different Dims."
+                    )
+        if failures:
+            raise InputError(join_failures(failures))
+        return tuple(found[r.name][0] for r in self.ranges)
+
+
+def dynamic_dims(
+    given: Any, args: tuple[Any, ...], roots: Sequence[str], first: int = 0
+) -> Dynamic:
+    """The dynamic dims of arguments.
+
+    Args:
+        given: a prefix tree of the tuple of arguments from ``first`` on, or of a single one; at a
+            tensor ``{dim: Dim}``, a tuple with an entry a dim, or None.
+        roots: what the arguments are called.
+
+    Raises:
+        InputError: where it does not fit the arguments.
+    """
+    reader = _Reader()
+    names = [roots[i] if i < len(roots) else f"args[{i}]" for i in range(len(args))]
+    mine, called = args[first:], names[first:]
+    if isinstance(given, Mapping) and set(called) & set(given) and not _is_of_tensor(given):
+        if unknown := [name for name in given if name not in called]:
+            raise InputError(
+                f"dynamic_shapes names {unknown[0]!r}, which is no argument: they are"
+                f" {', '.join(called)}."
+            )
+        given = tuple(given.get(name) for name in called)
+    entries: Sequence[Any]
+    if given is None or _is_of_tensor(given):
+        entries = [given] * len(mine)
+    elif len(mine) == 1 and not (isinstance(given, tuple | list) and len(given) == 1):
+        entries = [given]
+    elif isinstance(given, tuple | list) and len(given) == len(mine):
+        entries = given
+    else:
+        raise InputError(
+            f"dynamic_shapes is {kind_of(given)}, for the arguments {', '.join(called)}. Give a"
+            " tuple with an entry for each, or one {dim: torch.export.Dim(...)} for all tensors."
+        )
+    leaf = len(flatten(args[:first])[0])
+    for entry, arg, name in zip(entries, mine, called, strict=True):
+        leaf = reader.read(entry, arg, name, leaf)
+    return Dynamic(reader.dims, tuple(reader.ranges.values()))
+
+
+def dynamic_arguments(
+    given: Any, roots: Sequence[str], first: int, *, rng: bool
+) -> Callable[[tuple[Any, ...]], Dynamic] | None:
+    """From a step's arguments to their dynamic dims; None where none are given."""
+    if given is None:
+        return None
+    check_dims(given)
+    return lambda args: dynamic_dims(given, args[:-1] if rng else args, roots, first)
+
+
+def check_dims(given: Any) -> None:
+    """Raise for what says nothing of dims, whatever the arguments.
+
+    Raises:
+        InputError: of a value that is no Dim.
+    """
+    reader = _Reader()
+
+    def visit(entry: Any) -> None:
+        if isinstance(entry, Mapping | tuple | list):
+            for x in entry.values() if isinstance(entry, Mapping) else entry:
+                visit(x)
+        else:
+            reader.range(entry, "a dim")
+
+    if not isinstance(given, Mapping | tuple | list):
+        raise InputError(
+            f"dynamic_shapes is {given!r}. Give a prefix tree of the tuple of batch arguments,"
+            ' such as {1: torch.export.Dim("S", max=8192)}.'
+        )
+    visit(given)
+
+
+class _Reader:
+    def __init__(self) -> None:
+        self.dims: dict[int, dict[int, str]] = {}
+        self.ranges: dict[str, Range] = {}
+
+    def read(self, given: Any, tree: Any, name: str, leaf: int) -> int:
+        """Note what ``given`` says of a tree whose first leaf is ``leaf``; returns the leaf after
+        it.
+        """
+        if isinstance(tree, torch.Tensor):
+            self._tensor(given, tree, name, leaf)
+            return leaf + 1
+        if tree is None or optree.tree_is_leaf(tree, none_is_leaf=False, namespace=NAMESPACE):
+            return leaf + (tree is not None)
+        level = optree.tree_flatten_one_level(tree, none_is_leaf=False, namespace=NAMESPACE)
+        for key, child in zip(level.entries, level.children, strict=True):
+            entry = self._entry(given, key, name, len(level.children))
+            leaf = self.read(entry, child, f"{name}[{key!r}]", leaf)
+        return leaf
+
+    def _entry(self, given: Any, key: Any, name: str, count: int) -> Any:
+        if given is None or _is_of_tensor(given):
+            return given
+        if isinstance(given, Mapping) and key in given:
+            return given[key]
+        if isinstance(given, tuple | list) and isinstance(key, int) and len(given) == count:
+            return given[key]
+        raise InputError(
+            f"dynamic_shapes gives {kind_of(given)} for {name}, which has no entry for {key!r}."
+            " Give one for each, or one {dim: torch.export.Dim(...)} for all its tensors."
+        )
+
+    def _tensor(self, given: Any, tensor: torch.Tensor, name: str, leaf: int) -> None:
+        if given is None:
+            return
+        if isinstance(given, tuple | list):
+            if len(given) != tensor.ndim:
+                raise InputError(
+                    f"dynamic_shapes gives {len(given)} entries for {name}, which has"
+                    f" {tensor.ndim} dims."
+                )
+            given = dict(enumerate(given))
+        if not isinstance(given, Mapping):
+            raise InputError(
+                f"dynamic_shapes gives {given!r} for {name}. Give"
+                " {dim: torch.export.Dim(name, min=..., max=...)}."
+            )
+        for dim, size in given.items():
+            if not isinstance(dim, int) or not -tensor.ndim <= dim < tensor.ndim:
+                raise InputError(
+                    f"dynamic_shapes names dim {dim!r} of {name}, which has {tensor.ndim} dims."
+                )
+            dim %= tensor.ndim
+            found = self.range(size, f"dim {dim} of {name}")
+            if found is not None:
+                self.dims.setdefault(leaf, {})[dim] = found.name
+
+    def range(self, size: Any, where: str) -> Range | None:
+        if size is None or isinstance(size, int) or size is torch.export.Dim.STATIC:
+            return None
+        if size in (torch.export.Dim.AUTO, torch.export.Dim.DYNAMIC):
+            found = Range(where, 0, float("inf"))
+        elif type(size).__name__ != "Dim" or not hasattr(size, "min"):
+            raise InputError(
+                f"dynamic_shapes gives {size!r} for {where}. Give a"
+                " torch.export.Dim(name, min=..., max=...); dims that are computed from another"
+                " are not supported: give each its own."
+            )
+        else:
+            found = Range(size.__name__, _limit(size.min), _limit(size.max))
+        known = self.ranges.setdefault(found.name, found)
+        if known != found:
+            raise InputError(
+                f"dynamic_shapes has {known} and {found}, of one name and other limits."
+            )
+        return found
+
+
+def _limit(x: Any) -> Any:
+    try:
+        return int(x)
+    except (OverflowError, TypeError, ValueError, AttributeError):
+        return float("inf")
+
+
+def _is_of_tensor(given: Any) -> bool:
+    """Whether it says what the dims of a tensor are, rather than of a tree of tensors."""
+    return isinstance(given, Mapping) and all(isinstance(key, int) for key in given)

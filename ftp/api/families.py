@@ -1,0 +1,271 @@
+"""Programs for calls that differ in the sizes of dynamic dims alone: traced with symbolic sizes,
+planned once for all sizes of which trace and plan ask the same.
+
+A family has traces, mostly one: several where the function asks for a size. A trace has plans: one
+for sizes that a mesh axis divides, one for others. A plan has rank graphs (`RankPrograms`).
+"""
+
+import math
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ftp.api.arguments import Arguments
+from ftp.api.dynamic_shapes import Dynamic
+from ftp.dynamic_int import NotDivisible, Sizes, Symbol
+from ftp.runtime.options import Options
+from ftp.runtime.program import Program
+from ftp.runtime.sized_program import RankPrograms, SizedProgram
+from ftp.sharding.arguments import Shape
+from ftp.sharding.mesh import Mesh
+from ftp.tensors.placement import placement_of
+from ftp.tracing.trace import Traced
+
+MOST_TRACES = 4  # of one family, before its sizes are traced one by one
+_GENERIC = 5  # a size at which little that code asks of sizes is so by chance
+
+
+class NotDynamic(Exception):
+    """Why a program cannot be made for many sizes."""
+
+
+@dataclass
+class FamilyPlan:
+    """One plan, and what it was first made as.
+
+    Attributes:
+        planned: the step's record of it at one size.
+    """
+
+    dynamic: Dynamic
+    ranks: RankPrograms
+    planned: Any = None
+
+    @classmethod
+    def of(
+        cls, dynamic: Dynamic, values: Sequence[int], make: Callable[[Sizes], Program]
+    ) -> "FamilyPlan":
+        """The plan for sizes such as ``values``; of those that a mesh axis divides in formulas of
+        the quotient.
+        """
+        multiple = 1
+        while True:
+            sizes = sizes_for(dynamic, values, multiple)
+            sizes.prefers_multiples = True
+            try:
+                program = make(sizes)
+            except NotDivisible as asked:
+                multiple = math.lcm(multiple, asked.n)
+                continue
+            sizes.prefers_multiples = False
+            return cls(dynamic, RankPrograms(program))
+
+    def program(self, values: tuple[int, ...]) -> SizedProgram:
+        return SizedProgram.of(self.ranks, values)
+
+    def holds(self, values: Sequence[int]) -> bool:
+        return self.ranks.sizes.conditions.holds(values)
+
+
+@dataclass
+class FamilyTrace:
+    """One trace, and its plans."""
+
+    traced: Traced
+    sizes: Sizes
+    plans: list[FamilyPlan] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ShapeCounts:
+    """How the sizes of a step's dynamic dims were served so far.
+
+    Attributes:
+        traces, plans: how many serve many sizes.
+        one_by_one: why each size is traced and planned for itself, where that is so.
+    """
+
+    traces: int
+    plans: int
+    one_by_one: tuple[str, ...] = ()
+
+
+def counts(families: Iterable["Family"]) -> ShapeCounts:
+    known = list(families)
+    traces = [trace for family in known for trace in family.traces]
+    return ShapeCounts(
+        len(traces),
+        sum(len(trace.plans) for trace in traces),
+        tuple(dict.fromkeys(family.why_not for family in known if family.why_not)),
+    )
+
+
+@dataclass
+class Family:
+    """The programs of calls that differ in dynamic sizes alone.
+
+    Attributes:
+        why_not: why sizes are traced and planned one by one; "" where they are not.
+    """
+
+    dynamic: Dynamic
+    traces: list[FamilyTrace] = field(default_factory=list)
+    why_not: str = ""
+
+    def find(self, values: Sequence[int]) -> FamilyPlan | None:
+        """The plan that serves these sizes."""
+        trace = self.trace_for(values)
+        return trace and next((p for p in trace.plans if p.holds(values)), None)
+
+    def trace_for(self, values: Sequence[int]) -> FamilyTrace | None:
+        """The trace that serves these sizes."""
+        return next((t for t in self.traces if t.sizes.conditions.holds(values)), None)
+
+    def add(self, trace: FamilyTrace) -> FamilyTrace:
+        """Keep a trace.
+
+        Raises:
+            NotDynamic: where the function asks for too much.
+        """
+        if trace.sizes.conditions.pins() or len(self.traces) == MOST_TRACES:
+            symbolic = trace.traced.symbolic
+            assert symbolic is not None
+            raise NotDynamic(f"the function asks for sizes: {symbolic.described()}.")
+        self.traces.append(trace)
+        return trace
+
+    def give_up(self, why: str) -> None:
+        """Plan sizes one by one from now on, and say why."""
+        self.why_not = why
+        names = ", ".join(r.name for r in self.dynamic.ranges)
+        warnings.warn(
+            f"dynamic_shapes: every size of {names} is traced and planned for itself: {why}",
+            stacklevel=6,
+        )
+
+
+def reason(error: Exception) -> str:
+    """Why a program could not be made for many sizes."""
+    return str(error) if isinstance(error, NotDynamic) else f"{type(error).__name__}: {error}"
+
+
+def option_apart(options: Options) -> str:
+    """An option whose programs are made for one size; "" if there is none."""
+    given = {
+        "compile=True": options.compile,
+        "certify=True": options.certify,
+        "explicit=True": options.explicit,
+        "check_inputs=True": options.check_inputs,
+        "cuda_graph=True": options.cuda_graph,
+        "async_tp=True": options.async_tp,
+    }
+    return next((text for text, is_given in given.items() if is_given), "")
+
+
+def symbolic_of(sizes: Sizes) -> Any:
+    """The sizes as torch's symbolic ints. Imported where they are used: sympy takes long."""
+    from ftp.tracing.symbolic import symbolic_of
+
+    return symbolic_of(sizes)
+
+
+def sizes_for(dynamic: Dynamic, values: Sequence[int], multiple: int = 1) -> Sizes:
+    """Sizes to trace or plan with, all of them multiples of ``multiple``."""
+    return Sizes(
+        [
+            Symbol(
+                r.name,
+                value,
+                -(-r.low // multiple),
+                r.high if math.isinf(r.high) else int(r.high) // multiple,
+                multiple,
+            )
+            for r, value in zip(dynamic.ranges, values, strict=True)
+        ]
+    )
+
+
+def sizes_to_trace(
+    family: Family, shapes: Sequence[Shape | None], values: tuple[int, ...]
+) -> Iterator[tuple[int, ...]]:
+    """Sizes to trace with: such as no other dim has, then those of the call."""
+    taken = {size for shape in shapes for size in shape or ()} - set(values)
+    generic = []
+    for limit, value in zip(family.dynamic.ranges, values, strict=True):
+        start = max(_GENERIC, limit.low, value)
+        fitting = (s for s in range(start, start + 2 * len(taken) + 2) if s not in taken)
+        found = next(fitting)
+        generic.append(found if found <= limit.high else value)
+        taken.add(found)
+    if not family.traces:
+        yield tuple(generic)
+    if (family.traces or tuple(generic) != values) and min(values) > 1:
+        yield values
+
+
+def shapes_with(
+    dynamic: Dynamic, shapes: Sequence[Shape | None], sizes: Sizes
+) -> list[Shape | None]:
+    """Global shapes with formulas for the dynamic dims."""
+    formulas: Any = sizes.symbols
+    return shapes_at(dynamic, shapes, formulas)
+
+
+def shapes_at(
+    dynamic: Dynamic, shapes: Sequence[Shape | None], values: Sequence[int]
+) -> list[Shape | None]:
+    """Global shapes with these sizes of the dynamic dims."""
+    of = dict(zip((r.name for r in dynamic.ranges), values, strict=True))
+    found = list(shapes)
+    for leaf, dims in dynamic.dims.items():
+        shape = list(shapes[leaf] or ())
+        for dim, name in dims.items():
+            shape[dim] = of[name]
+        found[leaf] = tuple(shape)
+    return found
+
+
+def is_like(family: Family, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> bool:
+    """Whether a family's programs serve these arguments at other sizes; see `Arguments.is_like`."""
+    if not family.traces or not family.traces[0].plans or family.dynamic != dynamic:
+        return False
+    known = family.traces[0].plans[0].planned
+    if call.treedef != known.key[0]:
+        return False
+    sized = sizes_of(call.leaves, dynamic, family, mesh)
+    if sized is None:
+        return False
+    key, shapes = list(known.key), list(known.shapes)
+    for leaf in dynamic.dims:
+        key[1 + leaf] = (call.leaves[leaf].shape, *known.key[1 + leaf][1:])
+        old, new = known.shapes[leaf] or (), sized[leaf] or ()
+        if len(old) != len(new) or any(
+            a != b and d not in dynamic.dims[leaf]
+            for d, (a, b) in enumerate(zip(old, new, strict=True))
+        ):
+            return False
+        shapes[leaf] = new
+    return call.is_like(tuple(key), shapes, known.program.leaf_specs, mesh)
+
+
+def sizes_of(
+    leaves: Sequence[Any], dynamic: Dynamic, family: Family, mesh: Mesh
+) -> list[Shape | None] | None:
+    """The global shapes of leaves with dynamic dims; None where this rank cannot tell them from
+    its shards.
+    """
+    specs = family.traces[0].plans[0].ranks.program.leaf_specs if family.traces[0].plans else None
+    if specs is None:
+        return None
+    found: list[Shape | None] = [None] * len(leaves)
+    for leaf, dims in dynamic.dims.items():
+        known = placement_of(leaves[leaf])
+        if known is not None:
+            found[leaf] = known.shape
+            continue
+        spec = specs[leaf]
+        if mesh.kind == "process" and any(d < len(spec) and spec.cuts(d) for d in dims):
+            return None
+        found[leaf] = tuple(leaves[leaf].shape)
+    return found

@@ -1,0 +1,664 @@
+"""Ints that follow from the sizes of dynamic dims: a value at one size, and the formula for others.
+
+Planning and partitioning compute with sizes as ints. Given a ``DynamicInt`` for a dim whose size
+changes from call to call, the same code yields formulas of all that depends on it, and notes each
+question that it asked of one: the conditions under which its answers hold for another size.
+
+A ``DynamicInt`` passes for an ``int`` in ``isinstance``, but is none: C code has to ask for its
+value, which is noted as the condition that the value is that one. So a formula is lost in no call.
+
+Above 450 lines: an int's operations, and what they are written in terms of, are one thing.
+"""
+
+import math
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+Terms = dict[tuple[int, ...], int]
+"""A polynomial: of each product of atoms, named by their numbers, the coefficient."""
+
+
+class NotDivisible(Exception):
+    """A size was asked whether ``n`` divides it, and it does: formulas of multiples of ``n`` are
+    simpler. Caught where a plan is made.
+    """
+
+    def __init__(self, n: int):
+        super().__init__(n)
+        self.n = n
+
+
+@dataclass(frozen=True)
+class Symbol:
+    """The size of a dynamic dim: ``multiple`` times a number from ``low`` to ``high``."""
+
+    name: str
+    value: int
+    low: int
+    high: int | float
+    multiple: int = 1
+
+    @property
+    def count(self) -> int:
+        return self.value // self.multiple
+
+
+@dataclass(frozen=True)
+class _Atom:
+    """A number in formulas: a symbol's, or what a function of formulas gives."""
+
+    kind: str  # "symbol", "//", "%", "min", "max"
+    of: tuple[Any, ...]
+    low: float
+    high: float
+
+
+class Sizes:
+    """The sizes of a program's dynamic dims, and what has been computed from them and asked of
+    them.
+
+    >>> sizes = Sizes([Symbol("S", 7, 1, 512)])
+    >>> (s,) = sizes.symbols
+    >>> 2 * s + 1, -(-s // 3), -(-s // 3) > 2, list(sizes.conditions)
+    (2*S + 1, -((-S)//3), True, ['-((-S)//3) - 2 > 0'])
+    >>> sizes.function([2 * s + 1])([12]), sizes.conditions.holds([5])
+    ((25,), False)
+    """
+
+    def __init__(self, symbols: Sequence[Symbol]):
+        self.given = tuple(symbols)
+        self.memo: dict[Any, Any] = {}
+        self.conditions = self._noting = Conditions(self)
+        self.prefers_multiples = False
+        self._now = [s.count for s in symbols]
+        self._values: dict[int, int] = {}  # of atoms, now
+        self._atoms: list[_Atom] = []
+        self._numbers: dict[Any, int] = {}
+        self.symbols: tuple[DynamicInt, ...] = tuple(
+            self._made({(self._atom("symbol", (s.name,), s.low, s.high),): s.multiple})
+            for s in symbols
+        )
+
+    @contextmanager
+    def noting(self, values: Sequence[int] | None = None) -> "Iterator[Conditions]":
+        """Within it questions are answered at ``values``, and noted apart."""
+        outer, now = self._noting, self._now
+        self._noting = Conditions(self)
+        if values is not None:
+            self._now, self._values = self._counts(values), {}
+        try:
+            yield self._noting
+        finally:
+            self._noting, self._now, self._values = outer, now, {}
+
+    @property
+    def now(self) -> tuple[int, ...]:
+        """The sizes at which questions are answered."""
+        return tuple(c * s.multiple for c, s in zip(self._now, self.given, strict=True))
+
+    def value(self, terms: Terms) -> int:
+        """What a formula is now."""
+        total = 0
+        for atoms, c in terms.items():
+            for a in atoms:
+                c *= self._value(a)
+            total += c
+        return total
+
+    def _value(self, atom: int) -> int:
+        if atom not in self._values:
+            kind, of = self.made_of(atom)
+            if kind == "symbol":
+                found = self._now[[s.name for s in self.given].index(of[0])]
+            else:
+                found = _FUNCTIONS[kind](*map(value_of, of))
+            self._values[atom] = found
+        return self._values[atom]
+
+    def _atom(self, kind: str, of: tuple[Any, ...], low: float, high: float) -> int:
+        key = (kind, *of)
+        if key not in self._numbers:
+            self._numbers[key] = len(self._atoms)
+            self._atoms.append(_Atom(kind, of, low, high))
+        return self._numbers[key]
+
+    def _made(self, terms: Terms) -> Any:
+        terms = {atoms: c for atoms, c in terms.items() if c}
+        if not terms or (len(terms) == 1 and () in terms):
+            return terms.get((), 0)
+        return DynamicInt(self, terms)
+
+    def _bounds(self, terms: Terms) -> tuple[float, float]:
+        low = high = 0.0
+        for atoms, c in terms.items():
+            ends = [float(c)]
+            for a in atoms:
+                ends = [e * x if e and x else 0.0 for e in ends for x in self._ends(a)]
+                ends = [min(ends), max(ends)]
+            low, high = low + min(ends), high + max(ends)
+        return low, high
+
+    def _ends(self, atom: int) -> tuple[float, float]:
+        return self._atoms[atom].low, self._atoms[atom].high
+
+    def is_zero(self, x: "DynamicInt") -> bool:
+        """Whether ``x`` is zero, noted as a condition where other sizes may answer otherwise."""
+        low, high = self._bounds(x.terms)
+        if low > 0 or high < 0:
+            return False
+        (atoms, _), *more = x.terms.items()
+        if (
+            self.prefers_multiples
+            and not more
+            and len(atoms) == 1
+            and self._atoms[atoms[0]].kind == "%"
+            and not x.value
+        ):
+            of, n = self._atoms[atoms[0]].of
+            is_of_symbols = is_dynamic(of) and all(
+                self._atoms[a].kind == "symbol" for product in of.terms for a in product
+            )
+            if is_of_symbols and not is_dynamic(n):
+                multiple = [math.lcm(s.multiple, n) for s in self.given]
+                if all(s.value % m == 0 for s, m in zip(self.given, multiple, strict=True)):
+                    raise NotDivisible(n)
+        return self._ask("zero", x, x.value == 0)
+
+    def is_positive(self, x: "DynamicInt") -> bool:
+        """Whether ``x`` is positive, noted likewise."""
+        low, high = self._bounds(x.terms)
+        if low > 0 or high <= 0:
+            return low > 0
+        return self._ask("positive", x, x.value > 0)
+
+    def fix(self, x: "DynamicInt") -> int:
+        """The value of ``x``, noted as the only one."""
+        self._ask("zero", x - x.value, True)
+        return x.value
+
+    def _ask(self, question: str, x: "DynamicInt", answer: bool) -> bool:
+        self._noting.add(question, x, answer)
+        return answer
+
+    def note(self, question: str, x: Any, answer: bool) -> None:
+        """Note what was asked of ``x`` elsewhere, unless it holds whatever the sizes.
+
+        Raises:
+            ValueError: where it does not hold at these sizes.
+        """
+        value = value_of(x)
+        if ((value == 0) if question == "zero" else (value > 0)) != answer:
+            raise ValueError(f"{x!r} is {value}")
+        if is_dynamic(x):
+            low, high = self._bounds(x.terms)
+            apart = low > 0 or high < 0 if question == "zero" else low > 0 or high <= 0
+            if not apart:
+                self._ask(question, x, answer)
+
+    def note_all(self, conditions: "Conditions") -> None:
+        """Note what was asked apart."""
+        self._noting.include(conditions)
+
+    def count(self, x: "DynamicInt") -> "DynamicInt":
+        """The number that a symbol's size is a multiple of."""
+        (atoms,) = x.terms
+        return self._made({atoms: 1})
+
+    def alone(self, atom: int) -> "DynamicInt":
+        """The formula that is one atom."""
+        return self._made({(atom,): 1})
+
+    def made_of(self, atom: int) -> tuple[str, tuple[Any, ...]]:
+        """The function that gives an atom, and what of."""
+        return self._atoms[atom].kind, self._atoms[atom].of
+
+    def takes(self, values: Sequence[int]) -> bool:
+        """Whether these sizes are of the form that the formulas are written for."""
+        return all(
+            v % s.multiple == 0 and s.low <= v // s.multiple <= s.high
+            for v, s in zip(values, self.given, strict=True)
+        )
+
+    def function(self, formulas: Sequence[Any]) -> Callable[[Sequence[int]], tuple[int, ...]]:
+        """From sizes to the values of formulas."""
+        written = "".join(f"{x.written() if is_dynamic(x) else int(x)}, " for x in formulas)
+        return self.compiled([x for x in formulas if is_dynamic(x)], f"({written})")
+
+    def _counts(self, values: Sequence[int]) -> list[int]:
+        return [v // s.multiple for v, s in zip(values, self.given, strict=True)]
+
+    def compiled(
+        self, needed: Iterable["DynamicInt"], result: str
+    ) -> Callable[[Sequence[int]], Any]:
+        """From sizes to a Python expression of formulas."""
+        numbers: set[int] = set()
+        stack = list(needed)
+        while stack:
+            for product in stack.pop().terms:
+                for a in product:
+                    if a not in numbers:
+                        numbers.add(a)
+                        stack += [x for x in self._atoms[a].of if is_dynamic(x)]
+        names = [f"a{self._numbers['symbol', s.name]}" for s in self.given]
+        lines = [f"def f({', '.join(names)}):"]
+        for a in sorted(numbers):  # an atom is made after those that it is made of
+            kind, of = self._atoms[a].kind, self._atoms[a].of
+            if kind != "symbol":
+                x, y = (one.written() if is_dynamic(one) else str(one) for one in of)
+                lines.append(
+                    f"    a{a} = {kind}({x}, {y})"
+                    if kind in ("min", "max")
+                    else f"    a{a} = ({x}) {kind} ({y})"
+                )
+        lines.append(f"    return {result}")
+        scope: dict[str, Any] = {}
+        exec("\n".join(lines), scope)
+        return lambda values: scope["f"](*self._counts(values))
+
+    def quotient(self, x: Any, y: Any) -> Any:
+        """``x // y``: the part that ``y`` divides whatever the sizes, and an atom for the rest."""
+        if y == 1:
+            return x
+        if is_dynamic(y):
+            if self._bounds(y.terms)[0] <= 0 and not self.is_positive(y):
+                return x // self.fix(y)
+            whole = self._divided(_terms(x), y)
+            return self._opaque("//", x, y) if whole is None else whole
+        if y <= 0:
+            return self.quotient(-x, -y) if y else x.value // y
+        whole = {atoms: c // y for atoms, c in x.terms.items() if c % y == 0}
+        rest = self._made({atoms: c for atoms, c in x.terms.items() if c % y})
+        if is_dynamic(rest):
+            rest = self._opaque("//", rest, y)
+        else:
+            rest = rest // y
+        return self._made(whole) + rest
+
+    def _divided(self, terms: Terms, y: "DynamicInt") -> Any:
+        """``terms / y`` where ``y`` is one product and divides each of them, else None."""
+        (atoms, by), *more = y.terms.items()
+        if more:
+            return 1 if terms == y.terms else None
+        found: Terms = {}
+        for product, c in terms.items():
+            left = list(product)
+            for a in atoms:
+                if a not in left:
+                    return None
+                left.remove(a)
+            if c % by:
+                return None
+            found[tuple(left)] = c // by
+        return self._made(found)
+
+    def remainder(self, x: Any, y: Any) -> Any:
+        """``x % y``."""
+        if is_dynamic(y):
+            if self._bounds(y.terms)[0] <= 0 and not self.is_positive(y):
+                return x % self.fix(y)
+            return self._opaque("%", x, y) if self._divided(_terms(x), y) is None else 0
+        if y <= 0:
+            return x - y * (x // y)
+        rest = self._made({atoms: c % y for atoms, c in x.terms.items()})
+        return self._opaque("%", rest, y) if is_dynamic(rest) else rest % y
+
+    def _opaque(self, kind: str, x: Any, y: Any) -> Any:
+        low, high = self._bounds(_terms(x))
+        if kind == "//":
+            below, above = self._bounds(_terms(y))
+            ends = [e / d for e in (low, high) for d in (below, above)]
+            low, high = _floor(min(ends)), _floor(max(ends))
+        elif kind == "%":
+            most = self._bounds(_terms(y))[1] - 1
+            if low >= 0 and high <= self._bounds(_terms(y))[0] - 1:
+                return x
+            low, high = 0, most
+        else:
+            other = self._bounds(_terms(y))
+            pick = min if kind == "min" else max
+            low, high = pick(low, other[0]), pick(high, other[1])
+        return self._made({(self._atom(kind, (x, y), low, high),): 1})
+
+    def extreme(self, kind: str, x: Any, y: Any) -> Any:
+        """``min`` or ``max`` as a formula, without a condition."""
+        return self._opaque(kind, x, y)
+
+    def written(self, terms: Terms, name: Callable[[int], str]) -> str:
+        parts = []
+        for atoms, c in sorted(terms.items(), key=lambda t: (-len(t[0]), t[0])):
+            product = "*".join(map(name, atoms))
+            if not atoms:
+                parts.append(str(c))
+            elif c in (1, -1):
+                parts.append(product if c == 1 else f"-{product}")
+            else:
+                parts.append(f"{c}*{product}")
+        return " + ".join(parts).replace("+ -", "- ")
+
+    def described(self, atom: int) -> str:
+        kind, of = self._atoms[atom].kind, self._atoms[atom].of
+        if kind == "symbol":
+            return of[0]
+        if kind in ("min", "max"):
+            return f"{kind}({of[0]!r}, {of[1]!r})"
+        x, y = (repr(one) if str(one).isalnum() else f"({one!r})" for one in of)
+        return f"({x}{kind}{y})"
+
+
+_FUNCTIONS: dict[str, Callable[[int, int], int]] = {
+    "//": operator.floordiv,
+    "%": operator.mod,
+    "min": min,
+    "max": max,
+}
+
+
+class Conditions:
+    """What was asked of formulas, and answered."""
+
+    def __init__(self, sizes: Sizes):
+        self._sizes = sizes
+        self._asked: dict[tuple[str, DynamicInt], bool] = {}
+        self._test: Callable[[Sequence[int]], Any] | None = None
+
+    def add(self, question: str, x: "DynamicInt", answer: bool) -> None:
+        if (question, x) not in self._asked:
+            self._asked[question, x] = answer
+            self._test = None
+
+    def include(self, other: "Conditions") -> None:
+        """Add those of ``other``."""
+        for (question, x), answer in other._asked.items():
+            self.add(question, x, answer)
+
+    def pins(self) -> bool:
+        """Whether they hold for one size alone."""
+        return any(
+            question == "zero" and answer and x.is_polynomial()
+            for (question, x), answer in self._asked.items()
+        )
+
+    def __iter__(self) -> Iterator[str]:
+        """Each as text."""
+        return (_condition(q, repr(x), answer) for (q, x), answer in self._asked.items())
+
+    def holds(self, values: Sequence[int]) -> bool:
+        """Whether what was computed holds for these sizes."""
+        if not self._sizes.takes(values):
+            return False
+        if self._test is None:
+            parts = [_condition(q, x.written(), a) for (q, x), a in self._asked.items()]
+            self._test = self._sizes.compiled(
+                [x for _, x in self._asked], " and ".join(parts) or "True"
+            )
+        try:
+            return bool(self._test(values))
+        except ZeroDivisionError:  # of a divisor that is to be positive
+            return False
+
+
+class DynamicInt:
+    """An int that follows from the sizes of dynamic dims; see the module.
+
+    Two are equal where their formulas are. What is zero, and which is larger, is asked of the
+    values, and noted. Code that takes sizes for different must so be right where they are equal.
+    """
+
+    __slots__ = ("_hash", "sizes", "terms")
+
+    def __init__(self, sizes: Sizes, terms: Terms):
+        self.sizes, self.terms = sizes, terms
+        self._hash = hash(frozenset(terms.items()))
+
+    @property
+    def __class__(self) -> type:  # type: ignore[override]
+        return int
+
+    @property
+    def value(self) -> int:
+        """What it is now."""
+        return self.sizes.value(self.terms)
+
+    def is_polynomial(self) -> bool:
+        """Whether it is computed from sizes by sums and products alone."""
+        return all(self.sizes.made_of(a)[0] == "symbol" for product in self.terms for a in product)
+
+    def __repr__(self) -> str:
+        return self.sizes.written(self.terms, self.sizes.described)
+
+    def written(self) -> str:
+        """The formula in the names that `Sizes.function` gives to atoms."""
+        return f"({self.sizes.written(self.terms, 'a{}'.format)})"
+
+    def __format__(self, spec: str) -> str:
+        return format(repr(self), spec)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, int):
+            return NotImplemented
+        if is_dynamic(other):
+            return self.sizes is other.sizes and self.terms == other.terms  # type: ignore[attr-defined]
+        return other == 0 and self.sizes.is_zero(self)
+
+    def __bool__(self) -> bool:
+        return not self.sizes.is_zero(self)
+
+    def __gt__(self, other: Any) -> bool:
+        return _is_positive(self - other)
+
+    def __lt__(self, other: Any) -> bool:
+        return _is_positive(other - self)
+
+    def __ge__(self, other: Any) -> bool:
+        return not _is_positive(other - self)
+
+    def __le__(self, other: Any) -> bool:
+        return not _is_positive(self - other)
+
+    def __index__(self) -> int:
+        return self.sizes.fix(self)
+
+    def __int__(self) -> int:
+        return self.sizes.fix(self)
+
+    def __float__(self) -> float:
+        return float(self.sizes.fix(self))
+
+    def __truediv__(self, other: Any) -> float:
+        return self.sizes.fix(self) / other
+
+    def __rtruediv__(self, other: Any) -> float:
+        return other / self.sizes.fix(self)
+
+    def __add__(self, other: Any) -> Any:
+        if not isinstance(other, int):
+            return NotImplemented if not isinstance(other, float) else other + float(self)
+        found = dict(self.terms)
+        for atoms, c in _terms(other).items():
+            found[atoms] = found.get(atoms, 0) + c
+        return self.sizes._made(found)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> Any:
+        return self.sizes._made({atoms: -c for atoms, c in self.terms.items()})
+
+    def __pos__(self) -> "DynamicInt":
+        return self
+
+    def __sub__(self, other: Any) -> Any:
+        return self + (-other)
+
+    def __rsub__(self, other: Any) -> Any:
+        return -self + other
+
+    def __mul__(self, other: Any) -> Any:
+        if not isinstance(other, int):
+            return other * float(self) if isinstance(other, float) else NotImplemented
+        found: Terms = {}
+        for a, c in self.terms.items():
+            for b, d in _terms(other).items():
+                product = tuple(sorted((*a, *b)))
+                found[product] = found.get(product, 0) + c * d
+        return self.sizes._made(found)
+
+    __rmul__ = __mul__
+
+    def __pow__(self, power: int) -> Any:
+        return (
+            math.prod([self] * power)
+            if isinstance(power, int) and power >= 0
+            else float(self) ** power
+        )
+
+    def __floordiv__(self, other: Any) -> Any:
+        return self.sizes.quotient(self, other)
+
+    def __rfloordiv__(self, other: Any) -> Any:
+        return self.sizes.quotient(other, self)
+
+    def __mod__(self, other: Any) -> Any:
+        return self.sizes.remainder(self, other)
+
+    def __rmod__(self, other: Any) -> Any:
+        return self.sizes.remainder(other, self)
+
+    def __divmod__(self, other: Any) -> tuple[Any, Any]:
+        return self // other, self % other
+
+
+def is_dynamic(x: Any) -> bool:
+    """Whether a number is a formula of dynamic sizes."""
+    return type(x) is DynamicInt
+
+
+def value_of(x: Any) -> Any:
+    """The value at the sizes that a plan is made for: for prices, which other sizes need not
+    share.
+    """
+    return x.value if type(x) is DynamicInt else x
+
+
+def gcd(*numbers: Any) -> Any:
+    """A common divisor: the greatest one of ints, of formulas the greatest that is one whatever the
+    sizes.
+
+    >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
+    >>> gcd(12, 18), gcd(8 * s, 12), gcd(6 * s, 4 * s), gcd(0, s)
+    (6, 4, 2*S, S)
+    """
+    found = 0
+    for x in numbers:
+        found = _gcd(found, x)
+    return found
+
+
+def _gcd(a: Any, b: Any) -> Any:
+    if not is_dynamic(a) and not is_dynamic(b):
+        return math.gcd(a, b)
+    if not is_dynamic(a) and a == 0:
+        return b
+    if not is_dynamic(b) and b == 0:
+        return a
+    terms = [*_terms(a).items(), *_terms(b).items()]
+    if is_dynamic(a) and is_dynamic(b) and a.terms == b.terms:
+        return a
+    content = math.gcd(*(c for _, c in terms))
+    common = list(terms[0][0])
+    for atoms, _ in terms[1:]:
+        left, kept = list(atoms), []
+        for x in common:
+            if x in left:
+                left.remove(x)
+                kept.append(x)
+        common = kept
+    sizes = (a if is_dynamic(a) else b).sizes
+    return sizes._made({tuple(common): content})
+
+
+def broadcast_shapes(*shapes: Sequence[int]) -> tuple[int, ...]:
+    """The shape of tensors that broadcast together, which a trace has checked that they do.
+
+    >>> (s,) = Sizes([Symbol("S", 7, 1, 512)]).symbols
+    >>> broadcast_shapes((4, 1), (s,))
+    (4, S)
+    """
+    ndim = max(map(len, shapes), default=0)
+    found: list[int] = [1] * ndim
+    for shape in shapes:
+        for d, size in enumerate(shape, ndim - len(shape)):
+            found[d] = size if size != 1 else found[d]
+    return tuple(found)
+
+
+def slice_bounds(start: Any, end: Any, step: Any, size: Any) -> tuple[Any, Any, Any]:
+    """``slice(start, end, step).indices(size)``, of a step that is positive.
+
+    >>> (s,) = Sizes([Symbol("S", 7, 2, 512)]).symbols
+    >>> slice_bounds(1, 2**63 - 1, 1, s), slice_bounds(None, -1, 1, s + 1), slice_bounds(0, 9, 2, 5)
+    ((1, S, 1), (0, S, 1), (0, 5, 2))
+    """
+    if not any(map(is_dynamic, (start, end, size))):
+        return slice(start, end, step).indices(size)
+
+    def within(at: Any) -> Any:
+        at = at + size if at < 0 else at
+        return 0 if at < 0 else size if at > size else at
+
+    step = 1 if step is None else step
+    return within(0 if start is None else start), within(size if end is None else end), step
+
+
+def _terms(x: Any) -> Terms:
+    return x.terms if is_dynamic(x) else {(): int(x)}
+
+
+def _is_positive(x: Any) -> bool:
+    return x.sizes.is_positive(x) if is_dynamic(x) else x > 0
+
+
+def _condition(question: str, formula: str, answer: bool) -> str:
+    if question == "zero":
+        return f"{formula} {'==' if answer else '!='} 0"
+    return f"{formula} {'>' if answer else '<='} 0"
+
+
+def _floor(x: float) -> float:
+    return x if math.isinf(x) else math.floor(x)
+
+
+def moved(x: Any, to: Sizes) -> Any:
+    """A formula of other sizes of the same names, as one of ``to``."""
+    if not is_dynamic(x) or x.sizes is to:
+        return x
+    memo = to.memo.setdefault(("moved", id(x.sizes)), {"of": x.sizes})
+    if x not in memo:
+        total: Any = 0
+        for atoms, c in x.terms.items():
+            product: Any = c
+            for atom in atoms:
+                product = product * _moved_atom(x.sizes, atom, to)
+            total = total + product
+        memo[x] = total
+    return memo[x]
+
+
+def _moved_atom(of: Sizes, atom: int, to: Sizes) -> Any:
+    kind, parts = of.made_of(atom)
+    if kind == "symbol":
+        at = next(i for i, s in enumerate(of.given) if s.name == parts[0])
+        return to.symbols[at] // of.given[at].multiple
+    x, y = (moved(part, to) for part in parts)
+    if kind in ("//", "%"):
+        return x // y if kind == "//" else x % y
+    return (
+        to.extreme(kind, x, y)
+        if is_dynamic(x) or is_dynamic(y)
+        else {"min": min, "max": max}[kind](x, y)
+    )

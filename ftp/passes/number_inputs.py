@@ -1,0 +1,33 @@
+"""Formulas of dynamic sizes in a rank's graph as inputs, so that one graph serves all sizes."""
+
+from torch import fx
+from torch.fx.node import map_aggregate
+
+from ftp.dynamic_int import DynamicInt, is_dynamic
+from ftp.passes.copy_elimination import copied
+
+
+def number_inputs(graph: fx.Graph) -> tuple[fx.Graph, tuple[DynamicInt, ...]]:
+    """The graph with each formula in its nodes' arguments as an int input, after its other inputs;
+    and the formulas, in the order of these inputs.
+    """
+    new, _ = copied(graph)
+    last, made = None, dict[DynamicInt, fx.Node]()
+    for node in new.nodes:
+        if node.op == "placeholder":
+            last = node
+
+    def number(x: object) -> object:
+        nonlocal last
+        if not is_dynamic(x):
+            return x
+        if x not in made:
+            before = new.inserting_before(next(iter(new.nodes)))
+            with before if last is None else new.inserting_after(last):
+                last = made[x] = new.placeholder(f"size_{len(made)}")  # type: ignore[index]
+        return made[x]  # type: ignore[index]
+
+    for node in list(new.nodes):
+        args, kwargs = map_aggregate((node.args, dict(node.kwargs)), number)  # type: ignore[misc]
+        node._update_args_kwargs(args, kwargs)
+    return new, tuple(made)

@@ -1,0 +1,233 @@
+"""Plans kept in ftp's cache for the next start, and for the other ranks of the host: planned once
+by one of them, under a hash of all that decides on a plan.
+
+Each rank traces its own function, which the hash holds. What is kept are the plan and the graphs of
+ranks.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.errors import FtpError
+from ftp.ops.constrain import CONSTRAIN
+from ftp.ops.native import cache_folder
+from ftp.per_rank.program import LOCAL, program_of
+from ftp.planning.cost import Hardware
+from ftp.planning.machine import describe_hardware
+from ftp.program_files.container import Container, pack, read_file, write_file
+from ftp.program_files.graphs import write_traced
+from ftp.program_files.plain import Writer
+from ftp.program_files.saved import (
+    LoadedProgram,
+    computed_section,
+    decoding,
+    is_ascending,
+    plan_section,
+    ranks_section,
+    versions,
+)
+from ftp.rules.decompositions.registry import DECOMPOSITIONS
+from ftp.rules.registry import RULES
+from ftp.runtime.options import Options
+from ftp.runtime.program import Program
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.trace import Traced
+
+KEEP = "FTP_PLANS"  # "0": not at all; "1": of simulated meshes too
+LIMIT = 128 * 2**20  # bytes of all plans
+_PATIENCE = 60.0  # seconds that a rank waits for another one of its host to plan
+_DISTINCT = 4  # rank programs that one rank makes for all
+_MANY = 256  # ranks, from which each keeps its own program
+# As ftp has them: a program with a rule of the user's is planned at every start.
+_OWN = {id(table): dict(table) for table in (RULES, DECOMPOSITIONS)}
+
+
+def key_of(
+    mesh: Mesh,
+    traced: Traced,
+    names: Sequence[str],
+    is_state: Sequence[bool],
+    in_specs: Sequence[PartitionSpec],
+    out_specs: Sequence[PartitionSpec | None],
+    options: Options,
+    hardware: Hardware,
+) -> str:
+    """A hash of all that a plan depends on; "" where it is not to be kept."""
+    asked = os.environ.get(KEEP, "1" if mesh.kind == "process" else "0")
+    is_checked = options.strict or options.certify or options.explicit
+    if asked == "0" or is_checked or mesh.kind == "abstract":
+        return ""
+    graph = traced.gm.graph
+    if not _is_of_own_rules(graph):
+        return ""
+    writer, regions = Writer(), {}
+    try:
+        body = write_traced(writer, graph)
+        places = []
+        for node in graph.nodes:
+            region = node.meta.get("region")
+            if region is not None:
+                if not isinstance(region.policy, str):
+                    return ""
+                places.append((node.name, regions.setdefault(region, len(regions)), region.policy))
+    except FtpError:
+        return ""
+    content = [
+        versions(), _sources(), mesh.shape, mesh.axis_names, mesh.device_type, is_ascending(mesh),
+        mesh.kind == "simulated", mesh.ranks, mesh.hosts, body, writer.pool, places, list(names),
+        list(is_state), repr(list(in_specs)), repr(list(out_specs)),
+        repr(_without_hardware(options)), describe_hardware(hardware),
+        [str(c.dtype) for c in traced.constants],
+    ]  # fmt: skip
+    text = json.dumps(content, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _without_hardware(options: Options) -> dict[str, Any]:
+    return {name: value for name, value in vars(options).items() if name != "hardware"}
+
+
+def _is_of_own_rules(graph: fx.Graph) -> bool:
+    """Whether ftp's own rules and decompositions serve all ops, and none is overridden."""
+    for table in (RULES, DECOMPOSITIONS):
+        own = _OWN[id(table)]
+        given = [op for op, entry in table.items() if own.get(op) is not entry]
+        if any(op in own or op.namespace in ("aten", "prims", "ftp") for op in given):
+            return False
+    known = {CONSTRAIN, *_OWN[id(RULES)], *_OWN[id(DECOMPOSITIONS)]}
+    called = [n for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload)]
+    codes = [program_of(str(n.args[1])) for n in called if n.target is LOCAL]
+    return all(n.target in known or n.target is LOCAL for n in called) and all(
+        _is_of_own_rules(code.gm.graph) for code in codes if code.is_planned
+    )
+
+
+@cache
+def _sources() -> str:
+    """A digest of ftp's own code."""
+    found, root = hashlib.sha256(), Path(__file__).parents[1]
+    for path in sorted(root.rglob("*.py")):
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+def kept_or_planned(
+    key: str, mesh: Mesh, traced: Traced, facts: Mapping[str, Any], make: Callable[[], Program]
+) -> Program:
+    """The program of a key, as it was kept; else planned by ``make``, while other ranks of the host
+    wait, and kept for them.
+
+    Args:
+        facts: attributes of the program that this rank knows without a plan.
+    """
+    if not key:
+        return make()
+    for_all, own = f"{key}.ftp", f"{key}-{mesh.rank}.ftp"
+    folder = cache_folder("plans")
+    with _one_at_a_time(folder / f"{key}.lock"):
+        for name in (for_all, own):
+            if (found := _found(folder / name, mesh, traced, facts)) is not None:
+                return found
+        program = make()
+        # What cannot be written, as on a full disk, is planned again at the next start.
+        with contextlib.suppress(FtpError, OSError):
+            if not program.trial_rules:
+                content, is_for_all = _content(program)
+                write_file(folder / (for_all if is_for_all else own), content)
+                _tidy(folder)
+    return program
+
+
+def _content(program: Program) -> tuple[bytes, bool]:
+    mesh = program.mesh
+    most = mesh.size() if mesh.kind == "simulated" else _DISTINCT if mesh.size() <= _MANY else 1
+    ranks = ranks_section(program, most)
+    sections = {
+        "call": computed_section(program),
+        "ranks": json.dumps(ranks, separators=(",", ":")).encode(),
+        "plan": plan_section(program.plan),
+    }
+    return pack({**versions(), "key": "plan"}, sections), -1 not in ranks["of_rank"]
+
+
+def _found(
+    path: Path, mesh: Mesh, traced: Traced, facts: Mapping[str, Any]
+) -> "KeptProgram | None":
+    """The program of a file of the cache; None where there is none, or it is no plan of this
+    version's, or not this rank's.
+    """
+    if not path.exists():
+        return None
+    try:
+        container = read_file(path)
+        with decoding(container):
+            program = KeptProgram(container, mesh, traced, facts)
+            for coordinate in mesh.coordinates() if mesh.kind == "simulated" else (None,):
+                if not program.holds(coordinate):
+                    return None
+                program.local(coordinate)
+    except FtpError:
+        return None
+    with contextlib.suppress(OSError):
+        os.utime(path)  # used last
+    return program
+
+
+class KeptProgram(LoadedProgram):
+    """The kept plan of a function that this process has traced."""
+
+    def __init__(self, container: Container, mesh: Mesh, traced: Traced, facts: Mapping[str, Any]):
+        super().__init__(container, mesh, facts, traced.constants)
+        self.out_tree, self._own_trace = traced.out_tree, traced.gm
+
+    @property
+    def traced(self) -> fx.GraphModule:  # type: ignore[override]
+        return self._own_trace
+
+
+@contextlib.contextmanager
+def _one_at_a_time(path: Path) -> Iterator[None]:
+    """A lock among the ranks of a host. The kernel frees it where a rank ends; one that is stopped
+    is not waited for.
+    """
+    try:
+        import fcntl
+
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    except (ImportError, OSError):
+        yield
+        return
+    try:
+        until = time.monotonic() + _PATIENCE
+        while time.monotonic() < until:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except OSError:
+                time.sleep(0.005)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _tidy(folder: Path) -> None:
+    """Delete the plans that were used last longest ago, until the rest fits ``LIMIT``."""
+    with contextlib.suppress(OSError):
+        found = [(e.stat().st_mtime, e.stat().st_size, e.path) for e in os.scandir(folder)]
+        total = sum(size for _, size, _ in found)
+        for _, size, path in sorted(found):
+            if total <= LIMIT:
+                break
+            os.unlink(path)
+            total -= size

@@ -1,0 +1,276 @@
+"""Dynamic sizes in a trace: ``DynamicInt`` to torch's symbolic ints and back, and torch's guards as
+conditions.
+
+torch's shape functions compute with ``SymInt``, and note as guards what they ask of sizes. Here a
+guard becomes a condition of the ``Sizes`` that the trace was made with, with the user's line.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import sympy
+import torch
+from torch import SymInt, fx
+from torch._dispatch.python import enable_python_dispatcher
+from torch._dynamo.source import ConstantSource
+from torch.fx.experimental import _config
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StrictMinMaxConstraint
+from torch.fx.node import map_aggregate
+from torch.utils._sympy import functions as sizes_functions
+from torch.utils._sympy.value_ranges import ValueRanges
+
+from ftp.dynamic_int import DynamicInt, Sizes, is_dynamic
+
+_TORCH = str(torch.__file__)
+SYMBOLIC = (torch.SymInt, torch.SymBool, torch.SymFloat)
+
+
+class NotSymbolic(Exception):
+    """A number in a trace that is no formula of the dynamic sizes that `Sizes` can hold."""
+
+
+class _Env(ShapeEnv):
+    """Notes the user's line of every guard."""
+
+    line: Callable[[], str] = staticmethod(lambda: "")
+
+    def __init__(self) -> None:
+        super().__init__(specialize_zero_one=False, duck_shape=False)
+        self.lines: list[str] = []
+        self.is_pythons: list[bool] = []
+
+    def evaluate_expr(self, *args: Any, **kwargs: Any) -> Any:
+        found = super().evaluate_expr(*args, **kwargs)
+        while len(self.lines) < len(self.guards):
+            self.lines.append(self.line())
+            self.is_pythons.append(_is_pythons())
+        return found
+
+
+def _is_pythons() -> bool:
+    """Whether Python code asks, rather than C++, of a ``SymBool`` or a ``SymInt``."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code.co_filename != _TORCH:
+        if frame.f_code.co_name == "__torch_dispatch__":
+            return False
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name in ("__bool__", "__int__", "__index__")
+
+
+class Symbolic:
+    """The dynamic sizes of one `Sizes`, as torch's symbolic ints.
+
+    >>> from ftp.dynamic_int import Symbol
+    >>> symbolic = symbolic_of(Sizes([Symbol("S", 7, 1, 512)]))
+    >>> (s,) = symbolic.sizes.symbols
+    >>> given = symbolic.symint(2 * s)
+    >>> bool(given > 20), symbolic.dynamic(given // 3)
+    (False, ((2*S)//3))
+    >>> _ = symbolic.note_guards()
+    >>> list(symbolic.sizes.conditions)
+    ['2*S - 20 <= 0']
+    """
+
+    def __init__(self, sizes: Sizes):
+        self.sizes, self.env, self._noted = sizes, _Env(), 0
+        self.keeps_ones = False
+        self._symints: dict[DynamicInt, Any] = {}
+        self._dynamic: dict[Any, Any] = {}
+        for symbol, x, now in zip(sizes.given, sizes.symbols, sizes.now, strict=True):
+            source = ConstantSource(symbol.name)
+            limits = ValueRanges(symbol.low, int(min(symbol.high, 2**40)))
+            name = self.env.create_symbol(
+                now // symbol.multiple,
+                source,
+                DimDynamic.DYNAMIC,
+                StrictMinMaxConstraint(vr=limits, warn_only=False),
+                do_not_specialize_zero_one=True,
+            )
+            count = sizes.count(x)
+            self._dynamic[name] = count
+            self._symints[count] = self.env.create_symintnode(
+                name, hint=now // symbol.multiple, source=source
+            )
+
+    def symint(self, x: Any) -> Any:
+        """A size for torch's shape functions."""
+        if not is_dynamic(x):
+            return x
+        if x not in self._symints:
+            total: Any = 0
+            for atoms, c in x.terms.items():
+                product: Any = c
+                for atom in atoms:
+                    product = product * self._atom(atom)
+                total = total + product
+            self._symints[x] = total
+        return self._symints[x]
+
+    def _atom(self, atom: int) -> Any:
+        alone = self.sizes.alone(atom)
+        if alone not in self._symints:
+            kind, (x, y) = self.sizes.made_of(atom)
+            x, y = self.symint(x), self.symint(y)
+            join = {
+                "//": lambda: x // y,
+                "%": lambda: x % y,
+                "min": lambda: torch.sym_min(x, y),
+                "max": lambda: torch.sym_max(x, y),
+            }
+            self._symints[alone] = join[kind]()
+        return self._symints[alone]
+
+    def dynamic(self, x: Any) -> Any:
+        """A size as torch's shape functions give it.
+
+        Raises:
+            NotSymbolic: where it is no formula of ints.
+        """
+        if isinstance(x, SymInt):
+            return self.of_formula(x.node.expr)
+        if isinstance(x, SYMBOLIC):
+            raise NotSymbolic(f"the number {x}")
+        return x
+
+    def replaced(self, tree: Any) -> Any:
+        """Nested arguments with symbolic numbers, and nodes that are some, as formulas."""
+
+        def number(x: Any) -> Any:
+            if isinstance(x, fx.Node) and isinstance(x.meta.get("val"), SYMBOLIC):
+                return self.dynamic(x.meta["val"])
+            return self.dynamic(x)
+
+        return map_aggregate(tree, number)
+
+    def described(self) -> str:
+        """The conditions that the function's code asks for, with their lines."""
+        found = dict.fromkeys(
+            f"{guard.expr} at {line}" if line else str(guard.expr)
+            for guard, line in zip(self.env.guards, self.env.lines, strict=True)
+        )
+        return "; ".join(found)
+
+    def inline(self, graph: fx.Graph) -> None:
+        """Write the graph's symbolic numbers as formulas in the arguments of the nodes."""
+        for node in graph.nodes:
+            if node.op == "call_function" and not isinstance(node.meta.get("val"), SYMBOLIC):
+                node.args, node.kwargs = self.replaced(node.args), self.replaced(node.kwargs)
+        # Whether a dim of size one goes decides on the shape of what is computed.
+        self.keeps_ones = any(
+            "squeeze" in str(n.target) and "un" not in str(n.target) for n in graph.nodes
+        )
+        for node in reversed(graph.nodes):
+            if isinstance(node.meta.get("val"), SYMBOLIC) and not node.users:
+                graph.erase_node(node)
+        self.note_guards()
+
+    def of_formula(self, e: Any) -> Any:
+        """A formula of torch's as one of `Sizes`."""
+        if e not in self._dynamic:
+            self._dynamic[e] = self._of_formula(e)
+        return self._dynamic[e]
+
+    def _of_formula(self, e: Any) -> Any:
+        if isinstance(e, int):
+            return e
+        if e.is_Integer:
+            return int(e)
+        args = [self.of_formula(a) for a in e.args] if not e.is_Relational else []
+        match type(e).__name__:
+            case "Add":
+                return sum(args[1:], args[0])
+            case "Mul":
+                return _product(args)
+            case "Pow" if isinstance(args[1], int) and not is_dynamic(args[1]) and args[1] >= 0:
+                return _product([args[0]] * args[1])
+            case "FloorDiv" | "CleanDiv":
+                return args[0] // args[1]
+            case "Mod" | "PythonMod":
+                return args[0] % args[1]
+            case "Min" | "Max" as kind:
+                found = args[0]
+                for a in args[1:]:
+                    found = self.sizes.extreme(kind.lower(), found, a)
+                return found
+            case "CeilToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
+                x, y = (self.of_formula(a) for a in e.args[0].args)
+                return -(-x // y)
+            case "FloorToInt" | "TruncToInt" if isinstance(e.args[0], sizes_functions.IntTrueDiv):
+                x, y = (self.of_formula(a) for a in e.args[0].args)
+                return x // y
+            case _:
+                raise NotSymbolic(f"the number {e}")
+
+    def note_guards(self) -> list[str]:
+        """Note torch's guards since the last call as conditions; returns their lines."""
+        first, self._noted = self._noted, len(self.env.guards)
+        for at in range(first, self._noted):
+            if self.keeps_ones or self.env.is_pythons[at] or not self._is_of_one(at):
+                self._note(self.env.guards[at].expr, True)
+        if self.env.deferred_runtime_asserts:
+            raise NotSymbolic("a value that the trace does not know")
+        return self.env.lines[first : self._noted]
+
+    def _is_of_one(self, at: int) -> bool:
+        """Whether a guard excludes dynamic dims of size one, and nothing else. C++ asks so whether
+        strides allow a view, which does not change what is computed: where they do for other sizes,
+        the same view or copy is right for one.
+        """
+        e = self.env.guards[at].expr
+        if type(e).__name__ != "Unequality":
+            return False
+        x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
+        return is_dynamic(x) and len(x.terms) == 2 and sum(x.terms.values()) == 0 and () in x.terms
+
+    def _note(self, e: Any, answer: bool) -> None:
+        name = type(e).__name__
+        if e in (sympy.true, sympy.false):
+            return
+        if name == "Not":
+            self._note(e.args[0], not answer)
+        elif name == ("And" if answer else "Or"):
+            for part in e.args:
+                self._note(part, answer)
+        elif e.is_Relational:
+            x = self.of_formula(e.args[0]) - self.of_formula(e.args[1])
+            kind = {
+                "Equality": ("zero", 1, True),
+                "Unequality": ("zero", 1, False),
+                "StrictGreaterThan": ("positive", 1, True),
+                "StrictLessThan": ("positive", -1, True),
+                "GreaterThan": ("positive", -1, False),
+                "LessThan": ("positive", 1, False),
+            }[name]
+            question, sign, means = kind
+            self.sizes.note(question, sign * x, means == answer)
+        else:
+            raise NotSymbolic(f"the condition {e}")
+
+    @contextmanager
+    def generic(self, line: Callable[[], str]) -> Iterator[None]:
+        """Within it torch's shape functions take a dynamic size for other than one: what holds for
+        it holds for one as well, with a copy more where strides decide. Guards get their ``line``.
+        """
+        self.env.line = line  # type: ignore[method-assign]
+        # Some ops take symbolic ints in their Python form only.
+        with _config.patch(backed_size_oblivious=True), enable_python_dispatcher():  # type: ignore[attr-defined]
+            yield
+
+
+def _product(args: Sequence[Any]) -> Any:
+    found: Any = 1
+    for a in args:
+        found = found * a
+    return found
+
+
+def symbolic_of(sizes: Sizes) -> Symbolic:
+    """The one `Symbolic` of these sizes."""
+    return sizes.memo.setdefault("symbolic", None) or _made(sizes)
+
+
+def _made(sizes: Sizes) -> Symbolic:
+    sizes.memo["symbolic"] = Symbolic(sizes)
+    return sizes.memo["symbolic"]

@@ -1,0 +1,286 @@
+"""One plan for many shapes: every size is what one device computes, by one trace and few plans."""
+
+import doctest
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from torch.fx.node import map_aggregate
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+from ftp.api import step as step_module
+from ftp.errors import InputError
+
+MOST = 512
+DIMS = {1: torch.export.Dim("S", min=1, max=MOST)}
+SPECS = {"emb": P(None, "tp"), "up": P(None, "tp"), "down": P("tp"), "head": P(None, "tp")}
+
+
+def loss_fn(params, batch):
+    """Means, positions, reshapes and an attention over the dynamic dim."""
+    tokens, targets = batch
+    size = tokens.shape[1]
+    x = params["emb"][tokens] + torch.arange(size, dtype=torch.float64)[:, None] / size
+    q = x.unflatten(-1, (2, 4)).transpose(1, 2)
+    x = x + F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2).flatten(2)
+    x = F.layer_norm(x - x.mean(1, keepdim=True), (8,))
+    x = x + F.gelu(x @ params["up"]) @ params["down"]
+    return F.cross_entropy((x @ params["head"]).flatten(0, 1), targets.flatten())
+
+
+def weights():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"emb": (12, 8), "up": (8, 16), "down": (16, 8), "head": (8, 12)}
+    return {k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
+
+
+def batch(size):
+    generator = torch.Generator().manual_seed(size)
+    return tuple(torch.randint(0, 12, (2, size), generator=generator) for _ in range(2))
+
+
+def on(mesh: dict[str, int]):
+    return ftp.simulated_mesh(tuple(mesh.values()), tuple(mesh))
+
+
+def without(axis: str):
+    return {k: P(*(None if a == axis else a for a in spec)) for k, spec in SPECS.items()}
+
+
+LAYOUTS = {
+    "tp": (on({"tp": 2}), SPECS, P()),
+    "context": (on({"cp": 3}), P(), P(None, "cp")),
+    "both": (on({"cp": 2, "tp": 2}), SPECS, P(None, "cp")),
+    "context on the weights' axis": (on({"tp": 3}), SPECS, P(None, "tp")),
+}
+STEPS = {
+    name: ftp.shard(loss_fn, mesh, specs, batch_specs=spec, dynamic_shapes=DIMS)
+    for name, (mesh, specs, spec) in LAYOUTS.items()
+}
+
+
+def check(step, size):
+    loss, grads = step(weights(), batch(size))
+    want_grads, want = torch.func.grad_and_value(loss_fn)(weights(), batch(size))
+    assert abs(float(loss - want)) < 1e-12
+    for name, grad in grads.items():
+        assert (grad - want_grads[name]).abs().max() < 1e-12, name
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+@settings(max_examples=12, deadline=None, derandomize=True)
+@given(size=st.integers(1, 48))
+@example(size=1)
+@example(size=4)
+@example(size=MOST)
+def test_a_size_is_what_one_device_computes(name, size):
+    step = STEPS[name]
+    check(step, size)
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3 and not step.shapes.one_by_one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_all_sizes(name):
+    mesh, specs, spec = LAYOUTS[name]
+    step = ftp.shard(loss_fn, mesh, specs, batch_specs=spec, dynamic_shapes=DIMS)
+    for size in range(1, MOST + 1):
+        check(step, size)
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3
+
+
+def graph_at(program, coordinate):
+    """A rank's graph at one size, as text: its int inputs are written as their values."""
+    local = program.local(coordinate)
+    numbers = iter(local.offsets_at(coordinate))
+    lines, known = [], {}
+    placeholders = [node for node in local.gm.graph.nodes if node.op == "placeholder"]
+    ints = placeholders[len(program.plan.graph.inputs) :]
+    for at, node in enumerate(local.gm.graph.nodes):
+        known[node] = f"%{at}"
+        if node in ints:
+            known[node] = next(numbers)
+        elif node.op == "call_function":
+            args = map_aggregate(
+                (node.args, dict(node.kwargs)), lambda x: known.get(x, x) if x.__hash__ else x
+            )
+            lines.append((str(node.target), str(args)))
+    return lines
+
+
+@pytest.mark.parametrize("name", ["tp", "both"])
+def test_a_graph_is_that_of_a_plan_made_at_the_size(name):
+    """Node by node, with the values of sizes and offsets."""
+    mesh, specs, spec = LAYOUTS[name]
+
+    def programs(*sizes):
+        step = ftp.shard(loss_fn, mesh, specs, batch_specs=spec, dynamic_shapes=DIMS)
+        for size in sizes:
+            step(weights(), batch(size))
+        return step._last[0].program if step._last else None
+
+    for first, second in ((6, 10), (7, 11)):
+        one, other = programs(first, second), programs(second)
+        assert one is not None
+        for coordinate in one.mesh.coordinates():
+            mine, its = graph_at(one, coordinate), graph_at(other, coordinate)
+            assert [t for t, _ in mine] == [t for t, _ in its]
+            for (target, a), (_, b) in zip(mine, its, strict=True):
+                assert _numbers(a) == _numbers(b), target
+
+
+def _numbers(text: str) -> str:
+    """Without the numbers of nodes, as inputs may be more."""
+    return "".join(
+        "%" if part.startswith("%") else part for part in text.replace(",", " ,").split(" ")
+    )
+
+
+def test_new_sizes_plan_nothing(monkeypatch):
+    made = []
+    trace, plan = step_module.trace, step_module.plan_prepared
+    monkeypatch.setattr(
+        step_module, "trace", lambda *a, **k: made.append("trace") or trace(*a, **k)
+    )
+    monkeypatch.setattr(
+        step_module, "plan_prepared", lambda *a, **k: made.append("plan") or plan(*a, **k)
+    )
+    step = ftp.shard(loss_fn, on({"tp": 2}), SPECS, dynamic_shapes=DIMS)
+    for size in (9, 4, 16, 1, 9, 12):
+        check(step, size)
+    assert made == ["trace", "plan"]
+
+
+def test_a_train_step():
+    """``spmd``: an optimizer's state, donated, and two dims that change."""
+    dims = {1: torch.export.Dim("S", max=64), 0: torch.export.Dim("B", min=1, max=16)}
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2)
+
+    def train(params, state, tokens, targets):
+        grads, loss = torch.func.grad_and_value(loss_fn)(params, (tokens, targets))
+        params, state = opt.update(grads, state, params)
+        return params, state, loss
+
+    mesh = on({"dp": 2})
+    step = ftp.spmd(
+        train,
+        mesh,
+        (P(), P(), P("dp"), P("dp")),
+        donate=(0, 1),
+        dynamic_shapes=(None, None, dims, dims),
+    )
+    params, state = weights(), opt.init(weights())
+    want, want_state = weights(), opt.init(weights())
+    for rows, size in ((4, 6), (3, 6), (4, 9), (1, 2), (5, 7)):
+        generator = torch.Generator().manual_seed(size)
+        given = [torch.randint(0, 12, (rows, size), generator=generator) for _ in range(2)]
+        params, state, loss = step(params, state, *given)
+        want, want_state, want_loss = train(want, want_state, *given)
+        assert abs(float(loss - want_loss)) < 1e-12
+        for name in params:
+            assert (params[name] - want[name]).abs().max() < 1e-11, name
+    assert step.shapes.traces == 1 and step.shapes.plans <= 3
+
+
+def test_a_function_that_asks_for_a_size_is_traced_for_each_answer():
+    def loss(params, x):
+        return (x @ params["w"]).square().mean() * (2 if x.shape[1] > 8 else 3)
+
+    step = ftp.shard(loss, on({"tp": 2}), {"w": P(None, "tp")}, dynamic_shapes=DIMS)
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+    for size in (5, 9, 8, 30, 1):
+        x = torch.randn(2, size, 3, dtype=torch.float64)
+        assert torch.allclose(step(params, x)[0], loss(params, x), rtol=1e-12)
+    assert step.shapes.traces == 2 and not step.shapes.one_by_one
+
+
+def test_a_size_that_is_a_number_of_the_function_is_named():
+    def loss(params, x):
+        total = torch.zeros((), dtype=x.dtype)
+        for i in range(x.shape[1]):
+            total = total + (x[:, i] @ params["w"]).square().mean()
+        return total
+
+    step = ftp.shard(loss, on({"tp": 2}), {"w": P(None, "tp")}, dynamic_shapes=DIMS)
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+    x = torch.randn(2, 6, 3, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"for i in range\(x.shape\[1\]\)"):
+        step(params, x)
+    for size in (6, 5, 1):
+        x = torch.randn(2, size, 3, dtype=torch.float64)
+        assert torch.allclose(step(params, x)[0], loss(params, x), rtol=1e-12)
+    assert len(step.shapes.one_by_one) == 1
+
+
+def test_a_dim_of_size_one_that_goes_is_a_program_of_its_own():
+    def loss(params, x):
+        return (x @ params["w"]).squeeze().square().mean()
+
+    step = ftp.shard(loss, on({"tp": 2}), {"w": P(None, "tp")}, dynamic_shapes=DIMS)
+    params = {"w": torch.randn(3, 4, dtype=torch.float64)}
+    for size in (5, 1, 7):
+        x = torch.randn(2, size, 3, dtype=torch.float64)
+        assert torch.allclose(step(params, x)[0], loss(params, x), rtol=1e-12)
+    assert step.shapes.traces == 1 and not step.shapes.one_by_one
+
+
+def test_sizes_that_do_not_fit():
+    step = ftp.shard(
+        loss_fn, on({"tp": 2}), SPECS, dynamic_shapes={1: torch.export.Dim("S", min=2, max=16)}
+    )
+    with pytest.raises(InputError) as e:
+        step(weights(), batch(17))
+    assert str(e.value) == (
+        "dim 1 of batch[0] has size 17, outside Dim('S', min=2, max=16) of dynamic_shapes. Pad or"
+        " cut it, or widen the range.\n"
+        "dim 1 of batch[1] has size 17, outside Dim('S', min=2, max=16) of dynamic_shapes. Pad or"
+        " cut it, or widen the range."
+    )
+    step(weights(), batch(5))
+    for size in (1, 17):
+        with pytest.raises(InputError, match=f"has size {size}, outside Dim"):
+            step(weights(), batch(size))
+        with pytest.raises(InputError, match=f"has size {size}, outside Dim"):
+            step.lower(weights(), batch(size))
+    tokens, targets = batch(5)
+    with pytest.raises(
+        InputError, match=r"dim 1 of batch\[1\] has size 4, but dim 1 of batch\[0\]"
+    ):
+        step(weights(), (tokens, targets[:, :4].contiguous()))
+
+
+@pytest.mark.parametrize(
+    ("dims", "error", "said"),
+    [
+        (3, InputError, "dynamic_shapes is 3. Give a prefix tree"),
+        ({1: "S"}, InputError, "gives 'S' for a dim. Give a torch.export.Dim"),
+        ({4: torch.export.Dim("S")}, InputError, "names dim 4 of batch[0], which has 2 dims"),
+        (({1: torch.export.Dim("S")},) * 3, InputError, "no entry for 0"),
+        (
+            ({1: torch.export.Dim("S", max=4)}, {1: torch.export.Dim("S", max=5)}),
+            InputError,
+            "of one name and other limits",
+        ),
+    ],
+)
+def test_dims_that_do_not_fit(dims, error, said):
+    with pytest.raises(error) as e:
+        ftp.shard(loss_fn, on({"tp": 2}), SPECS, dynamic_shapes=dims)(weights(), batch(3))
+    assert said in str(e.value), e.value
+
+
+def test_the_page():
+    page = Path(__file__).resolve().parents[2] / "docs/shapes.md"
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    test = doctest.DocTestParser().get_doctest(
+        page.read_text().replace("```", ""), {}, "shapes", str(page), 0
+    )
+    printed: list[str] = []
+    runner = doctest.DocTestRunner(optionflags=flags)
+    runner.run(test, out=printed.append)
+    assert runner.summarize(verbose=False) == (0, len(test.examples)), "".join(printed)
+    assert test.examples

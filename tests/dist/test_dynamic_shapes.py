@@ -1,0 +1,85 @@
+"""One plan for many shapes on processes: right at every size, and a size that only one rank passes
+is an error on all.
+"""
+
+import time
+import warnings
+
+import pytest
+import torch
+from launch import launch
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+from ftp.errors import InputError, MismatchError
+
+pytestmark = pytest.mark.dist
+SPECS = {"emb": P(None, "tp"), "up": P(None, "tp"), "down": P("tp"), "head": P(None, "tp")}
+
+
+def _loss(params, batch):
+    tokens, targets = batch
+    x = params["emb"][tokens]
+    x = x + torch.cumsum(x, 1) / (1 + torch.arange(x.shape[1]))[:, None]
+    x = F.layer_norm(x + F.gelu(x @ params["up"]) @ params["down"], (8,))
+    return F.cross_entropy((x @ params["head"]).flatten(0, 1), targets.flatten())
+
+
+def _params():
+    generator = torch.Generator().manual_seed(0)
+    shapes = {"emb": (12, 8), "up": (8, 16), "down": (16, 8), "head": (8, 12)}
+    return {k: torch.randn(s, generator=generator, dtype=torch.float64) for k, s in shapes.items()}
+
+
+def _batch(size):
+    generator = torch.Generator().manual_seed(size)
+    return tuple(torch.randint(0, 12, (4, size), generator=generator) for _ in range(2))
+
+
+def _sizes_in_turn(spec: P):
+    """Sizes that come again, are uneven and shorter than the axis; then one rank's own; then one
+    out of the range.
+    """
+    warnings.simplefilter("error")
+    ftp.init_process_group(device_type="cpu")
+    mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
+    full, errors = _params(), []
+    dims = {1: torch.export.Dim("S", min=1, max=64)}
+    step = ftp.shard(_loss, mesh, SPECS, batch_specs=spec, dynamic_shapes=dims)
+    params = ftp.device_put(full, mesh, SPECS)
+    for size in (7, 6, 9, 7, 1, 12, 33, 2):
+        batch = ftp.device_put(_batch(size), mesh, spec)
+        loss, grads = step(params, batch)
+        want_grads, want = torch.func.grad_and_value(_loss)(full, _batch(size))
+        errors.append(float((loss - want).abs()))
+        grads = ftp.device_get(grads, mesh, SPECS)
+        errors += [float((grads[k] - want_grads[k]).abs().max()) for k in full]
+    raised = []
+    for sizes in ((65, 65), (8, 9 if not spec else 8)):
+        size = sizes[torch.distributed.get_rank()]
+        start = time.monotonic()
+        try:
+            step(params, ftp.device_put(_batch(size), mesh, spec))
+        except (InputError, MismatchError) as e:
+            raised.append((type(e).__name__, str(e), time.monotonic() - start))
+    family = next(iter(step._families.values()))
+    plans = sum(len(trace.plans) for trace in family.traces)
+    ftp.destroy_process_group()
+    return max(errors), raised, len(family.traces), plans
+
+
+@pytest.mark.parametrize("spec", [P(), P(None, "tp")], ids=str)
+def test_sizes_in_turn(spec):
+    for rank in launch(_sizes_in_turn, 2, spec, timeout=120):
+        assert rank.exit == 0, rank.stderr
+        error, raised, traces, plans = rank.value
+        assert error < 1e-12
+        assert (traces, plans) == (1, 1 if not spec else 2)
+        kind, text, _ = raised[0]
+        assert kind == "InputError"
+        assert "dim 1 of batch[0] has size 65, outside Dim('S', min=1, max=64)" in text
+        if not spec:
+            kind, text, seconds = raised[1]
+            assert kind == "MismatchError" and "S = 8" in text and "S = 9" in text
+            assert seconds < 5

@@ -1,0 +1,198 @@
+"""Plans that are kept: found for the same program only, and right whatever the cache holds."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from programs import AXES, Drawn, programs
+
+import ftp
+from ftp import P
+from ftp.errors import PlanningError
+from ftp.program_files import kept
+from ftp.program_files.kept import KEEP, KeptProgram
+from ftp.rules.registry import RULES
+from ftp.sharding.pytree import flatten
+
+TP = ftp.simulated_mesh((2,), ("tp",))
+W, X = torch.randn(3, 4, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The plans' folder of a cache of the test's own; plans of simulated meshes are kept too."""
+    monkeypatch.setenv("FTP_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv(KEEP, "1")
+    return tmp_path / "cache" / "plans"
+
+
+def same(a: Any, b: Any) -> bool:
+    return all(torch.equal(x, y) for x, y in zip(flatten(a)[0], flatten(b)[0], strict=True))
+
+
+def run(step: ftp.Step, *args: Any) -> tuple[Any, bool]:
+    """What a step returns, and whether its plan was found."""
+    result = step(*args)
+    (planned,) = step._programs.values()
+    return result, isinstance(planned.program, KeptProgram)
+
+
+def plans(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.ftp"))
+
+
+LOOSE = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture, HealthCheck.filter_too_much]
+
+
+def check(make: Any, args: tuple[Any, ...]) -> None:
+    """A second step finds the first one's plan, and gives its bits; so does a donating one."""
+    first, _ = run(make(), *args)
+    second, is_found = run(make(), *args)
+    assert is_found and same(first, second)
+
+
+def step_of(drawn: Drawn, gradients: bool) -> ftp.Step:
+    mesh = ftp.simulated_mesh(drawn.mesh, AXES[: len(drawn.mesh)])
+    specs = tuple(i.spec for i in drawn.inputs)
+    shared = {
+        "data_axes": drawn.data_axes,
+        "reshard_after_forward": drawn.reshard_after_forward,
+    }
+    if not gradients:
+        return ftp.spmd(drawn.function, mesh, specs, drawn.out_specs, **shared)
+    count = sum(i.is_parameter for i in drawn.inputs)
+    return ftp.shard(
+        lambda params, *batch: drawn.function(*params, *batch)[0],
+        mesh,
+        specs[:count],
+        batch_specs=specs[count:],
+        **shared,
+    )
+
+
+@settings(max_examples=3, suppress_health_check=LOOSE)
+@given(programs(gradients=False))
+def test_values(folder: Path, drawn: Drawn):
+    check(lambda: step_of(drawn, False), tuple(drawn.values))
+
+
+@settings(max_examples=3, suppress_health_check=LOOSE)
+@given(programs(gradients=True))
+def test_gradients(folder: Path, drawn: Drawn):
+    count = sum(i.is_parameter for i in drawn.inputs)
+    args = (tuple(drawn.values[:count]), *drawn.values[count:])
+    check(lambda: step_of(drawn, True), args)
+
+
+@pytest.mark.slow
+@settings(max_examples=150, suppress_health_check=LOOSE)
+@given(programs(gradients=False, longest=14))
+def test_values_of_many(folder: Path, drawn: Drawn):
+    check(lambda: step_of(drawn, False), tuple(drawn.values))
+
+
+def loss(params: Any, x: torch.Tensor) -> torch.Tensor:
+    return (x @ params["w"]).square().sum()
+
+
+def test_only_the_same_program_is_found(folder: Path):
+    def found(fn: Any = loss, spec: P = P(None, "tp"), x: torch.Tensor = X, **options: Any) -> bool:
+        step = ftp.shard(fn, TP, {"w": spec}, **options)
+        (value, grads), is_found = run(step, {"w": W.to(x.dtype)}, x)
+        expected, due = torch.func.grad_and_value(fn)({"w": W.to(x.dtype)}, x)
+        torch.testing.assert_close(value, due, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(grads, expected, rtol=1e-5, atol=1e-5)
+        return is_found
+
+    offset, scale = torch.ones(4, dtype=torch.float64), [2.0]
+
+    def captured(params: Any, x: torch.Tensor) -> torch.Tensor:
+        return (x @ params["w"] + offset).sum() * scale[0]
+
+    def of_region(policy: Any) -> Any:
+        return lambda p, x: ftp.remat(lambda w, x: (x @ w).sin(), policy)(p["w"], x).sum()
+
+    assert not found() and found()
+    assert not found(spec=P("tp")) and not found(spec=P())
+    assert not found(x=X[:1]) and not found(x=X.float())
+    assert not found(prefetch=0) and not found(hardware="h200") and not found(data_axes=("tp",))
+    assert not found(fn=lambda p, x: (x @ p["w"]).square().sum() * 2)
+    assert not found(captured) and found(captured)
+    offset = offset * 3  # values of captured tensors are this process' own
+    assert found(captured)
+    scale[0] = 3.0
+    assert not found(captured)
+    assert not found(of_region("nothing")) and not found(of_region("products"))
+    assert found(of_region("nothing"))
+    assert not found(of_region(lambda op: False)) and not found(of_region(lambda op: False))
+    assert not found(strict=True) and not found(strict=True)
+    assert not found(certify=True) and not found(certify=True)
+    assert found()
+
+
+def test_a_program_with_a_rule_of_the_users_is_not_kept(folder: Path):
+    mm, own = torch.ops.aten.mm.default, dict(RULES)
+    try:
+        ftp.einsum(mm, "m k, k n -> m n")
+        for _ in range(2):
+            assert not run(ftp.shard(loss, TP, {"w": P()}), {"w": W}, X)[1]
+        assert not plans(folder)
+    finally:
+        RULES[mm] = own[mm]
+
+
+def test_what_is_wrong_with_a_file_costs_a_plan(folder: Path):
+    def found() -> bool:
+        (value, _), is_found = run(ftp.shard(loss, TP, {"w": P(None, "tp")}), {"w": W}, X)
+        assert torch.allclose(value, loss({"w": W}, X))
+        return is_found
+
+    assert not found()
+    (path,) = plans(folder)
+    whole = path.read_bytes()
+    for content in (b"", whole[:100], whole[:-1], whole[:200] + b"?" + whole[201:], b"other"):
+        path.write_bytes(content)
+        assert not found()
+        assert path.read_bytes() == whole and found()
+    path.chmod(0o622)
+    assert not found() and found()
+    if not os.geteuid():
+        os.chown(path, 4242, -1)
+        assert not found()
+
+
+def test_the_switch(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    step = ftp.shard(loss, TP, {"w": P(None, "tp")})
+    monkeypatch.setenv(KEEP, "0")
+    assert not run(step, {"w": W}, X)[1] and not plans(folder)
+    monkeypatch.delenv(KEEP)  # simulated meshes are planned at every start
+    assert not run(ftp.shard(loss, TP, {"w": P(None, "tp")}), {"w": W}, X)[1]
+    assert not plans(folder)
+
+
+def test_the_plans_used_last_stay(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    def found(size: int) -> bool:
+        return run(ftp.spmd(lambda x: x.sin().sum(), TP, P("tp")), torch.ones(size))[1]
+
+    assert not found(4)
+    (first,) = plans(folder)
+    monkeypatch.setattr(kept, "LIMIT", 5 * first.stat().st_size // 2)
+    os.utime(first, (1, 1))
+    assert not found(6) and found(4)
+    second = next(p for p in plans(folder) if p != first)
+    os.utime(second, (2, 2))
+    assert not found(8)
+    assert first in plans(folder) and second not in plans(folder)
+    assert found(4) and found(8) and not found(6)
+
+
+def test_errors_of_the_planner_are_its_own(folder: Path):
+    step = ftp.spmd(lambda x: ftp.constrain(x, P("dp")), TP, P("tp"))
+    with pytest.raises(ftp.errors.SpecError, match="dp"):
+        step(torch.ones(4))
+    assert not plans(folder)
+    with pytest.raises((PlanningError, ftp.FtpError)):
+        step(torch.ones(4))
