@@ -26,7 +26,7 @@ Spec = tuple[
 VERSION = 6
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
-NOTES = ("origin", "origins", "source", "takes", "gives", "dtypes", "shape", "strides")
+NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx.node import map_arg
 
 from ftp.certification.axis_collectives import Contribution, reduce_axis
+from ftp.certification.branches import leaks
 from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
@@ -99,6 +100,9 @@ class Checker:
         yield from filter(None, writes)
         if any(writes):
             return
+        for graph, pure in enumerate(self.graphs.pure):
+            where = self.cells.where(self.graphs.first(graph))
+            yield from (f"{leak}{where}" for leak in leaks(pure))
         for cell in self.cells.all:
             try:
                 self.check_cell(cell)

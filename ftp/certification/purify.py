@@ -176,6 +176,7 @@ class _Purified:
         for each in numbers:  # type: ignore[union-attr]
             before = self.read(each)  # type: ignore[arg-type]
             made = self.new.call_function(aten.add.Tensor, (before, 1))
+            made.meta["branch"] = node.meta.get("branch", ())
             self.counted[made] = before
             self.write(each, made, node)  # type: ignore[arg-type]
 

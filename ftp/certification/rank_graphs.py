@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import fx
 
+from ftp.certification.branches import branch_of
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Certificate, Coordinate, Operation
 from ftp.certification.collective_semantics import COLLECTIVES
@@ -92,7 +93,9 @@ class RankGraphs:
         given = [a for a in node.args[1:-1] if not isinstance(a, list | tuple | fx.Node)]
         options = ", ".join(map(str, given))
         axes = self.certificate.groups.get(group, group)
-        return f"{node.target.__name__}({options}) over {axes!r}"  # type: ignore[union-attr]
+        called = f"{node.target.__name__}({options}) over {axes!r}"  # type: ignore[union-attr]
+        branch = branch_of(node)
+        return f"{called} in branch {branch}" if branch else called
 
     @cached_property
     def device(self) -> torch.device:

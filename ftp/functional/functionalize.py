@@ -75,8 +75,8 @@ def functionalize(
     Raises:
         SpecError: a pattern that matches no module; two patterns that disagree for one module,
             neither the more specific.
-        InputError: not a module; a ScriptModule, compiled, lazy or DTensor model; an unknown
-            policy. At a call: a module with a constraint or a tap that is not called.
+        InputError: not a module; a ScriptModule, lazy or DTensor model; a compiled submodule; an
+            unknown policy. At a call: a module with a constraint or a tap that is not called.
 
     >>> fn, params = functionalize(torch.nn.Linear(2, 1, bias=False))
     >>> params.keys()
@@ -92,6 +92,7 @@ def functionalize(
     >>> fn(params, torch.ones(1, 2)).tolist()
     [[0.0, 0.0]]
     """
+    model = _uncompiled(model)
     _check_model(model)
     tied = _tied_paths(model)
     params: dict[str, Tensor] = {}
@@ -174,6 +175,15 @@ def _tied_paths(model: nn.Module) -> dict[int, list[str]]:
     return found
 
 
+def _uncompiled(model: nn.Module) -> nn.Module:
+    """The module that torch.compile was given."""
+    while isinstance(model, nn.Module) and "_orig_mod" in model._modules:
+        inner = model._modules["_orig_mod"]
+        assert inner is not None
+        model = inner
+    return model
+
+
 def _check_model(model: nn.Module) -> None:
     if not isinstance(model, nn.Module):
         raise InputError(
@@ -188,8 +198,9 @@ def _check_model(model: nn.Module) -> None:
             )
         if "_orig_mod" in module._modules:
             raise InputError(
-                f"module {path!r} holds one made by torch.compile. Give the module before that,"
-                " and compile=True to ftp.shard."
+                f"module {path!r} is made by torch.compile. Have it as it was before that in the"
+                " model, or compiled in place, module.compile(), and give compile=True to"
+                " ftp.shard."
             )
     if cut := [f"parameter {path!r}" for path, p in model.named_parameters() if is_dtensor(p)]:
         raise InputError(

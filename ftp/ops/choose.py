@@ -4,7 +4,7 @@ A program holds the ops of both branches, each marked with its ``Branch``. As th
 computed and one is chosen. What runs a rank's program leaves out the ops of the branch not taken.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
@@ -34,10 +34,12 @@ def _chosen_of_each(
     info: Any, in_dims: Any, predicate: Tensor, if_true: Tensor, if_false: Tensor, number: int
 ) -> Any:
     assert in_dims[0] is None, "a predicate that is mapped over is no cond"
-    results = [
-        x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
-        for x, dim in zip((if_true, if_false), in_dims[1:3], strict=True)
-    ]
+    results = []
+    for side, x, dim in ((True, if_true, in_dims[1]), (False, if_false, in_dims[2])):
+        with branch(number, side):
+            results.append(
+                x.expand(info.batch_size, *x.shape) if dim is None else x.movedim(dim, 0)
+            )
     return CHOOSE(predicate, *results, number), 0
 
 
@@ -60,3 +62,25 @@ def branch(number: int, side: bool) -> Iterator[None]:
 def current_branch() -> Branch:
     """The branch that is traced now."""
     return _current.get()
+
+
+def number_of(target: Any, args: Sequence[Any]) -> int:
+    """The number of the cond that a call chooses a result of; negative for any other call."""
+    return args[3] if target is CHOOSE else -1
+
+
+def read_in(target: Any, args: Sequence[Any], branch: Branch, slot: int) -> Branch:
+    """The branch in which a call in ``branch`` reads an operand: a choice reads each result in its
+    branch.
+    """
+    number = number_of(target, args)
+    return (*branch, (number, slot == 1)) if number >= 0 and slot else branch
+
+
+def common(branches: Iterable[Branch]) -> Branch:
+    """The innermost branch that all of some are in."""
+    first, *others = branches
+    for other in others:
+        shared = (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+        first = first[: next(shared, min(len(first), len(other)))]
+    return first

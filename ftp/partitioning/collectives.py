@@ -198,7 +198,7 @@ class MoveSite:
             self.node.cause,
         )
         node.meta["axis"] = self.move.axis
-        node.meta["is_ahead"] = self.node.depends == PARAMETER
+        node.meta["is_ahead"] = self.node.depends == PARAMETER and not self.node.branch
         return self.emit(c10d.wait_tensor.default, node)
 
 

@@ -221,6 +221,8 @@ class _Emission:
             # A rank with an empty shard does not use the collectives that it takes part in.
             if made.op == "call_function" and not made.users and made.target is not WAIT:
                 self.graph.erase_node(made)
+        for made in self.graph.nodes:
+            made.meta.setdefault("branch", ())
         for offset, node in list(self.offsets.items()):
             if not node.users:
                 self.graph.erase_node(node)
@@ -286,12 +288,15 @@ class _Emission:
         return x
 
     def _annotate(self, node: Node, last: fx.Node) -> None:
-        """Set the source and the origin, the planned op, on the nodes after ``last``."""
+        """Set the source, the origin, which is the planned op, and the branch on the nodes after
+        ``last``.
+        """
         at = self.graph._root.prev
         while at is not last:
             if at.op == "call_function":
                 at.meta.setdefault("source", node.source)
                 at.meta.setdefault("origin", node.name)
+                at.meta.setdefault("branch", node.branch)
             at = at.prev
 
     def _emit(self, node: Node) -> None:

@@ -4,6 +4,7 @@ A pass that changes which collectives are issued, or in what order, decides from
 equal on all ranks.
 """
 
+from ftp.passes.branch_order import mark as mark
 from ftp.passes.bucket_collectives import Packs as Packs
 from ftp.passes.bucket_collectives import pack as pack
 from ftp.passes.bucket_collectives import packs as packs
@@ -20,6 +21,7 @@ from ftp.passes.fuse_optimizer_updates import merge_updates as merge_updates
 from ftp.passes.merge_axes import merge_axes as merge_axes
 from ftp.passes.narrow_reductions import gradient_reductions as gradient_reductions
 from ftp.passes.narrow_reductions import narrow_reductions as narrow_reductions
+from ftp.passes.outline_branches import outline_branches as outline_branches
 from ftp.passes.prefetch_parameters import prefetch as prefetch
 from ftp.passes.schedule import schedule as schedule
 from ftp.passes.span_hosts import Span as Span

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.ops.choose import Branch
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import WAIT, families, is_view, last_uses
 
@@ -33,6 +34,9 @@ def merge_updates(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
         return graph
     merge = _Merge(graph, donated)
     for node in list(graph.nodes):
+        if merge.waiting and node.meta.get("branch", ()) != merge.branch:
+            merge.call_before(node)
+        merge.branch = node.meta.get("branch", ())
         if node.target in UPDATES:
             kinds = tuple((t.meta["val"].dtype, t.meta["val"].device) for t in _tensors(node))
             merge.waiting.setdefault((node.target, kinds, *node.kwargs.items()), []).append(node)
@@ -52,6 +56,7 @@ class _Merge:
     def __init__(self, graph: fx.Graph, donated: Collection[int]):
         self.graph = graph
         self.waiting: dict[Any, list[fx.Node]] = {}
+        self.branch: Branch = ()
         self.position = {node: at for at, node in enumerate(graph.nodes)}
         self.family = families(graph)
         self.last = last_uses(list(graph.nodes), self.family)
@@ -114,7 +119,7 @@ class _Merge:
     def _emit(self, update: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
         made = self.graph.call_function(target, args, kwargs)
         made.meta.update(
-            {key: update.meta[key] for key in ("source", "origin") if key in update.meta}
+            {key: update.meta[key] for key in ("source", "origin", "branch") if key in update.meta}
         )
         return made
 

@@ -46,6 +46,7 @@ def merge_axes(
             node.kind == "move"
             and node.name not in without
             and node.operands[0].node.kind == "move"
+            and node.operands[0].node.branch == node.branch
             and uses[node.operands[0]] == 1
         ):
             first = now(node.operands[0]).node

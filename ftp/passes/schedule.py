@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 
 from ftp.ops.fused_optimizer import UPDATES, written
 from ftp.passes.aliasing import ALL_REDUCE, WAIT, is_view
+from ftp.passes.branch_order import branches, conds
 from ftp.passes.buffer_reuse import in_place
 from ftp.rules.local_op import RankGraph
 
@@ -27,13 +28,18 @@ def schedule(graph: fx.Graph) -> fx.Graph:
     in the graph and reads gathered parameters is done, so that no more of these are held than the
     graph's order says.
 
+    The nodes of a cond and its choices stand together, and keep their place among collectives.
+
     What is returned in place of an input comes after the input's other uses, that it may be written
     to the input's memory.
     """
     nodes = list(graph.nodes)
     position = {node: i for i, node in enumerate(nodes)}
-    collectives = [node for node in nodes if "collective" in node.meta]
-    number = {node: i for i, node in enumerate(collectives)}
+    found = branches(graph)
+    units = list(conds(found).values())
+    units += [[n] for n in nodes if "collective" in n.meta and not found.get(n)]
+    units.sort(key=lambda unit: position[unit[0]])
+    number = {node: i for i, unit in enumerate(units) for node in unit}
     latest = _latest_collective(nodes, number)
     readers = sorted(
         _readers(node for node in nodes if node.meta.get("is_ahead")), key=position.__getitem__
@@ -59,15 +65,16 @@ def schedule(graph: fx.Graph) -> fx.Graph:
 
     emit(node for node in nodes if node.op == "placeholder")
     at = read = 0
-    for i, collective in enumerate(collectives):
-        is_ahead = collective.meta.get("is_ahead")
+    for i, unit in enumerate(units):
+        is_ahead = unit[0].meta.get("is_ahead")
         if is_ahead:
             until = read
-            while until < len(readers) and position[readers[until]] < position[collective]:
+            while until < len(readers) and position[readers[until]] < position[unit[0]]:
                 until += 1
             emit(readers[read:until])
             read = until
-        emit([collective])
+        emit(x for node in unit for x in node.all_input_nodes if number.get(x) != i)
+        emit(unit)
         # What was computed since an earlier collective's start was computed for this one; a gather
         # of parameters needs nothing.
         while not is_ahead and at < len(pending) and final[pending[at]] < i:

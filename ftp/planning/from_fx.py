@@ -11,6 +11,7 @@ from torch import fx
 from torch.fx.node import map_aggregate
 
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning, RuleError
+from ftp.ops.choose import Branch
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.planned import expanded, rank_axes, region_of
@@ -135,6 +136,7 @@ class _Builder:
             made.name = f"{node.name}.{made.name}"
             made.source = made.source or node.meta.get("source", "")
             made.phase, made.region = node.meta.get("phase", 0), node.meta.get("region")
+            made.branch = _branch(node)
         self.nodes += builder.nodes
         assert builder.outputs is not None
         return builder.outputs
@@ -155,6 +157,7 @@ class _Builder:
             "source": source,
             "phase": node.meta.get("phase", 0),
             "region": node.meta.get("region"),
+            "branch": _branch(node),
         }
         if node.target is LOCAL:
             program = program_of(args[1])
@@ -256,7 +259,7 @@ def decompose(graph: Graph, nodes: Iterable[Node], *, strict: bool = False) -> G
             builder.add(inner)
         for inner in builder.nodes:
             inner.name, inner.source = f"{node.name}.{inner.name}", node.source
-            inner.phase, inner.region = node.phase, node.region
+            inner.phase, inner.region, inner.branch = node.phase, node.region, node.branch
             for value in inner.operands:
                 inner.depends |= value.node.depends
         out += builder.nodes
@@ -312,6 +315,10 @@ def _is_zero(node: Node) -> bool:
         node.target in (aten.full.default, aten.full_like.default, aten.new_full.default)
         and float(node.args[-1]) == 0.0
     )
+
+
+def _branch(node: fx.Node) -> Branch:
+    return tuple(step for step in node.meta.get("branch", ()) if step[0] >= 0)
 
 
 def _meta(value: Value) -> Meta:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ftp.functional.remat import Region
+from ftp.ops.choose import Branch
 from ftp.rules.notation import Dims
 from ftp.rules.rule import BoundRule, Meta, replaced, tensors
 from ftp.sharding.layout import Layout, Size, prod
@@ -81,6 +82,7 @@ class Node:
         depends: ``BATCH`` | ``PARAMETER`` bits of the inputs it is computed from.
         phase: how often the program has switched between forward and backward before it.
         region: the recomputed region (``remat``) that it is part of.
+        branch: the branch of a ``torch.cond`` that it is part of.
         cause: what a reshard is for: a parameter path, a constraint, an op.
         pending: per result the ``(axis, op)`` of its pending reductions.
         own_axes: those on which it fixes its layouts itself: per-rank code, or what enters or
@@ -107,6 +109,7 @@ class Node:
     operands: tuple["Value", ...] = ()
     own_axes: frozenset[str] = frozenset()
     rank_axes: frozenset[str] = frozenset()
+    branch: Branch = ()
 
     def __post_init__(self):
         self.sizes = self.sizes or dict(self.rule.sizes)

@@ -35,18 +35,25 @@ def merge_common(graph: Graph) -> Graph:
             if (
                 node.region is not None
                 and original.region is None
+                and _is_seen(original, node)
                 and node.region.keeps(node.target, is_product(node.target))
             ):
                 first = canonical.get(id(original), original)
             else:
-                first = seen.setdefault(
-                    (node.target, _key(node.args), _key(dict(node.kwargs)), node.region), node
-                )
+                call = (node.target, _key(node.args), _key(dict(node.kwargs)), node.region)
+                around = (node.branch[:depth] for depth in range(len(node.branch)))
+                first = next((seen[call, b] for b in around if (call, b) in seen), None)
+                first = seen.setdefault((call, node.branch), node) if first is None else first
             if first is not node:
                 canonical[id(node)] = first
                 continue
         nodes.append(node)
     return Graph(nodes, [Value(canonical.get(id(v.node), v.node), v.index) for v in graph.outputs])
+
+
+def _is_seen(node: Node, user: Node) -> bool:
+    """Whether one node may read another's results: those of another branch are not computed."""
+    return user.branch[: len(node.branch)] == node.branch
 
 
 def first_of_equals(graph: Graph) -> dict[Node, Node]:
@@ -88,6 +95,7 @@ def keep_collectives(graph: Graph) -> Graph:
         and node.region is not None
         and node.region.keeps_collectives
         and first.region is None
+        and _is_seen(first, node)
         and node.depends & BATCH
     }
     for node in graph.nodes if kept else ():

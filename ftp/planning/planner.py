@@ -14,6 +14,7 @@ from ftp.errors import PlanningError
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.program import factor
 from ftp.planning.axis_order import axis_order, spec_layout
+from ftp.planning.branches import placed
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.cost_network import solve
 from ftp.planning.graph import BATCH, Graph, Node, Value
@@ -94,9 +95,11 @@ def _make_plan(
         and specs is given
         and (plan := _plan_folded(graph, specs, batch, *args)) is not None
     ):
+        plan.graph = placed(plan.graph)
         return plan
     plan = _plan_axes(graph, specs, batch, *args, watch=watch)
     assert plan is not None
+    plan.graph = placed(plan.graph)
     return _as_given(plan, given, specs)
 
 

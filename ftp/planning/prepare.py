@@ -13,6 +13,7 @@ from ftp.planning.graph_passes import live, mark_dependencies, merge_common
 from ftp.planning.plan import Plan, Specs
 from ftp.planning.planner import Watch, make_plan
 from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.branches import unmark_cut
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ def prepare(
             of a batch.
         strict: an op without a rule is an error, rather than replicated with a warning.
     """
+    unmark_cut(gm.graph)
     graph = from_fx(gm, names, strict=strict)
     arguments = graph.inputs[: len(names)]
     for node, state in zip(arguments, is_state, strict=True):

@@ -18,7 +18,9 @@ from ftp.rules.rule import BoundRule
 
 _KINDS = ("placeholder", "call_function", "output")
 # What a graph's nodes know of themselves, and what only the passes before this one needed.
-_OF_RANK = ("collective", "source", "origin", "is_ahead", "gives", "takes", "axis")
+_OF_RANK = (
+    "collective", "source", "origin", "branch", "is_ahead", "gives", "takes", "axis",
+)  # fmt: skip
 _OF_TRACE = ("val", "source", "phase")
 _PAST = frozenset(
     ("val", "tensor_meta", "region", "nn_module_stack", "stack_trace", "ftp_constant", "phase")

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from ftp.ops.choose import Branch
+from ftp.passes.branch_order import branches, conds
 from ftp.runtime.local_shapes import LocalShapes
 
 aten = torch.ops.aten
@@ -163,7 +165,7 @@ def measure(
     copies: int,
 ) -> Memory:
     """The memory of a rank's program, freed as Python frees: a value after its last use, the
-    caller's tensors at the end.
+    caller's tensors at the end. Of a cond it is the larger branch's.
 
     Args:
         roles: per input tensor its kind; inputs are kept by the caller throughout.
@@ -190,31 +192,69 @@ def measure(
             )
     dies |= dict.fromkeys(kept, end)
     kind = _kinds(graph, shapes, roles, inputs, phase, collective, readers)
+    of_branch = branches(graph)
+    _hold_operands(of_branch, shapes, position, dies)
     births: dict[int, list[int]] = {}
     for storage, maker in shapes.makers.items():
         births.setdefault(position[maker], []).append(storage)
     deaths: dict[int, list[int]] = {}
     for storage, at in dies.items():
         deaths.setdefault(at, []).append(storage)
-    parts: dict[str, int] = dict.fromkeys(KINDS, 0)
+    held_in: dict[Branch, dict[str, int]] = {(): dict.fromkeys(KINDS, 0)}
     totals: dict[str, int] = {}
+    of_maker = {storage: of_branch.get(maker, ()) for storage, maker in shapes.makers.items()}
     timeline = []
     for at, node in enumerate(nodes):
         for storage in births.get(at, ()):
+            parts = held_in.setdefault(of_maker.get(storage, ()), dict.fromkeys(KINDS, 0))
             parts[kind[storage]] += size[storage]
             totals[kind[storage]] = totals.get(kind[storage], 0) + size[storage]
         if node.op == "output":
-            parts["outputs"] += copies
+            held_in[()]["outputs"] += copies
         if node.op != "placeholder":
-            here = parts | {"temporaries": parts["temporaries"] + workspace(node)}
+            here = _live(held_in, of_branch.get(node, ()))
+            here["temporaries"] += workspace(node)
             timeline.append(
                 Moment(node.name, node.meta.get("source", ""), sum(here.values()), here)
             )
         for storage in deaths.get(at, ()):
-            parts[kind[storage]] -= size[storage]
+            held_in[of_maker.get(storage, ())][kind[storage]] -= size[storage]
     return Memory(
         timeline, {k: n for k, n in totals.items() if k in KINDS[: KINDS.index("activations")]}
     )
+
+
+def _hold_operands(
+    of_branch: Mapping[fx.Node, Branch],
+    shapes: LocalShapes,
+    position: Mapping[fx.Node, int],
+    dies: dict[int, int],
+) -> None:
+    """What the nodes of a cond read is held until the cond is done."""
+    for nodes in conds(of_branch).values():
+        inside = [node for node in nodes if of_branch[node]]
+        end = max(position[node] for node in nodes)
+        for value in {x for node in inside for x in node.all_input_nodes if not of_branch[x]}:
+            for held in shapes.values.get(value, ()):
+                dies[held.storage] = max(dies[held.storage], end)
+
+
+def _live(held_in: Mapping[Branch, Mapping[str, int]], at: Branch) -> dict[str, int]:
+    """What is live in a branch, by kind: nothing of other branches; after a cond the larger one."""
+    decided = dict(at)
+    sides: dict[tuple[int, bool] | None, dict[str, int]] = {None: dict.fromkeys(KINDS, 0)}
+    for branch, parts in held_in.items():
+        if all(decided.get(number, side) == side for number, side in branch):
+            step = next((s for s in branch if s[0] not in decided), None)
+            found = sides.setdefault(step, dict.fromkeys(KINDS, 0))
+            for kind, nbytes in parts.items():
+                found[kind] += nbytes
+    total = sides.pop(None)
+    for number in {step[0] for step in sides if step is not None}:
+        either = [sides[step] for step in ((number, True), (number, False)) if step in sides]
+        for kind, nbytes in max(either, key=lambda parts: sum(parts.values())).items():
+            total[kind] += nbytes
+    return total
 
 
 def on_cpu(node: fx.Node, shapes: LocalShapes) -> int:

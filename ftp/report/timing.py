@@ -20,6 +20,7 @@ from ftp.ops.map_slices import MAP_SLICES, slice_program_of
 from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.partition import WAIT
+from ftp.passes.branch_order import branches
 from ftp.passes.fuse_optimizer_updates import changed
 from ftp.planning.cost import Hardware, measured_seconds, on_curve
 from ftp.runtime.local_shapes import Held, LocalShapes
@@ -178,7 +179,9 @@ def in_seconds(seconds: float) -> str:
 def estimate(
     graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
 ) -> Cost:
-    """Time a rank's program: one stream computes, one communicates, and a wait blocks the first."""
+    """Time a rank's program: one stream computes, one communicates, and a wait blocks the first.
+    Of a cond the dearer branch runs.
+    """
     now = link_free = waiting = ideal = met = unequal = 0.0
     moved = 0
     done: dict[fx.Node, float] = {}
@@ -188,8 +191,9 @@ def estimate(
         checked = len(shapes.inputs) + len(graph.output_node().args[0])  # type: ignore[arg-type]
         now = hardware.overhead * checked
         ops.append(Timed("call", "call of the step", "", 0.0, now, 0.0, 0, "overhead"))
+    left_out = _cheaper(graph, shapes, hardware, axes)
     for node in graph.nodes:
-        if node.op in ("placeholder", "output"):
+        if node.op in ("placeholder", "output") or node in left_out:
             continue
         source = node.meta.get("source", "")
         if "collective" in node.meta:
@@ -226,6 +230,32 @@ def estimate(
             ops.append(timed)
     end, waiting = max(now, link_free), waiting + max(0.0, link_free - now)
     return Cost(end, ops, collectives, hardware, waiting, ideal, end + unequal)
+
+
+def _cheaper(
+    graph: fx.Graph, shapes: LocalShapes, hardware: Hardware, axes: Mapping[str, int]
+) -> set[fx.Node]:
+    """The nodes of each cond's branch that takes less time, each node timed alone."""
+    found = branches(graph)
+    seconds: dict[tuple[int, bool], float] = {}
+    for node, branch in found.items():
+        if "collective" in node.meta:
+            record: Collective = node.meta["collective"]
+            n = math.prod(axes[a] for a in record.axes)
+            link = hardware.link_of(record.axes)
+            alone = measured_seconds(record.op, record.nbytes, n, link, 0.0)
+        elif branch and node.target not in (WAIT, operator.getitem) and node in shapes.values:
+            alone = _op(node, shapes, hardware, 0.0, 0).seconds
+        else:
+            continue
+        for step in branch:
+            seconds[step] = seconds.get(step, 0.0) + alone
+
+    def is_cheaper(number: int, side: bool) -> bool:
+        mine, other = seconds.get((number, side), 0.0), seconds.get((number, not side), 0.0)
+        return mine < other or (mine == other and not side)
+
+    return {node for node, branch in found.items() if any(is_cheaper(*step) for step in branch)}
 
 
 def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, moved: int) -> Timed:

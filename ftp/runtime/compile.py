@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp import deferred_compiler
 from ftp.ops.philox import AS_TENSOR_OPS
-from ftp.passes import with_values
+from ftp.passes import outline_branches, with_values
 from ftp.passes.buffer_reuse import in_place
 from ftp.passes.inline_small_ops import small_products
 from ftp.passes.onednn_matmuls import Choose
@@ -28,13 +28,16 @@ Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
 
 
 @collection_paused()
-def eager(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int]) -> Run:
+def eager(
+    graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], *, host: bool = True
+) -> Run:
     """Runs the nodes one after another and writes to donated inputs; ``inputs`` have the shapes and
-    strides that it will be given.
+    strides that it will be given. Of a cond the host runs one branch, or without it both run.
     """
     inputs = _dense(inputs, donated)
     gm = with_values(as_module(ordered(graph)), inputs)
-    forward = fx.GraphModule({}, _direct(with_writes(gm.graph, donated))).forward
+    written = _direct(with_writes(gm.graph, donated))
+    forward = fx.GraphModule({}, outline_branches(written) if host else written).forward
     return lambda given: forward(*_dense(given, donated))
 
 
@@ -59,7 +62,14 @@ def _dense(given: Sequence[Any], at: Sequence[int]) -> list[Any]:
     return found
 
 
-def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], choose: Choose) -> Run:
+def compiled(
+    graph: fx.Graph,
+    inputs: Sequence[Any],
+    donated: Sequence[int],
+    choose: Choose,
+    *,
+    host: bool = True,
+) -> Run:
     """Inductor's code for the subgraphs between collectives, called directly. A step has checked
     its arguments, so there are no guards.
 
@@ -86,9 +96,8 @@ def compiled(graph: fx.Graph, inputs: Sequence[Any], donated: Sequence[int], cho
         for piece in pieces:
             if (key := piece.key()) not in made:
                 made[key] = _compiled(piece)
-    forward = fx.GraphModule(
-        {}, _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))
-    ).forward
+    called = _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))
+    forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
     return lambda given: forward(*_dense(given, tensors))  # the strides that the code is compiled
     # for
 

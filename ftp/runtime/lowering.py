@@ -9,6 +9,7 @@
 5. ``ordered``: drop copies, put nodes in the order in which they run.
 6. ``with_writes`` for eager runs, ``for_inductor`` for compiled ones: write results to the memory
    of operands that are not needed any more.
+7. ``outline_branches``, where the host may choose: of a ``torch.cond`` one branch runs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,6 +28,7 @@ from ftp.passes import (
     gradient_reductions,
     join_products,
     joints,
+    mark,
     merge_axes,
     merge_updates,
     narrow_reductions,
@@ -83,17 +85,23 @@ def decide(
     """
     narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
     spanned = spans(graph, hardware, without=narrowed)
+    inside = {node.name for node in graph.nodes if node.branch}  # they stay in their branches
+    spanned = tuple(s for s in spanned if s.first not in inside and s.second not in inside)
+    narrowed -= inside
     apart = {name for span in spanned for name in (span.first, span.second)}
     if options.bucket:
         graph = merge_axes(graph, axes, apart, hardware)
-        narrowed = gradient_reductions(graph) if options.reduce_dtype else frozenset()
+        inside = {node.name for node in graph.nodes if node.branch}
+        narrowed = gradient_reductions(graph) - inside if options.reduce_dtype else frozenset()
+    alone = narrowed | inside
     chunked = chunks(graph, options.chunks)
-    kept = tuple(name for name in chunked.moves if name not in narrowed)
+    kept = tuple(name for name in chunked.moves if name not in alone)
     chunked = replace(chunked, moves=kept)
     fused = joints(graph) if options.async_tp else {}
-    fused = {name: joint for name, joint in fused.items() if name not in narrowed}
+    fused = {name: joint for name, joint in fused.items() if name not in alone}
     packed = Packs((), {})
     if options.bucket:
+        apart |= inside
         packed = packs(graph, without=(*chunked.moves, *fused, *apart), apart=narrowed)
     prefetched = prefetch(graph, packed.groups, options.prefetch)
     return Decided(prefetched, packed, chunked, fused, narrowed, spanned)
@@ -114,7 +122,7 @@ def rank_graph(
 
 def ordered(graph: fx.Graph) -> fx.Graph:
     """The graph in the order in which it runs; no value is written in place yet."""
-    return schedule(drop_copies(graph))
+    return schedule(mark(drop_copies(graph)))
 
 
 def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
@@ -123,7 +131,7 @@ def with_writes(graph: fx.Graph, donated: Sequence[int]) -> fx.Graph:
     Args:
         donated: positions of the inputs that may be written to.
     """
-    return merge_updates(reuse_memory(graph, donated), donated)
+    return mark(merge_updates(reuse_memory(graph, donated), donated))
 
 
 def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.Graph:
@@ -131,4 +139,4 @@ def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.
     matmuls on the kernels that ``choose`` picks.
     """
     graph = merge_updates(small_updates(graph), donated)
-    return by_onednn(graph, choose(products(graph)))
+    return mark(by_onednn(graph, choose(products(graph))))

@@ -270,12 +270,17 @@ class Program:
         if mesh.kind == "process":
             graph = with_device_gathers(graph, device)
             graph = through_memory(graph, memory_of(mesh, graph))
+        host = not self.options.cuda_graph  # a recording runs without it
         if self.options.compile:
             made = compiled(
-                graph, given, self.donated, lambda products: faster_by_onednn(mesh, products)
+                graph,
+                given,
+                self.donated,
+                lambda products: faster_by_onednn(mesh, products),
+                host=host,
             )
         else:
-            made = eager(graph, given, self.donated)
+            made = eager(graph, given, self.donated, host=host)
         if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
@@ -284,7 +289,7 @@ class Program:
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""
         done = _done(error)
-        return done is None or any("collective" in node.meta for node in done)
+        return done is None or any("collective" in n.meta or n.meta.get("issues") for n in done)
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
         """The donated inputs that this rank may have written to before ``error``."""
@@ -347,7 +352,7 @@ def _done(error: BaseException) -> list[fx.Node] | None:
         if traceback.tb_frame.f_code is Program._prepared.__code__:
             return []
         traceback = traceback.tb_next
-    node = _failing(error)
+    node = _failing(error, is_inner=False)
     return (
         None
         if node is None
@@ -355,10 +360,12 @@ def _done(error: BaseException) -> list[fx.Node] | None:
     )
 
 
-def _failing(error: BaseException) -> fx.Node | None:
-    """The node of a rank's graph that raised the error; None where the graph was compiled."""
+def _failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
+    """The node of a rank's graph that raised the error, within a branch or (not ``is_inner``) the
+    cond; None where the graph was compiled.
+    """
     traceback, node = error.__traceback__, None
-    while traceback is not None:
+    while traceback is not None and (is_inner or node is None):
         frame = traceback.tb_frame
         module = frame.f_locals.get("self")
         if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):

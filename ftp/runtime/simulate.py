@@ -11,9 +11,11 @@ import torch
 from torch import fx
 
 from ftp.ops.attention_ring import RINGS, ring_by_rank
+from ftp.ops.choose import number_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
 from ftp.ops.symmetric_memory import gather_products, product_scatter
 from ftp.partitioning.partition import LocalProgram
+from ftp.passes.branch_order import branches
 from ftp.passes.transport import pads_as_kernels_take
 
 c10d = torch.ops._c10d_functional
@@ -51,9 +53,8 @@ def simulate(
                 ended.append(end.value)
         if not issued:
             return ended
-        assert not ended and len({(node.target, node.meta["axis"]) for node, _ in issued}) == 1, (
-            "ranks of one plan issue the same collectives"
-        )
+        kinds = {(n.target, n.meta["axis"], n.meta.get("branch")) for n, _ in issued}
+        assert not ended and len(kinds) == 1, "ranks of one plan issue the same collectives"
         results = _run(issued, groups)
 
 
@@ -63,8 +64,18 @@ def _rank(graph: fx.Graph, inputs: Sequence[Any]) -> Generator[Issued, Any, Outp
     last_use = _last_uses(nodes)
     env: dict[fx.Node, Any] = {}
     feed = iter(inputs)
+    found = branches(graph)
+    predicates = {number_of(n.target, n.args): n.args[0] for n in nodes if n.args}
+
+    def takes(number: int) -> bool:
+        return bool(env[predicates[number]])  # type: ignore[index]
+
     for at, node in enumerate(nodes):
-        if node.op == "placeholder":
+        if any(takes(number) != side for number, side in found.get(node, ())):
+            env[node] = None  # of the branch not taken
+        elif (number := number_of(node.target, node.args)) >= 0:
+            env[node] = env[node.args[1 if takes(number) else 2]]  # type: ignore[index]
+        elif node.op == "placeholder":
             env[node] = next(feed)
         elif node.op == "output":
             break

@@ -12,6 +12,7 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
+from ftp.ops.choose import Branch
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes.aliasing import WAIT, is_view, read_until
@@ -75,7 +76,11 @@ def split(
     position = {node: at for at, node in enumerate(nodes)}
     last = _last_reads(nodes, position)
     runs: list[list[fx.Node]] = [[]]
+    branch: Branch = ()
     for node in nodes:
+        if node.meta.get("branch", ()) != branch:
+            branch = node.meta.get("branch", ())
+            runs.append([])
         if node.op != "call_function" or _stands_alone(node):
             runs.append([])
         else:
@@ -226,6 +231,7 @@ def with_pieces(
             piece = pieces[at]
             # By a call of its own, so that the list alone holds what is used here last, and the
             # piece frees it as it goes.
+            before = new._root.prev
             given = new.call_function(_listed, tuple(env[x] for x in piece.inputs))
             call = new.call_function(runs[at], (given,))
             env.update(
@@ -240,6 +246,9 @@ def with_pieces(
                     for value, old in piece.writes
                 }
             )
+            while before is not new._root.prev:
+                before = before.next
+                before.meta["branch"] = node.meta.get("branch", ())
     return new
 
 

@@ -29,7 +29,7 @@ from ftp.axis import is_inside
 from ftp.errors import TraceError, join_failures
 from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
-from ftp.ops.choose import CHOOSE, Branch, branch
+from ftp.ops.choose import CHOOSE, Branch, branch, common, number_of, read_in
 from ftp.source import at_line
 from ftp.tracing.explain_errors import at_line as _at
 from ftp.tracing.functionalize_graph import storages, writes
@@ -293,6 +293,27 @@ def check_writes(graph: fx.Graph) -> None:
     ]
     if failures:
         raise TraceError(join_failures(dict.fromkeys(failures)))
+
+
+def unmark_cut(graph: fx.Graph) -> None:
+    """Have both branches computed where a value is read outside of its branch, as where the stages
+    of a pipeline cut a cond.
+    """
+    marked = [node for node in graph.nodes if node.meta.get("branch")]
+    chosen = {number_of(node.target, node.args) for node in graph.nodes}
+    cut = {number for node in marked for number, _ in node.meta["branch"]} - chosen
+    for node in marked:
+        own: Branch = node.meta["branch"]
+        for user in node.users:
+            there = user.meta.get("branch", ())
+            operands = list(enumerate(user.args)) if user.target is CHOOSE else [(0, node)]
+            for slot in (i for i, x in operands if x is node):
+                at = common([own, read_in(user.target, user.args, there, slot)])
+                cut |= {number for number, _ in own[len(at) :]}
+    for node in graph.nodes if cut else ():
+        node.meta["branch"] = tuple(s for s in node.meta.get("branch", ()) if s[0] not in cut)
+        if number_of(node.target, node.args) in cut:
+            node.args = (*node.args[:3], -1)
 
 
 # Captured tensors.

@@ -624,9 +624,27 @@ def test_errors_of_the_model():
     with pytest.warns(DeprecationWarning, match="torch.jit.script"):
         scripted = torch.jit.script(nn.Linear(2, 2))
     assert "ScriptModule" in error_of(lambda: functionalize(nn.Sequential(scripted)), InputError)
-    assert "torch.compile" in error_of(
-        lambda: functionalize(torch.compile(nn.Linear(2, 2), backend="eager")), InputError
-    )  # pyright: ignore
+    compiled = nn.Sequential(torch.compile(nn.Linear(2, 2), backend="eager"))  # pyright: ignore
+    assert "module '0' is made by torch.compile" in error_of(
+        lambda: functionalize(compiled), InputError
+    )
+
+
+def test_a_compiled_module_is_the_module_that_was_compiled():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
+    x, mesh = torch.randn(5, 4), ftp.simulated_mesh((2,), ("tp",))
+
+    def step(model: Any) -> Any:
+        fn, params = functionalize(model)
+        return ftp.shard(lambda p, x: fn(p, x).square().sum(), mesh, P())(params, x)
+
+    right = step(model)
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(step(compiled), right, rtol=0, atol=0)
+    model.compile(backend="eager")  # in place
+    model[0].compile(backend="eager")
+    torch.testing.assert_close(step(model), right, rtol=0, atol=0)
 
 
 def test_taps_read_and_replace_whole_activations():

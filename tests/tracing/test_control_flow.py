@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +12,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch._higher_order_ops import associative_scan, scan, while_loop
 from torch._higher_order_ops import map as torch_map
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import ftp
 from ftp import P
-from ftp.errors import FtpError, TraceError
+from ftp.api.certify import certify
+from ftp.certification.certificate import load_certificate
+from ftp.certification.checker import check as check_certificate
+from ftp.errors import CertificateError, FtpError, TraceError
 
 Params = dict[str, Tensor]
 MESHES = {(2,): ("tp",), (3,): ("tp",), (2, 2): ("dp", "tp")}
@@ -396,6 +401,181 @@ def test_each_rank_has_its_own_predicate_in_per_rank_code():
     assert found.tolist() == [-3.0, -6.0, -12.0, -24.0]
 
 
+# One branch runs.
+
+
+class Calls(TorchDispatchMode):
+    """The names of the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def communicating(w: Tensor, x: Tensor) -> Tensor:
+    return torch.cond(x.sum() > 0, lambda x: (x @ w).erf(), lambda x: (x @ w @ w).expm1(), (x,))
+
+
+def plainly(w: Tensor, x: Tensor) -> Tensor:
+    return (x @ w).erf() if x.sum() > 0 else (x @ w @ w).expm1()
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+def test_the_branch_that_is_not_taken_is_not_computed(n):
+    mesh = ftp.simulated_mesh((n,), ("tp",))
+    step = ftp.spmd(communicating, mesh, (P("tp"), P(None, "tp")), P())
+    w, x = inputs(5, 6, 0)[0]["a"], inputs(5, 6, 0)[1]
+    x = x * x.sum().sign()
+    step(w, x)  # traced and planned
+    for given_x, taken in ((x, "erf"), (-x, "expm1")):
+        with Calls() as calls:
+            found = step(w, given_x)
+        torch.testing.assert_close(found, plainly(w, given_x))
+        assert {c.removesuffix("_") for c in calls.names} & {"erf", "expm1"} == {taken}
+
+
+def test_collectives_of_a_branch_are_issued_in_it():
+    mesh = ftp.AbstractMesh((3,), ("tp",))
+    step = ftp.spmd(communicating, mesh, (P("tp"), P(None, "tp")), P(), bucket=True)
+    lowered = step.lower(torch.randn(6, 6), torch.randn(5, 6))
+    issued = [n for n in lowered.graph.graph.nodes if "collective" in n.meta]
+    inside = {n.meta["branch"] for n in issued if n.meta["branch"]}
+    assert inside and all(number == 0 for ((number, _),) in inside)
+    outside = [n.target for n in issued if not n.meta["branch"]]
+    assert torch.ops._c10d_functional.all_reduce.default in outside  # of the predicate
+
+
+def certificate() -> Any:
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+    step = ftp.spmd(communicating, mesh, (P("tp"), P(None, "tp")), P())
+    return certify(step.lower(torch.randn(5, 5), torch.randn(5, 5)))
+
+
+def test_a_certificate_survives_its_file(tmp_path):
+    certificate().save(tmp_path / "program.json")
+    check_certificate(load_certificate(tmp_path / "program.json"))
+
+
+def _nodes(made: Any, rank: int, wanted: Callable[[Any], bool]) -> list[Any]:
+    graph, _ = list(made.ranks.at.values())[rank]
+    return [n for n in made.ranks.graphs[graph].nodes if wanted(n)]
+
+
+def test_a_collective_of_another_branch_is_no_certificate():
+    made = certificate()
+    assert len(made.ranks.graphs) == 2
+    node = _nodes(made, 1, lambda n: "collective" in n.meta and n.meta["branch"])[0]
+    ((number, side),) = node.meta["branch"]
+    for x in (node, *node.users):
+        x.meta["branch"] = ((number, not side),)
+    with pytest.raises(CertificateError, match=r"collective \d+ is .* in branch"):
+        check_certificate(made)
+
+
+def test_a_value_that_is_read_outside_of_its_branch_is_no_certificate():
+    made = certificate()
+    (node,) = _nodes(made, 0, lambda n: "expm1" in str(n.target))
+    ((number, side),) = node.meta["branch"]
+    node.meta["branch"] = ((number, not side),)
+    with pytest.raises(CertificateError, match=r"is computed in branch .* alone, in branch"):
+        check_certificate(made)
+
+
+def test_choices_by_two_predicates_are_no_certificate():
+    made = certificate()
+    (node,) = _nodes(made, 0, lambda n: "choose" in str(n.target))
+    with node.graph.inserting_before(node):
+        twin = node.graph.call_function(torch.ops.aten.logical_not.default, (node.args[0],))
+        other = node.graph.call_function(node.target, (twin, *node.args[1:]))
+    other.meta.update(node.meta)
+    with pytest.raises(CertificateError, match="by another predicate"):
+        check_certificate(made)
+
+
+def test_cost_and_memory_are_those_of_the_larger_branch():
+    mesh = ftp.AbstractMesh((2,), ("tp",))
+
+    def large(x: Tensor) -> Tensor:
+        return (x.repeat(64, 1) @ x.t()).sin().sum(1, keepdim=True).expand(-1, 64)[:64] + x
+
+    def small(x: Tensor) -> Tensor:
+        return x + 1
+
+    def reports(fn: Callable[..., Tensor]) -> tuple[float, int]:
+        lowered = ftp.spmd(fn, mesh, P(), P()).lower(torch.randn(64, 64))
+        return lowered.cost("h100"), int(lowered.memory)
+
+    def either(one: Any, other: Any) -> Callable[..., Tensor]:
+        return lambda x: torch.cond(x.sum() > 0, one, other, (x,))
+
+    costs, peaks = zip(*(reports(f) for f in (large, small)), strict=True)
+    assert max(costs) > 3 * min(costs) and max(peaks) > 3 * min(peaks)
+    twice = reports(either(large, large))
+    for found in (reports(either(large, small)), reports(either(small, large))):
+        assert found == pytest.approx(twice)
+    assert costs[0] < twice[0] < costs[0] + costs[1] + 5e-5
+    assert peaks[0] <= twice[1] < 1.1 * peaks[0]
+
+
+def test_an_update_is_skipped_where_gradients_are_not_finite():
+    opt = ftp.optim.from_torch(torch.optim.AdamW, lr=0.1)
+
+    def slopes(p: Params, x: Tensor) -> Params:
+        return torch.func.grad(lambda p: ((x @ p["a"]).relu() @ p["b"]).square().mean())(p)
+
+    def train(p: Params, s: Any, x: Tensor) -> Any:
+        grads = slopes(p, x)
+        finite = torch.stack([g.isfinite().all() for g in grads.values()]).all()
+        return torch.cond(
+            finite, lambda g, s, p: opt.update(g, s, p), lambda g, s, p: (p, s), (grads, s, p)
+        )
+
+    p, x = inputs(4, 6, 0)
+    mesh, specs = ftp.simulated_mesh((2, 2), ("dp", "tp")), {"a": P("dp", "tp"), "b": P("tp", "dp")}
+    of_state = opt.specs(p, specs)
+    step = ftp.spmd(train, mesh, (specs, of_state, P("dp")), (specs, of_state), donate=(0, 1))
+    placed = ftp.device_put(p, mesh, specs)
+    state, right, right_state = opt.init(placed), p, opt.init(p)
+    for scale in (1.0, float("inf"), 2.0):
+        placed, state = step(placed, state, ftp.device_put(x * scale, mesh, P("dp")))
+        if scale < 3:
+            right, right_state = opt.update(slopes(right, x * scale), right_state, right)
+        torch.testing.assert_close(placed, right)
+
+
+def test_a_pipeline_may_cut_a_cond():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.one, self.other = nn.Linear(4, 4), nn.Linear(4, 4)
+
+        def forward(self, x):
+            return torch.cond(x.mean() > 0, lambda x: self.one(x).sin(), self.other, (x,))
+
+    model = nn.Sequential(*(Block() for _ in range(4))).double()
+    fn, params = ftp.functionalize(model)
+    mesh = ftp.simulated_mesh((2,), ("pp",))
+    step = ftp.shard(
+        lambda p, x: fn(p, x).square().mean(), mesh, P(), pipeline=ftp.Pipeline("pp", 2)
+    )
+    x = torch.randn(6, 4, dtype=torch.float64)
+    loss, grads = step(params, x)
+    right = torch.tensor(0.0, dtype=torch.float64)
+    for y in (x[::2], x[1::2]):  # each microbatch has a predicate of its own
+        for block in model:
+            y = block.one(y).sin() if y.mean() > 0 else block.other(y)
+        right = right + y.square().mean() / 2
+    torch.testing.assert_close(loss, right.detach())
+    right.backward()
+    for name, value in model.named_parameters():
+        slope = torch.zeros_like(value) if value.grad is None else value.grad
+        torch.testing.assert_close(grads[name], slope)
+
+
 def test_a_model_with_branches():
     class Gated(nn.Module):
         def __init__(self):
@@ -457,9 +637,20 @@ REFUSED = {
         lambda x: torch.cond(x.sum() > 0, lambda x: x if (x > 0).all() else x + 1, torch.sin, (x,)),
         "needs a tensor's value",
     ),
+    "remat": (
+        lambda x: torch.func.grad(
+            lambda w: torch.cond(
+                x.sum() > 0, lambda x: ftp.remat(lambda x: x * w)(x), lambda x: x, (x,)
+            ).sum()
+        )(x),
+        r"that it was not given, .*Pass it as an argument",
+    ),
     "runtime trip count": (_until, "has a condition, bool.., that depends on tensors' values"),
     "growing": (_growing, r"body takes int, float32\[4\] and gives int, float32\[8\]"),
 }
+
+
+told: dict[str, str] = {}
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -471,6 +662,21 @@ def test_refused(name):
     with pytest.raises(FtpError, match=text) as error:
         step(torch.ones(4), *key)
     assert re.search(r"test_control_flow\.py:\d+", str(error.value)), error.value
+    told[name] = str(error.value)
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs/control_flow.md"
+
+
+def test_the_page():
+    """Its program runs, and each error that it quotes is one of those above."""
+    text = PAGE.read_text()
+    exec(compile(text.split("```python\n")[1].split("```")[0], str(PAGE), "exec"), {})
+    for name in REFUSED.keys() - told.keys():
+        test_refused(name)
+    quoted = re.findall(r"\| \"(.+)\" \|", text.split("## What is refused")[1])
+    assert len(quoted) == 7
+    assert [q for q in quoted if not any(q in error for error in told.values())] == []
 
 
 def test_branches_of_another_dtype_are_refused_in_a_gradient_too():

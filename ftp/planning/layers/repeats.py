@@ -287,6 +287,7 @@ def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> 
                 node.results,
                 node.phase,
                 region,
+                node.branch,
                 facts(node),
             )
         )

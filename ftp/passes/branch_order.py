@@ -1,0 +1,59 @@
+"""Which branch of a ``torch.cond`` each node of a rank's graph is of."""
+
+from collections.abc import Iterator, Mapping
+
+from torch import fx
+
+from ftp.ops.choose import CHOOSE, Branch, common, number_of, read_in
+
+
+def branches(graph: fx.Graph) -> dict[fx.Node, Branch]:
+    """The branch of each node; empty for a graph without conds of which one branch runs.
+
+    A node that a pass has made is of the innermost branch that all of its users are in, or without
+    users of its operands' innermost.
+    """
+    if not any(number_of(node.target, node.args) >= 0 for node in graph.nodes):
+        return {}
+    found: dict[fx.Node, Branch] = {}
+    late: list[fx.Node] = []
+    for node in reversed(graph.nodes):
+        if node.op != "call_function":
+            found[node] = ()
+        elif "branch" in node.meta:
+            found[node] = node.meta["branch"]
+        elif node.users:
+            found[node] = common(at for user in node.users for at in _reads(found, user, node))
+        else:
+            found[node] = ()
+            late.append(node)
+    for node in reversed(late):
+        found[node] = max((found[x] for x in node.all_input_nodes), key=len, default=())
+    return found
+
+
+def _reads(found: Mapping[fx.Node, Branch], user: fx.Node, value: fx.Node) -> Iterator[Branch]:
+    """The branches in which a node reads a value."""
+    operands = enumerate(user.args) if user.target is CHOOSE else ((0, value),)
+    for slot, x in operands:
+        if x is value:
+            yield read_in(user.target, user.args, found[user], slot)
+
+
+def mark(graph: fx.Graph) -> fx.Graph:
+    """The graph, each node with its branch; itself changed."""
+    for node, branch in branches(graph).items():
+        node.meta["branch"] = branch
+    return graph
+
+
+def conds(found: Mapping[fx.Node, Branch]) -> dict[int, list[fx.Node]]:
+    """Per outermost cond its nodes, in the order of the graph, and its choices after them."""
+    nodes: dict[int, list[fx.Node]] = {}
+    choices: dict[int, list[fx.Node]] = {}
+    for node, branch in sorted(found.items(), key=lambda item: item[0]):
+        if branch:
+            nodes.setdefault(branch[0][0], []).append(node)
+        elif (number := number_of(node.target, node.args)) >= 0:
+            choices.setdefault(number, []).append(node)
+    return {number: [*nodes.get(number, ()), *made] for number, made in choices.items()}

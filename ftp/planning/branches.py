@@ -1,0 +1,48 @@
+"""Branches of ``torch.cond`` in the planner's graph: the branch of each reshard, and an order in
+which the ops of a cond stand together.
+
+Both branches are planned with all else, as if both ran. A value that a branch makes is read in that
+branch, and by the choice of its cond.
+"""
+
+from collections.abc import Sequence
+
+from ftp.ops.choose import Branch, common, number_of, read_in
+from ftp.planning.graph import Graph, Node
+
+
+def placed(graph: Graph) -> Graph:
+    """The graph with each reshard in the innermost branch that reads it, and the nodes of each cond
+    right before its first choice, those of the true branch first.
+    """
+    if not any(node.branch for node in graph.nodes):
+        return graph
+    reads: dict[Node, list[Branch]] = {value.node: [()] for value in graph.outputs}
+    for node in reversed(graph.nodes):
+        if node.kind == "move" and node in reads:
+            node.branch = common(reads[node])
+        for slot, value in enumerate(node.operands):
+            reads.setdefault(value.node, []).append(
+                read_in(node.target, node.args, node.branch, slot)
+            )
+    return Graph(_together(graph.nodes, 0), graph.outputs)
+
+
+def _together(nodes: Sequence[Node], depth: int) -> list[Node]:
+    groups: dict[tuple[int, bool], list[Node]] = {}
+    for node in nodes:
+        if len(node.branch) > depth:
+            groups.setdefault(node.branch[depth], []).append(node)
+    ordered: list[Node] = []
+    done: set[int] = set()
+    for node in nodes:
+        if len(node.branch) > depth:
+            continue
+        number = number_of(node.target, node.args)
+        if number >= 0 and number not in done:
+            done.add(number)
+            for side in (True, False):
+                ordered += _together(groups.get((number, side), ()), depth + 1)
+        ordered.append(node)
+    assert len(ordered) == len(nodes), "each branch has a choice"
+    return ordered
