@@ -276,6 +276,8 @@ class Checker:
         if (cell, node) not in self.splits:
             x, (sizes, *rest) = self.map_of(cell, node.args[0]), node.args[1:]
             dim: Any = rest[0] if rest else 0
+            if not -len(x.shape) <= dim < len(x.shape):
+                raise Unsound(f"a value of shape {list(x.shape)} is split along dim {dim}")
             if sum(sizes) != x.shape[dim]:
                 raise Unsound(f"{x.shape[dim]} are split into {sum(sizes)}")
             ends = np.cumsum(sizes).tolist()

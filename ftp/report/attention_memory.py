@@ -10,6 +10,7 @@ from torch.fx.node import map_arg
 from ftp.ops import attention
 from ftp.ops.attention import PART, PART_BACKWARD, blocks, sum_dtype, tiles
 from ftp.ops.attention_ring import RING, RINGS, Ring, Steps
+from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.runtime.local_shapes import LocalShapes
 
 
@@ -17,11 +18,13 @@ def of_attention(node: fx.Node, shapes: LocalShapes) -> int:
     """The most bytes at a time: copies of a tile, its results, sums in a wider dtype, and of a ring
     what is sent and has arrived. The kernels' own buffers are not counted.
     """
-    if node.target not in (PART, PART_BACKWARD, *RINGS):
+    if node.target not in (PART, PART_BACKWARD, VARLEN, VARLEN_BACKWARD, *RINGS):
         return 0
     given = _Given(node, shapes)
     if 0 in given.out:
         return 0
+    if node.target in (VARLEN, VARLEN_BACKWARD):
+        return given.in_documents()
     return given.in_ring() if node.target in RINGS else given.in_tiles()
 
 
@@ -29,14 +32,16 @@ class _Given:
     """The sizes of one call."""
 
     def __init__(self, node: fx.Node, shapes: LocalShapes):
-        self.is_forward = node.target in (PART, RING)
+        self.is_forward = node.target in (PART, RING, VARLEN)
         at = 0 if self.is_forward else 1
         q, k, v = (shapes.values[x][0] for x in node.args[at : at + 3])  # type: ignore[index]
         self.q, self.k, self.v, self.out = q.shape, k.shape, v.shape, (*q.shape[:3], v.shape[3])
         self.size, self.wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
-        given: Any = map_arg(node.args[3 if at == 0 else 6 :], lambda n: shapes.numbers.get(n, 0))
+        is_varlen = node.target in (VARLEN, VARLEN_BACKWARD)
+        after = (3 if at == 0 else 6) + 2 * is_varlen  # behind the ends of documents
+        given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
         self.rows, self.columns, *rest = given
-        self.is_causal = bool(rest and rest[0])
+        self.is_causal = bool(rest and rest[0]) and not is_varlen
 
     @property
     def extra(self) -> int:
@@ -79,6 +84,14 @@ class _Given:
         if self.is_forward:
             return attention.QUERIES, attention.KEYS
         return attention.TILE, attention.TILE
+
+    def in_documents(self) -> int:
+        """All sums in the wider dtype, and a tile with its mask."""
+        queries, keys = (min(attention.TILE, x[2]) for x in (self.q, self.k))
+        found = self.tile(queries, keys) + queries * keys * (self.size + 1)
+        if self.is_forward:
+            return found + math.prod(self.out) * self.extra
+        return found + math.prod(self.q) * self.extra + self.pair(self.k[2], self.extra)
 
     def in_ring(self) -> int:
         """The most over all steps of this rank."""

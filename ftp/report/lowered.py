@@ -355,8 +355,10 @@ class Lowered(Startable):
             own = self.plan.solutions[problem.axis].cost
             for layout, is_ring, cost in layout_costs(problem, Value(at, value.index)):
                 delta = None if cost is None else cost - own
+                cuts = [cut for cut in value.node.cuts if cut.axis == problem.axis]
                 chosen = (
-                    layout.kind == _kind_on(value, problem.axis)
+                    is_ring == (len(cuts) > 1)
+                    and layout.kind == _kind_on(value, problem.axis)
                     and delta is not None
                     and abs(delta) <= 1e-9 * own
                 )

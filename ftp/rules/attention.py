@@ -7,6 +7,7 @@ from torch._ops import OpOverload
 
 from ftp.ops.attention import PART, PART_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD
+from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
@@ -130,6 +131,31 @@ def _ring(op: LocalOp, causal: int) -> Any:
         op.kwargs.get("scale"),
         op.group(keys.axis),
     )
+
+
+@rule(VARLEN, VARLEN_BACKWARD)
+def varlen(call: Call) -> Rule:
+    """Queries may be cut: where they stand is a number. The ends of documents are whole."""
+    is_forward = call.target is VARLEN
+    heads = _heads(call, 0 if is_forward else 1)
+    out, q, ends = _dims(OUT, heads), _dims(Q, heads), ((("ends_q",),), (("ends_k",),))
+    whole = WHOLE | {"ends_q", "ends_k"} | ({"r"} if "r" in heads["h"] else set())
+    tensors = q, _dims(K), _dims(V)
+    over_queries = (("s", "sum"),)
+    if is_forward:
+        operands, results = (*tensors, *ends), (out, _dims(LSE, heads))
+        pending: Any = ((), ())
+    else:
+        operands, results = (out, *tensors, out, _dims(LSE, heads), *ends), tensors
+        pending = ((), over_queries, over_queries)
+    at = len(operands)
+    notation = Notation(operands, results, frozenset(whole), pending)
+
+    def local(op: LocalOp) -> Any:
+        return op.replaced(at, op.part("s")) if op.is_cut("s") else op.default()
+
+    sizes = _sizes(call, 0 if is_forward else 1)
+    return Rule(notation, () if is_forward else ((0,),), local, sizes, False)
 
 
 def kernel(*ops: "OpOverload | str", query: int) -> None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.map_slices import MAP_SLICES
 from ftp.ops.stack import STACK, UNSTACK
@@ -41,7 +42,7 @@ ATTENTION = frozenset(
     for forward in _ATTENTION
     for name in (forward, f"{forward}_backward")
     if hasattr(aten, name)
-)
+) | {VARLEN, VARLEN_BACKWARD}
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
 
 

@@ -1,13 +1,14 @@
 """torch's attention functions that take functions or lengths, as primitives while a program is
 traced: ``flex_attention`` and ``varlen_attn``.
 
-torch's own kernels see whole sequences, and on a CPU lack a backward pass or do not exist. As
-primitives the scores are a tensor, which is cut as everything else; positions are global ones.
+torch's own kernels see whole sequences, and on a CPU lack a backward pass or do not exist.
+``varlen_attn`` is an op of ftp's, by tiles. Of ``flex_attention``, as primitives, the scores are a
+tensor, which is cut as everything else; positions are global ones.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ftp.errors import TraceError
+from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD, in_documents
 
 _WHOLE = 1 << 30  # the size of a block that stands for all of a sequence
 _IN_DIMS = (
@@ -40,7 +42,7 @@ def flex_attention() -> Iterator[None]:
 
 @contextmanager
 def varlen_attention() -> Iterator[None]:
-    """``varlen_attn`` as primitives."""
+    """``varlen_attn`` by tiles."""
     loaded = "torch.nn.attention.varlen" in sys.modules
     with _replaced(torch.ops.torch_attn if loaded else None, {"_varlen_attn": _varlen}):
         yield
@@ -134,10 +136,27 @@ def _varlen(
         )
     left, right = window_size or (-1, -1)
     right = 0 if is_causal else right
-    ends_q = cu_seq_q
-    ends_k = cu_seq_q if cu_seq_k is None else cu_seq_k
-    of_query, query_at = _in_documents(ends_q, query.shape[0])
-    of_key, key_at = _in_documents(ends_k, key.shape[0])
+    ends = cu_seq_q, cu_seq_q if cu_seq_k is None else cu_seq_k
+    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
+    out, logsumexp = _Varlen.apply(q, k, v, *ends, left, right, scale)
+    state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    return out.squeeze(0).transpose(0, 1), logsumexp.squeeze(0), state
+
+
+def _dense_varlen(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """The result and its log-sum-exps by the scores: what derivatives of higher order take."""
+    of_query, query_at = in_documents(ends_q, torch.arange(q.shape[2], device=ends_q.device))
+    of_key, key_at = in_documents(ends_k, torch.arange(k.shape[2], device=ends_k.device))
     # Of a document with more keys than queries the last query stands beside the last key.
     lengths = ends_k.diff() - ends_q.diff()
     more = torch.cat([lengths, lengths.new_zeros(1)]).index_select(0, of_query)
@@ -148,20 +167,106 @@ def _varlen(
         sees = sees & (ahead <= right)
     if left >= 0:
         sees = sees & (ahead >= -left)
-    q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-    scale = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
-    out, logsumexp, _ = _weighted(_scores(q, k, scale), sees, v, query.dtype)
-    state = torch.zeros(2, dtype=torch.int64, device=query.device)
-    return out.squeeze(0).transpose(0, 1), logsumexp.squeeze(0), state
+    return _weighted(_scores(q, k, scale), sees, v, q.dtype)[:2]
 
 
-def _in_documents(ends: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-    """The document of each token, and its place in it; tokens after the last document are of one
-    more.
-    """
-    at = torch.arange(tokens, device=ends.device)
-    document = (at.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
-    return document, at - ends.long().index_select(0, document)
+class _Varlen(torch.autograd.Function):
+    """Attention within documents by tiles, forward and backward."""
+
+    @staticmethod
+    def forward(q, k, v, ends_q, ends_k, left, right, scale):  # type: ignore[override]
+        return VARLEN(q, k, v, ends_q, ends_k, [], [], left, right, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.set_materialize_grads(False)
+        ctx.rest = inputs[5:]
+        ctx.save_for_backward(*inputs[:5], *output)
+        ctx.save_for_forward(*inputs[:5])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor | None, of_weights: Tensor | None) -> Any:  # type: ignore[override]
+        q, k, v, *ends, out, logsumexp = ctx.saved_tensors
+        if of_weights is not None:
+            run: Any = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731
+            linear: Any = torch.func.vjp(run, q, k, v)
+            made, vjp = linear
+            given = torch.zeros_like(made[0]) if grad is None else grad, of_weights
+            found = vjp(given)
+        elif grad is None:
+            found = None, None, None
+        else:
+            found = _VarlenGradient.apply(grad, q, k, v, out, logsumexp, *ends, *ctx.rest)
+        return *found, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        q, k, v, *ends = ctx.saved_tensors
+        run = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731
+        return _jvp(run, (q, k, v), tangents[:3])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
+        return _one_by_one(_Varlen, info, in_dims, args)
+
+
+class _VarlenGradient(torch.autograd.Function):
+    """The gradients of queries, keys and values; their own derivatives take the scores."""
+
+    @staticmethod
+    def forward(grad, q, k, v, out, logsumexp, ends_q, ends_k, left, right, scale):  # type: ignore[override]
+        ends = ends_q, ends_k
+        return VARLEN_BACKWARD(grad, q, k, v, out, logsumexp, *ends, [], [], left, right, scale)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.rest = inputs[8:]
+        kept = (*inputs[:4], *inputs[6:8])
+        ctx.save_for_backward(*kept)
+        ctx.save_for_forward(*kept)
+
+    @staticmethod
+    def _dense(ctx: Any) -> tuple[Callable[..., Any], tuple[Tensor, ...]]:
+        *given, ends_q, ends_k = ctx.saved_tensors
+
+        def gradients(grad: Tensor, *x: Tensor) -> Any:
+            rest: Any = (ends_q, ends_k, *ctx.rest)
+            run = lambda q, k, v: _dense_varlen(q, k, v, *rest)[0]  # noqa: E731
+            return torch.func.vjp(run, *x)[1](grad)
+
+        return gradients, tuple(given)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        # The result and the log-sum-exps are functions of the others: theirs are in those.
+        run, given = _VarlenGradient._dense(ctx)
+        found = torch.func.vjp(run, *given)[1](grads)
+        return *found, *[None] * 7
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
+        run, given = _VarlenGradient._dense(ctx)
+        return _jvp(run, given, tangents[:4])
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
+        return _one_by_one(_VarlenGradient, info, in_dims, args)
+
+
+def _jvp(run: Callable[..., Any], given: Sequence[Tensor], tangents: Sequence[Any]) -> Any:
+    known = [torch.zeros_like(x) if t is None else t for x, t in zip(given, tangents, strict=True)]
+    return torch.func.jvp(run, tuple(given), tuple(known))[1]
+
+
+def _one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: Any) -> Any:
+    """A function of each member of a batch."""
+    found = [
+        function.apply(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
 
 
 def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:

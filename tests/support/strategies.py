@@ -182,6 +182,23 @@ def _attention(backward: bool) -> list[Sample]:
     return out
 
 
+def _varlen(backward: bool) -> list[Sample]:
+    """Attention within packed documents: windows, fewer heads of keys, tokens of no document."""
+    out, op = [], torch.ops.ftp.scaled_dot_product_attention_varlen.default
+    for heads, ends, of_keys, window in (
+        (2, [0, 3, 3, 6], [0, 3, 3, 6], (-1, 0)),
+        (4, [0, 2, 5], [0, 4, 6], (2, 1)),
+    ):
+        q, k, v = normal(1, 4, 6, 2), normal(1, heads, 7, 2), normal(1, heads, 7, 3)
+        given = torch.tensor(ends), torch.tensor(of_keys), [], [], *window, 0.7
+        if not backward:
+            out.append(s(q, k, v, *given))
+            continue
+        y, lse = op(q, k, v, *given)
+        out.append(s(normal(*y.shape), q, k, v, y, lse, *given))
+    return out
+
+
 def _layer_norm_backward() -> list[Sample]:
     out = []
     for shape, inner, mask in (
@@ -1011,6 +1028,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     # attention
     "_scaled_dot_product_flash_attention_for_cpu.default": lambda: _attention(False),
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: _attention(True),
+    "ftp.scaled_dot_product_attention_varlen.default": lambda: _varlen(False),
+    "ftp.scaled_dot_product_attention_varlen_backward.default": lambda: _varlen(True),
     # factories
     **_alike(
         "zeros.default",

@@ -155,6 +155,55 @@ def test_varlen_attention(shape: Any, cut: P):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
+def test_documents_hold_no_scores():
+    """Linear in the tokens, forward and backward."""
+    mesh, cut = ftp.AbstractMesh((4,), ("cp",), device_type="cpu"), P("cp")
+    times = []
+
+    def attend(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, ends: Tensor) -> Any:
+        run = lambda *x: varlen_attn(*x, ends, None, len(q), len(q), window_size=(-1, 0))  # noqa: E731
+        return with_gradients(run)(q, k, v, grad)
+
+    for tokens in (1 << 14, 1 << 17):
+        x = torch.empty(tokens, 2, 64, dtype=torch.bfloat16, device="meta")
+        ends = torch.empty(9, dtype=torch.int32, device="meta")
+        lowered = ftp.lower(attend, mesh, (*(cut,) * 4, P()), x, x, x, x, ends, out_specs=cut)
+        times.append(int(lowered.memory) / tokens)
+    assert times[1] <= 1.01 * times[0]
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_documents_under_transforms():
+    """Forward-mode, the gradient's directional derivative, and a batch of heads' scales."""
+    ends = torch.tensor([0, 3, 8])
+    document = torch.bucketize(torch.arange(8), ends[1:], right=True)
+    sees = (document[:, None] == document) & torch.ones(8, 8, dtype=torch.bool).tril()
+    torch.manual_seed(0)
+    q, k, v, t = (torch.randn(8, 2, 4, dtype=torch.float64) for _ in range(4))
+
+    def by_kernel(*x: Tensor) -> Tensor:
+        return varlen_attn(*x, ends, None, 5, 5, window_size=(-1, 0)).square().sum()
+
+    def by_scores(*x: Tensor) -> Tensor:
+        out = dense(*(y.transpose(0, 1)[None] for y in x), lambda s: s, sees)
+        return out.square().sum()
+
+    def derivatives(of: Callable[..., Tensor]) -> Callable[..., Any]:
+        def run(q: Tensor, k: Tensor, v: Tensor, t: Tensor) -> Any:
+            along = lambda x: of(x, k, v)  # noqa: E731
+            first = torch.func.jvp(along, (q,), (t,))[1]
+            second = torch.func.jvp(torch.func.grad(along), (q,), (t,))[1]
+            return first, second, torch.vmap(lambda s: of(q * s, k, v))(q.new_tensor([1.0, 2.0]))
+
+        return run
+
+    found = ftp.spmd(derivatives(by_kernel), mesh_of((2,)), P("cp"), (P(), P("cp"), P()))(
+        q, k, v, t
+    )
+    for one, right in zip(found, derivatives(by_scores)(q, k, v, t), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-10)
+
+
 def test_queries_of_a_document_stand_at_its_end():
     """As in the kernel: with fewer queries than keys, the last of both stand beside each other."""
     queries, keys = torch.tensor([0, 2, 3]), torch.tensor([0, 5, 9])

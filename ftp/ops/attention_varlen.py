@@ -1,0 +1,202 @@
+"""Attention within packed documents, by tiles: a tile whose queries and keys are of no common
+document is not computed, and no mask is larger than a tile.
+
+Where queries stand reaches the op as numbers, as in `ftp.ops.attention`; where documents end are
+values.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ftp.ops import attention
+from ftp.ops.attention import Block, Tile, attend, blocks, pieces_of, sum_dtype
+
+_GIVEN = "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale"
+torch.library.define(
+    "ftp::scaled_dot_product_attention_varlen",
+    f"(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "ftp::scaled_dot_product_attention_varlen_backward",
+    f"(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor out, Tensor logsumexp, {_GIVEN})"
+    " -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+VARLEN = torch.ops.ftp.scaled_dot_product_attention_varlen.default
+VARLEN_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_varlen_backward.default
+
+
+def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
+    """The document of each position, and its place in it; what stands after the last document is
+    of one more.
+    """
+    document = (at.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
+    return document, at - ends.long().index_select(0, document)
+
+
+@dataclass(frozen=True)
+class _Documents:
+    """Documents and places of the queries and the keys that a rank holds.
+
+    Attributes:
+        of_query, of_key: the document.
+        query_at: the place of the key beside which a query stands; of a document with more keys
+            than queries the last of both stand beside each other.
+        left, right: how many keys before and after that place a query sees; -1: all.
+    """
+
+    of_query: Tensor
+    query_at: Tensor
+    of_key: Tensor
+    key_at: Tensor
+    count: int
+    left: int
+    right: int
+
+    @classmethod
+    def of(
+        cls,
+        ends: tuple[Tensor, Tensor],
+        held: tuple[Sequence[int], Sequence[int]],
+        sizes: tuple[int, int],
+        window: tuple[int, int],
+    ) -> "_Documents":
+        places = []
+        for end, part, size in zip(ends, held, sizes, strict=True):
+            at = [
+                torch.arange(start, start + length, device=end.device)
+                for start, length in pieces_of(part, size)
+            ]
+            places.append(in_documents(end, torch.cat([*at, end.new_empty(0, dtype=torch.long)])))
+        (of_query, query_at), (of_key, key_at) = places
+        more = ends[1].long().diff() - ends[0].long().diff()
+        more = torch.cat([more, more.new_zeros(1)]).index_select(0, of_query)
+        return cls(of_query, query_at + more, of_key, key_at, len(ends[0]) - 1, *window)
+
+    def tiles(self, rows: Sequence[Block], keys: Sequence[Block]) -> Iterator[tuple[Tile, Tensor]]:
+        """Each tile in which a query sees a key, with its mask."""
+        ranges = [
+            [(int(of[b.at]), int(of[b.at + b.length - 1])) for b in found]
+            for of, found in ((self.of_query, rows), (self.of_key, keys))
+        ]
+        for row, (first, last) in zip(rows, ranges[0], strict=True):
+            for key, (begin, end) in zip(keys, ranges[1], strict=True):
+                if first > end or begin > last or first == self.count:
+                    continue
+                of_row, of_key = (slice(b.at, b.at + b.length) for b in (row, key))
+                tile = Tile(of_row, of_key)
+                sees = self.sees(tile)
+                if bool(sees.any()):
+                    yield tile, sees
+
+    def sees(self, tile: Tile) -> Tensor:
+        of_query = self.of_query[tile.queries].unsqueeze(1)
+        sees = (of_query == self.of_key[tile.keys]) & (of_query < self.count)
+        if self.left >= 0 or self.right >= 0:
+            ahead = self.key_at[tile.keys] - self.query_at[tile.queries].unsqueeze(1)
+            sees = sees if self.right < 0 else sees & (ahead <= self.right)
+            sees = sees if self.left < 0 else sees & (ahead >= -self.left)
+        return sees
+
+
+def _tiles(
+    q: Tensor,
+    k: Tensor,
+    ends: tuple[Tensor, Tensor],
+    rows: list[int],
+    columns: list[int],
+    window: tuple[int, int],
+) -> Iterator[tuple[Tile, Tensor]]:
+    documents = _Documents.of(ends, (rows, columns), (q.shape[2], k.shape[2]), window)
+    most = attention.TILE
+    for tile, sees in documents.tiles(
+        blocks(rows, q.shape[2], most), blocks(columns, k.shape[2], most)
+    ):
+        mask = torch.zeros(sees.shape, dtype=q.dtype, device=q.device)
+        yield tile, mask.masked_fill_(~sees, -math.inf)[None, None]
+
+
+def _within(x: Tensor, part: slice) -> Tensor:
+    return x[:, :, part]
+
+
+def _whole(tile: Tile) -> tuple[Block, Block]:
+    return (
+        Block(0, 0, tile.queries.stop - tile.queries.start),
+        Block(0, 0, tile.keys.stop - tile.keys.start),
+    )
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_varlen", "CompositeExplicitAutograd")
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    rows: list[int],
+    columns: list[int],
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    wide = sum_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
+    total = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+    if out.numel() and k.shape[2]:
+        for tile, mask in _tiles(q, k, (ends_q, ends_k), rows, columns, (left, right)):
+            into = _within(out, tile.queries), _within(total, tile.queries)
+            near = _within(q, tile.queries), _within(k, tile.keys), _within(v, tile.keys)
+            attend(*into, *near, *_whole(tile), False, scale, mask)
+    return out.to(q.dtype), total
+
+
+@torch.library.impl(
+    "ftp::scaled_dot_product_attention_varlen_backward", "CompositeExplicitAutograd"
+)
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    ends_q: Tensor,
+    ends_k: Tensor,
+    rows: list[int],
+    columns: list[int],
+    left: int,
+    right: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = sum_dtype(q.dtype)
+    grads = [
+        torch.zeros_like(x, dtype=wide, memory_format=torch.contiguous_format) for x in (q, k, v)
+    ]
+    logsumexp = logsumexp.masked_fill(logsumexp == -math.inf, 0)
+    if grad_out.numel() and k.shape[2]:
+        for tile, mask in _tiles(q, k, (ends_q, ends_k), rows, columns, (left, right)):
+            of_rows = (_within(x, tile.queries) for x in (grad_out, q, out, logsumexp))
+            grad, near, made, weights = of_rows
+            given = grad, near, _within(k, tile.keys), _within(v, tile.keys), made, weights
+            parts = (tile.queries, tile.keys, tile.keys)
+            sums = [_within(x, part) for x, part in zip(grads, parts, strict=True)]
+            attention.add_gradients(sums, given, *_whole(tile), False, scale, mask)
+    of_q, of_k, of_v = (x.to(q.dtype) for x in grads)
+    return of_q, of_k, of_v
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_varlen")
+def _fake(q, k, v, *_):
+    wide = sum_dtype(q.dtype)
+    return q.new_empty((*q.shape[:3], v.shape[3])), q.new_empty(q.shape[:3], dtype=wide)
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_varlen_backward")
+def _fake_backward(grad_out, q, k, v, *_):
+    return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
