@@ -1,0 +1,167 @@
+"""Seconds from the end of ``import torch`` to the end of a train step's first call, on gloo ranks
+of this machine, beside Megatron by hand: docs/starting.md.
+
+    python benchmarks/starting.py [--json] [--ranks 2] [--rounds 5] [--before FOLDER]
+
+Every start is in fresh processes, one thread each; the peers take turns. ``--before`` is another
+checkout of ftp, to compare with. On a busy machine read processor seconds.
+"""
+
+import argparse
+import inspect
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PEERS = ("Megatron", "before", "ftp", "ftp again", "ftp from a file")
+
+
+def _start(case: dict[str, Any]) -> dict[str, Any]:
+    """One rank's start: imports, model, first step."""
+    import torch
+
+    torch.set_num_threads(1)
+    begun = time.perf_counter(), time.process_time()
+    import torch.distributed as dist
+    from peers import workloads
+
+    work = workloads.WORKLOADS[case["workload"]]
+    data = workloads.batch(work, 0)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{case['meet']}", rank=case["rank"], world_size=case["ranks"]
+    )
+    met = time.perf_counter(), time.process_time()
+    if case["peer"] == "Megatron":
+        from peers import megatron
+
+        loss = float(megatron.build(work, compiled=False)(data))
+    else:
+        loss = _ours(work, case, data)
+    ended = time.perf_counter(), time.process_time()
+    made = {"loss": loss, "seconds": ended[0] - begun[0], "cpu": ended[1] - begun[1]}
+    return {**made, "without meeting": ended[1] - met[1]}
+
+
+def _ours(work: Any, case: dict[str, Any], data: Any) -> float:
+    import models  # type: ignore[import-not-found]
+    import torch
+    from peers.workloads import RATE, loss_of, module
+
+    import ftp
+    from ftp import P
+
+    shape = (case["ranks"],)
+    mesh = ftp.make_mesh(shape, ("tp",), device_type="cpu")
+    model, loss_fn = module(work), loss_of(work)
+    fn, params = ftp.functionalize(model)
+    specs = ftp.plan(params, models.specs(models.cuts(work.cfg), tp="tp"))
+    optimizer = ftp.optim.from_torch(torch.optim.AdamW, lr=RATE, fused=True)
+
+    def train_step(params, state, batch):
+        x, y = batch
+        grads, loss = torch.func.grad_and_value(lambda p: loss_fn(fn(p, x), y))(params)
+        params, state = optimizer.update(grads, state, params)
+        return params, state, loss
+
+    of_state = optimizer.specs(params, specs)
+    # Revisions before the option was renamed and on by default.
+    packs = {"pack": True} if "pack" in inspect.signature(ftp.spmd).parameters else {}
+
+    def made(mesh: Any) -> Any:
+        given = (specs, of_state, P())
+        return ftp.spmd(train_step, mesh, given, given, donate=(0, 1), **packs)
+
+    params = ftp.device_put(params, mesh, specs)
+    if case["peer"] == "save":
+        lowered = made(mesh).lower(params, optimizer.init(params), data)
+        if not case["rank"]:
+            lowered.save(case["file"])
+        return 0.0
+    is_from_file = case["peer"] == "ftp from a file"
+    step = ftp.load_program(case["file"], mesh) if is_from_file else made(mesh)
+    return float(step(params, optimizer.init(params), data)[2])
+
+
+def start(peer: str, args: argparse.Namespace, folder: str, turn: int) -> list[dict[str, Any]]:
+    """What each rank measured."""
+    root = Path(args.before) if peer == "before" else ROOT
+    paths = [str(root), str(ROOT / "tests/support"), str(ROOT / "benchmarks")]
+    cache = folder if peer == "ftp again" else tempfile.mkdtemp(dir=folder)
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(paths)}
+    env |= {"FTP_CACHE": cache}
+    case = {
+        "peer": peer,
+        "workload": args.workload,
+        "ranks": args.ranks,
+        "meet": f"{cache}/meet{turn}",
+        "file": f"{folder}/step.ftp",
+    }
+    command = [sys.executable, "-W", "ignore", __file__, "--case"]
+    processes = [
+        subprocess.Popen(
+            [*command, json.dumps({**case, "rank": rank})],
+            env=env,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(args.ranks)
+    ]
+    said = [process.communicate()[0] for process in processes]
+    if any(process.returncode for process in processes):
+        raise SystemExit(f"{peer} failed")
+    return [json.loads(text.splitlines()[-1]) for text in said]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--case")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--workload", default="W2", choices=("W2", "W3"))
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--before", default="")
+    args = parser.parse_args()
+    if args.case:
+        print(json.dumps(_start(json.loads(args.case))))
+        return
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    from record import save, show
+
+    peers = [peer for peer in PEERS if peer != "before" or args.before]
+    found: dict[str, list[list[dict[str, Any]]]] = {peer: [] for peer in peers}
+    with tempfile.TemporaryDirectory() as folder:
+        for peer in ("save", "ftp again"):  # the file, and a plan in the cache
+            start(peer, args, folder, -1)
+        for turn in range(args.rounds):
+            for peer in peers:
+                found[peer].append(start(peer, args, folder, turn))
+    rows = [_row(peer, turns, found["ftp"]) for peer, turns in found.items()]
+    show(rows, list(rows[0]))
+    if args.json:
+        case = {"workload": args.workload, "ranks": args.ranks, "rounds": args.rounds}
+        save(f"starting_{args.ranks}", {**case, "starts": rows})
+
+
+def _row(peer: str, turns: list[list[dict[str, Any]]], ours: list[Any]) -> dict[str, Any]:
+    cpu = [statistics.mean(rank["cpu"] for rank in ranks) for ranks in turns]
+    own = [statistics.mean(rank["cpu"] for rank in ranks) for ranks in ours]
+    low, _, high = statistics.quantiles(cpu, n=4) if len(cpu) > 1 else (cpu[0],) * 3
+    return {
+        "peer": peer,
+        "CPU s a rank": round(statistics.median(cpu), 3),
+        "quartiles": f"{low:.2f} to {high:.2f}",
+        "of ftp": round(statistics.median(a / b for a, b in zip(cpu, own, strict=True)), 2),
+        "wall s": round(statistics.median(max(r["seconds"] for r in t) for t in turns), 2),
+        "loss": round(turns[0][0]["loss"], 4),
+    }
+
+
+if __name__ == "__main__":
+    main()
