@@ -94,7 +94,9 @@ def packs(
         members, held = open_.pop(key)
         needed = [node for node in members if node in wanted]
         rest = held - sum(map(_nbytes, needed))
-        if rest <= FREE_BYTES:
+        # One large tensor is not copied for the sake of a few bytes that could travel with it.
+        is_large = len(needed) == 1 and held - rest > FREE_BYTES
+        if rest <= FREE_BYTES and not is_large:
             groups.append(members)
         else:
             groups.append(needed)
