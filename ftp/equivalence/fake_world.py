@@ -56,6 +56,9 @@ def _outer_world() -> int | None:
 
 
 def _device_mesh(shape: Sequence[int], names: Sequence[str], rank: int) -> DeviceMesh:
+    # Its functions take the world of the time of the import as their default group, and the program
+    # may import it while this world, which ends, is there.
+    import torch.distributed.nn  # noqa: F401
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     store: Any = FakeStore()
