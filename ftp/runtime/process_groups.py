@@ -26,11 +26,13 @@ from ftp.sharding.process_group import gpu_uuid
 
 def with_device_gathers(graph: fx.Graph, device: torch.device) -> fx.Graph:
     """The graph with each all-gather as the op that its group's backend runs on the device."""
-    if device.type != "cuda":
+    gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+    gathers = [node for node in graph.nodes if node.target is gather]
+    if all(gather_of(node.args[-1], device) is gather for node in gathers):
         return graph
     new, _ = copied(graph)
     for node in new.nodes:
-        if node.target is torch.ops._c10d_functional.all_gather_into_tensor.default:
+        if node.target is gather:
             node.target = gather_of(node.args[-1], device)
     return new
 

@@ -17,6 +17,7 @@ from ftp.planning.planner import plan_few
 from ftp.planning.problem import NotAlike
 from ftp.planning.solver.reduce import Infeasible
 from ftp.report.lowered import Lowered
+from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.searching.extrapolate import Estimate, estimate
 from ftp.searching.open_layouts import (
@@ -508,6 +509,8 @@ class Searching:
             in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
             out_tree=self.traced.out_tree,
             roles=tuple(_role(net, node) for node in found.graph.inputs),
+            # What a bucket of several layers adds is not so much a layer.
+            options=Options(bucket=False),
             hardware=self.hardware,
         )
         return estimate(Lowered(program), net.folded, self.hardware)

@@ -165,12 +165,15 @@ def test_what_is_promised_is_what_is_lowered():
             ftp.AbstractMesh((2, 2), ("dp", "tp")),
             ftp.plan(params, dict(rival.patterns)),
             batch_specs=P("dp"),
+            bucket=False,
         )
         lowered = step.lower(params, batch)
         assert lowered.plan.alike
         assert int(lowered.memory) == rival.nbytes
         assert float(lowered.cost()) == pytest.approx(rival.seconds, rel=1e-6)
-    assert found.cost == pytest.approx(min(r.seconds for r in found.rivals.values()), rel=1e-6)
+    # Plans are compared without buckets, which save the one found some latencies more.
+    best = min(r.seconds for r in found.rivals.values())
+    assert 0.9 * best < found.cost <= best
 
 
 def test_heads_that_do_not_divide_are_cut_whole():

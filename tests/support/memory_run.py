@@ -79,9 +79,9 @@ after them, and the step's own options.
 """
 
 
-def lowered(name: str, mesh_of: Callable[..., Any]) -> ftp.Lowered:
+def lowered(name: str, mesh_of: Callable[..., Any], **further: Any) -> ftp.Lowered:
     cfg, axes, cut, batch_spec, pins = PROGRAMS[name]
-    options = dict(OPTIONS.get(name, {}))
+    options = {**OPTIONS.get(name, {}), **further}
     model = build(cfg)
     if share := options.pop("dropout", 0.0):
         for block in model.layers:  # type: ignore[union-attr]

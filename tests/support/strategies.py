@@ -7,7 +7,9 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.fx.experimental.proxy_tensor import make_fx
 
+from ftp.ops.map_slices import interned
 from ftp.rules.notation import BATCH, Notation
 
 aten = torch.ops.aten
@@ -357,6 +359,14 @@ def _alike(
     *names: str, samples: Callable[[], list[Sample]]
 ) -> dict[str, Callable[[], list[Sample]]]:
     return dict.fromkeys(names, samples)
+
+
+def _mapped_slices() -> list[Sample]:
+    """Of a function of a slice of each of two stacks and of what all slices share."""
+    row, other, shared = normal(3, 2), normal(2), normal(2, 4)
+    gm = make_fx(lambda a, b, c: ((a * b) @ c, a.sum(0)), tracing_mode="fake")(row, other, shared)
+    key = interned(gm, [row, other, shared]).key
+    return [s([normal(n, 3, 2), normal(n, 2)], [shared], key) for n in (5, 1)]
 
 
 SAMPLES: dict[str, Callable[[], list[Sample]]] = {
@@ -843,6 +853,7 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "ftp.choose.default": lambda: [
         s(torch.tensor(side), normal(4, 3), normal(4, 3), 0) for side in (True, False)
     ],
+    "ftp.map_slices.default": _mapped_slices,
     "ftp.stack.default": lambda: [s([normal(4, 3) for _ in range(3)])],
     "unstack.default": lambda: [s(normal(3, 5, 4)), s(normal(2))],
     "nonzero_static.default": lambda: [
