@@ -16,7 +16,6 @@ from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_t
 from ftp.report.lowered import Lowered
 from ftp.rules.rule import Meta
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import ProgramOfPieces
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import AnyMesh, Mesh, current_mesh, make_mesh, resolve
 from ftp.sharding.pytree import kind_of
@@ -70,7 +69,7 @@ def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep
 def bound(step: Step, call: Arguments, planned: _Planned) -> "BoundProgram | None":
     """A planned program with what its calls look like; None of a program of stages."""
     program = planned.program
-    if not isinstance(program, Program) or isinstance(program, ProgramOfPieces):
+    if not isinstance(program, Program):
         return None
     leaves = tuple(
         Meta(tuple(shape), leaf.dtype) if shape is not None else leaf

@@ -238,33 +238,35 @@ class _Sums:
         stage_of: Sequence[int | None],
         asked: dict[str, PartitionSpec],
     ) -> tuple[tuple[int, ...], tuple[int, ...], Piece]:
-        """The results and parameters of which a rank reduces the sums, and the piece that does."""
-        taken: dict[str, PartitionSpec] = {}
-        results, leaves = [], []
-        for i, (stage, name) in enumerate(self.stages.results):
-            if stage % ranks == rank and asked[name].unreduced:
-                results.append(i)
-                taken[name] = PartitionSpec()
-        for leaf, found in enumerate(self.stages.gradients):
-            stage = stage_of[leaf]
-            if found and (stage is None or stage % ranks == rank):
-                name = next(iter(found.values()))
-                if asked[name].unreduced:
-                    leaves.append(leaf)
-                    taken[name] = self.params[leaf]
-        graph = fx.Graph()
-        nodes = []
-        for i, name in enumerate(taken):
+        """The results and parameters of which a rank's sums are not in their specs yet, and the
+        piece that brings them there.
+        """
+        results = [
+            (i, name, PartitionSpec())
+            for i, (stage, name) in enumerate(self.stages.results)
+            if stage % ranks == rank
+        ]
+        leaves = [
+            (leaf, next(iter(found.values())), self.params[leaf])
+            for leaf, found in enumerate(self.stages.gradients)
+            if found and ((stage := stage_of[leaf]) is None or stage % ranks == rank)
+        ]
+        results, leaves = (
+            [(at, name, spec) for at, name, spec in taken if asked[name] != spec]
+            for taken in (results, leaves)
+        )
+        graph, nodes, reduced = fx.Graph(), [], {}
+        for i, (_, name, spec) in enumerate((*results, *leaves)):
             nodes.append(graph.placeholder(f"sum_{i}"))
             nodes[-1].meta["val"] = self.vals[name]
+            reduced[f"{name}, reduced {i} on {rank}"] = spec
         graph.output(tuple(nodes))
-        reduced = {f"{name}, reduced": spec for name, spec in taken.items()}
         asked.update(reduced)
-        gm = fx.GraphModule({}, graph)
+        gm, values = fx.GraphModule({}, graph), tuple(name for _, name, _ in (*results, *leaves))
         return (
-            tuple(results),
-            tuple(leaves),
-            Piece("R", rank, gm, (), (), tuple(taken), (), tuple(reduced)),
+            tuple(at for at, _, _ in results),
+            tuple(at for at, _, _ in leaves),
+            Piece("R", rank, gm, (), (), values, (), tuple(reduced)),
         )
 
 

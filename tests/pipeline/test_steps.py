@@ -266,3 +266,33 @@ def test_gradients_are_reduced_over_the_data_axis_once_a_step():
         )
         assert [(c.op, c.shape) for c in made] == [(c.op, c.shape) for c in also]
         assert {c.op for c in made} == {"all_reduce"}
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_parameters_and_results_that_share_a_value(axis: str):
+    """The gradients of ``a`` and ``b`` are equal; two results are one value, reduced twice."""
+
+    def loss(params, x):
+        for layer in params["layers"]:
+            x = (x @ layer["w"] + layer["a"] + layer["b"]).tanh()
+        mean = x.square().mean()
+        return mean, (mean, x.mean())
+
+    g = torch.Generator().manual_seed(0)
+    shapes = {"w": (6, 6), "a": (6,), "b": (6,)}
+    params = {
+        "layers": [
+            {k: torch.randn(s, generator=g, dtype=torch.float64) for k, s in shapes.items()}
+            for _ in range(4)
+        ]
+    }
+    x = torch.randn(8, 6, generator=g, dtype=torch.float64)
+    own = {"w": P(None, "tp"), "a": P("tp"), "b": P()} if axis == "tp" else P()
+    mesh, pipe = ftp.simulated_mesh((2, 2), ("pp", axis)), ftp.Pipeline("pp", microbatches=2)
+    specs = pipe.place(params, {"layers": [own] * 4}, mesh)
+    batch = P("dp") if axis == "dp" else P()
+    step = ftp.shard(
+        loss, mesh, specs, batch_specs=batch, pipeline=pipe, has_aux=True, certify=True
+    )
+    wanted = torch.func.grad_and_value(loss, has_aux=True)(params, x)[::-1]
+    torch.testing.assert_close(step(params, x), wanted, rtol=1e-12, atol=1e-12)
