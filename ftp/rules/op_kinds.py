@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.map_slices import MAP_SLICES
@@ -42,7 +43,8 @@ ATTENTION = frozenset(
     for forward in _ATTENTION
     for name in (forward, f"{forward}_backward")
     if hasattr(aten, name)
-) | {VARLEN, VARLEN_BACKWARD}
+) | {VARLEN, VARLEN_BACKWARD, FLEX, FLEX_BACKWARD}
+_OF_ATTENTION = ("b", "h", "r", "s", "t", "e", "v")
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
 
 
@@ -55,6 +57,8 @@ def multiplications(target: Any, sizes: Mapping[str, int]) -> float:
     """Multiplications of an op of `is_product` whose factors have these sizes; where rows are in
     groups, in groups of equal size.
     """
+    if target in ATTENTION:  # whose other factors are of masks, lengths and generators
+        sizes = {f: n for f, n in sizes.items() if f in _OF_ATTENTION}
     total = math.prod(sizes.values())
     if target is GROUPED_MM:
         return total / max(sizes["e"], 1) ** 2
