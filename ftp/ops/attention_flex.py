@@ -125,8 +125,9 @@ class Given:
         if not self.tables:
             return None
         columns = self.tables[1].shape[-1]
-        some = listed(*self.tables[:2], columns)
-        full = listed(*self.tables[2:], columns) if self.tables[2:] else torch.zeros_like(some)
+        count, index, *of_full = self.tables
+        some = listed(count, index, columns)
+        full = listed(of_full[0], of_full[1], columns) if of_full else torch.zeros_like(some)
         return some, full
 
     def groups(self) -> Iterator[tuple[slice, slice, slice]]:

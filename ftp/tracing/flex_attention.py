@@ -156,7 +156,11 @@ class _Flex(torch.autograd.Function):
         moving = _moving(tensors)
         given = [q, k, v, *(tensors[i] for i in moving)]
         known = [*tangents[:3], *(tangents[4 + i] for i in moving)]
-        return jvp_of(lambda *x: kept.dense(*x[:3], *_with(tensors, moving, x[3:])), given, known)
+
+        def dense(*x: Tensor) -> Any:
+            return kept.dense(*x[:3], *_with(tensors, moving, x[3:]))[:2]
+
+        return *jvp_of(dense, given, known), None
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
