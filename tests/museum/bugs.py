@@ -204,42 +204,6 @@ def routing_bias_local(is_mended):
     return program
 
 
-def row_experts(x, down, bias):
-    """Experts' second layer on equal numbers of rows."""
-    return torch.bmm(x, down) + bias[:, None]
-
-
-def expert_bias(is_mended):
-    """Each tensor-parallel rank adds the experts' bias to its term of the sum."""
-
-    def program(x, down, bias):
-        if is_mended:
-            return Reduce.apply(torch.bmm(x, down)) + bias[:, None]
-        return Reduce.apply(torch.bmm(x, down) + bias[:, None])  # BUG
-
-    return program
-
-
-def below_experts(x, low, up):
-    y = (x @ low).tanh()
-    return torch.einsum("te,ted->td", y[:, : up.shape[0]], torch.einsum("td,edf->tef", y, up))
-
-
-def gradient_below_experts(is_mended):
-    """Each rank's experts give one term of the gradient of the layers before them."""
-
-    def program(x, low, up):
-        y = (x @ low).tanh()
-        if is_mended:
-            y = SumGradient.apply(y)
-        first = dist.get_rank() * up.shape[0]
-        gates = y[:, first : first + up.shape[0]]
-        made = torch.einsum("td,edf->tef", y, up)  # BUG
-        return Reduce.apply(torch.einsum("te,ted->td", gates, made))
-
-    return program
-
-
 def smoothed(logits, target):
     """``F.cross_entropy`` with label smoothing, written out."""
     picked = logits.gather(1, target[:, None])[:, 0]
@@ -640,22 +604,6 @@ BUGS = [
         P(),
         (randn(4, 3), randn(3)),
         grad=False,
-    ),
-    Bug(
-        "pytorch/torchtitan#4245",
-        row_experts,
-        expert_bias,
-        (P(None, None, "tp"), P(None, "tp"), P()),
-        P(),
-        (randn(2, 3, 4), randn(2, 4, 3), randn(2, 3)),
-    ),
-    Bug(
-        "pytorch/torchtitan#4054",
-        below_experts,
-        gradient_below_experts,
-        (P(), P(), P("tp")),
-        P(),
-        (randn(3, 2), randn(2, 5), randn(4, 5, 2)),
     ),
     Bug(
         "NVIDIA/Megatron-LM#7452 (1)",
