@@ -137,7 +137,8 @@ def intern(
             for user in users:
                 user.replace_input_with(node, last)
                 if any(named):
-                    indices = [local[i] if named[dim] else i for dim, i in enumerate(user.args[1])]
+                    by: Any = user.args[1]
+                    indices = [local[i] if of else i for of, i in zip(named, by, strict=False)]
                     user.args = (last, indices)
         graph.erase_node(node)
     gm.recompile()
