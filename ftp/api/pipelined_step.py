@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from ftp.api.arguments import Arguments
 from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
@@ -14,6 +15,7 @@ from ftp.paused_gc import collection_paused
 from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
+from ftp.planning.cost import Hardware
 from ftp.planning.planner import Watch
 from ftp.planning.prepare import Prepared
 from ftp.report.pipelined import LoweredPipeline
@@ -69,64 +71,29 @@ class PipelinedStep(Step):
         ]
         traced = self._traced(call, specs, micro)
         tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
-        ranks = self.mesh.axes[pipeline.axis]
-        actions = pipeline.actions(ranks)
-        results = len(traced.out_shapes) - n
-        stages = split(
+        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
+        facts = {
+            "out_specs": [P() if spec is None else spec for spec in out_specs],
+            "out_shapes": traced.out_shapes,
+            "tensor_leaves": tensors,
+            "leaf_specs": tuple(specs),
+            "out_tree": traced.out_tree,
+            "out_leaves": traced.out_leaves,
+            "is_static": traced.is_static,
+            "assumptions": traced.assumptions,
+        }
+        whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
+        program = plan_pipeline(
+            pipeline,
             traced.gm,
-            [0 if stage is None else stage for stage in stage_of],
-            len(tensors) - n,
-            results,
-            ranks * pipeline.chunks,
-            halves=any(action.kind == "I" for own in actions for action in own),
-        )
-        check_stages(traced.gm.graph, n, len(tensors) - n, stages, actions)
-        within = within_stage(self.mesh, pipeline.axis)
-
-        def check(prepared: Prepared) -> None:
-            check_constraints(prepared.constraints, within)
-            check_local_meshes(prepared.graph, within)
-
-        params = [without_stage(specs[i]) for i in range(n)]
-        batch = [specs[i] for i in tensors[n:]]
-        made = plan_stages(
-            stages,
-            within,
-            (call.names[:n], [call.names[i] for i in tensors[n:]]),
-            params,
-            batch,
+            [call.names[i] for i in tensors],
+            whole,
+            range(n),
             traced.constants,
+            self.mesh,
             self._options,
             self._hardware_on(self.mesh.hosts),
-            check,
-            stage_of,
-            ranks,
-        )
-        programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
-        check_programs(programs, self._options)
-        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
-        whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
-        program = PipelineProgram(
-            mesh=self.mesh,
-            axis=pipeline.axis,
-            pipeline=pipeline,
-            actions=actions,
-            made=made,
-            leaves=[
-                Held(spec, leaf.shape, leaf.dtype)
-                for spec, leaf in zip(params, whole[:n], strict=True)
-            ],
-            stage_of=stage_of,
-            batch=whole[n:],
-            out_specs=[P() if spec is None else spec for spec in out_specs],
-            out_shapes=traced.out_shapes,
-            tensor_leaves=tensors,
-            leaf_specs=tuple(specs),
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
+            facts,
         )
         return self._callable(call, shapes, traced, program)
 
@@ -137,30 +104,127 @@ class PipelinedStep(Step):
         shapes: Sequence[Shape | None],
         n: int,
     ) -> None:
-        """Raises unless every rank's rows of the batch are whole microbatches."""
-        pipeline, failures = self._pipeline, []
-        for leaf, spec, shape, name in zip(
-            call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True
-        ):
-            if not isinstance(leaf, torch.Tensor) or shape is None:
-                continue
-            if pipeline.axis in spec.axes:
-                raise SpecError(
-                    f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
-                    f" take the whole batch. Leave {pipeline.axis!r} out."
-                )
-            count = pipeline.microbatches
-            rows = _rows_of_ranks(spec, shape, self.mesh.axes) if shape else {1}
-            odd = [r for r in sorted(rows) if r % count]
-            if not shape or odd:
-                held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
-                failures.append(
-                    f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
-                    " microbatches. Give a batch of a multiple of"
-                    f" {count} rows for each rank, or another number of microbatches."
-                )
-        if failures:
-            raise InputError(join_failures(failures))
+        batch = zip(call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True)
+        check_batch(
+            self._pipeline,
+            self.mesh,
+            [
+                (spec, shape, name)
+                for leaf, spec, shape, name in batch
+                if isinstance(leaf, torch.Tensor) and shape is not None
+            ],
+        )
+
+
+def plan_pipeline(
+    pipeline: Pipeline,
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    inputs: Sequence[Held],
+    leaves: Sequence[int],
+    constants: Sequence[torch.Tensor],
+    mesh: Mesh,
+    options: Options,
+    hardware: Hardware,
+    facts: dict[str, Any],
+    batch: int | None = None,
+) -> PipelineProgram:
+    """The program of a graph for one microbatch: parameters, batch, constants in; results, then
+    gradients out.
+
+    Args:
+        names, inputs: of the parameters and the whole batch.
+        leaves: which parameters the gradients are of.
+        facts: the program's ``out_specs``, ``out_shapes``, ``tensor_leaves``, ``leaf_specs``,
+            ``out_tree``, ``out_leaves``, ``is_static`` and ``assumptions``.
+        batch: how many of the inputs are; default all but those with a gradient.
+
+    Raises:
+        ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
+    """
+    n = len(leaves) if batch is None else len(inputs) - batch
+    rows = len(inputs) - n
+    stage_of = [
+        pipeline.stage_of(held.spec, name) for held, name in zip(inputs[:n], names[:n], strict=True)
+    ]
+    ranks = mesh.axes[pipeline.axis]
+    actions = pipeline.actions(ranks)
+    outputs: Any = gm.graph.output_node().args[0]
+    stages = split(
+        gm,
+        [0 if stage is None else stage for stage in stage_of],
+        rows,
+        len(outputs) - len(leaves),
+        leaves,
+        ranks * pipeline.chunks,
+        halves=any(action.kind == "I" for own in actions for action in own),
+    )
+    check_stages(gm.graph, n, rows, leaves, stages, actions)
+    within = within_stage(mesh, pipeline.axis)
+
+    def check(prepared: Prepared) -> None:
+        check_constraints(prepared.constraints, within)
+        check_local_meshes(prepared.graph, within)
+
+    params = [without_stage(held.spec) for held in inputs[:n]]
+    made = plan_stages(
+        stages,
+        within,
+        (names[:n], names[n:]),
+        params,
+        [held.spec for held in inputs[n:]],
+        constants,
+        options,
+        hardware,
+        check,
+        stage_of,
+        ranks,
+    )
+    programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
+    check_programs(programs, options)
+    return PipelineProgram(
+        mesh=mesh,
+        axis=pipeline.axis,
+        pipeline=pipeline,
+        actions=actions,
+        made=made,
+        leaves=[
+            Held(spec, held.shape, held.dtype)
+            for spec, held in zip(params, inputs[:n], strict=True)
+        ],
+        stage_of=stage_of,
+        batch=list(inputs[n:]),
+        **facts,
+    )
+
+
+def check_batch(
+    pipeline: Pipeline, mesh: Mesh, batch: Sequence[tuple[PartitionSpec, Shape, str]]
+) -> None:
+    """Raises unless every rank's rows of the batch are whole microbatches.
+
+    Args:
+        batch: spec, shape and name of its tensors.
+    """
+    failures = []
+    for spec, shape, name in batch:
+        if pipeline.axis in spec.axes:
+            raise SpecError(
+                f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
+                f" take the whole batch. Leave {pipeline.axis!r} out."
+            )
+        count = pipeline.microbatches
+        rows = _rows_of_ranks(spec, shape, mesh.axes) if shape else {1}
+        odd = [r for r in sorted(rows) if r % count]
+        if not shape or odd:
+            held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
+            failures.append(
+                f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
+                " microbatches. Give a batch of a multiple of"
+                f" {count} rows for each rank, or another number of microbatches."
+            )
+    if failures:
+        raise InputError(join_failures(failures))
 
 
 def _rows_of_ranks(spec: PartitionSpec, shape: Shape, axes: dict[str, int]) -> set[int]:

@@ -9,6 +9,7 @@ import ftp.rules  # noqa: F401  (registers the rules)
 from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.pipelined_train_step import PipelinedTrainStep
 from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError, SpecError
@@ -181,7 +182,7 @@ def shard(
                 "dynamic_shapes does not go with a pipeline, whose stages send activations of"
                 " fixed shapes. Leave one out; without it each size is planned for itself."
             )
-        check_pipeline(pipeline, m, options)
+        check_pipeline(pipeline, m, options, rng=rng)
         return PipelinedStep(
             fn, m, in_specs, out_specs, pipeline, arguments=arguments, options=options
         )
@@ -223,6 +224,7 @@ def spmd(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
@@ -241,6 +243,10 @@ def spmd(
         data_axes: default the axes that cut an argument that is no state. State: the first
             argument, donated ones, and trees that come back in the result with the same shapes and
             specs.
+        pipeline: run the gradient that ``fn`` takes, by ``torch.func.grad_and_value`` or
+            ``ftp.optim.accumulate`` of it, in stages over one axis, microbatch by microbatch. What
+            follows, such as clipping and an optimizer's update, is done once, of the means over the
+            microbatches. ``in_specs`` hold those of ``pipeline.place`` (see docs/pipelines.md).
 
     The other arguments are those of ``shard``.
 
@@ -273,44 +279,41 @@ def spmd(
         )
 
     m = resolve(mesh)
-    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    options = checked_options(
+        m,
+        Options(
+            data_axes=data_axes,
+            reshard_after_forward=reshard_after_forward,
+            donate=donate,
+            compile=compile,
+            strict=strict,
+            explicit=explicit,
+            certify=certify,
+            bucket=bucket,
+            check_inputs=check_inputs,
+            prefetch=prefetch,
+            chunks=chunks,
+            cuda_graph=cuda_graph,
+            async_tp=async_tp,
+            programs=programs,
+            hardware=hardware,
+            reduce_dtype=reduce_dtype,
+        ),
+    )
     dynamic = dynamic_arguments(dynamic_shapes, names, 0, rng=rng)
-    if dynamic is not None and made is StagedStep:
+    in_stages = pipeline is not None or has_stages((in_specs, out_specs))
+    if dynamic is not None and in_stages:
         raise InputError(
             "dynamic_shapes does not go with the stages of a pipeline: they send activations of"
             " fixed shapes. Leave it out; each size is planned for itself."
         )
-    more: dict[str, Any] = {} if dynamic is None else {"dynamic": dynamic}
-    return made(
-        fn,
-        m,
-        input_specs,
-        output_specs,
-        arguments=names,
-        state=(0, *donate),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                explicit=explicit,
-                certify=certify,
-                bucket=bucket,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-                hardware=hardware,
-                reduce_dtype=reduce_dtype,
-            ),
-        ),
-        **more,
-    )
+    facts: dict[str, Any] = {"arguments": names, "state": (0, *donate), "options": options}
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options, rng=rng, updates=True)
+        return PipelinedTrainStep(fn, m, input_specs, output_specs, pipeline, **facts)
+    if in_stages:
+        return StagedStep(fn, m, input_specs, output_specs, **facts)
+    return Step(fn, m, input_specs, output_specs, dynamic=dynamic, **facts)
 
 
 def lower(
