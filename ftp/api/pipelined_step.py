@@ -1,25 +1,27 @@
 """A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ftp.api.arguments import Arguments
-from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
-from ftp.api.step import InSpecs, OutSpecs, Step, _Planned
+from ftp.api.build import planned_of, result_facts
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.graph_checks import check_prepared, check_programs
+from ftp.api.inputs import Inputs
+from ftp.api.planned import Planned
+from ftp.api.step import Step
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
-from ftp.planning.cost import Hardware
 from ftp.planning.planner import Watch
-from ftp.planning.prepare import Prepared
 from ftp.report.pipelined import LoweredPipeline
-from ftp.runtime.options import Options
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import Held, plan_stages, within_stage
 from ftp.sharding.arguments import Shape
@@ -31,20 +33,8 @@ from ftp.tracing.trace import Traced
 class PipelinedStep(Step):
     """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        in_specs: InSpecs,
-        out_specs: OutSpecs,
-        pipeline: Pipeline,
-        *,
-        arguments: Sequence[str],
-        options: Options,
-    ):
-        super().__init__(
-            fn, mesh, in_specs, out_specs, arguments=arguments, state=(0,), options=options
-        )
+    def __init__(self, definition: Definition, pipeline: Pipeline):
+        super().__init__(definition)
         self._pipeline = pipeline
 
     def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
@@ -55,79 +45,52 @@ class PipelinedStep(Step):
 
     @collection_paused()
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        pipeline = self._pipeline
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        definition, pipeline = self._definition, self._pipeline
+        call, specs, shapes = inputs.call, inputs.specs, inputs.shapes
         n = sum(position == 0 for position in call.positions)
-        self._check_batch(call, specs, shapes, n)
+        batch = zip(call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True)
+        given = [(spec, shape, name) for _, spec, shape, name in batch if shape is not None]
+        check_batch(pipeline, self.mesh, given)
         micro = [
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced = self._traced(call, specs, micro)
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
-        facts = {
-            "out_specs": [P() if spec is None else spec for spec in out_specs],
-            "out_shapes": traced.out_shapes,
-            "tensor_leaves": tensors,
-            "leaf_specs": tuple(specs),
-            "out_tree": traced.out_tree,
-            "out_leaves": traced.out_leaves,
-            "is_static": traced.is_static,
-            "assumptions": traced.assumptions,
-        }
-        whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
+        traced = traced_for(definition, replace(inputs, shapes=micro))
+        out_specs, _ = specs_of_results(definition, inputs, traced)
         program = plan_pipeline(
+            definition,
             pipeline,
             traced.gm,
-            [call.names[i] for i in tensors],
-            whole,
+            inputs.tensor_names,
+            held_of(inputs),
             range(n),
+            len(inputs.tensors) - n,
             traced.constants,
-            self.mesh,
-            self._options,
-            self._hardware_on(self.mesh.hosts),
-            facts,
+            [P() if spec is None else spec for spec in out_specs],
+            result_facts(inputs, traced),
         )
-        return self._callable(call, shapes, traced, program)
+        return planned_of(definition, inputs, traced, program)
 
-    def _check_batch(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        n: int,
-    ) -> None:
-        batch = zip(call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True)
-        check_batch(
-            self._pipeline,
-            self.mesh,
-            [
-                (spec, shape, name)
-                for leaf, spec, shape, name in batch
-                if isinstance(leaf, torch.Tensor) and shape is not None
-            ],
-        )
+
+def held_of(inputs: Inputs) -> list[Held]:
+    """The tensors of a call."""
+    leaves, specs, shapes = inputs.call.leaves, inputs.specs, inputs.shapes
+    return [Held(specs[i], shapes[i] or (), leaves[i].dtype) for i in inputs.tensors]
 
 
 def plan_pipeline(
+    definition: Definition,
     pipeline: Pipeline,
     gm: fx.GraphModule,
     names: Sequence[str],
     inputs: Sequence[Held],
     leaves: Sequence[int],
+    batch: int,
     constants: Sequence[torch.Tensor],
-    mesh: Mesh,
-    options: Options,
-    hardware: Hardware,
+    out_specs: Sequence[PartitionSpec],
     facts: dict[str, Any],
-    batch: int | None = None,
 ) -> PipelineProgram:
     """The program of a graph for one microbatch: parameters, batch, constants in; results, then
     gradients out.
@@ -135,15 +98,13 @@ def plan_pipeline(
     Args:
         names, inputs: of the parameters and the whole batch.
         leaves: which parameters the gradients are of.
-        facts: the program's ``out_specs``, ``out_shapes``, ``tensor_leaves``, ``leaf_specs``,
-            ``out_tree``, ``out_leaves``, ``is_static`` and ``assumptions``.
-        batch: how many of the inputs are; default all but those with a gradient.
+        batch: how many of the inputs are.
+        facts: as of `result_facts`.
 
     Raises:
         ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
     """
-    n = len(leaves) if batch is None else len(inputs) - batch
-    rows = len(inputs) - n
+    mesh, options, n = definition.mesh, definition.options, len(inputs) - batch
     stage_of = [
         pipeline.stage_of(held.spec, name) for held, name in zip(inputs[:n], names[:n], strict=True)
     ]
@@ -153,19 +114,14 @@ def plan_pipeline(
     stages = split(
         gm,
         [0 if stage is None else stage for stage in stage_of],
-        rows,
+        batch,
         len(outputs) - len(leaves),
         leaves,
         ranks * pipeline.chunks,
         halves=any(action.kind == "I" for own in actions for action in own),
     )
-    check_stages(gm.graph, n, rows, leaves, stages, actions)
+    check_stages(gm.graph, n, batch, leaves, stages, actions)
     within = within_stage(mesh, pipeline.axis)
-
-    def check(prepared: Prepared) -> None:
-        check_constraints(prepared.constraints, within)
-        check_local_meshes(prepared.graph, within)
-
     params = [without_stage(held.spec) for held in inputs[:n]]
     made = plan_stages(
         stages,
@@ -175,8 +131,8 @@ def plan_pipeline(
         [held.spec for held in inputs[n:]],
         constants,
         options,
-        hardware,
-        check,
+        definition.hardware,
+        partial(check_prepared, mesh=within),
         stage_of,
         ranks,
     )
@@ -194,6 +150,8 @@ def plan_pipeline(
         ],
         stage_of=stage_of,
         batch=list(inputs[n:]),
+        out_specs=list(out_specs),
+        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
         **facts,
     )
 

@@ -2,15 +2,17 @@
 optimizer's update, once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-import torch
-
-from ftp.api.arguments import Arguments
-from ftp.api.pipelined_step import check_batch, plan_pipeline
+from ftp.api.build import planned_of, result_facts
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.inputs import Inputs
+from ftp.api.pipelined_step import check_batch, held_of, plan_pipeline
+from ftp.api.planned import Planned
 from ftp.api.staged_step import plan_rounds
-from ftp.api.step import InSpecs, OutSpecs, Step, _Planned
+from ftp.api.step import Step
 from ftp.errors import InputError
 from ftp.ops.microbatch_means import Means, noting_means
 from ftp.paused_gc import collection_paused
@@ -18,11 +20,7 @@ from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.train_step import Noted, TrainStep, batch_of, cut_at_means
 from ftp.planning.planner import Watch
 from ftp.report.pipelined_training import LoweredTraining
-from ftp.runtime.options import Options
-from ftp.runtime.stage_programs import Held
 from ftp.runtime.training_program import TrainingProgram
-from ftp.sharding.arguments import Shape
-from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import P, PartitionSpec
 from ftp.tracing.trace import Traced
@@ -33,21 +31,8 @@ class PipelinedTrainStep(Step):
     it.
     """
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        in_specs: InSpecs,
-        out_specs: OutSpecs,
-        pipeline: Pipeline,
-        *,
-        arguments: Sequence[str],
-        state: Sequence[int],
-        options: Options,
-    ):
-        super().__init__(
-            fn, mesh, in_specs, out_specs, arguments=arguments, state=state, options=options
-        )
+    def __init__(self, definition: Definition, pipeline: Pipeline):
+        super().__init__(definition)
         self._pipeline = pipeline
 
     def lower(self, *args: Any) -> LoweredTraining:  # type: ignore[override]
@@ -58,48 +43,35 @@ class PipelinedTrainStep(Step):
 
     @collection_paused()
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        names = [call.names[i] for i in tensors]
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        definition, call = self._definition, inputs.call
+        names, specs, shapes = inputs.tensor_names, inputs.specs, inputs.shapes
         # First of the whole batch, which tells what is state.
-        whole, noted = self._noted(call, specs, shapes)
-        _, returned = self._specs_of_results(call, specs, shapes, whole)
-        state = self._state.union(returned)
-        batch = batch_of(
-            whole.gm, noted, {k for k, i in enumerate(tensors) if call.positions[i] in state}
-        )
-        at = {tensors[k] for k in batch}
-        check_batch(
-            self._pipeline,
-            self.mesh,
-            [(specs[i], shapes[i] or (), call.names[i]) for i in sorted(at)],
-        )
+        whole, noted = self._noted(inputs)
+        state = definition.state.union(specs_of_results(definition, inputs, whole)[1])
+        is_state = [position in state for position in inputs.tensor_positions]
+        batch = batch_of(whole.gm, noted, is_state)
+        at = {inputs.tensors[k] for k in batch}
+        given = [(specs[i], shapes[i] or (), call.names[i]) for i in sorted(at)]
+        check_batch(self._pipeline, self.mesh, given)
         count = self._pipeline.microbatches
         micro = [
             (shape[0] // count, *shape[1:]) if i in at and shape else shape
             for i, shape in enumerate(shapes)
         ]
-        traced, noted = self._noted(call, specs, micro)
+        of_one = replace(inputs, shapes=micro)
+        traced, noted = self._noted(of_one)
         parts = cut_at_means(traced.gm, noted, names, batch)
         self._check_sizes(parts, cut_at_means(whole.gm, noted, names, batch), whole, traced)
-        out_specs, _ = self._specs_of_results(call, specs, micro, traced)
-        held = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
-        program = self._program(parts, names, held, traced, out_specs[: noted.results])
-        program.tensor_leaves, program.leaf_specs = tensors, tuple(specs)
-        return self._callable(call, shapes, traced, program)
+        out_specs, _ = specs_of_results(definition, of_one, traced)
+        program = self._program(parts, inputs, traced, out_specs[: noted.results])
+        return planned_of(definition, inputs, traced, program)
 
-    def _noted(
-        self, call: Arguments, specs: Sequence[PartitionSpec], shapes: Sequence[Shape | None]
-    ) -> tuple[Traced, Noted]:
+    def _noted(self, inputs: Inputs) -> tuple[Traced, Noted]:
         """The function traced, with its means over microbatches."""
         with noting_means(self._pipeline.microbatches) as means:
-            traced = self._traced(call, specs, shapes)
+            traced = traced_for(self._definition, inputs)
         _check_means(means)
         is_gradient = tuple(x is not None for x in means.of)
         results = sum(not static for static in traced.is_static)
@@ -121,47 +93,37 @@ class PipelinedTrainStep(Step):
     def _program(
         self,
         parts: TrainStep,
-        names: Sequence[str],
-        held: Sequence[Held],
+        inputs: Inputs,
         traced: Traced,
         out_specs: Sequence[PartitionSpec | None],
     ) -> TrainingProgram:
-        mesh, options = self.mesh, self._options
-        hardware = self._hardware_on(mesh.hosts)
-        inputs = [*parts.params, *parts.batch]
-        of_gradients = [held[parts.params[leaf]] for leaf in parts.leaves]
-        outputs: Any = parts.microbatch.graph.output_node().args[0]
-        shapes = [tuple(node.meta["val"].shape) for node in outputs]
-        specs = [P()] * parts.results + [x.spec for x in of_gradients]
+        held, names = held_of(inputs), inputs.tensor_names
+        taken = [*parts.params, *parts.batch]
+        specs = [P()] * parts.results + [held[parts.params[leaf]].spec for leaf in parts.leaves]
         pipeline = plan_pipeline(
+            self._definition,
             self._pipeline,
             parts.microbatch,
-            [names[i] for i in inputs],
-            [held[i] for i in inputs],
+            [names[i] for i in taken],
+            [held[i] for i in taken],
             parts.leaves,
+            len(parts.batch),
             [traced.constants[i] for i in parts.constants],
-            mesh,
-            options,
-            hardware,
-            {"out_specs": specs, "out_shapes": shapes, **_flat(len(inputs), len(outputs))},
-            batch=len(parts.batch),
+            specs,
+            _flat(len(taken), len(specs)),
         )
-        given = [held[i].spec for i in parts.given] + [specs[k] for k in parts.means]
-        called = [names[i] for i in parts.given]
-        called += [f"mean {k}" for k in range(len(parts.means))]
+        means = [f"mean {k}" for k in range(len(parts.means))]
         update = plan_rounds(
+            self._definition,
             parts.update,
-            called,
-            given,
+            [*(names[i] for i in parts.given), *means],
+            [*(held[i].spec for i in parts.given), *(specs[k] for k in parts.means)],
             [traced.constants[i] for i in parts.update_constants],
             out_specs,
-            mesh,
-            options,
-            hardware,
-            _flat(len(given), len(out_specs)),
+            _flat(len(parts.given) + len(means), len(out_specs)),
         )
         return TrainingProgram(
-            mesh=mesh,
+            mesh=self.mesh,
             axis=self._pipeline.axis,
             parts=parts,
             pipeline=pipeline,
@@ -169,12 +131,7 @@ class PipelinedTrainStep(Step):
             inputs=held,
             out_specs=update.out_specs,
             out_shapes=update.out_shapes,
-            tensor_leaves=(),
-            leaf_specs=(),
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
+            **result_facts(inputs, traced),
         )
 
 

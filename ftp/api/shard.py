@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
@@ -132,6 +133,7 @@ def shard(
     >>> float(loss), grads["w"].shape
     (24.0, torch.Size([3, 4]))
     """
+    options = Options.among(locals())
     _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
     loss_fn = keyed(loss_fn) if rng else loss_fn
     names = argument_names(loss_fn)
@@ -154,27 +156,7 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    options = checked_options(
-        m,
-        Options(
-            data_axes=data_axes,
-            reshard_after_forward=reshard_after_forward,
-            donate=donate,
-            compile=compile,
-            strict=strict,
-            explicit=explicit,
-            certify=certify,
-            bucket=bucket,
-            check_inputs=check_inputs,
-            prefetch=prefetch,
-            chunks=chunks,
-            cuda_graph=cuda_graph,
-            async_tp=async_tp,
-            programs=programs,
-            hardware=hardware,
-            reduce_dtype=reduce_dtype,
-        ),
-    )
+    options = checked_options(m, options)
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
     if pipeline is not None:
         if dynamic_shapes is not None:
@@ -184,7 +166,7 @@ def shard(
             )
         check_pipeline(pipeline, m, options, rng=rng)
         return PipelinedStep(
-            fn, m, in_specs, out_specs, pipeline, arguments=arguments, options=options
+            Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options), pipeline
         )
     if has_stages(specs):
         raise SpecError(
@@ -192,16 +174,7 @@ def shard(
             " place() made them."
         )
     dynamic = dynamic_arguments(dynamic_shapes, arguments, 1, rng=rng)
-    return Step(
-        fn,
-        m,
-        in_specs,
-        out_specs,
-        arguments=arguments,
-        state=(0,),
-        options=options,
-        dynamic=dynamic,
-    )
+    return Step(Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options, dynamic))
 
 
 def spmd(
@@ -260,6 +233,7 @@ def spmd(
     >>> double(torch.ones(3))
     tensor([2., 2., 2.])
     """
+    options = Options.among(locals())
     _check_callable(fn, "fn", "(*args) -> result")
     fn = keyed(fn) if rng else fn
     names = argument_names(fn)
@@ -279,27 +253,7 @@ def spmd(
         )
 
     m = resolve(mesh)
-    options = checked_options(
-        m,
-        Options(
-            data_axes=data_axes,
-            reshard_after_forward=reshard_after_forward,
-            donate=donate,
-            compile=compile,
-            strict=strict,
-            explicit=explicit,
-            certify=certify,
-            bucket=bucket,
-            check_inputs=check_inputs,
-            prefetch=prefetch,
-            chunks=chunks,
-            cuda_graph=cuda_graph,
-            async_tp=async_tp,
-            programs=programs,
-            hardware=hardware,
-            reduce_dtype=reduce_dtype,
-        ),
-    )
+    options = checked_options(m, options)
     dynamic = dynamic_arguments(dynamic_shapes, names, 0, rng=rng)
     in_stages = pipeline is not None or has_stages((in_specs, out_specs))
     if dynamic is not None and in_stages:
@@ -307,13 +261,12 @@ def spmd(
             "dynamic_shapes does not go with the stages of a pipeline: they send activations of"
             " fixed shapes. Leave it out; each size is planned for itself."
         )
-    facts: dict[str, Any] = {"arguments": names, "state": (0, *donate), "options": options}
+    state = frozenset({0, *donate})
+    definition = Definition(fn, m, input_specs, output_specs, names, state, options, dynamic)
     if pipeline is not None:
         check_pipeline(pipeline, m, options, rng=rng, updates=True)
-        return PipelinedTrainStep(fn, m, input_specs, output_specs, pipeline, **facts)
-    if in_stages:
-        return StagedStep(fn, m, input_specs, output_specs, **facts)
-    return Step(fn, m, input_specs, output_specs, dynamic=dynamic, **facts)
+        return PipelinedTrainStep(definition, pipeline)
+    return StagedStep(definition) if in_stages else Step(definition)
 
 
 def lower(

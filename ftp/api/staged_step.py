@@ -4,27 +4,26 @@ an initialization.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import fx
 
-from ftp.api.arguments import Arguments
-from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
+from ftp.api.build import planned_of, result_facts
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.graph_checks import check_prepared, check_programs
+from ftp.api.inputs import Inputs
 from ftp.api.options import check_staged
-from ftp.api.step import Step, _Planned
+from ftp.api.planned import Planned
+from ftp.api.step import Step
 from ftp.errors import SpecError
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
-from ftp.planning.cost import Hardware
 from ftp.planning.planner import Watch
-from ftp.planning.prepare import Prepared
 from ftp.report.staged import LoweredRounds
-from ftp.runtime.options import Options
 from ftp.runtime.stage_programs import Held, PiecePlanner, within_stage
 from ftp.runtime.staged_program import StagedProgram
-from ftp.sharding.arguments import Shape
-from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
 from ftp.tracing.trace import Traced
@@ -38,9 +37,9 @@ def has_stages(specs: Any) -> bool:
 class StagedStep(Step):
     """``Step`` of a function whose specs give stages; ``ftp.spmd`` makes it."""
 
-    def __init__(self, *args: Any, options: Options, **kwargs: Any):
-        check_staged(options)
-        super().__init__(*args, options=options, **kwargs)
+    def __init__(self, definition: Definition):
+        check_staged(definition.options)
+        super().__init__(definition)
 
     def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]
         """The programs for these arguments (real, fake or meta), without running them or talking to
@@ -50,59 +49,42 @@ class StagedStep(Step):
 
     @collection_paused()
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        traced = traced or self._traced(call, specs, shapes)
-        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        facts = {
-            "tensor_leaves": tensors,
-            "leaf_specs": tuple(specs),
-            "out_tree": traced.out_tree,
-            "out_leaves": traced.out_leaves,
-            "is_static": traced.is_static,
-            "assumptions": traced.assumptions,
-        }
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        definition = self._definition
+        traced = traced or traced_for(definition, inputs)
+        out_specs, _ = specs_of_results(definition, inputs, traced)
         program = plan_rounds(
+            definition,
             traced.gm,
-            [call.names[i] for i in tensors],
-            [specs[i] for i in tensors],
+            inputs.tensor_names,
+            inputs.tensor_specs,
             traced.constants,
             out_specs,
-            self.mesh,
-            self._options,
-            self._hardware_on(self.mesh.hosts),
-            facts,
+            result_facts(inputs, traced),
         )
-        return self._callable(call, shapes, traced, program)
+        return planned_of(definition, inputs, traced, program)
 
 
 def plan_rounds(
+    definition: Definition,
     gm: fx.GraphModule,
     names: Sequence[str],
     specs: Sequence[PartitionSpec],
     constants: Sequence[torch.Tensor],
     out_specs: Sequence[PartitionSpec | None],
-    mesh: Mesh,
-    options: Options,
-    hardware: Hardware,
     facts: dict[str, Any],
 ) -> StagedProgram:
     """The program of a functional graph whose inputs belong to stages.
 
     Args:
         names, specs: of the graph's inputs; those that follow are the ``constants``.
-        facts: the program's ``tensor_leaves``, ``leaf_specs``, ``out_tree``, ``out_leaves``,
-            ``is_static`` and ``assumptions``.
+        facts: as of `result_facts`.
 
     Raises:
         SpecError: stages over several axes, or over one that is cut otherwise too.
     """
+    mesh, options = definition.mesh, definition.options
     axis = _axis([*specs, *(s for s in out_specs if s is not None)])
     ranks = mesh.axes[axis]
 
@@ -110,19 +92,13 @@ def plan_rounds(
         entry = None if spec is None else staged(spec)
         return ALL if entry is None else entry.stage % ranks
 
-    inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
     in_specs = [*specs, *[PartitionSpec()] * len(constants)]
     holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
     rounds = split_in_rounds(gm, holders, due, ranks)
     check_rounds(gm.graph, rounds, due, ranks)
     within = within_stage(mesh, axis)
-
-    def check(prepared: Prepared) -> None:
-        check_constraints(prepared.constraints, within)
-        check_local_meshes(prepared.graph, within)
-
     plain = [without_stage(s) for s in in_specs]
-    called = [*names, *(n.name for n in inputs[len(names) :])]
     asked = {
         name: without_stage(spec)
         for name, spec in zip(rounds.results, out_specs, strict=True)
@@ -130,16 +106,16 @@ def plan_rounds(
     }
     planner = PiecePlanner(
         within,
-        (called, ()),
+        ([*names, *(n.name for n in placeholders[len(names) :])], ()),
         plain,
         (),
         (),
         asked,
         replace(options, data_axes=options.data_axes or ()),
-        hardware,
-        check,
+        definition.hardware,
+        partial(check_prepared, mesh=within),
     )
-    for node, spec in zip(inputs, plain, strict=True):
+    for node, spec in zip(placeholders, plain, strict=True):
         val = node.meta["val"]
         planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
     programs = {
@@ -160,7 +136,7 @@ def plan_rounds(
         rounds=rounds,
         programs=programs,
         values=planner.values,
-        inputs=[n.name for n in inputs],
+        inputs=[n.name for n in placeholders],
         constants=constants,
         due=due,
         out_specs=found_specs,

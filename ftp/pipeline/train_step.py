@@ -62,7 +62,7 @@ class Noted:
     batch: int
 
 
-def batch_of(gm: fx.GraphModule, noted: Noted, state: Collection[int]) -> tuple[int, ...]:
+def batch_of(gm: fx.GraphModule, noted: Noted, is_state: Sequence[bool]) -> tuple[int, ...]:
     """The inputs to cut into microbatches: those that ``accumulate`` was given; else those that the
     means depend on and that are no state.
 
@@ -87,7 +87,7 @@ def batch_of(gm: fx.GraphModule, noted: Noted, state: Collection[int]) -> tuple[
     return tuple(
         i
         for node, i in inputs.items()
-        if node in needed and i not in state and node.meta["val"].ndim
+        if i < len(is_state) and node in needed and not is_state[i] and node.meta["val"].ndim
     )
 
 
