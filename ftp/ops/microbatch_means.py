@@ -88,4 +88,4 @@ def noting_means(microbatches: int) -> Iterator[Means]:
 
 def is_plain(tensor: Tensor) -> bool:
     """Whether a tensor is no wrapper of a torch.func transform that is going on."""
-    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[attr-defined]

@@ -4,6 +4,7 @@ microbatch, and what follows once a step.
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -110,7 +111,8 @@ def cut_at_means(
     values = outputs[noted.results : noted.results + count]
     of = iter(outputs[noted.results + count :])
     leaf_of = [next(of) if is_gradient else None for is_gradient in noted.is_gradient]
-    first = [value.args[0] for value in values]  # each is a copy of what it is the mean of
+    # Each is a copy of what it is the mean of.
+    first: list[Any] = [value.args[0] for value in values]
     assert all(isinstance(x, fx.Node) for x in first)
     for node, leaf in zip(values, leaf_of, strict=True):
         source = f" at {node.meta['source']}" if node.meta.get("source") else ""

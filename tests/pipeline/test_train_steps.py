@@ -36,9 +36,10 @@ def train_step(loss: Any, opt: Any, microbatches: int | None) -> Any:
     return step
 
 
-def check_steps(one_device, step, args, batches, rtol=1e-10):
+def check_steps(one_device: Any, step: Any, args: Any, batches: Any, rtol: float = 1e-10):
     """Both from ``args`` = (params, state), each batch in turn; all numbers are equal."""
-    own = due = args
+    own: Any = args
+    due: Any = args
     for batch in batches:
         *own, loss, norm = step(*own, *batch)
         *due, due_loss, due_norm = one_device(*due, *batch)
@@ -176,7 +177,7 @@ def test_arguments_that_are_no_batch():
 
 def test_report():
     model, opt, mesh = Model(4), adamw(), ftp.AbstractMesh((2, 2), ("pp", "dp"))
-    params = model.params()
+    params: Any = model.params()
     specs = PIPE.place(params, P(), mesh)
     in_specs = (specs, opt.specs(params, specs), P("dp"), P("dp"))
     step = ftp.spmd(train_step(model.loss, opt, None), mesh, in_specs, pipeline=PIPE)
