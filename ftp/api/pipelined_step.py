@@ -1,27 +1,30 @@
 """A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from ftp.api.arguments import Arguments
-from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
-from ftp.api.step import InSpecs, OutSpecs, Step, _Planned
+from ftp.api.build import planned_of, result_facts
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.graph_checks import check_prepared, check_programs
+from ftp.api.inputs import Inputs
+from ftp.api.planned import Planned
+from ftp.api.step import Step
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.planning.planner import Watch
-from ftp.planning.prepare import Prepared
 from ftp.report.pipelined import LoweredPipeline
-from ftp.runtime.options import Options
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import Held, plan_stages, within_stage
 from ftp.sharding.arguments import Shape
-from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
 from ftp.tracing.trace import Traced
 
@@ -29,20 +32,8 @@ from ftp.tracing.trace import Traced
 class PipelinedStep(Step):
     """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        in_specs: InSpecs,
-        out_specs: OutSpecs,
-        pipeline: Pipeline,
-        *,
-        arguments: Sequence[str],
-        options: Options,
-    ):
-        super().__init__(
-            fn, mesh, in_specs, out_specs, arguments=arguments, state=(0,), options=options
-        )
+    def __init__(self, definition: Definition, pipeline: Pipeline):
+        super().__init__(definition)
         self._pipeline = pipeline
 
     def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
@@ -53,22 +44,17 @@ class PipelinedStep(Step):
 
     @collection_paused()
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        pipeline = self._pipeline
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        definition, pipeline = self._definition, self._pipeline
+        call, specs, shapes = inputs.call, inputs.specs, inputs.shapes
         n = sum(position == 0 for position in call.positions)
         self._check_batch(call, specs, shapes, n)
         micro = [
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced = self._traced(call, specs, micro)
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
+        traced, tensors = traced_for(definition, replace(inputs, shapes=micro)), inputs.tensors
         stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
         ranks = self.mesh.axes[pipeline.axis]
         actions = pipeline.actions(ranks)
@@ -83,11 +69,6 @@ class PipelinedStep(Step):
         )
         check_stages(traced.gm.graph, n, len(tensors) - n, stages, actions)
         within = within_stage(self.mesh, pipeline.axis)
-
-        def check(prepared: Prepared) -> None:
-            check_constraints(prepared.constraints, within)
-            check_local_meshes(prepared.graph, within)
-
         params = [without_stage(specs[i]) for i in range(n)]
         batch = [specs[i] for i in tensors[n:]]
         made = plan_stages(
@@ -98,14 +79,14 @@ class PipelinedStep(Step):
             batch,
             traced.constants,
             self._options,
-            self._hardware_on(self.mesh.hosts),
-            check,
+            definition.hardware,
+            partial(check_prepared, mesh=within),
             stage_of,
             ranks,
         )
         programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
         check_programs(programs, self._options)
-        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
+        out_specs, _ = specs_of_results(definition, inputs, traced)
         whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
         program = PipelineProgram(
             mesh=self.mesh,
@@ -121,14 +102,9 @@ class PipelinedStep(Step):
             batch=whole[n:],
             out_specs=[P() if spec is None else spec for spec in out_specs],
             out_shapes=traced.out_shapes,
-            tensor_leaves=tensors,
-            leaf_specs=tuple(specs),
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
+            **result_facts(inputs, traced),
         )
-        return self._callable(call, shapes, traced, program)
+        return planned_of(definition, inputs, traced, program)
 
     def _check_batch(
         self,

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
@@ -131,6 +132,7 @@ def shard(
     >>> float(loss), grads["w"].shape
     (24.0, torch.Size([3, 4]))
     """
+    options = Options.among(locals())
     _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
     loss_fn = keyed(loss_fn) if rng else loss_fn
     names = argument_names(loss_fn)
@@ -153,27 +155,7 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    options = checked_options(
-        m,
-        Options(
-            data_axes=data_axes,
-            reshard_after_forward=reshard_after_forward,
-            donate=donate,
-            compile=compile,
-            strict=strict,
-            explicit=explicit,
-            certify=certify,
-            bucket=bucket,
-            check_inputs=check_inputs,
-            prefetch=prefetch,
-            chunks=chunks,
-            cuda_graph=cuda_graph,
-            async_tp=async_tp,
-            programs=programs,
-            hardware=hardware,
-            reduce_dtype=reduce_dtype,
-        ),
-    )
+    options = checked_options(m, options)
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
     if pipeline is not None:
         if dynamic_shapes is not None:
@@ -183,7 +165,7 @@ def shard(
             )
         check_pipeline(pipeline, m, options)
         return PipelinedStep(
-            fn, m, in_specs, out_specs, pipeline, arguments=arguments, options=options
+            Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options), pipeline
         )
     if has_stages(specs):
         raise SpecError(
@@ -191,16 +173,7 @@ def shard(
             " place() made them."
         )
     dynamic = dynamic_arguments(dynamic_shapes, arguments, 1, rng=rng)
-    return Step(
-        fn,
-        m,
-        in_specs,
-        out_specs,
-        arguments=arguments,
-        state=(0,),
-        options=options,
-        dynamic=dynamic,
-    )
+    return Step(Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options, dynamic))
 
 
 def spmd(
@@ -254,6 +227,7 @@ def spmd(
     >>> double(torch.ones(3))
     tensor([2., 2., 2.])
     """
+    options = Options.among(locals())
     _check_callable(fn, "fn", "(*args) -> result")
     fn = keyed(fn) if rng else fn
     names = argument_names(fn)
@@ -280,37 +254,8 @@ def spmd(
             "dynamic_shapes does not go with the stages of a pipeline: they send activations of"
             " fixed shapes. Leave it out; each size is planned for itself."
         )
-    more: dict[str, Any] = {} if dynamic is None else {"dynamic": dynamic}
-    return made(
-        fn,
-        m,
-        input_specs,
-        output_specs,
-        arguments=names,
-        state=(0, *donate),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                explicit=explicit,
-                certify=certify,
-                bucket=bucket,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-                hardware=hardware,
-                reduce_dtype=reduce_dtype,
-            ),
-        ),
-        **more,
-    )
+    options, state = checked_options(m, options), frozenset({0, *donate})
+    return made(Definition(fn, m, input_specs, output_specs, names, state, options, dynamic))
 
 
 def lower(
