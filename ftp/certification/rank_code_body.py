@@ -68,7 +68,8 @@ def run_body(
 
 
 def _called(domain: Any, node: fx.Node, values: Mapping[fx.Node, Any]) -> Any:
-    args, kwargs = map_arg((node.args, node.kwargs), values.__getitem__)  # type: ignore[misc]
+    arguments: Any = map_arg((node.args, node.kwargs), values.__getitem__)
+    args, kwargs = arguments
     if node.target is operator.getitem:
         return args[0][args[1]]
     found = domain.call(node.target, args, kwargs, dtypes_of(node))
