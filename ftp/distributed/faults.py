@@ -118,7 +118,9 @@ class Faults:
             self._learn(roll, roll.settle(why, is_missing=True))
             self._channel.notify(store)
         except RuntimeError:  # the store is gone, so nobody else can be told
-            why = f"Rank {rank} has been killed, or has ended, and the store does not answer: {text}"
+            why = (
+                f"Rank {rank} has been killed, or has ended, and the store does not answer: {text}"
+            )
             self._learn(None, (why, True))
         interrupt(self._channel.mesh)
 
