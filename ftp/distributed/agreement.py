@@ -6,6 +6,8 @@ these numbers meet. A rank joins an agreement when it changes its program; while
 program of its last call it sends nothing. So a rank that begins call ``c`` without an agreement,
 while another opens one at ``c``, disagrees. Its watcher, a thread, says so, as the rank may wait in
 a collective by then. The watcher also answers peers whose collective has failed.
+
+Above 450 lines: a call, its agreement and its watcher are one protocol, which is read as one.
 """
 
 import sys

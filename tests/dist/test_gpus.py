@@ -25,7 +25,8 @@ from ftp.distributed.interrupt import interrupt
 from ftp.checkpoint.write_shards import Writing
 from ftp.partitioning.collectives import gather_of
 from ftp.runtime import process_groups
-from ftp.sharding.mesh import resolve, set_timeout
+from ftp.sharding.mesh import resolve
+from ftp.sharding.mesh_groups import set_timeout
 from ftp.distributed.unfinished import Unfinished
 
 pytestmark = pytest.mark.dist
