@@ -95,6 +95,7 @@ def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     return float(math.prod(q[:2]) * pairs * of_pair)
 
 
+@functools.cache
 def op_name(target: Any) -> str:
     return str(target).removeprefix("aten.")
 

@@ -2,7 +2,6 @@
 overlapped as scheduled.
 """
 
-import functools
 import math
 import operator
 from collections.abc import Mapping, Sequence
@@ -300,7 +299,6 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
     )
 
 
-@functools.cache
 def _arithmetic(
     node: fx.Node,
     operands: Sequence[Held],
