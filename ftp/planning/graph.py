@@ -171,9 +171,9 @@ class Value:
 
 @dataclass
 class Graph:
-    """Nodes in an order in which they can run, and the values that the program returns. Names are
+    """Nodes in an order in which they can run, and the values that the program returns.
 
-    unique: of two nodes with one name the later is renamed.
+    Names are unique: of two nodes with one name the later is renamed.
     """
 
     nodes: list[Node]

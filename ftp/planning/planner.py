@@ -365,9 +365,10 @@ SMALL_LATENCY = 0.1  # of the seconds that the program's median activation takes
 
 
 def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
-    """The latency to plan with, in seconds. On a toy model's small tensors the link's own latency
+    """The latency to plan with, in seconds.
 
-    would hide all else, and its plan would not be that of the large model that it stands for.
+    On a toy model's small tensors the link's own latency would hide all else, and its plan would
+    not be that of the large model that it stands for.
     """
     sizes = [
         math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
@@ -394,9 +395,9 @@ def _decompose_on_demand(
     data_axes: Sequence[str],
     decompose: Decompose,
 ) -> Graph:
-    """Replace ops by primitives where an axis may cut a factor that they keep whole. On a data axis
+    """Replace ops by primitives where an axis may cut a factor that they keep whole.
 
-    only the batch's cuts count, as activations keep those.
+    On a data axis only the batch's cuts count, as activations keep those.
     """
     while True:
         blocked: dict[Node, None] = {}
