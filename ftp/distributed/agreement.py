@@ -424,7 +424,8 @@ _calls: dict[Mesh, Calls] = {}
 def calls(mesh: Mesh) -> Calls:
     """The record of this rank's calls on ``mesh``, one for the life of the default process group.
 
-    >>> from ftp.sharding.mesh import resolve, simulated_mesh
+    >>> from ftp.sharding.make_mesh import simulated_mesh
+    >>> from ftp.sharding.mesh import resolve
     >>> record = calls(resolve(simulated_mesh((2,), ("tp",))))
     >>> with record.running("a program"):
     ...     record.next() == record.call + 1

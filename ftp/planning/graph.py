@@ -191,6 +191,15 @@ class Graph:
     def inputs(self) -> list[Node]:
         return [n for n in self.nodes if n.kind == "input"]
 
+    def copied(self) -> tuple["Graph", dict[Node, Node]]:
+        """A graph with nodes of its own, and the copy of each node."""
+        copies: dict[Node, Node] = {}
+        for node in self.nodes:
+            made = copies[node] = node.copy()
+            made.replace_operands([Value(copies[v.node], v.index) for v in node.operands])
+        outputs = [Value(copies[v.node], v.index) for v in self.outputs]
+        return Graph(list(copies.values()), outputs), copies
+
     def users(self) -> dict[Value, list[tuple[Node, int]]]:
         """Who reads each value, and at which operand."""
         users: dict[Value, list[tuple[Node, int]]] = {}

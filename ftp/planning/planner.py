@@ -46,7 +46,7 @@ def make_plan(
     decompose: Decompose | None = None,
     watch: Watch | None = None,
 ) -> Plan:
-    """Plan ``graph`` for a mesh of ``axes`` {name: size}.
+    """Plan ``graph``, which stays as it is, for a mesh of ``axes`` {name: size}.
 
     Args:
         batch_inputs: inputs whose shards fix the activations' on a data axis (placement constraint
@@ -97,7 +97,10 @@ def _make_plan(
     ):
         plan.graph = placed(plan.graph)
         return plan
-    plan = _plan_axes(graph, specs, batch, *args, watch=watch)
+    # An axis cuts nodes and changes their operands in place: those of a copy.
+    graph, copies = graph.copied()
+    given, specs = given.on(copies), specs.on(copies)
+    plan = _plan_axes(graph, specs, [copies[node] for node in batch], *args, watch=watch)
     assert plan is not None
     plan.graph = placed(plan.graph)
     return _as_given(plan, given, specs)

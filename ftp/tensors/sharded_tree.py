@@ -148,7 +148,8 @@ def sharded_tree(
 ) -> ShardedTree:
     """`fitted_tree`, and no tensor in it is placed otherwise.
 
-    >>> from ftp.sharding.mesh import resolve, simulated_mesh
+    >>> from ftp.sharding.make_mesh import simulated_mesh
+    >>> from ftp.sharding.mesh import resolve
     >>> from ftp.sharding.spec import P
     >>> mesh = resolve(simulated_mesh((2,), ("tp",)))
     >>> found = sharded_tree({"w": torch.ones(4), "n": 3}, mesh, {"w": P("tp"), "n": P()})
