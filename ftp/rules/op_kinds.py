@@ -1,7 +1,7 @@
 """Kinds of ops: views, stacks, matmuls, attention."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
@@ -30,6 +30,8 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 
 
+CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -51,11 +53,17 @@ def is_product(target: Any) -> bool:
     return target in PRODUCTS or target in ATTENTION
 
 
-def multiplications(target: Any, sizes: Mapping[str, int]) -> float:
+def multiplications(
+    target: Any, sizes: Mapping[str, int], wanted: Sequence[bool] = (True,)
+) -> float:
     """Multiplications of an op of `is_product` whose factors have these sizes; where rows are in
-    groups, in groups of equal size.
+    groups, in groups of equal size. ``wanted`` says which of its results it computes.
     """
     total = math.prod(sizes.values())
+    if target in CONVOLUTIONS:
+        # Each position of one lattice, z, meets all taps, and by them positions of the other, y.
+        one = math.prod(n for factor, n in sizes.items() if factor[0] != "y")
+        return one * (sum(wanted[:2]) if target is aten.convolution_backward.default else 1)
     if target is GROUPED_MM:
         return total / max(sizes["e"], 1) ** 2
     if target in ATTENTION and (both := sizes["e"] * sizes["v"]):
