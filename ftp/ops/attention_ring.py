@@ -8,21 +8,19 @@ two received pieces at a time, not all ranks' keys and values.
 
 The algorithm is written once, for one rank, as a generator: what it yields is sent, and it is given
 what arrived of what it yielded before, so that a transfer has the time of a computation to
-complete. `run` exchanges over a process group; the simulator runs the generators of all ranks.
+complete (`ftp.ops.sends`). A mask that is given is cut as the scores are: it has the rank's rows,
+and all columns.
 
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
 """
 
-import itertools
 import math
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.ops import attention
 from ftp.ops.attention import (
@@ -34,13 +32,14 @@ from ftp.ops.attention import (
     pieces_of,
     sum_dtype,
 )
+from ftp.ops.sends import OneRank, Send, Sends, over, run, side_by_side
 from ftp.sharding.layout import pieces
 
 PIECES = 16  # in which a rank's keys and values travel
 SHORTEST = 1024  # keys of a piece, where there are more
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
-_GIVEN = "int[] rows, int[] keys, bool is_causal, float? scale, str group"
+_GIVEN = "Tensor? attn_mask, int[] rows, int[] keys, bool is_causal, float? scale, str group"
 torch.library.define(
     "ftp::scaled_dot_product_attention_ring",
     f"(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor)",
@@ -160,31 +159,12 @@ class Ring:
         return max(sent), max(received)
 
 
-@dataclass(frozen=True)
-class Send:
-    """A tensor to the rank ``step`` places after this one, and what arrives from the rank as many
-    places before it; None: nothing.
-
-    Attributes:
-        most: elements of the largest tensor that a rank sends.
-    """
-
-    step: int
-    tensor: Tensor | None
-    arrives: tuple[int, ...] | None
-    like: Tensor
-    most: int
-
-
-Sends = list[Send]
-OneRank = Generator[Sends, Any, Any]
-
-
 def one_rank(
     rank: int,
     q: Tensor,
     k: Tensor,
     v: Tensor,
+    mask: Tensor | None,
     rows: Sequence[int],
     keys: Sequence[int],
     is_causal: bool,
@@ -205,7 +185,8 @@ def one_rank(
             whole = slice(block.at, block.at + block.length)
             into = out[:, :, whole], total[:, :, whole]
             for held in ring.blocks((rank - step) % ring.n, piece, attention.KEYS):
-                attend(*into, q, near[0], near[1], block, held, is_causal, scale)
+                keys, (of_k, of_v), of_mask = _alone(held, near, mask)
+                attend(*into, q, of_k, of_v, block, keys, is_causal, scale, of_mask)
         near.clear()
     return out.to(q.dtype), total.masked_fill_(total == -math.inf, 0)
 
@@ -218,6 +199,7 @@ def one_rank_backward(
     v: Tensor,
     out: Tensor,
     logsumexp: Tensor,
+    mask: Tensor | None,
     rows: Sequence[int],
     keys: Sequence[int],
     is_causal: bool,
@@ -257,7 +239,7 @@ def one_rank_backward(
         key_blocks = ring.blocks((rank - step) % ring.n, piece, attention.TILE)
         given = grad_out, q, near[0], near[1], out, logsumexp
         near.clear()
-        _add_all((grad_q, *to), given, row_blocks, key_blocks, is_causal, scale)
+        _add_all((grad_q, *to), given, mask, row_blocks, key_blocks, is_causal, scale)
         del given
         made = [x.to(k.dtype) for x in to] if step else []
         del to
@@ -267,16 +249,30 @@ def one_rank_backward(
 def _add_all(
     sums: Sequence[Tensor],
     given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    mask: Tensor | None,
     rows: Sequence[Block],
     keys: Sequence[Block],
     is_causal: bool,
     scale: float,
 ) -> None:
     grad_q, *to = sums
+    grad_out, q, *near, out, logsumexp = given
     for held in keys:
-        into = (grad_q, *(x[:, :, held.at : held.at + held.length] for x in to))
+        alone, (k, v), of_mask = _alone(held, near, mask)
+        into = (grad_q, *_alone(held, to, None)[1])
         for block in rows:
-            add_gradients(into, given, block, held, is_causal, scale)
+            of_block = grad_out, q, k, v, out, logsumexp
+            add_gradients(into, of_block, block, alone, is_causal, scale, of_mask)
+
+
+def _alone(
+    held: Block, tensors: Sequence[Tensor], mask: Tensor | None
+) -> tuple[Block, list[Tensor], Tensor | None]:
+    """A block of keys without the others of its piece, and its columns of the mask."""
+    if mask is not None and mask.shape[-1] != 1:
+        mask = mask.narrow(-1, held.first, held.length)
+    near = [x[:, :, held.at : held.at + held.length] for x in tensors]
+    return Block(held.first, 0, held.length), near, mask
 
 
 def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None]) -> None:
@@ -356,58 +352,6 @@ def _send(step: int, x: Tensor, own: slice | None, length: int | None, width: in
     return Send(step, sent, arrives, x, _elements(x, width))
 
 
-# On processes.
-
-Arrived = list[Tensor | None]
-Start = Callable[[Sends], Callable[[], Arrived]]
-
-
-def run(rank: OneRank, start: Start) -> Any:
-    """A rank's result. ``start`` begins exchanges, and gives a function that waits for them."""
-
-    def nothing() -> Arrived:
-        return []
-
-    under_way: Callable[[], Arrived] = nothing
-    try:
-        started = start(next(rank))
-        while True:
-            arrived = under_way()
-            under_way = started
-            started = start(rank.send(arrived))
-    except StopIteration as end:
-        return end.value
-
-
-def over(group: Any) -> tuple[int, Start]:
-    """This rank's place in a process group, and how to exchange over it."""
-    found = _resolve_process_group(group)
-    rank, n, tags = found.rank(), found.size(), itertools.count()
-
-    def start(sends: Sends) -> Callable[[], Arrived]:
-        out: Arrived = []
-        ops: list[dist.P2POp] = []
-        for send in sends:
-            tag = next(tags)
-            out.append(None if send.arrives is None else send.like.new_empty(send.arrives))
-            for op, x, places in ((dist.isend, send.tensor, 1), (dist.irecv, out[-1], -1)):
-                if x is not None and x.numel():
-                    peer = (rank + places * send.step) % n
-                    ops.append(dist.P2POp(op, x, group=found, tag=tag, group_peer=peer))
-        works = dist.batch_isend_irecv(ops) if ops else []
-
-        def wait() -> Arrived:
-            for work in works:
-                work.wait()
-            works.clear()
-            ops.clear()
-            return out
-
-        return wait
-
-    return rank, start
-
-
 @torch.library.impl("ftp::scaled_dot_product_attention_ring", ("cpu", "cuda"))
 def _ring(*args: Any) -> Any:
     rank, start = over(args[-1])
@@ -431,33 +375,7 @@ def _fake_backward(grad_out, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
-# All ranks in one process.
-
-
-def side_by_side(ranks: Sequence[OneRank]) -> list[Any]:
-    """The results of all ranks of a group."""
-    arrived: list[list[Tensor | None]] = [[] for _ in ranks]
-    under_way: list[Sends] = []
-    results: list[Any] = []
-    sends = [next(rank) for rank in ranks]
-    while not results:
-        arrived = [[] for _ in ranks]
-        for column in zip(*under_way, strict=True):
-            for r, one in enumerate(column):
-                x = column[(r - one.step) % len(ranks)].tensor
-                assert (None if x is None else x.shape) == one.arrives, "what is sent is awaited"
-                arrived[r].append(x)
-        under_way = sends
-        sends = []
-        for rank, got in zip(ranks, arrived, strict=True):
-            try:
-                sends.append(rank.send(got))
-            except StopIteration as end:
-                results.append(end.value)
-    return results
-
-
 def ring_by_rank(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
     """The results of `RING` or `RING_BACKWARD`, from its arguments on each rank of a group."""
-    body = one_rank_backward if len(calls[0]) == 11 else one_rank
+    body = one_rank_backward if len(calls[0]) == 12 else one_rank
     return side_by_side([body(rank, *args[:-1]) for rank, args in enumerate(calls)])

@@ -38,7 +38,8 @@ class _Given:
         self.q, self.k, self.v, self.out = q.shape, k.shape, v.shape, (*q.shape[:3], v.shape[3])
         self.size, self.wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
         is_varlen = node.target in (VARLEN, VARLEN_BACKWARD)
-        after = (3 if at == 0 else 6) + 2 * is_varlen  # behind the ends of documents
+        # Behind the ends of documents, or a ring's mask.
+        after = (3 if at == 0 else 6) + 2 * is_varlen + (node.target in RINGS)
         given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
         self.rows, self.columns, *rest = given
         self.is_causal = bool(rest and rest[0]) and not is_varlen

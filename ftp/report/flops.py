@@ -86,7 +86,7 @@ def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     """Attention's FLOPs over the pairs of a query and a key that its mask leaves."""
     at = 1 if node.target in (PART_BACKWARD, RING_BACKWARD) else 0
     q, k, v = (shapes.values[x][0].shape for x in node.args[at : at + 3])  # type: ignore[index]
-    after = 6 if at else 3
+    after = (6 if at else 3) + (node.target in RINGS)  # which have a mask
     given: Any = map_arg(node.args[after:], lambda n: shapes.numbers.get(n, 0))
     rows, columns, *causal = given
     keys = [(0, columns[0])] if node.target in RINGS else pieces_of(columns, k[2])

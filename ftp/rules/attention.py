@@ -17,7 +17,7 @@ from ftp.rules.rule import Call, LocalHook, Meta, Rule
 
 Q, K, V, LSE = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s")
 OUT = ("b", "h", "s", "v")
-WHOLE = frozenset({"t", "e", "v"})
+WHOLE = frozenset({"t", "e", "v", "m"})
 RING_FACTORS = (("s", "t"),)
 
 
@@ -35,7 +35,8 @@ def dims_of(letters: tuple[str, ...], heads: dict[str, tuple[str, ...]] | None =
 
 
 def _mask_dims(heads: dict[str, tuple[str, ...]], mask: Meta, q: Meta, k: Meta) -> Dims:
-    full = ("b", "h", "s", "t")
+    """Columns of more than one query's mask are whole, also where a ring cuts the keys."""
+    full = ("b", "h", "s", "t" if q.shape[2] == 1 else "m")
     sizes = (*q.shape[:3], k.shape[2])
     skip = 4 - mask.ndim
     return tuple(
@@ -66,7 +67,7 @@ def flash_for_cpu(call: Call) -> Rule:
     )
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
-    ring = () if masks or is_token else RING_FACTORS
+    ring = () if is_token else RING_FACTORS
     return Rule(notation, (), _by_position(call, 0), sizes_of_heads(call, 0), is_token, ring)
 
 
@@ -86,8 +87,8 @@ def flash_for_cpu_backward(call: Call) -> Rule:
         frozenset(whole),
         ((), over_queries, over_queries),
     )
-    ring = () if masks else RING_FACTORS
-    return Rule(notation, ((0,),), _by_position(call, 1), sizes_of_heads(call, 1), False, ring)
+    rest = sizes_of_heads(call, 1), False, RING_FACTORS
+    return Rule(notation, ((0,),), _by_position(call, 1), *rest)
 
 
 def _by_position(call: Call, at: int) -> LocalHook:
@@ -125,6 +126,7 @@ def _ring(op: LocalOp, causal: int) -> Any:
     return op.emit(
         RING if causal == 4 else RING_BACKWARD,
         *op.args[: causal - 1],
+        op.kwargs.get("attn_mask"),
         op.part("s"),
         ring,
         bool(len(op.args) > causal and op.args[causal]),

@@ -27,17 +27,10 @@ import torch.distributed as dist
 from torch import fx
 
 from ftp.distributed.agreement import exchange, interrupts
-from ftp.ops.attention_ring import (
-    RING,
-    RING_BACKWARD,
-    OneRank,
-    Send,
-    one_rank,
-    one_rank_backward,
-    run,
-)
+from ftp.ops.attention_ring import RING, RING_BACKWARD, one_rank, one_rank_backward
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, as_bytes, checked_counts
 from ftp.ops.native import compiled
+from ftp.ops.sends import OneRank, Send, run
 from ftp.passes.aliasing import WAIT
 from ftp.passes.copy_elimination import copied
 from ftp.sharding.mesh import Mesh

@@ -83,6 +83,49 @@ def test_a_ring_as_on_one_device(shape: Any, names: Any, cut: P, length: int, of
         torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
 
 
+@pytest.mark.usefixtures("_in_pieces")
+@pytest.mark.parametrize(
+    ("shape", "names", "cut", "length", "of_keys", "of_mask"),
+    [
+        ((2,), ("cp",), P(None, None, "cp"), 12, 4, (2, 1)),
+        ((5,), ("cp",), P(None, None, "cp"), 7, 1, (1, 4)),  # the last rank holds nothing
+        ((2, 2), ("cp", "tp"), P(None, "tp", ftp.zigzag("cp")), 9, 2, (2, 4)),
+        ((3,), ("cp",), ZIGZAG, 13, 2, (1, 1)),
+    ],
+)
+def test_a_ring_with_a_mask(
+    shape: Any, names: Any, cut: P, length: int, of_keys: int, of_mask: tuple[int, int]
+):
+    """A bias that is an argument, -inf in places, is cut as the scores are."""
+    q, k, v, grad = drawn(length, of_keys=of_keys)
+    mask = torch.randn(*of_mask, length, length, dtype=torch.float64)
+    mask[torch.rand_like(mask) < 0.4] = -torch.inf
+    mask[..., 0, :] = -torch.inf  # a query that sees nothing
+    mask[..., 1, :1] = 0
+    mask_cut = P(None, cut[1] if of_mask[1] > 1 else None, cut[2])
+
+    def run(q: Tensor, k: Tensor, v: Tensor, grad: Tensor, mask: Tensor) -> Any:
+        def attend(*x: Tensor) -> Tensor:
+            is_gqa = k.shape[1] != q.shape[1]
+            return F.scaled_dot_product_attention(*x, attn_mask=mask, enable_gqa=is_gqa)
+
+        out, vjp = torch.func.vjp(attend, q, k, v)
+        return out, *vjp(grad)
+
+    def dense(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        return torch.ops.aten._safe_softmax(q @ k.mT / q.shape[-1] ** 0.5 + mask, -1) @ v
+
+    mesh = ftp.simulated_mesh(shape, names)
+    specs = (*(cut,) * 4, mask_cut)
+    step = ftp.spmd(run, mesh, specs, (cut,) * 4, certify=True, hardware=SLOW)
+    args = q, k, v, grad, mask
+    assert [c.op for c in step.lower(*args).collectives] == ["ring"] * 2
+    out, vjp = torch.func.vjp(dense, q, k, v)
+    for got, expected in zip(step(*args), (out, *vjp(grad)), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-10)
+
+
 def test_a_ring_is_chosen_by_time():
     """Where transfers hide behind what is computed; a short sequence is gathered."""
     mesh, cut = ftp.AbstractMesh((8,), ("cp",)), P(None, None, "cp")

@@ -16,7 +16,8 @@ import ftp
 from ftp import P
 from ftp.errors import CertificateError
 from ftp.ops import attention, attention_ring
-from ftp.ops.attention_ring import Ring, one_rank, one_rank_backward, over, ring_by_rank, run
+from ftp.ops.attention_ring import Ring, one_rank, one_rank_backward, ring_by_rank
+from ftp.ops.sends import over, run
 from ftp.sharding.layout import pieces
 
 
@@ -62,7 +63,7 @@ def test_as_a_dense_softmax(data: Any):
         _, there = part(of_keys, n, rank, zigzag_k)
         ring = [of_keys, n, int(zigzag_k), 0, int(zigzag_q)]
         tensors = q[:, :, here], k[:, :, there], v[:, :, there]
-        calls.append((*tensors, rows, ring, is_causal, None, "a group"))
+        calls.append((*tensors, None, rows, ring, is_causal, None, "a group"))
         held.append((here, there))
     made = ring_by_rank(calls)
     back = ring_by_rank(
@@ -98,7 +99,7 @@ def test_dtypes(dtype: torch.dtype):
     for rank in range(4):
         rows, here = part(96, 4, rank, True)
         held = (x[:, :, here] for x in (q, k, v))
-        calls.append((*held, rows, [96, 4, 1, 0, 1], True, None, "a group"))
+        calls.append((*held, None, rows, [96, 4, 1, 0, 1], True, None, "a group"))
     made = ring_by_rank(calls)
     given = zip(calls, made, range(4), strict=True)
     back = ring_by_rank(
@@ -130,7 +131,7 @@ def prove(n: int = 2, size: int = 4, is_causal: bool = True, *, has_gradients: b
 
     def rank_program(q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> Any:
         rank, start = over(dist.group.WORLD.group_name)  # type: ignore[union-attr]
-        given_ = part(size, n, rank, False)[0], [size, n, 0, 0, 0], is_causal, None
+        given_ = None, part(size, n, rank, False)[0], [size, n, 0, 0, 0], is_causal, None
         out, weights = run(one_rank(rank, q, k, v, *given_), start)
         if not has_gradients:
             return (out,)

@@ -1,0 +1,111 @@
+"""One rank's program that sends while it computes, as a generator: what it yields is sent, and it
+is given what arrived of what it yielded before. It runs on a process of a group, or all ranks run
+side by side in one process.
+"""
+
+import itertools
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import _resolve_process_group
+
+
+@dataclass(frozen=True)
+class Send:
+    """A tensor to the rank ``step`` places after this one, and what arrives from the rank as many
+    places before it; None: nothing.
+
+    Attributes:
+        most: elements of the largest tensor that a rank sends.
+    """
+
+    step: int
+    tensor: Tensor | None
+    arrives: tuple[int, ...] | None
+    like: Tensor
+    most: int
+
+
+Sends = list[Send]
+OneRank = Generator[Sends, Any, Any]
+
+
+# On processes.
+
+Arrived = list[Tensor | None]
+Start = Callable[[Sends], Callable[[], Arrived]]
+
+
+def run(rank: OneRank, start: Start) -> Any:
+    """A rank's result. ``start`` begins exchanges, and gives a function that waits for them."""
+
+    def nothing() -> Arrived:
+        return []
+
+    under_way: Callable[[], Arrived] = nothing
+    try:
+        started = start(next(rank))
+        while True:
+            arrived = under_way()
+            under_way = started
+            started = start(rank.send(arrived))
+    except StopIteration as end:
+        return end.value
+
+
+def over(group: Any) -> tuple[int, Start]:
+    """This rank's place in a process group, and how to exchange over it."""
+    found = _resolve_process_group(group)
+    rank, n, tags = found.rank(), found.size(), itertools.count()
+
+    def start(sends: Sends) -> Callable[[], Arrived]:
+        out: Arrived = []
+        ops: list[dist.P2POp] = []
+        for send in sends:
+            tag = next(tags)
+            out.append(None if send.arrives is None else send.like.new_empty(send.arrives))
+            for op, x, places in ((dist.isend, send.tensor, 1), (dist.irecv, out[-1], -1)):
+                if x is not None and x.numel():
+                    peer = (rank + places * send.step) % n
+                    ops.append(dist.P2POp(op, x, group=found, tag=tag, group_peer=peer))
+        works = dist.batch_isend_irecv(ops) if ops else []
+
+        def wait() -> Arrived:
+            for work in works:
+                work.wait()
+            works.clear()
+            ops.clear()
+            return out
+
+        return wait
+
+    return rank, start
+
+
+# All ranks in one process.
+
+
+def side_by_side(ranks: Sequence[OneRank]) -> list[Any]:
+    """The results of all ranks of a group."""
+    arrived: list[list[Tensor | None]] = [[] for _ in ranks]
+    under_way: list[Sends] = []
+    results: list[Any] = []
+    sends = [next(rank) for rank in ranks]
+    while not results:
+        arrived = [[] for _ in ranks]
+        for column in zip(*under_way, strict=True):
+            for r, one in enumerate(column):
+                x = column[(r - one.step) % len(ranks)].tensor
+                assert (None if x is None else x.shape) == one.arrives, "what is sent is awaited"
+                arrived[r].append(x)
+        under_way = sends
+        sends = []
+        for rank, got in zip(ranks, arrived, strict=True):
+            try:
+                sends.append(rank.send(got))
+            except StopIteration as end:
+                results.append(end.value)
+    return results
