@@ -185,8 +185,8 @@ def one_rank(
             whole = slice(block.at, block.at + block.length)
             into = out[:, :, whole], total[:, :, whole]
             for held in ring.blocks((rank - step) % ring.n, piece, attention.KEYS):
-                keys, (of_k, of_v), of_mask = _alone(held, near, mask)
-                attend(*into, q, of_k, of_v, block, keys, is_causal, scale, of_mask)
+                alone, (of_k, of_v), of_mask = _alone(held, near, mask)
+                attend(*into, q, of_k, of_v, block, alone, is_causal, scale, of_mask)
         near.clear()
     return out.to(q.dtype), total.masked_fill_(total == -math.inf, 0)
 

@@ -86,14 +86,19 @@ def read_graph(
 
 
 def write_local(writer: Writer, program: LocalProgram, groups: Groups) -> list[Any]:
-    """Plain data of the program of ranks with equal shapes."""
+    """Plain data of the program of ranks with equal shapes, with the functions of scores that it
+    calls.
+    """
     offsets = [writer.of(o) for o in program.offsets]
-    return [offsets, write_graph(writer, program.gm.graph, _OF_RANK, groups)]
+    graph = program.gm.graph
+    slices = _write_slices(writer, graph.nodes)
+    return [offsets, slices, write_graph(writer, graph, _OF_RANK, groups)]
 
 
 def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., str]) -> LocalProgram:
     """The program that `write_local` was given."""
-    graph = read_graph(reader, data[1], group_name)
+    _read_slices(reader, data[1])
+    graph = read_graph(reader, data[2], group_name)
     issued = tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
     return LocalProgram(as_module(graph), tuple(map(reader.of, data[0])), issued)
 

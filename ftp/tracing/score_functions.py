@@ -67,7 +67,7 @@ def _constants(gm: torch.fx.GraphModule) -> list[Tensor]:
             found.append(getattr(gm, node.target))
             with gm.graph.inserting_after(last):
                 last = gm.graph.placeholder(f"constant_{len(found)}")
-            last.meta["val"] = found[-1]
+            last.meta["val"] = torch.empty_like(found[-1], device="meta")
             node.replace_all_uses_with(last)
             gm.graph.erase_node(node)
     return found

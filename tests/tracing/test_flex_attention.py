@@ -20,6 +20,7 @@ from torch.nn.attention.varlen import varlen_attn
 import ftp
 from ftp import P, zigzag
 from ftp.errors import TraceError
+from ftp.ops.score_functions import letters
 
 MESHES = [
     ((2,), P(None, None, "cp")),
@@ -355,6 +356,28 @@ def test_functions_of_scores_under_transforms():
     )(*args)
     for one, right in zip(found, derivatives(expected)(*args), strict=True):
         torch.testing.assert_close(one, right, rtol=0, atol=1e-10)
+
+
+def test_a_saved_program_has_its_functions(tmp_path: Any, monkeypatch: Any):
+    """As a process loads it that has traced nothing."""
+    cut, mesh = P(None, None, "cp"), mesh_of((2,))
+    torch.manual_seed(0)
+    q, slope = torch.randn(1, 2, 6, 4, dtype=torch.float64), torch.rand(2, dtype=torch.float64)
+
+    def run(q: Tensor, slope: Tensor) -> Tensor:
+        def score(s: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+            return s * slope[h] * torch.tensor([1.0, 2.0], dtype=torch.float64)[h]
+
+        return flex_attention(q, q, q, score_mod=score)
+
+    lowered = ftp.spmd(run, mesh, (cut, P()), cut).lower(q, slope)
+    lowered.save(tmp_path / "program")
+    monkeypatch.setattr("ftp.ops.map_slices._programs", {})
+    letters.cache_clear()
+    found = ftp.load_program(tmp_path / "program", mesh)(q, slope)
+    by = (slope * torch.tensor([1.0, 2.0]))[:, None, None]
+    expected = (q @ q.mT / 2 * by).softmax(-1) @ q
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-10)
 
 
 def test_a_paged_cache_is_refused():
