@@ -63,11 +63,19 @@ def _part(
     groups: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    out = _fake_part(a, b, starts, ends, groups, out_dtype).zero_()
+    out = _fake_part(a, b, starts, ends, groups, out_dtype)
+    dim = 0 if a.ndim == 2 else 1  # along which groups lie, where no dim of the result counts them
+    filled = 0
     for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if start >= end:
+            if out.ndim == 3:
+                out[i].zero_()
             continue
         rows = slice(start, end)
+        if out.ndim == 2:
+            if start > filled:
+                out.narrow(dim, filled, start - filled).zero_()
+            filled = max(filled, end)
         left = a[i] if a.ndim == 3 else a[rows] if b.ndim == 3 else a[:, rows]
         right = b[i] if b.ndim == 3 else b[:, rows] if a.ndim == 3 else b[rows]
         into = out[i] if out.ndim == 3 else out[rows] if a.ndim == 2 else out[:, rows]
@@ -75,6 +83,8 @@ def _part(
             torch.mm(left, right, out=into)
         else:
             into.copy_(left.to(out.dtype) @ right.to(out.dtype))
+    if out.ndim == 2:
+        out.narrow(dim, filled, out.shape[dim] - filled).zero_()
     return out
 
 

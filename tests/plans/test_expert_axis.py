@@ -2,6 +2,7 @@
 are those of one device.
 """
 
+import json
 import math
 import re
 from collections import Counter
@@ -258,3 +259,15 @@ def test_the_page_runs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
     code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     exec(compile(code, "docs/experts.md", "exec"), {})
+
+
+def test_the_page_quotes_what_was_measured():
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "experts.md").read_text()
+    for name, kind in (("experts", "gloo"), ("experts_in_memory", "`FTP_SHM=1`")):
+        rows = json.loads((root / f"benchmarks/results/{name}.json").read_text())["rows"]
+        assert len(rows) == 3
+        for row in rows:
+            form, wall, cpu, sent, held = row.values()
+            said = f"| {kind} | {form} | {wall:.3f} | {cpu:.3f} | {sent:.0f} | {held:.0f} |"
+            assert said in page
