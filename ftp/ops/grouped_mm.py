@@ -43,6 +43,34 @@ def recorded(
     return torch.bmm(a, b) if offs is None else GROUPED_MM(a, b, offs, out_dtype)
 
 
+def as_products(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same by products of all rows with every matrix, and masks: for proofs."""
+    assert bias is None
+    ends = offs.to(torch.int64).cummax(0).values
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    rows = a.shape[1] if a.ndim == b.ndim else a.shape[0] if a.ndim == 2 else b.shape[1]
+    at = torch.arange(rows, device=a.device)
+    has = (at >= starts[:, None]) & (at < ends[:, None])  # (groups, rows)
+    groups = offs.shape[0]
+    if a.ndim == b.ndim:
+        found = torch.bmm(_masked(has[:, None], a), b.expand(groups, *b.shape))
+    elif a.ndim == 2:
+        found = _masked(has[..., None], torch.bmm(a.expand(groups, *a.shape), b)).sum(0)
+    else:
+        found = _masked(has[:, None], torch.bmm(a, b.expand(groups, *b.shape))).sum(0)
+    return found if out_dtype is None else found.to(out_dtype)
+
+
+def _masked(mask: Tensor, x: Tensor) -> Tensor:
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 @torch.library.impl("ftp::grouped_mm", "CompositeExplicitAutograd")
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     # A group that ends before the one before it has no rows.
