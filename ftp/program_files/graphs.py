@@ -92,13 +92,13 @@ def write_local(writer: Writer, program: LocalProgram, groups: Groups) -> list[A
     offsets = [writer.of(o) for o in program.offsets]
     graph = program.gm.graph
     slices = _write_slices(writer, graph.nodes)
-    return [offsets, slices, write_graph(writer, graph, _OF_RANK, groups)]
+    return [offsets, write_graph(writer, graph, _OF_RANK, groups), slices]
 
 
 def read_local(reader: Reader, data: Sequence[Any], group_name: Callable[..., str]) -> LocalProgram:
     """The program that `write_local` was given."""
-    _read_slices(reader, data[1])
-    graph = read_graph(reader, data[2], group_name)
+    _read_slices(reader, data[2])
+    graph = read_graph(reader, data[1], group_name)
     issued = tuple(n.meta["collective"] for n in graph.nodes if "collective" in n.meta)
     return LocalProgram(as_module(graph), tuple(map(reader.of, data[0])), issued)
 
