@@ -48,6 +48,7 @@ from ftp.tracing.functionalize_graph import (
     storages,
     writes,
 )
+from ftp.tracing.gpu_attention import with_gpu_attention
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.selected import Selected
@@ -269,6 +270,8 @@ def _traced(
     _check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
+    if device_type == "cuda" and recorder.device.type != "cuda":
+        with_gpu_attention(gm.graph, recorder.mode)
     clean(gm, recorder.device, torch.device(device_type))
     constants = constants_last(gm, recorder, [names[i] for i in at])
     if symbolic is not None:
