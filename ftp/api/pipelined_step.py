@@ -7,8 +7,8 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
-from ftp.api.arguments import Arguments
 from ftp.api.build import planned_of, result_facts
 from ftp.api.definition import Definition, specs_of_results, traced_for
 from ftp.api.graph_checks import check_prepared, check_programs
@@ -25,6 +25,7 @@ from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import Held, plan_stages, within_stage
 from ftp.sharding.arguments import Shape
+from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
 from ftp.tracing.trace import Traced
 
@@ -49,94 +50,139 @@ class PipelinedStep(Step):
         definition, pipeline = self._definition, self._pipeline
         call, specs, shapes = inputs.call, inputs.specs, inputs.shapes
         n = sum(position == 0 for position in call.positions)
-        self._check_batch(call, specs, shapes, n)
+        batch = zip(call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True)
+        given = [(spec, shape, name) for _, spec, shape, name in batch if shape is not None]
+        check_batch(pipeline, self.mesh, given)
         micro = [
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced, tensors = traced_for(definition, replace(inputs, shapes=micro)), inputs.tensors
-        stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
-        ranks = self.mesh.axes[pipeline.axis]
-        actions = pipeline.actions(ranks)
-        results = len(traced.out_shapes) - n
-        stages = split(
-            traced.gm,
-            [0 if stage is None else stage for stage in stage_of],
-            len(tensors) - n,
-            results,
-            ranks * pipeline.chunks,
-            halves=any(action.kind == "I" for own in actions for action in own),
-        )
-        check_stages(traced.gm.graph, n, len(tensors) - n, stages, actions)
-        within = within_stage(self.mesh, pipeline.axis)
-        params = [without_stage(specs[i]) for i in range(n)]
-        batch = [specs[i] for i in tensors[n:]]
-        made = plan_stages(
-            stages,
-            within,
-            (call.names[:n], [call.names[i] for i in tensors[n:]]),
-            params,
-            batch,
-            traced.constants,
-            self._options,
-            definition.hardware,
-            partial(check_prepared, mesh=within),
-            stage_of,
-            ranks,
-        )
-        programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
-        check_programs(programs, self._options)
+        traced = traced_for(definition, replace(inputs, shapes=micro))
         out_specs, _ = specs_of_results(definition, inputs, traced)
-        whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
-        program = PipelineProgram(
-            mesh=self.mesh,
-            axis=pipeline.axis,
-            pipeline=pipeline,
-            actions=actions,
-            made=made,
-            leaves=[
-                Held(spec, leaf.shape, leaf.dtype)
-                for spec, leaf in zip(params, whole[:n], strict=True)
-            ],
-            stage_of=stage_of,
-            batch=whole[n:],
-            out_specs=[P() if spec is None else spec for spec in out_specs],
-            out_shapes=traced.out_shapes,
-            **result_facts(inputs, traced),
+        program = plan_pipeline(
+            definition,
+            pipeline,
+            traced.gm,
+            inputs.tensor_names,
+            held_of(inputs),
+            range(n),
+            len(inputs.tensors) - n,
+            traced.constants,
+            [P() if spec is None else spec for spec in out_specs],
+            result_facts(inputs, traced),
         )
         return planned_of(definition, inputs, traced, program)
 
-    def _check_batch(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        n: int,
-    ) -> None:
-        """Raises unless every rank's rows of the batch are whole microbatches."""
-        pipeline, failures = self._pipeline, []
-        for leaf, spec, shape, name in zip(
-            call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True
-        ):
-            if not isinstance(leaf, torch.Tensor) or shape is None:
-                continue
-            if pipeline.axis in spec.axes:
-                raise SpecError(
-                    f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
-                    f" take the whole batch. Leave {pipeline.axis!r} out."
-                )
-            count = pipeline.microbatches
-            rows = _rows_of_ranks(spec, shape, self.mesh.axes) if shape else {1}
-            odd = [r for r in sorted(rows) if r % count]
-            if not shape or odd:
-                held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
-                failures.append(
-                    f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
-                    " microbatches. Give a batch of a multiple of"
-                    f" {count} rows for each rank, or another number of microbatches."
-                )
-        if failures:
-            raise InputError(join_failures(failures))
+
+def held_of(inputs: Inputs) -> list[Held]:
+    """The tensors of a call."""
+    leaves, specs, shapes = inputs.call.leaves, inputs.specs, inputs.shapes
+    return [Held(specs[i], shapes[i] or (), leaves[i].dtype) for i in inputs.tensors]
+
+
+def plan_pipeline(
+    definition: Definition,
+    pipeline: Pipeline,
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    inputs: Sequence[Held],
+    leaves: Sequence[int],
+    batch: int,
+    constants: Sequence[torch.Tensor],
+    out_specs: Sequence[PartitionSpec],
+    facts: dict[str, Any],
+) -> PipelineProgram:
+    """The program of a graph for one microbatch: parameters, batch, constants in; results, then
+    gradients out.
+
+    Args:
+        names, inputs: of the parameters and the whole batch.
+        leaves: which parameters the gradients are of.
+        batch: how many of the inputs are.
+        facts: as of `result_facts`.
+
+    Raises:
+        ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
+    """
+    mesh, options, n = definition.mesh, definition.options, len(inputs) - batch
+    stage_of = [
+        pipeline.stage_of(held.spec, name) for held, name in zip(inputs[:n], names[:n], strict=True)
+    ]
+    ranks = mesh.axes[pipeline.axis]
+    actions = pipeline.actions(ranks)
+    outputs: Any = gm.graph.output_node().args[0]
+    stages = split(
+        gm,
+        [0 if stage is None else stage for stage in stage_of],
+        batch,
+        len(outputs) - len(leaves),
+        leaves,
+        ranks * pipeline.chunks,
+        halves=any(action.kind == "I" for own in actions for action in own),
+    )
+    check_stages(gm.graph, n, batch, leaves, stages, actions)
+    within = within_stage(mesh, pipeline.axis)
+    params = [without_stage(held.spec) for held in inputs[:n]]
+    made = plan_stages(
+        stages,
+        within,
+        (names[:n], names[n:]),
+        params,
+        [held.spec for held in inputs[n:]],
+        constants,
+        options,
+        definition.hardware,
+        partial(check_prepared, mesh=within),
+        stage_of,
+        ranks,
+    )
+    programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
+    check_programs(programs, options)
+    return PipelineProgram(
+        mesh=mesh,
+        axis=pipeline.axis,
+        pipeline=pipeline,
+        actions=actions,
+        made=made,
+        leaves=[
+            Held(spec, held.shape, held.dtype)
+            for spec, held in zip(params, inputs[:n], strict=True)
+        ],
+        stage_of=stage_of,
+        batch=list(inputs[n:]),
+        out_specs=list(out_specs),
+        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
+        **facts,
+    )
+
+
+def check_batch(
+    pipeline: Pipeline, mesh: Mesh, batch: Sequence[tuple[PartitionSpec, Shape, str]]
+) -> None:
+    """Raises unless every rank's rows of the batch are whole microbatches.
+
+    Args:
+        batch: spec, shape and name of its tensors.
+    """
+    failures = []
+    for spec, shape, name in batch:
+        if pipeline.axis in spec.axes:
+            raise SpecError(
+                f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
+                f" take the whole batch. Leave {pipeline.axis!r} out."
+            )
+        count = pipeline.microbatches
+        rows = _rows_of_ranks(spec, shape, mesh.axes) if shape else {1}
+        odd = [r for r in sorted(rows) if r % count]
+        if not shape or odd:
+            held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
+            failures.append(
+                f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
+                " microbatches. Give a batch of a multiple of"
+                f" {count} rows for each rank, or another number of microbatches."
+            )
+    if failures:
+        raise InputError(join_failures(failures))
 
 
 def _rows_of_ranks(spec: PartitionSpec, shape: Shape, axes: dict[str, int]) -> set[int]:

@@ -10,13 +10,14 @@ from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.pipelined_train_step import PipelinedTrainStep
 from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError, SpecError
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
 from ftp.random.distributions import check_key
-from ftp.random.torch_functions import keyed
+from ftp.random.draws import keyed
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs
@@ -163,7 +164,7 @@ def shard(
                 "dynamic_shapes does not go with a pipeline, whose stages send activations of"
                 " fixed shapes. Leave one out; without it each size is planned for itself."
             )
-        check_pipeline(pipeline, m, options)
+        check_pipeline(pipeline, m, options, rng=rng)
         return PipelinedStep(
             Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options), pipeline
         )
@@ -196,6 +197,7 @@ def spmd(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
@@ -214,6 +216,10 @@ def spmd(
         data_axes: default the axes that cut an argument that is no state. State: the first
             argument, donated ones, and trees that come back in the result with the same shapes and
             specs.
+        pipeline: run the gradient that ``fn`` takes, by ``torch.func.grad_and_value`` or
+            ``ftp.optim.accumulate`` of it, in stages over one axis, microbatch by microbatch. What
+            follows, such as clipping and an optimizer's update, is done once, of the means over the
+            microbatches. ``in_specs`` hold those of ``pipeline.place`` (see docs/pipelines.md).
 
     The other arguments are those of ``shard``.
 
@@ -247,15 +253,20 @@ def spmd(
         )
 
     m = resolve(mesh)
-    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    options = checked_options(m, options)
     dynamic = dynamic_arguments(dynamic_shapes, names, 0, rng=rng)
-    if dynamic is not None and made is StagedStep:
+    in_stages = pipeline is not None or has_stages((in_specs, out_specs))
+    if dynamic is not None and in_stages:
         raise InputError(
             "dynamic_shapes does not go with the stages of a pipeline: they send activations of"
             " fixed shapes. Leave it out; each size is planned for itself."
         )
-    options, state = checked_options(m, options), frozenset({0, *donate})
-    return made(Definition(fn, m, input_specs, output_specs, names, state, options, dynamic))
+    state = frozenset({0, *donate})
+    definition = Definition(fn, m, input_specs, output_specs, names, state, options, dynamic)
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options, rng=rng, updates=True)
+        return PipelinedTrainStep(definition, pipeline)
+    return StagedStep(definition) if in_stages else Step(definition)
 
 
 def lower(

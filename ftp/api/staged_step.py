@@ -7,6 +7,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+import torch
+from torch import fx
+
 from ftp.api.build import planned_of, result_facts
 from ftp.api.definition import Definition, specs_of_results, traced_for
 from ftp.api.graph_checks import check_prepared, check_programs
@@ -48,80 +51,110 @@ class StagedStep(Step):
     def _build(
         self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
     ) -> Planned:
-        definition, options = self._definition, self._options
+        definition = self._definition
         traced = traced or traced_for(definition, inputs)
         out_specs, _ = specs_of_results(definition, inputs, traced)
-        axis = self._axis([*inputs.specs, *(s for s in out_specs if s is not None)])
-        ranks = self.mesh.axes[axis]
-
-        def rank_of(spec: PartitionSpec | None) -> int:
-            entry = None if spec is None else staged(spec)
-            return ALL if entry is None else entry.stage % ranks
-
-        placeholders = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
-        in_specs = inputs.tensor_specs + [PartitionSpec()] * len(traced.constants)
-        holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
-        rounds = split_in_rounds(traced.gm, holders, due, ranks)
-        check_rounds(traced.gm.graph, rounds, due, ranks)
-        within = within_stage(self.mesh, axis)
-        plain = [without_stage(s) for s in in_specs]
-        constants = placeholders[len(inputs.tensors) :]
-        names = inputs.tensor_names + [n.name for n in constants]
-        asked = {
-            name: without_stage(spec)
-            for name, spec in zip(rounds.results, out_specs, strict=True)
-            if spec is not None
-        }
-        planner = PiecePlanner(
-            within,
-            (names, ()),
-            plain,
-            (),
-            (),
-            asked,
-            replace(options, data_axes=options.data_axes or ()),
-            definition.hardware,
-            partial(check_prepared, mesh=within),
-        )
-        for node, spec in zip(placeholders, plain, strict=True):
-            val = node.meta["val"]
-            planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
-        programs = {
-            (at, rank): planner.plan(piece)
-            for at, pieces in enumerate(rounds.pieces)
-            for rank, piece in sorted(pieces.items())
-        }
-        check_programs(programs.values(), options)
-        found_specs = [
-            planner.values[name].spec if spec is None else spec
-            for name, spec in zip(rounds.results, out_specs, strict=True)
-        ]
-        program = StagedProgram(
-            mesh=self.mesh,
-            within=within,
-            axis=axis,
-            rounds=rounds,
-            programs=programs,
-            values=planner.values,
-            inputs=[n.name for n in placeholders],
-            constants=traced.constants,
-            due=due,
-            out_specs=found_specs,
-            out_shapes=traced.out_shapes,
-            **result_facts(inputs, traced),
+        program = plan_rounds(
+            definition,
+            traced.gm,
+            inputs.tensor_names,
+            inputs.tensor_specs,
+            traced.constants,
+            out_specs,
+            result_facts(inputs, traced),
         )
         return planned_of(definition, inputs, traced, program)
 
-    def _axis(self, specs: Sequence[PartitionSpec]) -> str:
-        """The axis of the stages; raises where there are several, or it is cut otherwise too."""
-        entries = [entry for s in specs if (entry := staged(s)) is not None]
-        axes = sorted({entry.axis for entry in entries})
-        if len(axes) > 1:
-            raise SpecError(f"The specs give stages over {' and '.join(axes)}. Use one axis.")
-        cut = [s for s in specs if axes[0] in s.axes and staged(s) is None]
-        if cut:
-            raise SpecError(
-                f"The spec {cut[0]} cuts a dim over {axes[0]!r}, whose ranks are stages of a"
-                " pipeline. Leave it out, or give a stage with pipeline.place."
-            )
-        return axes[0]
+
+def plan_rounds(
+    definition: Definition,
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    specs: Sequence[PartitionSpec],
+    constants: Sequence[torch.Tensor],
+    out_specs: Sequence[PartitionSpec | None],
+    facts: dict[str, Any],
+) -> StagedProgram:
+    """The program of a functional graph whose inputs belong to stages.
+
+    Args:
+        names, specs: of the graph's inputs; those that follow are the ``constants``.
+        facts: as of `result_facts`.
+
+    Raises:
+        SpecError: stages over several axes, or over one that is cut otherwise too.
+    """
+    mesh, options = definition.mesh, definition.options
+    axis = _axis([*specs, *(s for s in out_specs if s is not None)])
+    ranks = mesh.axes[axis]
+
+    def rank_of(spec: PartitionSpec | None) -> int:
+        entry = None if spec is None else staged(spec)
+        return ALL if entry is None else entry.stage % ranks
+
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    in_specs = [*specs, *[PartitionSpec()] * len(constants)]
+    holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
+    rounds = split_in_rounds(gm, holders, due, ranks)
+    check_rounds(gm.graph, rounds, due, ranks)
+    within = within_stage(mesh, axis)
+    plain = [without_stage(s) for s in in_specs]
+    asked = {
+        name: without_stage(spec)
+        for name, spec in zip(rounds.results, out_specs, strict=True)
+        if spec is not None
+    }
+    planner = PiecePlanner(
+        within,
+        ([*names, *(n.name for n in placeholders[len(names) :])], ()),
+        plain,
+        (),
+        (),
+        asked,
+        replace(options, data_axes=options.data_axes or ()),
+        definition.hardware,
+        partial(check_prepared, mesh=within),
+    )
+    for node, spec in zip(placeholders, plain, strict=True):
+        val = node.meta["val"]
+        planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
+    programs = {
+        (at, rank): planner.plan(piece)
+        for at, pieces in enumerate(rounds.pieces)
+        for rank, piece in sorted(pieces.items())
+    }
+    check_programs(programs.values(), options)
+    found_specs = [
+        planner.values[name].spec if spec is None else spec
+        for name, spec in zip(rounds.results, out_specs, strict=True)
+    ]
+    outputs: Any = gm.graph.output_node().args[0]
+    return StagedProgram(
+        mesh=mesh,
+        within=within,
+        axis=axis,
+        rounds=rounds,
+        programs=programs,
+        values=planner.values,
+        inputs=[n.name for n in placeholders],
+        constants=constants,
+        due=due,
+        out_specs=found_specs,
+        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
+        **facts,
+    )
+
+
+def _axis(specs: Sequence[PartitionSpec]) -> str:
+    """The axis of the stages; raises where there are several, or it is cut otherwise too."""
+    entries = [entry for s in specs if (entry := staged(s)) is not None]
+    axes = sorted({entry.axis for entry in entries})
+    if len(axes) > 1:
+        raise SpecError(f"The specs give stages over {' and '.join(axes)}. Use one axis.")
+    cut = [s for s in specs if axes[0] in s.axes and staged(s) is None]
+    if cut:
+        raise SpecError(
+            f"The spec {cut[0]} cuts a dim over {axes[0]!r}, whose ranks are stages of a"
+            " pipeline. Leave it out, or give a stage with pipeline.place."
+        )
+    return axes[0]

@@ -23,7 +23,7 @@ Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
-VERSION = 6
+VERSION = 7
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
@@ -79,6 +79,7 @@ class Operation:
         partial: ``{axis: operands}`` that are pending sums together.
         spec: for an input, its spec.
         ports: for per-rank code, its specs.
+        body: for per-rank code, the code.
         found: a rule that trials found, for an op without a stated one; ``linear`` are its
             groups of operands.
         strides: of the results of a recorded op.
@@ -97,6 +98,7 @@ class Operation:
     found: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
+    body: fx.Graph | None = None
 
     @property
     def operands(self) -> list[Ref]:
@@ -149,6 +151,9 @@ class Certificate:
         ranks: the ranks' programs.
         donated: positions of inputs whose memory the ranks may write to.
         recorded: of ranks' programs that ftp did not write; None for those that it wrote.
+        trusted: what is taken as true of per-rank code (``ftp.local``): the op, and "code", that
+            the ranks run it as it is written, or "specs", that results are equal where its specs
+            say so.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((2,), ("tp",))
@@ -164,6 +169,7 @@ class Certificate:
     ranks: Ranks
     donated: tuple[int, ...] = ()
     recorded: "Recorded | None" = None
+    trusted: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
@@ -175,27 +181,29 @@ class Certificate:
 
     @property
     def assumptions(self) -> list[str]:
-        """What is assumed: that per-rank code returns what its out specs say, and rules that trials
-        found.
+        """What is assumed: of per-rank code what is not proven, that the ranks run it as it is
+        written and that results are equal where its out specs say so; that the collectives of code
+        over some axes alone do what they say; and rules that trials found.
 
         >>> import torch, ftp
         >>> mesh, spec = ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp")
-        >>> double = ftp.local(lambda x: 2 * x, mesh, spec, spec)
-        >>> lowered = ftp.lower(lambda x: double(x), mesh, spec, torch.ones(4))
-        >>> (assumed,) = ftp.certify(lowered).assumptions
-        >>> assumed.split(" returns ")[1]
-        "P('tp')"
+        >>> total = ftp.local(lambda x: ftp.axis.all_reduce(x.sum(), "tp"), mesh, spec, ftp.P())
+        >>> lowered = ftp.lower(lambda x: total(x), mesh, spec, torch.ones(4))
+        >>> ftp.certify(lowered).assumptions
+        []
         """
         found = {}
         for o in self.operations:
             where = f"at {o.source or 'an unknown line'}"
-            if o.ports is not None:
+            if (o.name, "code") in self.trusted:
+                found[f"{o.name} {where} is run on each rank as it is written"] = None
+            if (o.name, "specs") in self.trusted and o.ports is not None:
                 found[
                     f"{o.name} {where} returns"
                     f" {', '.join(_written(*result) for result in o.ports.results)}"
                 ] = None
-            if o.target is LEAVE and (same := _claimed_equal(o)):
-                found[f"{o.name} {where} is equal on all ranks along {same}"] = None
+            if (o.name, "specs") in self.trusted and o.target is LEAVE:
+                found[f"{o.name} {where} is equal on all ranks along {_claimed_equal(o)}"] = None
             if (axis := collective_axis(o.target, o.args)) is not None:
                 name = str(o.target).split(".")[1]
                 found[f"{name} over {axis} in per-rank code {where} does what it says"] = None
@@ -266,6 +274,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
                 "found": [o.found, o.linear],
                 "strides": o.strides,
+                "body": None if o.body is None else [_encode_node(n) for n in o.body.nodes],
             }
             for o in c.operations
         ],
@@ -276,6 +285,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
         "recorded": None
         if (r := c.recorded) is None
         else [r.names, [[k, v] for k, v in r.integers.items()]],
+        "trusted": c.trusted,
     }
 
 
@@ -300,6 +310,7 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
             o["found"][0],
             tuple(map(tuple, o["found"][1])),
             tuple(map(tuple, o["strides"])),
+            None if o["body"] is None else _decode_graph(o["body"]),
         )
         for o in body["operations"]
     )
@@ -314,7 +325,15 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     unreduced = Unreduced(*(tuple(map(tuple, axes)) for axes in body["unreduced"]))
     donated = tuple(body["donated"])
     return Certificate(
-        body["axes"], groups, operations, outputs, unreduced, ranks, donated, recorded
+        body["axes"],
+        groups,
+        operations,
+        outputs,
+        unreduced,
+        ranks,
+        donated,
+        recorded,
+        tuple((name, kind) for name, kind in body["trusted"]),
     )
 
 

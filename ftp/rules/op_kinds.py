@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.map_slices import MAP_SLICES
@@ -44,7 +45,8 @@ ATTENTION = frozenset(
     for forward in _ATTENTION
     for name in (forward, f"{forward}_backward")
     if hasattr(aten, name)
-) | {VARLEN, VARLEN_BACKWARD}
+) | {VARLEN, VARLEN_BACKWARD, FLEX, FLEX_BACKWARD}
+_OF_ATTENTION = ("b", "h", "r", "s", "t", "e", "v")
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
 
 
@@ -59,6 +61,8 @@ def multiplications(
     """Multiplications of an op of `is_product` whose factors have these sizes; where rows are in
     groups, in groups of equal size. ``wanted`` says which of its results it computes.
     """
+    if target in ATTENTION:  # whose other factors are of masks, lengths and generators
+        sizes = {f: n for f, n in sizes.items() if f in _OF_ATTENTION}
     total = math.prod(sizes.values())
     if target in CONVOLUTIONS:
         # Each position of one lattice, z, meets all taps, and by them positions of the other, y.

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -33,6 +34,7 @@ from ftp import deferred_compiler
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
+from ftp.ops.microbatch_means import means_of_trace
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.source import describe_line, user_line
@@ -50,6 +52,7 @@ from ftp.tracing.functionalize_graph import (
 )
 from ftp.tracing.gpu_attention import with_gpu_attention
 from ftp.tracing.libraries import patched_libraries
+from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.selected import Selected
 from ftp.tracing.value_independent import unchecked
@@ -66,7 +69,8 @@ class Traced:
 
     Attributes:
         gm: functional aten graph; its placeholders are the tensor leaves in order, then the
-            constants; it returns a flat tuple. Every node knows its ``meta["val"]``, in
+            constants; it returns a flat tuple, last the means over microbatches that a pipeline
+            asks for (`ftp.ops.microbatch_means`). Every node knows its ``meta["val"]``, in
             ``meta["source"]`` the user's line that caused it ("" if none did), in ``meta["phase"]``
             how often forward and backward passes took turns before it, and in ``meta["region"]``
             the recomputation that it is part of.
@@ -167,23 +171,25 @@ def trace(
         mm = torch.ops.aten.mm.default(x, p_w);  x = p_w = None
         return (mm,)
     """
+    made = partial(
+        _traced,
+        fn,
+        leaves,
+        in_tree,
+        device_type,
+        names=names,
+        line=line,
+        checked=checked,
+        within=within,
+        calls=calls,
+        shapes=shapes,
+        symbolic=symbolic,
+    )
     refused: GradientRefused | None = None
     for by in ("func", "grad", "backward"):
         with _taking(by) as gradient:
             try:
-                return _traced(
-                    fn,
-                    leaves,
-                    in_tree,
-                    device_type,
-                    names=names,
-                    line=line,
-                    checked=checked,
-                    within=within,
-                    calls=calls,
-                    shapes=shapes,
-                    symbolic=symbolic,
-                )
+                return _with_derivatives(made)
             except GradientRefused as error:
                 refused = refused or error
                 if not gradient.is_taken:
@@ -197,6 +203,25 @@ def trace(
                 )
     assert refused is not None
     raise refused
+
+
+def _with_derivatives(made: Callable[[], Traced]) -> Traced:
+    """A trace, with attention as primitives where a derivative is asked for that its fused kernels
+    lack: a second one, or one in forward mode.
+    """
+    try:
+        return made()
+    except RuntimeError as error:
+        if not _is_of_fused_attention(error):
+            raise
+    with sdpa_kernel(SDPBackend.MATH):
+        return made()
+
+
+def _is_of_fused_attention(error: BaseException) -> bool:
+    """Whether torch's error is of a derivative that fused attention lacks."""
+    text = str(error)
+    return "_scaled_dot_product_" in text and ("forward AD" in text or "derivative for" in text)
 
 
 def _lacks_module(error: BaseException | None) -> bool:
@@ -232,7 +257,9 @@ def _traced(
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Any] = []
-    assumed = Assumptions(recorder)
+    assumed, means = Assumptions(recorder), None if within else means_of_trace()
+    if means is not None:
+        means.begin()
 
     def flat(*values: Tensor) -> list[Tensor]:
         filled = list(leaves)
@@ -245,13 +272,15 @@ def _traced(
             _check_results(out_leaves, out)
             result[:] = out_tree, out_leaves
             outputs = [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
-            return [*outputs, *(assumed.conditions if checked else ())]
+            noted = [] if means is None else [recorder.known(x) for x in means.tensors]
+            return [*outputs, *(assumed.conditions if checked else ()), *noted]
 
     # A write to a view has its gradient by the view's own op, rather than by strides that a shard
     # does not have.
     with (
         _nested_traces(),
         patched_libraries(),
+        noted_gradients(),
         unchecked(),
         nullcontext()
         if symbolic is None
