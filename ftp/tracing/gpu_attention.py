@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
 
 aten = torch.ops.aten
 CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -41,7 +42,7 @@ def with_gpu_attention(graph: fx.Graph, mode: FakeTensorMode) -> None:
         _replace(node, kernel, mode)
     for node in backward:
         made = _forward_of(node)
-        if made in forward:
+        if made is not None and made in forward:
             _replace_backward(node, made, mode)
 
 
@@ -65,8 +66,10 @@ def _kernel(node: fx.Node) -> Any:
 
 def _forward_of(node: fx.Node) -> fx.Node | None:
     out: Any = node.args[4]
-    is_result = isinstance(out, fx.Node) and out.target is operator.getitem
-    return out.args[0] if is_result and out.args[0].target in (CPU, FLASH, EFFICIENT) else None
+    if not isinstance(out, fx.Node) or out.target is not operator.getitem:
+        return None
+    made: Any = out.args[0]
+    return made if made.target in (CPU, FLASH, EFFICIENT) else None
 
 
 def _replace(node: fx.Node, kernel: Any, mode: FakeTensorMode) -> None:
@@ -135,6 +138,6 @@ def _ran(node: fx.Node, mode: FakeTensorMode) -> Any:
     def value(x: fx.Node) -> Any:
         return x.meta["val"]
 
-    args, kwargs = fx.node.map_arg((node.args, dict(node.kwargs)), value)
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
     with mode:
         return node.target(*args, **kwargs)  # type: ignore[operator]
