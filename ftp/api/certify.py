@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
 from torch import fx
 
 import ftp.rules  # noqa: F401  (the check looks rules up)
@@ -16,6 +17,7 @@ from ftp.certification.certificate import (
     Ref,
     Spec,
     Unreduced,
+    shrunk,
 )
 from ftp.certification.checker import check
 from ftp.certification.value_numbering import check_traced
@@ -81,16 +83,16 @@ def certificate_of(program: Program) -> Certificate:
     plan, mesh = program.plan, program.mesh
     numbers: dict[fx.GraphModule, int] = {}
     graphs: list[fx.Graph] = []
-    at = {}
-    for coordinate in mesh.coordinates():
+    offsets: list[tuple[np.ndarray, ...]] = []
+    number = np.empty(mesh.shape, dtype=np.int64)
+    for together in itertools.product(*program.alike()):
+        coordinate = {axis: at[0] for axis, at in zip(mesh.axes, together, strict=True)}
         local = program.local(coordinate)
         if local.gm not in numbers:
             numbers[local.gm] = len(graphs)
             graphs.append(executed(program, local, coordinate).graph)
-        at[tuple(coordinate[a] for a in mesh.axes)] = (
-            numbers[local.gm],
-            tuple(local.offsets_at(coordinate)),
-        )
+            offsets.append(tuple(map(shrunk, local.offset_tables(mesh.axes))))
+        number[np.ix_(*together)] = numbers[local.gm]
     products = [
         axes
         for count in range(1, len(mesh.axes) + 1)
@@ -117,7 +119,7 @@ def certificate_of(program: Program) -> Certificate:
             ),
             tuple(spec.unreduced for spec in plan.out_specs),
         ),
-        Ranks(tuple(graphs), at),
+        Ranks(tuple(mesh.shape), tuple(graphs), shrunk(number), tuple(offsets)),
         program.donated,
     )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
@@ -23,7 +24,7 @@ Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
-VERSION = 6
+VERSION = 7
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
@@ -127,12 +128,83 @@ class Recorded:
     integers: Mapping[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks' graphs: per coordinate, the graph that the rank runs and its offsets."""
+    """The ranks' programs: per rank a graph, and what the numbers hold that it takes after the
+    tensors. Arrays have a dim for each mesh axis, of size 1 where nothing changes along it.
 
+    Attributes:
+        shape: of the mesh.
+        number: which graph each rank runs.
+        offsets: per graph, the values of each number on the ranks that run it.
+    """
+
+    shape: tuple[int, ...]
     graphs: tuple[fx.Graph, ...]
-    at: Mapping[Coordinate, tuple[int, tuple[int, ...]]]
+    number: np.ndarray
+    offsets: tuple[tuple[np.ndarray, ...], ...]
+
+    @staticmethod
+    def of(
+        graphs: Sequence[fx.Graph], at: Mapping[Coordinate, tuple[int, Sequence[int]]]
+    ) -> "Ranks":
+        """From each rank's graph and numbers."""
+        shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
+        number = np.zeros(shape, dtype=np.int64)
+        counts = {graph: len(given) for graph, given in at.values()}
+        offsets = [
+            [np.zeros(shape, dtype=np.int64) for _ in range(counts.get(graph, 0))]
+            for graph in range(len(graphs))
+        ]
+        for coordinate, (graph, given) in at.items():
+            number[coordinate] = graph
+            for values, value in zip(offsets[graph], given, strict=True):
+                values[coordinate] = value
+        return Ranks(
+            shape, tuple(graphs), shrunk(number), tuple(tuple(map(shrunk, o)) for o in offsets)
+        )
+
+    @property
+    def at(self) -> dict[Coordinate, tuple[int, tuple[int, ...]]]:
+        """Each rank's graph and numbers."""
+        number = np.broadcast_to(self.number, self.shape)
+        given = [[np.broadcast_to(v, self.shape) for v in values] for values in self.offsets]
+        return {
+            c: (int(number[c]), tuple(int(v[c]) for v in given[number[c]]))
+            for c in np.ndindex(*self.shape)
+        }
+
+    def graph_at(self, coordinate: Sequence[int]) -> int:
+        return int(np.broadcast_to(self.number, self.shape)[tuple(coordinate)])
+
+    def first(self, graph: int) -> Coordinate:
+        """The first rank that runs a graph."""
+        found = np.argwhere(np.broadcast_to(self.number, self.shape) == graph)
+        return tuple(found[0].tolist())
+
+    @property
+    def misfit(self) -> str:
+        """Why these are no programs of a mesh's ranks; "" if they are."""
+        arrays = [self.number, *(v for values in self.offsets for v in values)]
+        if len(self.offsets) != len(self.graphs):
+            return f"{len(self.graphs)} graphs, and offsets for {len(self.offsets)}"
+        if any(
+            a.ndim != len(self.shape) or any(s not in (1, n) for s, n in zip(a.shape, self.shape))  # noqa: B905
+            for a in arrays
+        ):
+            return f"arrays that do not fit ranks of shape {self.shape}"
+        if set(np.unique(self.number).tolist()) != set(range(len(self.graphs))):
+            return f"{len(self.graphs)} graphs, of which the ranks run others"
+        return ""
+
+
+def shrunk(of_ranks: np.ndarray) -> np.ndarray:
+    """With dims along which nothing changes shrunk to size 1."""
+    for dim in range(of_ranks.ndim):
+        first = of_ranks.take([0], dim)
+        if (of_ranks == first).all():
+            of_ranks = first
+    return of_ranks
 
 
 @dataclass(frozen=True, repr=False)
@@ -272,7 +344,11 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
         "outputs": [[_encode(ref), spec] for ref, spec in c.outputs],
         "unreduced": [c.unreduced.inputs, c.unreduced.outputs],
         "graphs": [[_encode_node(n) for n in g.nodes] for g in c.ranks.graphs],
-        "ranks": [[list(k), graph, list(offsets)] for k, (graph, offsets) in c.ranks.at.items()],
+        "ranks": [
+            c.ranks.shape,
+            _encode_array(c.ranks.number),
+            [[_encode_array(v) for v in values] for values in c.ranks.offsets],
+        ],
         "recorded": None
         if (r := c.recorded) is None
         else [r.names, [[k, v] for k, v in r.integers.items()]],
@@ -304,9 +380,14 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
         for o in body["operations"]
     )
     outputs = tuple((_decode(ref), _spec(spec)) for ref, spec in body["outputs"])
-    at = {tuple(k): (graph, tuple(offsets)) for k, graph, offsets in body["ranks"]}
+    shape, number, offsets = body["ranks"]
     groups = {name: tuple(axes) for name, axes in body["groups"].items()}
-    ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
+    ranks = Ranks(
+        tuple(shape),
+        tuple(map(_decode_graph, body["graphs"])),
+        _decode_array(number),
+        tuple(tuple(map(_decode_array, values)) for values in offsets),
+    )
     recorded = None
     if (found := body["recorded"]) is not None:
         names, integers = found
@@ -342,6 +423,15 @@ def _spec(spec: Any) -> Spec:
         )
         for dim in spec
     )
+
+
+def _encode_array(values: np.ndarray) -> list[Any]:
+    return [list(values.shape), values.reshape(-1).tolist()]
+
+
+def _decode_array(encoded: Any) -> np.ndarray:
+    shape, values = encoded
+    return np.array(values, dtype=np.int64).reshape(shape)
 
 
 def _encode_node(node: fx.Node) -> dict[str, Any]:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import models
-import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -30,7 +29,8 @@ from ftp.api.certify import certificate_of, certify
 from ftp.certification.certificate import Certificate, Ranks, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
-from ftp.certification.element_map import element_map
+from ftp.certification.element_map import Part, element_map
+from ftp.certification.positions import whole
 from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
@@ -426,7 +426,7 @@ def check_mutants(
     changed = same = over = 0
     for mutant in mutants(certificate, seed, most, without):
         try:
-            check(replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at)))
+            check(replace(certificate, ranks=Ranks.of(mutant.graphs, mutant.at)))
             is_refused = False
         except CertificateError:
             is_refused = True
@@ -459,7 +459,7 @@ def test_data_movement_that_torch_refuses(target: Any, args: tuple[Any, ...]):
     with pytest.raises((RuntimeError, IndexError)):
         target(torch.ones(2, 3), *args)
     with pytest.raises(Unsound):
-        MOVEMENTS[target](element_map("x", [np.arange(2), np.arange(3)]), *args)
+        MOVEMENTS[target](element_map("x", [Part(whole(1, 0, n), n) for n in (2, 3)]), *args)
 
 
 @FEW
@@ -822,7 +822,7 @@ def test_a_thousand_ranks():
     """All of them: those of one program at once."""
     step, params, x = mlp(ftp.AbstractMesh((64, 32), ("dp", "tp")), bucket=True)
     certificate = certify(step.lower(params, x))
-    assert len(certificate.ranks.at) == 2048
+    assert certificate.ranks.shape == (64, 32)
     with pytest.raises(CertificateError, match=r"on one of the ranks at \(dp [0-9, ]*\.\.\., tp "):
         check(elsewhere(certificate, (3, 3)))
 
@@ -837,7 +837,7 @@ def elsewhere(certificate: Certificate, coordinate: tuple[int, ...]) -> Certific
     """With one rank's parts beginning elsewhere."""
     graph, offsets = certificate.ranks.at[coordinate]
     at = {**certificate.ranks.at, coordinate: (graph, tuple(i + 1 for i in offsets))}
-    return replace(certificate, ranks=replace(certificate.ranks, at=at))
+    return replace(certificate, ranks=Ranks.of(certificate.ranks.graphs, at))
 
 
 def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -904,7 +904,7 @@ def test_first_divergence():
         [shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)]
         for c in mesh.coordinates()
     ]
-    changed = replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at))
+    changed = replace(certificate, ranks=Ranks.of(mutant.graphs, mutant.at))
     found = compare(changed, inputs, shards, groups_of(mesh), None, None)
     assert (
         found is not None
@@ -921,7 +921,7 @@ def diverging(mutant: Mutant, step: Any, arguments: Sequence[Any]) -> Any:
         [shard_of(t, s, step.mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)]
         for c in step.mesh.coordinates()
     ]
-    changed = replace(certificate_of(program), ranks=Ranks(tuple(mutant.graphs), mutant.at))
+    changed = replace(certificate_of(program), ranks=Ranks.of(mutant.graphs, mutant.at))
     return compare(changed, inputs, shards, groups_of(program.mesh), None, None)
 
 
