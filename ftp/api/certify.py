@@ -84,15 +84,23 @@ def certificate_of(program: Program) -> Certificate:
     numbers: dict[fx.GraphModule, int] = {}
     graphs: list[fx.Graph] = []
     offsets: list[tuple[np.ndarray, ...]] = []
-    number = np.empty(mesh.shape, dtype=np.int64)
-    for together in itertools.product(*program.alike()):
-        coordinate = {axis: at[0] for axis, at in zip(mesh.axes, together, strict=True)}
+    alike = program.alike()
+    numbered = np.empty(list(map(len, alike)), dtype=np.int64)
+    for at in np.ndindex(numbered.shape):
+        first = [classes[i][0] for classes, i in zip(alike, at, strict=True)]
+        coordinate = dict(zip(mesh.axes, first, strict=True))
         local = program.local(coordinate)
         if local.gm not in numbers:
             numbers[local.gm] = len(graphs)
             graphs.append(executed(program, local, coordinate).graph)
-            offsets.append(tuple(map(shrunk, local.offset_tables(mesh.axes))))
-        number[np.ix_(*together)] = numbers[local.gm]
+            offsets.append(tuple(local.offset_tables(mesh.axes)))
+        numbered[at] = numbers[local.gm]
+    for dim, classes in enumerate(alike):
+        if len(classes) > 1:
+            numbered = numbered.take(
+                [next(k for k, c in enumerate(classes) if i in c) for i in range(mesh.shape[dim])],
+                dim,
+            )
     products = [
         axes
         for count in range(1, len(mesh.axes) + 1)
@@ -119,7 +127,7 @@ def certificate_of(program: Program) -> Certificate:
             ),
             tuple(spec.unreduced for spec in plan.out_specs),
         ),
-        Ranks(tuple(mesh.shape), tuple(graphs), shrunk(number), tuple(offsets)),
+        Ranks(tuple(mesh.shape), tuple(graphs), shrunk(numbered), tuple(offsets)),
         program.donated,
     )
 

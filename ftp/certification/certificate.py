@@ -179,8 +179,7 @@ class Ranks:
 
     def first(self, graph: int) -> Coordinate:
         """The first rank that runs a graph."""
-        found = np.argwhere(np.broadcast_to(self.number, self.shape) == graph)
-        return tuple(found[0].tolist())
+        return tuple(np.argwhere(self.number == graph)[0].tolist())
 
     @property
     def misfit(self) -> str:
@@ -188,9 +187,9 @@ class Ranks:
         arrays = [self.number, *(v for values in self.offsets for v in values)]
         if len(self.offsets) != len(self.graphs):
             return f"{len(self.graphs)} graphs, and offsets for {len(self.offsets)}"
-        if any(
-            a.ndim != len(self.shape) or any(s not in (1, n) for s, n in zip(a.shape, self.shape))  # noqa: B905
-            for a in arrays
+        dims = [set(sizes) for sizes in zip(*(a.shape for a in arrays), strict=False)]
+        if any(a.ndim != len(self.shape) for a in arrays) or any(
+            sizes - {1, n} for sizes, n in zip(dims, self.shape, strict=True)
         ):
             return f"arrays that do not fit ranks of shape {self.shape}"
         if set(np.unique(self.number).tolist()) != set(range(len(self.graphs))):

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Operation, Spec
+from ftp.certification.certificate import Operation, Spec, shrunk
 from ftp.certification.element_map import MeshAxis, Part
 from ftp.certification.positions import (
     Index,
@@ -286,7 +286,7 @@ class ExpectedParts:
             ]
         )
         ranks = [along.n if d == along.dim else 1 for d in range(len(self.axes))]
-        return lengths[which.reshape(before.shape), np.arange(along.n).reshape(ranks)]
+        return shrunk(lengths[which.reshape(before.shape), np.arange(along.n).reshape(ranks)])
 
     def _sizes(self, size: Any) -> Index:
         const, chunks = (size, ()) if isinstance(size, int) else size

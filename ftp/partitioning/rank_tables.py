@@ -54,11 +54,19 @@ def chunk_table(
         ]
     )
     ranks = np.arange(n).reshape([n if axis == chunk.axis else 1 for axis in axes])
-    return answers[which.reshape(cut.shape), ranks]
+    return shrunk(answers[which.reshape(cut.shape), ranks])
 
 
 def _length(chunk: Chunk, coordinate: Mapping[str, int]) -> int:
     return chunk_at(chunk, coordinate)[1]
+
+
+def shrunk(found: Table) -> Table:
+    for dim in range(found.ndim):
+        first = found.take([0], dim)
+        if (found == first).all():
+            found = first
+    return found
 
 
 def classes(axes: Mapping[str, int], tables: Sequence[Table]) -> list[list[list[int]]]:

@@ -4,8 +4,10 @@ import hashlib
 import importlib.util
 import inspect
 import itertools
+import math
 import random
 import re
+import tracemalloc
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import models
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -466,7 +469,7 @@ def test_data_movement_that_torch_refuses(target: Any, args: tuple[Any, ...]):
 @given(programs(gradients=False), st.sampled_from(PASSES))
 def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=False)
-    certify(lowered)
+    require_own_programs(lowered._program, certify(lowered))
     check_mutants(lowered, values, 0, 4)
 
 
@@ -474,8 +477,19 @@ def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
 @given(programs(gradients=True), st.sampled_from(PASSES))
 def test_gradients(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=True)
-    certify(lowered)
+    require_own_programs(lowered._program, certify(lowered))
     check_mutants(lowered, values, 0, 4)
+
+
+def require_own_programs(program: Program, certificate: Certificate) -> None:
+    """Each rank of a certificate runs the graph and the offsets that the rank would run."""
+    graphs: dict[Any, int] = {}
+    at = {}
+    for coordinate in program.mesh.coordinates():
+        local = program.local(coordinate)
+        graph = graphs.setdefault(local.gm, len(graphs))
+        at[tuple(coordinate.values())] = graph, tuple(local.offsets_at(coordinate))
+    assert at == certificate.ranks.at
 
 
 @pytest.mark.slow
@@ -827,6 +841,65 @@ def test_a_thousand_ranks():
         check(elsewhere(certificate, (3, 3)))
 
 
+def many_ranks(shape: tuple[int, ...]) -> Program:
+    """A program on (pod, dp, fsdp, tp) whose weights are cut unevenly over fsdp and tp."""
+
+    def loss(params, x):
+        return (torch.relu(x @ params["up"]) @ params["down"]).square().mean()
+
+    mesh = ftp.AbstractMesh(shape, ("pod", "dp", "fsdp", "tp"))
+    specs = {"up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
+    rows = P(("pod", "dp", "fsdp"))
+    step = ftp.shard(loss, mesh, specs, batch_specs=rows)
+    params = {"up": torch.empty(99, 43, device="meta"), "down": torch.empty(43, 99, device="meta")}
+    x = torch.empty(2 * math.prod(shape[:3]), 99, device="meta")
+    return step.lower(params, x)._program
+
+
+def test_a_certificate_takes_no_more_for_more_ranks():
+    """128 times the ranks, in the same memory; one rank of them that runs what another runs is
+    refused.
+    """
+    peaks = []
+    for shape in ((2, 8, 8, 8), (2, 8, 8, 8), (16, 128, 8, 8)):  # the first call fills caches
+        program = many_ranks(shape)
+        program.local()
+        tracemalloc.start()
+        certificate = certificate_of(program)
+        check(certificate)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 1.5 * peaks[1], peaks
+    ranks, at = certificate.ranks, (5, 77, 3, 3)
+    assert len(ranks.graphs) > 1 and any(ranks.offsets)
+    number = np.broadcast_to(ranks.number, ranks.shape).copy()
+    number[at] = (number[at] + 1) % len(ranks.graphs)
+    with pytest.raises(CertificateError):
+        check(replace(certificate, ranks=replace(ranks, number=number)))
+    graph = ranks.graph_at(at)
+    for i, values in enumerate(ranks.offsets[graph][:2]):
+        changed = np.broadcast_to(values, ranks.shape).copy()
+        changed[at] += 1
+        mine = (*ranks.offsets[graph][:i], changed, *ranks.offsets[graph][i + 1 :])
+        given = (*ranks.offsets[:graph], mine, *ranks.offsets[graph + 1 :])
+        with pytest.raises(CertificateError):
+            check(replace(certificate, ranks=replace(ranks, offsets=given)))
+
+
+def test_ranks_that_do_not_fit_the_mesh():
+    step, params, x = mlp()
+    certificate = certify(step.lower(params, x))
+    ranks = certificate.ranks
+    for wrong in (
+        replace(ranks, number=np.full((1, 1), 7)),
+        replace(ranks, number=np.zeros((3, 1), dtype=np.int64)),
+        replace(ranks, shape=(4, 1)),
+        replace(ranks, offsets=()),
+    ):
+        with pytest.raises(CertificateError, match="the certificate has"):
+            check(replace(certificate, ranks=wrong))
+
+
 def test_the_rank_is_named():
     step, params, x = mlp(ftp.AbstractMesh((2, 7), ("dp", "tp")))
     with pytest.raises(CertificateError, match=r"on the rank at \(dp 1, tp 3\)"):
@@ -972,10 +1045,12 @@ def test_rounding_is_no_divergence(dtype: torch.dtype):
         assert ftp.first_divergence(step, {"w": w}, x) is None
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["certify", "scale"])
+def test_the_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).resolve().parents[2] / "docs/certify.md"
+    page = Path(__file__).resolve().parents[2] / f"docs/{name}.md"
     scope: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(block, str(page), "exec"), scope)
-    check(load_certificate("mlp.json"))
+    if name == "certify":
+        check(load_certificate("mlp.json"))
