@@ -41,7 +41,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 import ftp
-import ftp.api.step
+import ftp.planning.prepare
 from ftp.planning import cost_network as network
 from ftp.planning import planner
 from ftp.planning.cost import Hardware, Link, collective_seconds, op_seconds
@@ -83,12 +83,12 @@ def _stopped(step, args):
 
 
 def _with_planner(replacement, run):
-    original = ftp.api.shard.step.make_plan
-    ftp.api.shard.step.make_plan = replacement
+    original = ftp.planning.prepare.make_plan
+    ftp.planning.prepare.make_plan = replacement
     try:
         return run()
     finally:
-        ftp.api.shard.step.make_plan = original
+        ftp.planning.prepare.make_plan = original
 
 
 class Joint:

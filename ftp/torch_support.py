@@ -13,7 +13,8 @@ OLDEST, BELOW = (2, 13), (2, 16)  # as in pyproject.toml
 
 # Private names by module; a module without names is itself what is needed. Read at torch 2.13.
 NEEDED = {
-    "torch": "_assert_async _check _is_all_true _is_any_true _sample_dirichlet _standard_gamma",
+    "torch": "_assert_async _check _grouped_mm _is_all_true _is_any_true _sample_dirichlet"
+    " _standard_gamma",
     "torch._C": "DispatchKey DispatchKeySet DisableTorchFunction _DisableTorchDispatch"
     " _ExcludeDispatchKeyGuard _cuda_endAllocateToPool"
     " _cuda_releasePool _current_autograd_node _current_graph_task_id _dispatch_keys"
@@ -27,7 +28,7 @@ NEEDED = {
     " peek_interpreter_stack unwrap_if_dead",
     "torch._decomp": "decomposition_table",
     "torch._functorch.autograd_function": "CustomFunctionHigherOrderOperator custom_function_call",
-    "torch._functorch.eager_transforms": "",
+    "torch._functorch.eager_transforms": "grad_and_value_impl",
     "torch._dispatch.python": "enable_python_dispatcher",
     "torch._dynamo.source": "ConstantSource",
     "torch._functorch.pyfunctorch": "retrieve_current_functorch_interpreter"

@@ -232,7 +232,36 @@ def check_donated_once(call: Arguments, donate: Sequence[int]) -> None:
             )
 
 
-def takes_by_name(fn: Callable[..., Any]) -> list[str]:
+def describe_keywords(
+    fn: Callable[..., Any], arguments: Sequence[str], n: int, keywords: Mapping[str, Any]
+) -> str:
+    """The message for keyword arguments after ``n`` positional ones.
+
+    Args:
+        arguments: names of the positional arguments.
+    """
+    positional = [arguments[i] if i < len(arguments) else f"args[{i}]" for i in range(n)]
+    if strange := [name for name in keywords if name not in arguments[n:]]:
+        name, listed = getattr(fn, "__name__", kind_of(fn)), ", ".join(arguments)
+        if strange[0] in _takes_by_name(fn):
+            return (
+                f"The step takes no keyword {strange[0]!r}, though {name} does: its arguments"
+                f" are positional, ({listed})."
+                f" Make the step of functools.partial({name}, {strange[0]}=...)."
+            )
+        again = f", and {strange[0]!r} is given already" if strange[0] in positional else ""
+        return (
+            f"The step takes no argument {strange[0]!r}: {name} takes ({listed}), by"
+            f" position{again}. Call step({listed})."
+        )
+    given = ", ".join([*positional, *sorted(keywords, key=arguments.index)])
+    return (
+        f"The step does not take the keyword {next(iter(keywords))!r}; its arguments are"
+        f" positional. Call step({given})."
+    )
+
+
+def _takes_by_name(fn: Callable[..., Any]) -> list[str]:
     """The keyword-only arguments of a function."""
     try:
         return [

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from ftp.api.arguments import Arguments, check_donated_once, check_static
-from ftp.api.outputs import RENEWALS
-from ftp.api.step import Step, _Planned
+from ftp.api.definition import Definition, estimated_shapes
+from ftp.api.inputs import Inputs
+from ftp.api.planned import Planned, planned_for
+from ftp.api.step import Step
 from ftp.errors import InputError, MeshError, join_failures
 from ftp.planning.planner import Watch
 from ftp.program_files.saved import LoadedProgram, Signature, load, save, tree_text
@@ -20,8 +22,7 @@ from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import AnyMesh, Mesh, current_mesh, make_mesh, resolve
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import PartitionSpec, local_shape
-from ftp.tensors.device_put import global_shape
-from ftp.tensors.placement import Donated, check_alive, check_placed, placement
+from ftp.tensors.placement import check_alive, check_placed
 from ftp.tracing.trace import Traced
 
 
@@ -66,7 +67,7 @@ def load_program(path: str | Path, mesh: AnyMesh | None = None) -> "CompiledStep
     return CompiledStep(program, signature)
 
 
-def bound(step: Step, call: Arguments, planned: _Planned) -> "BoundProgram | None":
+def bound(definition: Definition, call: Arguments, planned: Planned) -> "BoundProgram | None":
     """A planned program with what its calls look like; None of a program of stages."""
     program = planned.program
     if not isinstance(program, Program):
@@ -75,14 +76,13 @@ def bound(step: Step, call: Arguments, planned: _Planned) -> "BoundProgram | Non
         Meta(tuple(shape), leaf.dtype) if shape is not None else leaf
         for leaf, shape in zip(call.leaves, planned.shapes, strict=True)
     )
-    arguments = [step._argument_name(i) for i in range(len(call.args))]
     signature = Signature(
-        getattr(step._fn, "__name__", kind_of(step._fn)),
-        tuple(arguments),
+        definition.function_name,
+        tuple(map(definition.argument_name, range(len(call.args)))),
         tuple(call.names),
         tree_text(call.treedef),
         leaves,
-        tuple(sorted(step._state)),
+        tuple(sorted(definition.state)),
     )
     return BoundProgram(program, signature, call)
 
@@ -126,13 +126,15 @@ class CompiledStep(Step):
     def __init__(self, program: Program, signature: Signature):
         self.program, self._signature = program, signature
         super().__init__(
-            _named(signature.function),
-            program.mesh,
-            lambda args: list(program.leaf_specs),
-            lambda result, specs, args: [],
-            arguments=signature.arguments,
-            state=signature.state,
-            options=program.options,
+            Definition(
+                _named(signature.function),
+                program.mesh,
+                lambda args: list(program.leaf_specs),
+                lambda result, specs, args: [],
+                signature.arguments,
+                frozenset(signature.state),
+                program.options,
+            )
         )
 
     @property
@@ -151,8 +153,7 @@ class CompiledStep(Step):
 
     def lower_traced(self, traced: Traced | None, *args: Any) -> Lowered:
         """The reports of the program, where it is the one of these arguments."""
-        call, specs, shapes = self._abstract(args)
-        self._build(call, specs, shapes)
+        self._build(self._abstract(args))
         return self.lowered
 
     def _checked_specs(self, call: Arguments) -> list[PartitionSpec]:
@@ -163,7 +164,7 @@ class CompiledStep(Step):
             check_donated_once(call, self._options.donate)
         check_alive(call.leaves, call.names)
         check_placed(call.leaves, specs, call.names, self.mesh)
-        shapes = [global_shape(x, s, self.mesh) for x, s in zip(call.leaves, specs, strict=True)]
+        shapes = estimated_shapes(call, specs, self.mesh)
         due = [*map(self._due, self._signature.leaves, specs)]
         self._check(call, [*map(self._given, call.leaves, shapes)], due)
         return specs
@@ -208,40 +209,19 @@ class CompiledStep(Step):
             raise InputError(join_failures(failures))
 
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        """The program with these arguments, whose agreed shapes are checked."""
-        own, program = self._signature.leaves, self.program
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        """The program with these inputs, whose agreed shapes are checked."""
+        own, program, call = self._signature.leaves, self.program, inputs.call
         due = [_typed(x.dtype, x.shape) if isinstance(x, Meta) else "" for x in own]
         given = [
             "" if shape is None else _typed(x.dtype, shape)
-            for x, shape in zip(call.leaves, shapes, strict=True)
+            for x, shape in zip(call.leaves, inputs.shapes, strict=True)
         ]
         self._check(call, given, due)
         if isinstance(program, LoadedProgram):
             program.resolve_tree(call.treedef)
-        donated = {i: Donated(self._argument_name(i)) for i in self._options.donate}
-        return _Planned(
-            program,
-            call.key,
-            tuple(shapes),
-            tuple(
-                placement(self.mesh, spec, tuple(shape))
-                for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
-            ),
-            tuple((i, RENEWALS[name]) for i, name in program.renewed),
-            tuple(
-                (i, donated[call.positions[i]])
-                for i in program.tensor_leaves
-                if call.positions[i] in donated
-            ),
-            [],
-        )
+        return planned_for(inputs, program, self.mesh, self._definition.donated_names, [])
 
 
 def _named(name: str) -> Callable[..., Any]:

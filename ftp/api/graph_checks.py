@@ -7,6 +7,7 @@ from ftp.errors import MeshError, SpecError, join_failures
 from ftp.ops.constrain import Pin
 from ftp.per_rank.planned import region_of
 from ftp.planning.graph import Graph, Node
+from ftp.planning.prepare import Prepared
 from ftp.report.lowered import check_strictly
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
@@ -23,7 +24,13 @@ def check_programs(programs: Iterable[Program], options: Options) -> None:
             certified(program)
 
 
-def check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
+def check_prepared(prepared: Prepared, mesh: Mesh) -> None:
+    """Raises for constraints and per-rank regions of a graph that do not fit the mesh."""
+    _check_constraints(prepared.constraints, mesh)
+    _check_local_meshes(prepared.graph, mesh)
+
+
+def _check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
     failures: dict[str, None] = {}
     for node, pin in constrained.items():
         where = f"the constraint at {node.source}" if node.source else "a constraint"
@@ -43,7 +50,7 @@ def check_constraints(constrained: dict[Node, Pin], mesh: Mesh) -> None:
         raise SpecError(join_failures(failures))
 
 
-def check_local_meshes(graph: Graph, mesh: Mesh) -> None:
+def _check_local_meshes(graph: Graph, mesh: Mesh) -> None:
     failures: dict[str, None] = {}
     for node in graph.nodes:
         axes = region_of(node.target, node.args)

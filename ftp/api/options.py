@@ -32,8 +32,13 @@ def checked_options(mesh: Mesh, options: Options) -> Options:
     return replace(options, data_axes=data_axes, donate=tuple(options.donate))
 
 
-def check_pipeline(pipeline: Any, mesh: Mesh, options: Options) -> None:
+def check_pipeline(
+    pipeline: Any, mesh: Mesh, options: Options, *, rng: bool = False, updates: bool = False
+) -> None:
     """Raises for what does not go with a pipeline.
+
+    Args:
+        updates: the step goes on after its gradient, and returns what takes the arguments' place.
 
     Raises:
         InputError: no ``Pipeline``, or options that exclude it.
@@ -49,7 +54,13 @@ def check_pipeline(pipeline: Any, mesh: Mesh, options: Options) -> None:
             " needs, one order of messages on both ranks, is not written. For GPUs a pipeline can"
             " be planned, on an ftp.AbstractMesh."
         )
-    if options.donate:
+    if rng:
+        raise InputError(
+            "rng=True and pipeline=: all microbatches of a step would draw from its one key, the"
+            f" same numbers. Pass keys = ftp.random.split(key, {pipeline.microbatches}) as a batch"
+            " argument of spec P(), of which each microbatch has a row: fn(params, x, rng=keys[0])."
+        )
+    if options.donate and not updates:
         raise InputError(
             "pipeline= and donate= exclude each other: a step's arguments are read until its last"
             " microbatch. Leave one out."

@@ -1,23 +1,27 @@
 """A step whose model is in stages of a pipeline: made in pieces, and run by a schedule."""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
-from ftp.api.arguments import Arguments
-from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
-from ftp.api.step import InSpecs, OutSpecs, Step, _Planned
+from ftp.api.build import planned_of, result_facts
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.graph_checks import check_prepared, check_programs
+from ftp.api.inputs import Inputs
+from ftp.api.planned import Planned
+from ftp.api.step import Step
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
 from ftp.planning.planner import Watch
-from ftp.planning.prepare import Prepared
 from ftp.report.pipelined import LoweredPipeline
-from ftp.runtime.options import Options
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.stage_programs import Held, plan_stages, within_stage
 from ftp.sharding.arguments import Shape
@@ -29,20 +33,8 @@ from ftp.tracing.trace import Traced
 class PipelinedStep(Step):
     """``Step`` of a loss over a pipeline; ``ftp.shard(..., pipeline=)`` makes it."""
 
-    def __init__(
-        self,
-        fn: Callable[..., Any],
-        mesh: Mesh,
-        in_specs: InSpecs,
-        out_specs: OutSpecs,
-        pipeline: Pipeline,
-        *,
-        arguments: Sequence[str],
-        options: Options,
-    ):
-        super().__init__(
-            fn, mesh, in_specs, out_specs, arguments=arguments, state=(0,), options=options
-        )
+    def __init__(self, definition: Definition, pipeline: Pipeline):
+        super().__init__(definition)
         self._pipeline = pipeline
 
     def lower(self, *args: Any) -> LoweredPipeline:  # type: ignore[override]
@@ -53,114 +45,144 @@ class PipelinedStep(Step):
 
     @collection_paused()
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        pipeline = self._pipeline
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        definition, pipeline = self._definition, self._pipeline
+        call, specs, shapes = inputs.call, inputs.specs, inputs.shapes
         n = sum(position == 0 for position in call.positions)
-        self._check_batch(call, specs, shapes, n)
+        batch = zip(call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True)
+        given = [(spec, shape, name) for _, spec, shape, name in batch if shape is not None]
+        check_batch(pipeline, self.mesh, given)
         micro = [
             shape if i < n or shape is None else (shape[0] // pipeline.microbatches, *shape[1:])
             for i, shape in enumerate(shapes)
         ]
-        traced = self._traced(call, specs, micro)
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        stage_of = [pipeline.stage_of(specs[i], call.names[i]) for i in range(n)]
-        ranks = self.mesh.axes[pipeline.axis]
-        actions = pipeline.actions(ranks)
-        results = len(traced.out_shapes) - n
-        stages = split(
+        traced = traced_for(definition, replace(inputs, shapes=micro))
+        out_specs, _ = specs_of_results(definition, inputs, traced)
+        program = plan_pipeline(
+            definition,
+            pipeline,
             traced.gm,
-            [0 if stage is None else stage for stage in stage_of],
-            len(tensors) - n,
-            results,
-            ranks * pipeline.chunks,
-            halves=any(action.kind == "I" for own in actions for action in own),
-        )
-        check_stages(traced.gm.graph, n, len(tensors) - n, stages, actions)
-        within = within_stage(self.mesh, pipeline.axis)
-
-        def check(prepared: Prepared) -> None:
-            check_constraints(prepared.constraints, within)
-            check_local_meshes(prepared.graph, within)
-
-        params = [without_stage(specs[i]) for i in range(n)]
-        batch = [specs[i] for i in tensors[n:]]
-        made = plan_stages(
-            stages,
-            within,
-            (call.names[:n], [call.names[i] for i in tensors[n:]]),
-            params,
-            batch,
+            inputs.tensor_names,
+            held_of(inputs),
+            range(n),
+            len(inputs.tensors) - n,
             traced.constants,
-            self._options,
-            self._hardware_on(self.mesh.hosts),
-            check,
-            stage_of,
-            ranks,
+            [P() if spec is None else spec for spec in out_specs],
+            result_facts(inputs, traced),
         )
-        programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
-        check_programs(programs, self._options)
-        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
-        whole = [Held(specs[i], shapes[i] or (), call.leaves[i].dtype) for i in tensors]
-        program = PipelineProgram(
-            mesh=self.mesh,
-            axis=pipeline.axis,
-            pipeline=pipeline,
-            actions=actions,
-            made=made,
-            leaves=[
-                Held(spec, leaf.shape, leaf.dtype)
-                for spec, leaf in zip(params, whole[:n], strict=True)
-            ],
-            stage_of=stage_of,
-            batch=whole[n:],
-            out_specs=[P() if spec is None else spec for spec in out_specs],
-            out_shapes=traced.out_shapes,
-            tensor_leaves=tensors,
-            leaf_specs=tuple(specs),
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
-        )
-        return self._callable(call, shapes, traced, program)
+        return planned_of(definition, inputs, traced, program)
 
-    def _check_batch(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        n: int,
-    ) -> None:
-        """Raises unless every rank's rows of the batch are whole microbatches."""
-        pipeline, failures = self._pipeline, []
-        for leaf, spec, shape, name in zip(
-            call.leaves[n:], specs[n:], shapes[n:], call.names[n:], strict=True
-        ):
-            if not isinstance(leaf, torch.Tensor) or shape is None:
-                continue
-            if pipeline.axis in spec.axes:
-                raise SpecError(
-                    f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
-                    f" take the whole batch. Leave {pipeline.axis!r} out."
-                )
-            count = pipeline.microbatches
-            rows = _rows_of_ranks(spec, shape, self.mesh.axes) if shape else {1}
-            odd = [r for r in sorted(rows) if r % count]
-            if not shape or odd:
-                held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
-                failures.append(
-                    f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
-                    " microbatches. Give a batch of a multiple of"
-                    f" {count} rows for each rank, or another number of microbatches."
-                )
-        if failures:
-            raise InputError(join_failures(failures))
+
+def held_of(inputs: Inputs) -> list[Held]:
+    """The tensors of a call."""
+    leaves, specs, shapes = inputs.call.leaves, inputs.specs, inputs.shapes
+    return [Held(specs[i], shapes[i] or (), leaves[i].dtype) for i in inputs.tensors]
+
+
+def plan_pipeline(
+    definition: Definition,
+    pipeline: Pipeline,
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    inputs: Sequence[Held],
+    leaves: Sequence[int],
+    batch: int,
+    constants: Sequence[torch.Tensor],
+    out_specs: Sequence[PartitionSpec],
+    facts: dict[str, Any],
+) -> PipelineProgram:
+    """The program of a graph for one microbatch: parameters, batch, constants in; results, then
+    gradients out.
+
+    Args:
+        names, inputs: of the parameters and the whole batch.
+        leaves: which parameters the gradients are of.
+        batch: how many of the inputs are.
+        facts: as of `result_facts`.
+
+    Raises:
+        ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
+    """
+    mesh, options, n = definition.mesh, definition.options, len(inputs) - batch
+    stage_of = [
+        pipeline.stage_of(held.spec, name) for held, name in zip(inputs[:n], names[:n], strict=True)
+    ]
+    ranks = mesh.axes[pipeline.axis]
+    actions = pipeline.actions(ranks)
+    outputs: Any = gm.graph.output_node().args[0]
+    stages = split(
+        gm,
+        [0 if stage is None else stage for stage in stage_of],
+        batch,
+        len(outputs) - len(leaves),
+        leaves,
+        ranks * pipeline.chunks,
+        halves=any(action.kind == "I" for own in actions for action in own),
+    )
+    check_stages(gm.graph, n, batch, leaves, stages, actions)
+    within = within_stage(mesh, pipeline.axis)
+    params = [without_stage(held.spec) for held in inputs[:n]]
+    made = plan_stages(
+        stages,
+        within,
+        (names[:n], names[n:]),
+        params,
+        [held.spec for held in inputs[n:]],
+        constants,
+        options,
+        definition.hardware,
+        partial(check_prepared, mesh=within),
+        stage_of,
+        ranks,
+    )
+    programs = [*made.programs.values(), *(r.program for r in made.reductions.values())]
+    check_programs(programs, options)
+    return PipelineProgram(
+        mesh=mesh,
+        axis=pipeline.axis,
+        pipeline=pipeline,
+        actions=actions,
+        made=made,
+        leaves=[
+            Held(spec, held.shape, held.dtype)
+            for spec, held in zip(params, inputs[:n], strict=True)
+        ],
+        stage_of=stage_of,
+        batch=list(inputs[n:]),
+        out_specs=list(out_specs),
+        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
+        **facts,
+    )
+
+
+def check_batch(
+    pipeline: Pipeline, mesh: Mesh, batch: Sequence[tuple[PartitionSpec, Shape, str]]
+) -> None:
+    """Raises unless every rank's rows of the batch are whole microbatches.
+
+    Args:
+        batch: spec, shape and name of its tensors.
+    """
+    failures = []
+    for spec, shape, name in batch:
+        if pipeline.axis in spec.axes:
+            raise SpecError(
+                f"{name} has spec {spec}: the ranks of {pipeline.axis!r} are stages, which all"
+                f" take the whole batch. Leave {pipeline.axis!r} out."
+            )
+        count = pipeline.microbatches
+        rows = _rows_of_ranks(spec, shape, mesh.axes) if shape else {1}
+        odd = [r for r in sorted(rows) if r % count]
+        if not shape or odd:
+            held = f", of which a rank holds {odd[0]} rows," if shape and spec.cuts(0) else ""
+            failures.append(
+                f"{name} has shape {tuple(shape)}{held} which do not divide into {count}"
+                " microbatches. Give a batch of a multiple of"
+                f" {count} rows for each rank, or another number of microbatches."
+            )
+    if failures:
+        raise InputError(join_failures(failures))
 
 
 def _rows_of_ranks(spec: PartitionSpec, shape: Shape, axes: dict[str, int]) -> set[int]:

@@ -132,7 +132,7 @@ def _shortest(spec: PartitionSpec) -> PartitionSpec:
 @lru_cache(maxsize=1024)
 def _mover(mesh: Mesh, old: PartitionSpec, new: PartitionSpec) -> Step:
     step = spmd(lambda tree: tree.clone(), mesh, (old,), new, bucket=False)
-    step.expects_many = True
+    step._cache.expects_many = True
     return step
 
 

@@ -6,9 +6,11 @@ from typing import Any
 import torch
 
 import ftp.rules  # noqa: F401  (registers the rules)
+from ftp.api.definition import Definition
 from ftp.api.dynamic_shapes import dynamic_arguments
 from ftp.api.options import check_pipeline, checked_options
 from ftp.api.pipelined_step import PipelinedStep
+from ftp.api.pipelined_train_step import PipelinedTrainStep
 from ftp.api.staged_step import StagedStep, has_stages
 from ftp.api.step import Step
 from ftp.errors import InputError, SpecError
@@ -131,6 +133,7 @@ def shard(
     >>> float(loss), grads["w"].shape
     (24.0, torch.Size([3, 4]))
     """
+    options = Options.among(locals())
     _check_callable(loss_fn, "loss_fn", "(params, *batch) -> scalar")
     loss_fn = keyed(loss_fn) if rng else loss_fn
     names = argument_names(loss_fn)
@@ -153,27 +156,7 @@ def shard(
         return replicated + list(given[: len(flatten(args[0])[0])])
 
     m = resolve(mesh)
-    options = checked_options(
-        m,
-        Options(
-            data_axes=data_axes,
-            reshard_after_forward=reshard_after_forward,
-            donate=donate,
-            compile=compile,
-            strict=strict,
-            explicit=explicit,
-            certify=certify,
-            bucket=bucket,
-            check_inputs=check_inputs,
-            prefetch=prefetch,
-            chunks=chunks,
-            cuda_graph=cuda_graph,
-            async_tp=async_tp,
-            programs=programs,
-            hardware=hardware,
-            reduce_dtype=reduce_dtype,
-        ),
-    )
+    options = checked_options(m, options)
     fn, arguments = grad_and_value(loss_fn, has_aux=has_aux), ("params", *names[1:])
     if pipeline is not None:
         if dynamic_shapes is not None:
@@ -181,9 +164,9 @@ def shard(
                 "dynamic_shapes does not go with a pipeline, whose stages send activations of"
                 " fixed shapes. Leave one out; without it each size is planned for itself."
             )
-        check_pipeline(pipeline, m, options)
+        check_pipeline(pipeline, m, options, rng=rng)
         return PipelinedStep(
-            fn, m, in_specs, out_specs, pipeline, arguments=arguments, options=options
+            Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options), pipeline
         )
     if has_stages(specs):
         raise SpecError(
@@ -191,16 +174,7 @@ def shard(
             " place() made them."
         )
     dynamic = dynamic_arguments(dynamic_shapes, arguments, 1, rng=rng)
-    return Step(
-        fn,
-        m,
-        in_specs,
-        out_specs,
-        arguments=arguments,
-        state=(0,),
-        options=options,
-        dynamic=dynamic,
-    )
+    return Step(Definition(fn, m, in_specs, out_specs, arguments, frozenset({0}), options, dynamic))
 
 
 def spmd(
@@ -223,6 +197,7 @@ def spmd(
     cuda_graph: bool = False,
     async_tp: bool = False,
     programs: int = PROGRAMS,
+    pipeline: Pipeline | None = None,
     hardware: GivenHardware = None,
     reduce_dtype: torch.dtype | None = None,
     rng: bool = False,
@@ -241,6 +216,10 @@ def spmd(
         data_axes: default the axes that cut an argument that is no state. State: the first
             argument, donated ones, and trees that come back in the result with the same shapes and
             specs.
+        pipeline: run the gradient that ``fn`` takes, by ``torch.func.grad_and_value`` or
+            ``ftp.optim.accumulate`` of it, in stages over one axis, microbatch by microbatch. What
+            follows, such as clipping and an optimizer's update, is done once, of the means over the
+            microbatches. ``in_specs`` hold those of ``pipeline.place`` (see docs/pipelines.md).
 
     The other arguments are those of ``shard``.
 
@@ -254,6 +233,7 @@ def spmd(
     >>> double(torch.ones(3))
     tensor([2., 2., 2.])
     """
+    options = Options.among(locals())
     _check_callable(fn, "fn", "(*args) -> result")
     fn = keyed(fn) if rng else fn
     names = argument_names(fn)
@@ -273,44 +253,20 @@ def spmd(
         )
 
     m = resolve(mesh)
-    made = StagedStep if has_stages((in_specs, out_specs)) else Step
+    options = checked_options(m, options)
     dynamic = dynamic_arguments(dynamic_shapes, names, 0, rng=rng)
-    if dynamic is not None and made is StagedStep:
+    in_stages = pipeline is not None or has_stages((in_specs, out_specs))
+    if dynamic is not None and in_stages:
         raise InputError(
             "dynamic_shapes does not go with the stages of a pipeline: they send activations of"
             " fixed shapes. Leave it out; each size is planned for itself."
         )
-    more: dict[str, Any] = {} if dynamic is None else {"dynamic": dynamic}
-    return made(
-        fn,
-        m,
-        input_specs,
-        output_specs,
-        arguments=names,
-        state=(0, *donate),
-        options=checked_options(
-            m,
-            Options(
-                data_axes=data_axes,
-                reshard_after_forward=reshard_after_forward,
-                donate=donate,
-                compile=compile,
-                strict=strict,
-                explicit=explicit,
-                certify=certify,
-                bucket=bucket,
-                check_inputs=check_inputs,
-                prefetch=prefetch,
-                chunks=chunks,
-                cuda_graph=cuda_graph,
-                async_tp=async_tp,
-                programs=programs,
-                hardware=hardware,
-                reduce_dtype=reduce_dtype,
-            ),
-        ),
-        **more,
-    )
+    state = frozenset({0, *donate})
+    definition = Definition(fn, m, input_specs, output_specs, names, state, options, dynamic)
+    if pipeline is not None:
+        check_pipeline(pipeline, m, options, rng=rng, updates=True)
+        return PipelinedTrainStep(definition, pipeline)
+    return StagedStep(definition) if in_stages else Step(definition)
 
 
 def lower(

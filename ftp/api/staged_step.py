@@ -4,24 +4,26 @@ an initialization.
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
+from torch import fx
 
-from ftp.api.arguments import Arguments
-from ftp.api.graph_checks import check_constraints, check_local_meshes, check_programs
+from ftp.api.build import planned_of, result_facts
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.graph_checks import check_prepared, check_programs
+from ftp.api.inputs import Inputs
 from ftp.api.options import check_staged
-from ftp.api.step import Step, _Planned
+from ftp.api.planned import Planned
+from ftp.api.step import Step
 from ftp.errors import SpecError
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.planning.planner import Watch
-from ftp.planning.prepare import Prepared
 from ftp.report.staged import LoweredRounds
-from ftp.runtime.options import Options
 from ftp.runtime.stage_programs import Held, PiecePlanner, within_stage
 from ftp.runtime.staged_program import StagedProgram
-from ftp.sharding.arguments import Shape
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
 from ftp.tracing.trace import Traced
@@ -35,9 +37,9 @@ def has_stages(specs: Any) -> bool:
 class StagedStep(Step):
     """``Step`` of a function whose specs give stages; ``ftp.spmd`` makes it."""
 
-    def __init__(self, *args: Any, options: Options, **kwargs: Any):
-        check_staged(options)
-        super().__init__(*args, options=options, **kwargs)
+    def __init__(self, definition: Definition):
+        check_staged(definition.options)
+        super().__init__(definition)
 
     def lower(self, *args: Any) -> LoweredRounds:  # type: ignore[override]
         """The programs for these arguments (real, fake or meta), without running them or talking to
@@ -47,97 +49,112 @@ class StagedStep(Step):
 
     @collection_paused()
     def _build(
-        self,
-        call: Arguments,
-        specs: Sequence[PartitionSpec],
-        shapes: Sequence[Shape | None],
-        watch: Watch | None = None,
-        traced: Traced | None = None,
-    ) -> _Planned:
-        traced = traced or self._traced(call, specs, shapes)
-        out_specs, _ = self._specs_of_results(call, specs, shapes, traced)
-        tensors = tuple(i for i, leaf in enumerate(call.leaves) if isinstance(leaf, torch.Tensor))
-        axis = self._axis([*specs, *(s for s in out_specs if s is not None)])
-        ranks = self.mesh.axes[axis]
-
-        def rank_of(spec: PartitionSpec | None) -> int:
-            entry = None if spec is None else staged(spec)
-            return ALL if entry is None else entry.stage % ranks
-
-        inputs = [n for n in traced.gm.graph.nodes if n.op == "placeholder"]
-        in_specs = [specs[i] for i in tensors] + [PartitionSpec()] * len(traced.constants)
-        holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
-        rounds = split_in_rounds(traced.gm, holders, due, ranks)
-        check_rounds(traced.gm.graph, rounds, due, ranks)
-        within = within_stage(self.mesh, axis)
-
-        def check(prepared: Prepared) -> None:
-            check_constraints(prepared.constraints, within)
-            check_local_meshes(prepared.graph, within)
-
-        plain = [without_stage(s) for s in in_specs]
-        names = [call.names[i] for i in tensors] + [n.name for n in inputs[len(tensors) :]]
-        asked = {
-            name: without_stage(spec)
-            for name, spec in zip(rounds.results, out_specs, strict=True)
-            if spec is not None
-        }
-        data_axes = self._options.data_axes or ()
-        planner = PiecePlanner(
-            within,
-            (names, ()),
-            plain,
-            (),
-            (),
-            asked,
-            replace(self._options, data_axes=data_axes),
-            self._hardware_on(self.mesh.hosts),
-            check,
+        self, inputs: Inputs, watch: Watch | None = None, traced: Traced | None = None
+    ) -> Planned:
+        definition = self._definition
+        traced = traced or traced_for(definition, inputs)
+        out_specs, _ = specs_of_results(definition, inputs, traced)
+        program = plan_rounds(
+            definition,
+            traced.gm,
+            inputs.tensor_names,
+            inputs.tensor_specs,
+            traced.constants,
+            out_specs,
+            result_facts(inputs, traced),
         )
-        for node, spec in zip(inputs, plain, strict=True):
-            val = node.meta["val"]
-            planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
-        programs = {
-            (at, rank): planner.plan(piece)
-            for at, pieces in enumerate(rounds.pieces)
-            for rank, piece in sorted(pieces.items())
-        }
-        check_programs(programs.values(), self._options)
-        found_specs = [
-            planner.values[name].spec if spec is None else spec
-            for name, spec in zip(rounds.results, out_specs, strict=True)
-        ]
-        program = StagedProgram(
-            mesh=self.mesh,
-            within=within,
-            axis=axis,
-            rounds=rounds,
-            programs=programs,
-            values=planner.values,
-            inputs=[n.name for n in inputs],
-            constants=traced.constants,
-            due=due,
-            out_specs=found_specs,
-            out_shapes=traced.out_shapes,
-            tensor_leaves=tensors,
-            leaf_specs=tuple(specs),
-            out_tree=traced.out_tree,
-            out_leaves=traced.out_leaves,
-            is_static=traced.is_static,
-            assumptions=traced.assumptions,
-        )
-        return self._callable(call, shapes, traced, program)
+        return planned_of(definition, inputs, traced, program)
 
-    def _axis(self, specs: Sequence[PartitionSpec]) -> str:
-        """The axis of the stages; raises where there are several, or it is cut otherwise too."""
-        entries = [entry for s in specs if (entry := staged(s)) is not None]
-        axes = sorted({entry.axis for entry in entries})
-        if len(axes) > 1:
-            raise SpecError(f"The specs give stages over {' and '.join(axes)}. Use one axis.")
-        cut = [s for s in specs if axes[0] in s.axes and staged(s) is None]
-        if cut:
-            raise SpecError(
-                f"The spec {cut[0]} cuts a dim over {axes[0]!r}, whose ranks are stages of a"
-                " pipeline. Leave it out, or give a stage with pipeline.place."
-            )
-        return axes[0]
+
+def plan_rounds(
+    definition: Definition,
+    gm: fx.GraphModule,
+    names: Sequence[str],
+    specs: Sequence[PartitionSpec],
+    constants: Sequence[torch.Tensor],
+    out_specs: Sequence[PartitionSpec | None],
+    facts: dict[str, Any],
+) -> StagedProgram:
+    """The program of a functional graph whose inputs belong to stages.
+
+    Args:
+        names, specs: of the graph's inputs; those that follow are the ``constants``.
+        facts: as of `result_facts`.
+
+    Raises:
+        SpecError: stages over several axes, or over one that is cut otherwise too.
+    """
+    mesh, options = definition.mesh, definition.options
+    axis = _axis([*specs, *(s for s in out_specs if s is not None)])
+    ranks = mesh.axes[axis]
+
+    def rank_of(spec: PartitionSpec | None) -> int:
+        entry = None if spec is None else staged(spec)
+        return ALL if entry is None else entry.stage % ranks
+
+    placeholders = [n for n in gm.graph.nodes if n.op == "placeholder"]
+    in_specs = [*specs, *[PartitionSpec()] * len(constants)]
+    holders, due = [rank_of(s) for s in in_specs], [rank_of(s) for s in out_specs]
+    rounds = split_in_rounds(gm, holders, due, ranks)
+    check_rounds(gm.graph, rounds, due, ranks)
+    within = within_stage(mesh, axis)
+    plain = [without_stage(s) for s in in_specs]
+    asked = {
+        name: without_stage(spec)
+        for name, spec in zip(rounds.results, out_specs, strict=True)
+        if spec is not None
+    }
+    planner = PiecePlanner(
+        within,
+        ([*names, *(n.name for n in placeholders[len(names) :])], ()),
+        plain,
+        (),
+        (),
+        asked,
+        replace(options, data_axes=options.data_axes or ()),
+        definition.hardware,
+        partial(check_prepared, mesh=within),
+    )
+    for node, spec in zip(placeholders, plain, strict=True):
+        val = node.meta["val"]
+        planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
+    programs = {
+        (at, rank): planner.plan(piece)
+        for at, pieces in enumerate(rounds.pieces)
+        for rank, piece in sorted(pieces.items())
+    }
+    check_programs(programs.values(), options)
+    found_specs = [
+        planner.values[name].spec if spec is None else spec
+        for name, spec in zip(rounds.results, out_specs, strict=True)
+    ]
+    outputs: Any = gm.graph.output_node().args[0]
+    return StagedProgram(
+        mesh=mesh,
+        within=within,
+        axis=axis,
+        rounds=rounds,
+        programs=programs,
+        values=planner.values,
+        inputs=[n.name for n in placeholders],
+        constants=constants,
+        due=due,
+        out_specs=found_specs,
+        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
+        **facts,
+    )
+
+
+def _axis(specs: Sequence[PartitionSpec]) -> str:
+    """The axis of the stages; raises where there are several, or it is cut otherwise too."""
+    entries = [entry for s in specs if (entry := staged(s)) is not None]
+    axes = sorted({entry.axis for entry in entries})
+    if len(axes) > 1:
+        raise SpecError(f"The specs give stages over {' and '.join(axes)}. Use one axis.")
+    cut = [s for s in specs if axes[0] in s.axes and staged(s) is None]
+    if cut:
+        raise SpecError(
+            f"The spec {cut[0]} cuts a dim over {axes[0]!r}, whose ranks are stages of a"
+            " pipeline. Leave it out, or give a stage with pipeline.place."
+        )
+    return axes[0]

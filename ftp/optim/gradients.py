@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ftp.errors import InputError, join_failures
 from ftp.ops.constrain import asked_for
+from ftp.ops.microbatch_means import Means, current_means
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 
 
@@ -115,7 +116,8 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
     """Run ``grad_fn`` on ``n`` microbatches in turn and average its results.
 
     Microbatch ``i`` is rows ``i``, ``i + n``, ... of every batch tensor, so a batch sharded on dim
-    0 is not resharded. In a sharded program the gradients are summed locally and reduced once.
+    0 is not resharded. In a sharded program the gradients are summed locally and reduced once; in
+    one with a pipeline the microbatches are the pipeline's.
 
     Args:
         grad_fn: ``(params, *batch) -> (grads, value)``, means over the batch, as of
@@ -126,7 +128,8 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
         A function with ``grad_fn``'s arguments and results.
 
     Raises:
-        InputError: ``n`` below 1; when called, a batch tensor whose dim 0 ``n`` does not divide.
+        InputError: ``n`` below 1; when called, a batch tensor whose dim 0 ``n`` does not divide, or
+            a pipeline of another number of microbatches.
 
     >>> grad_fn = torch.func.grad_and_value(lambda w, x: (w * x).mean())
     >>> accumulate(grad_fn, 2)(torch.tensor(1.0), torch.arange(4.0))
@@ -137,6 +140,8 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
 
     def fn(params: Any, *batch: Any) -> Any:
         leaves, treedef = flatten(batch)
+        if (means := current_means()) is not None:
+            return _noted(grad_fn, n, means, params, batch)
         uneven = [
             f"{name} has shape {tuple(leaf.shape)}: its first dim must divide into {n}"
             " microbatches."
@@ -149,7 +154,9 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
         tree = None
         for i in range(n):
             rows = [
-                leaf.unflatten(0, (-1, n)).select(1, i) if isinstance(leaf, Tensor) else leaf
+                leaf.unflatten(0, (-1, n)).select(1, i).contiguous()
+                if isinstance(leaf, Tensor)
+                else leaf
                 for leaf in leaves
             ]
             out, tree = flatten(grad_fn(params, *treedef.unflatten(rows)))
@@ -158,3 +165,35 @@ def accumulate(grad_fn: Callable[..., tuple[Any, Any]], n: int) -> Callable[...,
         return tree.unflatten([x / n for x in total])
 
     return fn
+
+
+def _noted(
+    grad_fn: Callable[..., tuple[Any, Any]], n: int, means: Means, params: Any, batch: Any
+) -> Any:
+    """One call of ``grad_fn``, which a pipeline makes for each microbatch."""
+    if n != means.microbatches:
+        raise InputError(
+            f"accumulate(grad_fn, {n}) in a step with a pipeline of {means.microbatches}"
+            " microbatches. Give both one number."
+        )
+    with means.taking():
+        out = grad_fn(params, *batch)
+    means.batch += [x for x in flatten(batch)[0] if isinstance(x, Tensor)]
+    given, tree = flatten(params)
+    grads, *rest = out if isinstance(out, tuple) else (out,)
+    found, found_tree = flatten(grads)
+    is_gradient = tree == found_tree and all(
+        a.shape == b.shape for a, b in zip(given, found, strict=True)
+    )
+    of = given if is_gradient else [None] * len(found)
+    averaged = found_tree.unflatten(
+        [means.mean(x, leaf) for x, leaf in zip(found, of, strict=True)]
+    )
+    values, value_tree = flatten(rest)
+    if not any(isinstance(x, Tensor) for x in values):
+        raise InputError(
+            "The function given to accumulate returns gradients alone. In a step with a pipeline it"
+            " must return (grads, value), as torch.func.grad_and_value(loss) does."
+        )
+    others = value_tree.unflatten([means.mean(x) if isinstance(x, Tensor) else x for x in values])
+    return (averaged, *others) if isinstance(out, tuple) else averaged

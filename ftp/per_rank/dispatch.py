@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -84,18 +85,60 @@ def _of_rank(
 ) -> Tensor:
     k = chosen.shape[1]
     slots = chosen.reshape(-1).to(torch.int64)
-    total = slots.shape[0]
-    bound = n * total if capacity is None else min(n * total, math.ceil(capacity * total))
     order = slots.argsort(stable=True)  # by expert, so by the rank that owns it
     of_expert = torch.zeros(count, dtype=torch.int64, device=x.device)
     of_expert = of_expert.scatter_add(0, slots, torch.ones_like(slots))
-    sent = all_gather(of_expert.view(n, -1).sum(1)[None], axis)
-    arrived: Any = ExchangeRows.apply(x[order // k], sent, axis, n, bound, False)
-    ends = all_to_all(of_expert, axis).cumsum(0)  # rows arrive by rank, then by expert
-    at = torch.arange(bound, device=x.device)
-    place = torch.searchsorted(ends, at, right=True)
-    own = torch.where(place < count, place % (count // n), count // n)
-    made = experts(arrived, own, parameters)
-    back: Any = ExchangeRows.apply(made, sent, axis, n, total, True)
-    back = back * weights.reshape(-1)[order][:, None]
+    route = route_of(of_expert, slots.shape[0], axis, n, capacity)
+    made = experts(route.send(x[order // k]), route.own, parameters)
+    back = route.bring_back(made) * weights.reshape(-1)[order][:, None]
     return back[order.argsort()].view(-1, k, back.shape[1]).sum(1)
+
+
+@dataclass(frozen=True)
+class Route:
+    """Where a rank's rows, sorted by expert, go on ``axis``.
+
+    Attributes:
+        rows: this rank's; those that no expert has stay, and come back as zeros.
+        sent: (ranks, ranks), how many rows travel from each rank to each.
+        arrived: (ranks, own experts), how many rows came from each rank for each own expert. Rows
+            arrive by rank, then by expert.
+        bound: rows that there is room for.
+    """
+
+    axis: str
+    rows: int
+    bound: int
+    sent: Tensor
+    arrived: Tensor
+
+    @property
+    def own(self) -> Tensor:
+        """Each arrived row's expert among those of the rank; one more than the last for rows that
+        hold no token.
+        """
+        n, count = self.arrived.shape
+        at = torch.arange(self.bound, device=self.arrived.device)
+        place = torch.searchsorted(self.arrived.reshape(-1).cumsum(0), at, right=True)
+        return torch.where(place < n * count, place % count, count)
+
+    def send(self, x: Tensor) -> Tensor:
+        applied: Any = ExchangeRows.apply(
+            x, self.sent, self.axis, self.sent.shape[0], self.bound, False
+        )
+        return applied
+
+    def bring_back(self, made: Tensor) -> Tensor:
+        applied: Any = ExchangeRows.apply(
+            made, self.sent, self.axis, self.sent.shape[0], self.rows, True
+        )
+        return applied
+
+
+def route_of(of_expert: Tensor, rows: int, axis: str, n: int, capacity: float | None) -> Route:
+    """The route of ``rows`` rows, of which ``of_expert`` (experts,) are for each expert. The counts
+    travel here.
+    """
+    bound = n * rows if capacity is None else min(n * rows, math.ceil(capacity * rows))
+    sent = all_gather(of_expert.view(n, -1).sum(1)[None], axis)
+    return Route(axis, rows, bound, sent, all_to_all(of_expert, axis).view(n, -1))

@@ -219,6 +219,24 @@ def _run(
         return fn(*tree.unflatten(leaves))
 
 
+def traced_locally(
+    fn: Callable[..., Any],
+    axes: Mapping[str, int],
+    leaves: Sequence[Any],
+    device_type: str,
+    names: Sequence[str],
+) -> Traced:
+    """Trace one rank's code apart from the surrounding trace, to look at what it does."""
+    leaves, tree = flatten(tuple(leaves))
+    parts = [_meta(x.shape, x.dtype) if isinstance(x, Tensor) else x for x in leaves]
+    return _trace(
+        lambda given, index: _run(fn, tree, axes, given, index),
+        (parts, _index(axes)),
+        device_type,
+        names,
+    )
+
+
 def _own_axes(names: Sequence[str] | None, axes: Mapping[str, int]) -> dict[str, int]:
     """The axes along which the code is one rank's, in mesh order."""
     if names is None:
@@ -294,6 +312,7 @@ def _prepare(
     n = len(at)
     inputs = [*placeholders[:n], *placeholders[n + len(axes) :], *placeholders[n : n + len(axes)]]
     _reorder(traced.gm.graph, inputs)
+    traced.gm.graph.eliminate_dead_code()
     called = {node: _origin(names[i], specs[i]) for node, i in zip(inputs, at, strict=False)}
     called.update(
         {

@@ -64,7 +64,12 @@ class Numbering:
 
 
 def check_stages(
-    traced: fx.Graph, params: int, batch: int, stages: Stages, actions: Actions
+    traced: fx.Graph,
+    params: int,
+    batch: int,
+    leaves: Sequence[int],
+    stages: Stages,
+    actions: Actions,
 ) -> None:
     """Raises unless every result and gradient of every microbatch is that of the traced step.
 
@@ -73,6 +78,7 @@ def check_stages(
 
     Args:
         traced: the step, before it was split: ``params`` inputs, ``batch`` inputs, constants.
+        leaves: the parameters whose gradients follow its other results.
 
     Raises:
         CertificateError: the first value that is wrong or missing. That is a fault of ftp: please
@@ -88,11 +94,12 @@ def check_stages(
     for i, (_, name) in enumerate(stages.results):
         if numbers.get(name) != due[i]:
             raise CertificateError(f"Result {i} of the step is not what %{name} holds.")
+    wanted = dict(zip(leaves, due[results:], strict=True))
     for leaf, found in enumerate(stages.gradients):
         have: Counter[Number] = Counter()
         for name in found.values():
             have += numbering.leaves(numbers[name])
-        if have != numbering.leaves(due[results + leaf]):
+        if have != (numbering.leaves(wanted[leaf]) if leaf in wanted else Counter()):
             raise CertificateError(
                 f"The gradient of parameter {leaf} is not the sum of what the stages"
                 f" {', '.join(map(str, found))} compute."

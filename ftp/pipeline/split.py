@@ -89,6 +89,7 @@ def split(
     holders: Sequence[int],
     batch: int,
     results: int,
+    leaves: Sequence[int],
     stages: int,
     halves: bool,
 ) -> Stages:
@@ -96,19 +97,26 @@ def split(
 
     Args:
         gm: a functional graph: parameters, ``batch`` tensors, then constants in; ``results`` values
-            and a gradient for each parameter out.
+            and gradients out.
         holders: the stage of each parameter.
+        leaves: which parameters the gradients are of, in their order.
         halves: whether backward passes are "I" and "W" rather than "B".
 
     Raises:
         PlanningError: a gradient that a stage after its own reads.
     """
-    return _Split(gm, tuple(holders), batch, results, stages).run(halves)
+    return _Split(gm, tuple(holders), batch, results, leaves, stages).run(halves)
 
 
 class _Split:
     def __init__(
-        self, gm: fx.GraphModule, holders: tuple[int, ...], batch: int, results: int, stages: int
+        self,
+        gm: fx.GraphModule,
+        holders: tuple[int, ...],
+        batch: int,
+        results: int,
+        leaves: Sequence[int],
+        stages: int,
     ):
         self.graph, self.holders, self.stages = copy.deepcopy(gm.graph), holders, stages
         inputs = [n for n in self.graph.nodes if n.op == "placeholder"]
@@ -119,7 +127,7 @@ class _Split:
         self.constants = {node: i for i, node in enumerate(inputs[n + batch :])}
         outputs: Any = self.graph.output_node().args[0]
         self.results: list[fx.Node] = list(outputs[:results])
-        self.gradients: list[fx.Node] = list(outputs[results:])
+        self.gradients: dict[int, fx.Node] = dict(zip(leaves, outputs[results:], strict=True))
         self.nodes = [n for n in self.graph.nodes if n.op == "call_function"]
         self.is_forward = _ancestors(self.results)
         self.is_forward |= {n for n in self.nodes if _tuple_in(n, self.is_forward)}
@@ -136,7 +144,10 @@ class _Split:
             self.of[node] = _Value(kind, holder, holder)
         self._place_forward()
         self._place_backward()
-        contributions = [self._contributions(node, i) for i, node in enumerate(self.gradients)]
+        contributions: list[dict[int, fx.Node]] = [
+            self._contributions(self.gradients[leaf], leaf) if leaf in self.gradients else {}
+            for leaf in range(len(self.leaves))
+        ]
         return self._pieces(contributions, halves)
 
     # 1. Forward.
@@ -247,7 +258,7 @@ class _Split:
         """Move ops that end in a parameter's gradient, and read no activation, to a stage that
         reads the parameter: a bias' sum over the gradient that comes from the next stage.
         """
-        for leaf, node in enumerate(self.gradients):
+        for leaf, node in self.gradients.items():
             own, read = self.of[node], self._readers(leaf)
             earlier = [k for k in read if k < own.first]
             is_alone = node.target is not operator.getitem and len(node.users) == 1
@@ -263,9 +274,10 @@ class _Split:
         stages, where it gets their operands anyway: a view of the residual stream's gradient.
         """
         target: dict[fx.Node, int] = {}
+        wanted = set(self.gradients.values())
         for node in reversed(backward):
             own = self.of[node]
-            if own.kind != GRADIENT or node in self.gradients or not node.users:
+            if own.kind != GRADIENT or node in wanted or not node.users:
                 continue
             to = max(target.get(u, self.of[u].first) for u in node.users if u in self.of)
             is_free = all(

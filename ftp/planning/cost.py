@@ -207,7 +207,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
 
     Args:
         nbytes: bytes of the whole tensor: what is reduced, the gathered result, all the shards
-            together.
+            together, of an all-to-all too.
 
     >>> collective_seconds("all_gather", 8, 2, Link(latency=0.0, bandwidth=4.0))
     1.0
@@ -233,6 +233,8 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
     """As `collective_seconds`, from what was measured over the link where it was.
 
     Args:
+        nbytes: of a rank's buffer on the larger side, as of a record (`lowered.collectives`). All
+            ranks' together in an all-to-all are ``n`` times that.
         computed: seconds that the ranks have computed since they last waited for one another.
 
     >>> alone, beside = ((1e3, 1e-4), (1e6, 1e-3)), ((1e3, 1e-3), (1e6, 2e-3))
@@ -241,7 +243,7 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
     [0.001, 0.0015, 0.002]
     """
     if op not in link.measured:
-        return collective_seconds(op, nbytes, n, link)
+        return collective_seconds(op, nbytes * n if op == "all_to_all" else nbytes, n, link)
     return on_curve(
         tuple((after, _through(curve, nbytes)) for after, curve in link.measured[op]), computed
     )
@@ -271,6 +273,6 @@ def op_seconds(
     )
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
     if is_product(target):
-        operations = 2 * multiplications(target, sizes)
+        operations = 2 * multiplications(target, sizes, [len(dims) > 0 for dims in rule.results])
         seconds = max(seconds, operations / hardware.flops)
     return seconds

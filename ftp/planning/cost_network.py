@@ -17,7 +17,7 @@ from ftp.planning.narrowest_point import widening
 from ftp.planning.prices import Prices, is_at_rest
 from ftp.planning.problem import AxisPlan, NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, factor_of, is_cut_again
-from ftp.planning.solver.minimize import min_marginals, minimize
+from ftp.planning.solver.minimize import Solution, min_marginals, minimize
 from ftp.planning.solver.reduce import Infeasible
 from ftp.planning.strategies import GATHERED, Strategy, passes_gathered, strategies
 from ftp.rules.op_kinds import VIEWS
@@ -57,6 +57,37 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
             costs[key] = solution.cost
         costs.setdefault(key, None)
     return [(*key, cost) for key, cost in costs.items()]
+
+
+def open_costs(problem: Problem) -> tuple[Solution, dict[Node, dict[Layout, float]]]:
+    """The cheapest plan of a problem with open inputs, and per group of those (by its first node)
+    and layout the cost of the cheapest plan with it; a layout of which no plan is has none.
+
+    Where no plan keeps all placement constraints, violations have their price in all costs.
+    """
+    for violation in (math.inf, VIOLATION):
+        network = _Network(problem, violation)
+        tables = network.tables()
+        try:
+            best = minimize(*tables.network)
+            break
+        except Infeasible:
+            if violation != math.inf:
+                raise
+    costs: dict[Node, dict[Layout, float]] = {}
+    for first in dict.fromkeys(problem.open.groups.values()) if problem.open else ():
+        at = tables.of_node[first]
+        found = costs[first] = {}
+        for index, strategy in enumerate(network.options[first]):
+            layout = strategy.results[0]
+            if index == best.choice[at]:
+                solution: Solution | None = best
+            else:
+                (solution,) = min_marginals(*tables.network, at, values=[index])
+            if solution is not None:
+                layout = R if layout.kind == "R" else layout
+                found[layout] = min(solution.cost, found.get(layout, math.inf))
+    return best, costs
 
 
 class _Tables(NamedTuple):

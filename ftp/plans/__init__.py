@@ -37,6 +37,7 @@ from ftp.plans.models import (
 )
 from ftp.plans.names import NAMES, Names
 from ftp.plans.parallelize_module import from_parallelize_plan, merge
+from ftp.plans.sent_tokens import on_expert_axis, send_tokens
 
 __all__ = [
     "NAMES",
@@ -64,6 +65,8 @@ __all__ = [
     "mixtral",
     "mlp",
     "older",
+    "on_expert_axis",
+    "send_tokens",
     "sequence_parallel",
     "t5",
     "vit",

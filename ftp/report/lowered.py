@@ -33,6 +33,7 @@ from ftp.report.alternatives import (
 from ftp.report.attention_memory import of_attention
 from ftp.report.causes import Origins, of_moves
 from ftp.report.collectives import Collectives, broken_claims
+from ftp.report.flex_memory import of_flex
 from ftp.report.lint import Finding
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
@@ -178,7 +179,7 @@ class Lowered(Startable):
 
         def workspace(node: fx.Node) -> int:
             own = on_cpu(node, shapes) if self._program.mesh.device_type == "cpu" else 0
-            return own + of_attention(node, shapes)
+            return own + of_attention(node, shapes) + of_flex(node, shapes)
 
         graph, shapes, copies = self._executed
         return measure(

@@ -234,23 +234,22 @@ class LoweredPipeline(Startable):
             if holder is None
             or any(k % program.ranks == rank for k in (holder, *stages.borrowed[leaf]))
         ]
-        base = sum(map(self._nbytes, own)) + sum(
-            math.prod(local_shape(h.spec, h.shape, program.mesh.axes)) * h.dtype.itemsize
-            for h in program.batch
-        )
+        base = sum(map(self._nbytes, own)) + program.pipeline.microbatches * sum(self._rows)
         totals: dict[tuple[int, int], int] = {}
         held: dict[tuple[int, int], set[str]] = {}
         peak = base
-        for kind, stage, i in program.actions[rank]:
-            here = held.setdefault((stage, i), set())
-            if kind == "F" and stage:
-                here.update(stages.forward[stage - 1])
-            elif kind in "BI" and stage + 1 < len(self.stages):
-                here.update(stages.backward[stage + 1])
+        own_actions = program.actions[rank]
+        for at, (kind, stage, i) in enumerate(own_actions):
+            # What an action reads, and what the next one does, are received before it runs.
+            for following in own_actions[at : at + 2]:
+                held.setdefault(following[1:], set()).update(self._received(following, rank))
+            here = held[stage, i]
+            here.update(self._given(own_actions[at]))
             piece, lowered = stages.pieces.get((kind, stage)), self.stages[stage].get(kind)
             living = sum(self._sizes[n] for names in held.values() for n in names)
             living += base + sum(totals.values())
             if piece is not None and lowered is not None:
+                living += sum(self._rows[leaf] for leaf in piece.batch)
                 peak = max(peak, living + lowered.memory - sum(lowered.input_bytes.values()))
                 here.update(piece.outputs)
             later = {"F": "BIW", "I": "W"}.get(kind, "")
@@ -266,6 +265,30 @@ class LoweredPipeline(Startable):
                         totals[leaf, stage] = self._nbytes(program.leaves[leaf])
             here &= kept
         return max(peak, base + 2 * sum(totals.values()))
+
+    def _given(self, action: Action) -> Sequence[str]:
+        """What an action gets from the stage before, or of a gradient from the one after."""
+        kind, stage, _ = action
+        stages = self._program.made.stages
+        if kind == "F" and stage:
+            return stages.forward[stage - 1]
+        if kind in "BI" and stage + 1 < len(self.stages):
+            return stages.backward[stage + 1]
+        return ()
+
+    def _received(self, action: Action, rank: int) -> Sequence[str]:
+        """Of `_given`, what comes from another rank."""
+        source = action.stage + (-1 if action.kind == "F" else 1)
+        return () if source % self._program.ranks == rank else self._given(action)
+
+    @cached_property
+    def _rows(self) -> list[int]:
+        """Bytes of one microbatch of each batch tensor, copied for an action."""
+        axes, count = self._program.mesh.axes, self._program.pipeline.microbatches
+        return [
+            math.prod(local_shape(h.spec, h.shape, axes)) * h.dtype.itemsize // count
+            for h in self._program.batch
+        ]
 
     # Time.
 

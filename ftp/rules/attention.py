@@ -21,7 +21,7 @@ WHOLE = frozenset({"t", "e", "v"})
 RING_FACTORS = (("s", "t"),)
 
 
-def _heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
+def factors_of_heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
     """The factors of each letter: with fewer heads of keys than of queries, h of the queries is
     (h r).
     """
@@ -30,7 +30,7 @@ def _heads(call: Call, at: int) -> dict[str, tuple[str, ...]]:
     return {"h": ("h", "r") if more > 1 else ("h",)}
 
 
-def _dims(letters: tuple[str, ...], heads: dict[str, tuple[str, ...]] | None = None) -> Dims:
+def dims_of(letters: tuple[str, ...], heads: dict[str, tuple[str, ...]] | None = None) -> Dims:
     return tuple((heads or {}).get(f, (f,)) for f in letters)
 
 
@@ -44,7 +44,7 @@ def _mask_dims(heads: dict[str, tuple[str, ...]], mask: Meta, q: Meta, k: Meta) 
     )
 
 
-def _sizes(call: Call, at: int) -> dict[str, int]:
+def sizes_of_heads(call: Call, at: int) -> dict[str, int]:
     q, k = call.operands[at], call.operands[at + 1]
     return (
         {"h": k.shape[1], "r": q.shape[1] // k.shape[1]}
@@ -56,38 +56,38 @@ def _sizes(call: Call, at: int) -> dict[str, int]:
 @rule(aten._scaled_dot_product_flash_attention_for_cpu.default)
 def flash_for_cpu(call: Call) -> Rule:
     q, k, *_ = call.operands
-    heads = _heads(call, 0)
+    heads = factors_of_heads(call, 0)
     mask = call.kwargs.get("attn_mask")
     masks = (_mask_dims(heads, mask, q, k),) if mask is not None else ()
-    operands = (_dims(Q, heads), _dims(K), _dims(V), *masks)
+    operands = (dims_of(Q, heads), dims_of(K), dims_of(V), *masks)
     whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
     notation = Notation(
-        operands, (_dims(OUT, heads), _dims(LSE, heads)), frozenset(whole), ((), ())
+        operands, (dims_of(OUT, heads), dims_of(LSE, heads)), frozenset(whole), ((), ())
     )
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
     ring = () if masks or is_token else RING_FACTORS
-    return Rule(notation, (), _by_position(call, 0), _sizes(call, 0), is_token, ring)
+    return Rule(notation, (), _by_position(call, 0), sizes_of_heads(call, 0), is_token, ring)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
 def flash_for_cpu_backward(call: Call) -> Rule:
     _, q, k, *_ = call.operands
-    heads = _heads(call, 1)
+    heads = factors_of_heads(call, 1)
     mask = call.kwargs.get("attn_mask")
     masks = (_mask_dims(heads, mask, q, k),) if mask is not None else ()
-    out = _dims(OUT, heads)
-    operands = (out, _dims(Q, heads), _dims(K), _dims(V), out, _dims(LSE, heads), *masks)
+    out = dims_of(OUT, heads)
+    operands = (out, dims_of(Q, heads), dims_of(K), dims_of(V), out, dims_of(LSE, heads), *masks)
     whole = WHOLE | ({"r"} if "r" in heads["h"] else set())
     over_queries = (("s", "sum"),)
     notation = Notation(
         operands,
-        (_dims(Q, heads), _dims(K), _dims(V)),
+        (dims_of(Q, heads), dims_of(K), dims_of(V)),
         frozenset(whole),
         ((), over_queries, over_queries),
     )
     ring = () if masks else RING_FACTORS
-    return Rule(notation, ((0,),), _by_position(call, 1), _sizes(call, 1), False, ring)
+    return Rule(notation, ((0,),), _by_position(call, 1), sizes_of_heads(call, 1), False, ring)
 
 
 def _by_position(call: Call, at: int) -> LocalHook:
@@ -137,16 +137,16 @@ def _ring(op: LocalOp, causal: int) -> Any:
 def varlen(call: Call) -> Rule:
     """Queries may be cut: where they stand is a number. The ends of documents are whole."""
     is_forward = call.target is VARLEN
-    heads = _heads(call, 0 if is_forward else 1)
-    out, q, ends = _dims(OUT, heads), _dims(Q, heads), ((("ends_q",),), (("ends_k",),))
+    heads = factors_of_heads(call, 0 if is_forward else 1)
+    out, q, ends = dims_of(OUT, heads), dims_of(Q, heads), ((("ends_q",),), (("ends_k",),))
     whole = WHOLE | {"ends_q", "ends_k"} | ({"r"} if "r" in heads["h"] else set())
-    tensors = q, _dims(K), _dims(V)
+    tensors = q, dims_of(K), dims_of(V)
     over_queries = (("s", "sum"),)
     if is_forward:
-        operands, results = (*tensors, *ends), (out, _dims(LSE, heads))
+        operands, results = (*tensors, *ends), (out, dims_of(LSE, heads))
         pending: Any = ((), ())
     else:
-        operands, results = (out, *tensors, out, _dims(LSE, heads), *ends), tensors
+        operands, results = (out, *tensors, out, dims_of(LSE, heads), *ends), tensors
         pending = ((), over_queries, over_queries)
     at = len(operands)
     notation = Notation(operands, results, frozenset(whole), pending)
@@ -154,7 +154,7 @@ def varlen(call: Call) -> Rule:
     def local(op: LocalOp) -> Any:
         return op.replaced(at, op.part("s")) if op.is_cut("s") else op.default()
 
-    sizes = _sizes(call, 0 if is_forward else 1)
+    sizes = sizes_of_heads(call, 0 if is_forward else 1)
     return Rule(notation, () if is_forward else ((0,),), local, sizes, False)
 
 

@@ -13,7 +13,9 @@ from ftp.rules.rule import Call, Rule
 
 @rule(aten.convolution.default)
 def convolution(call: Call) -> Rule:
-    """``n (g i) [y], (g o) i [w], (g o) -> n (g o) [z] {i}``; the bias is added once."""
+    """``n (g i) [y], (g o) i [w], (g o) -> n (g o) [z] {i}``; the bias is added once. A
+    transposed one has z and y the other way round: positions of z meet all taps.
+    """
     x, weight = call.operands[:2]
     dims = _conv_dims(call, x.ndim, 0)
     bias = (dims["bias"],) * (len(call.operands) - 2)
@@ -97,12 +99,13 @@ def convolution_backward(call: Call) -> Rule:
 
 def _conv_dims(call: Call, ndim: int, at: int) -> dict[str, Any]:
     space = {k: tuple((f"{k}{d}",) for d in range(ndim - 2)) for k in "ywz"}
+    given, made = "zy" if call.arg("transposed") else "yz"
     i, o = ("g", "i"), ("g", "o")
     weight = (i, ("o",)) if call.arg("transposed") else (o, ("i",))
     return {
-        "x": (("n",), i, *space["y"]),
+        "x": (("n",), i, *space[given]),
         "w": (*weight, *space["w"]),
-        "y": (("n",), o, *space["z"]),
+        "y": (("n",), o, *space[made]),
         "bias": (o,),
         "whole": frozenset(f for dims in space.values() for dim in dims for f in dim),
     }

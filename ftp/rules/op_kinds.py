@@ -1,9 +1,10 @@
 """Kinds of ops: views, stacks, matmuls, attention."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
 from ftp.ops.grouped_mm import GROUPED_MM
 from ftp.ops.map_slices import MAP_SLICES
@@ -30,6 +31,8 @@ PRODUCTS = frozenset(
 )  # fmt: skip
 
 
+CONVOLUTIONS = frozenset({aten.convolution.default, aten.convolution_backward.default})
+
 _ATTENTION = (
     "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention", "_scaled_dot_product_cudnn_attention",
@@ -42,7 +45,8 @@ ATTENTION = frozenset(
     for forward in _ATTENTION
     for name in (forward, f"{forward}_backward")
     if hasattr(aten, name)
-) | {VARLEN, VARLEN_BACKWARD}
+) | {VARLEN, VARLEN_BACKWARD, FLEX, FLEX_BACKWARD}
+_OF_ATTENTION = ("b", "h", "r", "s", "t", "e", "v")
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
 
 
@@ -51,11 +55,19 @@ def is_product(target: Any) -> bool:
     return target in PRODUCTS or target in ATTENTION
 
 
-def multiplications(target: Any, sizes: Mapping[str, int]) -> float:
+def multiplications(
+    target: Any, sizes: Mapping[str, int], wanted: Sequence[bool] = (True,)
+) -> float:
     """Multiplications of an op of `is_product` whose factors have these sizes; where rows are in
-    groups, in groups of equal size.
+    groups, in groups of equal size. ``wanted`` says which of its results it computes.
     """
+    if target in ATTENTION:  # whose other factors are of masks, lengths and generators
+        sizes = {f: n for f, n in sizes.items() if f in _OF_ATTENTION}
     total = math.prod(sizes.values())
+    if target in CONVOLUTIONS:
+        # Each position of one lattice, z, meets all taps, and by them positions of the other, y.
+        one = math.prod(n for factor, n in sizes.items() if factor[0] != "y")
+        return one * (sum(wanted[:2]) if target is aten.convolution_backward.default else 1)
     if target is GROUPED_MM:
         return total / max(sizes["e"], 1) ** 2
     if target in ATTENTION and (both := sizes["e"] * sizes["v"]):

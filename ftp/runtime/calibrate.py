@@ -336,7 +336,7 @@ def _link(clock: _Clock, group: dist.ProcessGroup, shared: SharedGroup | None) -
     for op, ring in {
         "all_gather": (n - 1) / n,
         "reduce_scatter": (n - 1) / n,
-        "all_to_all": (n - 1) / n / n,
+        "all_to_all": (n - 1) / n,  # of this rank's buffer
     }.items():
         factors[op] = bandwidth / _line(measured[op][0][1], ring)[1]
     return Link(latency, bandwidth, factors, measured, hidden)

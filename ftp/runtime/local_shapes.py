@@ -163,10 +163,15 @@ class _Shapes:
             repr(kwargs),
             tuple([(h.shape, h.stride, h.dtype) for h in operands]),
         )
-        if key not in self.known:
-            self.known[key] = self._run(node.target, args, kwargs, operands)
+        known = self.known
+        if _is_torch_op(node.target) and _is_plain((args, kwargs)):
+            known = _KNOWN.setdefault(self.device, {})
+            if len(known) > MOST_KNOWN:
+                known.clear()
+        if key not in known:
+            known[key] = self._run(node.target, args, kwargs, operands)
         made = []
-        for shape, stride, dtype, alias, nbytes in self.known[key]:
+        for shape, stride, dtype, alias, nbytes in known[key]:
             if alias is None:
                 made.append(self._fresh(shape, stride, dtype, nbytes))
             else:
@@ -209,6 +214,27 @@ class _Shapes:
 
 
 _OPERAND = "an operand"  # the next one, in place of its node
+
+# What torch's own ops return for such operands, by device: the same in every program of a process,
+# as in the many that a search plans.
+_KNOWN: dict[torch.device, dict[Any, tuple[tuple[Any, ...], ...]]] = {}
+MOST_KNOWN = 20_000
+_PLAIN = (
+    int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+
+def _is_torch_op(target: Any) -> bool:
+    return isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``repr`` tells a value from every other."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(map(_is_plain, value.values()))
+    return type(value) in _PLAIN
 
 
 def _is_arithmetic(target: Any) -> bool:

@@ -1,7 +1,8 @@
 """The options of ``shard`` and ``spmd`` beside specs."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -34,6 +35,16 @@ class Options:
     programs: int = PROGRAMS
     hardware: GivenHardware = None
     reduce_dtype: torch.dtype | None = None
+
+    @classmethod
+    def among(cls, arguments: Mapping[str, Any]) -> "Options":
+        """The options among a function's arguments, by name.
+
+        >>> Options.among({"loss_fn": print, "bucket": False}).bucket
+        False
+        """
+        names = [f.name for f in fields(cls) if f.name in arguments]
+        return cls(**{name: arguments[name] for name in names})
 
 
 DEFAULT = Options()

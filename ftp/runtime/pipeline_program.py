@@ -201,13 +201,17 @@ class _Worker:
             sums[at] = value
 
     def outputs(self, results: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Means over the microbatches; an empty tensor for a gradient of another rank's stage."""
+        """Means over the microbatches; an empty tensor for a gradient of another rank's stage, and
+        a parameter that has none itself.
+        """
         program = self.program
         count = program.pipeline.microbatches
         gradients = []
         for leaf, _held in enumerate(program.leaves):
             total = self.gradients.get(leaf)
-            if total is None:
+            if not program.made.stages.gradients[leaf]:
+                gradients.append(self.given[leaf])
+            elif total is None:
                 gradients.append(torch.empty_like(self.given[leaf], requires_grad=False))
             else:
                 gradients.append(total / count)

@@ -10,6 +10,7 @@ from functools import cached_property
 from typing import Any
 
 from ftp.planning.cost import Hardware
+from ftp.planning.cost_network import VIOLATION, open_costs
 from ftp.planning.from_fx import constraints, decompose
 from ftp.planning.graph import Node, Value
 from ftp.planning.plan import Specs
@@ -26,24 +27,29 @@ from ftp.searching.open_layouts import (
     Opened,
     Price,
     Solved,
+    axis_problem,
     entry_of,
     nbytes_of,
     on_primitives,
     open_layouts,
     opened,
+    planned_seconds,
+    shared_heads,
     solve_axes,
     traced_loss,
 )
-from ftp.sharding.layout import Layout
+from ftp.sharding.layout import Layout, R
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import PartitionSpec, Units
 from ftp.tracing.trace import Traced
 
-TRIES = 8000  # nodes of the programs that are planned to refine a plan
+TRIES = 3000  # nodes of the programs that are planned to refine a plan
 STEPS = (
-    6  # prices of memory tried between one at which nothing is saved and one at which everything is
+    4  # prices of memory tried between one at which nothing is saved and one at which everything is
 )
-DEAREST = 1.0  # seconds a byte: more than any program gains by holding one
+# Times a program's seconds a byte: to hold less is worth more than what moves for it. Much more,
+# and the differences in time drown in the rounding of the sum.
+DEAREST = 1e4
 MOST_AXES = 3  # searched in every order
 
 Patterns = dict[str, PartitionSpec]
@@ -78,7 +84,10 @@ class Searching:
     memory: int | None
     tried: dict[tuple[Any, ...], Candidate] = field(default_factory=dict)
     refused: set[tuple[Any, ...]] = field(default_factory=set)
+    excess: int = 0  # bytes by which a program took more than its estimate: buckets of all layers
     is_folded: bool = True
+    free: list[Candidate] = field(default_factory=list)  # found at no price of memory
+    bucket: bool = True  # as in ``shard``
 
     @cached_property
     def traced(self) -> Traced:
@@ -94,6 +103,10 @@ class Searching:
 
     @cached_property
     def _nets(self) -> dict[bool, Opened]:
+        return {}
+
+    @cached_property
+    def _solved(self) -> dict[tuple[Any, ...], Solved]:
         return {}
 
     @cached_property
@@ -149,7 +162,11 @@ class Searching:
     def candidate(
         self, along: Along, order: tuple[str, ...], price: Price, forced: Choice | None = None
     ) -> Candidate:
-        solved = self.solve(along, order, price, forced)
+        key = tuple(along.items()), order, price
+        if forced is not None or (solved := self._solved.get(key)) is None:
+            solved = self.solve(along, order, price, forced)
+        if forced is None:
+            self._solved[key] = solved
         return self.noted(
             Candidate(
                 solved.patterns, along, order, price, solved, self._estimate(solved.patterns, along)
@@ -161,7 +178,12 @@ class Searching:
         return candidate
 
     def fits(self, candidate: Candidate) -> bool:
-        return self.memory is None or candidate.estimate.nbytes <= self.memory
+        return self.memory is None or candidate.estimate.nbytes + self.excess <= self.memory
+
+    def refuse(self, candidate: Candidate, nbytes: int) -> None:
+        """Note that a candidate that was to fit takes ``nbytes`` when it is lowered in full."""
+        self.refused.add(candidate.key)
+        self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
 
     def fitting(self) -> list[Candidate]:
         """Those that were searched for and fit, the fastest first."""
@@ -177,6 +199,9 @@ class Searching:
             for dim in range(len(spec)):
                 for cut in spec.cuts(dim):
                     packs = cut.pack if isinstance(cut.pack, int) else len(cut.pack)
+                    shared = shared_heads(self.net, pattern, self.axes[cut.axis])
+                    if shared and (shared.dim, shared.inner) == (dim, cut.size):
+                        continue  # held so, and used as if it were whole
                     found[cut.axis][pattern] = Layout("S", dim, packs, cut.size, zigzag=cut.zigzag)
         return found
 
@@ -205,30 +230,52 @@ class Searching:
         constraints, and at prices.
         """
         self.name_plans()
-        free = [
-            min(
-                (self.candidate({}, order, Price(0.0)) for order in self.orders()),
-                key=lambda c: c.estimate.seconds,
-            )
-        ]
-        self.cut_heads(free[0])
-        if not self.fits(free[0]):
-            free += [self.candidate(along, free[0].order, Price(0.0)) for along in self.alongs()]
-        for low in sorted(free, key=lambda c: c.estimate.seconds):
+        least = min(
+            (self.candidate({}, order, Price(0.0)) for order in self.orders()),
+            key=lambda c: c.estimate.seconds,
+        )
+        self.cut_heads(least)
+        self.free = [least]
+        self.fit()
+
+    def fit(self) -> None:
+        """Try what takes less memory, where the plans that are free to take any do not fit."""
+        least = self.free[0]
+        if not self.fits(least) and len(self.free) == 1:
+            self.free += [self.candidate(along, least.order, Price(0.0)) for along in self.alongs()]
+        for low in sorted(self.free, key=lambda c: c.estimate.seconds):
             if not self.fits(low):
                 self._raise_price(low)
         best = min(self.tried.values(), key=self._rank)
-        if not self.fits(best) or best.estimate.seconds > min(c.estimate.seconds for c in free):
+        if not self.fits(best) and self.bucket:
+            self.leave_buckets()
+            self.fit()
+        elif not self.fits(best) or best.estimate.seconds > min(
+            c.estimate.seconds for c in self.free
+        ):
             self.refined(self.improved(best))
+
+    def leave_buckets(self) -> None:
+        """Go on without buckets: they hold copies, for which a limit may leave no room."""
+        self.bucket, self.excess = False, 0
+        self.refused.clear()
+        known = list(self.tried.values())
+        self.tried.clear()
+        for one in known:
+            found = self._estimate(one.patterns, one.along)
+            self.noted(replace(one, estimate=found))
+        self.free = [self.tried[one.key] for one in self.free]
 
     def cut_heads(self, low: Candidate) -> None:
         """Try heads that do not divide cut whole, all of them: the networks, where each could
-        stay behind, leave them.
+        stay behind, leave them. Under a limit also heads that neighbours share.
         """
         patterns = dict(low.patterns)
         for axis, n in self.axes.items():
             for pattern, spec in low.patterns.items() if axis not in self.data_axes else ():
                 layouts = [c for c in open_layouts(self.net, pattern, n, False) if c.inner != 1]
+                shared = shared_heads(self.net, pattern, n)
+                layouts += [shared] if shared and self.memory is not None else []
                 if layouts and axis not in spec.axes and spec[layouts[0].dim] is None:
                     entries = list(spec)
                     entries[layouts[0].dim] = entry_of(axis, layouts[0])
@@ -251,8 +298,9 @@ class Searching:
         if self._is_best(low):
             return
         share, scale = low.estimate.share, low.estimate.seconds / low.estimate.nbytes
-        high = self.candidate(along, low.order, Price(DEAREST, share))
+        high = self.candidate(along, low.order, Price(DEAREST * scale, share))
         if not self.fits(high):
+            self.cut_heads(high)
             return
         for _ in range(STEPS):
             if self._is_best(low):
@@ -314,7 +362,7 @@ class Searching:
                 for p in best.patterns
             }
             for pattern in sorted(sizes, key=lambda p: -sizes[p]):
-                for spec in self._other_specs(pattern, best.patterns[pattern]):
+                for spec in self._promising_specs(pattern, best):
                     patterns = {**best.patterns, pattern: spec}
                     key = tuple(patterns.items()), tuple(best.along.items())
                     if key in self.tried or budget == 0:
@@ -337,11 +385,26 @@ class Searching:
         fits = self.fits(candidate) and candidate.key not in self.refused
         return not fits, candidate.estimate.seconds if fits else candidate.estimate.nbytes
 
+    def _promising_specs(self, pattern: str, best: Candidate) -> list[PartitionSpec]:
+        """Of a plan that fits those that hold as much or more, of one that does not those that
+        hold as much or less.
+        """
+        sizes = [nbytes_of(Value(node)) for node in self.net.members(pattern)]
+
+        def held(spec: PartitionSpec) -> int:
+            return sum(sizes) // math.prod(self.axes.get(axis, 1) for axis in spec.axes)
+
+        own, sign = best.patterns[pattern], 1 if self.fits(best) else -1
+        specs = self._other_specs(pattern, own)
+        return [spec for spec in specs if sign * (held(spec) - held(own)) >= 0]
+
     def _other_specs(self, pattern: str, own: PartitionSpec) -> list[PartitionSpec]:
         """Every way to cut a pattern by the axes, with fewest cuts first."""
         choices: list[list[Layout | None]] = []
         for axis, n in self.axes.items():
             layouts = open_layouts(self.net, pattern, n, False)
+            shared = shared_heads(self.net, pattern, n)
+            layouts += [shared] if shared and axis not in self.data_axes else []
             if axis in self.data_axes:
                 layouts = [*open_layouts(self.net, pattern, n, True), *layouts]
             choices.append([None, *dict.fromkeys(layouts)])
@@ -386,6 +449,20 @@ class Searching:
         for found in known:
             self.noted(Candidate(found, {}, order, Price(0.0), None, self._estimate(found, {})))
 
+    def paid(self, best: Candidate, planned: float) -> Price:
+        """What a byte is worth: the price at which a plan was found, or less where fitting has
+        cost less than that, in seconds for each byte that the plan without a limit held more.
+
+        Args:
+            planned: seconds of the plan, as the networks count them.
+        """
+        free = min(self.free, key=lambda c: c.estimate.seconds)
+        saved = free.estimate.nbytes - best.estimate.nbytes
+        if self.memory is None or self.fits(free) or saved <= 0 or free.solved is None:
+            return replace(best.price, seconds=0.0)
+        lost = max(0.0, planned - planned_seconds(free.solved, self.hardware))
+        return replace(best.price, seconds=min(best.price.seconds or math.inf, lost / saved))
+
     def alternatives(
         self, best: Candidate, solved: Solved
     ) -> dict[tuple[str, str], dict[str, float]]:
@@ -394,28 +471,28 @@ class Searching:
         """
         found: dict[tuple[str, str], dict[str, float]] = {}
         for at, axis in enumerate(best.order):
-            before: Choice = {a: solved.choice[a] for a in best.order[:at]}
+            net = self.solve(best.along, best.order[:at], best.price, solved.choice).net
+            problem = axis_problem(
+                net,
+                axis,
+                best.order[:at],
+                self.axes,
+                self.data_axes,
+                self.hardware,
+                best.price,
+            )
+            _, costs = open_costs(problem)
+            of_pattern = {net.patterns[first]: each for first, each in costs.items()}
             for pattern, chosen in solved.choice[axis].items():
                 layouts = open_layouts(self.net, pattern, self.axes[axis], axis in self.data_axes)
-                for layout in dict.fromkeys((None, *layouts)):
-                    if layout == chosen:
-                        continue
-                    try:
-                        other = self.solve(
-                            best.along,
-                            best.order[: at + 1],
-                            best.price,
-                            {**before, axis: {pattern: layout}},
-                        )
-                        is_kept = other.axes[axis].kept_rules or not solved.axes[axis].kept_rules
-                        seconds = (
-                            other.axes[axis].solution.cost - solved.axes[axis].solution.cost
-                            if is_kept
-                            else math.inf
-                        )
-                    except (Infeasible, NotAlike):
-                        seconds = math.inf
-                    found.setdefault((axis, pattern), {})[described(layout)] = seconds
+                others = {
+                    described(layout): in_seconds_of(of_pattern[pattern].get(layout or R, math.inf))
+                    - in_seconds_of(solved.axes[axis].solution.cost)
+                    for layout in dict.fromkeys((None, *layouts))
+                    if layout != chosen
+                }
+                if others:
+                    found[axis, pattern] = others
         return found
 
     def gaps(self, best: Candidate, solved: Solved) -> dict[str, float]:
@@ -435,7 +512,12 @@ class Searching:
                 {a: solved.choice[a] for a in best.order[:at]},
             )
             found[axis] = (
-                max(0.0, solved.axes[axis].solution.cost - optimum.axes[axis].solution.bound) + free
+                max(
+                    0.0,
+                    in_seconds_of(solved.axes[axis].solution.cost)
+                    - in_seconds_of(optimum.axes[axis].solution.bound),
+                )
+                + free
             )
         return found
 
@@ -449,10 +531,9 @@ class Searching:
         all.
         """
         alongs = dict.fromkeys(tuple(c.along.items()) for c in self.tried.values())
-        prices = {0.0, price.seconds} - {DEAREST}
         return max(
             min(self._bound_of(dict(along), replace(price, seconds=p)) for along in alongs)
-            for p in sorted(prices)
+            for p in sorted({0.0, price.seconds})
         )
 
     def _bound_of(self, along: Along, price: Price) -> float:
@@ -510,10 +591,20 @@ class Searching:
             out_tree=self.traced.out_tree,
             roles=tuple(_role(net, node) for node in found.graph.inputs),
             # What a bucket of several layers adds is not so much a layer.
-            options=Options(bucket=False),
+            options=Options(bucket=self.bucket and net.folded is None),
             hardware=self.hardware,
         )
         return estimate(Lowered(program), net.folded, self.hardware)
+
+
+def in_seconds_of(cost: float) -> float:
+    """A network's cost without its prices of violations, for a plan that breaks placement
+    constraints.
+
+    >>> in_seconds_of(0.25), in_seconds_of(2000.25)
+    (0.25, 0.25)
+    """
+    return cost if cost == math.inf else cost % VIOLATION
 
 
 def _role(net: Opened, node: Node) -> str:

@@ -8,7 +8,7 @@ fix nothing until a dim is cut there.
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, fx
@@ -59,7 +59,7 @@ class Price:
 @dataclass
 class Opened:
     """A traced loss and its gradient; ``mirrors`` are the outputs that lie as parameters do,
-    ``shared`` those who lie alike.
+    ``packs`` per axis and pattern the cuts of tensors packed along a dim, as those of q, k and v.
     """
 
     graph: Graph
@@ -68,6 +68,7 @@ class Opened:
     batch: dict[Node, PartitionSpec]
     mirrors: dict[int, Node]
     folded: Folded | None
+    packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
 
     def copied(self, along: Along | None = None) -> "Opened":
         """With nodes of its own, for a plan to be made on, and marks as constraints."""
@@ -89,6 +90,7 @@ class Opened:
             {i: copies[n] for i, n in self.mirrors.items()},
             self.folded
             and replace(self.folded, labels={copies[n]: r for n, r in self.folded.labels.items()}),
+            self.packs,
         )
 
     def marks(self) -> dict[str, tuple[int, ...]]:
@@ -243,7 +245,7 @@ def on_primitives(net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
                 )
         smaller = decompose(net.graph, blocked) if blocked else net.graph
         if smaller is net.graph:
-            return net
+            return replace(net, packs=_packs(net, axes, data_axes))
         net = replace(net, graph=smaller)
 
 
@@ -251,7 +253,8 @@ def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layou
     """How an axis may cut the parameters of a pattern: dims that divide, in whole heads where they
     make heads; of a lone vector none.
 
-    On a data axis shards are gathered whole before they are used, and the first dim will do.
+    On a data axis shards are gathered whole before they are used, and the first dim will do. Heads
+    that are fewer than ranks are none of a network's layouts (`shared_heads`).
     """
     members = net.members(pattern)
     ndim = members[0].results[0].ndim
@@ -276,6 +279,25 @@ def open_layouts(net: Opened, pattern: str, n: int, is_data: bool) -> list[Layou
         ):
             found.append(shard(d, 1, size // unit, unit, n))
     return found
+
+
+def shared_heads(net: Opened, pattern: str, n: int) -> Layout | None:
+    """The cut of a pattern in whole heads of which there are fewer than ranks: neighbours hold the
+    same one, and the weight is gathered where it is used.
+    """
+    members = net.members(pattern)
+    if any(m.results[0].ndim != members[0].results[0].ndim for m in members):
+        return None
+    users = net.graph.users()
+    for d in range(members[0].results[0].ndim):
+        heads = set()
+        for m in members:
+            unit, size = unit_of(Value(m), Layout("S", d), n, users), m.shape()[d]
+            heads.add((unit, size // unit if isinstance(size, int) else 0))
+        unit, count = heads.pop()
+        if not heads and unit > 1 and 1 < count < n and n % count == 0:
+            return Layout("S", d, 1, unit)
+    return None
 
 
 def unit_of(
@@ -372,18 +394,33 @@ def _reaches(
         }
         # Several tensors packed along a dim are cut as their users are.
         for pattern in cuts:
-            packed = [
-                c
-                for c in found.layouts.get(Value(net.members(pattern)[0]), ())
-                if is_packed(c, net.members(pattern)[0], n)
-            ]
-            cuts[pattern] = [*cuts[pattern], *packed]
+            reached = found.layouts.get(Value(net.members(pattern)[0]), ())
+            packs = [c for c in net.packs.get((axis, pattern), ()) if c in reached]
+            cuts[pattern] = [*cuts[pattern], *packs]
     return (
         found,
         reach(net.graph, axis, n, of_batch, pinned) if is_data else Reach(),
         pinned,
         {node: cuts[p] for node, p in free.items()},
     )
+
+
+def _packs(
+    net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
+) -> dict[tuple[str, str], list[Layout]]:
+    """Per axis and pattern the packed cuts that views and products ask for, no other axis having
+    cut anything: an axis that cuts within another's shards reaches packs that no tensor has.
+    """
+    found: dict[tuple[str, str], list[Layout]] = {}
+    for axis, n in axes.items():
+        if n > 1 and axis not in data_axes:
+            reached = _reaches(net, axis, (), axes, False, {})[0].layouts
+            for pattern in dict.fromkeys(net.patterns.values()):
+                member = net.members(pattern)[0]
+                layouts = [c for c in reached.get(Value(member), ()) if is_packed(c, member, n)]
+                if layouts:
+                    found[axis, pattern] = layouts
+    return found
 
 
 def is_packed(layout: Layout, node: Node, n: int) -> bool:
@@ -434,53 +471,11 @@ def solve_axes(
     latencies: dict[str, float] = {}
     with collection_paused():
         for at, axis in enumerate(order):
-            n, is_data = axes[axis], axis in data_axes
-            given, from_batch, pinned, cuts = _reaches(
-                net, axis, order[:at], axes, is_data, (forced or {}).get(axis, {})
+            problem = axis_problem(
+                net, axis, order[:at], axes, data_axes, hardware, price, forced, is_bare
             )
-            first: dict[str, Node] = {}
-            groups = {
-                node: first.setdefault(net.patterns[node], node)
-                for node in net.params
-                if node not in pinned
-            }
-            outputs: list[Layout | None] = [R] * len(net.graph.outputs)
-            for i, node in net.mirrors.items():
-                outputs[i] = pinned.get(node)
-            ties = ties_of(net)
-            link = hardware.link_of((axis,))
-            latency = planned_latency(net.graph, replace(hardware, link=link), ties)
-            latencies[axis] = latency
-            priced = replace(hardware, link=replace(link, latency=latency))
-            of_state = price.seconds * (1 + price.share)
-            held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
-            kept = {
-                value: price.seconds * (1 - price.share) * nbytes
-                for value, nbytes in kept_bytes(net.graph).items()
-            }
-            opens = Open(
-                groups,
-                {i: node for i, node in net.mirrors.items() if node in groups},
-                held,
-                kept,
-                cuts,
-                is_bare,
-            )
-            chosen = found[axis] = solve(
-                Problem(
-                    net.graph,
-                    axis,
-                    n,
-                    priced,
-                    given,
-                    pinned,
-                    outputs,
-                    is_data,
-                    from_batch,
-                    ties,
-                    opens,
-                )
-            )
+            latencies[axis] = problem.hardware.link.latency
+            chosen = found[axis] = solve(problem)
             of = {node: chosen.strategies[node].results[0] for node in net.params}
             choice[axis] = {}
             for pattern, node in {net.patterns[node]: node for node in net.params}.items():
@@ -491,7 +486,10 @@ def solve_axes(
             net.graph = apply(
                 net.graph,
                 chosen,
-                [of[net.mirrors[i]] if i in net.mirrors else R for i in range(len(outputs))],
+                [
+                    of[net.mirrors[i]] if i in net.mirrors else R
+                    for i in range(len(problem.outputs))
+                ],
             )
     return Solved(
         {pattern: PartitionSpec(*[e or None for e in dims]) for pattern, dims in entries.items()},
@@ -499,6 +497,48 @@ def solve_axes(
         found,
         latencies,
         net,
+    )
+
+
+def axis_problem(
+    net: Opened,
+    axis: str,
+    folded: Sequence[str],
+    axes: Mapping[str, int],
+    data_axes: Sequence[str],
+    hardware: Hardware,
+    price: Price,
+    forced: Choice | None = None,
+    is_bare: bool = False,
+) -> Problem:
+    """The network of one axis with layouts left open, after the axes that are ``folded``."""
+    n, is_data = axes[axis], axis in data_axes
+    given, from_batch, pinned, cuts = _reaches(
+        net, axis, folded, axes, is_data, (forced or {}).get(axis, {})
+    )
+    first: dict[str, Node] = {}
+    groups = {
+        node: first.setdefault(net.patterns[node], node)
+        for node in net.params
+        if node not in pinned
+    }
+    outputs: list[Layout | None] = [R] * len(net.graph.outputs)
+    for i, node in net.mirrors.items():
+        outputs[i] = pinned.get(node)
+    ties = ties_of(net)
+    link = hardware.link_of((axis,))
+    latency = planned_latency(net.graph, replace(hardware, link=link), ties)
+    priced = replace(hardware, link=replace(link, latency=latency))
+    of_state = price.seconds * (1 + price.share)
+    held = {node: of_state * nbytes_of(Value(node)) for node in net.params}
+    kept = {
+        value: price.seconds * (1 - price.share) * nbytes
+        for value, nbytes in kept_bytes(net.graph).items()
+    }
+    mirrors = {i: node for i, node in net.mirrors.items() if node in groups}
+    opens = Open(groups, mirrors, held, kept, cuts, is_bare)
+    return Problem(
+        net.graph, axis, n, priced, given, pinned, outputs, is_data, from_batch, ties, opens
     )
 
 

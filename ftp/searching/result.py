@@ -40,10 +40,13 @@ class Found:
         pins: the constraints that the program had already.
         loss_fn: the loss with those constraints, to be given to ``shard``; where there are none,
             the one that was given.
+        bucket: ``shard``'s option; False where a limit leaves no room for the copies that buckets
+            hold.
         lowered: the program under the plan.
         hardware: the rates that it was estimated with.
         limit: bytes that it was to fit in.
-        price: seconds that a byte held was priced with.
+        price: seconds that a byte is worth: those lost for each byte saved, to fit; 0 without a
+            limit.
         rivals: by name the best plan of each kind that was tried, such as plain data parallelism.
         planned: seconds as the networks count them: ops and collectives one after the other.
 
@@ -59,6 +62,7 @@ class Found:
     constraints: dict[str, Constraint]
     pins: list[str]
     loss_fn: Callable[..., Any]
+    bucket: bool
     lowered: Lowered
     hardware: Hardware
     limit: int | None
@@ -128,6 +132,7 @@ class Found:
             for pattern, c in self.constraints.items()
         ]
         lines += [f"  {pin}" for pin in self.pins]
+        lines += ["  bucket=False: buckets would hold more"] * (not self.bucket)
         lines.append("tried:")
         for name, rival in sorted(self.rivals.items(), key=lambda item: item[1].seconds):
             over = "" if rival.fits else ", over the limit"

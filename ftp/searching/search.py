@@ -3,6 +3,7 @@ the parameters' layouts left open.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, wraps
 from typing import Any
 
@@ -31,6 +32,8 @@ from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import flatten, kind_of, leaf_names, plan
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.placement import placement_of
+
+LOWERED = 6  # plans at most that are lowered in full, until one fits
 
 
 def search(
@@ -62,8 +65,9 @@ def search(
         data_axes: as in ``shard``; on these, what is cut is gathered where it is used.
 
     Returns:
-        A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...)`` is the
-        program, and ``print`` says what else would cost.
+        A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...,
+        bucket=found.bucket)`` is the program, and ``print`` says what else would cost. Only where
+        nothing fits with buckets, which hold copies, is ``found.bucket`` False.
 
     Raises:
         PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes
@@ -104,11 +108,15 @@ def search(
         memory,
     )
     task.explore()
-    while candidates := task.fitting():
+    for _ in range(LOWERED):
+        if not (candidates := task.fitting()) and task.refused:
+            task.fit()
+            candidates = task.fitting()
+        if not candidates:
+            break
         best = task.improved(candidates[0])
         if (found := _lowered(task, best)) is not None:
             return found
-        task.refused.add(best.key)
     least = min(c.estimate.nbytes for c in task.tried.values())
     raise PlanningError(
         f"No plan found fits in {memory:,} bytes a rank; the smallest takes {least:,}. Cut the"
@@ -151,7 +159,9 @@ def _meta(tree: Any) -> Any:
 
 
 def _lowered(task: Searching, best: Candidate) -> Found | None:
-    """The candidate, lowered in full; None where it does not fit after all."""
+    """The candidate, lowered in full; None where it does not fit after all: of repeated layers
+    estimates leave out what buckets hold.
+    """
     loss_fn = constrained(task.loss_fn, best.along) if best.along else task.loss_fn
     step = shard(
         loss_fn,
@@ -160,13 +170,18 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         batch_specs=task.batch_specs,
         data_axes=task.data_axes,
         hardware=task.hardware,
+        bucket=task.bucket,
     )
     program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
-    if task.memory is not None and int(program.memory) > task.memory:
+    if task.memory is not None and (nbytes := int(program.memory)) > task.memory:
+        task.refuse(best, nbytes)
         return None
-    solved = best.solved or task.solve(
-        best.along, best.order, best.price, task.choice_of(best.patterns)
-    )
+    choice = task.choice_of(best.patterns)
+    solved = best.solved or task.solve(best.along, best.order, best.price, choice)
+    price = task.paid(best, planned_seconds(solved, task.hardware))
+    if price != best.price:
+        solved = task.solve(best.along, best.order, price, choice)
+    best = replace(best, price=price)
     pins = [
         f"{pin} at {node.source}"
         for node, pin in constraints(task.net.graph).items()
@@ -178,6 +193,7 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
         pins=pins,
         lowered=program,
         loss_fn=loss_fn,
+        bucket=task.bucket,
         hardware=task.hardware,
         limit=task.memory,
         price=best.price.seconds,

@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn.modules import transformer
 
 from ftp.functional.remat import run_again
-from ftp.tracing.attention_functions import flex_attention, varlen_attention
 from ftp.tracing.control_flow import control_flow
+from ftp.tracing.flex_attention import flex_attention
 from ftp.tracing.mapped_ops import mapped_ops
+from ftp.tracing.varlen_attention import varlen_attention
 
 
 @contextmanager

@@ -33,6 +33,7 @@ from ftp import deferred_compiler
 from ftp.errors import InputError, TraceError, join_failures
 from ftp.functional.gradient_hooks import GradientRefused
 from ftp.ops.assume import assumptions_to
+from ftp.ops.microbatch_means import means_of_trace
 from ftp.paused_gc import collection_paused
 from ftp.sharding.pytree import flatten, kind_of, leaf_names
 from ftp.source import describe_line, user_line
@@ -49,6 +50,7 @@ from ftp.tracing.functionalize_graph import (
     writes,
 )
 from ftp.tracing.libraries import patched_libraries
+from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.recorder import Recorder, record
 from ftp.tracing.selected import Selected
 from ftp.tracing.value_independent import unchecked
@@ -65,7 +67,8 @@ class Traced:
 
     Attributes:
         gm: functional aten graph; its placeholders are the tensor leaves in order, then the
-            constants; it returns a flat tuple. Every node knows its ``meta["val"]``, in
+            constants; it returns a flat tuple, last the means over microbatches that a pipeline
+            asks for (`ftp.ops.microbatch_means`). Every node knows its ``meta["val"]``, in
             ``meta["source"]`` the user's line that caused it ("" if none did), in ``meta["phase"]``
             how often forward and backward passes took turns before it, and in ``meta["region"]``
             the recomputation that it is part of.
@@ -231,7 +234,9 @@ def _traced(
         given = [shapes[i] or own for i, own in zip(at, given, strict=True)]
     fakes = [recorder.fake(shape, leaves[i].dtype) for i, shape in zip(at, given, strict=True)]
     result: list[Any] = []
-    assumed = Assumptions(recorder)
+    assumed, means = Assumptions(recorder), None if within else means_of_trace()
+    if means is not None:
+        means.begin()
 
     def flat(*values: Tensor) -> list[Tensor]:
         filled = list(leaves)
@@ -244,13 +249,15 @@ def _traced(
             _check_results(out_leaves, out)
             result[:] = out_tree, out_leaves
             outputs = [recorder.known(leaf) for leaf in out_leaves if isinstance(leaf, Tensor)]
-            return [*outputs, *(assumed.conditions if checked else ())]
+            noted = [] if means is None else [recorder.known(x) for x in means.tensors]
+            return [*outputs, *(assumed.conditions if checked else ()), *noted]
 
     # A write to a view has its gradient by the view's own op, rather than by strides that a shard
     # does not have.
     with (
         _nested_traces(),
         patched_libraries(),
+        noted_gradients(),
         unchecked(),
         nullcontext()
         if symbolic is None

@@ -12,7 +12,8 @@ from torch.nn import functional as F
 
 import ftp
 from ftp import P
-from ftp.api import step as step_module
+from ftp.api import build as build_module
+from ftp.api import definition
 from ftp.errors import InputError
 
 MOST = 512
@@ -142,12 +143,10 @@ def _numbers(text: str) -> str:
 
 def test_new_sizes_plan_nothing(monkeypatch):
     made = []
-    trace, plan = step_module.trace, step_module.plan_prepared
+    trace, plan = definition.trace, build_module.plan_prepared
+    monkeypatch.setattr(definition, "trace", lambda *a, **k: made.append("trace") or trace(*a, **k))
     monkeypatch.setattr(
-        step_module, "trace", lambda *a, **k: made.append("trace") or trace(*a, **k)
-    )
-    monkeypatch.setattr(
-        step_module, "plan_prepared", lambda *a, **k: made.append("plan") or plan(*a, **k)
+        build_module, "plan_prepared", lambda *a, **k: made.append("plan") or plan(*a, **k)
     )
     step = ftp.shard(loss_fn, on({"tp": 2}), SPECS, dynamic_shapes=DIMS)
     for size in (9, 4, 16, 1, 9, 12):

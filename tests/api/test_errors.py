@@ -741,7 +741,7 @@ def test_a_training_loop_plans_once():
     for _ in range(3):
         _, grads = sharded(params, X)
         params = {k: params[k] - 0.1 * grads[k] for k in params}
-    assert len({id(planned) for planned in sharded._programs.values()}) == 1
+    assert len({id(planned) for planned in sharded._cache.programs.values()}) == 1
 
 
 @pytest.mark.parametrize("cut", [P(), P("tp"), P(None, "tp")])

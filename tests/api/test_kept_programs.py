@@ -15,8 +15,9 @@ from torch.fx import graph_module
 
 import ftp
 from ftp import P
-from ftp.api import step as step_module
-from ftp.api.step import MANY, Step
+from ftp.api import program_cache
+from ftp.api.program_cache import MANY
+from ftp.api.step import Step
 from ftp.errors import DonationError, InputError
 from ftp.planning import from_fx as ingest
 from ftp.runtime.options import PROGRAMS
@@ -65,7 +66,7 @@ def test_the_programs_used_last_are_kept(most: int, monkeypatch: pytest.MonkeyPa
             warnings.simplefilter("ignore")
             loss, _ = step(params, batch(rows))
         torch.testing.assert_close(loss, loss_fn(params, batch(rows)))
-        assert len(planned) == due and len(step._used) == len(kept)
+        assert len(planned) == due and len(step._cache.used) == len(kept)
     assert due > most
 
 
@@ -75,7 +76,9 @@ def test_calls_of_one_shape_in_several_forms_are_one_program():
     for rows in (1, 2, 3):
         for given in (params, placed, params):
             step(given, batch(rows))
-    assert len(step._used) == 2 and set(step._programs.values()) == set(step._used)
+    assert len(step._cache.used) == 2 and set(step._cache.programs.values()) == set(
+        step._cache.used
+    )
 
 
 def test_at_the_tenth_program_it_is_said_what_changes():
@@ -139,14 +142,14 @@ def test_what_a_dropped_program_was_given_stays_donated():
 
 def test_nothing_is_left_of_a_dropped_program(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ingest, "_MOST_TRACED", 8)
-    monkeypatch.setattr(step_module, "_MOST_FAKE", 100)
+    monkeypatch.setattr(program_cache, "_MOST_FAKE", 100)
     step, params = make(programs=2), weights()
     dropped, counts = [], []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for rows in range(1, 25):
             step(params, batch(rows))
-            dropped.append(weakref.ref(next(reversed(step._used)).program.traced))
+            dropped.append(weakref.ref(next(reversed(step._cache.used)).program.traced))
             if rows in (12, 24):
                 gc.collect()
                 counts.append((len(gc.get_objects()), len(graph_module._loader.eval_cache)))

@@ -63,7 +63,7 @@ def _sizes_in_turn(spec: P):
             step(params, ftp.device_put(_batch(size), mesh, spec))
         except (InputError, MismatchError) as e:
             raised.append((type(e).__name__, str(e), time.monotonic() - start))
-    family = next(iter(step._families.values()))
+    family = next(iter(step._dynamic.families.values()))
     plans = sum(len(trace.plans) for trace in family.traces)
     ftp.destroy_process_group()
     return max(errors), raised, len(family.traces), plans

@@ -9,6 +9,7 @@ import torch
 import ftp
 from ftp import P
 from tests.pipeline.test_steps import tensor_parallel, zero_with_tp
+from tests.pipeline.test_train_steps import adamw, train_step
 from tests.support.launch import launch
 from tests.support.staged_models import Model, plan_of
 
@@ -68,6 +69,40 @@ def test_equals_one_device(name):
         assert measured == len(pipe.actions(shape[axes.index("pp")])[0])
     held = [sum(torch.Size(s).numel() for s in rank.value[2]) for rank in ranks]
     assert max(held) < 0.8 * sum(x.numel() for x in optree.tree_leaves(model.params()))
+
+
+def training(model, shape, axes, pipe, steps):
+    ftp.init_process_group()
+    mesh = ftp.make_mesh(shape, axes, device_type="cpu")
+    params, opt = model.params(), adamw()
+    specs = pipe.place(params, plan_of(params, zero_with_tp), mesh)
+    specs = (specs, opt.specs(params, specs))
+    step = ftp.spmd(
+        train_step(model.loss, opt, None), mesh, (*specs, P("dp"), P("dp")), pipeline=pipe
+    )
+    held = ftp.device_put((params, opt.init(params)), mesh, specs)
+    batch = ftp.device_put(model.batch(4 * pipe.microbatches), mesh, P("dp"))
+    for _ in range(steps):
+        *held, loss, norm = step(*held, *batch)
+    full = ftp.device_get(tuple(held), mesh, specs)
+    ftp.destroy_process_group()
+    return loss, norm, full
+
+
+def test_training_equals_one_device():
+    model, pipe, opt = Model(2, tied=True), ftp.Pipeline("pp", 2, "zero_bubble"), adamw()
+    ranks = launch(training, 4, model, (2, 2, 1), ("pp", "dp", "tp"), pipe, 3, timeout=240)
+    due: Any = (model.params(), opt.init(model.params()))
+    one_device = train_step(model.loss, opt, 2)
+    for _ in range(3):
+        *due, loss, norm = one_device(*due, *model.batch(8))
+    for rank in ranks:
+        assert rank.error is None, rank.error
+        torch.testing.assert_close(rank.value[:2], (loss, norm), rtol=1e-11, atol=1e-12)
+        for a, b in zip(
+            optree.tree_leaves(rank.value[2]), optree.tree_leaves(tuple(due)), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def dying(rank_to_die):

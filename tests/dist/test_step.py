@@ -222,7 +222,7 @@ def _unknown():
         loss, grads = step({"w": w}, x)
         losses.append(float(loss))
         w = w - 0.01 * grads["w"]
-    programs = len({id(p) for p in step._programs.values()})
+    programs = len({id(p) for p in step._cache.programs.values()})
     _end()
     return losses, programs, tuple(grads["w"].shape)
 

@@ -1,5 +1,6 @@
 """Real bugs from public threads, each cut down to its arithmetic: a reference, the buggy form with
-its line marked, and the mended form. The thread says what the numbers did.
+its line marked, and the mended form. The thread says what the numbers did. A catalogue: long, and
+each entry by itself.
 """
 
 from collections.abc import Callable
@@ -11,7 +12,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from ftp import P
-from tests.museum.proven import AllToAll, Case, Reduce, randn
+from tests.museum.proven import (
+    GRID,
+    MESH,
+    AllToAll,
+    Case,
+    Reduce,
+    ScatterSequence,
+    all_gather,
+    randn,
+    reduce_scatter,
+)
 
 
 @dataclass(frozen=True)
@@ -25,6 +36,7 @@ class Bug:
     out_specs: Any
     args: tuple[Any, ...]
     grad: bool = True
+    mesh: Any = MESH
 
     def case(self, is_mended: bool) -> Case:
         return Case(
@@ -35,6 +47,7 @@ class Bug:
             self.out_specs,
             self.args,
             self.grad,
+            self.mesh,
         )
 
 
@@ -84,7 +97,7 @@ def routed(x, gate, up):
 
 
 def router_gradient(is_mended):
-    """Each rank runs its experts, so the router's gradient is one term of a sum."""
+    """Each rank runs its experts: the router's gradient, one term of a sum, was not summed."""
 
     def program(x, gate, up):
         if is_mended:
@@ -97,7 +110,7 @@ def router_gradient(is_mended):
 
 
 def expert_inputs(is_mended):
-    """The experts' common input sees other weights on each rank: its gradient is to be summed."""
+    """The experts' common input meets other weights on each rank: its gradient was not summed."""
 
     def program(x, up, down):
         if is_mended:
@@ -131,6 +144,8 @@ def experts(x, up):
 
 
 def doubled_expert_gradients(is_mended):
+    """The backward pass of an all-to-all sends each gradient once for every rank."""
+
     exchange = AllToAll if is_mended else AllToAllSummed
 
     def program(x, up):
@@ -167,6 +182,8 @@ class ChunkGradient(torch.autograd.Function):
 
 
 def chunked(is_mended):
+    """A loss in chunks keeps the gradient of the hidden states, a term of a sum, as if summed."""
+
     return lambda x, w: ChunkGradient.apply(x, w, is_mended)
 
 
@@ -176,7 +193,7 @@ def routing_bias(counts, bias):
 
 
 def routing_bias_local(is_mended):
-    """The bias follows the tokens of all ranks, not of this rank's."""
+    """The bias followed this rank's tokens, not those of all ranks."""
 
     def program(counts, bias):
         total = counts.sum(0)  # BUG
@@ -194,7 +211,7 @@ def smoothed(logits, target):
 
 
 def label_smoothing(is_mended):
-    """The mean of the log probabilities runs over the whole vocabulary, not this rank's part."""
+    """The mean of the log probabilities ran over this rank's part of the vocabulary."""
 
     def program(logits, target):
         total = Reduce.apply(logits.exp().sum(-1))
@@ -230,7 +247,7 @@ def token_mean(x, mask):
 
 
 def local_token_counts(is_mended):
-    """A mean of means is none where ranks hold different numbers of tokens."""
+    """A mean of the ranks' means, though they hold different numbers of tokens."""
 
     def program(x, mask):
         count = mask.sum()
@@ -247,7 +264,7 @@ def normed(x, weight):
 
 
 def norm_weight(is_mended):
-    """A norm's weight is whole while tokens or heads are cut: its gradients are summed."""
+    """A norm's weight is whole while tokens or heads are cut: its gradient was not summed."""
 
     def program(x, weight):
         if is_mended:
@@ -264,7 +281,7 @@ def microbatch_loss(w, x, y):
 
 
 def unscaled_pipeline(is_mended):
-    """The reported loss is divided by the number of tokens, the one that is derived is not."""
+    """The reported loss was divided by the number of tokens, the differentiated one was not."""
 
     def program(w, x, y):
         w = w.detach().requires_grad_()
@@ -285,7 +302,7 @@ def mean_loss(w, x):
 
 
 def sequence_scaling(is_mended):
-    """Each rank's loss is the mean over its own part of the sequence; the gradients are summed."""
+    """Each rank's loss is the mean over its part of the sequence; the gradients were summed."""
 
     def program(w, x):
         w = w.detach().requires_grad_()
@@ -311,6 +328,8 @@ class LostSum(torch.autograd.Function):
 
 
 def contiguous_copy(is_mended):
+    """The all-reduce ran on a copy that ``contiguous`` made, and its result was dropped."""
+
     copy = SumGradient if is_mended else LostSum
 
     def program(x, w):
@@ -357,6 +376,8 @@ class IdentityLogSoftmax(torch.autograd.Function):
 
 
 def identity_log_softmax(is_mended):
+    """The gradient of any log-softmax was that which one cross entropy needs: the identity."""
+
     return lambda logits: IdentityLogSoftmax.apply(logits, is_mended)
 
 
@@ -366,7 +387,7 @@ def context_loss(w, x):
 
 
 def context_scaling(is_mended):
-    """The loss is multiplied by the ranks for an average that is a sum by now."""
+    """The loss was multiplied by the ranks for an average that had become a sum."""
 
     def program(w, x):
         w = w.detach().requires_grad_()
@@ -393,10 +414,147 @@ def to_local_partial(is_mended):
     return program
 
 
+class GatherTokens(torch.autograd.Function):
+    """Tokens of all ranks; each rank's experts make one term of their gradient."""
+
+    @staticmethod
+    def forward(ctx, x, is_mended):
+        ctx.is_mended = is_mended
+        return all_gather(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        if ctx.is_mended:
+            return reduce_scatter(grad), None
+        return grad.chunk(dist.get_world_size())[dist.get_rank()].clone(), None  # BUG
+
+
+def lost_reduce_scatter(is_mended):
+    """``to_local`` without ``grad_placements``: the gradient of gathered tokens is cut, not
+    reduced.
+    """
+
+    def program(x, up, down):
+        tokens = GatherTokens.apply(x, is_mended)
+        return ScatterSequence.apply(torch.relu(tokens @ up) @ down)
+
+    return program
+
+
+def scored_experts(x, gate, up, down):
+    scores = (x @ gate).sigmoid()
+    return torch.einsum("te,etf->tf", scores, torch.relu(torch.einsum("td,edh->eth", x, up)) @ down)
+
+
+def dropped_grad_placements(is_mended):
+    """Experts whose hidden dim is cut: the gradients of their tokens and scores are terms of a sum,
+    and the placements that say so were passed on with expert parallelism alone.
+    """
+
+    def program(x, gate, up, down):
+        scores = (x @ gate).sigmoid()
+        if is_mended:
+            x, scores = SumGradient.apply(x), SumGradient.apply(scores)
+        hidden = torch.relu(torch.einsum("td,edh->eth", x, up))  # BUG
+        return Reduce.apply(torch.einsum("te,etf->tf", scores, hidden @ down))  # BUG
+
+    return program
+
+
+def biased_experts(x, up, bias):
+    return torch.einsum("eth,ehf->etf", x, up) + bias[:, None]
+
+
+class Share(torch.autograd.Function):
+    """One rank's share of a value that is summed; its gradient is whole."""
+
+    @staticmethod
+    def forward(ctx, x, ranks):
+        return x / ranks
+
+    @staticmethod
+    def backward(ctx, grad):
+        return grad, None
+
+
+def expert_bias(is_mended):
+    """The number of ranks was read from a DTensor, which the weights were no more: it stayed 1."""
+
+    def program(x, up, bias):
+        ranks = dist.get_world_size() if is_mended else 1
+        made = torch.einsum("eth,ehf->etf", x, up)
+        return Reduce.apply(made + Share.apply(bias, ranks)[:, None])  # BUG
+
+    return program
+
+
+class GatherWeight(torch.autograd.Function):
+    """A norm's weight, cut over dp; its gradient is a sum over dp and, with tokens cut, over tp."""
+
+    @staticmethod
+    def forward(ctx, weight, is_mended):
+        ctx.is_mended = is_mended
+        out = weight.new_empty(2 * len(weight))
+        dist.all_gather_into_tensor(out, weight, group=GRID.get_group("dp"))
+        return out
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        if ctx.is_mended:
+            dist.all_reduce(grad, group=GRID.get_group("tp"))
+        part = grad.new_empty(len(grad) // 2)
+        dist.reduce_scatter_tensor(part, grad, group=GRID.get_group("dp"))
+        return part, None  # BUG
+
+
+def norm_weight_over_two_axes(is_mended):
+    """``to_local`` strips both mesh dims and keeps the gradient's placement on dp alone."""
+
+    def program(x, weight):
+        weight = GatherWeight.apply(weight, is_mended)
+        return x / x.square().mean(-1, keepdim=True).sqrt() * weight  # BUG
+
+    return program
+
+
 _X, _W, _DOWN = randn(4, 6), randn(6, 4), randn(4, 3)
 _TARGET = torch.tensor([1, 3, 0, 2])
 _TP_ROWS = (P(None, "tp"), P("tp"))
 BUGS = [
+    Bug(
+        "pytorch/torchtitan#1805",
+        mlp,
+        lost_reduce_scatter,
+        (P("tp"), P(None, "tp"), P("tp")),
+        P("tp"),
+        (_X, _W, _DOWN),
+    ),
+    Bug(
+        "pytorch/torchtitan#2217 (mended in #2532)",
+        normed,
+        norm_weight_over_two_axes,
+        (P("dp", "tp"), P("dp")),
+        P("dp", "tp"),
+        (randn(2, 4, 2), randn(2)),
+        mesh=GRID,
+    ),
+    Bug(
+        "pytorch/torchtitan#4054",
+        scored_experts,
+        dropped_grad_placements,
+        (P(), P(), P(None, None, "tp"), P(None, "tp")),
+        P(),
+        (_X, randn(6, 2), randn(2, 6, 4), randn(2, 4, 3)),
+    ),
+    Bug(
+        "pytorch/torchtitan#4245",
+        biased_experts,
+        expert_bias,
+        (P(None, None, "tp"), P(None, "tp"), P()),
+        P(),
+        (randn(2, 3, 4), randn(2, 4, 2), randn(2, 2)),
+    ),
     Bug(
         "pytorch/torchtitan#2106",
         matmul_bias,

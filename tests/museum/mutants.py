@@ -1,8 +1,10 @@
 """Mutants of proven programs: one change of what the ranks run, on one rank or on all."""
 
+import operator
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -99,12 +101,15 @@ def retype(graph: fx.Graph, place: float) -> bool:
 
 
 def wrong_group(graph: fx.Graph, place: float) -> bool:
-    """A collective of this rank alone."""
-    node = _pick([n for n in _exchanges(graph) if n.args[0] == "all_reduce"], place)
+    """A collective over another group: one that the program uses elsewhere, or this rank alone."""
+    node = _pick([n for n in _exchanges(graph) if n.args[0] not in ("send", "recv")], place)
     if node is None:
         return False
-    ranks: list[int] = node.args[3]  # type: ignore[assignment]
-    node.args = (*node.args[:3], ranks[::-1], "other", *node.args[5:])
+    mine: Any = (tuple(node.args[3]), node.args[4])  # type: ignore[arg-type]
+    used: list[Any] = [(tuple(n.args[3]), n.args[4]) for n in _exchanges(graph)]  # type: ignore[arg-type]
+    others = [g for g in dict.fromkeys(used) if len(g[0]) == len(mine[0]) and g != mine]
+    ranks, name = others[int(place * 7919) % len(others)] if others else (mine[0][::-1], "other")
+    node.args = (*node.args[:3], list(ranks), name, *node.args[5:])
     return True
 
 
@@ -144,6 +149,29 @@ def offset(graph: fx.Graph, place: float) -> bool:
     at = [i for i, a in enumerate(node.args) if type(a) is int][-1]
     by = 1 if int(place * 1000) % 2 else -1
     node.args = (*node.args[:at], node.args[at] + by, *node.args[at + 1 :])  # type: ignore[operator]
+    return True
+
+
+def part(graph: fx.Graph, place: float) -> bool:
+    """Another part: a slice that begins one earlier or later, or the next of several results."""
+    nodes = [
+        n
+        for n in graph.nodes
+        if n.target in (aten.slice.Tensor, operator.getitem) and len(n.args) in (2, 4) and n.users
+    ]
+    node = _pick(nodes, place)
+    if node is None:
+        return False
+    if node.target is operator.getitem:
+        of: Any = node.args[0]
+        count = len(of.meta.get("dtypes") or ())
+        if count < 2:
+            return False
+        node.args = (of, (node.args[1] + 1) % count)  # type: ignore[operator]
+        return True
+    x, dim, start, end = node.args
+    by = -1 if start else 1
+    node.args = (x, dim, start + by, end + by)  # type: ignore[operator]
     return True
 
 
@@ -188,6 +216,7 @@ CHANGES: list[Callable[[fx.Graph, float], bool]] = [
     divisor,
     factor,
     offset,
+    part,
     stale,
     unwaited,
 ]

@@ -1,7 +1,7 @@
 """Parallel programs as people write them by hand, each with its single-device reference.
 
 A program gets this rank's shards; ``dist.group.WORLD`` is its one mesh axis unless it asks for
-another.
+another. A catalogue: long, and each entry by itself.
 """
 
 import math
@@ -18,6 +18,7 @@ from ftp import P
 
 N = 2
 MESH = ftp.AbstractMesh((N,), ("tp",))
+GRID = ftp.AbstractMesh((N, N), ("dp", "tp"))
 
 
 @dataclass(frozen=True)
@@ -216,6 +217,48 @@ def fsdp(w, v, x, y):
     n = dist.get_world_size()
     dist.all_reduce(loss)
     return loss / n, tuple(reduce_scatter(g) / n for g in grads)
+
+
+# Both at once: DDP over dp, column and row linear over tp.
+
+
+def reduced_over(axis, forward):
+    class Sum(torch.autograd.Function):
+        @staticmethod
+        def run(x, is_summed):
+            x = x.clone(memory_format=torch.contiguous_format)
+            if is_summed:
+                dist.all_reduce(x, group=GRID.get_group(axis))
+            return x
+
+        @staticmethod
+        def forward(ctx, x):
+            return Sum.run(x, forward)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return Sum.run(grad, not forward)
+
+    return Sum.apply
+
+
+def ddp_and_megatron(w, v, x, y):
+    w, v, x = (p.detach().requires_grad_() for p in (w, v, x))
+    hidden = torch.relu(reduced_over("tp", forward=False)(x) @ w)
+    loss = (reduced_over("tp", forward=True)(hidden @ v) - y).square().mean()
+    *grads, of_x = torch.autograd.grad(loss, (w, v, x))
+    loss = loss.detach()
+    for g in (*grads, loss):
+        dist.all_reduce(g, group=GRID.get_group("dp"))
+        g /= N
+    return loss, tuple(grads), of_x / N
+
+
+def train_with_inputs(w, v, x, y):
+    w, v, x = (p.detach().requires_grad_() for p in (w, v, x))
+    loss = training_loss(w, v, x, y)
+    *grads, of_x = torch.autograd.grad(loss, (w, v, x))
+    return loss.detach(), tuple(grads), of_x
 
 
 # Attention over a sequence that is cut. Ring: Liu et al. (2023); Ulysses: Jacobs et al. (2023).
@@ -435,6 +478,16 @@ CASES = [
         (P(), P("tp")),
         _DATA,
         grad=False,
+    ),
+    Case(
+        "ddp_and_megatron",
+        train_with_inputs,
+        ddp_and_megatron,
+        (P(None, "tp"), P("tp"), P("dp"), P("dp")),
+        (P(), (P(None, "tp"), P("tp")), P("dp")),
+        _DATA,
+        grad=False,
+        mesh=GRID,
     ),
     Case("ring_attention", attention, ring_attention, P("tp"), P("tp"), _QKV),
     Case("ulysses", attention, ulysses, P("tp"), P("tp"), _QKV),

@@ -1,4 +1,14 @@
-"""Hand-written parallel programs are proven, real bugs refused on their line."""
+"""Hand-written parallel programs are proven, real bugs refused on their line.
+
+``python -m tests.museum.test_museum`` writes the CPU seconds of each to tests/results/museum.json,
+and the table to docs/prove.md.
+"""
+
+import json
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
@@ -28,5 +38,46 @@ def test_mended_form_is_proven(bug: Bug):
     bug.case(is_mended=True).prove()
 
 
-def test_threads():
-    assert len({b.thread.split(" ")[0] for b in BUGS}) >= 15
+RECORD = Path(__file__).parents[1] / "results" / "museum.json"
+PAGE = Path(__file__).parents[2] / "docs" / "prove.md"
+
+
+def test_the_record_and_the_page():
+    record = json.loads(RECORD.read_text())
+    assert list(record) == [c.name for c in CASES] + [b.thread for b in BUGS]
+    assert table(record) in PAGE.read_text()
+    threads = {b.thread.split(" ")[0] for b in BUGS}
+    named = {f"pytorch/torchtitan#{n}" for n in (1805, 2106, 2217, 2416, 3412, 4054, 4154, 4245)}
+    named |= {"NVIDIA/Megatron-LM#7452", "pytorch/pytorch#160285", "pytorch/pytorch#172932"}
+    assert named <= threads and len(threads) >= 15
+
+
+def table(record: dict[str, list[float]]) -> str:
+    rows = ["| thread | what was wrong | refused in | mended, proven in |", "|---|---|---|---|"]
+    for bug in BUGS:
+        what = re.sub(r"\s+", " ", bug.make.__doc__ or "").strip().rstrip(".")
+        what = what.replace("``", "`")
+        refused, mended = record[bug.thread]
+        rows.append(f"| {bug.thread} | {what} | {refused:.2f} s | {mended:.2f} s |")
+    return "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    def seconds(case: Case) -> float:
+        start = time.process_time()
+        with suppress(CertificateError):
+            case.prove()
+        return round(time.process_time() - start, 2)
+
+    seconds(CASES[0])
+    record = {case.name: [seconds(case)] for case in CASES}
+    record |= {b.thread: [seconds(b.case(is_mended=m)) for m in (False, True)] for b in BUGS}
+    RECORD.write_text(json.dumps(record, indent=0) + "\n")
+    head, *_ = table(record).splitlines()
+    page, rest = PAGE.read_text().split(head + "\n")
+    after = rest[len(rest.split("\n\n")[0]) + 1 :]
+    PAGE.write_text(page + table(record) + after)
+
+
+if __name__ == "__main__":
+    main()

@@ -59,7 +59,8 @@ def on_one_device(model, microbatches: int, steps: int, rows: int) -> Any:
     return loss, params, norms
 
 
-@pytest.mark.parametrize("case", [pytest.param("pp", marks=pytest.mark.slow), "pp × ZeRO-3 × tp"])
+@pytest.mark.slow  # tests/pipeline/test_train_steps.py has the same as one step
+@pytest.mark.parametrize("case", ["pp", "pp × ZeRO-3 × tp"])
 def test_training_with_clipping_and_adamw(case):
     model = Model(3, tied=True, scaled=case == "pp")
     shape, axes = ((3,), ("pp",)) if case == "pp" else ((2, 2, 2), ("pp", "dp", "tp"))

@@ -151,8 +151,8 @@ def test_a_broken_step_is_not_certified(monkeypatch):
     monkeypatch.setattr("ftp.api.pipelined_step.check_stages", lambda *args: seen.append(args))
     step = ftp.shard(model.loss, mesh, pipe.place(params, P(), mesh), pipeline=pipe)
     step.lower(params, *model.batch(4))
-    traced, n, batch, stages, actions = seen[0]
-    check.check_stages(traced, n, batch, stages, actions)
+    traced, n, batch, leaves, stages, actions = seen[0]
+    check.check_stages(traced, n, batch, leaves, stages, actions)
     broken: list[tuple[Stages, Any]] = []
 
     def change(lists: Any = actions, **fields: Any) -> None:
@@ -181,7 +181,7 @@ def test_a_broken_step_is_not_certified(monkeypatch):
     assert len(broken) > 50
     for mutant, lists in broken:
         with pytest.raises((CertificateError, KeyError)):
-            check.check_stages(traced, n, batch, mutant, lists)
+            check.check_stages(traced, n, batch, leaves, mutant, lists)
 
 
 def test_report(tmp_path):

@@ -256,5 +256,5 @@ def test_experts_called_otherwise_are_refused():
 
 def test_the_page_runs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
-    for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL):
-        exec(compile(block, "docs/experts.md", "exec"), {})
+    code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
+    exec(compile(code, "docs/experts.md", "exec"), {})

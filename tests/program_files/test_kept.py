@@ -36,7 +36,7 @@ def same(a: Any, b: Any) -> bool:
 def run(step: ftp.Step, *args: Any) -> tuple[Any, bool]:
     """What a step returns, and whether its plan was found."""
     result = step(*args)
-    (planned,) = step._programs.values()
+    (planned,) = step._cache.programs.values()
     return result, isinstance(planned.program, KeptProgram)
 
 

@@ -230,6 +230,12 @@ WRONG = [
         aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
         without_pending,
     ),
+    ("flex_attention", torch.ops.ftp.scaled_dot_product_attention_flex.default, without_local),
+    (
+        "flex_attention",
+        torch.ops.ftp.scaled_dot_product_attention_flex_backward.default,
+        without_pending,
+    ),
     ("conv", aten.convolution.default, without_whole),
     ("conv", aten.convolution_backward.default, without_pending),
     ("conv", aten.avg_pool2d.default, without_whole),

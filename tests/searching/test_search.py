@@ -1,5 +1,6 @@
 """Plans that are searched for, beside those that are written by hand."""
 
+import math
 import re
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 
 import ftp
 from ftp import P
+from ftp.searching.open_layouts import opened, shared_heads, traced_loss
 from ftp.searching.search import Found
 
 CFG = LlamaConfig(vocab=32000, dim=4096, heads=32, kv_heads=8, hidden=14336, layers=2)
@@ -112,14 +114,55 @@ def test_what_is_found_equals_one_device():
     loss_fn, batch = models.lm_loss(fn), lm_batch(cfg, 4, 6)
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))
     free = ftp.search(loss_fn, params, mesh, P("dp"), batch)
-    found = ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=free.memory - 1)
-    assert found.memory < free.memory
+    limit = int(0.6 * free.memory)
+    found = ftp.search(loss_fn, params, mesh, P("dp"), batch, memory=limit)
+    assert found.memory <= limit
+    # Gaps and alternatives are seconds, as ``planned`` is, whatever the price of memory was.
+    assert 0 <= max(found.gap.values()) < found.planned
+    others = [s for each in found.alternatives.values() for s in each.values() if s < math.inf]
+    assert others and max(map(abs, others)) < 10 * found.planned
+    assert is_the_cheapest(found)
+    # No tensor of the model is packed, so none is cut in packs.
+    assert not any("units" in str(spec) for spec in found.patterns.values())
     grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
     step = ftp.shard(loss_fn, mesh, found.specs(params), batch_specs=P("dp"), certify=True)
     found_loss, found_grads = step(params, batch)
     torch.testing.assert_close(found_loss, loss, rtol=1e-12, atol=0)
     for name, grad in grads.items():
         torch.testing.assert_close(found_grads[name], grad, rtol=1e-9, atol=1e-12)
+
+
+def test_buckets_that_a_limit_leaves_no_room_for_are_left_out():
+    """A bucket holds copies of all gradients of a small model."""
+    params = {name: torch.empty(256, 256, device="meta") for name in ("a", "b", "c")}
+    mesh, x = ftp.AbstractMesh((4,), ("dp",)), torch.empty(8, 256, device="meta")
+
+    def loss_fn(p, x):
+        return (x @ p["a"] @ p["b"] @ p["c"]).sum()
+
+    def lowered(specs, bucket):
+        step = ftp.shard(loss_fn, mesh, specs, batch_specs=P("dp"), bucket=bucket)
+        return step.lower(params, x)
+
+    free = ftp.search(loss_fn, params, mesh, P("dp"), x)
+    assert free.bucket
+    limit = int(lowered(dict.fromkeys(params, P("dp")), False).memory)
+    assert limit < min(free.memory, int(lowered(dict.fromkeys(params, P("dp")), True).memory))
+    found = ftp.search(loss_fn, params, mesh, P("dp"), x, memory=limit)
+    assert not found.bucket and "bucket=False" in str(found)
+    assert found.memory == int(lowered(found.specs(params), found.bucket).memory) <= limit
+
+
+def test_heads_that_neighbours_share():
+    """Where memory forces it, keys of fewer heads than ranks are held by head."""
+    cfg = LlamaConfig(vocab=64, dim=512, heads=8, kv_heads=4, hidden=64, layers=1)
+    loss_fn, params, batch = program(cfg)
+    mesh = ftp.AbstractMesh((8,), ("tp",))
+    net = opened(traced_loss(loss_fn, params, (batch,), mesh), params, (batch,), [P(), P()])
+    keys = shared_heads(net, "layers.*.attn.wk.weight", 8)
+    assert keys is not None and (keys.dim, keys.inner) == (0, 64)
+    assert shared_heads(net, "layers.*.attn.wq.weight", 8) is None
+    assert shared_heads(net, "layers.*.attn.wk.weight", 4) is None
 
 
 def test_sequence_parallelism_is_found_where_memory_forces_it():

@@ -48,6 +48,8 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._scaled_dot_product_flash_attention_for_cpu_backward.default: "the same",
     torch.ops.ftp.scaled_dot_product_attention_varlen.default: "its documents fit its queries",
     torch.ops.ftp.scaled_dot_product_attention_varlen_backward.default: "the same",
+    torch.ops.ftp.scaled_dot_product_attention_flex.default: "its functions fit its shapes",
+    torch.ops.ftp.scaled_dot_product_attention_flex_backward.default: "the same",
     aten._embedding_bag_backward.default: "its integers come from the forward pass and must fit"
     " each other",
     aten._embedding_bag_per_sample_weights_backward.default: "the same",

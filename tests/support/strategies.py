@@ -11,6 +11,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ftp.ops.map_slices import interned
 from ftp.rules.notation import BATCH, Notation
+from ftp.tracing.score_functions import as_program
 
 aten = torch.ops.aten
 Sample = tuple[tuple[Any, ...], dict[str, Any]]
@@ -198,6 +199,30 @@ def _varlen(backward: bool) -> list[Sample]:
             continue
         y, lse = op(q, k, v, *given)
         out.append(s(normal(*y.shape), q, k, v, y, lse, *given))
+    return out
+
+
+def _flex(backward: bool) -> list[Sample]:
+    """Scores through functions: a bias of each pair, a table of heads, listed blocks, fewer heads
+    of keys."""
+    op = torch.ops.ftp.scaled_dot_product_attention_flex.default
+    out = []
+    for heads, size in ((2, 6), (4, 5)):
+        q, k, v = normal(2, 4, size, 2), normal(2, heads, 6, 2), normal(2, heads, 6, 3)
+        bias, slope = normal(2, 4, size, 6), normal(4)
+        document = torch.tensor([[0, 0, 1, 1, 1, 2], [0, 1, 1, 1, 2, 2]])
+        sizes = (2, 4, size, 6), torch.float64, torch.device("cpu")
+        score = lambda s, b, h, q, k, x=bias, y=slope: s * y[h] + x[b, h, q, k]  # noqa: E731
+        mask = lambda b, h, q, k, x=document: (q >= k) | (x[b, q] == x[b, k])  # noqa: E731
+        of_score, of_mask = as_program(score, False, *sizes), as_program(mask, True, *sizes)
+        tables = [torch.tensor([[[2, 1, 2]]]), torch.tensor([[[[0, 1, 2], [1, 0, 2], [2, 0, 1]]]])]
+        rest = [], [], [], [], [2, 2], 0.7, of_score[0], of_mask[0]
+        given = tables, of_score[1], of_mask[1], *rest
+        if not backward:
+            out.append(s(q, k, v, *given))
+            continue
+        y, lse, _ = op(q, k, v, *given)
+        out.append(s(normal(*y.shape), q, k, v, lse, normal(*lse.shape), *given, [True, True]))
     return out
 
 
@@ -1041,6 +1066,8 @@ SAMPLES: dict[str, Callable[[], list[Sample]]] = {
     "_scaled_dot_product_flash_attention_for_cpu_backward.default": lambda: _attention(True),
     "ftp.scaled_dot_product_attention_varlen.default": lambda: _varlen(False),
     "ftp.scaled_dot_product_attention_varlen_backward.default": lambda: _varlen(True),
+    "ftp.scaled_dot_product_attention_flex.default": lambda: _flex(False),
+    "ftp.scaled_dot_product_attention_flex_backward.default": lambda: _flex(True),
     # factories
     **_alike(
         "zeros.default",

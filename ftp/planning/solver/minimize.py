@@ -110,10 +110,11 @@ def min_marginals(
     pairs: Mapping[tuple[int, int], np.ndarray],
     variable: int,
     *,
+    values: Sequence[int] | None = None,
     max_table: int = 1_000_000,
 ) -> list[Solution | None]:
-    """Per value of the variable the cheapest assignment with that value, None where there is none:
-    what any other choice would cost.
+    """Per value of the variable, or those of ``values``, the cheapest assignment with that value,
+    None where there is none: what any other choice would cost.
 
     >>> unary = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]
     >>> network = [2, 2], unary, {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])}
@@ -121,7 +122,7 @@ def min_marginals(
     [3.5, 1.0]
     """
     found: list[Solution | None] = []
-    for value in range(domains[variable]):
+    for value in range(domains[variable]) if values is None else values:
         fixed = np.full(domains[variable], np.inf)
         fixed[value] = unary[variable][value]
         try:

@@ -245,6 +245,118 @@ def test_listed_blocks_and_log_sum_exps():
         torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
+def test_functions_of_scores_hold_no_scores():
+    """Linear in the tokens, forward and backward, with a gradient of what the function captures."""
+    mesh, cut = ftp.AbstractMesh((4,), ("cp",), device_type="cpu"), P(None, None, "cp")
+    times = []
+    for tokens in (1 << 14, 1 << 17):
+
+        def attend(q: Tensor, k: Tensor, v: Tensor, document: Tensor, slope: Tensor) -> Any:
+            def score(s: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+                same = document[b, at_q] == document[b, at_k]
+                return torch.where(same, s * slope[h], -math.inf)
+
+            return flex_attention(q, k, v, score_mod=score)
+
+        def run(q: Tensor, document: Tensor, slope: Tensor) -> Any:
+            out, vjp = torch.func.vjp(lambda q, s: attend(q, q, q, document, s), q, slope)
+            return vjp(out)
+
+        q = torch.empty(1, 2, tokens, 64, dtype=torch.bfloat16, device="meta")
+        document = torch.empty(1, tokens, dtype=torch.int64, device="meta")
+        slope = torch.empty(2, device="meta")
+        specs = (cut, P(None, "cp"), P())
+        lowered = ftp.lower(run, mesh, specs, q, document, slope, out_specs=(cut, P()))
+        times.append(int(lowered.memory) / tokens)
+    assert times[1] <= 1.01 * times[0]
+
+
+@pytest.mark.parametrize("tile", [3, 1024])
+def test_captured_tensors_are_cut_as_the_scores_are(monkeypatch: Any, tile: int):
+    """Documents of each row of a batch, a bias of each pair and a scalar that require a gradient,
+    log-sum-exps with one, tiles of a few queries, and a bias that is gathered nowhere."""
+    monkeypatch.setattr("ftp.ops.attention.TILE", tile)
+    document = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 1, 1, 1, 2, 2]])
+
+    def attend(q: Tensor, k: Tensor, bias: Tensor, by: Tensor, document: Tensor) -> Any:
+        def score(s: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+            same = (document[b, at_q] == document[b, at_k]) & (at_q >= at_k)
+            return torch.where(same, by * s + bias[b, h, at_q, at_k], -math.inf)
+
+        aux = AuxRequest(lse=True)
+        out, made = flex_attention(q, k, k, score_mod=score, return_aux=aux, enable_gqa=True)
+        return out, made.lse
+
+    def expected(q: Tensor, k: Tensor, bias: Tensor, by: Tensor, document: Tensor) -> Any:
+        sees = document[:, None, :, None] == document[:, None, None]
+        sees = sees & torch.ones(7, 7, dtype=torch.bool).tril()
+        k = k.repeat_interleave(2, 1)
+        scores = (by * (q @ k.mT) / 2 + bias).masked_fill(~sees, -math.inf)
+        return scores.softmax(-1) @ k, scores.logsumexp(-1)
+
+    def run(attend: Any) -> Any:
+        def both(q: Tensor, k: Tensor, bias: Tensor, by: Tensor, document: Tensor) -> Any:
+            out, vjp = torch.func.vjp(lambda *x: attend(*x, document), q, k, bias, by)
+            return *out, *vjp((out[0].sin(), out[1].cos()))
+
+        return both
+
+    torch.manual_seed(0)
+    make = lambda *s: torch.randn(*s, dtype=torch.float64)  # noqa: E731
+    args = make(2, 4, 7, 4), make(2, 2, 7, 4), make(2, 4, 7, 7), make(()), document
+    right = run(expected)(*args)
+    cut = P("dp", None, "cp")
+    specs = (cut, cut, cut, P(), P("dp", "cp"))
+    outs = (cut, cut, cut, cut, cut, P())
+    mesh = ftp.simulated_mesh((2, 3), ("dp", "cp"))
+    step = ftp.spmd(run(attend), mesh, specs, outs, certify=True)
+    for one, other in zip(step(*args), right, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+    moved = [(c.op, tuple(c.global_shape)) for c in step.lower(*args).collectives]
+    assert not any(shape == (2, 4, 7, 7) for _, shape in moved)
+    assert moved.count(("all_gather", (2, 7))) == 1  # over cp: the documents of keys
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_functions_of_scores_under_transforms():
+    """Forward mode, the gradient's directional derivative along all inputs, a batch, a
+    constant table, and tensors that a function makes."""
+    table = torch.tensor([0.5, 2.0], dtype=torch.float64)
+
+    def attend(q: Tensor, k: Tensor, slope: Tensor) -> Tensor:
+        def score(s: Tensor, b: Tensor, h: Tensor, at_q: Tensor, at_k: Tensor) -> Tensor:
+            near = torch.tensor([1.0, 3.0], dtype=torch.float64)[h]
+            return torch.tanh(s * slope[h]) * near * table[1] + table[0]
+
+        return flex_attention(q, k, k, score_mod=score).square().sum()
+
+    def expected(q: Tensor, k: Tensor, slope: Tensor) -> Tensor:
+        scores = torch.tanh(q @ k.mT / 2 * slope[:, None, None])
+        scores = scores * torch.tensor([1.0, 3.0], dtype=torch.float64)[:, None, None] * 2 + 0.5
+        return (scores.softmax(-1) @ k).square().sum()
+
+    def derivatives(of: Callable[..., Tensor]) -> Callable[..., Any]:
+        def run(q: Tensor, k: Tensor, slope: Tensor, *along: Tensor) -> Any:
+            first = torch.func.jvp(of, (q, k, slope), along)[1]
+            grad = torch.func.grad(of, (0, 1, 2))
+            second = torch.func.jvp(grad, (q, k, slope), along)[1]
+            third = torch.func.grad(lambda q, s: sum(x.square().sum() for x in grad(q, k, s)))
+            times = torch.vmap(lambda x: of(q * x, k, slope))(q.new_tensor([1.0, 2.0]))
+            return first, *second, third(q, slope), times
+
+        return run
+
+    torch.manual_seed(0)
+    make = lambda: [*torch.randn(2, 1, 2, 5, 4, dtype=torch.float64), slope.clone()]  # noqa: E731
+    slope = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    args, cut = [*make(), *make()], P(None, None, "cp")
+    found = ftp.spmd(
+        derivatives(attend), mesh_of((2,)), (cut, cut, P(), cut, cut, P()), (P(),) + (P(),) * 5
+    )(*args)
+    for one, right in zip(found, derivatives(expected)(*args), strict=True):
+        torch.testing.assert_close(one, right, rtol=0, atol=1e-10)
+
+
 def test_a_paged_cache_is_refused():
     q, ends = torch.ones(4, 1, 2), torch.tensor([0, 4], dtype=torch.int32)
     run = lambda q: varlen_attn(q, q, q, ends, ends, 4, 4, seqused_k=ends[1:])  # noqa: E731

@@ -1,14 +1,12 @@
-"""torch's attention functions that take functions or lengths, as primitives while a program is
-traced: ``flex_attention`` and ``varlen_attn``.
+"""``varlen_attn`` by tiles while a program is traced.
 
-torch's own kernels see whole sequences, and on a CPU lack a backward pass or do not exist.
-``varlen_attn`` is an op of ftp's, by tiles. Of ``flex_attention``, as primitives, the scores are a
-tensor, which is cut as everything else; positions are global ones.
+torch's own kernel sees whole sequences, and does not exist on a CPU. Derivatives of higher order,
+and in forward mode, take the scores.
 """
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,97 +15,15 @@ from torch import Tensor
 
 from ftp.errors import TraceError
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD, in_documents
-
-_WHOLE = 1 << 30  # the size of a block that stands for all of a sequence
-_IN_DIMS = (
-    (None, None, None, 0),
-    (None, None, 0, None),
-    (None, 0, None, None),
-    (0, None, None, None),
-)
-
-
-@contextmanager
-def flex_attention() -> Iterator[None]:
-    """``flex_attention`` as primitives."""
-    module: Any = sys.modules.get("torch.nn.attention.flex_attention")
-    new = {
-        "flex_attention_hop": _flex,
-        "_validate_device": lambda *_: None,  # that a CPU has no backward pass
-        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,
-    }
-    with _replaced(module, new):
-        yield
+from ftp.tracing.dense_attention import jvp_of, one_by_one, replaced, scores_of, weighted
 
 
 @contextmanager
 def varlen_attention() -> Iterator[None]:
     """``varlen_attn`` by tiles."""
     loaded = "torch.nn.attention.varlen" in sys.modules
-    with _replaced(torch.ops.torch_attn if loaded else None, {"_varlen_attn": _varlen}):
+    with replaced(torch.ops.torch_attn if loaded else None, {"_varlen_attn": _varlen}):
         yield
-
-
-@contextmanager
-def _replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
-    old = {name: getattr(owner, name) for name in new if hasattr(owner, name)}
-    for name in old:
-        setattr(owner, name, new[name])
-    try:
-        yield
-    finally:
-        for name, value in old.items():
-            setattr(owner, name, value)
-
-
-def _flex(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    score_mod: Callable[..., Tensor],
-    block_mask: tuple[Any, ...],
-    scale: float,
-    *_: Any,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The result, and the log-sum-exp and the maximum of the scores in base 2, as the kernel has
-    them.
-    """
-    _, _, kv_count, kv_index, full_count, full_index = block_mask[:6]
-    rows, columns, mask_mod = block_mask[-3:]
-    scores = _scores(query, key, scale)
-    at = [torch.arange(n, device=query.device) for n in scores.shape]
-    scores = _at_each(score_mod, 1)(scores, *at)
-    sees = _at_each(mask_mod, 0)(*at)
-    if rows < _WHOLE or columns < _WHOLE:
-        blocks = at[2] // rows, at[3] // columns, -(-scores.shape[3] // columns)
-        sees = sees & _listed(kv_count, kv_index, *blocks)
-        if full_count is not None:
-            sees = sees | _listed(full_count, full_index, *blocks)
-    out, logsumexp, top = _weighted(scores, sees, value, query.dtype)
-    return out, logsumexp / math.log(2), top / math.log(2)
-
-
-def _at_each(mod: Callable[..., Tensor], scores: int) -> Callable[..., Tensor]:
-    """A function of one score and its place as one of all scores and places."""
-    for dims in _IN_DIMS:
-        mod = torch.vmap(mod, in_dims=(0,) * scores + dims)
-    return mod
-
-
-def _listed(count: Tensor, index: Tensor, row: Tensor, column: Tensor, blocks: int) -> Tensor:
-    """Whether the block of each query and key is listed: (batch or 1, heads or 1, queries, keys).
-
-    Args:
-        count, index: per block of queries how many blocks of keys are listed, and which come
-            first in ``index``.
-        row, column: the block of each query and key.
-        blocks: the number of blocks of keys.
-    """
-    is_listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    at = torch.where(is_listed, index, blocks).long()
-    table = torch.zeros((*index.shape[:-1], blocks + 1), device=index.device)
-    table = table.scatter(-1, at, 1.0)
-    return table.index_select(2, row).index_select(3, column) > 0
 
 
 def _varlen(
@@ -167,7 +83,7 @@ def _dense_varlen(
         sees = sees & (ahead <= right)
     if left >= 0:
         sees = sees & (ahead >= -left)
-    return _weighted(_scores(q, k, scale), sees, v, q.dtype)[:2]
+    return weighted(scores_of(q, k, scale), sees, v, q.dtype)[:2]
 
 
 class _Varlen(torch.autograd.Function):
@@ -203,11 +119,11 @@ class _Varlen(torch.autograd.Function):
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
         q, k, v, *ends = ctx.saved_tensors
         run = lambda *x: _dense_varlen(*x, *ends, *ctx.rest)  # noqa: E731
-        return _jvp(run, (q, k, v), tangents[:3])
+        return jvp_of(run, (q, k, v), tangents[:3])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
-        return _one_by_one(_Varlen, info, in_dims, args)
+        return one_by_one(_Varlen, info, in_dims, args)
 
 
 class _VarlenGradient(torch.autograd.Function):
@@ -246,50 +162,8 @@ class _VarlenGradient(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, *tangents: Any) -> Any:  # type: ignore[override]
         run, given = _VarlenGradient._dense(ctx)
-        return _jvp(run, given, tangents[:4])
+        return jvp_of(run, given, tangents[:4])
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *args: Any) -> Any:  # type: ignore[override]
-        return _one_by_one(_VarlenGradient, info, in_dims, args)
-
-
-def _jvp(run: Callable[..., Any], given: Sequence[Tensor], tangents: Sequence[Any]) -> Any:
-    known = [torch.zeros_like(x) if t is None else t for x, t in zip(given, tangents, strict=True)]
-    return torch.func.jvp(run, tuple(given), tuple(known))[1]
-
-
-def _one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: Any) -> Any:
-    """A function of each member of a batch."""
-    found = [
-        function.apply(
-            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
-        )
-        for i in range(info.batch_size)
-    ]
-    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
-
-
-def _scores(query: Tensor, key: Tensor, scale: float) -> Tensor:
-    """(batch, heads, queries, keys), in single precision at least."""
-    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    return (query.to(wide) @ _like(key, query).to(wide).transpose(-2, -1)) * scale
-
-
-def _like(x: Tensor, query: Tensor) -> Tensor:
-    """Keys or values with the batch and the heads of the queries."""
-    batch, heads = query.shape[:2]
-    if x.shape[1] != heads:
-        x = x.repeat_interleave(heads // x.shape[1], 1)
-    return x.expand(batch, *x.shape[1:])
-
-
-def _weighted(
-    scores: Tensor, sees: Tensor, value: Tensor, dtype: torch.dtype
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The values weighted by the softmax of the scores that are seen, its log-sum-exp and the
-    scores' maximum; rows that see nothing are zero.
-    """
-    scores = torch.where(sees, scores, -math.inf)
-    weights = torch.ops.aten._safe_softmax.default(scores, -1)
-    out = weights.to(dtype) @ _like(value, scores)
-    return out, torch.logsumexp(scores, -1), scores.amax(-1)
+        return one_by_one(_VarlenGradient, info, in_dims, args)

@@ -1,0 +1,184 @@
+"""Build: trace, plan and check one program for a call's inputs, without talking to other ranks."""
+
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+from torch import fx
+
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.graph_checks import check_prepared, check_programs
+from ftp.api.inputs import Inputs
+from ftp.api.planned import Planned, planned_for
+from ftp.dynamic_int import Sizes
+from ftp.explicit.check import check_explicit
+from ftp.explicit.suggest import Probed, tagged
+from ftp.paused_gc import collection_paused
+from ftp.planning.plan import Plan
+from ftp.planning.planner import Watch
+from ftp.planning.prepare import plan_prepared, prepare
+from ftp.program_files.kept import kept_or_planned, key_of
+from ftp.runtime.program import Program
+from ftp.sharding.spec import PartitionSpec
+from ftp.tracing.calls import TorchCalls
+from ftp.tracing.captured import places_of
+from ftp.tracing.trace import Traced
+
+
+@collection_paused()
+def build(
+    definition: Definition,
+    inputs: Inputs,
+    watch: Watch | None = None,
+    traced: Traced | None = None,
+) -> Planned:
+    """Trace, plan and check one program.
+
+    Args:
+        watch: what the planner reports to.
+        traced: the function's trace, where it was made for a report, which plans for itself.
+    """
+    is_lowered = traced is not None
+    traced = traced or traced_for(definition, inputs)
+    planning = Planning(definition, inputs, *specs_of_results(definition, inputs, traced))
+
+    def make() -> Program:
+        made = planning.program(traced, planning.plan(traced.gm, watch))
+        if definition.options.explicit:
+            _check_explicit(made, planning)
+        check_programs([made], definition.options)
+        return made
+
+    program = make() if is_lowered else _kept(planning, traced, make)
+    return planned_of(definition, inputs, traced, program)
+
+
+def planned_of(definition: Definition, inputs: Inputs, traced: Traced, program: Any) -> Planned:
+    """A program that was made of a trace, with what its calls have to do."""
+    captured = places_of(definition.fn, traced.captured)
+    donated = definition.donated_names
+    return planned_for(inputs, program, definition.mesh, donated, captured)
+
+
+def result_facts(inputs: Inputs, traced: Traced) -> dict[str, Any]:
+    """What programs of all kinds know of a call's leaves and of its result."""
+    return {
+        "tensor_leaves": inputs.tensors,
+        "leaf_specs": tuple(inputs.specs),
+        "out_tree": traced.out_tree,
+        "out_leaves": traced.out_leaves,
+        "is_static": traced.is_static,
+        "assumptions": traced.assumptions,
+    }
+
+
+class Planning:
+    """Plans a function for one call's inputs.
+
+    Args:
+        out_specs: a spec per output, None where propagation is to choose.
+        returned: positions of arguments that come back, which are state.
+    """
+
+    def __init__(
+        self,
+        definition: Definition,
+        inputs: Inputs,
+        out_specs: Sequence[PartitionSpec | None],
+        returned: Collection[int],
+    ):
+        self.definition, self.inputs, self.out_specs = definition, inputs, out_specs
+        self._state = definition.state.union(returned)
+
+    @property
+    def is_state(self) -> list[bool]:
+        """Whether each tensor is state rather than a batch."""
+        return [position in self._state for position in self.inputs.tensor_positions]
+
+    def plan(
+        self,
+        gm: fx.GraphModule,
+        watch: Watch | None = None,
+        sizes: Sizes | None = None,
+        number: Callable[[Any], Any] | None = None,
+    ) -> Plan:
+        """The plan of a traced graph.
+
+        Args:
+            sizes, number: of a trace with dynamic sizes.
+        """
+        mesh, options = self.definition.mesh, self.definition.options
+        prepared = prepare(
+            gm,
+            self.inputs.tensor_names,
+            self.is_state,
+            strict=options.strict,
+            sizes=sizes,
+            number=number,
+        )
+        check_prepared(prepared, mesh)
+        return plan_prepared(
+            prepared,
+            mesh.axes,
+            self.inputs.tensor_specs,
+            self.out_specs,
+            data_axes=options.data_axes,
+            reshard_after_forward=options.reshard_after_forward,
+            strict=options.strict,
+            hardware=self.definition.hardware,
+            watch=watch,
+        )
+
+    def program(self, traced: Traced, plan: Plan) -> Program:
+        return Program(
+            mesh=self.definition.mesh,
+            traced=traced.gm,
+            plan=plan,
+            constants=traced.constants,
+            **self.facts(traced),
+        )
+
+    def facts(self, traced: Traced) -> dict[str, Any]:
+        """The attributes of a program that are known without its plan."""
+        definition, positions = self.definition, self.inputs.tensor_positions
+        donate = definition.options.donate
+        return {
+            **result_facts(self.inputs, traced),
+            "in_specs": tuple(self.inputs.tensor_specs),
+            "roles": tuple(_role(position, self._state) for position in positions),
+            "donated": tuple(at for at, position in enumerate(positions) if position in donate),
+            "options": definition.options,
+            "hardware": definition.hardware,
+        }
+
+
+def _check_explicit(program: Program, planning: Planning) -> None:
+    def probed() -> Probed:
+        noted = TorchCalls(probes=True)
+        gm = tagged(traced_for(planning.definition, planning.inputs, noted).gm)
+        names = planning.inputs.tensor_names
+        return Probed(gm, noted, planning.plan, planning.out_specs, names)
+
+    check_explicit(program, planning.out_specs, probed)
+
+
+def _kept(planning: Planning, traced: Traced, make: Callable[[], Program]) -> Program:
+    """The program as another rank of the host, or an earlier start, has planned it."""
+    definition, inputs = planning.definition, planning.inputs
+    key = key_of(
+        definition.mesh,
+        traced,
+        inputs.tensor_names,
+        planning.is_state,
+        tuple(inputs.tensor_specs),
+        planning.out_specs,
+        definition.options,
+        definition.hardware,
+    )
+    return kept_or_planned(key, definition.mesh, traced, planning.facts(traced), make)
+
+
+def _role(position: int, state: Collection[int]) -> str:
+    """The role of an argument's tensors, for reports."""
+    if position not in state:
+        return "batch"
+    return "optimizer" if position else "parameters"

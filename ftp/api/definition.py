@@ -1,0 +1,188 @@
+"""Definition: the function, mesh, specs and options that a step is made of, and its trace."""
+
+import threading
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
+from functools import wraps
+from typing import Any
+
+from ftp.api import families
+from ftp.api.arguments import Arguments, check_donated_once, check_signature, check_static, nones
+from ftp.api.dynamic_shapes import Dynamic
+from ftp.api.inputs import Inputs
+from ftp.api.outputs import returned_trees, with_given
+from ftp.dynamic_int import Sizes
+from ftp.errors import InputError, SpecError, join_failures
+from ftp.planning.cost import Hardware
+from ftp.planning.machine import hardware_on
+from ftp.runtime.options import Options
+from ftp.sharding.arguments import Shape
+from ftp.sharding.mesh import Mesh, use_mesh
+from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
+from ftp.sharding.spec import PartitionSpec, check_spec
+from ftp.sharding.traced_arguments import arguments_with
+from ftp.source import raised_line
+from ftp.tensors.device_put import global_shape
+from ftp.tensors.global_shapes import abstract
+from ftp.tensors.placement import check_alive, check_placed
+from ftp.tracing.calls import TorchCalls
+from ftp.tracing.trace import Traced, trace
+
+_tracing = threading.RLock()  # torch.fx patches modules while it traces
+
+InSpecs = Callable[[tuple[Any, ...]], list[PartitionSpec]]
+OutSpecs = Callable[[Any, Sequence[PartitionSpec], tuple[Any, ...]], Sequence[PartitionSpec | None]]
+
+
+@dataclass(frozen=True, eq=False)
+class Definition:
+    """What a step is made of.
+
+    Attributes:
+        in_specs: arguments to a spec per leaf.
+        out_specs: the result, the arguments' specs and the arguments to a spec per leaf; None where
+            propagation is to choose.
+        arguments: what the positional arguments are called in messages.
+        state: positions of arguments that are state rather than a batch.
+        dynamic: arguments to their dims that change size.
+    """
+
+    fn: Callable[..., Any]
+    mesh: Mesh
+    in_specs: InSpecs
+    out_specs: OutSpecs
+    arguments: tuple[str, ...]
+    state: frozenset[int]
+    options: Options
+    dynamic: Callable[[tuple[Any, ...]], Dynamic] | None = None
+
+    @property
+    def function_name(self) -> str:
+        return getattr(self.fn, "__name__", kind_of(self.fn))
+
+    def argument_name(self, position: int) -> str:
+        return self.arguments[position] if position < len(self.arguments) else f"args[{position}]"
+
+    @property
+    def donated_names(self) -> dict[int, str]:
+        """The names of donated arguments, by position."""
+        return {position: self.argument_name(position) for position in self.options.donate}
+
+    @property
+    def hardware(self) -> Hardware:
+        """What programs are planned for."""
+        return self.hardware_on(self.mesh.hosts)
+
+    def hardware_on(self, hosts: tuple[str, ...]) -> Hardware:
+        """What programs are planned for where ranks are on these hosts."""
+        return hardware_on(replace(self.mesh, hosts=hosts), self.options.hardware)
+
+
+def estimated_shapes(
+    call: Arguments, specs: Sequence[PartitionSpec], mesh: Mesh
+) -> list[Shape | None]:
+    """Global shapes, as far as this rank can tell."""
+    return [global_shape(leaf, spec, mesh) for leaf, spec in zip(call.leaves, specs, strict=True)]
+
+
+def checked_specs(definition: Definition, call: Arguments) -> list[PartitionSpec]:
+    """A spec per leaf of the arguments, both checked."""
+    mesh, names = definition.mesh, map(definition.argument_name, range(len(call.args)))
+    check_static(call)
+    check_signature(definition.fn, call.args, f"the step, ({', '.join(names)})")
+    if definition.options.donate:
+        check_donated_once(call, definition.options.donate)
+    specs = definition.in_specs(call.args)
+    check_alive(call.leaves, call.names)
+    check_placed(call.leaves, specs, call.names, mesh)
+    shapes = estimated_shapes(call, specs, mesh)
+    leaves = [abstract(leaf, shape) for leaf, shape in zip(call.leaves, shapes, strict=True)]
+    check_specs(specs, leaves, call.names, mesh.axes, takes_sums=True)
+    return specs
+
+
+def traced_for(
+    definition: Definition,
+    inputs: Inputs,
+    calls: TorchCalls | None = None,
+    formulas: Sequence[Shape | None] | None = None,
+    sizes: Sizes | None = None,
+) -> Traced:
+    """The trace of the function for these inputs; with ``sizes``, for all sizes of dynamic dims."""
+    call = inputs.call
+    if calls is None and definition.options.explicit:
+        calls = TorchCalls()
+    leaves = [abstract(x, shape) for x, shape in zip(call.leaves, inputs.shapes, strict=True)]
+
+    @wraps(definition.fn)
+    def fn(*args: Any) -> Any:
+        with arguments_with(flatten(args)[0], inputs.specs):
+            return definition.fn(*args)
+
+    with _tracing, use_mesh(definition.mesh):
+        try:
+            return trace(
+                fn,
+                leaves,
+                call.treedef,
+                definition.mesh.device_type,
+                names=call.names,
+                checked=definition.options.check_inputs,
+                calls=calls,
+                shapes=formulas,
+                symbolic=None if sizes is None else families.symbolic_of(sizes),
+            )
+        except (AttributeError, TypeError) as e:
+            if (names := nones(call)) and "NoneType" in str(e):
+                line = raised_line(e)
+                raise InputError(
+                    f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} None, which"
+                    " the function uses as something else"
+                    f"{f' at {line}' if line else ''}: {e}. Give a tensor, or let the function"
+                    " ask whether it is None."
+                ) from e
+            raise
+
+
+def specs_of_results(
+    definition: Definition, inputs: Inputs, traced: Traced
+) -> tuple[list[PartitionSpec | None], Collection[int]]:
+    """A spec per output, None where propagation is to choose; and the positions of arguments that
+    come back.
+    """
+    call, specs = inputs.call, inputs.specs
+    out_specs = _checked_out_specs(definition, inputs, traced)
+    trees = returned_trees(call.treedef, inputs.shapes, specs, traced, out_specs)
+    given = {
+        position: [spec for spec, at in zip(specs, call.positions, strict=True) if at == position]
+        for position in trees
+    }
+    return list(with_given(out_specs, trees, given, traced)), trees.keys()
+
+
+def _checked_out_specs(
+    definition: Definition, inputs: Inputs, traced: Traced
+) -> list[PartitionSpec | None]:
+    """A spec per output of the graph, or None where propagation is to choose."""
+    result = traced.out_tree.unflatten(traced.out_leaves)
+    found: list[PartitionSpec | None] = [None] * len(traced.out_shapes)
+    failures = []
+    leaf_specs = definition.out_specs(result, inputs.specs, inputs.call.args)
+    names = leaf_names(result, "the result")
+    for leaf, static, spec, name in zip(
+        traced.out_leaves, traced.is_static, leaf_specs, names, strict=True
+    ):
+        if not static:
+            found[leaf] = spec
+            shape, axes = traced.out_shapes[leaf], definition.mesh.axes
+            failures += check_spec(spec, shape, axes, name, takes_sums=True) if spec else []
+        elif spec:
+            failures.append(
+                f"{name} has spec {spec}, but is {leaf!r}, {kind_of(leaf)}; only a tensor can"
+                " be cut. Give P()."
+            )
+    if failures:
+        raise SpecError(join_failures(failures))
+    results = sum(not static for static in traced.is_static)
+    found[results:] = [PartitionSpec()] * (len(found) - results)  # whether assumptions hold
+    return found

@@ -1,0 +1,147 @@
+"""Make programs that serve many sizes: find the family of a call, trace and plan for all of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from ftp.api import families
+from ftp.api.arguments import Arguments
+from ftp.api.build import Planning, planned_of
+from ftp.api.definition import Definition, specs_of_results, traced_for
+from ftp.api.dynamic_shapes import Dynamic
+from ftp.api.families import Family, FamilyPlan, FamilyTrace, ShapeCounts
+from ftp.api.graph_checks import check_programs
+from ftp.api.inputs import Inputs
+from ftp.api.planned import Planned
+from ftp.dynamic_int import Sizes
+from ftp.paused_gc import collection_paused
+from ftp.runtime.program import Program
+from ftp.sharding.mesh import Mesh
+from ftp.tensors.placement import placement
+
+
+class DynamicPrograms:
+    """The families of programs of a step with dynamic sizes.
+
+    Attributes:
+        families: by the key of a call but for its dynamic sizes.
+    """
+
+    def __init__(self):
+        self.families: dict[tuple[object, ...], Family] = {}
+
+    def counts(self) -> ShapeCounts:
+        return families.counts({id(f): f for f in self.families.values()}.values())
+
+    def at_new_size(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Planned | None:
+        """The program for these arguments at a size that is new, where its plan is made."""
+        family = self._family(call, dynamic, mesh)
+        if family is None or family.why_not or not family.traces:
+            return None
+        sized = families.sizes_of(call.leaves, dynamic, family, mesh)
+        if sized is None:
+            return None
+        values = dynamic.values(sized, call.names)
+        plan = family.find(values)
+        return None if plan is None else _at_size(plan, call, values, mesh)
+
+    def _family(self, call: Arguments, dynamic: Dynamic, mesh: Mesh) -> Family | None:
+        """The programs of calls that are like this one but for sizes."""
+        key = call.key_without(dynamic.dims)
+        if key not in self.families:
+            for family in self.families.values():
+                if families.is_like(family, call, dynamic, mesh):
+                    self.families[key] = family
+                    break
+        return self.families.get(key)
+
+    def build(
+        self,
+        definition: Definition,
+        inputs: Inputs,
+        dynamic: Dynamic,
+        build: Callable[[Inputs], Planned],
+    ) -> Planned:
+        """The program for these inputs: one that serves many sizes, where that can be made, else
+        what ``build`` makes.
+        """
+        call = inputs.call
+        values = dynamic.values(inputs.shapes, call.names)
+        family = self._family(call, dynamic, definition.mesh)
+        if family is None:
+            family = self.families[call.key_without(dynamic.dims)] = Family(dynamic)
+        if not family.why_not and (apart := families.option_apart(definition.options)):
+            family.give_up(f"{apart} asks for a program of each size.")
+        if not family.why_not:
+            try:
+                trace = family.trace_for(values)
+                if trace is None:
+                    trace = _traced(family, definition, inputs, values)
+                if trace is None:
+                    return build(inputs)
+                return _planned(trace, definition, inputs, dynamic, values)
+            except Exception as error:
+                made = build(inputs)  # an error of the function is one here too
+                family.give_up(families.reason(error))
+                return made
+        return build(inputs)
+
+
+def _at_size(plan: FamilyPlan, call: Arguments, values: tuple[int, ...], mesh: Mesh) -> Planned:
+    program, like = plan.program(values), plan.planned
+    placements = tuple(
+        placement(mesh, spec, shape) if is_dynamic else known
+        for spec, shape, is_dynamic, known in zip(
+            program.out_specs,
+            program.out_shapes,
+            plan.ranks.is_dynamic,
+            like.placements,
+            strict=True,
+        )
+    )
+    shapes = tuple(families.shapes_at(plan.dynamic, like.shapes, values))
+    return replace(like, program=program, key=call.key, shapes=shapes, placements=placements)
+
+
+@collection_paused()
+def _traced(
+    family: Family, definition: Definition, inputs: Inputs, values: tuple[int, ...]
+) -> FamilyTrace | None:
+    """Trace for all sizes; a function that asks for one, for those with the same answers. None
+    where these are sizes of one, which the function takes apart.
+    """
+    for at in families.sizes_to_trace(family, inputs.shapes, values):
+        sizes = families.sizes_for(family.dynamic, at)
+        formulas = families.shapes_with(family.dynamic, inputs.shapes, sizes)
+        traced = traced_for(definition, inputs, formulas=formulas, sizes=sizes)
+        trace = FamilyTrace(traced, sizes)
+        family.add(trace)
+        if sizes.conditions.holds(values):
+            return trace
+    return None
+
+
+@collection_paused()
+def _planned(
+    trace: FamilyTrace,
+    definition: Definition,
+    inputs: Inputs,
+    dynamic: Dynamic,
+    values: tuple[int, ...],
+) -> Planned:
+    traced = trace.traced
+    formulas = families.shapes_with(dynamic, inputs.shapes, trace.sizes)
+    out_specs, returned = specs_of_results(definition, replace(inputs, shapes=formulas), traced)
+    planning = Planning(definition, inputs, out_specs, returned)
+    assert traced.symbolic is not None
+    number = traced.symbolic.dynamic
+
+    def program(sizes: Sizes) -> Program:
+        return planning.program(traced, planning.plan(traced.gm, sizes=sizes, number=number))
+
+    made = FamilyPlan.of(dynamic, values, program)
+    sized = made.program(values)
+    check_programs([sized], definition.options)
+    sized.make_graph()
+    made.planned = planned_of(definition, inputs, traced, sized)
+    trace.plans.append(made)
+    return made.planned

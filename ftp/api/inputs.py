@@ -1,0 +1,43 @@
+"""Inputs: the arguments of a call, with a spec and a global shape for each leaf."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from ftp.api.arguments import Arguments
+from ftp.sharding.arguments import Shape
+from ftp.sharding.spec import PartitionSpec
+
+
+@dataclass(frozen=True, eq=False)
+class Inputs:
+    """The arguments of a call, with a spec and a global shape for each leaf.
+
+    Attributes:
+        shapes: None for static leaves.
+    """
+
+    call: Arguments
+    specs: Sequence[PartitionSpec]
+    shapes: Sequence[Shape | None]
+
+    @cached_property
+    def tensors(self) -> tuple[int, ...]:
+        """Which leaves are tensors: the inputs of the graph, in order."""
+        leaves = enumerate(self.call.leaves)
+        return tuple(i for i, leaf in leaves if isinstance(leaf, torch.Tensor))
+
+    @property
+    def tensor_names(self) -> list[str]:
+        return [self.call.names[i] for i in self.tensors]
+
+    @property
+    def tensor_specs(self) -> list[PartitionSpec]:
+        return [self.specs[i] for i in self.tensors]
+
+    @property
+    def tensor_positions(self) -> list[int]:
+        """For each tensor, the position of the argument that holds it."""
+        return [self.call.positions[i] for i in self.tensors]

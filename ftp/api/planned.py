@@ -1,0 +1,93 @@
+"""Planned: a program with what a step has to do around each of its calls."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ftp.api.inputs import Inputs
+from ftp.api.outputs import RENEWALS
+from ftp.runtime.program import Program
+from ftp.runtime.stage_programs import ProgramOfPieces
+from ftp.sharding.arguments import Shape
+from ftp.sharding.mesh import Mesh
+from ftp.tensors.placement import Donated, Placement, placement
+from ftp.tracing.captured import Captured
+
+
+@dataclass(frozen=True, eq=False)
+class Planned:
+    """A program, the arguments it was made for, and what its calls have to do.
+
+    Attributes:
+        key: of the arguments.
+        shapes: per leaf of the arguments its global shape.
+        placements: per output of the graph, its layout.
+        renewed: outputs that share memory with an argument or another output, and how each is
+            copied.
+        donated: leaves whose memory is reused, and the fact to record of them.
+        captured: tensors that the function reads and that are no arguments, and where they are.
+    """
+
+    program: Program
+    key: tuple[Any, ...]
+    shapes: tuple[Shape | None, ...]
+    placements: tuple[Placement, ...]
+    renewed: tuple[tuple[int, Callable[[torch.Tensor], torch.Tensor]], ...]
+    donated: tuple[tuple[int, Donated], ...]
+    captured: list[Captured]
+
+    @property
+    def is_stale(self) -> bool:
+        """Whether a captured tensor has been replaced by another since the trace."""
+        return any(place.now() is not place.tensor for place in self.captured)
+
+    def describe_leaf(self, i: int) -> str:
+        """A leaf of the arguments as it keys the program: dtype and global shape, or a value."""
+        shape, (kind, known, *_) = self.shapes[i], self.key[1 + i]
+        if shape is not None:
+            return f"{str(known).removeprefix('torch.')}{list(shape)}"
+        return known if kind in (float, complex) else repr(known)
+
+    def result(self, outputs: Sequence[torch.Tensor]) -> Any:
+        """The function's result, from the outputs of the graph."""
+        program = self.program
+        leaves = [
+            leaf if static else outputs[leaf]
+            for leaf, static in zip(program.out_leaves, program.is_static, strict=True)
+        ]
+        return program.out_tree.unflatten(leaves)
+
+
+def planned_for(
+    inputs: Inputs,
+    program: Program | ProgramOfPieces,
+    mesh: Mesh,
+    donated: dict[int, str],
+    captured: list[Captured],
+) -> Planned:
+    """A program with what its calls have to do.
+
+    Args:
+        donated: names of the donated arguments, by position.
+    """
+    call, facts = inputs.call, {position: Donated(name) for position, name in donated.items()}
+    return Planned(
+        program,  # type: ignore[arg-type]
+        call.key,
+        tuple(inputs.shapes),
+        tuple(
+            placement(mesh, spec, tuple(shape))
+            for spec, shape in zip(program.out_specs, program.out_shapes, strict=True)
+        ),
+        tuple((i, RENEWALS[name]) for i, name in program.renewed)
+        if isinstance(program, Program)
+        else (),
+        tuple(
+            (i, facts[call.positions[i]])
+            for i in program.tensor_leaves
+            if call.positions[i] in facts
+        ),
+        captured,
+    )

@@ -1,0 +1,371 @@
+"""Attention whose scores pass through functions (``flex_attention``), by tiles: no more scores than
+a tile's exist at a time, and tiles whose blocks a mask does not list are not computed.
+
+Where queries, keys, batch and heads stand reaches the op as numbers, as in `ftp.ops.attention`; the
+functions are graphs, as in `ftp.ops.score_functions`.
+
+Source: Dong et al. (2024), Flex Attention.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ftp.ops import attention
+from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
+from ftp.ops.score_functions import PLACE, evaluate, letters
+
+PAIRS = 1 << 21  # of a query and a key, all heads counted, whose scores exist at a time
+
+# ``tables``: of a BlockMask how many blocks of keys are listed for each block of queries, and which
+# come first; the same of full blocks, which the mask's function does not reach. ``block``: queries
+# and keys of a block. ``batch``, ``heads``: parts, as ``rows``; of heads those of the keys.
+_GIVEN = (
+    "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
+    " int[] columns, int[] block, float scale, str score, str mask"
+)
+torch.library.define(
+    "ftp::scaled_dot_product_attention_flex",
+    f"(Tensor q, Tensor k, Tensor v, {_GIVEN}) -> (Tensor, Tensor, Tensor)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+torch.library.define(
+    "ftp::scaled_dot_product_attention_flex_backward",
+    "(Tensor grad_out, Tensor q, Tensor k, Tensor v, Tensor logsumexp, Tensor delta,"
+    f" {_GIVEN}, bool[] wants) -> Tensor[]",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+FLEX = torch.ops.ftp.scaled_dot_product_attention_flex.default
+FLEX_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_backward.default
+KEYS, KEYS_BACKWARD = (12, 13), (15, 16)  # which arguments are the keys of the functions
+
+
+def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
+    """Which blocks of keys are listed: (batch or 1, heads or 1, blocks of queries, ``columns``)."""
+    is_listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
+    at = torch.where(is_listed, index, columns).long()
+    table = torch.zeros((*index.shape[:-1], columns + 1), device=index.device)
+    return table.scatter(-1, at, 1.0)[..., :columns] > 0
+
+
+@dataclass(frozen=True)
+class Part:
+    """A tile of some batches and heads: slices of the tensors.
+
+    Attributes:
+        of_keys: the heads of keys; ``heads`` are those of queries.
+        is_masked: whether the mask hides pairs of it.
+    """
+
+    batch: slice
+    heads: slice
+    of_keys: slice
+    queries: slice
+    keys: slice
+    is_masked: bool
+
+    @property
+    def places(self) -> tuple[slice, slice, slice, slice]:
+        return self.batch, self.heads, self.queries, self.keys
+
+    def of_queries(self, x: Tensor) -> Tensor:
+        return x[self.batch, self.heads, self.queries]
+
+    def of(self, x: Tensor) -> Tensor:
+        return x[self.batch, self.of_keys, self.keys]
+
+
+@dataclass(frozen=True)
+class Given:
+    """One call: its tensors, where they stand, and the functions of its scores."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    tables: Sequence[Tensor]
+    of_score: Sequence[Tensor]
+    of_mask: Sequence[Tensor]
+    batch: Sequence[int]
+    heads: Sequence[int]
+    rows: Sequence[int]
+    columns: Sequence[int]
+    block: Sequence[int]
+    scale: float
+    score: str
+    mask: str
+
+    @cached_property
+    def at(self) -> tuple[Tensor, ...]:
+        """Global indices of batch, heads, queries and keys."""
+        count = self.k.shape[1]
+        repeats = self.q.shape[1] // count if count else 1
+        sizes = self.q.shape[0], count, self.q.shape[2], self.k.shape[2]
+        found = []
+        for part, size in zip(
+            (self.batch, self.heads, self.rows, self.columns), sizes, strict=True
+        ):
+            held = [
+                torch.arange(start, start + length, device=self.q.device)
+                for start, length in pieces_of(part, size)
+            ]
+            found.append(torch.cat(held) if held else self.q.new_empty(0, dtype=torch.int64))
+        if repeats > 1:
+            of = torch.arange(repeats, device=self.q.device)
+            found[1] = (found[1].unsqueeze(1) * repeats + of).flatten()
+        return tuple(found)
+
+    @cached_property
+    def blocks_listed(self) -> tuple[Tensor, Tensor] | None:
+        """Blocks that the mask's function reaches, and full ones."""
+        if not self.tables:
+            return None
+        columns = self.tables[1].shape[-1]
+        count, index, *of_full = self.tables
+        some = listed(count, index, columns)
+        full = listed(of_full[0], of_full[1], columns) if of_full else torch.zeros_like(some)
+        return some, full
+
+    def groups(self) -> Iterator[tuple[slice, slice, slice]]:
+        """Batches, heads of queries and heads of keys that are computed at a time."""
+        count = self.k.shape[1]
+        repeats = self.q.shape[1] // count if count else 1
+        pairs = math.prod(min(attention.TILE, x.shape[2]) for x in (self.q, self.k))
+        heads = max(1, min(count, PAIRS // max(pairs * repeats, 1)))
+        batch = max(1, PAIRS // (pairs * repeats * heads)) if heads == count and pairs else 1
+        for b in range(0, self.q.shape[0], batch):
+            for h in range(0, count, heads):
+                stop = min(h + heads, count)
+                of_queries = slice(h * repeats, stop * repeats)
+                yield slice(b, min(b + batch, self.q.shape[0])), of_queries, slice(h, stop)
+
+    def parts(
+        self, group: tuple[slice, slice, slice], row: Block, columns: Sequence[Block]
+    ) -> Iterator[Part]:
+        """The tiles of a block of queries in which a query sees a key."""
+        queries = slice(row.at, row.at + row.length)
+        states = self._states(group, row)
+        for block in columns:
+            end = block.first + block.length
+            if states is None:
+                yield Part(*group, queries, block.slice(block.first, end), bool(self.mask))
+                continue
+            width, first = self.block[1], block.first
+            while first < end:
+                state, last = states[first // width], first
+                while last < end and states[last // width] == state:
+                    last = min((last // width + 1) * width, end)
+                if state:
+                    yield Part(*group, queries, block.slice(first, last), state == 1)
+                first = last
+
+    def _states(self, group: tuple[slice, slice, slice], row: Block) -> list[int] | None:
+        """Per block of keys: 0 where none of a block of queries sees one, 2 where all see all."""
+        if self.blocks_listed is None:
+            return None
+        first, last = row.first // self.block[0], (row.first + row.length - 1) // self.block[0]
+        some, full = (
+            _of_group(x, group)[:, :, first : last + 1].flatten(0, 2) for x in self.blocks_listed
+        )
+        return ((some | full).any(0).int() + full.all(0).int()).tolist()
+
+    def scores(self, part: Part) -> Tensor:
+        """Of a tile, before its functions."""
+        wide = sum_dtype(self.q.dtype)
+        q, k = part.of_queries(self.q).to(wide), _like(part.of(self.k).to(wide), part)
+        return (q @ k.transpose(-2, -1)).mul_(self.scale)
+
+    def values(self, part: Part) -> Tensor:
+        return _like(part.of(self.v).to(sum_dtype(self.v.dtype)), part)
+
+    def changed(self, scores: Tensor, part: Part, of_score: Sequence[Tensor]) -> Tensor:
+        """Scores after their function.
+
+        Args:
+            of_score: what it captures, within the tile.
+        """
+        if not self.score:
+            return scores
+        at = [x[p] for x, p in zip(self.at, part.places, strict=True)]
+        found = evaluate(self.score, scores, at, _near(at), of_score)
+        return found.to(scores.dtype).expand(scores.shape)
+
+    def sees(self, part: Part) -> Tensor | None:
+        """Which pairs of a tile see each other, a mask that broadcasts to it; None: all."""
+        if not part.is_masked:
+            return None
+        at = [x[p] for x, p in zip(self.at, part.places, strict=True)]
+        seen = None
+        if self.mask:
+            within = self.within(part, self.of_mask, letters(self.mask, True))
+            seen = evaluate(self.mask, None, at, _near(at), within)
+        if self.blocks_listed is None:
+            return seen
+        group = part.batch, part.heads, part.of_keys
+        some, full = (
+            _of_group(x, group)
+            .index_select(2, at[2] // self.block[0])
+            .index_select(3, at[3] // self.block[1])
+            for x in self.blocks_listed
+        )
+        return (some if seen is None else some & seen) | full
+
+    def within(
+        self, part: Part, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
+    ) -> list[Tensor]:
+        """Captured tensors, those dims that are cut as the scores within a tile."""
+        return [
+            x[tuple(part.places[PLACE.index(c)] if c else slice(None) for c in of)]
+            if any(of)
+            else x
+            for x, of in zip(captured, named, strict=True)
+        ]
+
+
+def _near(at: Sequence[Tensor]) -> list[Tensor]:
+    return [torch.arange(x.shape[0], device=x.device) for x in at]
+
+
+def _of_group(table: Tensor, group: tuple[slice, slice, slice]) -> Tensor:
+    for dim, part in enumerate(group[:2]):
+        if table.shape[dim] != 1:
+            table = table.narrow(dim, part.start, part.stop - part.start)
+    return table
+
+
+def _like(x: Tensor, part: Part) -> Tensor:
+    """Keys or values of a tile repeated for each head of queries."""
+    heads = part.heads.stop - part.heads.start
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _over_heads(x: Tensor, like: Tensor) -> Tensor:
+    return x if x.shape[1] == like.shape[1] else x.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _finite(x: Tensor) -> Tensor:
+    """Log-sum-exps, of rows that see nothing 0: their weights are 0."""
+    return x.masked_fill(x == -math.inf, 0)
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_flex", "CompositeExplicitAutograd")
+def _forward(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor, Tensor]:
+    call, wide = Given(q, k, v, *rest), sum_dtype(q.dtype)
+    out = q.new_zeros((*q.shape[:3], v.shape[3]))
+    logsumexp = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+    top = q.new_full(q.shape[:3], -math.inf, dtype=wide)
+    if 0 in out.shape or not k.shape[2]:
+        return out, logsumexp, top
+    columns = blocks(call.columns, k.shape[2], attention.TILE)
+    named = letters(call.score, False)
+    for group in call.groups():
+        for row in blocks(call.rows, q.shape[2], attention.TILE):
+            into = (*group[:2], slice(row.at, row.at + row.length))
+            made = out[into].to(wide)
+            for part in call.parts(group, row, columns):
+                within = call.within(part, call.of_score, named)
+                scores = call.changed(call.scores(part), part, within)
+                if (sees := call.sees(part)) is not None:
+                    scores = torch.where(sees, scores, -math.inf)
+                of_part = torch.logsumexp(scores, -1)
+                highest = top[into]
+                torch.maximum(highest, scores.amax(-1), out=highest)
+                weights = (scores - _finite(of_part).unsqueeze(-1)).exp_()
+                del scores, sees
+                found = weights @ call.values(part)
+                del weights
+                merge(made, logsumexp[into], found, of_part)
+            out[into] = made
+    return out, logsumexp, top
+
+
+@torch.library.impl("ftp::scaled_dot_product_attention_flex_backward", "CompositeExplicitAutograd")
+def _backward(
+    grad_out: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    logsumexp: Tensor,
+    delta: Tensor,
+    *rest: Any,
+) -> list[Tensor]:
+    *given, wants = rest
+    call, wide = Given(q, k, v, *given), sum_dtype(q.dtype)
+    wanted = [x for x, is_wanted in zip(call.of_score, wants, strict=True) if is_wanted]
+    like = (q, k, v, *wanted)
+    sums = [torch.zeros(x.shape, dtype=sum_dtype(x.dtype), device=x.device) for x in like]
+    if grad_out.numel() and k.shape[2]:
+        columns = blocks(call.columns, k.shape[2], attention.TILE)
+        logsumexp = _finite(logsumexp)
+        for group in call.groups():
+            for row in blocks(call.rows, q.shape[2], attention.TILE):
+                for part in call.parts(group, row, columns):
+                    near = (part.of_queries(x) for x in (grad_out, logsumexp, delta))
+                    _add(call, part, sums, wants, *(x.to(wide) for x in near))
+    return [total.to(x.dtype) for total, x in zip(sums, like, strict=True)]
+
+
+def _add(
+    call: Given,
+    part: Part,
+    sums: Sequence[Tensor],
+    wants: Sequence[bool],
+    grad: Tensor,
+    logsumexp: Tensor,
+    delta: Tensor,
+) -> None:
+    """Add the gradients of a tile."""
+    of_q, of_k, of_v, *of_captured = sums
+    named = letters(call.score, False)
+    within = call.within(part, call.of_score, named)
+
+    def change(scores: Tensor, *wanted: Tensor) -> Tensor:
+        left = iter(wanted)
+        given = [next(left) if is_wanted else x for x, is_wanted in zip(within, wants, strict=True)]
+        return call.changed(scores, part, given)
+
+    scores = call.scores(part)
+    wanted = [x for x, is_wanted in zip(within, wants, strict=True) if is_wanted]
+    vjp = None
+    if call.score:
+        found: Any = torch.func.vjp(change, scores, *wanted)
+        scores, vjp = found
+    if (sees := call.sees(part)) is not None:
+        scores = torch.where(sees, scores, -math.inf)
+    weights = (scores - logsumexp.unsqueeze(-1)).exp_()
+    del scores
+    to_v = part.of(of_v)
+    to_v.add_(_over_heads(weights.transpose(-2, -1) @ grad, to_v))
+    of_scores = (grad @ call.values(part).transpose(-2, -1)).sub_(delta.unsqueeze(-1))
+    of_scores.mul_(weights)
+    del weights
+    if vjp is not None:
+        of_scores, *made = vjp(of_scores)
+        if sees is not None:  # a function may be of no derivative where nothing is seen
+            of_scores = torch.where(sees, of_scores, 0)
+        shapes = [x for x, is_wanted in zip(named, wants, strict=True) if is_wanted]
+        for total, x in zip(call.within(part, of_captured, shapes), made, strict=True):
+            total.add_(x)
+    of_scores = of_scores * call.scale
+    wide = of_scores.dtype
+    part.of_queries(of_q).add_(of_scores @ _like(part.of(call.k).to(wide), part))
+    to_k = part.of(of_k)
+    of_keys = of_scores.transpose(-2, -1) @ part.of_queries(call.q).to(wide)
+    to_k.add_(_over_heads(of_keys, to_k))
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_flex")
+def _fake(q, k, v, *_):
+    wide = sum_dtype(q.dtype)
+    rows = q.new_empty(q.shape[:3], dtype=wide)
+    return q.new_empty((*q.shape[:3], v.shape[3])), rows, torch.empty_like(rows)
+
+
+@torch.library.register_fake("ftp::scaled_dot_product_attention_flex_backward")
+def _fake_backward(grad_out, q, k, v, logsumexp, delta, tables, of_score, *rest):
+    wanted = [x for x, is_wanted in zip(of_score, rest[-1], strict=True) if is_wanted]
+    return [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v, *wanted)]

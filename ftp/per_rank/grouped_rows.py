@@ -1,0 +1,316 @@
+"""Grouped products of one rank's code computed where the experts are: rows travel there and back.
+
+The code runs as it is written, with whole weights. ``RowsTravel`` sees its calls. Of a tensor with
+experts or rows as dim 0 it remembers the form that the owner has: the rank's own experts, or the
+rows that were sent to them. A grouped product is computed on owners' forms; what acts on each row
+or expert alone is computed on both forms. The form that nobody reads is dead code, and so are the
+gather of weights and the way back of rows between two products.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ftp.axis import all_gather
+from ftp.errors import RuleError
+from ftp.per_rank.dispatch import Route, route_of
+from ftp.rules.bind import lookup
+from ftp.rules.rule import Call, Meta, replaced
+from ftp.source import user_line
+
+aten = torch.ops.aten
+GROUPED = (torch._grouped_mm, F.grouped_mm)  # type: ignore[attr-defined]
+
+
+@dataclass
+class _Sorted:
+    """A route whose rows are sorted by expert once they have arrived."""
+
+    route: Route
+    offs: Tensor
+    order: Tensor
+    inverse: Tensor
+
+    def send(self, x: Tensor) -> Tensor:
+        return self.route.send(x).index_select(0, self.order)
+
+    def bring_back(self, made: Tensor) -> Tensor:
+        return self.route.bring_back(made.index_select(0, self.inverse))
+
+
+@dataclass
+class _Owned:
+    """What the owner holds of ``whole``, a tensor of the code.
+
+    Attributes:
+        of: "experts", or the ends of the groups by which rows were sent.
+        parameters: the expert weights that it is computed from.
+    """
+
+    whole: Tensor
+    owned: Tensor
+    of: Literal["experts"] | Tensor
+    parameters: frozenset[str] = frozenset()
+
+
+class RowsTravel(TorchFunctionMode):
+    """Send the rows of grouped products to the ranks of ``axis`` that own their experts.
+
+    Attributes:
+        used: the parameters that grouped products take as experts.
+        read: ``{parameter: the line and the function}`` that read a weight of experts otherwise,
+            for which it is gathered.
+    """
+
+    def __init__(self, axis: str, n: int, capacity: float | None):
+        super().__init__()
+        self.axis, self.n, self.capacity = axis, n, capacity
+        self.used: set[str] = set()
+        self.read: dict[str, str] = {}
+        self._owned: dict[int, _Owned] = {}  # by the id of the whole tensor, which it keeps alive
+        self._routes: dict[int, tuple[Tensor, int, _Sorted]] = {}
+        self._alike: dict[int, Tensor] = {}
+        self._is_looking = False
+        self._calls = _Calls()
+
+    def whole(self, name: str, part: Tensor) -> Tensor:
+        """A weight of experts as the code sees it, from this rank's experts."""
+        whole = all_gather(part, self.axis)
+        self._owned[id(whole)] = _Owned(whole, part, "experts", frozenset({name}))
+        return whole
+
+    def alike(self, x: Any) -> None:
+        """A tensor that is the same on all ranks, such as a parameter that is no expert's."""
+        if isinstance(x, Tensor):
+            self._alike[id(x)] = x
+
+    def candidate(self, name: str, weight: Tensor) -> None:
+        """A whole weight that may turn out to be of experts."""
+        self._is_looking = True
+        self._owned[id(weight)] = _Owned(weight, weight, "experts", frozenset({name}))
+
+    def __enter__(self) -> Any:
+        self._calls.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._calls.__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in GROUPED and (made := self._grouped(*args, **kwargs)) is not None:
+            return made
+        self._calls.clear()
+        made = func(*args, **kwargs)
+        self._forget_written()
+        given = [o for x in tree_leaves((args, kwargs)) if (o := self._of(x)) is not None]
+        if not given:
+            return made
+        others = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        if all(self._of(x) is not None or id(x) in self._alike for x in others):
+            self._follow(func, args, kwargs, given, made)
+        else:  # what other tensors hold is this rank's, and not that of the rows' owner
+            self._note(func, given)
+        return made
+
+    def _of(self, x: Any) -> _Owned | None:
+        return self._owned.get(id(x)) if isinstance(x, Tensor) else None
+
+    def _forget_written(self) -> None:
+        """A write to a whole tensor, or to a view of one, leaves the owner's form behind."""
+        if self._calls.written:
+            self._owned = {
+                at: o
+                for at, o in self._owned.items()
+                if _storage(o.whole) not in self._calls.written
+                and _storage(o.owned) not in self._calls.written
+            }
+
+    def _follow(
+        self, func: Any, args: Any, kwargs: Any, given: Sequence[_Owned], made: Any
+    ) -> None:
+        results = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+        if not results:
+            return
+        first = given[0]
+        if all(o.of is first.of for o in given) and self._calls.keep_dim_0(
+            [o.whole for o in given], results
+        ):
+
+            def own(x: Any) -> Any:
+                of = self._of(x)
+                return x if of is None else of.owned
+
+            try:
+                owned = tree_leaves(func(*tree_map(own, args), **tree_map(own, kwargs)))
+            except (RuntimeError, ValueError, IndexError):
+                owned = []  # the number of rows or experts is written in the call
+            found = [x for x in owned if isinstance(x, Tensor)]
+            if len(found) == len(results) and all(
+                a.shape[1:] == b.shape[1:] and b.shape[0] == first.owned.shape[0]
+                for a, b in zip(results, found, strict=True)
+            ):
+                names = frozenset().union(*(o.parameters for o in given))
+                for whole, part in zip(results, found, strict=True):
+                    self._owned[id(whole)] = _Owned(whole, part, first.of, names)
+                return
+        self._note(func, given)
+
+    def _note(self, func: Any, given: Sequence[_Owned]) -> None:
+        for o in given:
+            for name in o.parameters:
+                self.read.setdefault(name, f"{getattr(func, '__name__', func)} at {user_line()}")
+
+    def _grouped(
+        self,
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor | None:
+        """The product on the owner's forms, brought back; None if it is not of experts."""
+        weight = self._of(b)
+        if weight is None or isinstance(weight.of, Tensor) or a.ndim != 2 or offs is None:
+            return None
+        if bias is not None:
+            return None
+        self.used |= weight.parameters
+        if self._is_looking:
+            return F.grouped_mm(a, b, offs=offs, out_dtype=out_dtype)
+        to = self._route(offs, a.shape[0])
+        rows = self._of(a)
+        if rows is None or rows.of is not offs:
+            rows = self._owned[id(a)] = _Owned(a, to.send(a), offs)
+        made = F.grouped_mm(rows.owned, weight.owned, offs=to.offs, out_dtype=out_dtype)
+        whole = to.bring_back(made)
+        self._owned[id(whole)] = _Owned(whole, made, offs)
+        return whole
+
+    def _route(self, offs: Tensor, rows: int) -> _Sorted:
+        """The route of rows whose groups end at ``offs``: found once, for the counts travel."""
+        known = self._routes.get(id(offs))
+        if known is not None and known[1] == rows:
+            return known[2]
+        # A group that ends before the one before it has no rows.
+        ends = offs.detach().to(torch.int64).clamp(0, rows).cummax(0).values
+        of_expert = F.pad(ends, (1, 0)).diff()
+        route = route_of(of_expert, rows, self.axis, self.n, self.capacity)
+        order = route.own.argsort(stable=True)
+        own_offs = route.arrived.sum(0).cumsum(0).to(torch.int32)
+        made = _Sorted(route, own_offs, order, order.argsort())
+        self._routes[id(offs)] = offs, rows, made
+        return made
+
+
+# What a call does, seen as the ops that it runs.
+
+_BY_POSITION = (aten.tril.default, aten.triu.default)  # what becomes of a row depends on its place
+
+
+def _base(x: Tensor) -> Tensor:
+    """The tensor of a call as the ops that it runs see it."""
+    while is_functorch_wrapped_tensor(x):
+        x = get_unwrapped(x)
+    return x
+
+
+def _storage(x: Tensor) -> int:
+    return _base(x).untyped_storage()._cdata
+
+
+class _Calls(TorchDispatchMode):
+    """The ops that a call runs."""
+
+    def __init__(self):
+        super().__init__()
+        self.clear()
+
+    def clear(self) -> None:
+        self.made: list[tuple[Any, Any, Any, Any]] = []
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        self.made.append((func, args, kwargs or {}, made))
+        return made
+
+    @property
+    def written(self) -> set[int]:
+        """The memory that was written to."""
+        return {
+            _storage(x)
+            for func, args, kwargs, _ in self.made
+            if func._schema.is_mutable
+            for i, a in enumerate(func._schema.arguments)
+            if a.alias_info is not None and a.alias_info.is_write
+            for x in tree_leaves(args[i] if i < len(args) else kwargs.get(a.name))
+            if isinstance(x, Tensor)
+        }
+
+    def keep_dim_0(self, given: Sequence[Tensor], results: Sequence[Tensor]) -> bool:
+        """Whether each slice of the results along dim 0 is made of the same slice of each of
+        ``given`` along dim 0, and of nothing else that has one.
+        """
+        kept = {id(_base(x)) for x in given}
+        for func, args, kwargs, made in self.made:
+            taken = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+            if not any(id(x) in kept for x in taken):
+                continue
+            gives = [x for x in tree_leaves(made) if isinstance(x, Tensor)]
+            if func._schema.is_mutable or func in _BY_POSITION:
+                return False
+            if gives and _along_dim_0(func, args, kwargs, [id(x) in kept for x in taken], gives):
+                kept |= {id(x) for x in gives}
+        return all(id(_base(x)) in kept for x in results)
+
+
+def _along_dim_0(
+    func: Any, args: Any, kwargs: Any, is_kept: Sequence[bool], gives: Sequence[Tensor]
+) -> bool:
+    """Whether the op's rule gives dim 0 of the kept operands and of the results one factor, which
+    nothing else has.
+    """
+    call = Call(
+        func,
+        replaced(args, Tensor, _meta),
+        replaced(kwargs, Tensor, _meta),
+        tuple(map(_meta, gives)),
+    )
+    try:
+        rule = lookup(call)
+    except RuleError:
+        return False
+    if rule is None:
+        return False
+    first = next(dims for dims, kept in zip(rule.operands, is_kept, strict=True) if kept)
+    if not first or len(first[0]) != 1:
+        return False
+    (factor,) = first[0]
+    alike = [dims for dims, kept in zip(rule.operands, is_kept, strict=True) if kept]
+    others = [dims for dims, kept in zip(rule.operands, is_kept, strict=True) if not kept]
+    return (
+        factor not in rule.whole
+        and not any(factor in pending for pending in rule.pending)
+        and all(
+            dims and dims[0] == (factor,) and all(factor not in d for d in dims[1:])
+            for dims in (*alike, *rule.results)
+        )
+        and not any(factor in d for dims in others for d in dims)
+    )
+
+
+def _meta(x: Tensor) -> Meta:
+    return Meta(tuple(map(int, x.shape)), x.dtype)

@@ -1,0 +1,209 @@
+"""Cut a traced train step at its means over microbatches: what the stages compute for each
+microbatch, and what follows once a step.
+"""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from ftp.errors import InputError, TraceError
+
+
+@dataclass(frozen=True)
+class TrainStep:
+    """A train step in two parts.
+
+    Attributes:
+        microbatch: ``params``, ``batch``, then ``constants`` in; results, then gradients out.
+        params, batch: which inputs of the step it takes.
+        constants: which captured tensors.
+        results: how many results it has.
+        leaves: per gradient the position in ``params`` of what it is the gradient of.
+        update: ``given``, the means, then ``update_constants`` in; the step's results out.
+        means: per mean the output of ``microbatch`` that it is the mean of.
+    """
+
+    microbatch: fx.GraphModule
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    constants: tuple[int, ...]
+    results: int
+    leaves: tuple[int, ...]
+    update: fx.GraphModule
+    given: tuple[int, ...]
+    means: tuple[int, ...]
+    update_constants: tuple[int, ...]
+
+    @property
+    def text(self) -> str:
+        """What follows the means, equal for batches of other sizes where it does not read them."""
+        return "\n".join(
+            f"{node.op} {node.name if node.op == 'placeholder' else ''} {node.target}"
+            f" {node.args} {node.kwargs}"
+            for node in self.update.graph.nodes
+        )
+
+
+@dataclass(frozen=True)
+class Noted:
+    """The means in the outputs of a traced step: its results, then each mean's value, then the
+    parameters, then the batch tensors.
+
+    Attributes:
+        results: of the step.
+        is_gradient: per mean.
+        batch: how many tensors ``ftp.optim.accumulate`` was to cut.
+    """
+
+    results: int
+    is_gradient: tuple[bool, ...]
+    batch: int
+
+
+def batch_of(gm: fx.GraphModule, noted: Noted, is_state: Sequence[bool]) -> tuple[int, ...]:
+    """The inputs to cut into microbatches: those that ``accumulate`` was given; else those that the
+    means depend on and that are no state.
+
+    Raises:
+        InputError: ``accumulate`` was given something else than arguments of the step.
+    """
+    inputs = {n: i for i, n in enumerate(_inputs(gm))}
+    outputs = _outputs(gm)
+    if noted.batch:
+        asked = outputs[-noted.batch :]
+        if odd := [node for node in asked if node not in inputs]:
+            source = odd[0].meta.get("source")
+            raise InputError(
+                "accumulate is given a tensor that the step computes"
+                f"{f' at {source}' if source else ''}. In a step with a pipeline its batch is"
+                " arguments of the step as they are: compute the rest in the function that is given"
+                " to it."
+            )
+        return tuple(dict.fromkeys(inputs[node] for node in asked))
+    values = outputs[noted.results : noted.results + len(noted.is_gradient)]
+    needed = _ancestors(values)
+    return tuple(
+        i
+        for node, i in inputs.items()
+        if i < len(is_state) and node in needed and not is_state[i] and node.meta["val"].ndim
+    )
+
+
+def cut_at_means(
+    gm: fx.GraphModule, noted: Noted, names: Sequence[str], batch: Sequence[int]
+) -> TrainStep:
+    """A traced train step in its two parts.
+
+    Args:
+        names: of the arguments' tensors; the graph's other inputs are captured tensors.
+        batch: the inputs that are cut into microbatches.
+
+    Raises:
+        InputError: a gradient that is of no argument; a mean that is no floating-point tensor.
+        TraceError: what follows the gradients reads the batch.
+    """
+    inputs, outputs = _inputs(gm), _outputs(gm)
+    number = {n: i for i, n in enumerate(inputs)}
+    n, count = len(names), len(noted.is_gradient)
+    values = outputs[noted.results : noted.results + count]
+    of = iter(outputs[noted.results + count :])
+    leaf_of = [next(of) if is_gradient else None for is_gradient in noted.is_gradient]
+    # Each is a copy of what it is the mean of.
+    first: list[Any] = [value.args[0] for value in values]
+    assert all(isinstance(x, fx.Node) for x in first)
+    for node, leaf in zip(values, leaf_of, strict=True):
+        source = f" at {node.meta['source']}" if node.meta.get("source") else ""
+        if leaf is not None and number.get(leaf, n) >= n:
+            raise InputError(
+                f"The gradient{source} is of a tensor that the step computes. A pipeline takes"
+                " gradients of arguments as they are: compute it in the function that is"
+                " differentiated."
+            )
+        if not node.meta["val"].dtype.is_floating_point:
+            raise InputError(
+                f"The function that is differentiated{source} returns a tensor of"
+                f" {node.meta['val'].dtype}, of which a step has no mean over its microbatches."
+                " Return it in a floating-point dtype."
+            )
+    is_gradient = [leaf is not None for leaf in leaf_of]
+    order = [i for i in range(count) if not is_gradient[i]] + [
+        i for i in range(count) if is_gradient[i]
+    ]
+    made = [first[i] for i in order]
+    needed = _ancestors(made) | {leaf for leaf in leaf_of if leaf is not None}
+    cut = set(batch)
+    params = [i for i in range(n) if inputs[i] in needed and i not in cut]
+    constants = [i - n for i in range(n, len(inputs)) if inputs[i] in needed]
+    own = [i for i in batch if inputs[i] in needed]
+    at = {leaf: k for k, leaf in enumerate(params)}
+    leaves = [at[number[leaf]] for i in order if (leaf := leaf_of[i]) is not None]
+    if len(set(leaves)) < len(leaves):
+        raise InputError("The step takes two gradients of one argument. A pipeline takes one.")
+    microbatch = _part(gm, [inputs[i] for i in (*params, *own, *(n + c for c in constants))], made)
+    results = outputs[: noted.results]
+    after = _ancestors(results, stop=set(values))
+    if read := [names[i] for i in batch if inputs[i] in after]:
+        raise TraceError(
+            f"{read[0]} is a batch argument that the step also reads outside of its gradient,"
+            " where no microbatch of it is. Compute what is needed of it in the function that is"
+            " differentiated, and return it as aux (has_aux=True): it is averaged over the"
+            " microbatches."
+        )
+    given = [i for i in range(n) if inputs[i] in after]
+    captured = [i - n for i in range(n, len(inputs)) if inputs[i] in after]
+    update = _part(
+        gm,
+        [*(inputs[i] for i in given), *values, *(inputs[n + c] for c in captured)],
+        results,
+    )
+    place = {i: k for k, i in enumerate(order)}
+    return TrainStep(
+        microbatch,
+        tuple(params),
+        tuple(own),
+        tuple(constants),
+        count - sum(is_gradient),
+        tuple(leaves),
+        update,
+        tuple(given),
+        tuple(place[i] for i in range(count)),
+        tuple(captured),
+    )
+
+
+def _inputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return [node for node in gm.graph.nodes if node.op == "placeholder"]
+
+
+def _outputs(gm: fx.GraphModule) -> list[fx.Node]:
+    return list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+def _ancestors(nodes: Sequence[fx.Node], stop: Collection[fx.Node] = ()) -> set[fx.Node]:
+    found, pending = set(), list(nodes)
+    while pending:
+        node = pending.pop()
+        if node not in found:
+            found.add(node)
+            pending += () if node in stop else node.all_input_nodes
+    return found
+
+
+def _part(
+    gm: fx.GraphModule, inputs: Sequence[fx.Node], outputs: Sequence[fx.Node]
+) -> fx.GraphModule:
+    """The nodes that ``outputs`` need, up to ``inputs``."""
+    graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
+    for node in inputs:
+        env[node] = graph.placeholder(node.name)
+        env[node].meta = dict(node.meta)
+    needed = _ancestors(outputs, stop=set(inputs))
+    for node in gm.graph.nodes:
+        if node in needed and node not in env:
+            env[node] = graph.node_copy(node, env.__getitem__)
+            env[node].meta = dict(node.meta)
+    graph.output(tuple(env[node] for node in outputs))
+    return fx.GraphModule(torch.nn.Module(), graph)

@@ -1,0 +1,248 @@
+"""A layer of experts written for one device, run so that tokens travel to their experts."""
+
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ftp.errors import InputError, MeshError, PlanWarning, SpecError
+from ftp.functional.module_constraints import Constraint
+from ftp.per_rank.grouped_rows import RowsTravel
+from ftp.per_rank.local import local, traced_locally
+from ftp.sharding.mesh import AnyMesh, resolve
+from ftp.sharding.pytree import flatten, leaf_names
+from ftp.sharding.spec import P
+from ftp.source import at_line
+
+
+def send_tokens(
+    layer: Callable[..., Any],
+    axis: str,
+    *,
+    token_axes: Sequence[str] | None = None,
+    capacity: float | None = None,
+    mesh: AnyMesh | None = None,
+) -> Callable[..., Any]:
+    """A dropless layer of experts, whose tokens travel along ``axis`` to the ranks that own their
+    experts, and whose expert weights stay.
+
+    The layer is one-device code that sorts rows by expert, multiplies them by ``F.grouped_mm`` (or
+    ``torch._grouped_mm``) with stacked weights, and brings them back to their tokens in any way.
+    The experts' weights are found by what grouped products read. Each rank runs the layer on its
+    own tokens; rows go to the owners of their experts before the first grouped product, stay there
+    through all that acts on each row alone, and come back before anything else. What is read of
+    the weights otherwise is gathered, and a ``PlanWarning`` names it.
+
+    The layer must treat each token by itself, as dropless layers do: keep losses and statistics
+    over all tokens outside.
+
+    Args:
+        layer: takes a tree of parameters and tokens (tokens, ...) or (batch, sequence, ...), and
+            returns a tensor of the tokens' shape.
+        axis: the mesh axis whose ranks own whole experts, equally many.
+        token_axes: the mesh axes that shard dim 0 of the tokens, from major to minor; default
+            ``axis``.
+        capacity: the rows that a rank has room for, as a multiple of those of an equal load; more
+            raise an InputError on all ranks before a row moves. Default room for all rows.
+        mesh: default the surrounding step's or ``ftp.use_mesh``'s.
+
+    Returns:
+        A function of global parameters and tokens, for ``ftp.shard`` and ``ftp.spmd``.
+
+    Raises:
+        SpecError: no grouped product reads a parameter; experts that the axis does not divide; a
+            result that is not of the tokens' shape.
+
+    >>> import ftp
+    >>> import torch.nn.functional as F
+    >>> def layer(p, x):
+    ...     expert = (x @ p["router"]).argmax(-1)
+    ...     ends = F.one_hot(expert, 4).sum(0).cumsum(0).to(torch.int32)
+    ...     order = expert.argsort(stable=True)
+    ...     made = F.grouped_mm(x[order], p["experts"], offs=ends)
+    ...     return torch.zeros_like(x).index_copy(0, order, made)
+    >>> params = {"router": torch.randn(8, 4), "experts": torch.randn(4, 8, 8)}
+    >>> moe = ftp.plans.send_tokens(layer, "ep")
+    >>> specs = {"router": ftp.P(), "experts": ftp.P("ep")}
+    >>> step = ftp.shard(
+    ...     lambda p, x: moe(p, x).square().mean(), ftp.simulated_mesh(2, "ep"), specs,
+    ...     batch_specs=ftp.P("ep"),
+    ... )
+    >>> program = step.lower(params, torch.randn(6, 8))
+    >>> [tuple(c.shape) for c in program.collectives if c.worst_nbytes]  # 3 rows a rank
+    [(3, 8), (3, 8), (3, 8)]
+    """
+    axes = (axis,) if token_axes is None else tuple(token_axes)
+    if axis not in axes:
+        raise SpecError(
+            f"send_tokens(axis={axis!r}, token_axes={axes!r}): tokens travel along {axis!r}, so it"
+            " is one of the axes that shard them."
+        )
+    if capacity is not None and capacity < 1:
+        raise SpecError(f"send_tokens(capacity={capacity}): an equal load needs 1.")
+
+    def call(params: Any, x: Tensor) -> Any:
+        over = resolve(mesh)
+        if lacking := [a for a in axes if a not in over.axes]:
+            raise MeshError(
+                f"{at_line()}send_tokens has token_axes={axes!r}, but the mesh {over} has no axis"
+                f" {lacking[0]!r}."
+            )
+        leaves, tree = flatten(params)
+        names = leaf_names(params, "params")
+        n, shards = over.axes[axis], math.prod(over.axes[a] for a in axes)
+        tokens, missing = x.shape[0], -x.shape[0] % shards
+        if not tokens:
+            raise SpecError(f"{at_line()}send_tokens: there are no tokens.")
+        if missing:  # copies of a token, whose results are dropped
+            x = torch.cat([x, x[:1].expand(missing, *x.shape[1:])])
+        part = (x.shape[0] // shards, *x.shape[1:])
+        count, experts = _experts_of(layer, leaves, tree, names, x, part, axis, n, axes)
+
+        def of_rank(x: Tensor, *leaves: Any) -> Tensor:
+            sees = RowsTravel(axis, n, capacity)
+            given = [
+                sees.whole(name, leaf) if name in experts else leaf
+                for name, leaf in zip(names, leaves, strict=True)
+            ]
+            for name, leaf in zip(names, given, strict=True):
+                if name not in experts:
+                    sees.alike(leaf)
+            with sees:
+                made = layer(tree.unflatten(given), x)
+            if not isinstance(made, Tensor) or made.shape != x.shape:
+                said = tuple(made.shape) if isinstance(made, Tensor) else type(made).__name__
+                raise SpecError(
+                    f"{at_line()}send_tokens: the layer takes tokens of shape {tuple(x.shape)} and"
+                    f" returns {said}. It returns one tensor of the tokens' shape; compute"
+                    " losses and statistics outside of it."
+                )
+            _say_what_is_gathered(sees, axis, count)
+            return made
+
+        rows = P(axes)
+        specs = tuple(P(axis) if name in experts else P() for name in names)
+        return local(of_rank, mesh, (rows, *specs), rows, axes=axes)(x, *leaves)[:tokens]
+
+    return call
+
+
+def on_expert_axis(
+    axis: str, *, token_axes: Sequence[str] | None = None, capacity: float | None = None
+) -> Constraint:
+    """A constraint on a module of experts that sends its tokens, as ``send_tokens`` does for a
+    function; for ``ftp.functionalize(model, constraints={path: on_expert_axis("ep")})``.
+
+    The module takes tokens and returns a tensor of their shape. Other arguments are those of
+    ``send_tokens``. Without a mesh, or where the mesh lacks the axes, the module runs as it is.
+
+    >>> on_expert_axis("ep", capacity=0.5)
+    Traceback (most recent call last):
+    ftp.errors.SpecError: send_tokens(capacity=0.5): an equal load needs 1.
+    """
+
+    def forward(module: nn.Module, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        try:
+            over = resolve(None)
+        except MeshError:
+            return own(*args, **kwargs)
+        given = [*args, *kwargs.values()]
+        if len(given) != 1 or not isinstance(given[0], Tensor):
+            raise InputError(
+                f"{at_line()}on_expert_axis({axis!r}) takes a module that is called with its tokens"
+                f" alone; {type(module).__name__} is called with {len(given)} arguments."
+            )
+        at = {
+            f"{path}.{name}" if path else name: (part, name)
+            for path, part in module.named_modules()
+            for name, p in part._parameters.items()
+            if p is not None
+        }
+        values = {path: part._parameters[name] for path, (part, name) in at.items()}
+
+        def layer(params: Mapping[str, Tensor], x: Tensor) -> Any:
+            with _holding(at, params):
+                return own(x)
+
+        sent = send_tokens(layer, axis, token_axes=token_axes, capacity=capacity, mesh=over)
+        return sent(values, given[0])
+
+    send_tokens(forward, axis, token_axes=token_axes, capacity=capacity)  # for its errors
+    return Constraint(forward=forward)
+
+
+@contextmanager
+def _holding(at: Mapping[str, tuple[nn.Module, str]], values: Mapping[str, Any]) -> Iterator[None]:
+    """The modules' parameters with other values; ``at`` says whose each is."""
+    old = {path: module._parameters[name] for path, (module, name) in at.items()}
+    for path, (module, name) in at.items():
+        module._parameters[name] = values[path]
+    try:
+        yield
+    finally:
+        for path, (module, name) in at.items():
+            module._parameters[name] = old[path]
+
+
+def _experts_of(
+    layer: Callable[..., Any],
+    leaves: Sequence[Any],
+    tree: Any,
+    names: Sequence[str],
+    x: Tensor,
+    part: tuple[int, ...],
+    axis: str,
+    n: int,
+    token_axes: tuple[str, ...],
+) -> tuple[int, set[str]]:
+    """How many experts there are, and the parameters that grouped products read."""
+    sees = RowsTravel(axis, n, None)
+
+    def look(x: Tensor, *given: Any) -> Any:
+        for name, leaf in zip(names, given, strict=True):
+            if isinstance(leaf, Tensor) and leaf.ndim >= 2:
+                sees.candidate(name, leaf)
+        with sees:
+            return layer(tree.unflatten(given), x)
+
+    sizes = dict.fromkeys(token_axes, 1)
+    traced_locally(look, sizes, [_meta(part, x.dtype), *leaves], x.device.type, ["x", *names])
+    shapes = {
+        name: leaf.shape for name, leaf in zip(names, leaves, strict=True) if name in sees.used
+    }
+    if not shapes:
+        raise SpecError(
+            f"{at_line()}send_tokens: no grouped product of the layer reads one of its parameters"
+            f" ({', '.join(names)}), so that no token can be sent to an expert: the layer must"
+            " call F.grouped_mm with rows that are sorted by expert, offs= and stacked weights"
+            " (experts, in, out), which may be transposed or converted before. Experts in a loop,"
+            " or taken by index for each row, are read whole: leave them out of send_tokens, and"
+            " their weights are gathered or their activations summed, as the planner finds cheaper."
+        )
+    counts = {shape[0] for shape in shapes.values()}
+    if len(counts) > 1 or (count := counts.pop()) % n:
+        held = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise SpecError(
+            f"{at_line()}send_tokens: the experts of {held} are to be cut over axis {axis!r} of"
+            f" size {n}, which does not divide them. Take an axis whose size does, or leave the"
+            " layer as it is, with its experts cut by specs."
+        )
+    return count, set(shapes)
+
+
+def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:
+    for name, where in sees.read.items():
+        warnings.warn(
+            f"send_tokens: the {count} experts of {name} are gathered over {axis!r} on every rank:"
+            f" {where} reads them otherwise than as the matrices of a grouped product.",
+            PlanWarning,
+            stacklevel=2,
+        )
+
+
+def _meta(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(tuple(shape), dtype=dtype, device="meta")

@@ -1,0 +1,112 @@
+"""Bytes that attention with functions of scores needs while it runs, beside its operands and
+results.
+"""
+
+import functools
+import math
+from typing import Any
+
+from torch import fx
+from torch.fx.node import map_arg
+
+from ftp.ops import attention, attention_flex
+from ftp.ops.attention import sum_dtype
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
+from ftp.ops.map_slices import slice_program_of
+from ftp.ops.score_functions import PLACE
+from ftp.runtime.local_shapes import LocalShapes
+
+_INDEX = 8  # bytes of an index
+
+
+def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
+    """The most bytes at a time: copies of a tile, its scores, what their functions compute, its
+    results, and sums in a wider dtype.
+    """
+    if node.target not in (FLEX, FLEX_BACKWARD):
+        return 0
+    is_forward = node.target is FLEX
+    at = 0 if is_forward else 1
+    q, k, v = (shapes.values[x][0] for x in node.args[at : at + 3])  # type: ignore[index]
+    if 0 in (*q.shape, *k.shape):
+        return 0
+    rest: Any = map_arg(node.args[at + 3 + (0 if is_forward else 2) :], lambda n: n)
+    tables, score, mask = rest[0], rest[9], rest[10]
+    of_mask = max((math.prod(shapes.values[x][0].shape) for x in tables[1::2]), default=0)
+    size, wide = q.dtype.itemsize, sum_dtype(q.dtype).itemsize
+    batch, heads, of_keys = _group(q.shape, k.shape)
+    queries, keys = min(attention.TILE, q.shape[2]), min(attention.TILE, k.shape[2])
+    sizes = dict(zip(PLACE, (batch, heads, queries, keys), strict=True))
+    pairs = math.prod(sizes.values())
+    rows, columns = batch * heads * queries, batch * heads * keys
+    cast = wide if wide != size else 0
+    repeated = wide if heads != of_keys else 0
+    copies = rows * q.shape[3] * cast + columns * k.shape[3] * max(cast, repeated)
+    base = 5 * of_mask + _INDEX * (q.shape[2] + k.shape[2])
+    scores, of_score = pairs * wide, _peak(score, sizes)
+    hidden = _peak(mask, sizes)
+    sees = _result(mask, sizes) if mask else queries * keys * bool(tables)
+    if is_forward:
+        most = scores + max(copies, of_score, hidden, scores + sees)
+        return base + most + rows * v.shape[3] * (wide * 2 + cast)
+    sums = sum(math.prod(x.shape) for x in (q, k, v)) * cast
+    given = rows * (v.shape[3] + 2) * cast
+    most = 2 * scores + max(sees, hidden - scores) + (scores + of_score if score else 0)
+    return base + sums + given + most + columns * v.shape[3] * max(cast, repeated)
+
+
+def _group(q: tuple[int, ...], k: tuple[int, ...]) -> tuple[int, int, int]:
+    """Batches, heads of queries and of keys that are computed at a time."""
+    count = k[1]
+    repeats = q[1] // count
+    pairs = min(attention.TILE, q[2]) * min(attention.TILE, k[2]) * repeats
+    heads = max(1, min(count, attention_flex.PAIRS // pairs))
+    batch = max(1, attention_flex.PAIRS // (pairs * heads)) if heads == count else 1
+    return min(batch, q[0]), heads * repeats, heads
+
+
+@functools.cache
+def _depends(key: str) -> dict[str, tuple[str, int]]:
+    """Per node of a function on which letters its values depend, and the bytes of one."""
+    found: dict[str, tuple[str, int]] = {}
+    nodes = list(slice_program_of(key).gm.graph.nodes)
+    places = [n for n in nodes if n.op == "placeholder"]
+    # A mask's function has no score: its first inputs are the place, twice.
+    start = 1 if places[0].meta["val"].dtype.is_floating_point else 0
+    own = {n: PLACE[i % 4] for i, n in enumerate(places[start : start + 8])}
+    for node in nodes:
+        if node.op == "placeholder":
+            found[node.name] = (PLACE if node in places[:start] else own.get(node, ""), 0)
+        elif node.op == "call_function":
+            of = {c for x in node.all_input_nodes for c in found[x.name][0]}
+            width = node.meta["val"].dtype.itemsize
+            found[node.name] = ("".join(c for c in PLACE if c in of), width)
+    return found
+
+
+def _bytes(key: str, name: str, sizes: dict[str, int]) -> int:
+    of, width = _depends(key)[name]
+    return math.prod(sizes[c] for c in of) * width
+
+
+def _result(key: str, sizes: dict[str, int]) -> int:
+    """What a function returns."""
+    output: Any = next(reversed(slice_program_of(key).gm.graph.nodes))
+    return _bytes(key, output.args[0][0].name, sizes)
+
+
+def _peak(key: str, sizes: dict[str, int]) -> int:
+    """The most that a function holds at a time, beside its inputs."""
+    if not key:
+        return 0
+    nodes = list(slice_program_of(key).gm.graph.nodes)
+    last = {x: at for at, node in enumerate(nodes) for x in node.all_input_nodes}
+    held = most = 0
+    for at, node in enumerate(nodes):
+        if node.op == "call_function":
+            held += _bytes(key, node.name, sizes)
+            most = max(most, held)
+        for x in node.all_input_nodes:
+            if last[x] == at and x.op == "call_function":
+                held -= _bytes(key, x.name, sizes)
+    return most

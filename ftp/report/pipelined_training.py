@@ -1,0 +1,96 @@
+"""``LoweredTraining``: a train step over a pipeline, before it runs."""
+
+import math
+from functools import cached_property
+from typing import Any
+
+from ftp.planning.machine import GivenHardware
+from ftp.report.collectives import Collectives
+from ftp.report.pipelined import LoweredPipeline
+from ftp.report.staged import LoweredRounds
+from ftp.runtime.training_program import TrainingProgram
+from ftp.sharding.spec import local_shape, staged, without_stage
+
+
+class LoweredTraining(LoweredPipeline):
+    """A whole train step over a pipeline before it runs: what `LoweredPipeline` says of its
+    microbatches, and the update after them.
+
+    Attributes:
+        update: what follows the microbatches, as `LoweredRounds`.
+    """
+
+    def __init__(self, program: TrainingProgram):
+        super().__init__(program.pipeline)
+        self.program = program
+        self.update = LoweredRounds(program.update)
+
+    @property
+    def out_specs(self) -> Any:
+        """The result's tree with a spec for each leaf."""
+        specs = iter(self.program.out_specs)
+        return self.program.out_tree.unflatten(
+            [None if static else next(specs) for static in self.program.is_static]
+        )
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """Claims about values that the function takes as true, as of ``Lowered``."""
+        return tuple(dict.fromkeys(self.program.assumptions))
+
+    def collectives_of(self, rank: int) -> Collectives:
+        """One record per collective and message that a rank of the pipeline's axis issues: those of
+        its actions, of the sums over microbatches, of the update.
+        """
+        return Collectives([*super().collectives_of(rank), *self.update.collectives_of(rank)])
+
+    @cached_property
+    def memory_by_rank(self) -> tuple[int, ...]:
+        """The peak bytes of each rank of the pipeline's axis: while microbatches are on their way,
+        the optimizer's state held beside them, or in the update.
+        """
+        held = [self._held(rank) for rank in range(self.program.ranks)]
+        while_running = super().memory_by_rank
+        return tuple(
+            max(most + own - self._in_pipeline(rank), self._in_update(rank, own))
+            for rank, (most, own) in enumerate(zip(while_running, held, strict=True))
+        )
+
+    def _bytes(self, i: int, rank: int) -> int:
+        """Bytes of an input that a rank of the axis holds."""
+        held, program = self.program.inputs[i], self.program
+        stage = staged(held.spec)
+        if stage is not None and stage.stage % program.ranks != rank:
+            return 0
+        shape = local_shape(without_stage(held.spec), held.shape, program.pipeline.made.mesh.axes)
+        return math.prod(shape) * held.dtype.itemsize
+
+    def _held(self, rank: int) -> int:
+        return sum(self._bytes(i, rank) for i in range(len(self.program.inputs)))
+
+    def _in_pipeline(self, rank: int) -> int:
+        parts = self.program.parts
+        return sum(self._bytes(i, rank) for i in {*parts.params, *parts.batch})
+
+    def _in_update(self, rank: int, held: int) -> int:
+        """The most that a round takes beside what the rank holds; gradients are inputs of rounds
+        that read them.
+        """
+        parts, most = self.program.parts, 0
+        gradients = sum(self._bytes(parts.params[leaf], rank) for leaf in parts.leaves)
+        for own in self.update.rounds:
+            lowered = own.get(rank)
+            if lowered is not None:
+                most = max(most, lowered.memory - sum(lowered.input_bytes.values()))
+        return held + gradients + most
+
+    def cost(self, hardware: GivenHardware = None) -> float:
+        """Estimated seconds of a step, by the slowest rank."""
+        rounds = [
+            max((float(lowered.cost(hardware)) for lowered in own.values()), default=0.0)
+            for own in self.update.rounds
+        ]
+        return super().cost(hardware) + sum(rounds)
+
+    def __str__(self) -> str:
+        return f"{super().__str__()}\nthen, once a step: {self.update}"

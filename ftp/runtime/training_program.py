@@ -1,0 +1,62 @@
+"""A train step over a pipeline as a program: the pipeline's step, then the update."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from ftp.pipeline.train_step import TrainStep
+from ftp.runtime.pipeline_program import PipelineProgram
+from ftp.runtime.program import Program
+from ftp.runtime.stage_programs import Held, ProgramOfPieces
+from ftp.runtime.staged_program import StagedProgram
+
+
+@dataclass(kw_only=True)
+class TrainingProgram(ProgramOfPieces):
+    """The program of a pipeline's ranks for a whole train step.
+
+    Attributes:
+        parts: how the step was cut.
+        pipeline: runs the microbatches.
+        update: takes their means.
+        inputs: of the step.
+    """
+
+    parts: TrainStep
+    pipeline: PipelineProgram
+    update: StagedProgram
+    inputs: Sequence[Held]
+
+    @property
+    def pieces(self) -> Mapping[Any, Program]:
+        return {**self.pipeline.pieces, **self.update.pieces}
+
+    @cached_property
+    def description(self) -> str:
+        parts = self.parts
+        return "\n".join(
+            [
+                self.pipeline.description,
+                self.update.description,
+                f"{parts.params} {parts.batch} {parts.leaves} {parts.given} {parts.means}",
+            ]
+        )
+
+    def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._run(inputs)
+
+    def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return self._run(inputs)
+
+    def _run(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        parts = self.parts
+        found = self.pipeline.run([inputs[i] for i in (*parts.params, *parts.batch)])
+        results = parts.results
+        made = found[:results] + [found[results + leaf] for leaf in parts.leaves]
+        del found
+        means = [made[k] for k in parts.means]
+        del made
+        return self.update.run([*(inputs[i] for i in parts.given), *means])

@@ -1,0 +1,65 @@
+"""What both of torch's attention functions are traced with: attention by all scores, derivatives in
+forward mode, and other functions in torch's modules for a while.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def replaced(owner: Any, new: dict[str, Any]) -> Iterator[None]:
+    old = {name: getattr(owner, name) for name in new if hasattr(owner, name)}
+    for name in old:
+        setattr(owner, name, new[name])
+    try:
+        yield
+    finally:
+        for name, value in old.items():
+            setattr(owner, name, value)
+
+
+def jvp_of(run: Callable[..., Any], given: Sequence[Tensor], tangents: Sequence[Any]) -> Any:
+    known = [torch.zeros_like(x) if t is None else t for x, t in zip(given, tangents, strict=True)]
+    return torch.func.jvp(run, tuple(given), tuple(known))[1]
+
+
+def one_by_one(function: Any, info: Any, in_dims: tuple[Any, ...], args: Any) -> Any:
+    """A function of each member of a batch."""
+    found = [
+        function.apply(
+            *(x if dim is None else x.select(dim, i) for x, dim in zip(args, in_dims, strict=True))
+        )
+        for i in range(info.batch_size)
+    ]
+    return tuple(map(torch.stack, zip(*found, strict=True))), (0,) * len(found[0])
+
+
+def scores_of(query: Tensor, key: Tensor, scale: float) -> Tensor:
+    """(batch, heads, queries, keys), in single precision at least."""
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    return (query.to(wide) @ _like(key, query).to(wide).transpose(-2, -1)) * scale
+
+
+def _like(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values with the batch and the heads of the queries."""
+    batch, heads = query.shape[:2]
+    if x.shape[1] != heads:
+        x = x.repeat_interleave(heads // x.shape[1], 1)
+    return x.expand(batch, *x.shape[1:])
+
+
+def weighted(
+    scores: Tensor, sees: Tensor, value: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The values weighted by the softmax of the scores that are seen, its log-sum-exp and the
+    scores' maximum; rows that see nothing are zero.
+    """
+    scores = torch.where(sees, scores, -math.inf)
+    weights = torch.ops.aten._safe_softmax.default(scores, -1)
+    out = weights.to(dtype) @ _like(value, scores)
+    return out, torch.logsumexp(scores, -1), scores.amax(-1)

@@ -1,0 +1,98 @@
+"""The peak memory of a stage's rank is what the CPU's allocator measures."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+import ftp
+from ftp import P
+from ftp.runtime.pipeline_program import PipelineProgram, _Worker
+from tests.support.models import LlamaConfig, build, lm_batch, lm_loss
+
+
+class Buffers:
+    """Messages of a rank that is alone: it receives what it was about to receive, unwritten."""
+
+    def __init__(self):
+        self.received: dict[Any, list[torch.Tensor]] = {}
+
+    def send(self, key, values, rank):
+        pass
+
+    def is_expected(self, key):
+        return key in self.received
+
+    def expect(self, key, like, rank):
+        self.received[key] = list(like)
+
+    def is_here(self, key):
+        return True
+
+    def take(self, key):
+        return self.received.pop(key)
+
+
+def run(program: PipelineProgram, rank: int, inputs: list[torch.Tensor]) -> Any:
+    worker: Any = _Worker(program, rank, inputs, Buffers(), lambda held: held.shape)  # type: ignore[arg-type]
+    assert not list(worker.run())
+    return worker.outputs([torch.zeros(()) for _ in program.made.stages.results])
+
+
+def measured(program: PipelineProgram, rank: int) -> tuple[int, int]:
+    """Bytes that the allocator handed out at most during a step of one rank, and its inputs'."""
+    inputs = [torch.zeros(h.shape, dtype=h.dtype) for h in (*program.leaves, *program.batch)]
+    for leaf, holder in enumerate(program.stage_of):
+        if holder is not None and holder % program.ranks != rank:
+            inputs[leaf] = torch.zeros(0)
+    run(program, rank, inputs)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        outputs = run(program, rank, inputs)
+    del outputs
+    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    live = peak = 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        if event.name() == "[memory]":
+            live += event.nbytes()  # type: ignore[attr-defined]
+            peak = max(peak, live)
+    return peak, sum(x.numel() * x.itemsize for x in inputs)
+
+
+def lowered(schedule: str, microbatches: int) -> Any:
+    cfg = LlamaConfig(vocab=128, dim=32, layers=4, heads=4, hidden=80)
+    fn, params = ftp.functionalize(build(cfg))
+    chunks = 2 if schedule == "interleaved" else 1
+    pipe = ftp.Pipeline("pp", microbatches, schedule, chunks=chunks)
+    mesh = ftp.simulated_mesh((2,), ("pp",))
+    step = ftp.shard(lm_loss(fn), mesh, pipe.place(params, P(), mesh), pipeline=pipe)
+    return step.lower(params, lm_batch(cfg, 2 * microbatches, 32))
+
+
+NUMBERS = 64  # bytes: losses, which a report leaves out
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "interleaved", "zero_bubble"])
+def test_the_peak_is_what_the_allocator_measures(schedule):
+    report = lowered(schedule, 4)
+    for rank in range(2):
+        peak, inputs = measured(report._program, rank)
+        assert abs(report.memory_by_rank[rank] - inputs - peak) <= NUMBERS
+
+
+def test_one_f_one_b_holds_as_many_microbatches_as_stages():
+    """More of them take no more of the first stage, where GPipe holds every one."""
+    programs = {
+        (schedule, count): lowered(schedule, count)._program
+        for schedule, count in (("1f1b", 4), ("1f1b", 6), ("gpipe", 2), ("gpipe", 6))
+    }
+    of = {key: measured(program, 0)[0] for key, program in programs.items()}
+    assert of["gpipe", 6] > 2 * of["gpipe", 2]
+    assert abs(of["1f1b", 6] - of["1f1b", 4]) <= NUMBERS
+    program = programs["1f1b", 4]  # two stages: two microbatches, and the gradients' sums so far
+    gradients = sum(
+        torch.Size(held.shape).numel() * held.dtype.itemsize
+        for held, stage in zip(program.leaves, program.stage_of, strict=True)
+        if stage == 0
+    )
+    assert of["1f1b", 4] <= of["gpipe", 2] + gradients + NUMBERS

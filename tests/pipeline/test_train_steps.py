@@ -1,0 +1,236 @@
+"""A whole train step over a pipeline equals one device's step with ``optim.accumulate``."""
+
+import re
+from typing import Any
+
+import optree
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+import ftp
+from ftp import P
+from ftp.errors import InputError, TraceError
+from tests.pipeline.test_steps import zero_with_tp
+from tests.support.staged_models import Model, plan_of
+
+PIPE = ftp.Pipeline("pp", 2)
+
+
+def adamw() -> Any:
+    return ftp.optim.from_torch(torch.optim.AdamW, lr=1e-2, weight_decay=0.1)
+
+
+def train_step(loss: Any, opt: Any, microbatches: int | None) -> Any:
+    """Clipping by the norm of all gradients, and AdamW; without a number no accumulation."""
+    grad = torch.func.grad_and_value(loss)
+    if microbatches is not None:
+        grad = ftp.optim.accumulate(grad, microbatches)
+
+    def step(params, state, *batch):
+        grads, loss = grad(params, *batch)
+        grads, norm = ftp.optim.clip_by_global_norm(grads, 0.1)
+        return *opt.update(grads, state, params), loss, norm
+
+    return step
+
+
+def check_steps(one_device: Any, step: Any, args: Any, batches: Any, rtol: float = 1e-10):
+    """Both from ``args`` = (params, state), each batch in turn; all numbers are equal."""
+    own: Any = args
+    due: Any = args
+    for batch in batches:
+        *own, loss, norm = step(*own, *batch)
+        *due, due_loss, due_norm = one_device(*due, *batch)
+        torch.testing.assert_close([loss, norm], [due_loss, due_norm], rtol=rtol, atol=1e-12)
+    for a, b in zip(optree.tree_leaves(own), optree.tree_leaves(due), strict=True):
+        torch.testing.assert_close(a, b, rtol=rtol, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "accumulates", [pytest.param(False, marks=pytest.mark.slow), True], ids=["plain", "accumulate"]
+)
+def test_clipping_and_adamw_inside_stages(accumulates):
+    model, opt, pipe = Model(3, tied=True), adamw(), ftp.Pipeline("pp", 2, "zero_bubble")
+    mesh, params = ftp.simulated_mesh((2, 2, 2), ("pp", "dp", "tp")), model.params()
+    specs = pipe.place(params, plan_of(params, zero_with_tp), mesh)
+    state_specs = opt.specs(params, specs)
+    step = ftp.spmd(
+        train_step(model.loss, opt, 2 if accumulates else None),
+        mesh,
+        (specs, state_specs, P("dp"), P("dp")),
+        pipeline=pipe,
+        certify=True,
+        donate=(0, 1),
+    )
+    args = (params, opt.init(params))
+    placed = ftp.device_put(args, mesh, (specs, state_specs))
+    lowered: Any = step.lower(*args, *model.batch(4))
+    assert {stage for own in lowered.actions for _, stage, _ in own} == {0, 1}
+    check_steps(train_step(model.loss, opt, 2), step, placed, [model.batch(4)] * 3)
+    # The norm is of all stages: numbers alone cross them.
+    shared = [name for names in lowered.update.program.rounds.shared for name, _ in names]
+    assert shared and all(lowered.update.program.values[name].shape == () for name in shared)
+
+
+class Dropped(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.emb = nn.Embedding(11, 8)
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(nn.Linear(8, 12), nn.GELU(), nn.Dropout(0.3), nn.Linear(12, 8))
+                for _ in range(3)
+            ]
+        )
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens):
+        x = self.emb(tokens)
+        for layer in self.layers:
+            x = x + F.dropout(layer(x), 0.2)
+        return self.head(x)
+
+
+def test_twenty_steps_with_dropout():
+    """Each microbatch draws from a key of its own, the same numbers however it is cut."""
+    fn, params = ftp.functionalize(Dropped().double().train())
+    opt, mesh = adamw(), ftp.simulated_mesh((2, 2), ("pp", "dp"))
+
+    def loss(params, tokens, keys):
+        logits = fn(params, tokens[:, :-1], rng=keys[0])
+        return F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+
+    specs = PIPE.place(params, P(), mesh)
+    state_specs = opt.specs(params, specs)
+    step = ftp.spmd(
+        train_step(loss, opt, None), mesh, (specs, state_specs, P("dp"), P()), pipeline=PIPE
+    )
+    keys = ftp.random.split(ftp.random.key(0), 20)
+    batches = [(torch.randint(11, (8, 6)), ftp.random.split(key, 2)) for key in keys]
+    one_device = train_step(loss, opt, 2)
+    check_steps(one_device, step, (params, opt.init(params)), batches)
+    # With other keys the numbers are others, so that the comparison sees them.
+    same = (batches[0][0], batches[0][1].flip(0))
+    losses = [one_device(params, opt.init(params), *b)[2] for b in (batches[0], same)]
+    assert not torch.equal(*losses)
+
+
+def test_arguments_that_are_no_batch():
+    """A frozen table of a stage, a number and a vector for the update are no microbatches; a
+    gradient may be written to.
+    """
+
+    def step(params, frozen, x, lr, bounds):
+        def loss(p, x):
+            for w, f in zip(p["layers"], frozen["layers"], strict=True):
+                x = (x @ w * lr + f).tanh()
+            return x.square().mean(), {"peak": x.abs().amax()}
+
+        grads, (value, aux) = torch.func.grad_and_value(loss, has_aux=True)(params, x)
+        for g in grads["layers"]:
+            g.clamp_(bounds[0], bounds[1])
+        return optree.tree_map(lambda p, g: p - lr * g, params, grads), frozen, value, aux
+
+    def one_device(params, frozen, x, lr, bounds):
+        halves = [x[0::2], x[1::2]]
+        made = []
+        for half in halves:
+
+            def loss(p, half=half):
+                y = half
+                for w, f in zip(p["layers"], frozen["layers"], strict=True):
+                    y = (y @ w * lr + f).tanh()
+                return y.square().mean(), y.abs().amax()
+
+            made.append(torch.func.grad_and_value(loss, has_aux=True)(params))
+        grads, value, peak = (
+            [(a + b) / 2 for a, b in zip(made[0][0]["layers"], made[1][0]["layers"], strict=True)],
+            sum(m[1][0] for m in made) / 2,
+            sum(m[1][1] for m in made) / 2,
+        )
+        new = [
+            p - lr * g.clamp(bounds[0], bounds[1])
+            for p, g in zip(params["layers"], grads, strict=True)
+        ]
+        return {"layers": new}, frozen, value, {"peak": peak}
+
+    mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
+    double: dict[str, Any] = {"dtype": torch.float64}
+    params = {"layers": [torch.randn(4, 4, **double) for _ in range(4)]}
+    frozen = {"layers": [torch.randn(4, **double) for _ in range(4)]}
+    specs, of_frozen = (PIPE.place(tree, P(), mesh) for tree in (params, frozen))
+    run = ftp.spmd(
+        step,
+        mesh,
+        (specs, of_frozen, P("dp"), P(), P()),
+        pipeline=PIPE,
+        certify=True,
+    )
+    bounds = torch.tensor([-2e-3, 2e-3], **double)
+    args = (params, frozen, torch.randn(8, 4, **double), torch.tensor(0.7, **double), bounds)
+    torch.testing.assert_close(run(*args), one_device(*args), rtol=1e-12, atol=1e-12)
+    clipped = (run(*args)[0]["layers"][0] - params["layers"][0]).abs() / 0.7
+    assert (clipped > 1.99e-3).any() and clipped.max() < 2.01e-3
+
+
+def test_report():
+    model, opt, mesh = Model(4), adamw(), ftp.AbstractMesh((2, 2), ("pp", "dp"))
+    params: Any = model.params()
+    specs = PIPE.place(params, P(), mesh)
+    in_specs = (specs, opt.specs(params, specs), P("dp"), P("dp"))
+    step = ftp.spmd(train_step(model.loss, opt, None), mesh, in_specs, pipeline=PIPE)
+    args = (params, opt.init(params), *model.batch(8))
+    lowered: Any = step.lower(*args)
+    assert lowered.ideal_bubble == 1 / 3 and "then, once a step: program of stages" in str(lowered)
+    ops = [c.op for c in lowered.collectives_of(0)]
+    assert ops.index("send") < ops.index("all_reduce") < ops.index("broadcast")
+    alone: Any = ftp.shard(model.loss, mesh, specs, batch_specs=P("dp"), pipeline=PIPE)
+    of_gradient = alone.lower(params, *model.batch(8))
+    held = sum(x.numel() * x.itemsize for x in optree.tree_leaves(params)) // 2
+    for whole, part in zip(lowered.memory_by_rank, of_gradient.memory_by_rank, strict=True):
+        assert whole > part + held  # two moments of the stage's parameters, near enough
+    assert lowered.out_specs[0] == specs and lowered.cost() > of_gradient.cost()
+
+
+def test_errors():
+    model, mesh = Model(2), ftp.simulated_mesh((2,), ("pp",))
+    params = model.params()
+    specs = PIPE.place(params, P(), mesh)
+    grad = torch.func.grad_and_value(model.loss)
+
+    def refused(fn, error, text, *args, **options):
+        step = ftp.spmd(fn, mesh, (specs, *[P()] * len(args)), pipeline=PIPE, **options)
+        with pytest.raises(error, match=re.escape(text)):
+            step(params, *args)
+
+    batch = model.batch(4)
+    tokens, _ = batch
+    refused(model.loss, InputError, "takes no gradient", *batch)
+    refused(lambda p, *b: (grad(p, *b), grad(p, *b)), InputError, "takes 2 gradients", *batch)
+    other = ftp.optim.accumulate(grad, 4)
+    refused(other, InputError, "accumulate(grad_fn, 4) in a step with a pipeline of 2", *batch)
+    cut = ftp.optim.accumulate(grad, 2)
+    shifted = lambda p, x, y: cut(p, x + 0, y)  # noqa: E731
+    refused(shifted, InputError, "accumulate is given a tensor that the step computes", *batch)
+    reads = lambda p, x, y: (grad(p, x, y), x.sum())  # noqa: E731
+    refused(reads, TraceError, "is a batch argument that the step also reads outside", *batch)
+    counts = lambda p, x, y: (grad(p, x, y)[1] / x.shape[0], x.shape[0])  # noqa: E731
+    refused(counts, InputError, "depends on the size of the batch", *batch)
+    cast = lambda p, x, y: grad(optree.tree_map(lambda w: 2 * w, p), x, y)  # noqa: E731
+    refused(cast, InputError, "is of a tensor that the step computes", *batch)
+
+    def rows(p, x):
+        return torch.func.vmap(lambda row: torch.func.grad(model.loss)(p, row[None], row[None]))(x)
+
+    refused(rows, TraceError, "within torch.func.vmap or another transform", tokens)
+    whole = torch.func.grad_and_value(lambda p, *b: (model.loss(p, *b), b[0].sum()), has_aux=True)
+    refused(whole, InputError, "returns a tensor of torch.int64", *batch)
+    gradients = lambda p, *b: grad(p, *b)[0]  # noqa: E731
+    refused(ftp.optim.accumulate(gradients, 2), InputError, "returns gradients alone", *batch)
+    odd = model.batch(3)
+    refused(grad, InputError, "do not divide into 2 microbatches", *odd)
+    for make in (ftp.shard, ftp.spmd):
+        with pytest.raises(InputError, match="all microbatches of a step would draw"):
+            make(grad, mesh, specs, pipeline=PIPE, rng=True)
