@@ -68,6 +68,10 @@ class Offset:
             case _:
                 return size_at(self.size, coordinate) - start - length
 
+    def table(self, axes: Mapping[str, int]) -> Table:
+        """Its value on every rank."""
+        return chunk_table(axes, self, Offset.at)
+
 
 @dataclass(frozen=True)
 class LocalProgram:
@@ -89,7 +93,7 @@ class LocalProgram:
 
     def offset_tables(self, axes: Mapping[str, int]) -> list[Table]:
         """Each offset on every rank of a mesh that runs this program."""
-        return [chunk_table(axes, offset, Offset.at) for offset in self.offsets]
+        return [offset.table(axes) for offset in self.offsets]
 
 
 @dataclass
