@@ -49,7 +49,8 @@ if TYPE_CHECKING:
     from ftp.searching.result import Found
     from ftp.searching.search import search
     from ftp.sharding.balance import balance
-    from ftp.sharding.mesh import AbstractMesh, make_mesh, simulated_mesh, use_mesh
+    from ftp.sharding.make_mesh import make_mesh, simulated_mesh
+    from ftp.sharding.mesh import AbstractMesh, use_mesh
     from ftp.sharding.process_group import destroy_process_group, init_process_group
     from ftp.sharding.pytree import plan
     from ftp.sharding.spec import P, PartitionSpec, units, zigzag
@@ -94,7 +95,8 @@ _HOMES = {
     "ftp.searching.result": "Found",
     "ftp.searching.search": "search",
     "ftp.sharding.balance": "balance",
-    "ftp.sharding.mesh": "AbstractMesh make_mesh simulated_mesh use_mesh",
+    "ftp.sharding.make_mesh": "make_mesh simulated_mesh",
+    "ftp.sharding.mesh": "AbstractMesh use_mesh",
     "ftp.sharding.process_group": "destroy_process_group init_process_group",
     "ftp.sharding.pytree": "plan",
     "ftp.sharding.spec": "P PartitionSpec units zigzag",

@@ -27,7 +27,7 @@ from ftp.errors import FtpError, ReportError, Undecided
 from ftp.planning.machine import PRESETS
 from ftp.rules.bind import lookup
 from ftp.rules.decompositions.registry import DECOMPOSITIONS
-from ftp.rules.proof.discover import cached_findings
+from ftp.rules.proof.findings import cached_findings
 from ftp.rules.registry import RULES
 from ftp.rules.rule import Call, Meta, Rule
 

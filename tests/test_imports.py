@@ -28,7 +28,7 @@ ALLOWED = {
     "optim": "axis ops sharding tensors tracing",
     "per_rank": "axis ops rules sharding tracing",
     "plans": "functional ops per_rank sharding",
-    "certification": "ops per_rank rules tracing",
+    "certification": "axis ops per_rank rules tracing",
     "equivalence": "axis certification ops rules sharding",
     "planning": "functional ops per_rank rules sharding tracing",
     "pipeline": "sharding",

@@ -2,10 +2,12 @@
 
 import itertools
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from torch import fx
+from torch import Tensor, fx
+from torch.utils._pytree import tree_leaves
 
 import ftp.rules  # noqa: F401  (the check looks rules up)
 from ftp.certification.certificate import (
@@ -20,6 +22,7 @@ from ftp.certification.certificate import (
     shrunk,
 )
 from ftp.certification.checker import check
+from ftp.certification.rank_code import unproven
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import InputError
 from ftp.per_rank.program import LOCAL
@@ -107,7 +110,7 @@ def certificate_of(program: Program) -> Certificate:
         for axes in itertools.combinations(mesh.axes, count)
     ]
     in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
-    return Certificate(
+    made = Certificate(
         dict(mesh.axes),
         {mesh.group_name(*axes): axes for axes in products},
         tuple(
@@ -130,6 +133,7 @@ def certificate_of(program: Program) -> Certificate:
         Ranks(tuple(mesh.shape), tuple(graphs), shrunk(numbered), tuple(offsets)),
         program.donated,
     )
+    return replace(made, trusted=tuple(left.key for left in unproven(made)))
 
 
 def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
@@ -144,7 +148,16 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
             tuple((_cuts(p.spec), p.pending) for p in program.results),
         )
         args = (tuple(map(_ref, node.operands)), program.key)
-        return Operation(node.name, LOCAL, args, {}, node.results, source=node.source, ports=ports)
+        return Operation(
+            node.name,
+            LOCAL,
+            args,
+            {},
+            node.results,
+            source=node.source,
+            ports=ports,
+            body=_body(program.gm.graph),
+        )
     claims = tuple(
         Claim(c.axis, c.factor, _size(c.outer), _size(c.extent), _size(c.inner), c.zigzag)
         for c in node.cuts
@@ -169,6 +182,22 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
         None,
         *found,
     )
+
+
+def _body(graph: fx.Graph) -> fx.Graph:
+    """Per-rank code, with the shapes, strides and dtypes of its values."""
+    new = fx.Graph()
+    env: dict[fx.Node, fx.Node] = {}
+    for node in graph.nodes:
+        env[node] = new.node_copy(node, env.__getitem__)
+        held = [t for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)]
+        env[node].meta = {
+            "source": node.meta.get("source", ""),
+            "dtypes": [str(t.dtype).removeprefix("torch.") for t in held],
+            "shape": [list(map(int, t.shape)) for t in held],
+            "strides": [list(map(int, t.stride())) for t in held],
+        }
+    return new
 
 
 def _pending(value: Value) -> tuple[tuple[str, str], ...]:

@@ -17,9 +17,10 @@ from ftp.planning.cost import Hardware
 from ftp.planning.machine import hardware_on
 from ftp.runtime.options import Options
 from ftp.sharding.arguments import Shape
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import check_specs, flatten, kind_of, leaf_names
-from ftp.sharding.spec import PartitionSpec, check_spec
+from ftp.sharding.spec import PartitionSpec
 from ftp.sharding.traced_arguments import arguments_with
 from ftp.source import raised_line
 from ftp.tensors.device_put import global_shape

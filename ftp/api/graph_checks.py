@@ -8,11 +8,11 @@ from ftp.ops.constrain import Pin
 from ftp.per_rank.planned import region_of
 from ftp.planning.graph import Graph, Node
 from ftp.planning.prepare import Prepared
-from ftp.report.lowered import check_strictly
+from ftp.report.program_lint import check_strictly
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import check_spec
 
 
 def check_programs(programs: Iterable[Program], options: Options) -> None:

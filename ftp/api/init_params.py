@@ -15,7 +15,7 @@ from ftp.api.shard import spmd
 from ftp.api.step import Step
 from ftp.errors import InputError, join_failures
 from ftp.random.distributions import check_key
-from ftp.random.torch_functions import Draws
+from ftp.random.draws import Draws
 from ftp.sharding.mesh import AnyMesh, resolve
 from ftp.sharding.pytree import broadcast_specs, kind_of, match_patterns
 from ftp.sharding.spec import PartitionSpec

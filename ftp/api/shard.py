@@ -17,7 +17,7 @@ from ftp.errors import InputError, SpecError
 from ftp.pipeline.placement import Pipeline
 from ftp.planning.machine import GivenHardware
 from ftp.random.distributions import check_key
-from ftp.random.torch_functions import keyed
+from ftp.random.draws import keyed
 from ftp.report.lowered import Lowered
 from ftp.runtime.options import PROGRAMS, Options
 from ftp.sharding.arguments import argument_names, argument_specs

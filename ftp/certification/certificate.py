@@ -1,5 +1,7 @@
 """A certificate: a program, the ranks' graphs, and a claimed layout for every op; its file is JSON
 that can be checked again anywhere.
+
+Longer than other files: the two directions of the file's format stand side by side.
 """
 
 import hashlib
@@ -16,15 +18,17 @@ import numpy as np
 import torch
 from torch import fx
 
+from ftp.certification.ranks import Coordinate as Coordinate
+from ftp.certification.ranks import Ranks as Ranks
+from ftp.certification.ranks import shrunk as shrunk
 from ftp.errors import CertificateError
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.rule import Meta, tensors
 
-Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
-VERSION = 7
+VERSION = 8
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
@@ -80,6 +84,7 @@ class Operation:
         partial: ``{axis: operands}`` that are pending sums together.
         spec: for an input, its spec.
         ports: for per-rank code, its specs.
+        body: for per-rank code, the code.
         found: a rule that trials found, for an op without a stated one; ``linear`` are its
             groups of operands.
         strides: of the results of a recorded op.
@@ -98,6 +103,7 @@ class Operation:
     found: str = ""
     linear: tuple[tuple[int, ...], ...] = ()
     strides: tuple[tuple[int, ...], ...] = ()
+    body: fx.Graph | None = None
 
     @property
     def operands(self) -> list[Ref]:
@@ -128,84 +134,6 @@ class Recorded:
     integers: Mapping[int, tuple[int, ...]]
 
 
-@dataclass(frozen=True, eq=False)
-class Ranks:
-    """The ranks' programs: per rank a graph, and what the numbers hold that it takes after the
-    tensors. Arrays have a dim for each mesh axis, of size 1 where nothing changes along it.
-
-    Attributes:
-        shape: of the mesh.
-        number: which graph each rank runs.
-        offsets: per graph, the values of each number on the ranks that run it.
-    """
-
-    shape: tuple[int, ...]
-    graphs: tuple[fx.Graph, ...]
-    number: np.ndarray
-    offsets: tuple[tuple[np.ndarray, ...], ...]
-
-    @staticmethod
-    def of(
-        graphs: Sequence[fx.Graph], at: Mapping[Coordinate, tuple[int, Sequence[int]]]
-    ) -> "Ranks":
-        """From each rank's graph and numbers."""
-        shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
-        number = np.zeros(shape, dtype=np.int64)
-        counts = {graph: len(given) for graph, given in at.values()}
-        offsets = [
-            [np.zeros(shape, dtype=np.int64) for _ in range(counts.get(graph, 0))]
-            for graph in range(len(graphs))
-        ]
-        for coordinate, (graph, given) in at.items():
-            number[coordinate] = graph
-            for values, value in zip(offsets[graph], given, strict=True):
-                values[coordinate] = value
-        return Ranks(
-            shape, tuple(graphs), shrunk(number), tuple(tuple(map(shrunk, o)) for o in offsets)
-        )
-
-    @property
-    def at(self) -> dict[Coordinate, tuple[int, tuple[int, ...]]]:
-        """Each rank's graph and numbers."""
-        number = np.broadcast_to(self.number, self.shape)
-        given = [[np.broadcast_to(v, self.shape) for v in values] for values in self.offsets]
-        return {
-            c: (int(number[c]), tuple(int(v[c]) for v in given[number[c]]))
-            for c in np.ndindex(*self.shape)
-        }
-
-    def graph_at(self, coordinate: Sequence[int]) -> int:
-        return int(np.broadcast_to(self.number, self.shape)[tuple(coordinate)])
-
-    def first(self, graph: int) -> Coordinate:
-        """The first rank that runs a graph."""
-        return tuple(np.argwhere(self.number == graph)[0].tolist())
-
-    @property
-    def misfit(self) -> str:
-        """Why these are no programs of a mesh's ranks; "" if they are."""
-        arrays = [self.number, *(v for values in self.offsets for v in values)]
-        if len(self.offsets) != len(self.graphs):
-            return f"{len(self.graphs)} graphs, and offsets for {len(self.offsets)}"
-        dims = [set(sizes) for sizes in zip(*(a.shape for a in arrays), strict=False)]
-        if any(a.ndim != len(self.shape) for a in arrays) or any(
-            sizes - {1, n} for sizes, n in zip(dims, self.shape, strict=True)
-        ):
-            return f"arrays that do not fit ranks of shape {self.shape}"
-        if set(np.unique(self.number).tolist()) != set(range(len(self.graphs))):
-            return f"{len(self.graphs)} graphs, of which the ranks run others"
-        return ""
-
-
-def shrunk(of_ranks: np.ndarray) -> np.ndarray:
-    """With dims along which nothing changes shrunk to size 1."""
-    for dim in range(of_ranks.ndim):
-        first = of_ranks.take([0], dim)
-        if (of_ranks == first).all():
-            of_ranks = first
-    return of_ranks
-
-
 @dataclass(frozen=True, repr=False)
 class Certificate:
     """A program with its proof: the single-device program, the ranks' graphs, the specs, and the
@@ -220,6 +148,9 @@ class Certificate:
         ranks: the ranks' programs.
         donated: positions of inputs whose memory the ranks may write to.
         recorded: of ranks' programs that ftp did not write; None for those that it wrote.
+        trusted: what is taken as true of per-rank code (``ftp.local``): the op, and "code", that
+            the ranks run it as it is written, or "specs", that results are equal where its specs
+            say so.
 
     >>> import ftp
     >>> mesh = ftp.AbstractMesh((2,), ("tp",))
@@ -235,6 +166,7 @@ class Certificate:
     ranks: Ranks
     donated: tuple[int, ...] = ()
     recorded: "Recorded | None" = None
+    trusted: tuple[tuple[str, str], ...] = ()
 
     def __repr__(self) -> str:
         mesh = ", ".join(f"{axis} {size}" for axis, size in self.axes.items())
@@ -246,27 +178,29 @@ class Certificate:
 
     @property
     def assumptions(self) -> list[str]:
-        """What is assumed: that per-rank code returns what its out specs say, and rules that trials
-        found.
+        """What is assumed: of per-rank code what is not proven, that the ranks run it as it is
+        written and that results are equal where its out specs say so; that the collectives of code
+        over some axes alone do what they say; and rules that trials found.
 
         >>> import torch, ftp
         >>> mesh, spec = ftp.AbstractMesh((2,), ("tp",)), ftp.P("tp")
-        >>> double = ftp.local(lambda x: 2 * x, mesh, spec, spec)
-        >>> lowered = ftp.lower(lambda x: double(x), mesh, spec, torch.ones(4))
-        >>> (assumed,) = ftp.certify(lowered).assumptions
-        >>> assumed.split(" returns ")[1]
-        "P('tp')"
+        >>> total = ftp.local(lambda x: ftp.axis.all_reduce(x.sum(), "tp"), mesh, spec, ftp.P())
+        >>> lowered = ftp.lower(lambda x: total(x), mesh, spec, torch.ones(4))
+        >>> ftp.certify(lowered).assumptions
+        []
         """
         found = {}
         for o in self.operations:
             where = f"at {o.source or 'an unknown line'}"
-            if o.ports is not None:
+            if (o.name, "code") in self.trusted:
+                found[f"{o.name} {where} is run on each rank as it is written"] = None
+            if (o.name, "specs") in self.trusted and o.ports is not None:
                 found[
                     f"{o.name} {where} returns"
                     f" {', '.join(_written(*result) for result in o.ports.results)}"
                 ] = None
-            if o.target is LEAVE and (same := _claimed_equal(o)):
-                found[f"{o.name} {where} is equal on all ranks along {same}"] = None
+            if (o.name, "specs") in self.trusted and o.target is LEAVE:
+                found[f"{o.name} {where} is equal on all ranks along {_claimed_equal(o)}"] = None
             if (axis := collective_axis(o.target, o.args)) is not None:
                 name = str(o.target).split(".")[1]
                 found[f"{name} over {axis} in per-rank code {where} does what it says"] = None
@@ -337,6 +271,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
                 "ports": None if o.ports is None else [o.ports.operands, o.ports.results],
                 "found": [o.found, o.linear],
                 "strides": o.strides,
+                "body": None if o.body is None else [_encode_node(n) for n in o.body.nodes],
             }
             for o in c.operations
         ],
@@ -351,6 +286,7 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
         "recorded": None
         if (r := c.recorded) is None
         else [r.names, [[k, v] for k, v in r.integers.items()]],
+        "trusted": c.trusted,
     }
 
 
@@ -375,6 +311,7 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
             o["found"][0],
             tuple(map(tuple, o["found"][1])),
             tuple(map(tuple, o["strides"])),
+            None if o["body"] is None else _decode_graph(o["body"]),
         )
         for o in body["operations"]
     )
@@ -394,7 +331,15 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
     unreduced = Unreduced(*(tuple(map(tuple, axes)) for axes in body["unreduced"]))
     donated = tuple(body["donated"])
     return Certificate(
-        body["axes"], groups, operations, outputs, unreduced, ranks, donated, recorded
+        body["axes"],
+        groups,
+        operations,
+        outputs,
+        unreduced,
+        ranks,
+        donated,
+        recorded,
+        tuple((name, kind) for name, kind in body["trusted"]),
     )
 
 

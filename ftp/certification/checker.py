@@ -29,6 +29,7 @@ from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.lockstep.check import check_recorded
 from ftp.certification.op_forms import OpForms
 from ftp.certification.packed_values import PackedValues
+from ftp.certification.rank_code import unproven
 from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused, Unsound
 from ftp.errors import CertificateError, join_failures
@@ -48,6 +49,8 @@ def check(certificate: Certificate) -> Certificate:
     if certificate.recorded is not None:
         return check_recorded(certificate)
     failures = list(dict.fromkeys(Checker(certificate).failures()))
+    if not failures:
+        failures = [str(left) for left in unproven(certificate)]
     if failures:
         raise CertificateError(join_failures(failures))
     return certificate

@@ -155,6 +155,8 @@ class OpForms:
                 )
         for node in nodes:
             if node not in values:
+                if any(x not in values for x in node.all_input_nodes):
+                    raise Refused(f"{node.name} of {op} is written in place, and nothing reads it")
                 args, kwargs = map_arg((node.args, dict(node.kwargs)), values.__getitem__)  # type: ignore[misc]
                 values[node] = node.target(
                     *args, **{k: "meta" if k == "device" else v for k, v in kwargs.items()}

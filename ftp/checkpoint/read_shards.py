@@ -15,8 +15,9 @@ from torch import Tensor
 from ftp.checkpoint.manifest import SavedTensor
 from ftp.checkpoint.safetensors_io import BYTES, TensorFile
 from ftp.checkpoint.source import Source
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh, mesh_device
-from ftp.sharding.spec import PartitionSpec, check_spec, local_shape
+from ftp.sharding.spec import PartitionSpec, local_shape
 from ftp.tensors.boxes import Shape, parts_on
 from ftp.tensors.sharded_tree import Leaf, ShardedTree
 from ftp.tensors.transfer import Moving, move

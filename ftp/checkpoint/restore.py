@@ -21,9 +21,10 @@ from ftp.errors import (
     SpecError,
     join_failures,
 )
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, require_coordinate, resolve
 from ftp.sharding.pytree import cut_value, dotted, kind_of, leaf_paths, nearest, tied_paths
-from ftp.sharding.spec import check_spec, local_shape
+from ftp.sharding.spec import local_shape
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.sharded_tree import Leaf, ShardedTree, flatten_with_specs
 

@@ -6,6 +6,8 @@ these numbers meet. A rank joins an agreement when it changes its program; while
 program of its last call it sends nothing. So a rank that begins call ``c`` without an agreement,
 while another opens one at ``c``, disagrees. Its watcher, a thread, says so, as the rank may wait in
 a collective by then. The watcher also answers peers whose collective has failed.
+
+Above 450 lines: a call, its agreement and its watcher are one protocol, which is read as one.
 """
 
 import sys
@@ -422,7 +424,8 @@ _calls: dict[Mesh, Calls] = {}
 def calls(mesh: Mesh) -> Calls:
     """The record of this rank's calls on ``mesh``, one for the life of the default process group.
 
-    >>> from ftp.sharding.mesh import resolve, simulated_mesh
+    >>> from ftp.sharding.make_mesh import simulated_mesh
+    >>> from ftp.sharding.mesh import resolve
     >>> record = calls(resolve(simulated_mesh((2,), ("tp",))))
     >>> with record.running("a program"):
     ...     record.next() == record.call + 1

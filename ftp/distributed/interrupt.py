@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch.distributed import distributed_c10d as c10d
 
-from ftp.sharding.mesh import Mesh, process_groups
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh_groups import process_groups
 
 interrupts: list[Callable[[], None]] = []
 """Called to interrupt collectives that are not torch's."""

@@ -7,7 +7,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ftp.errors import InputError, ReplicaError
-from ftp.sharding.mesh import set_timeout
+from ftp.sharding.mesh_groups import set_timeout
 from ftp.sharding.process_group import NCCL_LONGER
 
 if TYPE_CHECKING:

@@ -7,6 +7,7 @@ from typing import Any
 import optree
 import torch
 from torch import Tensor, fx
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ftp.axis import Inside, entered
 from ftp.certification.certificate import Certificate, Ranks, Recorded, Spec, Unreduced
@@ -224,6 +225,12 @@ class _Call:
             result = fn(*self.tree.unflatten(passed))
         except FtpError:
             raise
+        except (DataDependentOutputException, DynamicOutputShapeException) as e:
+            raise TraceError(
+                f"{who}: {raised_line(e) or 'the program'}\n  The program reads the value of a"
+                f" tensor, or makes a shape of it ({e.func}), which depends on the data. A proof is"
+                " for all inputs: use a mask, as torch.where does, in place of a selection."
+            ) from e
         except Exception as e:
             raise TraceError(
                 f"{who}: {raised_line(e) or 'the program'} raises {type(e).__name__} on fake"

@@ -8,8 +8,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ftp.errors import MeshError
+from ftp.errors import MeshError, TraceError
 from ftp.sharding.mesh import AnyMesh, Mesh, standing_in
+from ftp.source import user_line
 
 
 @contextmanager
@@ -32,7 +33,7 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
         if isinstance(mesh, DeviceMesh):
             of_mesh.update(made.__dict__)
             made = mesh
-        with standing_in(made), made:
+        with standing_in(made), made, _without_polling():
             yield made
     finally:
         dist.destroy_process_group()
@@ -40,6 +41,24 @@ def as_rank(mesh: AnyMesh, resolved: Mesh, rank: int) -> Iterator[DeviceMesh]:
             again = _device_mesh(resolved.shape, resolved.axis_names, outer)
             if of_mesh is not None:
                 of_mesh.update(again.__dict__)
+
+
+@contextmanager
+def _without_polling() -> Iterator[None]:
+    """Refuse to ask whether a collective has ended: a loop that waits for it would not end here."""
+
+    def refuse(work: Any) -> bool:
+        raise TraceError(
+            f"{user_line()}\n  The program asks whether a collective has ended (is_completed), and"
+            " the answer depends on time. Wait for it with wait()."
+        )
+
+    own = dist.Work.is_completed
+    dist.Work.is_completed = refuse  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        dist.Work.is_completed = own  # type: ignore[method-assign]
 
 
 def _outer_world() -> int | None:

@@ -13,7 +13,8 @@ from torch._ops import OpOverload
 from torch.fx.node import map_arg
 
 from ftp import random
-from ftp.random.torch_functions import DRAWN, Draws
+from ftp.random.draws import Draws
+from ftp.random.torch_functions import DRAWN
 from ftp.tracing.op_facts import is_deterministic
 
 aten = torch.ops.aten

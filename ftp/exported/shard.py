@@ -21,10 +21,11 @@ from ftp.partitioning.partition import Partitioner
 from ftp.planning.machine import hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.prepare import plan_prepared, prepare
-from ftp.random.torch_functions import Draws
+from ftp.random.draws import Draws
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, require_coordinate, resolve
 from ftp.sharding.pytree import flatten
-from ftp.sharding.spec import P, PartitionSpec, check_spec
+from ftp.sharding.spec import P, PartitionSpec
 from ftp.source import told_line
 from ftp.tracing.trace import Traced, trace
 

@@ -9,9 +9,10 @@ from torch.utils import _pytree as pytree
 from ftp.errors import SpecError, join_failures
 from ftp.exported.module_calls import memory_of
 from ftp.exported.styles import Pin, StyleReader, check_style
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, match_patterns
-from ftp.sharding.spec import P, check_spec
+from ftp.sharding.spec import P
 
 if TYPE_CHECKING:
     from torch.export import ExportedProgram

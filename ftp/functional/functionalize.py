@@ -27,7 +27,7 @@ from ftp.functional.purity import impure
 from ftp.functional.remat import Again, Policy, surrounded
 from ftp.functional.taps import taps_of
 from ftp.random.distributions import check_key
-from ftp.random.torch_functions import Draws, surrounding_key
+from ftp.random.draws import Draws, surrounding_key
 from ftp.sharding.dtensor_placements import is_dtensor
 from ftp.sharding.pytree import kind_of, nearest, remember_tied
 from ftp.sharding.spec import P

@@ -24,7 +24,7 @@ from ftp.functional.module_constraints import (
 from ftp.functional.purity import Guard, impure, version
 from ftp.functional.remat import Policy, policy_problem
 from ftp.functional.taps import Tap, tapped
-from ftp.random.torch_functions import Draws
+from ftp.random.draws import Draws
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,8 @@
 """From a plan to one rank's program: an ``fx.GraphModule`` on local tensors, with its collectives.
 Ranks of equal local shapes differ in the offsets of their shards. Offsets are inputs of the graph,
 after the tensors, so that such ranks share one graph and one compilation.
+
+Above 450 lines: emitting a rank's graph is one walk, whose cases share its environment and sizes.
 """
 
 import itertools
@@ -14,8 +16,8 @@ import torch
 from torch import fx
 
 from ftp.dynamic_int import Conditions
-from ftp.partitioning.collectives import (
-    Collective,
+from ftp.partitioning.collectives import Collective
+from ftp.partitioning.emit_reshards import (
     MoveSite,
     emit_chunks,
     emit_gathered_pieces,

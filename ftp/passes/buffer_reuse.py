@@ -102,7 +102,7 @@ def reuse_memory(graph: fx.Graph, donated: Collection[int] = ()) -> fx.Graph:
 
     for at, node in enumerate(nodes):
         target = in_place(node)
-        if target is None:
+        if target is None or not node.users:
             continue
         first = node.args[0]
         if (

@@ -82,11 +82,10 @@ def _feeds_product(
 
 
 def chunk_products(graph: fx.Graph, found: Chunks) -> fx.Graph:
-    """The graph, whose reshards are chunked, with the matmuls on both sides chunked too. A matmul
+    """Chunk the matmuls on both sides of the graph's chunked reshards.
 
-    of concatenated rows is the concatenation of matmuls; a chunk of a matmul's rows is the matmul
-
-    of a chunk.
+    A matmul of concatenated rows is the concatenation of matmuls; a chunk of a matmul's rows is the
+    matmul of a chunk.
     """
     if not found.moves:
         return graph

@@ -54,11 +54,10 @@ class Joint:
 
 
 def joints(graph: Graph) -> dict[str, Joint]:
-    """Per reshard what is fused with it; decided from the plan, so that ranks agree. These are
+    """Per reshard the ops that are fused with it; decided from the plan, so that ranks agree.
 
-    reshards of activations, evenly cut in a dim that the matmuls do not sum over; a gather's
-
-    matmuls are with weights.
+    Fused are reshards of activations that are evenly cut in a dim over which the matmuls do not
+    sum; a gather is fused with matmuls by weights.
     """
     users = graph.users()
     found: dict[str, Joint] = {}

@@ -171,9 +171,9 @@ class Value:
 
 @dataclass
 class Graph:
-    """Nodes in an order in which they can run, and the values that the program returns. Names are
+    """Nodes in an order in which they can run, and the values that the program returns.
 
-    unique: of two nodes with one name the later is renamed.
+    Names are unique: of two nodes with one name the later is renamed.
     """
 
     nodes: list[Node]
@@ -190,6 +190,15 @@ class Graph:
     @property
     def inputs(self) -> list[Node]:
         return [n for n in self.nodes if n.kind == "input"]
+
+    def copied(self) -> tuple["Graph", dict[Node, Node]]:
+        """A graph with nodes of its own, and the copy of each node."""
+        copies: dict[Node, Node] = {}
+        for node in self.nodes:
+            made = copies[node] = node.copy()
+            made.replace_operands([Value(copies[v.node], v.index) for v in node.operands])
+        outputs = [Value(copies[v.node], v.index) for v in self.outputs]
+        return Graph(list(copies.values()), outputs), copies
 
     def users(self) -> dict[Value, list[tuple[Node, int]]]:
         """Who reads each value, and at which operand."""

@@ -20,6 +20,12 @@ class Specs:
     constraints: Mapping[Node, Pin]
     outputs: Sequence[PartitionSpec | None]
 
+    def on(self, copies: Mapping[Node, Node]) -> "Specs":
+        """The same of a copied graph."""
+        inputs = {copies[node]: spec for node, spec in self.inputs.items()}
+        pins = {copies[node]: pin for node, pin in self.constraints.items()}
+        return Specs(inputs, pins, self.outputs)
+
 
 @dataclass
 class Plan:

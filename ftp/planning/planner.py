@@ -46,7 +46,7 @@ def make_plan(
     decompose: Decompose | None = None,
     watch: Watch | None = None,
 ) -> Plan:
-    """Plan ``graph`` for a mesh of ``axes`` {name: size}.
+    """Plan ``graph``, which stays as it is, for a mesh of ``axes`` {name: size}.
 
     Args:
         batch_inputs: inputs whose shards fix the activations' on a data axis (placement constraint
@@ -97,7 +97,10 @@ def _make_plan(
     ):
         plan.graph = placed(plan.graph)
         return plan
-    plan = _plan_axes(graph, specs, batch, *args, watch=watch)
+    # An axis cuts nodes and changes their operands in place: those of a copy.
+    graph, copies = graph.copied()
+    given, specs = given.on(copies), specs.on(copies)
+    plan = _plan_axes(graph, specs, [copies[node] for node in batch], *args, watch=watch)
     assert plan is not None
     plan.graph = placed(plan.graph)
     return _as_given(plan, given, specs)
@@ -365,9 +368,10 @@ SMALL_LATENCY = 0.1  # of the seconds that the program's median activation takes
 
 
 def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> float:
-    """The latency to plan with, in seconds. On a toy model's small tensors the link's own latency
+    """The latency to plan with, in seconds.
 
-    would hide all else, and its plan would not be that of the large model that it stands for.
+    On a toy model's small tensors the link's own latency would hide all else, and its plan would
+    not be that of the large model that it stands for.
     """
     sizes = [
         math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
@@ -394,9 +398,9 @@ def _decompose_on_demand(
     data_axes: Sequence[str],
     decompose: Decompose,
 ) -> Graph:
-    """Replace ops by primitives where an axis may cut a factor that they keep whole. On a data axis
+    """Replace ops by primitives where an axis may cut a factor that they keep whole.
 
-    only the batch's cuts count, as activations keep those.
+    On a data axis only the batch's cuts count, as activations keep those.
     """
     while True:
         blocked: dict[Node, None] = {}

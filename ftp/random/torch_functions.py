@@ -1,213 +1,22 @@
-"""torch's random functions drawn from a key, while a functionalized model or an initializer runs.
+"""What draws in place of each of torch's random functions, from a key."""
 
-A call's key is that of its module's path with the number of draws made there before folded in:
-layers do not depend on one another, and a module that is called again draws anew.
-"""
-
-import contextlib
-import functools
-import hashlib
-import inspect
 import math
-import types
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
+from torch import Tensor
 
 from ftp import random
 from ftp.errors import TraceError
-from ftp.ops.choose import current_branch
-from ftp.random.distributions import check_key
-from ftp.source import user_line
 
 
-class Draws(TorchFunctionMode):
-    """While it lasts torch's random functions draw from ``key``; where that is None they are
-    errors.
+class Keys(Protocol):
+    """Where a draw takes its key from; see `Draws`."""
 
-    Args:
-        name: of the model, for messages.
-        path: of the module that runs.
-        counts: how many draws each module has made.
-    """
+    def next_key(self, what: str) -> Tensor: ...
 
-    def __init__(
-        self, key: Tensor | None, name: str, *, path: str = "", counts: dict[str, int] | None = None
-    ):
-        super().__init__()
-        self.key, self.name = key, name
-        self.path = [path]
-        self.counts: dict[str, int] = {} if counts is None else counts
-        self._keys: dict[str, Tensor] = {}
-        self._outer: Draws | None = None
-        self._tokens: list[Any] = []  # several: it is entered again inside of composite functions
-
-    def __enter__(self):
-        if (around := _current.get()) is not self:
-            self._outer = around
-        self._tokens.append(_current.set(self))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        _current.reset(self._tokens.pop())
-        return super().__exit__(*error)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        drawn = DRAWN.get(func)
-        if drawn is not None:
-            result = drawn(self, func, *args, **kwargs)
-            return func(*args, **kwargs) if result is NotImplemented else result
-        if func in COMPOSITE:
-            with self:
-                return _reentrant(func)(*args, **kwargs)
-        return func(*args, **kwargs)
-
-    def next_key(self, what: str) -> Tensor:
-        """The key of a draw that is made now.
-
-        Raises:
-            TraceError: there is no key to draw from.
-        """
-        if current_branch():
-            raise TraceError(
-                f"{what} draws random numbers at {user_line() or 'an unknown line'}, in a branch of"
-                " torch.cond: how many draws there are before later ones would depend on the branch"
-                " taken. Draw before, and give what is drawn as an operand."
-            )
-        path = self.path[-1]
-        if self.key is None and self._outer is not None:
-            return self._outer.next_key(what)
-        if self.key is None:
-            line = user_line()
-            raise TraceError(
-                f"{what} draws random numbers{f' at {line}' if line else ''}, in"
-                f" {f'module {path!r} of ' if path else ''}{self.name}, which"
-                " has no key to draw them from. Call fn(params, ..., rng=key), with key ="
-                " ftp.random.key(seed) and a new key for each"
-                " step. If it is dropout that should be off, call model.eval() before"
-                " ftp.functionalize."
-            )
-        if path not in self._keys:
-            self._keys[path] = random.fold_in(self.key, path_number(path))
-        count = self.counts.get(path, 0)
-        self.counts[path] = count + 1
-        return random.fold_in(self._keys[path], count)
-
-    @contextmanager
-    def at(self, path: str) -> Iterator[None]:
-        """Draw as the module at ``path``."""
-        self.path.append(path)
-        try:
-            yield
-        finally:
-            self.path.pop()
-
-
-_current: ContextVar[Draws | None] = ContextVar("draws", default=None)
-
-
-def surrounding_key(name: str) -> Tensor | None:
-    """A key for the model ``name`` from the draws that go on around it; None where there are
-    none.
-    """
-    around = _current.get()
-    return None if around is None or around.key is None else around.next_key(name)
-
-
-def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with one more argument, the last one: a key from which all that is drawn in it is
-    drawn.
-
-    >>> noise = keyed(lambda n: torch.randn(n))
-    >>> torch.equal(noise(3, random.key(0)), noise(3, random.key(0)))
-    True
-
-    Raises:
-        InputError: a last argument that is no key.
-    """
-    name = getattr(fn, "__name__", type(fn).__name__)
-
-    def with_key(*args: Any) -> Any:
-        given, key = args[:-1], args[-1] if args else torch.empty(0)
-        check_key(key, f"{name}(..., rng)")
-        with Draws(key, name):
-            return fn(*given)
-
-    with_key.__name__ = with_key.__qualname__ = name
-    with contextlib.suppress(TypeError, ValueError):
-        own = inspect.signature(fn)
-        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        before = [p.replace(default=p.empty) for p in own.parameters.values() if p.kind in kinds]
-        is_open = any(p.kind is p.VAR_POSITIONAL for p in own.parameters.values())
-        last = inspect.Parameter("rng", inspect.Parameter.POSITIONAL_ONLY)
-        whole = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in before]
-        if not is_open:
-            with_key.__signature__ = own.replace(parameters=[*whole, last])  # type: ignore[attr-defined]
-    return with_key
-
-
-def path_number(path: str) -> int:
-    """What is folded into a key for a path: the first 61 bits of its BLAKE2b hash.
-
-    >>> path_number("layers.0.dropout")
-    1857243124633355296
-    """
-    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big") >> 3
-
-
-def _never(*args: Any) -> bool:
-    return False
-
-
-class _Torch:
-    """torch, as the code of a composite function sees it."""
-
-    overrides = types.SimpleNamespace(
-        has_torch_function=_never,
-        has_torch_function_unary=_never,
-        has_torch_function_variadic=_never,
-    )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
-
-
-@functools.cache
-def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
-    """``func`` without its own check for overrides: what it calls is seen by the mode, which
-    torch leaves out otherwise.
-    """
-    own = {
-        "has_torch_function": _never,
-        "has_torch_function_unary": _never,
-        "has_torch_function_variadic": _never,
-        "torch": _Torch(),
-    }
-    copy = types.FunctionType(
-        func.__code__,
-        {**func.__globals__, **own},
-        func.__name__,
-        func.__defaults__,
-        func.__closure__,
-    )
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-# Python functions that draw through others.
-COMPOSITE = {
-    F.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout,
-    F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, F.gumbel_softmax,
-    F.multi_head_attention_forward, F.rrelu, nn.init.constant_, nn.init.kaiming_uniform_,
-    nn.init.normal_, nn.init.uniform_,
-}  # fmt: skip
 
 Drawn = Callable[..., Any]
 # What draws in place of each of torch's functions: takes the mode, the function and its arguments;
@@ -227,15 +36,10 @@ def _draws(*functions: Any) -> Callable[[Drawn], Drawn]:
 
 
 @_draws(torch.dropout, torch.dropout_, torch.feature_dropout, torch.feature_dropout_)
-def _dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> Any:
+def _dropout(draws: Keys, func: Any, input: Tensor, p: float, train: bool) -> Any:
     if not train or p == 0:
         return NotImplemented
-    shape = (
-        (*input.shape[:2], *(1,) * (input.ndim - 2))
-        if "feature" in func.__name__
-        else tuple(input.shape)
-    )
-    dropped = random.bernoulli(draws.next_key(func.__name__), p, shape)
+    dropped = random.bernoulli(draws.next_key(func.__name__), p, _mask_shape(func, input))
     return _given(func, input, input.masked_fill(dropped, 0) * (1 / (1 - p) if p < 1 else 0.0))
 
 
@@ -245,21 +49,22 @@ def _dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> A
     torch.feature_alpha_dropout,
     torch.feature_alpha_dropout_,
 )
-def _alpha_dropout(draws: Draws, func: Any, input: Tensor, p: float, train: bool) -> Any:
+def _alpha_dropout(draws: Keys, func: Any, input: Tensor, p: float, train: bool) -> Any:
     """What is dropped takes SELU's least value, then mean and variance are restored."""
     if not train or p == 0:
         return NotImplemented
     if p == 1:
         return _given(func, input, input * 0.0)
-    shape = (
-        (*input.shape[:2], *(1,) * (input.ndim - 2))
-        if "feature" in func.__name__
-        else tuple(input.shape)
-    )
     least = -1.7580993408473766
     scale = 1 / math.sqrt((least * least * p + 1) * (1 - p))
-    dropped = random.bernoulli(draws.next_key(func.__name__), p, shape)
+    dropped = random.bernoulli(draws.next_key(func.__name__), p, _mask_shape(func, input))
     return _given(func, input, input.masked_fill(dropped, least) * scale - scale * p * least)
+
+
+def _mask_shape(func: Any, input: Tensor) -> tuple[int, ...]:
+    """Of functions of features: one draw for each."""
+    is_of_features = "feature" in func.__name__
+    return (*input.shape[:2], *(1,) * (input.ndim - 2)) if is_of_features else tuple(input.shape)
 
 
 def _given(func: Any, input: Tensor, value: Tensor) -> Tensor:
@@ -268,7 +73,7 @@ def _given(func: Any, input: Tensor, value: Tensor) -> Tensor:
 
 @_draws(torch.rrelu, torch.rrelu_)
 def _rrelu(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     input: Tensor,
     lower: float = 1 / 8,
@@ -286,7 +91,7 @@ def _rrelu(
 
 @_draws(F.scaled_dot_product_attention)
 def _attention(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     query: Tensor,
     key: Tensor,
@@ -327,7 +132,7 @@ def _attention(
 
 
 @_draws(torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu)
-def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
+def _recurrent(draws: Keys, func: Any, *args: Any, **kwargs: Any) -> Any:
     """One layer at a time, with dropout between them."""
     at = (
         3 if isinstance(args[3], list | tuple) else 2
@@ -363,7 +168,7 @@ def _recurrent(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @_draws(torch.rand, torch.randn)
 def _factory(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     *size: Any,
     generator: Any = None,
@@ -376,7 +181,7 @@ def _factory(
 
 @_draws(torch.rand_like, torch.randn_like)
 def _like(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     input: Tensor,
     *,
@@ -393,7 +198,7 @@ def _like(
 
 @_draws(torch.randint)
 def _randint(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     *args: Any,
     generator: Any = None,
@@ -414,7 +219,7 @@ def _randint(
 
 @_draws(torch.randint_like)
 def _randint_like(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     input: Tensor,
     *bounds: int,
@@ -437,7 +242,7 @@ def _randint_like(
 
 @_draws(torch.randperm)
 def _randperm(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     n: int,
     *,
@@ -450,7 +255,7 @@ def _randperm(
 
 @_draws(torch.normal)
 def _normal(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     mean: Any = 0.0,
     std: Any = 1.0,
@@ -470,7 +275,7 @@ def _normal(
 
 @_draws(torch.bernoulli, Tensor.bernoulli)
 def _bernoulli(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     input: Tensor,
     p: float | None = None,
@@ -487,7 +292,7 @@ def _bernoulli(
 
 @_draws(torch.multinomial, Tensor.multinomial)
 def _multinomial(
-    draws: Draws,
+    draws: Keys,
     func: Any,
     input: Tensor,
     num_samples: int,
@@ -513,7 +318,7 @@ def _multinomial(
 
 @_draws(Tensor.uniform_)
 def _uniform_(
-    draws: Draws, func: Any, x: Tensor, *bounds: float, generator: Any = None, **kwargs: float
+    draws: Keys, func: Any, x: Tensor, *bounds: float, generator: Any = None, **kwargs: float
 ) -> Tensor:
     low, high = _pair(bounds, kwargs, ("from", 0.0), ("to", 1.0))
     return x.copy_(
@@ -523,7 +328,7 @@ def _uniform_(
 
 @_draws(Tensor.normal_)
 def _normal_(
-    draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
+    draws: Keys, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
 ) -> Tensor:
     mean, std = _pair(moments, kwargs, ("mean", 0.0), ("std", 1.0))
     return x.copy_(
@@ -533,7 +338,7 @@ def _normal_(
 
 @_draws(Tensor.log_normal_)
 def _log_normal_(
-    draws: Draws, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
+    draws: Keys, func: Any, x: Tensor, *moments: float, generator: Any = None, **kwargs: float
 ) -> Tensor:
     mean, std = _pair(moments, kwargs, ("mean", 1.0), ("std", 2.0))
     return x.copy_(
@@ -543,7 +348,7 @@ def _log_normal_(
 
 @_draws(Tensor.cauchy_)
 def _cauchy_(
-    draws: Draws, func: Any, x: Tensor, *at: float, generator: Any = None, **kwargs: float
+    draws: Keys, func: Any, x: Tensor, *at: float, generator: Any = None, **kwargs: float
 ) -> Tensor:
     median, sigma = _pair(at, kwargs, ("median", 0.0), ("sigma", 1.0))
     return x.copy_(
@@ -557,7 +362,7 @@ def _cauchy_(
 
 @_draws(Tensor.exponential_)
 def _exponential_(
-    draws: Draws, func: Any, x: Tensor, lambd: float = 1.0, *, generator: Any = None
+    draws: Keys, func: Any, x: Tensor, lambd: float = 1.0, *, generator: Any = None
 ) -> Tensor:
     return x.copy_(
         random.exponential(_key(draws, func, generator), tuple(x.shape), x.dtype) / lambd
@@ -565,7 +370,7 @@ def _exponential_(
 
 
 @_draws(Tensor.geometric_)
-def _geometric_(draws: Draws, func: Any, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
+def _geometric_(draws: Keys, func: Any, x: Tensor, p: float, *, generator: Any = None) -> Tensor:
     return x.copy_(
         (
             random.exponential(_key(draws, func, generator), tuple(x.shape), torch.float32)
@@ -576,14 +381,14 @@ def _geometric_(draws: Draws, func: Any, x: Tensor, p: float, *, generator: Any 
 
 @_draws(Tensor.bernoulli_)
 def _bernoulli_(
-    draws: Draws, func: Any, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None
+    draws: Keys, func: Any, x: Tensor, p: float | Tensor = 0.5, *, generator: Any = None
 ) -> Tensor:
     return x.copy_(random.bernoulli(_key(draws, func, generator), p, tuple(x.shape)))
 
 
 @_draws(Tensor.random_)
 def _random_(
-    draws: Draws, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any
+    draws: Keys, func: Any, x: Tensor, *bounds: int | None, generator: Any = None, **kwargs: Any
 ) -> Tensor:
     first, last = (
         _pair(bounds, kwargs, ("from", 0), ("to", None)) if len(bounds) != 1 else (0, bounds[0])
@@ -601,7 +406,7 @@ _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat
 
 
 @_draws(torch.poisson, torch.binomial, torch._standard_gamma, torch._sample_dirichlet)  # type: ignore[reportPrivateImportUsage]
-def _unknown(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
+def _unknown(draws: Keys, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     draws.next_key(func.__name__)
     raise TraceError(
         f"{func.__name__} cannot be drawn from a key. Draw with ftp.random's functions, and pass"
@@ -609,7 +414,7 @@ def _unknown(draws: Draws, func: Any, *args: Any, **kwargs: Any) -> Tensor:
     )
 
 
-def _key(draws: Draws, func: Any, generator: Any) -> Tensor:
+def _key(draws: Keys, func: Any, generator: Any) -> Tensor:
     if generator is not None:
         raise TraceError(
             f"{func.__name__} is given a generator, whose numbers would differ from rank to rank."

@@ -1,18 +1,21 @@
 """Why a value has its layout, and the plan's cost with others; the difference of two programs."""
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.problem import Problem
 from ftp.report.causes import Origins, describe
 from ftp.report.collectives import Collectives
 from ftp.report.memory import in_bytes
 from ftp.report.text import typed
 from ftp.report.timing import in_seconds
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.layout import Layout
-from ftp.sharding.spec import PartitionSpec, Units, check_spec
+from ftp.sharding.spec import PartitionSpec, Units
 
 
 @dataclass(frozen=True)
@@ -212,3 +215,32 @@ def counts(collectives: Collectives) -> Counter[tuple[Any, ...]]:
     return Counter(
         (c.op, c.axes, c.shape, str(c.dtype).removeprefix("torch.")) for c in collectives
     )
+
+
+def layouts_on(problem: Problem, value: Value, chosen_cost: float) -> Iterator[Alternative]:
+    """Every layout of a value on one axis, each with the least cost of a plan that has it.
+
+    Args:
+        chosen_cost: of the plan that was chosen.
+    """
+    at = next((n for n in problem.graph.nodes if n.name == value.node.name), None)
+    if at is None:
+        return
+    cuts = [cut for cut in value.node.cuts if cut.axis == problem.axis]
+    for layout, is_ring, cost in layout_costs(problem, Value(at, value.index)):
+        delta = None if cost is None else cost - chosen_cost
+        chosen = (
+            is_ring == (len(cuts) > 1)
+            and layout.kind == _kind_on(value, problem.axis)
+            and delta is not None
+            and abs(delta) <= 1e-9 * chosen_cost
+        )
+        how = describe_layout(layout) + (", by a ring" if is_ring else "")
+        yield Alternative(how, problem.axis, cost, delta, chosen=chosen)
+
+
+def _kind_on(value: Value, axis: str) -> str:
+    if any(a == axis for a, _ in value.node.pending.get(value.index, ())):
+        return "P"
+    mine = {factor for dim in value.dims for factor in dim}
+    return "S" if any(cut.axis == axis and cut.factor in mine for cut in value.node.cuts) else "R"

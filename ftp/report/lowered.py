@@ -1,8 +1,11 @@
-"""``Lowered``: a program before it runs, to be read, counted, priced and compared."""
+"""``Lowered``: a program before it runs, to be read, counted, priced and compared.
+
+Above 450 lines: ``Lowered`` has every report of a program; what each computes is in its own file.
+"""
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -10,11 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.errors import PlanningError, ReportError, join_failures
+from ftp.errors import ReportError
 from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.partition import LocalProgram
 from ftp.paused_gc import collection_paused
-from ftp.planning.cost_network import layout_costs
 from ftp.planning.graph import Node, Value
 from ftp.planning.layers.repeats import named_layers
 from ftp.planning.machine import GivenHardware, hardware_on
@@ -26,14 +28,15 @@ from ftp.report.alternatives import (
     Why,
     chain_of,
     counts,
-    describe_layout,
     find,
+    layouts_on,
     neighbours,
 )
 from ftp.report.attention_memory import of_attention
 from ftp.report.causes import Origins, of_moves
 from ftp.report.collectives import Collectives, broken_claims
 from ftp.report.flex_memory import of_flex
+from ftp.report.issued import members_of, moved_name, part_of
 from ftp.report.lint import Finding
 from ftp.report.memory import Memory, copied_bytes, measure, on_cpu
 from ftp.report.program_lint import lint_of, origins_of
@@ -86,7 +89,7 @@ class Lowered(Startable):
         """One record per issued collective, in order, unfolded; printed as a table that folds
         repeats.
         """
-        moved = {n.name: _moved(n) for n in self.plan.graph.nodes if n.kind == "move"}
+        moved = {n.name: moved_name(n) for n in self.plan.graph.nodes if n.kind == "move"}
         return Collectives(
             replace(
                 n.meta["collective"],
@@ -95,7 +98,7 @@ class Lowered(Startable):
                     Member(
                         moved.get(m.name, m.name), m.nbytes, self._reasons.get(m.name) or m.cause
                     )
-                    for m in _members(n)
+                    for m in members_of(n)
                 ),
             )
             for n in self.graph.graph.nodes
@@ -112,10 +115,10 @@ class Lowered(Startable):
         issued = [n for n in self.graph.graph.nodes if "collective" in n.meta]
         for node, record in zip(issued, self.collectives, strict=True):
             of_layer: dict[str, list[Member]] = {}
-            for moved, member in zip(_members(node), record.members, strict=True):
+            for moved, member in zip(members_of(node), record.members, strict=True):
                 of_layer.setdefault(layers.get(moved.name, ""), []).append(member)
             for name, members in of_layer.items():
-                found.setdefault(name, []).append(_part(record, members))
+                found.setdefault(name, []).append(part_of(record, members))
         return {
             name: Collectives(found[name])
             for name in sorted(
@@ -350,21 +353,8 @@ class Lowered(Startable):
         found: list[Alternative] = []
 
         def watch(problem: Problem) -> None:
-            at = next((n for n in problem.graph.nodes if n.name == value.node.name), None)
-            if at is None:
-                return
             own = self.plan.solutions[problem.axis].cost
-            for layout, is_ring, cost in layout_costs(problem, Value(at, value.index)):
-                delta = None if cost is None else cost - own
-                cuts = [cut for cut in value.node.cuts if cut.axis == problem.axis]
-                chosen = (
-                    is_ring == (len(cuts) > 1)
-                    and layout.kind == _kind_on(value, problem.axis)
-                    and delta is not None
-                    and abs(delta) <= 1e-9 * own
-                )
-                how = describe_layout(layout) + (", by a ring" if is_ring else "")
-                found.append(Alternative(how, problem.axis, cost, delta, chosen=chosen))
+            found.extend(layouts_on(problem, value, own))
 
         self._again({}, watch)
         return found
@@ -454,7 +444,7 @@ class Lowered(Startable):
         return [names[i] for i in range(len(self.plan.graph.outputs))]
 
     def _why(self, node: fx.Node) -> str:
-        first, *others = _members(node)
+        first, *others = members_of(node)
         why = self._reasons.get(first.name) or first.cause
         return f"{why}, and {len(others)} more" if others else why
 
@@ -463,7 +453,7 @@ class Lowered(Startable):
         issued: dict[str, list[Collective]] = {}
         for node in self.graph.graph.nodes:
             if "collective" in node.meta:
-                for m in _members(node):
+                for m in members_of(node):
                     record = replace(node.meta["collective"], nbytes=m.nbytes)
                     issued.setdefault(m.name, []).append(record)
         return program_lines(self.plan.graph, issued, lambda node: self._reasons.get(node.name, ""))
@@ -484,56 +474,3 @@ class Lowered(Startable):
             if "collective" in node.meta
             for c in [node.meta["collective"]]
         ]
-
-
-def _moved(move: Node) -> str:
-    """The name of the value that a chain of reshards ends with."""
-    (value,) = move.operands
-    while value.node.kind == "move":
-        (value,) = value.node.operands
-    return repr(value)
-
-
-def _part(record: Collective, members: Sequence[Member]) -> Collective:
-    """The part of a bucket that holds some of its members."""
-    if len(members) == len(record.members):
-        return record
-    nbytes = sum(member.nbytes for member in members)
-    return replace(
-        record,
-        nbytes=nbytes,
-        wire_nbytes=record.wire_nbytes * nbytes // max(record.nbytes, 1),
-        shape=(nbytes // record.dtype.itemsize,),
-        cause=members[0].cause,
-        members=tuple(members),
-    )
-
-
-def _members(node: fx.Node) -> tuple[Member, ...]:
-    """What an issued collective moves, by the names of the plan's reshards."""
-    record = node.meta["collective"]
-    own = Member(node.meta.get("origin", ""), record.nbytes, record.cause)
-    return record.members or (own,)
-
-
-def _kind_on(value: Value, axis: str) -> str:
-    if any(a == axis for a, _ in value.node.pending.get(value.index, ())):
-        return "P"
-    mine = {factor for dim in value.dims for factor in dim}
-    return "S" if any(cut.axis == axis and cut.factor in mine for cut in value.node.cuts) else "R"
-
-
-def check_strictly(program: Program) -> None:
-    """What ``strict=True`` refuses of a planned program.
-
-    Raises:
-        PlanningError: with every warning of its lint.
-    """
-    local = program.partitioner.program(dict.fromkeys(program.mesh.axes, 0))
-    warnings = [f for f in lint_of(program, local, origins_of(program)) if f.severity == "warning"]
-    if warnings:
-        raise PlanningError(
-            join_failures(
-                ["strict=True, and the program has:", *(f"  {f.where} {f.text}" for f in warnings)]
-            )
-        )

@@ -1,5 +1,6 @@
 """Lint of a planned program: its findings, and the origins of its cuts that they name."""
 
+from ftp.errors import PlanningError, join_failures
 from ftp.ops.constrain import pin_from_str
 from ftp.partitioning.partition import LocalProgram
 from ftp.report.causes import Origins, origins
@@ -53,3 +54,19 @@ def _broken(program: Program) -> list[Finding]:
         for axis, kept in program.plan.kept_rules.items()
         if not kept
     ]
+
+
+def check_strictly(program: Program) -> None:
+    """What ``strict=True`` refuses of a planned program.
+
+    Raises:
+        PlanningError: with every warning of its lint.
+    """
+    local = program.partitioner.program(dict.fromkeys(program.mesh.axes, 0))
+    warnings = [f for f in lint_of(program, local, origins_of(program)) if f.severity == "warning"]
+    if warnings:
+        raise PlanningError(
+            join_failures(
+                ["strict=True, and the program has:", *(f"  {f.where} {f.text}" for f in warnings)]
+            )
+        )

@@ -8,8 +8,8 @@ from typing import Any
 from ftp.planning.graph import Graph, Node, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.disagreement import moved_from
+from ftp.report.flops import flops_of_call
 from ftp.report.lint import Finding
-from ftp.report.timing import flops_of_call
 from ftp.rules.rule import replaced
 from ftp.sharding.spec import PartitionSpec
 

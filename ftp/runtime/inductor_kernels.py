@@ -1,6 +1,6 @@
-"""Compile inductor's C++ kernels of several graphs as one file. Inductor compiles each alone, and
+"""Compile inductor's C++ kernels of several graphs as one file.
 
-the compiler spends most of a second on the headers each time.
+Inductor compiles each alone, and the compiler spends most of a second on the headers each time.
 """
 
 import subprocess

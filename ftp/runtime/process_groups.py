@@ -14,13 +14,14 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 from ftp.distributed.agreement import exchange
 from ftp.errors import MeshError
+from ftp.ops.native import cache_folder
 from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
 from ftp.partitioning.collectives import gather_of
 from ftp.passes.copy_elimination import copied
 from ftp.passes.onednn_matmuls import Product, measured
-from ftp.rules.proof.discover import cache_folder
 from ftp.runtime.shared_memory import SharedGroup, shared_groups
-from ftp.sharding.mesh import Mesh, product_group
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.mesh_groups import product_group
 from ftp.sharding.process_group import gpu_uuid
 
 

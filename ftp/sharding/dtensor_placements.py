@@ -39,7 +39,8 @@ def spec_of_placements(
         SpecError: pending sums, and cuts that no spec states.
 
     >>> from torch.distributed.tensor import Replicate, Shard
-    >>> from ftp.sharding.mesh import resolve, simulated_mesh
+    >>> from ftp.sharding.make_mesh import simulated_mesh
+    >>> from ftp.sharding.mesh import resolve
     >>> mesh = resolve(simulated_mesh((2, 2), ("dp", "tp")))
     >>> spec_of_placements((Shard(-1), Replicate()), mesh, (4, 6), "w")
     P(None, 'dp')
@@ -83,7 +84,8 @@ def placements_of_spec(spec: P, mesh: Mesh, shape: Sequence[int], where: str) ->
     Raises:
         SpecError: there are none, as for uneven shards of two axes in some orders.
 
-    >>> from ftp.sharding.mesh import resolve, simulated_mesh
+    >>> from ftp.sharding.make_mesh import simulated_mesh
+    >>> from ftp.sharding.mesh import resolve
     >>> mesh = resolve(simulated_mesh((2, 2), ("dp", "tp")))
     >>> placements_of_spec(P(("tp", "dp")), mesh, (8,), "w")
     (_StridedShard(dim=0, sf=2), Shard(dim=0))

@@ -5,30 +5,20 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from itertools import product
 from typing import Any, Literal, Self
 
 import torch
 import torch.distributed as dist
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
 from ftp.errors import MeshError
-from ftp.sharding.launcher import known_hosts, launched
+from ftp.sharding.launcher import known_hosts
 from ftp.sharding.process_group import (
     DEVICE_TYPES,
-    NCCL_LONGER,
     check_mesh_shape,
     current_world,
-    default_device_type,
-    init_process_group,
-    product_groups,
-    require_device,
     resolved_meshes,
-    set_group_timeout,
-    talks_nccl,
-    timeout_of,
 )
 
 
@@ -60,8 +50,8 @@ class AbstractMesh:
     hosts: Sequence[str] | None = field(default=None, kw_only=True, repr=False)
 
     def __post_init__(self):
-        object.__setattr__(self, "shape", _tuple(self.shape))
-        object.__setattr__(self, "axis_names", _tuple(self.axis_names))
+        object.__setattr__(self, "shape", as_tuple(self.shape))
+        object.__setattr__(self, "axis_names", as_tuple(self.axis_names))
         check_mesh_shape(
             self.shape,
             self.axis_names,
@@ -88,17 +78,17 @@ class AbstractMesh:
         >>> AbstractMesh((4, 2), ("dp", "tp"))["tp"]
         AbstractMesh(shape=(2,), axis_names=('tp',), device_type='cpu')
         """
-        names = _tuple(axis_names)
+        names = as_tuple(axis_names)
         for name in names:
             if name not in self.axis_names:
                 raise MeshError(
                     f"The mesh has no axis {name!r}; its axes are"
-                    f" {_describe(self.shape, self.axis_names)}."
+                    f" {describe_axes(self.shape, self.axis_names)}."
                 )
         if not names or list(names) != [name for name in self.axis_names if name in names]:
             raise MeshError(
-                f"mesh[{axis_names!r}]: name axes of {_describe(self.shape, self.axis_names)} once"
-                " each, in this order."
+                f"mesh[{axis_names!r}]: name axes of"
+                f" {describe_axes(self.shape, self.axis_names)} once each, in this order."
             )
         kept = [
             host
@@ -136,7 +126,7 @@ class AbstractMesh:
         found = _standing_in.get()
         if found is None:
             raise MeshError(
-                f"{_describe(self.shape, self.axis_names)} has no process groups: it is a mesh"
+                f"{describe_axes(self.shape, self.axis_names)} has no process groups: it is a mesh"
                 f" without processes. Only a program that ftp.equivalent runs sees it as one rank."
             )
         return found[self.axis_names] if self.axis_names != found.mesh_dim_names else found
@@ -192,7 +182,7 @@ class Mesh:
     def coordinates(self) -> list[dict[str, int]]:
         """The index of every rank on each axis, row-major.
 
-        >>> resolve(simulated_mesh((1, 2), ("dp", "tp"))).coordinates()
+        >>> resolve(SimulatedMesh((1, 2), ("dp", "tp"))).coordinates()
         [{'dp': 0, 'tp': 0}, {'dp': 0, 'tp': 1}]
         """
         return [
@@ -225,7 +215,7 @@ class Mesh:
             if name not in self.axis_names:
                 raise MeshError(
                     f"The mesh has no axis {name!r}; its axes are"
-                    f" {_describe(self.shape, self.axis_names)}."
+                    f" {describe_axes(self.shape, self.axis_names)}."
                 )
         if self.kind != "process" or others:
             return f"sim:{' × '.join((axis, *others))}"
@@ -233,7 +223,7 @@ class Mesh:
         return self.groups[self.axis_names.index(axis)]
 
     def __str__(self) -> str:
-        return f"{_describe(self.shape, self.axis_names)} on {self.device_type}"
+        return f"{describe_axes(self.shape, self.axis_names)} on {self.device_type}"
 
 
 AnyMesh = DeviceMesh | AbstractMesh | Mesh
@@ -253,90 +243,6 @@ def standing_in(mesh: DeviceMesh) -> Iterator[None]:
 _current: ContextVar[Mesh | None] = ContextVar("ftp.sharding.mesh", default=None)
 
 
-def make_mesh(
-    shape: int | Sequence[int], axis_names: str | Sequence[str], *, device_type: str | None = None
-) -> DeviceMesh | SimulatedMesh:
-    """A mesh over all processes, or over simulated ranks where there are none.
-
-    It uses the default process group if one is initialised. Where torchrun, srun or mpirun launched
-    this process, it initialises one. Otherwise the mesh is simulated.
-
-    Args:
-        shape: the size of each axis, or one int; the product is the number of processes.
-        axis_names: a name for each axis, or one str.
-        device_type: "cpu" or "cuda"; default the process group's, or "cuda" where there is a GPU.
-
-    Returns:
-        A torch DeviceMesh, or a simulated mesh.
-
-    Raises:
-        MeshError: a shape that does not fit the processes, or a device that is not there.
-
-    Args:
-        shape: ranks on each axis; an int where there is one axis.
-        axis_names: a name for each; a string where there is one axis.
-
-    Raises:
-        MeshError: sizes and names that do not fit each other, or the number of processes.
-
-    >>> make_mesh((2, 4), ("dp", "tp"), device_type="cpu").axes
-    {'dp': 2, 'tp': 4}
-    """
-    shape, axis_names = _tuple(shape), _tuple(axis_names)
-    device_type = device_type or default_device_type()
-    check_mesh_shape(shape, axis_names, device_type, DEVICE_TYPES, "make_mesh")
-    require_device(device_type, "make_mesh")
-    launch = launched()
-    if dist.is_initialized():
-        world = dist.get_world_size()
-    elif launch is not None:
-        world = launch.world
-    else:
-        return SimulatedMesh(shape, axis_names, device_type)
-    if math.prod(shape) != world:
-        raise MeshError(_wrong_size(shape, axis_names, world))
-    if not dist.is_initialized():
-        init_process_group(device_type=device_type)
-    if device_type == "cuda" and not torch.cuda.is_initialized():
-        # Of a process group that others initialised: processes beyond the devices share them, which
-        # gloo allows.
-        local_rank = dist.get_rank() if launch is None else launch.local_rank
-        torch.cuda.set_device(local_rank % torch.cuda.device_count())
-    mesh = init_device_mesh(device_type, shape, mesh_dim_names=axis_names)
-    # torch gives the groups of the axes its own default of half an hour, not the default group's
-    # timeout.
-    if dist.get_backend() != "fake":
-        world_group = c10d._get_default_group()
-        set_group_timeout(mesh.get_all_groups(), timeout_of(world_group))
-    return mesh
-
-
-def simulated_mesh(
-    shape: int | Sequence[int],
-    axis_names: str | Sequence[str],
-    *,
-    device_type: str = "cpu",
-    hosts: Sequence[str] | None = None,
-) -> SimulatedMesh:
-    """A mesh whose ranks are all simulated in this process, under torchrun too.
-
-    Args:
-        shape: the size of each axis, or one int.
-        axis_names: a name for each axis, or one str.
-        device_type: "cpu" or "cuda": where all ranks' tensors are.
-        hosts: as of ``AbstractMesh``: the hosts that the ranks stand for.
-
-    Raises:
-        MeshError: sizes and names that do not match, or a device that is not there.
-
-    >>> simulated_mesh(3, "tp")
-    SimulatedMesh(shape=(3,), axis_names=('tp',), device_type='cpu')
-    """
-    mesh = SimulatedMesh(_tuple(shape), _tuple(axis_names), device_type, hosts=hosts)
-    require_device(device_type, "simulated_mesh")
-    return mesh
-
-
 @contextmanager
 def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
     """A context in which ``mesh`` is the default of every call that takes a mesh.
@@ -345,12 +251,9 @@ def use_mesh(mesh: AnyMesh) -> Iterator[AnyMesh]:
         mesh: a torch DeviceMesh, or a mesh of ftp.
 
     Raises:
-        MeshError: what is no mesh.
-
-    Raises:
         MeshError: ``mesh`` is no mesh.
 
-    >>> with use_mesh(simulated_mesh((2,), ("tp",))):
+    >>> with use_mesh(SimulatedMesh((2,), ("tp",))):
     ...     resolve(None).axes
     {'tp': 2}
     """
@@ -422,17 +325,6 @@ def require_alive(mesh: Mesh) -> None:
         )
 
 
-def set_timeout(mesh: Mesh, seconds: float) -> None:
-    """Sets how long a collective on the mesh waits for a missing rank.
-
-    NCCL's watchdog ends the process after its timeout. It is given longer, so that ranks first find
-    out who is missing.
-    """
-    if mesh.torch is not None and mesh.groups and dist.get_backend() != "fake":
-        longer = NCCL_LONGER if mesh.device_type == "cuda" and talks_nccl() else 0.0
-        set_group_timeout(process_groups(mesh), timedelta(seconds=seconds + longer))
-
-
 def mesh_device(mesh: Mesh) -> torch.device:
     """The device that this process computes on; a GPU with its index, where there is one."""
     if mesh.device_type == "cuda" and mesh.kind != "abstract" and torch.cuda.is_available():
@@ -450,36 +342,6 @@ def check_rank(rank: Any, ranks: Sequence[int], name: str, where: str) -> int:
             f" {ranks[-1]}."
         )
     return int(rank)
-
-
-def process_groups(mesh: Mesh) -> list[dist.ProcessGroup]:
-    """This rank's groups along the axes, and over the products of axes that have a group."""
-    assert mesh.torch is not None
-    return [
-        *mesh.torch.get_all_groups(),
-        *(group for (of, _), group in product_groups.items() if of == mesh),
-    ]
-
-
-def product_group(mesh: Mesh, axes: Sequence[str]) -> dist.ProcessGroup:
-    """This rank's group over the product of some axes; the first time, all ranks of the mesh call
-    this together, which makes the group.
-    """
-    key = mesh, tuple(axes)
-    if key not in product_groups:
-        here = require_coordinate(mesh)
-        at = zip(mesh.ranks, mesh.coordinates(), strict=True)
-        ranks = [
-            rank
-            for rank, there in at
-            if all(there[a] == here[a] for a in mesh.axis_names if a not in axes)
-        ]
-        group = dist.new_group(ranks, use_local_synchronization=True)
-        assert isinstance(group, dist.ProcessGroup) and mesh.torch is not None
-        if dist.get_backend() != "fake":
-            set_group_timeout([group], timeout_of(mesh.torch.get_group(axes[0])))
-        product_groups[key] = group
-    return product_groups[key]
 
 
 def _resolve_device_mesh(mesh: DeviceMesh) -> Mesh:
@@ -539,31 +401,12 @@ def _check_hosts(
 ) -> None:
     if hosts is not None and len(hosts) != math.prod(shape):
         raise MeshError(
-            f"hosts names {len(hosts)}, but the mesh {_describe(shape, axis_names)} has"
+            f"hosts names {len(hosts)}, but the mesh {describe_axes(shape, axis_names)} has"
             f" {math.prod(shape)} ranks. Give the host of each rank, row-major."
         )
 
 
-def _wrong_size(shape: tuple[int, ...], axis_names: tuple[str, ...], world: int) -> str:
-    need = math.prod(shape)
-    message = (
-        f"The mesh {_describe(shape, axis_names)} takes {need} ranks, but the world has {world}."
-    )
-    for dim in reversed(range(len(shape))):
-        rest = need // shape[dim]
-        if world % rest == 0:
-            fitting = (*shape[:dim], world // rest, *shape[dim + 1 :])
-            return (
-                f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or"
-                f" give shape {fitting}."
-            )
-    return (
-        f"{message}\n  Launch {need} processes (torchrun --nproc-per-node={need}), or give"
-        f" sizes whose product is {world}."
-    )
-
-
-def _describe(shape: Sequence[int], axis_names: Sequence[str]) -> str:
+def describe_axes(shape: Sequence[int], axis_names: Sequence[str]) -> str:
     return (
         "("
         + ", ".join(f"{name} {size}" for name, size in zip(axis_names, shape, strict=True))
@@ -579,5 +422,5 @@ def _shortened(ranks: Sequence[int]) -> str:
     )
 
 
-def _tuple(given) -> tuple:
+def as_tuple(given) -> tuple:
     return (given,) if isinstance(given, int | str) else tuple(given)

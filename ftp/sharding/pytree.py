@@ -12,10 +12,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ftp.errors import SpecError, join_failures
 from ftp.sharding.balance import misfits
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.patterns import Path, dotted, listed, match_patterns, several
 from ftp.sharding.patterns import matches as matches  # where others look for it
 from ftp.sharding.patterns import nearest as nearest
-from ftp.sharding.spec import P, check_spec
+from ftp.sharding.spec import P
 
 NAMESPACE = "ftp"
 

@@ -13,16 +13,10 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ftp.distributed.agreement import Running, calls
 from ftp.distributed.shared_errors import raise_on_all_ranks
 from ftp.errors import InputError, PlacementError, SpecError, join_failures
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
-from ftp.sharding.spec import (
-    PartitionSpec,
-    Piece,
-    Units,
-    check_spec,
-    cut_pieces,
-    local_pieces,
-)
+from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, local_pieces
 from ftp.tensors.global_shapes import global_shape as global_shape  # where others look for it
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.replicas import compare_copies

@@ -26,6 +26,7 @@ from ftp.distributed.agreement import calls
 from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import InputError, MismatchError, SpecError, join_failures
 from ftp.sharding.balance import misfits
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.dtensor_placements import check_plain, specs_of_any
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import (
@@ -36,7 +37,7 @@ from ftp.sharding.pytree import (
     leaf_names,
     leaf_paths,
 )
-from ftp.sharding.spec import PartitionSpec, check_spec
+from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.boxes import Shape
 from ftp.tensors.global_shapes import agreed_shapes, describe_held, global_shape
 from ftp.tensors.placement import check_alive, check_placed, placement_of
@@ -147,7 +148,8 @@ def sharded_tree(
 ) -> ShardedTree:
     """`fitted_tree`, and no tensor in it is placed otherwise.
 
-    >>> from ftp.sharding.mesh import resolve, simulated_mesh
+    >>> from ftp.sharding.make_mesh import simulated_mesh
+    >>> from ftp.sharding.mesh import resolve
     >>> from ftp.sharding.spec import P
     >>> mesh = resolve(simulated_mesh((2,), ("tp",)))
     >>> found = sharded_tree({"w": torch.ones(4), "n": 3}, mesh, {"w": P("tp"), "n": P()})

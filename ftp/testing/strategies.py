@@ -12,9 +12,11 @@ from torch._ops import OpOverload
 
 from ftp.rules.proof.prove import Sample, results_of
 from ftp.rules.proof.trial import resized
-from ftp.sharding.mesh import AnyMesh, SimulatedMesh, resolve, simulated_mesh
+from ftp.sharding.check_spec import check_spec
+from ftp.sharding.make_mesh import simulated_mesh
+from ftp.sharding.mesh import AnyMesh, SimulatedMesh, resolve
 from ftp.sharding.pytree import NAMESPACE
-from ftp.sharding.spec import PartitionSpec, check_spec, units
+from ftp.sharding.spec import PartitionSpec, units
 
 try:
     from hypothesis import assume

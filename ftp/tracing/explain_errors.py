@@ -156,6 +156,12 @@ def explain(error: Exception) -> FtpError | None:
             " cannot be traced."
             " Recompute a block with ftp.remat(block)(*args), or call it as it is."
         )
+    if "expected device meta but got" in text:
+        return TraceError(
+            "torch does not trace the gradient of a forward-mode derivative under torch.vmap of"
+            f" torch.vmap, as of torch.vmap(torch.func.hessian(f)){at}. Use reverse mode:"
+            " torch.func.jacrev(torch.func.jacrev(f))."
+        )
     if isinstance(error, RuntimeError) and re.search(
         r"\bdtypes?\b|scalar type|same datatype", text
     ):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
 
 import optree
@@ -26,6 +26,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.autograd.grad_mode import _force_original_view_tracking
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -169,23 +170,25 @@ def trace(
         mm = torch.ops.aten.mm.default(x, p_w);  x = p_w = None
         return (mm,)
     """
+    made = partial(
+        _traced,
+        fn,
+        leaves,
+        in_tree,
+        device_type,
+        names=names,
+        line=line,
+        checked=checked,
+        within=within,
+        calls=calls,
+        shapes=shapes,
+        symbolic=symbolic,
+    )
     refused: GradientRefused | None = None
     for by in ("func", "grad", "backward"):
         with _taking(by) as gradient:
             try:
-                return _traced(
-                    fn,
-                    leaves,
-                    in_tree,
-                    device_type,
-                    names=names,
-                    line=line,
-                    checked=checked,
-                    within=within,
-                    calls=calls,
-                    shapes=shapes,
-                    symbolic=symbolic,
-                )
+                return _with_derivatives(made)
             except GradientRefused as error:
                 refused = refused or error
                 if not gradient.is_taken:
@@ -199,6 +202,25 @@ def trace(
                 )
     assert refused is not None
     raise refused
+
+
+def _with_derivatives(made: Callable[[], Traced]) -> Traced:
+    """A trace, with attention as primitives where a derivative is asked for that its fused kernels
+    lack: a second one, or one in forward mode.
+    """
+    try:
+        return made()
+    except RuntimeError as error:
+        if not _is_of_fused_attention(error):
+            raise
+    with sdpa_kernel(SDPBackend.MATH):
+        return made()
+
+
+def _is_of_fused_attention(error: BaseException) -> bool:
+    """Whether torch's error is of a derivative that fused attention lacks."""
+    text = str(error)
+    return "_scaled_dot_product_" in text and ("forward AD" in text or "derivative for" in text)
 
 
 def _lacks_module(error: BaseException | None) -> bool:

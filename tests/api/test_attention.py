@@ -15,7 +15,7 @@ from ftp import P
 from ftp.certification.certificate import Ranks
 from ftp.certification.checker import check
 from ftp.errors import CertificateError
-from ftp.report.timing import flops_of
+from ftp.report.flops import flops_of
 from ftp.runtime.executed import local_inputs
 from ftp.runtime.local_shapes import local_shapes
 

@@ -10,7 +10,7 @@ import ftp
 from ftp import P, random
 from ftp.api.init_params import initializer
 from ftp.errors import InputError
-from ftp.random.torch_functions import path_number
+from ftp.random.draws import path_number
 
 KEY = random.key(7)
 ONE = ftp.simulated_mesh((1,), ("tp",))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 import ftp
 from ftp import P
-from ftp.sharding.spec import check_spec
+from ftp.sharding.check_spec import check_spec
 
 DTYPES = [
     torch.float64,

@@ -12,7 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import ftp
 from ftp.distributed.agreement import agree, calls, exchange
-from ftp.sharding.mesh import make_mesh, resolve
+from ftp.sharding.make_mesh import make_mesh
+from ftp.sharding.mesh import resolve
 
 pytestmark = pytest.mark.dist
 

@@ -25,7 +25,8 @@ from ftp.distributed.interrupt import interrupt
 from ftp.checkpoint.write_shards import Writing
 from ftp.partitioning.collectives import gather_of
 from ftp.runtime import process_groups
-from ftp.sharding.mesh import resolve, set_timeout
+from ftp.sharding.mesh import resolve
+from ftp.sharding.mesh_groups import set_timeout
 from ftp.distributed.unfinished import Unfinished
 
 pytestmark = pytest.mark.dist
@@ -207,7 +208,7 @@ def test_an_abort_that_waits_keeps_no_other_from_ending(monkeypatch: pytest.Monk
 
 def test_nccl_waits_longer_than_a_step_before_it_ends_the_process(monkeypatch: pytest.MonkeyPatch):
     seen = []
-    monkeypatch.setattr("ftp.sharding.mesh.process_groups", lambda mesh: [])
+    monkeypatch.setattr("ftp.sharding.mesh_groups.process_groups", lambda mesh: [])
     monkeypatch.setattr("ftp.sharding.mesh.set_group_timeout", lambda groups, timeout: seen.append(timeout.total_seconds()))
     monkeypatch.setattr("ftp.sharding.mesh.dist.get_backend", lambda: "")
     for kind in (True, False):

@@ -224,6 +224,42 @@ def test_a_value_that_is_read():
         prove(torch.matmul, lambda x, w: x @ w if bool(x.sum() > 0) else w)
 
 
+def test_a_shape_that_depends_on_the_data():
+    def program(x, w):
+        y = summed(x, w)
+        return y[y > 0].sum()
+
+    with pytest.raises(
+        TraceError, match=r"Rank 0.*y\[y > 0\](.|\n)*makes a shape of it .aten.nonzero"
+    ):
+        prove(lambda x, w: (x @ w).relu().sum(), program)
+
+
+def test_a_collective_that_is_polled():
+    """Waiting in a loop is an error, not a hang."""
+
+    def program(x, w):
+        y = x @ w
+        work: Any = dist.all_reduce(y, async_op=True)
+        while not work.is_completed():
+            pass
+        return y
+
+    with pytest.raises(TraceError, match=r"work.is_completed(.|\n)*depends on time. Wait"):
+        prove(torch.matmul, program)
+    assert dist.Work.is_completed.__name__ == "is_completed"
+
+
+def test_one_rank_that_raises():
+    def program(x, w):
+        if dist.get_rank() == 1:
+            raise ValueError("nothing to do")
+        return summed(x, w)
+
+    with pytest.raises(TraceError, match=r"Rank 1: .*ValueError(.|\n)*nothing to do"):
+        prove(torch.matmul, program)
+
+
 def test_an_input_that_is_written():
     def program(x, w):
         return x.mul_(2) @ w

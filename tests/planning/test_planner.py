@@ -17,7 +17,10 @@ from scipy.sparse import csr_array
 import ftp
 from ftp import P
 from ftp.planning import cost_network as network
+from ftp.planning.prepare import plan_prepared, prepare
 from ftp.sharding.layout import PARTIAL, R
+from ftp.sharding.pytree import flatten
+from ftp.tracing.trace import grad_and_value, trace
 
 
 class IntegerProgram:
@@ -326,3 +329,30 @@ def test_shapes_of_tables_stay_small():
         )
         tables.append(plan.solutions["tp"].largest_table)
     assert max(tables) <= 20_000, tables
+
+
+def test_planning_leaves_its_graph_as_it_is():
+    """One prepared program is planned twice, the same way."""
+
+    def loss(params, x):
+        return (x @ params["up"]).relu().mm(params["down"]).square().mean()
+
+    params, names = {"down": torch.ones(8, 4), "up": torch.ones(4, 8)}, ["down", "up", "x"]
+    leaves, tree = flatten((params, torch.ones(6, 4)))
+    traced = trace(grad_and_value(loss), leaves, tree, "cpu", names=names)
+    prepared = prepare(traced.gm, names, [True, True, False])
+    specs = [P("tp"), P(("dp",), "tp"), P("dp")]
+
+    def state(graph):
+        return [
+            (n.name, n.operands, dict(n.sizes), list(n.cuts), str(n.pending)) for n in graph.nodes
+        ]
+
+    before = state(prepared.graph)
+    plans = [
+        plan_prepared(prepared, {"dp": 2, "tp": 2}, specs, [P(), *specs[:2]]) for _ in range(2)
+    ]
+    assert state(prepared.graph) == before
+    assert any(node.cuts for node in plans[0].graph.nodes)
+    first, second = ([(n, c) for n, _, _, c, _ in state(plan.graph)] for plan in plans)
+    assert first == second and plans[0].cost == plans[1].cost

@@ -15,7 +15,8 @@ from torch import nn
 import ftp
 from ftp import P, random
 from ftp.errors import InputError, TraceError
-from ftp.random.torch_functions import DRAWN, Draws
+from ftp.random.draws import Draws
+from ftp.random.torch_functions import DRAWN
 
 KEY = random.key(11)
 N = 1 << 14

@@ -16,7 +16,7 @@ from models import (
 
 import ftp
 from ftp import P
-from ftp.report.timing import flops_of
+from ftp.report.flops import flops_of
 from ftp.runtime.executed import executed
 
 CASES = {

@@ -16,7 +16,8 @@ import ftp
 from ftp import P
 from ftp.errors import DiscoveryWarning, PlanningError, ReplicationWarning
 from ftp.rules.proof import discover as discovery
-from ftp.rules.proof.discover import Finding, cache_file, discover, signature
+from ftp.rules.proof.discover import discover, signature
+from ftp.rules.proof.findings import Finding, cache_file, load, save
 from ftp.rules.proof.prove import call_of
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.rule import Call
@@ -256,15 +257,15 @@ def test_the_cache_is_by_form(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 def test_what_is_cached_is_proven_before_it_is_used(op, args, planted, linear, right):
     """The code behind an op may have changed under its name, or the file."""
     made = call(op, *args)
-    discovery.save(signature(made), Finding(planted, linear, cases=15))
+    save(signature(made), Finding(planted, linear, cases=15))
     found = discover(made)
     assert (found.rule, found.linear) == (right, ())
-    assert discovery.load(signature(made)) == found
+    assert load(signature(made)) == found
 
 
 def test_a_finding_that_others_can_write_is_passed_over():
     made = call(aten._softmax.default, floats(16, 32), 1, False)
-    discovery.save(signature(made), Finding(reason="planted"))
+    save(signature(made), Finding(reason="planted"))
     cache_file(signature(made)).chmod(0o666)
     with pytest.warns(
         UserWarning,

@@ -14,9 +14,10 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import ftp
 from ftp import P
+from ftp.sharding.check_spec import check_spec
 from ftp.sharding.dtensor_placements import placements_of_spec, spec_of_placements
 from ftp.sharding.mesh import resolve
-from ftp.sharding.spec import check_spec, local_pieces
+from ftp.sharding.spec import local_pieces
 
 
 def as_dtensor_cuts(size, placements, mesh, coordinate):

@@ -11,14 +11,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from ftp.errors import MeshError
 from ftp.sharding.launcher import launched
+from ftp.sharding.make_mesh import make_mesh, simulated_mesh
 from ftp.sharding.mesh import (
     AbstractMesh,
     SimulatedMesh,
-    make_mesh,
     mesh_device,
     require_coordinate,
     resolve,
-    simulated_mesh,
     use_mesh,
 )
 from ftp.sharding.process_group import (

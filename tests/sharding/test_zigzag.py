@@ -16,7 +16,7 @@ from ftp.certification.certificate import Ranks
 from ftp.certification.checker import check
 from ftp.errors import CertificateError, SpecError
 from ftp.ops.constrain import Pin, pin_from_str, pin_to_str
-from ftp.report.timing import flops_of
+from ftp.report.flops import flops_of
 from ftp.runtime.executed import local_inputs
 from ftp.runtime.local_shapes import local_shapes
 from ftp.sharding.mesh import resolve

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import kinds_table
+import programs_table
 import torch
 from real_models import MODULES, MORE, TRANSFORMERS, Case, transformer
 
@@ -27,6 +28,12 @@ PLANS = (
     " layers. Each step is certified.\nZeRO-3 cuts every parameter on its first dim. `cut` is the"
     " share of the parameters, and of the matmuls' work, of these small\nmodels, in which norms and"
     " positions weigh more than in large ones. `tests/support/kinds_table.py` runs the rows.\n"
+)
+PROGRAMS = (
+    "Programs that people run, in compact forms of our own (`tests/support/public_*.py`), in"
+    " float64. Parameters are cut as Megatron does, or on\ntheir first dim; under ZeRO-3 all on"
+    " their first dim. Each step is certified, and its loss and every gradient equal plain torch."
+    "\n`tests/support/programs_table.py` runs the rows.\n"
 )
 Row = tuple[str, str, str]  # model, attention ("" for modules), mesh
 
@@ -106,7 +113,8 @@ def document() -> str:
         ("torch.nn", [(name, "") for name in MODULES]),
     ]
     tables = "".join(f"\n## {title}\n\n{_table(models, results)}" for title, models in parts)
-    return f"{head}{tables}\n## Plans of ftp.from_hf\n\n{PLANS}\n{kinds_table.table()}"
+    plans = f"## Plans of ftp.from_hf\n\n{PLANS}\n{kinds_table.table()}"
+    return f"{head}{tables}\n{plans}\n## Public programs\n\n{PROGRAMS}\n{programs_table.table()}"
 
 
 def _table(models: list[tuple[str, str]], results: dict[Row, str]) -> str:

@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 from torch._functorch import eager_transforms
 from torch.nn import functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import ftp
 from ftp import P
+from ftp.errors import TraceError
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script"
@@ -226,3 +228,60 @@ def test_gradients_of_products_are_those_of_torch_func(values, spec):
         leaf = x.clone().requires_grad_()
         (by_autograd,) = torch.autograd.grad(leaf.prod(), leaf)
         assert by_autograd.isnan()[0] and torch.func.grad(torch.prod)(x)[0] == 6
+
+
+ATTENDED = {
+    "forward over reverse": lambda loss, p, x: torch.func.jvp(
+        lambda p: torch.func.grad(loss)(p, x), (p,), (torch.ones_like(p),)
+    )[1],
+    "reverse over reverse": lambda loss, p, x: torch.func.grad(
+        lambda p: torch.func.grad(loss)(p, x).square().sum()
+    )(p),
+    "of the input": lambda loss, p, x: torch.func.grad(
+        lambda p: torch.func.grad(lambda x: loss(p, x))(x).square().sum()
+    )(p),
+}
+
+
+@pytest.mark.parametrize("way", ATTENDED)
+def test_second_derivatives_of_fused_attention(way: str):
+    """torch's fused kernels have none."""
+
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        q, k, v = (x @ p).unflatten(-1, (3, 2, 2)).movedim(-3, 0).transpose(-3, -2)
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True).square().mean()
+
+    def program(p: Tensor, x: Tensor) -> Tensor:
+        return ATTENDED[way](loss, p, x)
+
+    generator = torch.Generator().manual_seed(0)
+    p, x = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((4, 12), (2, 5, 4))
+    )
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = program(p, x)
+    mesh = ftp.simulated_mesh((3,), ("tp",))
+    found = ftp.spmd(program, mesh, (P(None, "tp"), P()), P(), certify=True)(p, x)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-12)
+
+
+def test_first_derivatives_of_attention_stay_fused():
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(x @ p, x, x).sum()
+
+    step = ftp.shard(loss, ftp.AbstractMesh((2,), ("dp",)), P(), batch_specs=P("dp"))
+    graph = step.lower(torch.empty(4, 4), torch.empty(2, 2, 5, 4)).graph.graph
+    assert any("flash_attention" in str(node.target) for node in graph.nodes)
+
+
+def test_what_torch_does_not_trace_says_what_to_take():
+    def loss(p: Tensor, x: Tensor) -> Tensor:
+        def wave(x: Tensor) -> Tensor:
+            return torch.sin(x @ p).sum()
+
+        return torch.vmap(torch.func.hessian(wave))(x).square().sum()
+
+    step = ftp.shard(loss, ftp.simulated_mesh((2,), ("tp",)), P())
+    with pytest.raises(TraceError, match=r"Use reverse mode: torch.func.jacrev\(torch.func.jacrev"):
+        step(torch.ones(3, 3), torch.ones(4, 3))

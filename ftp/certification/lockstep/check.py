@@ -31,7 +31,7 @@ from ftp.certification.residues.words import words
 from ftp.errors import CertificateError
 
 DRAWS, ORDERED_DRAWS = 4, 12
-_ATTEMPTS = 8
+ATTEMPTS = 8
 _EXPS = words(
     """
     exp expm1 sigmoid silu tanh _softmax _safe_softmax sigmoid_backward silu_backward
@@ -108,12 +108,12 @@ def difference(certificate: Certificate) -> Difference | None:
     """
     depth = depth_of(certificate)
     for draw in range(depth.draws):
-        for attempt in range(_ATTEMPTS):
+        for attempt in range(ATTEMPTS):
             domain = Residues(depth.field(secrets.randbits(60)))
             try:
                 found = compare(domain, certificate, inputs_for(domain, certificate, draw))
             except Degenerate:
-                if attempt == _ATTEMPTS - 1:
+                if attempt == ATTEMPTS - 1:
                     raise Blind("a division by zero") from None
                 continue
             if found is not None:
@@ -189,13 +189,14 @@ def compare(
                 )
             if unreduced.outputs[at]:
                 held = total(domain, local, unreduced.outputs[at], certificate, rank)
-            equal = (is_same or _equal)(domain, held, expected)
+            equal = (is_same or is_equal)(domain, held, expected)
             if not equal:
                 return Difference(at, rank, "is not what the reference computes.")
     return None
 
 
-def _equal(domain: Residues, a: Any, b: Any) -> bool:
+def is_equal(domain: Residues, a: Any, b: Any) -> bool:
+    """Whether two values are the same, element for element."""
     if not isinstance(a, Value) or not isinstance(b, Value):
         return (
             not isinstance(a, Value)
@@ -211,18 +212,27 @@ def _equal(domain: Residues, a: Any, b: Any) -> bool:
 
 def depth_of(certificate: Certificate) -> Depth:
     """How deep exponentials nest; through memory that is written, an upper bound."""
-    programs = [
-        [(n.target, n.all_input_nodes, n, n.args) for n in g.nodes]
-        for g in certificate.ranks.graphs
-    ]
     reference = [
         (o.target, [Ref(r.name) for r in o.operands], Ref(o.name), (o.args, dict(o.kwargs)))
         for o in certificate.operations
         if o.target is not None
     ]
+    return _deepest([*map(_calls, certificate.ranks.graphs), reference])
+
+
+def depth_of_graphs(graphs: Sequence[fx.Graph]) -> Depth:
+    """The same of ranks' graphs alone."""
+    return _deepest([*map(_calls, graphs)])
+
+
+def _calls(graph: fx.Graph) -> list[Any]:
+    return [(n.target, n.all_input_nodes, n, n.args) for n in graph.nodes]
+
+
+def _deepest(programs: Sequence[Sequence[Any]]) -> Depth:
     exps = logs = 0
     infinite = ordered = False
-    for program in (*programs, reference):
+    for program in programs:
         e, g, i, o = _depth(program)
         exps, logs, infinite, ordered = max(exps, e), max(logs, g), infinite or i, ordered or o
     return Depth(exps, logs, infinite, ordered)

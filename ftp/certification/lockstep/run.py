@@ -135,7 +135,7 @@ def _step(
         _require_quiet(domain, rank, node)
         args, kwargs = map_arg((node.args, node.kwargs), lambda n: values[n])  # type: ignore[misc]
         found = domain.call(node.target, args, kwargs, dtypes_of(node))
-        values[node] = found if _is_view(node) else domain.laid_out(found, node.meta.get("strides"))
+        values[node] = found if is_view(node) else domain.laid_out(found, node.meta.get("strides"))
     if watch is not None and node.op == "call_function":
         watch(rank, node, values[node])
 
@@ -236,7 +236,7 @@ def _require_quiet(domain: Any, rank: Rank, node: fx.Node) -> None:
             if call is None:
                 continue
             only_sent = all(domain.storage(x) != domain.storage(w) for w in call.into)
-            if not only_sent and not _is_view(node):
+            if not only_sent and not is_view(node):
                 raise RunError(
                     f"{source_of(node)}: the result of {call.title} is used before it is waited"
                     " for.",
@@ -252,7 +252,8 @@ def _require_quiet(domain: Any, rank: Rank, node: fx.Node) -> None:
                 )
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
+    """Whether an op's results share the memory of its operands."""
     schema = getattr(node.target, "_schema", None)
     return schema is not None and any(
         r.alias_info is not None and not r.alias_info.is_write for r in schema.returns

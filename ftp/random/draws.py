@@ -1,0 +1,210 @@
+"""Draws: torch's random functions draw from a key while a model or an initializer runs.
+
+A call's key is that of its module's path with the number of draws made there before folded in:
+layers do not depend on one another, and a module that is called again draws anew.
+"""
+
+import contextlib
+import functools
+import hashlib
+import inspect
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from ftp.errors import TraceError
+from ftp.ops.choose import current_branch
+from ftp.random.distributions import check_key, fold_in
+from ftp.random.torch_functions import DRAWN
+from ftp.source import user_line
+
+
+class Draws(TorchFunctionMode):
+    """While it lasts torch's random functions draw from ``key``; where that is None they are
+    errors.
+
+    Args:
+        name: of the model, for messages.
+        path: of the module that runs.
+        counts: how many draws each module has made.
+    """
+
+    def __init__(
+        self, key: Tensor | None, name: str, *, path: str = "", counts: dict[str, int] | None = None
+    ):
+        super().__init__()
+        self.key, self.name = key, name
+        self.path = [path]
+        self.counts: dict[str, int] = {} if counts is None else counts
+        self._keys: dict[str, Tensor] = {}
+        self._outer: Draws | None = None
+        self._tokens: list[Any] = []  # several: it is entered again inside of composite functions
+
+    def __enter__(self):
+        if (around := _current.get()) is not self:
+            self._outer = around
+        self._tokens.append(_current.set(self))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        _current.reset(self._tokens.pop())
+        return super().__exit__(*error)
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        drawn = DRAWN.get(func)
+        if drawn is not None:
+            result = drawn(self, func, *args, **kwargs)
+            return func(*args, **kwargs) if result is NotImplemented else result
+        if func in COMPOSITE:
+            with self:
+                return _reentrant(func)(*args, **kwargs)
+        return func(*args, **kwargs)
+
+    def next_key(self, what: str) -> Tensor:
+        """The key of a draw that is made now.
+
+        Raises:
+            TraceError: there is no key to draw from.
+        """
+        if current_branch():
+            raise TraceError(
+                f"{what} draws random numbers at {user_line() or 'an unknown line'}, in a branch of"
+                " torch.cond: how many draws there are before later ones would depend on the branch"
+                " taken. Draw before, and give what is drawn as an operand."
+            )
+        path = self.path[-1]
+        if self.key is None and self._outer is not None:
+            return self._outer.next_key(what)
+        if self.key is None:
+            line = user_line()
+            raise TraceError(
+                f"{what} draws random numbers{f' at {line}' if line else ''}, in"
+                f" {f'module {path!r} of ' if path else ''}{self.name}, which"
+                " has no key to draw them from. Call fn(params, ..., rng=key), with key ="
+                " ftp.random.key(seed) and a new key for each"
+                " step. If it is dropout that should be off, call model.eval() before"
+                " ftp.functionalize."
+            )
+        if path not in self._keys:
+            self._keys[path] = fold_in(self.key, path_number(path))
+        count = self.counts.get(path, 0)
+        self.counts[path] = count + 1
+        return fold_in(self._keys[path], count)
+
+    @contextmanager
+    def at(self, path: str) -> Iterator[None]:
+        """Draw as the module at ``path``."""
+        self.path.append(path)
+        try:
+            yield
+        finally:
+            self.path.pop()
+
+
+_current: ContextVar[Draws | None] = ContextVar("draws", default=None)
+
+
+def surrounding_key(name: str) -> Tensor | None:
+    """A key for the model ``name`` from the draws that go on around it; None where there are
+    none.
+    """
+    around = _current.get()
+    return None if around is None or around.key is None else around.next_key(name)
+
+
+def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn`` with one more argument, the last one: a key from which all that is drawn in it is
+    drawn.
+
+    >>> from ftp.random import key
+    >>> noise = keyed(lambda n: torch.randn(n))
+    >>> torch.equal(noise(3, key(0)), noise(3, key(0)))
+    True
+
+    Raises:
+        InputError: a last argument that is no key.
+    """
+    name = getattr(fn, "__name__", type(fn).__name__)
+
+    def with_key(*args: Any) -> Any:
+        given, key = args[:-1], args[-1] if args else torch.empty(0)
+        check_key(key, f"{name}(..., rng)")
+        with Draws(key, name):
+            return fn(*given)
+
+    with_key.__name__ = with_key.__qualname__ = name
+    with contextlib.suppress(TypeError, ValueError):
+        own = inspect.signature(fn)
+        kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        before = [p.replace(default=p.empty) for p in own.parameters.values() if p.kind in kinds]
+        is_open = any(p.kind is p.VAR_POSITIONAL for p in own.parameters.values())
+        last = inspect.Parameter("rng", inspect.Parameter.POSITIONAL_ONLY)
+        whole = [p.replace(kind=inspect.Parameter.POSITIONAL_ONLY) for p in before]
+        if not is_open:
+            with_key.__signature__ = own.replace(parameters=[*whole, last])  # type: ignore[attr-defined]
+    return with_key
+
+
+def path_number(path: str) -> int:
+    """What is folded into a key for a path: the first 61 bits of its BLAKE2b hash.
+
+    >>> path_number("layers.0.dropout")
+    1857243124633355296
+    """
+    return int.from_bytes(hashlib.blake2b(path.encode(), digest_size=8).digest(), "big") >> 3
+
+
+def _never(*args: Any) -> bool:
+    return False
+
+
+class _Torch:
+    """torch, as the code of a composite function sees it."""
+
+    overrides = types.SimpleNamespace(
+        has_torch_function=_never,
+        has_torch_function_unary=_never,
+        has_torch_function_variadic=_never,
+    )
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+@functools.cache
+def _reentrant(func: types.FunctionType) -> Callable[..., Any]:
+    """``func`` without its own check for overrides: what it calls is seen by the mode, which
+    torch leaves out otherwise.
+    """
+    own = {
+        "has_torch_function": _never,
+        "has_torch_function_unary": _never,
+        "has_torch_function_variadic": _never,
+        "torch": _Torch(),
+    }
+    copy = types.FunctionType(
+        func.__code__,
+        {**func.__globals__, **own},
+        func.__name__,
+        func.__defaults__,
+        func.__closure__,
+    )
+    copy.__kwdefaults__ = func.__kwdefaults__
+    return copy
+
+
+# Python functions that draw through others.
+COMPOSITE = {
+    F.alpha_dropout, F.dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout,
+    F.fractional_max_pool2d_with_indices, F.fractional_max_pool3d_with_indices, F.gumbel_softmax,
+    F.multi_head_attention_forward, F.rrelu, nn.init.constant_, nn.init.kaiming_uniform_,
+    nn.init.normal_, nn.init.uniform_,
+}  # fmt: skip
