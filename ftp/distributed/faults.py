@@ -117,8 +117,11 @@ class Faults:
             why = f"Rank {rank} has been killed, or has ended without a word: {text}"
             self._learn(roll, roll.settle(why, is_missing=True))
             self._channel.notify(store)
-        except RuntimeError:  # it held the store, so nobody else can be told
-            self._learn(None, (f"Rank {rank} has ended, and held the store: {text}", True))
+        except RuntimeError:  # the store is gone, so nobody else can be told
+            why = (
+                f"Rank {rank} has been killed, or has ended, and the store does not answer: {text}"
+            )
+            self._learn(None, (why, True))
         interrupt(self._channel.mesh)
 
     def leave(self, call: int) -> None:

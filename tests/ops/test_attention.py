@@ -108,4 +108,5 @@ def test_dtypes(dtype: torch.dtype):
     made = (out, *PART_BACKWARD(grad, q, k, v, out, weight, [], [], True))
     for one, exact in zip(made, (expected, *vjp(grad.double())), strict=True):
         assert one.dtype == dtype
-        assert (one - exact).abs().max() < 4 * torch.finfo(dtype).eps * exact.abs().max()
+        bound = 4 * torch.finfo(dtype).eps + 32 * torch.finfo(torch.float32).eps
+        assert (one - exact).abs().max() < bound * exact.abs().max()

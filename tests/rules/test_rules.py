@@ -142,7 +142,7 @@ def database_calls(every: int, forms: int) -> dict[OpOverload, list]:
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.filterwarnings("ignore")
 def test_rules_hold_on_other_calls(part: int):
-    calls = database_calls(every=2, forms=1)
+    calls = database_calls(every=3, forms=1)
     proofs = {op: prove_apart(op, calls.get(op, []), draws=1) for op in EVERY_OP[part::PARTS]}
     assert not failures(proofs)
     assert {op for op, p in proofs.items() if p.drawn + p.database == 0} <= ELSEWHERE | set(

@@ -444,7 +444,12 @@ def _compare(case: Case, results: Sequence[Any]) -> None:
 
 
 def random_sum(x: Tensor, n: int, generator: torch.Generator) -> list[Tensor]:
-    """``n`` tensors that add up to ``x``, of its order of magnitude."""
+    """``n`` tensors that add up to ``x``, of its order of magnitude. A bool has its True on one of
+    them.
+    """
+    if x.dtype is torch.bool:
+        holder = torch.randint(n, x.shape, generator=generator).to(x.device)
+        return [x & (holder == rank) for rank in range(n)]
     if x.dtype.is_floating_point or x.dtype.is_complex:
         parts = [
             torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
