@@ -175,7 +175,8 @@ class Recorder(TorchDispatchMode):
         forward = self._lines.get(running._sequence_nr(), "")
         if not forward or not self._is_users_backward(running):
             return forward or line
-        return f"{line}, in the backward pass of {forward}"
+        # The engine adds up gradients on nobody's line.
+        return f"{line}, in the backward pass of {forward}" if line else forward
 
     @staticmethod
     def _is_users_backward(running: Any) -> bool:
