@@ -14,10 +14,7 @@ queries.
 import argparse
 import json
 import os
-import socket
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -180,22 +177,7 @@ def main() -> None:
         if os.environ["RANK"] == "0":
             print(json.dumps(rows))
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    of_all = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--rank"],
-            env={**record.environment(), **of_all, "RANK": str(r), "LOCAL_RANK": str(r)},
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for r in range(RANKS)
-    ]
-    printed = [rank.communicate()[0] for rank in ranks]
-    if any(rank.returncode for rank in ranks):
-        raise SystemExit("a rank failed")
-    rows = json.loads(printed[0].splitlines()[-1])
+    rows = record.on_processes(__file__, RANKS)
     record.show(rows, COLUMNS)
     if options.json:
         name = "attention_in_memory" if os.environ.get("FTP_SHM") == "1" else "attention"

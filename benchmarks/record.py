@@ -5,6 +5,7 @@ machine that they were measured on.
 import json
 import os
 import platform
+import socket
 import subprocess
 import sys
 import time
@@ -33,6 +34,28 @@ def run_case(script: str, case: Mapping[str, Any], limit: float) -> dict[str, An
     if done.returncode:
         return {"failed": done.stderr.strip().splitlines()[-1][:200]}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def on_processes(script: str, ranks: int) -> Any:
+    """What the first rank of ``script --rank`` prints as JSON, from ``ranks`` processes of one
+    group.
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    of_all = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    started = [
+        subprocess.Popen(
+            [sys.executable, script, "--rank"],
+            env={**environment(), **of_all, "RANK": str(r), "LOCAL_RANK": str(r)},
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for r in range(ranks)
+    ]
+    printed = [rank.communicate()[0] for rank in started]
+    if any(rank.returncode for rank in started):
+        raise SystemExit("a rank failed")
+    return json.loads(printed[0].splitlines()[-1])
 
 
 def environment() -> dict[str, str]:

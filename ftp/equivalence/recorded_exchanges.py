@@ -418,7 +418,36 @@ def _axis_contribute(call: _Recording, x: Tensor, axis: str) -> Tensor:
     return x.clone() if call.of.mesh.get_local_rank(axis) == 0 else torch.zeros_like(x)
 
 
+def _axis_exchange_rows(
+    call: _Recording, x: Tensor, counts: Tensor, axis: str, n: int, bound: int, back: bool
+) -> Tensor:
+    """Rows whose part sizes are values, each part with room for all: a proof has no sizes."""
+    me = call.of.mesh.get_local_rank(axis)
+    sizes = counts.t() if back else counts
+    ends = sizes[me].cumsum(0)
+    at = torch.arange(x.shape[0], device=x.device)
+    sent = []
+    for to in range(n):
+        place = (at + (ends[to] - sizes[me, to])).clamp(max=max(x.shape[0] - 1, 0))
+        sent.append(_held(at < sizes[me, to], x.index_select(0, place)))
+    parts = [call.fresh(x) for _ in range(n)]
+    _axis_exchange(call, axis, "all_to_all", sent, parts)
+    arrived = sizes[:, me].cumsum(0)
+    at = torch.arange(bound, device=x.device)
+    out = x.new_zeros([bound, *x.shape[1:]])
+    for source, part in enumerate(parts):
+        place = at - (arrived[source] - sizes[source, me])
+        has = (place >= 0) & (at < arrived[source])
+        out = out + _held(has, part.index_select(0, place.clamp(0, max(x.shape[0] - 1, 0))))
+    return out
+
+
+def _held(has: Tensor, rows: Tensor) -> Tensor:
+    return torch.where(has.view(-1, *(1,) * (rows.ndim - 1)), rows, torch.zeros_like(rows))
+
+
 _AXIS = {
+    OPS.exchange_rows.default: _axis_exchange_rows,
     OPS.all_reduce.default: _axis_all_reduce,
     OPS.all_gather.default: _axis_all_gather,
     OPS.reduce_scatter.default: _axis_reduce_scatter,

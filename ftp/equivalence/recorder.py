@@ -21,6 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ftp.certification.residues.ops import KNOWN
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
+from ftp.ops.grouped_mm import as_products
 from ftp.source import is_users, user_line, user_lines
 
 aten = torch.ops.aten
@@ -143,6 +144,9 @@ class Recorder(TorchDispatchMode):
             return self.exchanges.record(self, func, args, kwargs, self.line())
         if func.namespace in ("c10d", "_c10d_functional", "ftp") and self.exchanges is None:
             raise TraceError(f"{user_line()}\n  The single-device program calls {func}.")
+        if func is aten._grouped_mm.default and len(args) > 2:
+            with self:
+                return as_products(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         is_known = name in KNOWN or (name.endswith("_") and name.removesuffix("_") in KNOWN)
         floats = any(x.is_floating_point() for x in tensors)
@@ -171,7 +175,8 @@ class Recorder(TorchDispatchMode):
         forward = self._lines.get(running._sequence_nr(), "")
         if not forward or not self._is_users_backward(running):
             return forward or line
-        return f"{line}, in the backward pass of {forward}"
+        # The engine adds up gradients on nobody's line.
+        return f"{line}, in the backward pass of {forward}" if line else forward
 
     @staticmethod
     def _is_users_backward(running: Any) -> bool:

@@ -32,20 +32,29 @@ def check_explicit(
     moves: Sequence[Node] = unasked(program.plan, out_specs)
     if not moves:
         return
-    found, is_proven, sends = list[Missing](), False, _Sent(program)
+    found, open_, sends = list[Missing](), "", _Sent(program)
     try:
         trace = probed()
         suggestion = suggest(program.plan, trace)
-    except (FtpError, RuntimeError, TypeError):
-        pass  # the function lets no probe through
+    except (FtpError, RuntimeError, TypeError) as e:  # the function lets no probe through
+        open_ = f"could not be tried: {type(e).__name__}: {next(iter(str(e).splitlines()), '')}"
     else:
         sends = _Sent(replace(program, plan=suggestion.plan))
-        moves, is_proven = suggestion.without, suggestion.is_proven
+        moves = suggestion.without
         found += lines_of(suggestion.wanted, trace.ndims, sends)
-    raise error_of([*found, *(_general(move, sends) for move in moves)], is_proven)
+        if moves:
+            open_ = f"were not tried: no place in the source is known for {len(moves)} of them"
+        elif not suggestion.is_proven:
+            open_ = "were tried, and with them the step sends something else"
+    raise error_of([*found, *(_general(move, sends) for move in moves)], open_)
 
 
-def error_of(found: Sequence[Missing], is_proven: bool) -> ExplicitError:
+def error_of(found: Sequence[Missing], open_: str = "") -> ExplicitError:
+    """The error of the missing lines.
+
+    Args:
+        open_: why they are not proven to be enough; "" if they are.
+    """
     total = in_bytes(sum(m.nbytes for m in found))
     count = f"{len(found)} line{'s ask' if len(found) > 1 else ' asks'} for"
     head = (
@@ -53,8 +62,8 @@ def error_of(found: Sequence[Missing], is_proven: bool) -> ExplicitError:
     )
     end = (
         "With them the step sends exactly what it sends without explicit=True."
-        if is_proven
-        else "They say how the plan lays out these values; other lines may be needed besides."
+        if not open_
+        else f"They {open_}. They say how the plan lays out the values; others may be needed."
     )
     error = ExplicitError("\n".join([head, *(f"  {m}" for m in found), end]))
     error.missing = tuple(found)

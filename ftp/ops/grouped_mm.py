@@ -43,6 +43,34 @@ def recorded(
     return torch.bmm(a, b) if offs is None else GROUPED_MM(a, b, offs, out_dtype)
 
 
+def as_products(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """The same by products of all rows with every matrix, and masks: for proofs."""
+    assert bias is None
+    ends = offs.to(torch.int64).cummax(0).values
+    starts = torch.cat([ends.new_zeros(1), ends[:-1]])
+    rows = a.shape[1] if a.ndim == b.ndim else a.shape[0] if a.ndim == 2 else b.shape[1]
+    at = torch.arange(rows, device=a.device)
+    has = (at >= starts[:, None]) & (at < ends[:, None])  # (groups, rows)
+    groups = offs.shape[0]
+    if a.ndim == b.ndim:
+        found = torch.bmm(_masked(has[:, None], a), b.expand(groups, *b.shape))
+    elif a.ndim == 2:
+        found = _masked(has[..., None], torch.bmm(a.expand(groups, *a.shape), b)).sum(0)
+    else:
+        found = _masked(has[:, None], torch.bmm(a, b.expand(groups, *b.shape))).sum(0)
+    return found if out_dtype is None else found.to(out_dtype)
+
+
+def _masked(mask: Tensor, x: Tensor) -> Tensor:
+    return torch.where(mask, x, torch.zeros((), dtype=x.dtype, device=x.device))
+
+
 @torch.library.impl("ftp::grouped_mm", "CompositeExplicitAutograd")
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor, out_dtype: torch.dtype | None = None) -> Tensor:
     # A group that ends before the one before it has no rows.
@@ -63,11 +91,19 @@ def _part(
     groups: int,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    out = _fake_part(a, b, starts, ends, groups, out_dtype).zero_()
+    out = _fake_part(a, b, starts, ends, groups, out_dtype)
+    dim = 0 if a.ndim == 2 else 1  # along which groups lie, where no dim of the result counts them
+    filled = 0
     for i, (start, end) in enumerate(zip(starts.tolist(), ends.tolist(), strict=True)):
         if start >= end:
+            if out.ndim == 3:
+                out[i].zero_()
             continue
         rows = slice(start, end)
+        if out.ndim == 2:
+            if start > filled:
+                out.narrow(dim, filled, start - filled).zero_()
+            filled = max(filled, end)
         left = a[i] if a.ndim == 3 else a[rows] if b.ndim == 3 else a[:, rows]
         right = b[i] if b.ndim == 3 else b[:, rows] if a.ndim == 3 else b[rows]
         into = out[i] if out.ndim == 3 else out[rows] if a.ndim == 2 else out[:, rows]
@@ -75,6 +111,8 @@ def _part(
             torch.mm(left, right, out=into)
         else:
             into.copy_(left.to(out.dtype) @ right.to(out.dtype))
+    if out.ndim == 2:
+        out.narrow(dim, filled, out.shape[dim] - filled).zero_()
     return out
 
 

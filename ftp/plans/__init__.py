@@ -7,6 +7,7 @@ P(None, units('tp', 1, pack=3))
 """
 
 from ftp.plans import legacy_styles as older
+from ftp.plans.distribute_module import from_distribute_module
 from ftp.plans.huggingface import from_hf
 from ftp.plans.legacy_styles import (
     PairwiseParallel,
@@ -46,6 +47,7 @@ __all__ = [
     "PairwiseSequenceParallel",
     "attention",
     "bert",
+    "from_distribute_module",
     "from_hf",
     "from_megatron",
     "from_parallelize_plan",

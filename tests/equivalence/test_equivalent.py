@@ -250,6 +250,41 @@ def test_a_collective_that_is_polled():
     assert dist.Work.is_completed.__name__ == "is_completed"
 
 
+def test_gradients_that_the_engine_adds_up_have_the_line_of_their_use():
+    """One of two uses of an argument lacks the sum of its gradients."""
+
+    def reference(x, w):
+        return (x @ w).tanh() * (x @ w)
+
+    def program(x, w):
+        h = SummedGradient.apply(x)
+        return (h @ w).tanh() * (x @ w)  # here
+
+    with pytest.raises(CertificateError) as e:
+        prove(
+            reference,
+            program,
+            X,
+            W[:, :2],
+            specs=(P(), P(None, "tp")),
+            out=P(None, "tp"),
+            grad=True,
+        )
+    assert "# here" in (e.value.line or "") and "at ," not in str(e.value)
+
+
+class SummedGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad.clone()
+        dist.all_reduce(grad)
+        return grad
+
+
 def test_one_rank_that_raises():
     def program(x, w):
         if dist.get_rank() == 1:

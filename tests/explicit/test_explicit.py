@@ -1,6 +1,7 @@
 """Explicit mode: what is asked for, the lines that ask for the rest, and that they are enough."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import models
@@ -197,6 +198,30 @@ def test_modules_of_a_library_get_constraints_by_path():
     found, _ = missing(make, Source(""))
     assert [m.line for m in found] == ['constraints={"2": P(None, None)}']
     check_lines(make, Source(""))
+
+
+def test_lines_that_are_not_proven_say_why(monkeypatch):
+    from ftp.explicit import check
+
+    def bent(x, w):
+        y = x @ w
+        return y.relu().sum()
+
+    def lower():
+        step = ftp.spmd(bent, TP, (P(None, "tp"), P("tp")), P(), explicit=True)
+        with pytest.raises(ExplicitError) as e:
+            step.lower(torch.empty(4, 8), torch.empty(8, 6))
+        return str(e.value).splitlines()[-1]
+
+    def fails(*_):
+        raise TypeError("no probe passes")
+
+    own = check.suggest
+    assert lower().endswith("exactly what it sends without explicit=True.")
+    monkeypatch.setattr(check, "suggest", lambda *a: replace(own(*a), is_proven=False))
+    assert lower().startswith("They were tried, and with them the step sends something else.")
+    monkeypatch.setattr(check, "suggest", fails)
+    assert lower().startswith("They could not be tried: TypeError: no probe passes.")
 
 
 def test_what_per_rank_code_says_is_asked_for():

@@ -2,6 +2,8 @@
 are those of one device.
 """
 
+import itertools
+import json
 import math
 import re
 from collections import Counter
@@ -91,6 +93,26 @@ def test_any_routing_is_the_loop_over_experts(routing, plan):
 @given(routings())
 def test_any_routing_is_the_loop_over_experts_often(plan, routing):
     check(routing, plan)
+
+
+def test_every_routing_of_a_few_tokens():
+    """Each row is multiplied by its expert's number by the owner, and is back at its token."""
+    factor = torch.arange(1.0, 5.0, dtype=torch.float64)[:, None]
+
+    def multiplied(rows: torch.Tensor, own: torch.Tensor, parts: Any) -> torch.Tensor:
+        return rows * F.pad(parts[0], (0, 0, 0, 1))[own]
+
+    def layer(p, x, chosen):
+        ones = torch.ones(4, 1, dtype=torch.float64)
+        return travelling(
+            multiplied, resolve(None), x, chosen, ones, [p], axis="ep", token_axes=("ep",)
+        )
+
+    step = ftp.spmd(layer, ftp.simulated_mesh(2, "ep"), (P("ep"), P("ep"), P("ep")), P("ep"))
+    x = torch.tensor([[3.0], [5.0], [7.0], [11.0]], dtype=torch.float64)
+    for chosen in itertools.product(range(4), repeat=4):
+        at = torch.tensor(chosen)
+        assert torch.equal(step(factor, x, at[:, None]), x * factor[at])
 
 
 def test_tokens_travel_and_weights_stay():
@@ -258,3 +280,15 @@ def test_the_page_runs():
     page = (Path(__file__).resolve().parents[2] / "docs" / "experts.md").read_text()
     code = "".join(re.findall(r"```python\n(.*?)```", page, re.DOTALL))
     exec(compile(code, "docs/experts.md", "exec"), {})
+
+
+def test_the_page_quotes_what_was_measured():
+    root = Path(__file__).resolve().parents[2]
+    page = (root / "docs" / "experts.md").read_text()
+    for name, kind in (("experts", "gloo"), ("experts_in_memory", "`FTP_SHM=1`")):
+        rows = json.loads((root / f"benchmarks/results/{name}.json").read_text())["rows"]
+        assert len(rows) == 3
+        for row in rows:
+            form, wall, cpu, sent, held = row.values()
+            said = f"| {kind} | {form} | {wall:.3f} | {cpu:.3f} | {sent:.0f} | {held:.0f} |"
+            assert said in page
