@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.profiler import ProfilerActivity, profile
 
 LAYERS, DIM, LENGTH, ROWS, MICROBATCHES = 8, 256, 64, 32, 8
-ROUNDS = 15
+ROUNDS = 9
 # Ours, and torch's: class, stages of a rank.
 CASES = {
     "gpipe": ("gpipe", 1, "ScheduleGPipe"),
@@ -231,8 +231,10 @@ def main() -> None:
     if args.case:
         print(json.dumps(measure(json.loads(args.case))))
         return
-    rows = [{"schedule": s, **run_case(__file__, {"schedule": s}, 300)} for s in args.schedules]
-    show(rows, COLUMNS)
+    rows = []
+    for schedule in args.schedules:
+        rows.append({"schedule": schedule, **run_case(__file__, {"schedule": schedule}, 300)})
+        show(rows[-1:], COLUMNS)
     large = run_case(__file__, {"schedule": "405B"}, 300)
     print(*large.get("report", [large]), f"{large.get('seconds')} s", sep="\n")
     if args.json:

@@ -1,7 +1,9 @@
 """A train step of Llama-3.1-405B shapes with AdamW, lowered for 1024 ranks, and its report: seconds
-and memory by depth.
+and memory by depth. With ``--ranks``: 16 layers of Llama 3 8B, loss and gradients, with report and
+certificate, by the number of ranks.
 
     python benchmarks/scale.py [--json] [--layers 8 32 126]
+    python benchmarks/scale.py --ranks [--json]
 
 Every measurement is a fresh process on one thread. Seconds are those of the processor; "wall" is
 the clock's.
@@ -9,6 +11,7 @@ the clock's.
 
 import argparse
 import json
+import math
 import resource
 import time
 
@@ -16,6 +19,8 @@ from record import run_case, save, show
 
 LLAMA = {"vocab": 128256, "dim": 16384, "heads": 128, "kv_heads": 8, "hidden": 53248}
 MESH = {"dp": 8, "fsdp": 16, "tp": 8}
+SMALL = {"vocab": 128256, "dim": 4096, "heads": 32, "kv_heads": 8, "hidden": 14336}
+MESHES = ((2, 8, 8, 8), (4, 32, 16, 8), (8, 128, 16, 8))
 
 
 def measure(case: dict) -> dict:
@@ -64,13 +69,42 @@ def measure(case: dict) -> dict:
     clock["total"], clock["wall"] = time.process_time() - start, time.perf_counter() - wall
     clock = {key: round(value, 3) for key, value in clock.items()}
     per_layer = round((clock["trace"] + clock["make_plan"]) / case["layers"], 3)
-    peak = round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
     counts = {
         "nodes": len(lowered.plan.graph.nodes),
         "collectives": len(lowered.collectives),
         "alike": lowered.plan.alike,
     }
-    return {**clock, "a layer": per_layer, "peak GiB": peak, **counts}
+    return {**clock, "a layer": per_layer, "peak GiB": _peak(), **counts}
+
+
+def measure_ranks(shape: list[int]) -> dict:
+    import models  # pyright: ignore[reportMissingImports]
+    import torch
+
+    import ftp
+    from ftp import P
+
+    cfg = models.LlamaConfig(layers=16, **SMALL)
+    fn, params = ftp.functionalize(models.build(cfg, dtype=torch.bfloat16, device="meta"))
+    specs = ftp.plan(params, models.specs(models.cuts(cfg), tp="tp", zero="fsdp"))
+    mesh = ftp.AbstractMesh(tuple(shape), ("pod", "dp", "fsdp", "tp"), device_type="cuda")
+    batch = tuple(
+        torch.empty(math.prod(shape[:3]), 8192, dtype=torch.int64, device="meta") for _ in range(2)
+    )
+    rows = P(("pod", "dp", "fsdp"))
+    step = ftp.shard(models.lm_loss(fn), mesh, specs, batch_specs=rows)
+    found, clock = [], {}
+    clock["lower"] = _seconds(lambda: found.append(step.lower(params, batch)))
+    (lowered,) = found
+    clock["report"] = _seconds(lambda: (str(lowered), lowered.cost(), lowered.memory))
+    before = _peak()
+    clock["certificate"] = _seconds(lambda: ftp.certify(lowered))
+    clock = {key: round(value, 2) for key, value in clock.items()}
+    return {**clock, "GiB before it": before, "peak GiB": _peak()}
+
+
+def _peak() -> float:
+    return round(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20, 2)
 
 
 def _seconds(read) -> float:
@@ -108,6 +142,11 @@ COLUMNS += ("nodes", "collectives", "alike", "failed")
 # Before calls were recorded from memory and layers planned once, on the same machine: processor
 # seconds.
 BEFORE = [{"layers": 8, "trace": 2.5, "make_plan": 2.06, "lower": 4.71, "total": 5.24}]
+# Before certificates stated positions as sums, on another machine: seconds and peak.
+RANKS_BEFORE = [
+    {"ranks": 1024, "certificate": 4.4, "peak GiB": 1.4},
+    {"ranks": 16384, "certificate": 44, "peak GiB": 14.9},
+]
 
 
 def main() -> None:
@@ -116,10 +155,19 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="write benchmarks/results/scale.json")
     parser.add_argument("--layers", type=int, nargs="+", default=[8, 32, 126])
+    parser.add_argument("--ranks", action="store_true", help="by ranks; writes scale_ranks.json")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.case:
-        print(json.dumps(measure(json.loads(args.case))))
+        case = json.loads(args.case)
+        print(json.dumps(measure_ranks(case["mesh"]) if "mesh" in case else measure(case)))
+        return
+    if args.ranks:
+        meshes = [{"mesh": list(shape)} for shape in MESHES]
+        rows = [{"ranks": math.prod(m["mesh"]), **m, **run_case(__file__, m, 600)} for m in meshes]
+        show(rows, tuple(rows[0]))
+        if args.json:
+            save("scale_ranks", {"model": SMALL, "layers": 16, "before": RANKS_BEFORE, "now": rows})
         return
     rows = [{"layers": n, **run_case(__file__, {"layers": n}, 600)} for n in args.layers]
     show(rows, COLUMNS)

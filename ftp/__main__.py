@@ -5,6 +5,7 @@ of a certificate (``certify``), and the proof of a program written per rank (``p
 import argparse
 import itertools
 import json
+import math
 import os
 import sys
 from collections import Counter
@@ -335,7 +336,7 @@ def _certify(file: str) -> int:
     mesh = ", ".join(f"{name} {size}" for name, size in certificate.axes.items())
     print(
         f"certified: {len(certificate.operations)} values, {collectives} collectives,"
-        f" {len(certificate.ranks.at)} ranks on ({mesh})"
+        f" {math.prod(certificate.ranks.shape)} ranks on ({mesh})"
     )
     for assumption in certificate.assumptions:
         print(f"assumes: {assumption}")

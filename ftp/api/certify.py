@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 from torch import Tensor, fx
 from torch.utils._pytree import tree_leaves
 
@@ -18,6 +19,7 @@ from ftp.certification.certificate import (
     Ref,
     Spec,
     Unreduced,
+    shrunk,
 )
 from ftp.certification.checker import check
 from ftp.certification.rank_code import unproven
@@ -84,16 +86,24 @@ def certificate_of(program: Program) -> Certificate:
     plan, mesh = program.plan, program.mesh
     numbers: dict[fx.GraphModule, int] = {}
     graphs: list[fx.Graph] = []
-    at = {}
-    for coordinate in mesh.coordinates():
+    offsets: list[tuple[np.ndarray, ...]] = []
+    alike = program.alike()
+    numbered = np.empty(list(map(len, alike)), dtype=np.int64)
+    for at in np.ndindex(numbered.shape):
+        first = [classes[i][0] for classes, i in zip(alike, at, strict=True)]
+        coordinate = dict(zip(mesh.axes, first, strict=True))
         local = program.local(coordinate)
         if local.gm not in numbers:
             numbers[local.gm] = len(graphs)
             graphs.append(executed(program, local, coordinate).graph)
-        at[tuple(coordinate[a] for a in mesh.axes)] = (
-            numbers[local.gm],
-            tuple(local.offsets_at(coordinate)),
-        )
+            offsets.append(tuple(local.offset_tables(mesh.axes)))
+        numbered[at] = numbers[local.gm]
+    for dim, classes in enumerate(alike):
+        if len(classes) > 1:
+            numbered = numbered.take(
+                [next(k for k, c in enumerate(classes) if i in c) for i in range(mesh.shape[dim])],
+                dim,
+            )
     products = [
         axes
         for count in range(1, len(mesh.axes) + 1)
@@ -120,7 +130,7 @@ def certificate_of(program: Program) -> Certificate:
             ),
             tuple(spec.unreduced for spec in plan.out_specs),
         ),
-        Ranks(tuple(graphs), at),
+        Ranks(tuple(mesh.shape), tuple(graphs), shrunk(numbered), tuple(offsets)),
         program.donated,
     )
     return replace(made, trusted=tuple(left.key for left in unproven(made)))

@@ -151,7 +151,7 @@ def _check_async_tp(options: Options, mesh: Mesh) -> None:
         return
     if mesh.kind == "process" and mesh.device_type != "cuda":
         raise MeshError(
-            f"async_tp=True, but the mesh {mesh} has no GPUs, between which symmetric memory lies."
+            f"async_tp=True, but the mesh {mesh} has no GPUs with symmetric memory."
             " Leave it out; chunks=n hides the same"
             " moves behind products with ordinary collectives."
         )

@@ -7,14 +7,14 @@ import numpy as np
 
 from ftp.certification.element_map import (
     ElementMap,
-    Index,
     MeshAxis,
+    concatenated_index,
     dims_as_atoms,
     one_atom,
     reshape,
-    stack_indexes,
     zeros_like,
 )
+from ftp.certification.positions import Positions, overlaid
 from ftp.certification.unsound import Unsound
 
 
@@ -33,25 +33,21 @@ def _column(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
     held = [p.held for p in parts]
     if len({(p.atoms, p.groups) for p in held}) > 1:
         held = [dims_as_atoms(p) for p in held]
-    index = list(stack_indexes(held, along.dim, [len(p.at) for p in parts]))
-    order = np.argsort([at for p in parts for at in p.at])
-    index = [i if i.shape[along.dim] == 1 else i.take(order, along.dim) for i in index]
-    return replace(held[0], index=tuple(index), is_zero=all(p.is_zero for p in held))
-
-
-def _is_constant(index: Index, dim: int) -> bool:
-    return index.shape[dim] == 1 or bool((index == index.take([0], dim)).all())
+    index = concatenated_index(held, along.dim, [len(p.at) for p in parts])
+    order = np.argsort([at for p in parts for at in p.at]).tolist()
+    index = tuple(i.taken(along.dim, order) for i in index)
+    return replace(held[0], index=index, is_zero=all(p.is_zero for p in held))
 
 
 def _first(x: ElementMap, dim: int) -> ElementMap:
-    return replace(x, index=tuple(i.take([0], dim) for i in x.index))
+    return replace(x, index=tuple(i.taken(dim, range(1)) for i in x.index))
 
 
 def _is_common(parts: Sequence[Contribution], along: MeshAxis) -> bool:
     """Whether all ranks along an axis hold the same elements."""
     if any(p.held.is_zero != parts[0].held.is_zero for p in parts):
         return False
-    return all(_is_constant(i, along.dim) for i in _column(parts, along).index)
+    return not any(i.varies(along.dim) for i in _column(parts, along).index)
 
 
 def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
@@ -66,8 +62,9 @@ def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first, (along.n * first.shape[0], *first.shape[1:]))
     x = _column(parts, along)
-    lead = x.lead
-    index = tuple(np.expand_dims(np.moveaxis(i, along.dim, lead - 1), along.dim) for i in x.index)
+    places = [d + (d >= x.lead) for d in range(x.lead + len(x.atoms))]
+    places[along.dim] = x.lead
+    index = tuple(i.renamed(places, len(places) + 1) for i in x.index)
     return ElementMap(
         x.value, (along.n, *x.atoms), (x.groups[0] + 1, *x.groups[1:]), index, x.pending
     )
@@ -101,17 +98,16 @@ def reduce_axis(parts: Sequence[Contribution], along: MeshAxis, op: str) -> Elem
     if any(p.held.pending != bring[0].held.pending for p in bring):
         raise Unsound("ranks send different pending sums to one reduction")
     x = _column(bring, along)
-    differ = [d for d, i in enumerate(x.index) if not _is_constant(i, along.dim)]
+    differ = [d for d, i in enumerate(x.index) if i.varies(along.dim)]
     if sum(len(p.at) for p in bring) > 1 and not differ:
         raise Unsound(f"it is summed over {axis}, along which several ranks hold the same elements")
-    index = [i.take([0], along.dim) for i in x.index]
+    index = [i.taken(along.dim, range(1)) for i in x.index]
     if differ:
-        spread = np.broadcast_arrays(*(x.index[d] for d in differ))
-        is_element = np.logical_and.reduce([a >= 0 for a in spread])
-        if (is_element.sum(along.dim) > 1).any():
+        joined = overlaid([x.index[d] for d in differ], along.dim)
+        if joined is None:
             raise Unsound(f"parts overlap in a sum over {axis}")
-        for d, positions in zip(differ, spread, strict=True):
-            index[d] = np.where(is_element, positions, -1).max(along.dim, keepdims=True)
+        for d, positions in zip(differ, joined, strict=True):
+            index[d] = positions
     return replace(x, index=tuple(index))
 
 
@@ -123,7 +119,7 @@ def scatter_axis(x: ElementMap, along: MeshAxis, at: Sequence[int]) -> ElementMa
     dim = along.dim
     index = tuple(_swapped(i, dim, x.lead, at) for i in x.index)
     return replace(
-        x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.squeeze(x.lead) for i in index)
+        x, atoms=x.atoms[1:], groups=x.groups[1:], index=tuple(i.without_dim(x.lead) for i in index)
     )
 
 
@@ -151,7 +147,8 @@ def _in_parts(x: ElementMap, n: int) -> ElementMap:
     return x
 
 
-def _swapped(index: Index, dim: int, atom: int, at: Sequence[int]) -> Index:
+def _swapped(index: Positions, dim: int, atom: int, at: Sequence[int]) -> Positions:
     """Exchange a mesh axis with an atom in an index, and take the ranks at ``at``."""
-    index = index.swapaxes(dim, atom)
-    return index if index.shape[dim] == 1 else index.take(list(at), dim)
+    places = list(range(index.ndim))
+    places[dim], places[atom] = atom, dim
+    return index.renamed(places, index.ndim).taken(dim, at)

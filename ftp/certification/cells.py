@@ -1,15 +1,15 @@
 """Cells: ranks that run one graph on shards of equal shapes, and so are checked at once."""
 
 import itertools
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+import math
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import numpy as np
-
 from ftp.certification.certificate import Coordinate, Ranks
 from ftp.certification.element_map import MeshAxis
+from ftp.certification.positions import Index
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,6 +23,11 @@ class Cell:
     graph: int
     at: tuple[tuple[int, ...], ...]
 
+    @property
+    def size(self) -> int:
+        """How many ranks it has."""
+        return math.prod(map(len, self.at))
+
     def coordinates(self) -> Iterator[Coordinate]:
         return itertools.product(*self.at)
 
@@ -31,7 +36,8 @@ class Cells:
     """The mesh as cells, and the ranks' names in messages.
 
     Args:
-        lengths: of every claimed chunk on the rank at a coordinate; they are equal within a cell.
+        lengths: of every claimed chunk on each rank, as arrays with a dim for each axis; they are
+            equal within a cell.
         alone: axes along which each cell is one rank.
     """
 
@@ -39,7 +45,7 @@ class Cells:
         self,
         ranks: Ranks,
         axes: Mapping[str, MeshAxis],
-        lengths: Callable[[Coordinate], Sequence[int]],
+        lengths: Sequence[Index],
         *,
         alone: Collection[str] = (),
     ):
@@ -51,25 +57,22 @@ class Cells:
         """Every rank in one cell. Coordinates of an axis share a cell if exchanging them changes no
         rank's graph or lengths.
         """
-        counts = [along.n for along in self.axes.values()]
-        kinds: dict[Any, int] = {}
-        kind = np.empty(counts, dtype=np.int64)
-        for coordinate in itertools.product(*map(range, counts)):
-            kind[coordinate] = kinds.setdefault(
-                (self.ranks.at[coordinate][0], *self.lengths(coordinate)), len(kinds)
-            )
+        facts = [self.ranks.number, *self.lengths]
         classes: list[list[tuple[int, ...]]] = []
-        for dim, (axis, n) in enumerate(zip(self.axes, counts, strict=True)):
-            alike: dict[bytes, list[int]] = {}
-            for i in range(n):
-                alike.setdefault(kind.take(i, dim).tobytes(), []).append(i)
+        for dim, (axis, along) in enumerate(self.axes.items()):
+            varying = [fact for fact in facts if fact.shape[dim] > 1]
+            alike: dict[Any, list[int]] = {}
+            for i in range(along.n):
+                alike.setdefault(tuple(fact.take(i, dim).tobytes() for fact in varying), []).append(
+                    i
+                )
             classes.append(
-                [(i,) for i in range(n)]
+                [(i,) for i in range(along.n)]
                 if axis in self.alone
                 else [tuple(found) for found in alike.values()]
             )
         return [
-            Cell(self.ranks.at[tuple(at[0] for at in together)][0], together)
+            Cell(self.ranks.graph_at([at[0] for at in together]), together)
             for together in itertools.product(*classes)
         ]
 
@@ -94,7 +97,7 @@ class Cells:
         )
 
     def among(self, cell: Cell) -> str:
-        if all(len(at) == 1 for at in cell.at):
+        if cell.size == 1:
             return self.where(next(cell.coordinates()))
         ranges = [", ".join(map(str, at[:3])) + (", ..." if len(at) > 3 else "") for at in cell.at]
         return (

@@ -1,5 +1,7 @@
 """A certificate: a program, the ranks' graphs, and a claimed layout for every op; its file is JSON
 that can be checked again anywhere.
+
+Longer than other files: the two directions of the file's format stand side by side.
 """
 
 import hashlib
@@ -12,18 +14,21 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import fx
 
+from ftp.certification.ranks import Coordinate as Coordinate
+from ftp.certification.ranks import Ranks as Ranks
+from ftp.certification.ranks import shrunk as shrunk
 from ftp.errors import CertificateError
 from ftp.per_rank.planned import LEAVE, collective_axis
 from ftp.rules.rule import Meta, tensors
 
-Coordinate = tuple[int, ...]
 Spec = tuple[
     tuple[tuple[str, int, Any], ...], ...
 ]  # per dim, major to minor: axis, elements of a unit, packs (a count or sizes) or "zigzag"
-VERSION = 7
+VERSION = 8
 # Notes of a rank's node: the op that it belongs to, the ops of a fused update, the user's line, and
 # for per-rank code the operand that it takes and the results that it gives.
 NOTES = ("origin", "origins", "source", "branch", "takes", "gives", "dtypes", "shape", "strides")
@@ -127,14 +132,6 @@ class Recorded:
 
     names: tuple[str, ...]
     integers: Mapping[int, tuple[int, ...]]
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The ranks' graphs: per coordinate, the graph that the rank runs and its offsets."""
-
-    graphs: tuple[fx.Graph, ...]
-    at: Mapping[Coordinate, tuple[int, tuple[int, ...]]]
 
 
 @dataclass(frozen=True, repr=False)
@@ -281,7 +278,11 @@ def _encode_certificate(c: Certificate) -> dict[str, Any]:
         "outputs": [[_encode(ref), spec] for ref, spec in c.outputs],
         "unreduced": [c.unreduced.inputs, c.unreduced.outputs],
         "graphs": [[_encode_node(n) for n in g.nodes] for g in c.ranks.graphs],
-        "ranks": [[list(k), graph, list(offsets)] for k, (graph, offsets) in c.ranks.at.items()],
+        "ranks": [
+            c.ranks.shape,
+            _encode_array(c.ranks.number),
+            [[_encode_array(v) for v in values] for values in c.ranks.offsets],
+        ],
         "recorded": None
         if (r := c.recorded) is None
         else [r.names, [[k, v] for k, v in r.integers.items()]],
@@ -315,9 +316,14 @@ def _decode_certificate(body: Mapping[str, Any]) -> Certificate:
         for o in body["operations"]
     )
     outputs = tuple((_decode(ref), _spec(spec)) for ref, spec in body["outputs"])
-    at = {tuple(k): (graph, tuple(offsets)) for k, graph, offsets in body["ranks"]}
+    shape, number, offsets = body["ranks"]
     groups = {name: tuple(axes) for name, axes in body["groups"].items()}
-    ranks = Ranks(tuple(map(_decode_graph, body["graphs"])), at)
+    ranks = Ranks(
+        tuple(shape),
+        tuple(map(_decode_graph, body["graphs"])),
+        _decode_array(number),
+        tuple(tuple(map(_decode_array, values)) for values in offsets),
+    )
     recorded = None
     if (found := body["recorded"]) is not None:
         names, integers = found
@@ -361,6 +367,15 @@ def _spec(spec: Any) -> Spec:
         )
         for dim in spec
     )
+
+
+def _encode_array(values: np.ndarray) -> list[Any]:
+    return [list(values.shape), values.reshape(-1).tolist()]
+
+
+def _decode_array(encoded: Any) -> np.ndarray:
+    shape, values = encoded
+    return np.array(values, dtype=np.int64).reshape(shape)
 
 
 def _encode_node(node: fx.Node) -> dict[str, Any]:

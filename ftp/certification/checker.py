@@ -8,6 +8,7 @@ op is right where its operands hold what its rule asks for and its nodes are the
 Data movement between two ops is followed element by element, through the collectives of all ranks.
 """
 
+import math
 import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -94,6 +95,11 @@ class Checker:
                 " one value"
             )
             return
+        ranks = self.certificate.ranks
+        if ranks.shape != tuple(self.certificate.axes.values()) or ranks.misfit:
+            why = ranks.misfit or f"ranks of shape {ranks.shape}"
+            yield f"the certificate has {why}, on a mesh of {dict(self.certificate.axes)}"
+            return
         issued = [
             [n for n in g.nodes if n.target in COLLECTIVES or n.target in RINGS]
             for g in self.certificate.ranks.graphs
@@ -110,7 +116,7 @@ class Checker:
             try:
                 self.check_cell(cell)
             except Refused as e:
-                if len(list(cell.coordinates())) > 1 and len(self.certificate.ranks.at) <= FEW:
+                if cell.size > 1 and math.prod(ranks.shape) <= FEW:
                     # Check each rank alone, to name the one that fails.
                     yield from Checker(self.certificate, is_each_alone=True).failures()
                     return

@@ -2,10 +2,9 @@
 data movement changes the map.
 
 A tensor's dims are split into *atoms* where a reshape split them. For each dim of the global value
-an array, the index, holds the position of every local element along that dim, or -1 where the
-element is a zero of padding. The index has a dim for each mesh axis, then one for each atom; a dim
-along which nothing changes has size 1. So data movement is followed exactly, on all ranks at once,
-and no layout is assumed.
+the index holds the position of every local element along that dim, or a hole where the element is a
+zero of padding. Its dims are the mesh axes, then the atoms. So data movement is followed exactly,
+on all ranks at once, and no layout is assumed.
 """
 
 import math
@@ -14,9 +13,15 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ftp.certification.positions import (
+    Index,
+    Positions,
+    concatenated,
+    holes,
+)
+from ftp.certification.positions import is_same as is_same_positions
 from ftp.certification.unsound import Unsound
 
-Index = np.ndarray
 Position = int | Index  # one for all ranks, or an array with a dim for each mesh axis
 Pending = frozenset[tuple[str, str]]
 
@@ -37,7 +42,7 @@ class ElementMap:
     value: str
     atoms: tuple[int, ...]
     groups: tuple[int, ...]
-    index: tuple[Index, ...]
+    index: tuple[Positions, ...]
     pending: Pending = frozenset()
     is_zero: bool = False
 
@@ -68,19 +73,33 @@ class MeshAxis:
     n: int
 
 
-def element_map(value: str, index: Sequence[Index], pending: Pending = frozenset()) -> ElementMap:
-    """The map of a tensor that holds the positions ``index[d]`` along dim ``d`` of ``value``; the
-    last dim of each array is the tensor's.
+@dataclass(frozen=True)
+class Part:
+    """A rank's part of one dim of a value: its positions, the last dim of ``index``, and how many
+    they are.
+    """
 
-    >>> element_map("x", [np.arange(2), np.arange(3, 6)]).shape
+    index: Positions
+    size: int
+
+    def positions(self) -> Index:
+        """Of one rank, in order."""
+        return np.broadcast_to(self.index.dense().reshape(-1), self.size).copy()
+
+
+def element_map(value: str, parts: Sequence[Part], pending: Pending = frozenset()) -> ElementMap:
+    """The map of a tensor whose dim ``d`` holds the part ``parts[d]`` of dim ``d`` of ``value``.
+
+    >>> from ftp.certification.positions import whole
+    >>> element_map("x", [Part(whole(1, 0, 2), 2), Part(whole(1, 0, 3), 3)]).shape
     (2, 3)
     """
-    n = len(index)
-    shaped = tuple(
-        a.reshape([*a.shape[:-1], *(a.shape[-1] if i == d else 1 for i in range(n))])
-        for d, a in enumerate(index)
+    lead = parts[0].index.ndim - 1 if parts else 0
+    index = tuple(
+        part.index.renamed([*range(lead), lead + d], lead + len(parts))
+        for d, part in enumerate(parts)
     )
-    return ElementMap(value, tuple(a.shape[-1] for a in index), (1,) * n, shaped, pending)
+    return ElementMap(value, tuple(part.size for part in parts), (1,) * len(parts), index, pending)
 
 
 def on_rank(x: ElementMap, at: Sequence[int]) -> ElementMap:
@@ -88,7 +107,7 @@ def on_rank(x: ElementMap, at: Sequence[int]) -> ElementMap:
     index = []
     for i in x.index:
         for dim, place in enumerate(at):
-            i = i.take([place if i.shape[dim] > 1 else 0], dim)
+            i = i.taken(dim, range(place, place + 1))
         index.append(i)
     return replace(x, index=tuple(index))
 
@@ -102,11 +121,7 @@ def is_same(a: ElementMap, b: ElementMap) -> bool:
     if a.is_zero or b.is_zero:
         return a.is_zero and b.is_zero
     a, b = _aligned(a, b)
-    return all(x is y or _equal(x, y) for x, y in zip(a.index, b.index, strict=True))
-
-
-def _equal(x: Index, y: Index) -> bool:
-    return bool(np.array_equal(x, y)) if x.shape == y.shape else bool((x == y).all())
+    return all(map(is_same_positions, a.index, b.index))
 
 
 def _aligned(a: ElementMap, b: ElementMap) -> tuple[ElementMap, ElementMap]:
@@ -161,19 +176,19 @@ def resolved(shape: Sequence[int], total: int) -> list[int]:
 
 def zeros_like(x: ElementMap, shape: Sequence[int] | None = None) -> ElementMap:
     shape = x.shape if shape is None else tuple(shape)
-    nothing = tuple(np.full((1,) * (x.lead + len(shape)), -1) for _ in x.index)
+    nothing = (holes(x.lead + len(shape)),) * len(x.index)
     return ElementMap(x.value, tuple(shape), (1,) * len(shape), nothing, x.pending, True)
 
 
 def permute(x: ElementMap, dims: Sequence[int]) -> ElementMap:
     starts = np.cumsum([0, *x.groups]).tolist()
     order = [a for d in dims for a in range(starts[d], starts[d] + x.groups[d])]
-    axes = [*range(x.lead), *(x.lead + a for a in order)]
+    places = [*range(x.lead), *(x.lead + order.index(a) for a in range(len(order)))]
     return replace(
         x,
         atoms=tuple(x.atoms[a] for a in order),
         groups=tuple(x.groups[d] for d in dims),
-        index=tuple(i.transpose(axes) for i in x.index),
+        index=tuple(i.renamed(places, len(places)) for i in x.index),
     )
 
 
@@ -196,38 +211,30 @@ def slice_dim(x: ElementMap, dim: int, start: Position, stop: Position) -> Eleme
     if (first, length) == (0, size):
         return x
     x, at = one_atom(x, dim)
-    lead = x.lead
-    if first is not None:
-        taken = (slice(None),) * (lead + at) + (slice(first, first + length),)
-        index = tuple(i[taken] if i.shape[lead + at] != 1 else i for i in x.index)
-    else:
-        places = _along(_clipped(start, size), length, lead, at, len(x.atoms))
-        index = tuple(
-            np.take_along_axis(i, places, lead + at) if i.shape[lead + at] != 1 else i
-            for i in x.index
-        )
+    dim, starts = x.lead + at, _clipped(start, size)
+    index = tuple(
+        i.taken(dim, range(first, first + length))
+        if first is not None
+        else i.from_starts(dim, starts, length)
+        for i in x.index
+    )
     return replace(x, atoms=(*x.atoms[:at], length, *x.atoms[at + 1 :]), index=index)
 
 
 def flip_dim(x: ElementMap, dim: int) -> ElementMap:
     """Reverse a dim of the tensor."""
     x, at = one_atom(x, dim)
-    return replace(x, index=tuple(np.flip(i, x.lead + at) for i in x.index))
+    backwards = range(x.atoms[at] - 1, -1, -1)
+    return replace(x, index=tuple(i.taken(x.lead + at, backwards) for i in x.index))
 
 
 def _clipped(at: Position, size: int) -> Index:
     return np.clip(np.asarray(at), 0, size)
 
 
-def _along(start: Index, length: int, lead: int, at: int, atoms: int) -> Index:
-    """``length`` positions from each rank's ``start`` on, along an atom."""
-    count = np.arange(length).reshape([length if a == at else 1 for a in range(atoms)])
-    return start.reshape(*start.shape, *(1,) * atoms) + count
-
-
 def pad_dim(x: ElementMap, dim: int, before: Position, after: Position) -> ElementMap:
     """Pad a dim of the tensor with zeros."""
-    first, more = common_position(before), common_position(np.asarray(before) + np.asarray(after))
+    more = common_position(np.asarray(before) + np.asarray(after))
     if more is None or (np.asarray(before) < 0).any() or (np.asarray(after) < 0).any():
         raise Unsound(f"dim {dim} is padded by {before} and {after}")
     if more == 0:
@@ -239,28 +246,12 @@ def pad_dim(x: ElementMap, dim: int, before: Position, after: Position) -> Eleme
         return zeros_like(x, _shape(atoms, x.groups))
     if not x.index:
         raise Unsound("a scalar is padded")
-    along = [d for d, i in enumerate(x.index) if i.shape[x.lead + at] != 1] or [0]
+    dim = x.lead + at
+    along = [d for d, i in enumerate(x.index) if i.varies(dim)] or [0]
     index = list(x.index)
     for d in along:
-        full = _widened(index[d], x.lead + at, size)
-        if first is not None:
-            margin = [
-                (first, more - first) if a == x.lead + at else (0, 0) for a in range(full.ndim)
-            ]
-            index[d] = np.pad(full, margin, constant_values=-1)
-        else:
-            places = _along(-np.asarray(before), more + size, x.lead, at, len(atoms))
-            taken = np.take_along_axis(full, np.clip(places, 0, size - 1), x.lead + at)
-            index[d] = np.where((places >= 0) & (places < size), taken, -1)
+        index[d] = index[d].padded(dim, size, np.asarray(before), more + size)
     return replace(x, atoms=atoms, index=tuple(index))
-
-
-def _widened(index: Index, dim: int, size: int) -> Index:
-    return (
-        index
-        if index.shape[dim] == size
-        else np.broadcast_to(index, (*index.shape[:dim], size, *index.shape[dim + 1 :]))
-    )
 
 
 def _shape(atoms: Sequence[int], groups: Sequence[int]) -> tuple[int, ...]:
@@ -279,26 +270,17 @@ def concatenate(parts: Sequence[ElementMap], dim: int) -> ElementMap:
     return replace(
         first,
         atoms=(*first.atoms[:dim], sum(sizes), *first.atoms[dim + 1 :]),
-        index=stack_indexes(parts, first.lead + dim, sizes),
+        index=concatenated_index(parts, first.lead + dim, sizes),
     )
 
 
-def stack_indexes(parts: Sequence[ElementMap], dim: int, sizes: Sequence[int]) -> tuple[Index, ...]:
-    """Concatenate the parts' indexes along ``dim``; parts with equal ones share one."""
-    index = []
-    for arrays in zip(*(p.index for p in parts), strict=True):
-        if all(a.shape[dim] == 1 and _equal(a, arrays[0]) for a in arrays):
-            index.append(arrays[0])
-            continue
-        wide = [_widened(a, dim, size) for a, size in zip(arrays, sizes, strict=True)]
-        most = [max(a.shape[k] for a in wide) for k in range(wide[0].ndim)]
-        index.append(
-            np.concatenate(
-                [np.broadcast_to(a, (*most[:dim], a.shape[dim], *most[dim + 1 :])) for a in wide],
-                axis=dim,
-            )
-        )
-    return tuple(index)
+def concatenated_index(
+    parts: Sequence[ElementMap], dim: int, sizes: Sequence[int]
+) -> tuple[Positions, ...]:
+    """The parts' indexes one after another along ``dim``; equal ones are shared."""
+    return tuple(
+        concatenated(index, dim, sizes) for index in zip(*(p.index for p in parts), strict=True)
+    )
 
 
 # Atoms.
@@ -317,7 +299,7 @@ def one_atom(x: ElementMap, dim: int) -> tuple[ElementMap, int]:
 
 
 def _inserted(x: ElementMap, at: int, dim: int) -> ElementMap:
-    index = tuple(np.expand_dims(i, x.lead + at) for i in x.index)
+    index = tuple(i.with_dim(x.lead + at) for i in x.index)
     groups = tuple(1 if d == dim else g for d, g in enumerate(x.groups))
     return replace(x, atoms=(*x.atoms[:at], 1, *x.atoms[at:]), index=index, groups=groups)
 
@@ -326,29 +308,18 @@ def _without(x: ElementMap, at: int) -> ElementMap:
     return replace(
         x,
         atoms=(*x.atoms[:at], *x.atoms[at + 1 :]),
-        index=tuple(i.squeeze(x.lead + at) for i in x.index),
+        index=tuple(i.without_dim(x.lead + at) for i in x.index),
     )
 
 
 def _split(x: ElementMap, at: int, major: int) -> ElementMap:
     minor = x.atoms[at] // major
-    k = x.lead + at
-    index = tuple(
-        i.reshape(*i.shape[:k], *((1, 1) if i.shape[k] == 1 else (major, minor)), *i.shape[k + 1 :])
-        for i in x.index
-    )
+    index = tuple(i.split(x.lead + at, major, minor) for i in x.index)
     return replace(x, atoms=(*x.atoms[:at], major, minor, *x.atoms[at + 1 :]), index=index)
 
 
 def _merged(x: ElementMap, at: int) -> ElementMap:
     """Merge atoms ``at`` and ``at + 1``."""
     a, b = x.atoms[at : at + 2]
-    k = x.lead + at
-    index = []
-    for i in x.index:
-        if i.shape[k] == i.shape[k + 1] == 1:
-            index.append(i.squeeze(k))
-        else:
-            whole = np.broadcast_to(i, (*i.shape[:k], a, b, *i.shape[k + 2 :]))
-            index.append(whole.reshape(*i.shape[:k], a * b, *i.shape[k + 2 :]))
-    return replace(x, atoms=(*x.atoms[:at], a * b, *x.atoms[at + 2 :]), index=tuple(index))
+    index = tuple(i.merged(x.lead + at, a, b) for i in x.index)
+    return replace(x, atoms=(*x.atoms[:at], a * b, *x.atoms[at + 2 :]), index=index)

@@ -9,8 +9,15 @@ from typing import Any
 import numpy as np
 
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Coordinate, Operation, Spec
-from ftp.certification.element_map import Index, MeshAxis, common_position
+from ftp.certification.certificate import Operation, Spec, shrunk
+from ftp.certification.element_map import MeshAxis, Part
+from ftp.certification.positions import (
+    Index,
+    Positions,
+    concatenated,
+    from_array,
+    whole,
+)
 from ftp.certification.unsound import Refused, Unsound
 from ftp.per_rank.planned import rank_axes, region_of
 from ftp.per_rank.program import factor
@@ -28,9 +35,8 @@ class ExpectedParts:
 
     def __init__(self, axes: Mapping[str, MeshAxis], operations: Sequence[Operation]):
         self.axes, self.operations = axes, operations
-        self._cuts: dict[Any, Index] = {}
-        self._wholes: dict[int, Index] = {}
-        self._parts: dict[Any, tuple[Index, Index]] = {}
+        self._cuts: dict[Any, Part] = {}
+        self._factors: dict[Any, tuple[dict[str, Part], dict[str, list[Cut]]]] = {}
         self._chunks: dict[Any, list[tuple[Index, int]]] = {}
 
     @cached_property
@@ -42,66 +48,92 @@ class ExpectedParts:
             found[op.name] = rank_axes(op.target, op.args, operands) if op.args else frozenset()
         return found
 
+    def whole(self, size: int) -> Part:
+        return Part(whole(len(self.axes) + 1, len(self.axes), size), size)
+
     # Parts by a spec.
 
-    def cut_by_spec(self, shape: Sequence[int], spec: Spec, cell: Cell) -> list[Index]:
-        found = []
-        for dim, size in enumerate(shape):
-            cuts = spec[dim] if dim < len(spec) else ()
-            if not cuts:
-                found.append(self.whole(int(size)))
-                continue
-            key = (cell, int(size), cuts)
-            if key not in self._cuts:
-                self._cuts[key] = self.cut(int(size), cuts, cell)
-            found.append(self._cuts[key])
-        return found
+    def cut_by_spec(self, shape: Sequence[int], spec: Spec, cell: Cell) -> list[Part]:
+        return [
+            self.cut(int(size), spec[dim] if dim < len(spec) else (), cell)
+            for dim, size in enumerate(shape)
+        ]
 
-    def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Index:
+    def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Part:
         """The positions along a dim that each rank of a cell holds."""
+        key = (cell, size, tuple(cuts))
+        if key not in self._cuts:
+            found = self._cut(size, cuts, cell)
+            self._cuts[key] = self._cut_alone(size, cuts, cell) if found is None else found
+        return self._cuts[key]
+
+    def _cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Part | None:
+        """None if ranks of the cell hold parts of different sizes after one of several cuts."""
+        held = self.whole(size)
+        for axis, unit, packs in cuts:
+            ranks = cell.at[self.axes[axis].dim]
+            if packs == "zigzag":
+                of_ranks = [self.zigzag_at(held.size, axis, i) for i in ranks]
+            else:
+                sizes = [held.size // packs] * packs if isinstance(packs, int) else packs
+                ends = np.cumsum(sizes).tolist()
+                of_ranks = [
+                    [
+                        self.units(end - s, s, axis, unit, i)
+                        for s, end in zip(sizes, ends, strict=True)
+                    ]
+                    for i in ranks
+                ]
+            if len({tuple(length for _, length in pieces) for pieces in of_ranks}) > 1:
+                return None
+            held = self.taken(held, 1, held.size, 1, self.starts(of_ranks, axis))
+        return held
+
+    def _cut_alone(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Part:
+        """The same, rank by rank."""
         dims = {self.axes[axis].dim for axis, _, _ in cuts}
         ranges = [at if dim in dims else at[:1] for dim, at in enumerate(cell.at)]
         rows = []
         for coordinate in itertools.product(*ranges):
-            index = np.arange(size)
-            for axis, unit, packs in cuts:
-                if packs == "zigzag":
-                    held = self.zigzag_at(len(index), axis, coordinate)
-                    index = np.concatenate([index[a : a + length] for a, length in held])
-                    continue
-                sizes = [len(index) // packs] * packs if isinstance(packs, int) else packs
-                ends = np.cumsum(sizes).tolist()
-                index = np.concatenate(
-                    [
-                        self.units(index[end - s : end], axis, unit, coordinate)
-                        for s, end in zip(sizes, ends, strict=True)
-                    ]
-                )
-            rows.append(index)
+            alone = self._cut(size, cuts, Cell(cell.graph, tuple((i,) for i in coordinate)))
+            assert alone is not None, "one rank's parts are of one size"
+            rows.append(alone.positions())
         if len({len(r) for r in rows}) > 1:
             raise Unsound("ranks with one program hold parts of different sizes")
-        return np.stack(rows).reshape(*map(len, ranges), -1)
+        stacked = np.stack(rows).reshape(*map(len, ranges), -1)
+        return Part(from_array(stacked), len(rows[0]))
 
-    def units(self, index: Index, axis: str, unit: int, coordinate: Coordinate) -> Index:
-        """A rank's chunk of whole units. Neighbours share a unit if the ranks are a multiple."""
-        count, n = -(-len(index) // unit), self.axes[axis].n
+    def units(self, first: int, size: int, axis: str, unit: int, rank: int) -> tuple[int, int]:
+        """Start and length of a rank's chunk of whole units, of ``size`` elements from ``first``.
+
+        Neighbours share a unit if the ranks are a multiple.
+        """
+        count, n = -(-size // unit), self.axes[axis].n
         if unit > 1 and 0 < count < n and n % count == 0:
-            start, length = coordinate[self.axes[axis].dim] // (n // count), 1
+            start, length = rank // (n // count), 1
         else:
-            start, length = self.chunk_at(count, axis, coordinate)
-        return index[start * unit : (start + length) * unit]
+            start, length = self.chunk_at(count, axis, rank)
+        begin, end = min(start * unit, size), min((start + length) * unit, size)
+        return first + begin, end - begin
 
     # Parts by the claims of an op.
 
     def factors(
         self, op: Operation, rule: BoundRule, cell: Cell
-    ) -> tuple[dict[str, Index], dict[str, list[Cut]]]:
+    ) -> tuple[dict[str, Part], dict[str, list[Cut]]]:
         """Check an op's claims against its rule.
 
         Returns, per factor, the claimed positions on each rank, and the claimed cuts in numbers.
 
         The start of a cut is an array over the ranks if it differs between them.
         """
+        if (cell, op.name) not in self._factors:
+            self._factors[cell, op.name] = self._checked_factors(op, rule, cell)
+        return self._factors[cell, op.name]
+
+    def _checked_factors(
+        self, op: Operation, rule: BoundRule, cell: Cell
+    ) -> tuple[dict[str, Part], dict[str, list[Cut]]]:
         index = {f: self.whole(size) for f, size in rule.sizes.items()}
         region = region_of(op.target, op.args)
         claimed = {claim.axis: claim.factor for claim in op.claims}
@@ -125,12 +157,12 @@ class ExpectedParts:
                 self.size(s, cell) for s in (claim.outer, claim.extent, claim.inner)
             )
             held = index[claim.factor]
-            if outer * extent * inner != held.shape[-1]:
+            if outer * extent * inner != held.size:
                 raise Refused(
-                    f"{op} is claimed to be cut in {outer} x {extent} x {inner} of {held.shape[-1]}"
+                    f"{op} is claimed to be cut in {outer} x {extent} x {inner} of {held.size}"
                 )
             pieces = self.pieces(extent, claim.axis, claim.zigzag, cell)
-            index[claim.factor] = self.part(held, outer, extent, inner, pieces)
+            index[claim.factor] = self.taken(held, outer, extent, inner, pieces)
             (start, _), *second = pieces
             length = sum(length for _, length in pieces)
             of_axis = {"axis": claim.axis, "n": self.axes[claim.axis].n}
@@ -148,81 +180,68 @@ class ExpectedParts:
                 )
         return index, cuts
 
-    def whole(self, size: int) -> Index:
-        if size not in self._wholes:
-            self._wholes[size] = np.arange(size).reshape(*(1,) * len(self.axes), size)
-        return self._wholes[size]
+    def taken(
+        self, held: Part, outer: int, extent: int, inner: int, pieces: Sequence[tuple[Index, int]]
+    ) -> Part:
+        """The pieces, one after another, of each of ``outer`` blocks of ``extent`` times ``inner``
+        positions.
+        """
+        dim = len(self.axes)
+        seen = held.index.split(dim, outer, extent * inner).split(dim + 1, extent, inner)
+        lengths = [length for _, length in pieces]
+        parts = [seen.from_starts(dim + 1, start, length) for start, length in pieces]
+        found = concatenated(parts, dim + 1, lengths)
+        length = sum(lengths)
+        found = found.merged(dim + 1, length, inner).merged(dim, outer, length * inner)
+        return Part(found, outer * length * inner)
 
-    def part(
-        self, held: Index, outer: int, extent: int, inner: int, pieces: Sequence[tuple[Index, int]]
-    ) -> Index:
-        """The positions that a cut leaves each rank, piece after piece."""
-        begins = [(start.tobytes(), start.shape, length) for start, length in pieces]
-        key = (id(held), outer, extent, inner, *begins)
-        if key not in self._parts:
-            seen = held.reshape(*held.shape[:-1], outer, extent, inner)
-            parts = []
-            for start, length in pieces:
-                if (first := common_position(start)) is not None:
-                    parts.append(seen[..., first : first + length, :])
-                    continue
-                count = np.arange(length).reshape(length, 1)
-                places = start.reshape(*start.shape, 1, 1, 1) + count
-                parts.append(np.take_along_axis(seen, places, -2))
-            lead = np.broadcast_shapes(*(part.shape[:-3] for part in parts))
-            parts = [np.broadcast_to(part, (*lead, *part.shape[-3:])) for part in parts]
-            found = np.concatenate(parts, -2) if len(parts) > 1 else parts[0]
-            self._parts[key] = held, found.reshape(*found.shape[:-3], -1)
-        return self._parts[key][1]
+    def starts(
+        self, of_ranks: Sequence[Sequence[tuple[int, int]]], axis: str
+    ) -> list[tuple[Index, int]]:
+        """Of start and length of each piece of each rank along an axis: the starts of a piece, an
+        array with a dim for each mesh axis, and its common length.
+        """
+        dim = self.axes[axis].dim
+        shape = [len(of_ranks) if d == dim else 1 for d in range(len(self.axes))]
+        return [
+            (np.array([start for start, _ in pieces]).reshape(shape), pieces[0][1])
+            for pieces in zip(*of_ranks, strict=True)
+        ]
 
     # Chunks.
 
-    def chunk_at(self, size: int, axis: str, coordinate: Coordinate) -> tuple[int, int]:
-        """Start and length of a rank's chunk. As in ``torch.chunk`` the last ones are shorter or
-        empty.
+    def chunk_at(self, size: int, axis: str, rank: int) -> tuple[int, int]:
+        """Start and length of the chunk of the rank at an index along an axis. As in
+        ``torch.chunk`` the last ones are shorter or empty.
         """
         length = math.ceil(size / self.axes[axis].n)
-        start = min(coordinate[self.axes[axis].dim] * length, size)
+        start = min(rank * length, size)
         return start, min(length, size - start)
 
-    def zigzag_at(self, size: int, axis: str, coordinate: Coordinate) -> list[tuple[int, int]]:
+    def zigzag_at(self, size: int, axis: str, rank: int) -> list[tuple[int, int]]:
         """Start and length of a rank's two chunks of a zigzag, one counted from the front, one from
         the back.
         """
-        along = self.axes[axis]
-        length, rank = math.ceil(size / (2 * along.n)), coordinate[along.dim]
-        starts = [min(i * length, size) for i in (rank, 2 * along.n - 1 - rank)]
+        n = self.axes[axis].n
+        length = math.ceil(size / (2 * n))
+        starts = [min(i * length, size) for i in (rank, 2 * n - 1 - rank)]
         return [(start, min(length, size - start)) for start in starts]
 
-    def pieces_at(
-        self, size: int, axis: str, zigzag: bool, coordinate: Coordinate
-    ) -> list[tuple[int, int]]:
-        if zigzag:
-            return self.zigzag_at(size, axis, coordinate)
-        return [self.chunk_at(size, axis, coordinate)]
+    def pieces_at(self, size: int, axis: str, zigzag: bool, rank: int) -> list[tuple[int, int]]:
+        return self.zigzag_at(size, axis, rank) if zigzag else [self.chunk_at(size, axis, rank)]
 
     def pieces(self, size: int, axis: str, zigzag: bool, cell: Cell) -> list[tuple[Index, int]]:
         """The starts of each piece of a cell's ranks, and its common length."""
         key = (cell, size, axis, zigzag)
         if key not in self._chunks:
-            along = self.axes[axis]
-            found = [
-                self.pieces_at(size, axis, zigzag, (0,) * along.dim + (i,))
-                for i in cell.at[along.dim]
-            ]
+            ranks = cell.at[self.axes[axis].dim]
+            found = [self.pieces_at(size, axis, zigzag, i) for i in ranks]
             if len({tuple(length for _, length in held) for held in found}) > 1:
                 raise Refused(
                     f"ranks with one program hold chunks of different sizes of {size} over {axis}"
                 )
-            shape = [len(found) if dim == along.dim else 1 for dim in range(len(self.axes))]
-            self._chunks[key] = [
-                (np.array([start for start, _ in of_ranks]).reshape(shape), of_ranks[0][1])
-                for of_ranks in zip(*found, strict=True)
-            ]
+            self._chunks[key] = self.starts(found, axis)
         return self._chunks[key]
-
-    def length_at(self, size: int, axis: str, zigzag: bool, coordinate: Coordinate) -> int:
-        return sum(length for _, length in self.pieces_at(size, axis, zigzag, coordinate))
 
     def size(self, size: Any, cell: Cell) -> int:
         if isinstance(size, int):
@@ -230,15 +249,6 @@ class ExpectedParts:
         const, chunks = size
         return const * math.prod(
             sum(length for _, length in self.pieces(self.size(whole, cell), axis, zigzag, cell))
-            for whole, axis, _, zigzag in chunks
-        )
-
-    def size_at(self, size: Any, coordinate: Coordinate) -> int:
-        if isinstance(size, int):
-            return size
-        const, chunks = size
-        return const * math.prod(
-            self.length_at(self.size_at(whole, coordinate), axis, zigzag, coordinate)
             for whole, axis, _, zigzag in chunks
         )
 
@@ -250,8 +260,8 @@ class ExpectedParts:
         def collect(size: Any, axis: str | None, zigzag: bool) -> None:
             if axis is not None:
                 found.setdefault(f"{size} {axis} {zigzag}", (size, axis, zigzag))
-            for whole, inner, _, dealt in () if isinstance(size, int) else size[1]:
-                collect(whole, inner, dealt)
+            for before, inner, _, dealt in () if isinstance(size, int) else size[1]:
+                collect(before, inner, dealt)
 
         for op in self.operations:
             for claim in op.claims:
@@ -260,20 +270,43 @@ class ExpectedParts:
                 collect(claim.inner, None, False)
         return list(found.values())
 
-    def lengths(self, coordinate: Coordinate) -> list[int]:
-        return [
-            self.length_at(self.size_at(size, coordinate), axis, zigzag, coordinate)
-            for size, axis, zigzag in self.sizes
-        ]
+    @cached_property
+    def lengths(self) -> list[Index]:
+        """The length of every claimed chunk on each rank: arrays with a dim for each mesh axis."""
+        return [self._lengths(size, axis, zigzag) for size, axis, zigzag in self.sizes]
+
+    def _lengths(self, size: Any, axis: str, zigzag: bool) -> Index:
+        """The lengths of one chunk; ranks with equal sizes before the cut are one question."""
+        along, before = self.axes[axis], self._sizes(size)
+        sizes, which = np.unique(before, return_inverse=True)
+        lengths = np.array(
+            [
+                [sum(n for _, n in self.pieces_at(s, axis, zigzag, i)) for i in range(along.n)]
+                for s in sizes.tolist()
+            ]
+        )
+        ranks = [along.n if d == along.dim else 1 for d in range(len(self.axes))]
+        return shrunk(lengths[which.reshape(before.shape), np.arange(along.n).reshape(ranks)])
+
+    def _sizes(self, size: Any) -> Index:
+        const, chunks = (size, ()) if isinstance(size, int) else size
+        found = np.full((1,) * len(self.axes), const)
+        for inner, axis, _, zigzag in chunks:
+            found = found * self._lengths(inner, axis, zigzag)
+        return found
 
 
-def positions_along(dim: Dim, index: Mapping[str, Index], sizes: Mapping[str, int]) -> Index:
-    """Positions along a dim composed of factors, major to minor."""
+def positions_along(dim: Dim, index: Mapping[str, Part], sizes: Mapping[str, int]) -> Part:
+    """The part of a dim composed of factors, major to minor."""
     if len(dim) == 1:
         return index[dim[0]]
-    lead = next(iter(index.values())).ndim - 1 if index else 0
-    found = np.zeros((1,) * (lead + 1), dtype=np.int64)
+    ndim = next(iter(index.values())).index.ndim if index else 1
+    found = Part(Positions(ndim, 0, ()), 1)
     for name in dim:
-        both = found[..., :, None] * sizes[name] + index[name][..., None, :]
-        found = both.reshape(*both.shape[:-2], -1)
+        part = index[name]
+        places = list(range(ndim))
+        major = found.index.renamed(places, ndim + 1).scaled(sizes[name])
+        minor = part.index.renamed([*places[:-1], ndim], ndim + 1)
+        both = major.plus(minor).merged(ndim - 1, found.size, part.size)
+        found = Part(both, found.size * part.size)
     return found

@@ -9,7 +9,8 @@ import torch
 from torch import fx
 
 from ftp.certification.certificate import Operation, Ref
-from ftp.certification.element_map import Index
+from ftp.certification.element_map import Part
+from ftp.certification.positions import Index
 from ftp.rules.bind import bind, lookup
 from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
 from ftp.rules.notation import parse
@@ -59,7 +60,7 @@ def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
 def local_form(
     op: Operation,
     rule: BoundRule,
-    index: Mapping[str, Index],
+    parts: Mapping[str, Part],
     cuts: Mapping[str, list[Cut]],
     device: torch.device,
     groups: Mapping[str, tuple[str, ...]],
@@ -89,7 +90,7 @@ def local_form(
         return replace(cut, start=begins[0], second=second)
 
     args, kwargs = replaced(tuple(op.args), Ref, place), replaced(dict(op.kwargs), Ref, place)
-    sizes = {f: i.shape[-1] for f, i in index.items()}
+    sizes = {f: part.size for f, part in parts.items()}
     begun = {f: list(map(begin, found)) for f, found in cuts.items()}
     names = {axes: name for name, axes in groups.items()}
     made = localize(

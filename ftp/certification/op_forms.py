@@ -15,7 +15,7 @@ from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.data_movement import FILLS, constant
 from ftp.certification.element_map import (
     ElementMap,
-    Index,
+    Part,
     common_position,
     element_map,
     is_same,
@@ -281,7 +281,7 @@ class OpForms:
         return expected if rows is None or slot else slice_dim(expected, 0, *rows)
 
     def result(
-        self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, Index], at: int
+        self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, Part], at: int
     ) -> ElementMap:
         dims = rule.results[at]
         held = {f for dim in dims for f in dim}

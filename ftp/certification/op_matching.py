@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.certification.element_map import Index, common_position
+from ftp.certification.element_map import common_position
+from ftp.certification.positions import Index
 
 aten = torch.ops.aten
 COPIES = (

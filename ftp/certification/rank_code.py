@@ -167,13 +167,7 @@ class _Ranks:
 
     def __init__(self, certificate: Certificate):
         self.axes = list(certificate.axes)
-        shape = tuple(certificate.axes.values())
-        at = certificate.ranks.at
-        self.number = np.empty(shape, dtype=np.int64)
-        self.offsets = np.zeros((*shape, max(len(o) for _, o in at.values())), dtype=np.int64)
-        for coordinate, (graph, offsets) in at.items():
-            self.number[coordinate] = graph
-            self.offsets[coordinate][: len(offsets)] = offsets
+        self.number, self.offsets = certificate.ranks.number, certificate.ranks.offsets
 
     def varying(self, of_graphs: Sequence[Any]) -> Axes:
         """The axes along which what the graphs hold changes."""
@@ -182,8 +176,10 @@ class _Ranks:
 
     def varying_offset(self, of_graphs: Sequence[int]) -> Axes:
         """The same of an offset, given which of each graph's offsets it is."""
-        which = np.array(of_graphs)[self.number]
-        return self._along(np.take_along_axis(self.offsets, which[..., None], -1)[..., 0])
+        values = np.zeros_like(self.number)
+        for graph, which in enumerate(of_graphs):
+            values = np.where(self.number == graph, self.offsets[graph][which], values)
+        return self._along(values)
 
     def _along(self, values: np.ndarray) -> Axes:
         return frozenset(

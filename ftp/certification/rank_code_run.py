@@ -85,8 +85,9 @@ class _Programs:
         self.body = op.body
         self.graphs: list[fx.Graph] = []
         elements = 0
+        at = certificate.ranks.at
         for coordinate in every:
-            number, offsets = certificate.ranks.at[coordinate]
+            number, offsets = at[coordinate]
             placeholders = list(graphs.placeholders[number])[graphs.inputs :]
             given: dict[fx.Node, int] = dict(zip(placeholders, offsets, strict=True))
             made = _Written(certificate, op, coordinate, given)

@@ -10,10 +10,10 @@ from torch import fx
 
 from ftp.certification.branches import branch_of
 from ftp.certification.cells import Cell
-from ftp.certification.certificate import Certificate, Coordinate, Operation
+from ftp.certification.certificate import Certificate, Coordinate, Operation, shrunk
 from ftp.certification.collective_semantics import COLLECTIVES
-from ftp.certification.element_map import Index
 from ftp.certification.op_matching import COPIES
+from ftp.certification.positions import Index
 from ftp.certification.purify import without_writes
 from ftp.certification.unsound import Refused
 
@@ -43,7 +43,7 @@ class RankGraphs:
         return self._pure[graph]
 
     def first(self, graph: int) -> Coordinate:
-        return next(c for c, (g, _) in self.certificate.ranks.at.items() if g == graph)
+        return self.certificate.ranks.first(graph)
 
     @cached_property
     def local_ops(self) -> list[dict[str, list[fx.Node]]]:
@@ -75,16 +75,16 @@ class RankGraphs:
     def offsets(self, cell: Cell) -> dict[fx.Node, Index]:
         """Per offset input its values on the ranks of a cell: an array with a dim for each axis."""
         if cell not in self._offsets:
-            of_ranks = np.array(
-                [self.certificate.ranks.at[c][1] for c in cell.coordinates()], dtype=np.int64
-            )
-            of_ranks = of_ranks.reshape(*map(len, cell.at), -1)
+            of_ranks = self.certificate.ranks.offsets[cell.graph]
             nodes = list(self.placeholders[cell.graph])[self.inputs :]
-            if of_ranks.shape[-1] != len(nodes):
+            if len(of_ranks) != len(nodes):
                 raise Refused(
-                    f"{of_ranks.shape[-1]} offsets are given to a program that takes {len(nodes)}"
+                    f"{len(of_ranks)} offsets are given to a program that takes {len(nodes)}"
                 )
-            self._offsets[cell] = {node: _shrink(of_ranks[..., i]) for i, node in enumerate(nodes)}
+            self._offsets[cell] = {
+                node: shrunk(_within(values, cell))
+                for node, values in zip(nodes, of_ranks, strict=True)
+            }
         return self._offsets[cell]
 
     def signature(self, node: fx.Node) -> str:
@@ -111,10 +111,7 @@ class RankGraphs:
         return sum(o.target is None for o in self.operations.values())
 
 
-def _shrink(of_ranks: Index) -> Index:
-    """Dims along which nothing changes are shrunk to size 1."""
-    for dim in range(of_ranks.ndim):
-        first = of_ranks.take([0], dim)
-        if (of_ranks == first).all():
-            of_ranks = first
-    return of_ranks
+def _within(of_ranks: Index, cell: Cell) -> Index:
+    """The values on the ranks of a cell."""
+    at = [at if n > 1 else (0,) for n, at in zip(of_ranks.shape, cell.at, strict=True)]
+    return of_ranks[np.ix_(*at)]

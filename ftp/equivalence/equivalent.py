@@ -357,8 +357,8 @@ class _Call:
             lines,
             tuple(zip(refs, map(_cuts, out_specs), strict=True)),
             Unreduced(tuple(pending), tuple(out_pending)),
-            Ranks(
-                tuple(graphs),
+            Ranks.of(
+                graphs,
                 {tuple(c.values()): (i, ()) for i, c in enumerate(self.mesh.coordinates())},
             ),
             (),

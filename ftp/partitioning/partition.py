@@ -30,6 +30,7 @@ from ftp.partitioning.inline_per_rank import (
     axes_of_calls,
     emit_per_rank,
 )
+from ftp.partitioning.rank_tables import Table, chunk_table, table
 from ftp.partitioning.rings import record_rings
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import FactorCut, Move, Node, Value, identity_rule
@@ -69,6 +70,10 @@ class Offset:
             case _:
                 return size_at(self.size, coordinate) - start - length
 
+    def table(self, axes: Mapping[str, int]) -> Table:
+        """Its value on every rank."""
+        return chunk_table(axes, self, Offset.at)
+
 
 @dataclass(frozen=True)
 class LocalProgram:
@@ -87,6 +92,10 @@ class LocalProgram:
 
     def offsets_at(self, coordinate: Coordinate) -> list[int]:
         return [o.at(coordinate) for o in self.offsets]
+
+    def offset_tables(self, axes: Mapping[str, int]) -> list[Table]:
+        """Each offset on every rank of a mesh that runs this program."""
+        return [offset.table(axes) for offset in self.offsets]
 
 
 @dataclass
@@ -142,15 +151,7 @@ class Partitioner:
             *(chunk_at(c, coordinate)[1] for c in self._uneven),
             *(int(coordinate[a] == 0) for a in self._contributing),
             *(coordinate[a] for a in self._permuting),
-            *(
-                of_rank
-                for value, spec in self._outside
-                for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
-                for of_rank in (
-                    cut.length,
-                    *itertools.chain(*(cut.pieces if cut.is_irregular else ())),
-                )
-            ),
+            *itertools.chain(*(self._held_outside(*out, coordinate) for out in self._outside)),
         )
         if (sizes := self.plan.sizes) is not None:
             known = self._dynamic.setdefault(key, [])
@@ -165,6 +166,38 @@ class Partitioner:
             with collection_paused():
                 self._programs[key] = _Emission(self, coordinate).run()
         return self._programs[key]
+
+    def tables(self) -> list[Table]:
+        """What tells the programs of ranks apart, for all ranks: those for which all tables are
+        equal run one program.
+        """
+        axes = self.plan.axes
+        return [
+            *(chunk_table(axes, c, lambda chunk, at: chunk_at(chunk, at)[1]) for c in self._uneven),
+            *(table(axes, [a], lambda at, a=a: int(at[a] == 0)) for a in self._contributing),
+            *(table(axes, [a], lambda at, a=a: at[a]) for a in self._permuting),
+            *(
+                table(
+                    axes,
+                    [c.axis for dim in range(len(spec)) for c in spec.cuts(dim)],
+                    lambda at, value=value, spec=spec: self._held_outside(value, spec, at),
+                )
+                for value, spec in self._outside
+            ),
+        ]
+
+    def _held_outside(
+        self, value: Value, spec: PartitionSpec, coordinate: Coordinate
+    ) -> tuple[Any, ...]:
+        """What a rank holds of a value whose spec fits no order of the axes."""
+        return tuple(
+            of_rank
+            for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
+            for of_rank in (
+                cut.length,
+                *itertools.chain(*(cut.pieces if cut.is_irregular else ())),
+            )
+        )
 
 
 @dataclass(frozen=True)

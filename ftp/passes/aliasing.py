@@ -10,7 +10,7 @@ from torch import fx
 
 WAIT = torch.ops._c10d_functional.wait_tensor.default
 ALL_REDUCE = torch.ops._c10d_functional.all_reduce.default
-UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # its schema does not say that it is a view
+UNSAFE_VIEW = torch.ops.aten._unsafe_view.default  # a view, though its schema does not say so
 
 
 def is_view(node: fx.Node) -> bool:
@@ -59,7 +59,7 @@ def read_until(node: fx.Node, position: Mapping[fx.Node, int]) -> int:
 
 
 def last_uses(nodes: Sequence[fx.Node], family: Mapping[fx.Node, fx.Node]) -> dict[fx.Node, int]:
-    """Per family where its memory is written or read last; an output is read at the end."""
+    """Per family the node that last writes or reads its memory; outputs are read at the end."""
     position = {node: at for at, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}
     for node, at in position.items():

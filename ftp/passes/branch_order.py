@@ -1,4 +1,4 @@
-"""Which branch of a ``torch.cond`` each node of a rank's graph is of."""
+"""The branch of a ``torch.cond`` that each node of a rank's graph belongs to."""
 
 from collections.abc import Iterator, Mapping
 
@@ -41,7 +41,7 @@ def _reads(found: Mapping[fx.Node, Branch], user: fx.Node, value: fx.Node) -> It
 
 
 def mark(graph: fx.Graph) -> fx.Graph:
-    """The graph, each node with its branch; itself changed."""
+    """Record each node's branch on the node; returns the same graph."""
     for node, branch in branches(graph).items():
         node.meta["branch"] = branch
     return graph

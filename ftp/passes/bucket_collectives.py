@@ -135,7 +135,7 @@ def packs(
 
 
 def _kind(node: Node) -> tuple[Any, ...] | None:
-    """What the members of a pack share; None for a node that is not packed."""
+    """The properties that members of a pack share; None for a node that is not packed."""
     if node.kind != "move":
         return None
     move, dtype = node.target, node.results[0].dtype
@@ -192,7 +192,7 @@ def _pack(graph: fx.Graph, members: Sequence[fx.Node]) -> None:
     n: int = last.args[-2] if gathers or scatters else 1  # type: ignore[assignment]
     sizes = [math.prod(fact.shape) // n for fact in facts]
     with graph.inserting_before(last):
-        # What goes to each rank, or to all, in a row.
+        # The data for one rank, or for all ranks, is contiguous.
         shapes = [[n, size] if scatters else [size] for size in sizes]
         rows = [
             graph.call_function(aten.reshape.default, (node.args[0], shape))

@@ -68,7 +68,7 @@ class _Values(FakeTensorProp):
 
 
 def _layout(value: Any) -> Any:
-    """The facts of an operand that decide on an op's result."""
+    """The properties of an operand that determine an op's result."""
     return (
         f"{tuple(value.shape)} {value.stride()} {value.dtype} {value.device}"
         if isinstance(value, torch.Tensor)

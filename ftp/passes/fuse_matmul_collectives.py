@@ -29,7 +29,7 @@ class Joint:
             reduce-scatter sums.
         part, whole: shapes of a rank's shard and of the gathered value.
         columns: of the products' first factors, over which they sum.
-        before: what lies above the cut, as one dim.
+        before: the size of all dims above the cut, as one dim.
         n: ranks.
     """
 
@@ -42,7 +42,7 @@ class Joint:
 
     @property
     def dim(self) -> int:
-        """The one that is cut, of a tensor as `seen`."""
+        """The dim that is cut, of a tensor as `seen`."""
         return 0 if self.before == 1 else 1
 
     def seen(self, shape: Sequence[int], columns: int) -> list[int]:
@@ -210,7 +210,7 @@ def _emit(graph: fx.Graph, like: fx.Node, target: Any, *args: Any) -> fx.Node:
 
 
 def _views(node: Any, of: fx.Node) -> list[fx.Node]:
-    """A node and those between it and what it is a view of, that too."""
+    """A chain of views: the node, its operand, and so on to the tensor that they all view."""
     found = [node]
     while found[-1] is not of:
         found.append(found[-1].args[0])

@@ -16,8 +16,8 @@ from ftp.ops.fused_optimizer import ADAM, ADAMW
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
-PRODUCT = 1 << 12  # multiplications up to which a product is written out
-UPDATE = 1 << 10  # elements of a parameter up to which its update is
+PRODUCT = 1 << 12  # multiplications up to which a matmul is written as a formula
+UPDATE = 1 << 10  # elements of a parameter up to which its update is written as a formula
 
 
 def small_updates(graph: fx.Graph) -> fx.Graph:
@@ -50,7 +50,7 @@ def small_updates(graph: fx.Graph) -> fx.Graph:
 
 
 def _is_small(node: fx.Node) -> bool:
-    # By what this rank holds: ranks hold replicated parameters alike, and do alike with them.
+    # Decided by the rank's shard: a replicated parameter has one size, so all ranks agree.
     first = node.args[0][0].meta["val"]  # type: ignore[index,union-attr]
     return (
         first.numel() <= UPDATE
@@ -85,7 +85,7 @@ def _adam(
     is_decoupled: bool,
     **_: Any,
 ) -> list[Tensor]:
-    """What torch's kernel computes (``FusedAdamKernel.cpp``), the corrections in float64."""
+    """The formula of torch's kernel (``FusedAdamKernel.cpp``), with its corrections in float64."""
     step = step + 1
     count = step.double()
     grad = -grad if maximize else grad

@@ -86,7 +86,7 @@ def _with_operands(node: Node, operands: Sequence[Value]) -> Node:
 
 
 def _product(first: Node, second: Node, axes: Mapping[str, int]) -> Move | None:
-    """Both reshards as one; None where one cannot do what they do."""
+    """Both reshards as one; None where no single reshard is equal to both."""
     a, b = first.target, second.target
     together = tuple(axis for axis in axes if axis in (*a.axes, *b.axes))
     n = a.n * b.n

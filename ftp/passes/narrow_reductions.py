@@ -68,7 +68,7 @@ def _is_pending(value: Value, axes: Sequence[str]) -> bool:
 
 
 def _leaves(value: Value, phase: int, users: dict[Value, list[tuple[Node, int]]]) -> bool:
-    """Whether a value leaves the backward pass, views and casts of it too."""
+    """Whether a value, or a view or cast of it, leaves the backward pass."""
     for user, _ in users.get(value, ()):
         if user.phase > phase:
             continue

@@ -1,4 +1,4 @@
-"""Formulas of dynamic sizes in a rank's graph as inputs, so that one graph serves all sizes."""
+"""Make formulas of dynamic sizes inputs of a rank's graph, so that one graph serves all sizes."""
 
 from torch import fx
 from torch.fx.node import map_aggregate

@@ -18,10 +18,10 @@ from ftp.ops.native import read_own
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
-LEAST = 1 << 20  # multiplications; below, the call itself decides
+LEAST = 1 << 20  # multiplications; below, overhead of the call outweighs the kernel
 MARGIN = 0.98  # of the time of aten::mm that another kernel must stay below
 _TURNS = 30
-_LONGEST = 0.05  # seconds to time one kernel on one product, if two runs take no longer
+_LONGEST = 0.05  # seconds to time one kernel on one matmul, if two runs take no longer
 
 Product = str
 Choose = Callable[[Collection[Product]], Collection[Product]]
@@ -62,7 +62,9 @@ def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
     here: dict[Product, bool] = known.setdefault(key, {})
     if missing := [p for p in wanted if p not in here]:
         here |= {p: _is_faster(p) for p in missing}
-        with contextlib.suppress(OSError):  # other ranks wait for the answer, kept or not
+        with contextlib.suppress(
+            OSError
+        ):  # other ranks wait for the answer, whether or not it is kept
             handle, name = tempfile.mkstemp(dir=folder)
             with open(handle, "w") as out:
                 json.dump(known, out)

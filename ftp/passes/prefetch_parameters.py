@@ -18,7 +18,7 @@ def is_ahead(node: Node) -> bool:
 
 
 def held_bytes(node: Node) -> int:
-    """Of a move's result, on the rank that holds most."""
+    """Bytes of a reshard's result on the rank that holds most."""
     return math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
 
 

@@ -21,8 +21,8 @@ def schedule(graph: fx.Graph) -> fx.Graph:
 
     Everything is computed when it is first needed: by a collective, in the order of these, or by an
     output. Between the start of a collective and the first use of its result stand the outputs that
-    depend on earlier collectives only. In a train step these are the products for the weights'
-    gradients and the weights' updates; after an update its gradient is needed no more.
+    depend on earlier collectives only. In a train step these are the matmuls for the weights'
+    gradients, and the weights' updates; after an update its gradient is needed no more.
 
     A gather of parameters needs nothing that is computed. It starts when all that stands before it
     in the graph and reads gathered parameters is done, so that no more of these are held than the
@@ -101,7 +101,7 @@ def _latest_collective(nodes: Iterable[fx.Node], number: dict[fx.Node, int]) -> 
 
 
 def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
-    """The nodes that compute with some values, or send them."""
+    """The nodes that read some values, to compute or to send them."""
     found, stack = set(), list(values)
     while stack:
         for user in stack.pop().users:
@@ -113,8 +113,8 @@ def _readers(values: Iterable[fx.Node]) -> set[fx.Node]:
 
 
 def _done(readers: Iterable[fx.Node]) -> set[fx.Node]:
-    """What has run when some ops are done with their operands: a collective reads them until it
-    is waited for.
+    """The nodes that have run when some ops no longer read their operands: a collective reads them
+    until it is waited for.
     """
     found = set(readers)
     for node in [node for node in found if node.target is not ALL_REDUCE]:

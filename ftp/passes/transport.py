@@ -63,8 +63,8 @@ def as_backends_take(graph: fx.Graph) -> fx.Graph:
 
 
 def pads_as_kernels_take(graph: fx.Graph) -> fx.Graph:
-    """The graph with the padding of what its collectives send in dtypes that kernels have; the same
-    graph where all is.
+    """The graph with operands of collectives padded in a dtype that has a padding kernel; the same
+    graph where all are.
     """
     if all(_dtype(node) not in WITHOUT_ZERO for node in graph.nodes):
         return graph
@@ -75,7 +75,7 @@ def pads_as_kernels_take(graph: fx.Graph) -> fx.Graph:
 
 
 def _pad_as_bytes(graph: fx.Graph, node: fx.Node) -> None:
-    """Pad what a collective sends as bytes, where its dtype has no zero to pad with."""
+    """Pad a collective's operand as bytes, where its dtype has no zero."""
     dtype = _dtype(node)
     if dtype not in WITHOUT_ZERO:
         return

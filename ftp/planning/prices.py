@@ -15,6 +15,7 @@ from ftp.planning.exemptions import exemptions
 from ftp.planning.graph import BATCH, Move, Node, Value
 from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
+from ftp.planning.reachable_cuts import is_cut_again
 from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
 from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.sharding.layout import PARTIAL, Layout, R, estimated
@@ -109,7 +110,10 @@ class Prices:
         for s in self.options[node]:
             # An op that widens the gathered copy of a parameter is priced as if it were cut: links
             # are what training waits for, and bytes alone decide where in a chain a weight moves.
-            widens = WHOLE in s.operands and not node.depends & BATCH
+            # So is one on batch data of which every copy is gathered for matmuls, as of weights
+            # that are given beside the batch.
+            is_moved = Value(node) in self.free_to_move and not is_cut_again(node)
+            widens = WHOLE in s.operands and (not node.depends & BATCH or is_moved)
             is_shared = s.cut or widens
             price = seconds / self.problem.n if is_shared else seconds
             if s.beside is not None:

@@ -10,12 +10,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import optree
 import torch
 from torch import fx
 
 from ftp.errors import FtpError, MeshError, ProgramFileError, ReportError
 from ftp.partitioning.partition import LocalProgram
+from ftp.partitioning.rank_tables import classes
 from ftp.paused_gc import collection_paused
 from ftp.planning.plan import Plan
 from ftp.program_files.container import Container, damaged, pack, read_file, write_file
@@ -344,6 +346,10 @@ class LoadedProgram(Program):
         for axis, n in self.mesh.axes.items():
             at = at * n + coordinate[axis]
         return self._ranks["of_rank"][at]
+
+    def alike(self) -> list[list[list[int]]]:
+        of_rank = np.array(self._ranks["of_rank"]).reshape(self.mesh.shape)
+        return classes(self.mesh.axes, [of_rank])
 
     @collection_paused()
     def _read_local(self, data: Any) -> LocalProgram:

@@ -77,7 +77,7 @@ def fold_in(key: Tensor, i: int | Tensor) -> Tensor:
 
 
 def check_key(key: Tensor, name: str) -> None:
-    """Refuse what is no key.
+    """Check that an argument is a key.
 
     Raises:
         InputError: naming ``name``, which was given it.
@@ -219,7 +219,7 @@ def dropout(key: Tensor, x: Tensor, p: float = 0.5) -> Tensor:
 def randint(
     key: Tensor, low: int, high: int, shape: Shape = (), dtype: torch.dtype = torch.int64
 ) -> Tensor:
-    """Integers from ``low`` to ``high - 1``, alike to ``(high - low) / 2**63``.
+    """Integers from ``low`` to ``high - 1``, uniform up to ``(high - low) / 2**63``.
 
     >>> randint(key(0), 0, 10, (4,))
     tensor([1, 0, 8, 1])

@@ -27,8 +27,7 @@ from ftp.source import user_line
 
 
 class Draws(TorchFunctionMode):
-    """While it lasts torch's random functions draw from ``key``; where that is None they are
-    errors.
+    """Within the block torch's random functions draw from ``key``; with None they raise.
 
     Args:
         name: of the model, for messages.
@@ -113,16 +112,13 @@ _current: ContextVar[Draws | None] = ContextVar("draws", default=None)
 
 
 def surrounding_key(name: str) -> Tensor | None:
-    """A key for the model ``name`` from the draws that go on around it; None where there are
-    none.
-    """
+    """A key for the model ``name`` from the surrounding `Draws`; None without one."""
     around = _current.get()
     return None if around is None or around.key is None else around.next_key(name)
 
 
 def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
-    """``fn`` with one more argument, the last one: a key from which all that is drawn in it is
-    drawn.
+    """``fn`` with one more argument, the last: the key of all its random draws.
 
     >>> from ftp.random import key
     >>> noise = keyed(lambda n: torch.randn(n))
@@ -154,7 +150,7 @@ def keyed(fn: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def path_number(path: str) -> int:
-    """What is folded into a key for a path: the first 61 bits of its BLAKE2b hash.
+    """The number folded into a key for a path: the first 61 bits of its BLAKE2b hash.
 
     >>> path_number("layers.0.dropout")
     1857243124633355296
@@ -167,7 +163,7 @@ def _never(*args: Any) -> bool:
 
 
 class _Torch:
-    """torch, as the code of a composite function sees it."""
+    """Stands for the module ``torch`` in the globals of a composite function."""
 
     overrides = types.SimpleNamespace(
         has_torch_function=_never,

@@ -1,9 +1,8 @@
 """Fused attention: scores are never stored, so the keys stay whole and queries may be cut."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
-
-from torch._ops import OpOverload
 
 from ftp.ops.attention import PART, PART_BACKWARD
 from ftp.ops.attention_ring import RING, RING_BACKWARD
@@ -12,7 +11,7 @@ from ftp.rules.local_forms import zeros
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation, parse
 from ftp.rules.overloads import aten
-from ftp.rules.registry import register, rule
+from ftp.rules.registry import rule
 from ftp.rules.rule import Call, LocalHook, Meta, Rule
 
 Q, K, V, LSE = ("b", "h", "s", "e"), ("b", "h", "t", "e"), ("b", "h", "t", "v"), ("b", "h", "s")
@@ -68,7 +67,7 @@ def flash_for_cpu(call: Call) -> Rule:
     # Of one query, a token beside a cache, the scores are small and the keys may be cut.
     is_token = q.shape[2] == 1
     ring = () if is_token else RING_FACTORS
-    return Rule(notation, (), _by_position(call, 0), sizes_of_heads(call, 0), is_token, ring)
+    return Rule(notation, (), _by_position(call, 0, 4), sizes_of_heads(call, 0), is_token, ring)
 
 
 @rule(aten._scaled_dot_product_flash_attention_for_cpu_backward.default)
@@ -88,30 +87,117 @@ def flash_for_cpu_backward(call: Call) -> Rule:
         ((), over_queries, over_queries),
     )
     rest = sizes_of_heads(call, 1), False, RING_FACTORS
-    return Rule(notation, ((0,),), _by_position(call, 1), *rest)
+    return Rule(notation, ((0,),), _by_position(call, 1, 7), *rest)
 
 
-def _by_position(call: Call, at: int) -> LocalHook:
+@rule(aten._scaled_dot_product_flash_attention.default)
+def flash(call: Call) -> Rule:
+    return _of_gpu(call, 4, (0, 1, 2))
+
+
+@rule(aten._scaled_dot_product_flash_attention_backward.default)
+def flash_backward(call: Call) -> Rule:
+    return _of_gpu(call, 11, (0, 1, 2, 3, 4, 5))
+
+
+@rule(aten._scaled_dot_product_efficient_attention.default)
+def efficient(call: Call) -> Rule:
+    if call.arg("attn_bias") is not None or call.results[1].shape != call.results[0].shape[:3]:
+        return _by_heads(call, FORWARD, 0)  # its log-sum-exps are padded
+    return _of_gpu(call, 6, (0, 1, 2))
+
+
+@rule(aten._scaled_dot_product_efficient_attention_backward.default)
+def efficient_backward(call: Call) -> Rule:
+    if call.arg("attn_bias") is not None or call.operands[5].shape != call.operands[4].shape[:3]:
+        return _by_heads(call, BACKWARD, 1)
+    return _of_gpu(call, 11, (0, 1, 2, 3, 5, 6))
+
+
+def _of_gpu(call: Call, causal: int, tensors: tuple[int, ...]) -> Rule:
+    """Of a GPU's kernel, whose first operands and results are those of the CPU's; the others are
+    its own.
+
+    Args:
+        causal, tensors: which arguments ``is_causal`` and those operands are.
+    """
+    at = 0 if len(tensors) == 3 else 1
+    heads = factors_of_heads(call, at)
+    out, q, over_queries = dims_of(OUT, heads), dims_of(Q, heads), (("s", "sum"),)
+    operands: tuple[Dims, ...] = (q, dims_of(K), dims_of(V))
+    results: tuple[Dims, ...] = (out, dims_of(LSE, heads))
+    pending: tuple[Any, ...] = ((), ())
+    if at:
+        operands, results = (out, *operands, out, dims_of(LSE, heads)), operands
+        pending = (), over_queries, over_queries
+
+    def own(metas: Sequence[Meta], lead: str) -> tuple[Dims, ...]:
+        return tuple(
+            tuple((f"{lead}{i}_{d}",) for d in range(meta.ndim)) for i, meta in enumerate(metas)
+        )
+
+    more = own(call.operands[len(operands) :], "o"), own(call.results[len(results) :], "r")
+    whole = WHOLE | {f for dims in (*more[0], *more[1]) for dim in dims for f in dim}
+    whole |= {"r"} & {f for dim in q for f in dim}
+    ring = RING_FACTORS
+    if call.arg("dropout_p"):  # drawn for the whole
+        whole, ring = whole | {f for dims in operands for dim in dims for f in dim}, ()
+    notation = Notation(
+        (*operands, *more[0]),
+        (*results, *more[1]),
+        frozenset(whole),
+        (*pending, *[()] * len(more[1])),
+    )
+    local = _by_position(call, at, causal, tensors)
+    return Rule(notation, ((0,),) if at else (), local, sizes_of_heads(call, at), False, ring)
+
+
+def _by_position(
+    call: Call, at: int, causal: int, tensors: Sequence[int] | None = None
+) -> LocalHook:
     """Where queries are cut, ``is_causal`` would count from this rank's first query: the op of
     parts takes where they stand in the sequence.
+
+    Args:
+        at: which operand the queries are.
+        causal, tensors: which arguments ``is_causal`` and the operands of the op of parts are; by
+            default the first.
     """
-    causal = 4 if at == 0 else 7
-    part = PART if at == 0 else PART_BACKWARD
+    places = range(6 if at else 3) if tensors is None else tensors
+    own = 3 if at else 2  # results of every kernel
+    # Memory-efficient attention pads log-sum-exps, which the op of parts does not.
+    is_padded = "efficient" in str(call.target)
+
+    def filled(op: LocalOp, made: Any) -> Any:
+        """With the results of a kernel of its own: no random numbers were drawn."""
+        if len(call.results) == own:
+            return made
+        first = made if isinstance(made, tuple) else tuple(op.item(made, i) for i in range(own))
+        more = [
+            op.emit(aten.zeros.default, list(meta.shape), dtype=meta.dtype)
+            for meta in (call.results[own:] if not at else ())
+        ]
+        return (*first, *more) if more else (*first, *[None] * (len(call.results) - own))
 
     def local(op: LocalOp) -> Any:
+        given = [op.args[i] for i in places]
+        is_causal = bool(len(op.args) > causal and op.args[causal])
         if op.is_cut("t"):
-            return _ring(op, causal)
-        shapes = [op.operand_shape(i) for i in range(len(op.rule.operands))]
+            return filled(op, _ring(op, given, is_causal))
+        shapes = [op.operand_shape(i) for i in range(len(places))]
         if op.is_cut() and any(math.prod(s) == 0 for s in shapes):
-            return tuple(zeros(op, i) for i in range(len(call.results)))
-        if not (op.is_cut("s") and len(op.args) > causal and op.args[causal]):
+            return filled(op, tuple(zeros(op, i) for i in range(own)))
+        if not (op.is_cut("s") and (is_causal or is_padded)):
+            if op.target is aten._scaled_dot_product_flash_attention_backward.default:
+                return op.default(*op.args[:8], shapes[1][2], shapes[2][2])  # how many there are
             return op.default()
-        return op.emit(part, *op.args[: causal - 1], op.part("s"), [], True, **op.kwargs)
+        part = PART_BACKWARD if at else PART
+        return filled(op, op.emit(part, *given, op.part("s"), [], is_causal, **op.kwargs))
 
     return local
 
 
-def _ring(op: LocalOp, causal: int) -> Any:
+def _ring(op: LocalOp, tensors: Sequence[Any], is_causal: bool) -> Any:
     """Queries and keys are cut over one axis, whose ranks pass keys and values around."""
     (keys,), queries = op.cuts["t"], op.cuts["s"]
     at = next(i for i, cut in enumerate(queries) if cut.axis == keys.axis)
@@ -124,12 +210,12 @@ def _ring(op: LocalOp, causal: int) -> Any:
         int(queries[at].second is not None),
     ]
     return op.emit(
-        RING if causal == 4 else RING_BACKWARD,
-        *op.args[: causal - 1],
+        RING if len(tensors) == 3 else RING_BACKWARD,
+        *tensors,
         op.kwargs.get("attn_mask"),
         op.part("s"),
         ring,
-        bool(len(op.args) > causal and op.args[causal]),
+        is_causal,
         op.kwargs.get("scale"),
         op.group(keys.axis),
     )
@@ -160,67 +246,58 @@ def varlen(call: Call) -> Rule:
     return Rule(notation, () if is_forward else ((0,),), local, sizes, False)
 
 
-def kernel(*ops: "OpOverload | str", query: int) -> None:
+FORWARD = "b h s e, b h t e, b h t v -> b h s v"
+BACKWARD = "b h s v, b h s e, b h t e, b h t v -> b h s e, b h t e, b h t v"
+
+
+def _by_heads(call: Call, text: str, query: int) -> Rule:
     """Attention kernels of other devices: batch and heads are cut, as long as nothing is dropped at
     random.
 
     The text has the first operands and results; the others are (b, h, ...) where they have those
     sizes, or else whole and the kernel's own. ``query`` is the index of the queries' operand.
     """
-    *targets, last = ops
-    text = parse(last)  # type: ignore[arg-type]
-
-    def maker(call: Call) -> Rule:
-        b, h = call.operands[query].shape[:2]
-        named: dict[bool, list[Dims]] = {}
-        for is_result, known, metas in (
-            (False, text.operands, call.operands),
-            (True, text.results, call.results),
+    known_dims = parse(text)
+    b, h = call.operands[query].shape[:2]
+    named: dict[bool, list[Dims]] = {}
+    for is_result, known, metas in (
+        (False, known_dims.operands, call.operands),
+        (True, known_dims.results, call.results),
+    ):
+        named[is_result] = list(known)
+        for i, meta in enumerate(metas[len(known) :]):
+            own = f"{'r' if is_result else 'o'}{i}_"
+            batched = meta.ndim >= 3 and meta.shape[0] in (1, b) and meta.shape[1] in (1, h)
+            lead = (
+                tuple(("bh"[d],) if size != 1 else () for d, size in enumerate(meta.shape[:2]))
+                if batched
+                else ()
+            )
+            named[is_result].append((*lead, *((f"{own}{d}",) for d in range(len(lead), meta.ndim))))
+    free = {"b", "h"} if not call.arg("dropout_p") else set()
+    if h != call.operands[query + 1].shape[1]:
+        free -= {"h"}
+        for is_result, slots in (
+            (False, (query + 1, query + 2)),
+            (True, (1, 2) if query else ()),
         ):
-            named[is_result] = list(known)
-            for i, meta in enumerate(metas[len(known) :]):
-                own = f"{'r' if is_result else 'o'}{i}_"
-                batched = meta.ndim >= 3 and meta.shape[0] in (1, b) and meta.shape[1] in (1, h)
-                lead = (
-                    tuple(("bh"[d],) if size != 1 else () for d, size in enumerate(meta.shape[:2]))
-                    if batched
-                    else ()
-                )
-                named[is_result].append(
-                    (*lead, *((f"{own}{d}",) for d in range(len(lead), meta.ndim)))
-                )
-        free = {"b", "h"} if not call.arg("dropout_p") else set()
-        if h != call.operands[query + 1].shape[1]:
-            free -= {"h"}
-            for is_result, slots in (
-                (False, (query + 1, query + 2)),
-                (True, (1, 2) if query else ()),
-            ):
-                for i in slots:
-                    named[is_result][i] = (("b",), ("hk",), *named[is_result][i][2:])
-        factors = {f for dims in (*named[False], *named[True]) for dim in dims for f in dim}
-        notation = Notation(
-            tuple(named[False]),
-            tuple(named[True]),
-            frozenset(factors - free),
-            ((),) * len(call.results),
-        )
-        return Rule(notation, ((0,),) if query else (), decompose=False)
-
-    register(targets, maker)
+            for i in slots:
+                named[is_result][i] = (("b",), ("hk",), *named[is_result][i][2:])
+    factors = {f for dims in (*named[False], *named[True]) for dim in dims for f in dim}
+    notation = Notation(
+        tuple(named[False]),
+        tuple(named[True]),
+        frozenset(factors - free),
+        ((),) * len(call.results),
+    )
+    return Rule(notation, ((0,),) if query else (), decompose=False)
 
 
-kernel(
-    aten._scaled_dot_product_flash_attention.default,
-    aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default,
-    "b h s e, b h t e, b h t v -> b h s v",
-    query=0,
-)
-kernel(
-    aten._scaled_dot_product_flash_attention_backward.default,
-    aten._scaled_dot_product_efficient_attention_backward.default,
-    aten._scaled_dot_product_cudnn_attention_backward.default,
-    "b h s v, b h s e, b h t e, b h t v -> b h s e, b h t e, b h t v",
-    query=1,
-)
+@rule(aten._scaled_dot_product_cudnn_attention.default)
+def cudnn(call: Call) -> Rule:
+    return _by_heads(call, FORWARD, 0)
+
+
+@rule(aten._scaled_dot_product_cudnn_attention_backward.default)
+def cudnn_backward(call: Call) -> Rule:
+    return _by_heads(call, BACKWARD, 1)

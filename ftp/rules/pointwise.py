@@ -1,14 +1,8 @@
 """Elementwise ops, grouped by what they are linear in."""
 
-import math
-
-from torch import fx
 from torch._ops import OpOverload
 
-from ftp.dynamic_int import broadcast_shapes
-from ftp.rules.dims import broadcast_notation
 from ftp.rules.forms import pointwise
-from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Notation
 from ftp.rules.overloads import aten, prims
 from ftp.rules.registry import rule
@@ -124,62 +118,8 @@ def isin(call: Call) -> Rule:
     return Rule(Notation((x, among), (x,), frozenset(f for dim in among for f in dim), ((),)))
 
 
-@rule(
-    aten.binary_cross_entropy.default, aten.huber_loss.default,
-    aten.mse_loss.default, aten.smooth_l1_loss.default, aten.soft_margin_loss.default
-)  # fmt: skip
-def loss(call: Call) -> Rule:
-    """A mean divides the sum by the size of the whole."""
-    reduction = call.arg("reduction")
-    if reduction == 0:
-        return Rule(_broadcast(call))
-    terms = broadcast_notation([m.shape for m in call.operands], [])
-    shape = broadcast_shapes(*(m.shape for m in call.operands))
-    count = math.prod(shape)
-
-    def local(op: LocalOp) -> fx.Node:
-        if not op.is_cut() or reduction == 2:
-            return op.default()
-        return op.emit(aten.div.Scalar, _with_reduction(op, 2), count)
-
-    summed = tuple(
-        (f, "sum") for f in dict.fromkeys(f for dims in terms.operands for dim in dims for f in dim)
-    )
-    return Rule(Notation(terms.operands, ((),), frozenset(), (summed,)), (), local)
-
-
-def _share_of_mean(op: LocalOp) -> fx.Node:
-    """The gradient of a mean is that of a sum over the number of elements of the whole."""
-    if not op.is_cut() or op.call.arg("reduction") != 1:
-        return op.default()
-    count = math.prod(op.call.results[0].shape)
-    return _with_reduction(op, 2, op.emit(aten.div.Scalar, op.args[0], count))
-
-
-pointwise(
-    aten.binary_cross_entropy_backward.default, aten.huber_loss_backward.default,
-    aten.mse_loss_backward.default, aten.smooth_l1_loss_backward.default,
-    aten.soft_margin_loss_backward.default,
-    linear=[(0,)], local=_share_of_mean,
-)  # fmt: skip
-
-
-def _with_reduction(op: LocalOp, reduction: int, *args: fx.Node) -> fx.Node:
-    names = [a.name for a in op.target._schema.arguments]
-    at = names.index("reduction")
-    given = [*args, *op.args[len(args) :]]
-    if at < len(given):
-        given[at] = reduction
-        return op.emit(op.target, *given, **op.kwargs)
-    return op.emit(op.target, *given, **{**op.kwargs, "reduction": reduction})
-
-
 # A sum of floats rounds as its parts do; a sum of ints may not.
 pointwise(aten._to_copy.default, prims.convert_element_type.default, linear=[(0,)], if_floats=True)
 
 # The second result is a buffer, empty on some devices.
 rule(aten.log_sigmoid_forward.default, "... -> ..., ...", "... -> ..., [b]")
-
-
-def _broadcast(call: Call) -> Notation:
-    return broadcast_notation([m.shape for m in call.operands], [m.shape for m in call.results])

@@ -1,11 +1,11 @@
 """Views, and ops that move elements without looking at them."""
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import count
 
 import torch
 from torch import fx
+from torch._ops import OpOverload
 
 from ftp.dynamic_int import gcd, slice_bounds
 from ftp.rules.dims import acting_on, numbered
@@ -14,7 +14,7 @@ from ftp.rules.local_forms import held_rows, masked, unless_empty, unsqueezed, w
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dims, Notation
 from ftp.rules.overloads import aten
-from ftp.rules.registry import rule
+from ftp.rules.registry import register, rule
 from ftp.rules.rule import Call, Rule
 
 
@@ -89,19 +89,32 @@ def common_factors(
     return dims[0], dims[1], whole, sizes
 
 
-@rule(aten.transpose.int, aten.transpose_copy.int, aten.permute.default, aten.permute_copy.default)
-def permute(call: Call) -> Rule:
-    ndim = call.operands[0].ndim
-    order = list(range(ndim))
-    if "dims" in {a.name for a in call.target._schema.arguments}:
-        order = [d % ndim for d in call.arg("dims")]
-    elif ndim:
+def reordered(*ops: OpOverload, order: Callable[[Call, int], Sequence[int]]) -> None:
+    """Ops whose result has the operand's dims in another order, which a call and the number of dims
+    tell.
+
+    >>> reordered(aten.permute.default, order=lambda call, n: call.arg("dims"))
+    """
+
+    def maker(call: Call) -> Rule:
+        ndim = call.operands[0].ndim
+        dims = numbered(ndim)
+        result = tuple(dims[d % ndim] for d in order(call, ndim))
+        return Rule(Notation((dims,), (result,), frozenset(), ((),)), ((0,),))
+
+    register(ops, maker)
+
+
+def _swapped(call: Call, ndim: int) -> list[int]:
+    found = list(range(ndim))
+    if ndim:
         a, b = (call.arg(name) % ndim for name in ("dim0", "dim1"))
-        order[a], order[b] = b, a
-    dims = numbered(ndim)
-    return Rule(Notation((dims,), (tuple(dims[d] for d in order),), frozenset(), ((),)), ((0,),))
+        found[a], found[b] = b, a
+    return found
 
 
+reordered(aten.permute.default, aten.permute_copy.default, order=lambda call, n: call.arg("dims"))
+reordered(aten.transpose.int, aten.transpose_copy.int, order=_swapped)
 rule(aten.t.default, aten.t_copy.default, "m n -> n m", "m -> m", "() -> ()", linear=[(0,)])
 rule(aten.adjoint.default, aten.mT.default, "... m n -> ... n m", "() -> ()", linear=[(0,)])
 
@@ -298,27 +311,15 @@ along_dim(
 along_dim(aten.select_scatter.default, "... [d], ... -> ... [d]", linear=[(0, 1)])
 
 
-@rule(aten.unfold.default, aten.unfold_copy.default)
-def unfold(call: Call) -> Rule:
-    """Windows of a dim stand in its place, what each holds in the last dim."""
-    return _windows(call.operands[0].ndim, call.arg("dimension"))
-
-
-@rule(aten.unfold_backward.default)
-def unfold_backward(call: Call) -> Rule:
-    found = _windows(call.results[0].ndim, call.arg("dim"))
-    notation = found.notation
-    back = replace(notation, operands=notation.results, results=notation.operands)
-    return replace(found, notation=back, local=with_shape(1))
-
-
-def _windows(ndim: int, dim: int) -> Rule:
-    if not ndim:
-        return Rule(Notation(((),), ((("w",),),), frozenset({"w"}), ((),)), ((0,),))
-    at, dims = dim % ndim, numbered(ndim)
-    result = (*dims[:at], ("y",), *dims[at + 1 :], ("w",))
-    return Rule(Notation((dims,), (result,), frozenset({*dims[at], "y", "w"}), ((),)), ((0,),))
-
+# Windows of a dim stand in its place, what each holds in the last dim.
+along_dim(
+    aten.unfold.default, aten.unfold_copy.default, "... [d] -> ... [y] [w]",
+    dim="dimension", linear=[(0,)],
+)  # fmt: skip
+along_dim(
+    aten.unfold_backward.default, "... [y] [w] -> ... [d]",
+    linear=[(0,)], local=with_shape(1),
+)  # fmt: skip
 
 # The halves of a dim are (k s), k = 2.
 along_dim(aten.glu.default, "... ([k] s) -> ... s", local=unless_empty())

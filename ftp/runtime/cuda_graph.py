@@ -25,7 +25,7 @@ from ftp.sharding.process_group import endings
 # Calls that run as they are: kernels are compiled, communicators connected, and it is seen which
 # inputs come from elsewhere.
 WARM_UP = 2
-PATIENCE = 8  # recordings after which a step is told that its state lies elsewhere at each call
+PATIENCE = 8  # recordings after which a step warns that its state has a new address at each call
 
 Run = Callable[[Sequence[Any]], Sequence[Tensor]]
 Place = tuple[int, tuple[int, ...]]  # address and strides
@@ -201,7 +201,7 @@ class Recorded:
             named = ", ".join(self._names[i] for i in self._in_place[:4]) or "inputs"
             warnings.warn(
                 f"The step has been recorded {PATIENCE} times as a CUDA graph, as donated"
-                f" arguments ({named}, ...) lie elsewhere at each"
+                f" arguments ({named}, ...) have new addresses at each"
                 " call. Give a call what the last one returned in their place, or leave out"
                 " cuda_graph=True.",
                 stacklevel=2,

@@ -17,6 +17,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.errors import InputError, MeshError, join_failures
 from ftp.partitioning.partition import LocalProgram, Partitioner
+from ftp.partitioning.rank_tables import classes
 from ftp.passes.aliasing import families
 from ftp.passes.fuse_optimizer_updates import changed
 from ftp.passes.transport import as_backends_take
@@ -173,12 +174,9 @@ class Program:
         """This rank's program; the first rank's where there are no processes."""
         coordinate = self._own_coordinate if coordinate is None else coordinate
         o = self.options
-        is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
-        if is_plain and not (self.hardware.links and self._decided[0].spans):
-            return self.partitioner.program(coordinate)
-        decided, partitioner = self._decided
+        decided, partitioner = self._in_use
         local = partitioner.program(coordinate)
-        if not decided.changes_ranks:
+        if decided is None or not decided.changes_ranks:
             return local
         # Of dynamic sizes the passes ask anew for each rank, which notes it.
         if local.gm not in self._changed or self.plan.sizes is not None:
@@ -190,6 +188,19 @@ class Program:
             gm = local.gm if is_same else as_module(graph)
             self._changed[local.gm] = LocalProgram(gm, local.offsets, issued)
         return self._changed[local.gm]
+
+    @property
+    def _in_use(self) -> tuple[Decided | None, Partitioner]:
+        """What makes the ranks' programs; no decisions where the options ask for none."""
+        o = self.options
+        is_plain = not o.bucket and o.chunks == 1 and not o.async_tp and o.reduce_dtype is None
+        if is_plain and not (self.hardware.links and self._decided[0].spans):
+            return None, self.partitioner
+        return self._decided
+
+    def alike(self) -> list[list[list[int]]]:
+        """Per mesh axis its coordinates, together where exchanging them changes no rank's graph."""
+        return classes(self.mesh.axes, self._in_use[1].tables())
 
     def decide(self) -> None:
         """Decide what to do with collectives, for all ranks."""

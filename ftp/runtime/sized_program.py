@@ -16,6 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ftp.dynamic_int import Conditions, is_dynamic
 from ftp.partitioning.partition import Coordinate, LocalProgram
+from ftp.partitioning.rank_tables import Table, table
 from ftp.passes.number_inputs import number_inputs
 from ftp.runtime.compile import Run, eager
 from ftp.runtime.program import Program
@@ -31,6 +32,10 @@ class Number:
 
     def at(self, coordinate: Coordinate) -> int:
         return self.value
+
+    def table(self, axes: Mapping[str, int]) -> Table:
+        """Its value on every rank that runs the graph: one rank."""
+        return table(axes, (), lambda _: self.value)
 
 
 @dataclass
@@ -125,6 +130,10 @@ class SizedProgram(Program):
         found = self.ranks.at(coordinate, self.values)
         numbers = tuple(map(Number, found.numbers(self.values)))
         return LocalProgram(found.local.gm, numbers, found.local.collectives)  # type: ignore[arg-type]
+
+    def alike(self) -> list[list[list[int]]]:
+        """Each rank has a graph of its own."""
+        return [[[i] for i in range(n)] for n in self.mesh.axes.values()]
 
     def make_graph(self) -> None:
         """Make this rank's graph, so that what it lacks is known before the ranks agree."""

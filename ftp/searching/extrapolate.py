@@ -1,5 +1,5 @@
-"""What a program of a few layers says of the same with many: seconds and bytes grow by what one
-layer adds.
+"""Estimate a deep program from one with few layers: each layer left out adds the seconds and bytes
+of one layer.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from ftp.report.lowered import Lowered
 
 @dataclass(frozen=True)
 class Estimate:
-    """A step's seconds, a rank's bytes at the peak, and which part of the gradients there are
+    """Seconds of a step, a rank's bytes at the peak, and the share of the gradients that exist
     then.
     """
 
@@ -23,7 +23,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where an op of the program belongs: the layer, if any, and whether to a backward pass."""
+    """The layer of an op, if any, and whether the op is part of a backward pass."""
 
     layer: int | None
     is_backward: bool

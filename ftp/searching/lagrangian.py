@@ -1,5 +1,6 @@
-"""A search under way: what the networks find at a price of memory, in an order of the axes, and
-what it would take.
+"""The state of a search: candidate plans, each with its seconds and bytes.
+
+The networks find them at a price of memory and in an order of the axes.
 """
 
 import itertools
@@ -71,7 +72,7 @@ class Candidate:
 
 @dataclass
 class Searching:
-    """A search under way: what was tried, by plan."""
+    """The state of a search: candidates by plan."""
 
     loss_fn: Callable[..., Any]
     params: Any
@@ -115,7 +116,7 @@ class Searching:
 
     @property
     def axes(self) -> dict[str, int]:
-        """Those that cut anything."""
+        """The axes that cut some parameter."""
         return {axis: n for axis, n in self.mesh.axes.items() if n > 1}
 
     def orders(self) -> list[tuple[str, ...]]:
@@ -186,7 +187,7 @@ class Searching:
         self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
 
     def fitting(self) -> list[Candidate]:
-        """Those that were searched for and fit, the fastest first."""
+        """The candidates that fit, fastest first."""
         found = [c for key, c in self.tried.items() if key not in self.refused and self.fits(c)]
         return sorted(found, key=lambda c: c.estimate.seconds)
 
@@ -206,7 +207,7 @@ class Searching:
         return found
 
     def kind_of(self, candidate: Candidate) -> str:
-        """What people call such a plan."""
+        """The common name of a plan, such as plain data parallelism."""
         cut = {axis for spec in candidate.patterns.values() for axis in spec.axes}
         names = []
         for axis, n in self.axes.items():
@@ -319,12 +320,12 @@ class Searching:
             low, high = (low, middle) if self.fits(middle) else (middle, high)
 
     def _is_best(self, low: Candidate) -> bool:
-        """Whether something that fits is as fast as what does not."""
+        """Whether a candidate that fits is as fast as every one that does not."""
         fitting = self.fitting()
         return bool(fitting) and fitting[0].estimate.seconds <= low.estimate.seconds
 
     def improved(self, best: Candidate) -> Candidate:
-        """Search each axis again, the others as they are, until nothing is gained."""
+        """Search one axis after another again, the others fixed, until no step is faster."""
         is_better = best.solved is not None and len(self.axes) > 1 and self.fits(best)
         while is_better:
             is_better = False
@@ -381,7 +382,7 @@ class Searching:
         return best
 
     def _rank(self, candidate: Candidate) -> tuple[bool, float]:
-        """Less is better."""
+        """Sort key of candidates: lower is better."""
         fits = self.fits(candidate) and candidate.key not in self.refused
         return not fits, candidate.estimate.seconds if fits else candidate.estimate.nbytes
 
@@ -522,13 +523,13 @@ class Searching:
         return found
 
     def bound(self, price: Price) -> float:
-        """Seconds that no plan takes less than, as the networks count them, of those that keep the
-        rules of conduct and fit.
+        """A lower bound, in the networks' seconds, of all plans that keep the placement constraints
+        and fit.
 
-        Each axis alone is a relaxation: the others cut all there is for nothing, and the ops' time
-        is shared out evenly. With memory at a price its minimum less the price of the limit is a
-        bound still (Lagrange). Constraints that were tried are other programs: the least of them
-        all.
+        Each axis alone is a relaxation: the other axes cut everything at no cost, and share the
+        ops' time evenly. With a price of memory, the minimum less the price of the limit is still a
+        bound (Lagrange). Every set of constraints that was tried is a program of its own: the bound
+        is the least of theirs.
         """
         alongs = dict.fromkeys(tuple(c.along.items()) for c in self.tried.values())
         return max(
@@ -612,7 +613,7 @@ def _role(net: Opened, node: Node) -> str:
 
 
 def cut_first(net: Opened, pattern: str, axes: Sequence[str], n: int) -> PartitionSpec:
-    """A pattern's first dim that divides cut over all the axes, as ZeRO-3 does."""
+    """A spec that cuts the first dim which divides over all the axes, as ZeRO-3 does."""
     spec: list[Any] = [None] * net.members(pattern)[0].results[0].ndim
     for layout in open_layouts(net, pattern, n, True)[:1]:
         spec[layout.dim] = tuple(axes)

@@ -1,4 +1,4 @@
-"""A traced loss whose parameters may lie in several ways, and the axes' networks solved over it
+"""A traced loss whose parameters' layouts are open, and the axes' networks solved over it
 (`search`).
 
 Constraints are open too: the trace has marks where numbered modules (``layers.3``) return, which
@@ -58,7 +58,7 @@ class Price:
 
 @dataclass
 class Opened:
-    """A traced loss and its gradient; ``mirrors`` are the outputs that lie as parameters do,
+    """A traced loss and its gradient; ``mirrors`` are the outputs sharded as a parameter is,
     ``packs`` per axis and pattern the cuts of tensors packed along a dim, as those of q, k and v.
     """
 
@@ -71,7 +71,7 @@ class Opened:
     packs: Mapping[tuple[str, str], Sequence[Layout]] = field(default_factory=dict)
 
     def copied(self, along: Along | None = None) -> "Opened":
-        """With nodes of its own, for a plan to be made on, and marks as constraints."""
+        """A copy for planning, which changes nodes; marks are constraints."""
         copies: dict[Node, Node] = {}
         for node in self.graph.nodes:
             copy = copies[node] = replace(
@@ -137,8 +137,8 @@ def is_markable(out: Tensor) -> bool:
 
 @contextmanager
 def marking() -> Iterator[None]:
-    """Inside, what numbered modules of a functionalized model return is marked, batches of
-    sequences that is.
+    """Within the block, mark outputs of a functionalized model's numbered modules: those that are
+    batches of sequences.
     """
 
     def mark(path: str, out: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def with_marks(traced: Traced, along: Along) -> Traced:
 
 
 def pattern_of(path: Sequence[Any]) -> str:
-    """A path with ``*`` for what is a number."""
+    """A parameter's path with ``*`` in place of numbers."""
     return ".".join(
         "*" if part.isdigit() else part for element in path for part in str(element).split(".")
     )
@@ -219,7 +219,7 @@ def opened(
         [few[n] for n in of_params if n in few],
         {few[n]: p for n, p in patterns.items() if n in few},
         {few[n]: s for n, s in specs.items()},
-        # The gradient of a parameter may count to the layer beside it: any parameter that lies
+        # The gradient of a parameter may count to the layer beside it: any parameter sharded
         # alike will do.
         {at: alike[patterns[mirrors[i]]] for at, i in enumerate(folded.kept) if i in mirrors},
         folded,
@@ -432,8 +432,8 @@ def is_packed(layout: Layout, node: Node, n: int) -> bool:
 
 @dataclass
 class Solved:
-    """What the axes' networks found: the specs by pattern and by axis, the plan of each axis,
-    and the program with its moves.
+    """The solved networks: specs by pattern and by axis, the plan of each axis, and the program
+    with its reshards.
     """
 
     patterns: dict[str, PartitionSpec]
@@ -565,8 +565,8 @@ def nbytes_of(value: Value) -> int:
 
 
 def kept_bytes(graph: Graph) -> dict[Value, int]:
-    """What forward passes keep for backward passes of batch data, by the value whose memory it
-    is.
+    """Bytes of batch data that forward passes keep for backward passes, by the value that owns the
+    memory.
     """
     roots: dict[Value, Value] = {}
     found: dict[Value, int] = {}

@@ -1,5 +1,5 @@
-"""What a search found: a plan that a person can read and edit, what it takes, and what the
-others would.
+"""The result of a search: a plan that can be read and edited, its seconds and bytes, and the other
+plans'.
 """
 
 import math
@@ -89,12 +89,12 @@ class Found:
 
     @cached_property
     def bound(self) -> float:
-        """Seconds that no plan takes less than, counted as ``planned`` is: over all axes together,
-        and within the limit.
+        """A lower bound on the seconds of all plans within the limit, counted as ``planned`` is,
+        over all axes together.
 
-        Of plans that keep the planner's rules of conduct and treat repeated layers, and parameters
-        of one pattern, alike, with the constraints that were tried. Each axis by itself is a
-        relaxation; memory has the price at which the plan was found (Lagrange).
+        It is of plans that keep the planner's placement constraints, treat repeated layers alike
+        and parameters of one pattern alike, under the constraints that were tried. Each axis by
+        itself is a relaxation; memory has the price at which the plan was found (Lagrange).
         """
         return self._bound()
 

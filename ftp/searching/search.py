@@ -48,11 +48,11 @@ def search(
 ) -> Found:
     """Specs for the parameters of a loss, by least estimated time within ``memory`` bytes a rank.
 
-    The layouts of the parameters are left open in the network that plans programs, one mesh axis
-    after another, in every order of the axes; parameters whose paths differ in numbers alone lie
-    alike, and on axes that do not cut the batch what norms scale stays whole. What is held has a
-    price in seconds a byte, raised until the program fits; then the outputs of a functionalized
-    model's blocks (``layers.3``) may be cut too, as sequence parallelism cuts them.
+    The parameters' layouts are open variables of the network that plans programs, one mesh axis
+    after another, in every order of the axes. Parameters whose paths differ only in numbers are
+    sharded alike; on axes that do not cut the batch, the values that norms scale stay whole. Each
+    byte held has a price in seconds, raised until the program fits; then the outputs of a
+    functionalized model's blocks (``layers.3``) may be cut too, as sequence parallelism cuts them.
 
     Args:
         loss_fn: ``loss_fn(params, *batch)``, a scalar, for one device.

@@ -3,6 +3,7 @@ that differs.
 """
 
 import itertools
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +16,7 @@ from ftp.api.certify import certificate_of
 from ftp.api.step import Step
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref
 from ftp.certification.checker import Checker
-from ftp.certification.element_map import ElementMap, element_map, on_rank
+from ftp.certification.element_map import ElementMap, Part, element_map, on_rank
 from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError, TraceError
 from ftp.partitioning.partition import LocalProgram
@@ -283,7 +284,7 @@ class _Judge:
             for pieces in (*(source or {}).values(), *parts.values())
             for held, _ in pieces
         )
-        ranks = len(self.certificate.ranks.at) if is_sum else 0
+        ranks = math.prod(self.certificate.axes.values()) if is_sum else 0
         return self.first(
             op,
             parts,
@@ -362,7 +363,15 @@ class _Judge:
 def _places(held: ElementMap) -> Any:
     """Where a tensor's elements stand in the value that it is a part of."""
     return (
-        tuple(torch.from_numpy(i) for i in np.ix_(*(index.reshape(-1) for index in held.index)))
+        tuple(
+            torch.from_numpy(i)
+            for i in np.ix_(
+                *(
+                    Part(index, size).positions()
+                    for index, size in zip(held.index, held.atoms, strict=True)
+                )
+            )
+        )
         if held.index
         else ...
     )

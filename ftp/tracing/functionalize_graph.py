@@ -3,6 +3,7 @@ inputs.
 """
 
 import functools
+import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -210,6 +211,9 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         if node.op != "call_function":
             continue
         target = node.target
+        if target is operator.getitem and type(node.meta.get("val", node)) in (int, type(None)):
+            _replace_by_number(node)  # what an op says of sizes, as flash attention does
+            continue
         if target in _ALIASES and not (
             target is aten._conj.default and node.meta["val"].is_complex()
         ):
@@ -255,6 +259,16 @@ def clean(gm: fx.GraphModule, traced_on: torch.device, device: torch.device) -> 
         if given is not None and torch.device(given).type in (traced_on.type, device.type):
             node.kwargs = {**node.kwargs, "device": device}
     _drop_unused(graph)
+
+
+def _replace_by_number(node: fx.Node) -> None:
+    value = node.meta["val"]
+    for user in list(node.users):
+        if user.op == "call_function":
+            args = (user.args, dict(user.kwargs))
+            user.args, user.kwargs = map_arg(args, lambda n: value if n is node else n)  # type: ignore[assignment]
+    if not node.users:
+        node.graph.erase_node(node)
 
 
 _DIMS = ("dim", "dims", "dim0", "dim1", "dim2", "dimension", "axis")

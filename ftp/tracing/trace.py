@@ -50,6 +50,7 @@ from ftp.tracing.functionalize_graph import (
     storages,
     writes,
 )
+from ftp.tracing.gpu_attention import with_gpu_attention
 from ftp.tracing.libraries import patched_libraries
 from ftp.tracing.microbatch_gradients import noted_gradients
 from ftp.tracing.recorder import Recorder, record
@@ -298,6 +299,8 @@ def _traced(
     _check_unwritten(gm, dict(zip(inputs, (names[i] for i in at), strict=True)))
     gm = functional_form(gm, recorder)
     lift_attributes(gm, recorder)
+    if device_type == "cuda" and recorder.device.type != "cuda":
+        with_gpu_attention(gm.graph, recorder.mode)
     clean(gm, recorder.device, torch.device(device_type))
     constants = constants_last(gm, recorder, [names[i] for i in at])
     if symbolic is not None:
@@ -516,7 +519,9 @@ def _check_leaves(leaves: Sequence[Any], names: Sequence[str]) -> None:
             failures.append(f"{name} is a {type(leaf).__name__}; ftp takes plain tensors.")
         elif leaf.layout is not torch.strided or leaf.is_quantized:
             failures.append(
-                f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones."
+                f"{name} is a {leaf.layout} tensor of {leaf.dtype}; ftp takes dense ones. Pass its"
+                " indices and values, and add rows up: y.index_add(0, rows, values[:, None] *"
+                " x[columns]). A matrix that the function captures may be sparse."
             )
     if failures:
         raise InputError(join_failures(failures))

@@ -170,7 +170,7 @@ def test_wrong_rings_are_refused():
     assert offsets == (4,)
     wrong = {**certificate.ranks.at, (1,): (graph, (5,))}
     with pytest.raises(CertificateError, match="not the local form"):
-        check(replace(certificate, ranks=Ranks(certificate.ranks.graphs, wrong)))
+        check(replace(certificate, ranks=Ranks.of(certificate.ranks.graphs, wrong)))
     rings = [n for n in certificate.ranks.graphs[graph].nodes if "ring" in str(n.target)]
     assert len(rings) == 2
     for node in rings:
@@ -216,7 +216,7 @@ def test_an_offset_that_is_wrong_is_refused():
     for wrong in (0, 3, 5, 8):
         at = {**certificate.ranks.at, (1,): (graph, (wrong,))}
         with pytest.raises(CertificateError, match="not the local form"):
-            check(replace(certificate, ranks=Ranks(certificate.ranks.graphs, at)))
+            check(replace(certificate, ranks=Ranks.of(certificate.ranks.graphs, at)))
 
 
 def flops(lowered: Any) -> list[float]:

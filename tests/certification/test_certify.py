@@ -4,8 +4,10 @@ import hashlib
 import importlib.util
 import inspect
 import itertools
+import math
 import random
 import re
+import tracemalloc
 import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -30,7 +32,8 @@ from ftp.api.certify import certificate_of, certify
 from ftp.certification.certificate import Certificate, Ranks, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
-from ftp.certification.element_map import element_map
+from ftp.certification.element_map import Part, element_map
+from ftp.certification.positions import whole
 from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import CertificateError
@@ -426,7 +429,7 @@ def check_mutants(
     changed = same = over = 0
     for mutant in mutants(certificate, seed, most, without):
         try:
-            check(replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at)))
+            check(replace(certificate, ranks=Ranks.of(mutant.graphs, mutant.at)))
             is_refused = False
         except CertificateError:
             is_refused = True
@@ -459,14 +462,14 @@ def test_data_movement_that_torch_refuses(target: Any, args: tuple[Any, ...]):
     with pytest.raises((RuntimeError, IndexError)):
         target(torch.ones(2, 3), *args)
     with pytest.raises(Unsound):
-        MOVEMENTS[target](element_map("x", [np.arange(2), np.arange(3)]), *args)
+        MOVEMENTS[target](element_map("x", [Part(whole(1, 0, n), n) for n in (2, 3)]), *args)
 
 
 @FEW
 @given(programs(gradients=False), st.sampled_from(PASSES))
 def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=False)
-    certify(lowered)
+    require_own_programs(lowered._program, certify(lowered))
     check_mutants(lowered, values, 0, 4)
 
 
@@ -474,8 +477,19 @@ def test_programs(drawn: Drawn, passes: Mapping[str, Any]):
 @given(programs(gradients=True), st.sampled_from(PASSES))
 def test_gradients(drawn: Drawn, passes: Mapping[str, Any]):
     lowered, values = lower(drawn, passes, gradients=True)
-    certify(lowered)
+    require_own_programs(lowered._program, certify(lowered))
     check_mutants(lowered, values, 0, 4)
+
+
+def require_own_programs(program: Program, certificate: Certificate) -> None:
+    """Each rank of a certificate runs the graph and the offsets that the rank would run."""
+    graphs: dict[Any, int] = {}
+    at = {}
+    for coordinate in program.mesh.coordinates():
+        local = program.local(coordinate)
+        graph = graphs.setdefault(local.gm, len(graphs))
+        at[tuple(coordinate.values())] = graph, tuple(local.offsets_at(coordinate))
+    assert at == certificate.ranks.at
 
 
 @pytest.mark.slow
@@ -817,9 +831,68 @@ def test_a_thousand_ranks():
     """All of them: those of one program at once."""
     step, params, x = mlp(ftp.AbstractMesh((64, 32), ("dp", "tp")), bucket=True)
     certificate = certify(step.lower(params, x))
-    assert len(certificate.ranks.at) == 2048
+    assert certificate.ranks.shape == (64, 32)
     with pytest.raises(CertificateError, match=r"on one of the ranks at \(dp [0-9, ]*\.\.\., tp "):
         check(elsewhere(certificate, (3, 3)))
+
+
+def many_ranks(shape: tuple[int, ...]) -> Program:
+    """A program on (pod, dp, fsdp, tp) whose weights are cut unevenly over fsdp and tp."""
+
+    def loss(params, x):
+        return (torch.relu(x @ params["up"]) @ params["down"]).square().mean()
+
+    mesh = ftp.AbstractMesh(shape, ("pod", "dp", "fsdp", "tp"))
+    specs = {"up": P("fsdp", "tp"), "down": P("tp", "fsdp")}
+    rows = P(("pod", "dp", "fsdp"))
+    step = ftp.shard(loss, mesh, specs, batch_specs=rows)
+    params = {"up": torch.empty(99, 43, device="meta"), "down": torch.empty(43, 99, device="meta")}
+    x = torch.empty(2 * math.prod(shape[:3]), 99, device="meta")
+    return step.lower(params, x)._program
+
+
+def test_a_certificate_takes_no_more_for_more_ranks():
+    """128 times the ranks, in the same memory; one rank of them that runs what another runs is
+    refused.
+    """
+    peaks = []
+    for shape in ((2, 8, 8, 8), (2, 8, 8, 8), (16, 128, 8, 8)):  # the first call fills caches
+        program = many_ranks(shape)
+        program.local()
+        tracemalloc.start()
+        certificate = certificate_of(program)
+        check(certificate)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert peaks[2] < 1.5 * peaks[1], peaks
+    ranks, at = certificate.ranks, (5, 77, 3, 3)
+    assert len(ranks.graphs) > 1 and any(ranks.offsets)
+    number = np.broadcast_to(ranks.number, ranks.shape).copy()
+    number[at] = (number[at] + 1) % len(ranks.graphs)
+    with pytest.raises(CertificateError):
+        check(replace(certificate, ranks=replace(ranks, number=number)))
+    graph = ranks.graph_at(at)
+    for i, values in enumerate(ranks.offsets[graph][:2]):
+        changed = np.broadcast_to(values, ranks.shape).copy()
+        changed[at] += 1
+        mine = (*ranks.offsets[graph][:i], changed, *ranks.offsets[graph][i + 1 :])
+        given = (*ranks.offsets[:graph], mine, *ranks.offsets[graph + 1 :])
+        with pytest.raises(CertificateError):
+            check(replace(certificate, ranks=replace(ranks, offsets=given)))
+
+
+def test_ranks_that_do_not_fit_the_mesh():
+    step, params, x = mlp()
+    certificate = certify(step.lower(params, x))
+    ranks = certificate.ranks
+    for wrong in (
+        replace(ranks, number=np.full((1, 1), 7)),
+        replace(ranks, number=np.zeros((3, 1), dtype=np.int64)),
+        replace(ranks, shape=(4, 1)),
+        replace(ranks, offsets=()),
+    ):
+        with pytest.raises(CertificateError, match="the certificate has"):
+            check(replace(certificate, ranks=wrong))
 
 
 def test_the_rank_is_named():
@@ -832,7 +905,7 @@ def elsewhere(certificate: Certificate, coordinate: tuple[int, ...]) -> Certific
     """With one rank's parts beginning elsewhere."""
     graph, offsets = certificate.ranks.at[coordinate]
     at = {**certificate.ranks.at, coordinate: (graph, tuple(i + 1 for i in offsets))}
-    return replace(certificate, ranks=replace(certificate.ranks, at=at))
+    return replace(certificate, ranks=Ranks.of(certificate.ranks.graphs, at))
 
 
 def test_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -899,7 +972,7 @@ def test_first_divergence():
         [shard_of(t, s, mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)]
         for c in mesh.coordinates()
     ]
-    changed = replace(certificate, ranks=Ranks(tuple(mutant.graphs), mutant.at))
+    changed = replace(certificate, ranks=Ranks.of(mutant.graphs, mutant.at))
     found = compare(changed, inputs, shards, groups_of(mesh), None, None)
     assert (
         found is not None
@@ -916,7 +989,7 @@ def diverging(mutant: Mutant, step: Any, arguments: Sequence[Any]) -> Any:
         [shard_of(t, s, step.mesh.axes, c) for t, s in zip(inputs, program.in_specs, strict=True)]
         for c in step.mesh.coordinates()
     ]
-    changed = replace(certificate_of(program), ranks=Ranks(tuple(mutant.graphs), mutant.at))
+    changed = replace(certificate_of(program), ranks=Ranks.of(mutant.graphs, mutant.at))
     return compare(changed, inputs, shards, groups_of(program.mesh), None, None)
 
 
@@ -967,10 +1040,12 @@ def test_rounding_is_no_divergence(dtype: torch.dtype):
         assert ftp.first_divergence(step, {"w": w}, x) is None
 
 
-def test_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("name", ["certify", "scale"])
+def test_the_page(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    page = Path(__file__).resolve().parents[2] / "docs/certify.md"
+    page = Path(__file__).resolve().parents[2] / f"docs/{name}.md"
     scope: dict[str, Any] = {}
     for block in re.findall(r"```python\n(.*?)```", page.read_text(), re.S):
         exec(compile(block, str(page), "exec"), scope)
-    check(load_certificate("mlp.json"))
+    if name == "certify":
+        check(load_certificate("mlp.json"))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.certification.certificate import Certificate, Ranks
+from ftp.certification.certificate import Certificate
 from ftp.ops.exchange import ARRIVED, EXCHANGE
 
 aten = torch.ops.aten
@@ -31,7 +31,7 @@ def mutant(certificate: Certificate, seed: int) -> tuple[str, Certificate] | Non
         graphs.append(new)
     if not done:
         return None
-    ranks = Ranks(tuple(graphs), certificate.ranks.at)
+    ranks = replace(certificate.ranks, graphs=tuple(graphs))
     title = f"{change.__name__} on {'all ranks' if len(where) > 1 else f'rank {where[0]}'}"
     return title, replace(certificate, ranks=ranks)
 

@@ -161,6 +161,16 @@ def test_figures_of_weights_that_are_widened():
     step = ftp.shard(cast, mesh, P("dp"), batch_specs=P("dp"), data_axes=("dp",))
     assert gathers(step.lower({"w": meta(1024, 1024)}, x))[:1] == [("bfloat16", 2097152)]
 
+    def lora(p, frozen, scale, x):
+        w = frozen.to(BF16) * scale.to(BF16)
+        return (x @ w + x @ p["a"] @ p["b"]).float().square().mean()
+
+    adapters = {"a": meta(1024, 16, dtype=BF16), "b": meta(16, 1024, dtype=BF16)}
+    frozen = meta(1024, 1024, dtype=torch.int8), meta(1024, 1, dtype=torch.float32)
+    step = ftp.shard(lora, mesh, P("dp"), batch_specs=P("dp"), data_axes=("dp",))
+    moved = gathers(step.lower(adapters, *frozen, x.to(BF16)))
+    assert ("int8", 1048576) in moved and ("bfloat16", 2097152) not in moved
+
 
 def products_cut(lowered):
     """How many matmuls a rank computes a part of, and how many there are."""

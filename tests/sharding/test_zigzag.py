@@ -155,7 +155,7 @@ def test_an_offset_that_is_wrong_is_refused():
             changed = {**certificate.ranks.at}
             changed[(1,)] = graph, (*offsets[:at], wrong, *offsets[at + 1 :])
             with pytest.raises(CertificateError, match="not the local form"):
-                check(replace(certificate, ranks=Ranks(certificate.ranks.graphs, changed)))
+                check(replace(certificate, ranks=Ranks.of(certificate.ranks.graphs, changed)))
 
 
 def test_a_saved_certificate_keeps_zigzags(tmp_path: Any):

@@ -46,7 +46,8 @@ def positions(
     """The positions along a dim that a rank holds."""
     along = {name: MeshAxis(name, dim, n) for dim, (name, n) in enumerate(axes.items())}
     cell = Cell(0, tuple((at[name],) for name in axes))
-    return torch.from_numpy(ExpectedParts(along, ()).cut(size, cuts, cell).reshape(-1))
+    part = ExpectedParts(along, ()).cut(size, cuts, cell)
+    return torch.from_numpy(part.positions())
 
 
 def shard(domain: Any, x: Any, spec: Spec, axes: Mapping[str, int], at: Mapping[str, int]) -> Any:

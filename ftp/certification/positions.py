@@ -1,0 +1,410 @@
+"""Positions: where each local element lies along one dim of a value, on every rank.
+
+A position is a base plus terms. Each term varies along dims of its own, mesh axes and atoms. The
+terms of even shards are progressions, kept as ranges, so that a statement about thousands of ranks
+is a few numbers. What is no such sum, uneven shards and padding, is an array over the dims that it
+depends on. An element without a position, a zero of padding, is a hole in the base or in a term.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+Index = np.ndarray
+HOLE = -(1 << 60)
+_LEAST = HOLE // 2  # what is less is a hole, plus some position
+
+
+@dataclass(frozen=True, eq=False)
+class Term:
+    """What a position gains along ``dims``, ascending; a range has one dim."""
+
+    dims: tuple[int, ...]
+    values: range | Index
+
+
+@dataclass(frozen=True, eq=False)
+class Positions:
+    """The sum of ``base`` and ``terms``, whose dims are disjoint; make one by ``sum_of``.
+
+    >>> x = whole(2, 1, 6).from_starts(1, np.array([[0], [3]]).reshape(2), 3)
+    >>> x.terms[0].values, x.terms[1].values
+    (range(0, 6, 3), range(0, 3))
+    """
+
+    ndim: int
+    base: int
+    terms: tuple[Term, ...]
+
+    @property
+    def is_hole(self) -> bool:
+        return self.base < _LEAST
+
+    def varies(self, dim: int) -> bool:
+        return any(dim in t.dims for t in self.terms)
+
+    def dense(self) -> Index:
+        """As an array with ``ndim`` dims, of size 1 where nothing varies; a hole is -1."""
+        found = np.full((1,) * self.ndim, self.base) + _joined(self.terms, range(self.ndim))
+        return np.where(found < _LEAST, -1, found)
+
+    # Dims.
+
+    def renamed(self, places: Sequence[int], ndim: int) -> "Positions":
+        """Dim ``d`` becomes dim ``places[d]`` of ``ndim``."""
+        terms = []
+        for t in self.terms:
+            dims = [places[d] for d in t.dims]
+            order = sorted(range(len(dims)), key=dims.__getitem__)
+            values = t.values if isinstance(t.values, range) else t.values.transpose(order)
+            terms.append(Term(tuple(dims[i] for i in order), values))
+        return Positions(ndim, self.base, tuple(terms))
+
+    def with_dim(self, dim: int) -> "Positions":
+        """With a new dim, along which nothing varies."""
+        return self.renamed([d + (d >= dim) for d in range(self.ndim)], self.ndim + 1)
+
+    def without_dim(self, dim: int) -> "Positions":
+        """Without a dim of size 1."""
+        assert not self.varies(dim), "a dim along which positions vary is no dim of size 1"
+        return self.renamed([d - (d > dim) for d in range(self.ndim)], self.ndim - 1)
+
+    def split(self, dim: int, major: int, minor: int) -> "Positions":
+        wide = self.renamed([d + (d > dim) for d in range(self.ndim)], self.ndim + 1)
+        term, rest = wide._along(dim)
+        if term is None:
+            return wide
+        if isinstance(r := term.values, range):
+            parts = [Term((dim,), _progression(r.start, r.step * minor, major))]
+            parts.append(Term((dim + 1,), _progression(0, r.step, minor)))
+            return sum_of(wide.ndim, wide.base, [*rest, *parts])
+        at = term.dims.index(dim)
+        shape = (*r.shape[:at], major, minor, *r.shape[at + 1 :])
+        dims = (*term.dims[:at], dim, dim + 1, *term.dims[at + 1 :])
+        return sum_of(wide.ndim, wide.base, [*rest, Term(dims, r.reshape(shape))])
+
+    def merged(self, dim: int, major: int, minor: int) -> "Positions":
+        """With ``dim`` and the next one, of these sizes, as one."""
+        places, ndim = [d - (d > dim) for d in range(self.ndim)], self.ndim - 1
+        mine = [t for t in self.terms if dim in t.dims or dim + 1 in t.dims]
+        if not mine:
+            return self.renamed(places, ndim)
+        others = [t for t in self.terms if all(t is not m for m in mine)]
+        rest = replace(self, terms=tuple(others)).renamed(places, ndim).terms
+        steps = {t.dims[0]: t.values.step for t in mine if isinstance(t.values, range)}
+        if len(steps) == len(mine):
+            step = steps.get(dim + 1, 0) if minor > 1 else steps.get(dim, 0)
+            if major == 1 or minor == 1 or steps.get(dim) == step * minor:
+                start = sum(t.values[0] for t in mine)
+                line = Term((dim,), _progression(int(start), step, major * minor))
+                return sum_of(ndim, self.base, [*rest, line])
+        dims = sorted({dim, dim + 1}.union(*(t.dims for t in mine)))
+        values, at = _joined(mine, dims), dims.index(dim)
+        before, after = values.shape[:at], values.shape[at + 2 :]
+        values = np.broadcast_to(values, (*before, major, minor, *after))
+        values = values.reshape(*before, major * minor, *after)
+        left = tuple(places[d] for d in dims if d != dim + 1)
+        return sum_of(ndim, self.base, [*rest, Term(left, values)])
+
+    # Elements.
+
+    def taken(self, dim: int, places: Sequence[int]) -> "Positions":
+        """The elements at ``places`` along a dim."""
+        term, rest = self._along(dim)
+        if term is None:
+            return self
+        if isinstance(r := term.values, range):
+            if isinstance(places, range):
+                values = _progression(
+                    r.start + r.step * places.start, r.step * places.step, len(places)
+                )
+            else:
+                values = np.array([r[i] for i in places], dtype=np.int64)
+        else:
+            values = r.take(list(places), term.dims.index(dim))
+        return sum_of(self.ndim, self.base, [*rest, Term(term.dims, values)])
+
+    def from_starts(self, dim: int, starts: Index, length: int) -> "Positions":
+        """``length`` elements along a dim from each rank's start on; ``starts`` has a dim for each
+        mesh axis.
+        """
+        term, rest = self._along(dim)
+        if term is None:
+            return self
+        start = _of_ranks(starts)
+        if isinstance(r := term.values, range):
+            first = Term(start.dims, np.asarray(start.values) * r.step)
+            line = Term((dim,), _progression(r.start, r.step, length))
+            return sum_of(self.ndim, self.base, [*rest, first, line])
+        dims = sorted({*start.dims, *term.dims})
+        at = dims.index(dim)
+        places = _joined([start], dims) + _counted(length, at, len(dims))
+        values = np.take_along_axis(_over(term, dims), places, at)
+        return sum_of(self.ndim, self.base, [*rest, Term(tuple(dims), values)])
+
+    def padded(self, dim: int, size: int, before: Index, total: int) -> "Positions":
+        """The ``size`` elements along a dim after ``before`` holes, and holes after them: ``total``
+        in all; ``before`` has a dim for each mesh axis.
+        """
+        term, rest = self._along(dim)
+        start = _of_ranks(before)
+        dims = sorted({dim, *start.dims, *(() if term is None else term.dims)})
+        at = dims.index(dim)
+        held = _joined([] if term is None else [term], dims)
+        held = np.broadcast_to(held, (*held.shape[:at], size, *held.shape[at + 1 :]))
+        places = _counted(total, at, len(dims)) - _joined([start], dims)
+        values = np.take_along_axis(held, np.clip(places, 0, size - 1), at)
+        values = np.where((places >= 0) & (places < size), values, HOLE)
+        return sum_of(self.ndim, self.base, [*rest, Term(tuple(dims), values)])
+
+    # Sums.
+
+    def scaled(self, by: int) -> "Positions":
+        terms = [
+            Term(t.dims, _progression(t.values.start * by, t.values.step * by, len(t.values)))
+            if isinstance(t.values, range)
+            else Term(t.dims, np.where(t.values < _LEAST, HOLE, t.values * by))
+            for t in self.terms
+        ]
+        return sum_of(self.ndim, self.base if self.is_hole else self.base * by, terms)
+
+    def plus(self, other: "Positions") -> "Positions":
+        return sum_of(self.ndim, self.base + other.base, [*self.terms, *other.terms])
+
+    def _along(self, dim: int) -> tuple[Term | None, list[Term]]:
+        """The term that varies along a dim, and the others."""
+        found = next((t for t in self.terms if dim in t.dims), None)
+        return found, [t for t in self.terms if t is not found]
+
+
+def whole(ndim: int, dim: int, size: int) -> Positions:
+    """All ``size`` positions, along ``dim``."""
+    return sum_of(ndim, 0, [Term((dim,), range(size))])
+
+
+def holes(ndim: int) -> Positions:
+    return Positions(ndim, HOLE, ())
+
+
+def from_array(values: Index) -> Positions:
+    """From positions without holes, with a dim of the array for each dim."""
+    return sum_of(values.ndim, 0, [Term(tuple(range(values.ndim)), values)])
+
+
+def sum_of(ndim: int, base: int, terms: Iterable[Term]) -> Positions:
+    """The positions in normal form: no two terms share a dim, none is constant along one, and
+    what is a progression is a range.
+    """
+    found: list[Term] = []
+    todo = list(terms)
+    if len({d for t in todo for d in t.dims}) < sum(len(t.dims) for t in todo):
+        todo = [_merged_terms(group) for group in _groups(todo)]
+    for term in todo:
+        constant, parts = _parts(term)
+        base += constant
+        if base < _LEAST:
+            return holes(ndim)
+        found += parts
+    return Positions(ndim, base, tuple(found))
+
+
+def is_same(x: Positions, y: Positions) -> bool:
+    """Whether two have the same positions and the same holes."""
+    if x is y:
+        return True
+    if x.is_hole or y.is_hole:
+        return x.is_hole and y.is_hole
+    total = x.base - y.base
+    mine = set(map(id, x.terms))
+    for group in _groups([*x.terms, *y.terms]):
+        difference = _difference(
+            [t for t in group if id(t) in mine], [t for t in group if id(t) not in mine]
+        )
+        if difference is None:
+            return False
+        total += difference
+    return total == 0
+
+
+def concatenated(parts: Sequence[Positions], dim: int, sizes: Sequence[int]) -> Positions:
+    """The parts one after another along a dim, along which they have these sizes."""
+    first = parts[0]
+    if len(parts) == 1 or all(not p.varies(dim) and is_same(p, first) for p in parts):
+        return first
+    held = [p for p in parts if not p.is_hole]
+    along = {dim}
+    owner = {id(t): i for i, p in enumerate(held) for t in p.terms}
+    shared: list[Term] = []
+    bases = [p.base for p in held]
+    apart: list[Term] = []
+    for group in _groups([t for p in held for t in p.terms]):
+        mine = [[t for t in group if owner[id(t)] == i] for i in range(len(held))]
+        gains = [_difference(terms, mine[0]) for terms in mine]
+        if any(dim in t.dims for t in group) or None in gains:
+            apart += group
+            along.update(d for t in group for d in t.dims)
+        else:
+            shared += mine[0]
+            bases = [base + gain for base, gain in zip(bases, gains, strict=True)]  # type: ignore[operator]
+    dims = sorted(along)
+    at, kept = dims.index(dim), {id(t) for t in apart}
+    arrays, base_of = [], iter(bases)
+    for part, size in zip(parts, sizes, strict=True):
+        if part.is_hole:
+            values = np.full((1,) * len(dims), HOLE)
+        else:
+            values = next(base_of) + _joined([t for t in part.terms if id(t) in kept], dims)
+        arrays.append(np.broadcast_to(values, (*values.shape[:at], size, *values.shape[at + 1 :])))
+    most = [max(a.shape[k] for a in arrays) for k in range(len(dims))]
+    wide = [np.broadcast_to(a, (*most[:at], a.shape[at], *most[at + 1 :])) for a in arrays]
+    return sum_of(first.ndim, 0, [*shared, Term(tuple(dims), np.concatenate(wide, at))])
+
+
+def overlaid(index: Sequence[Positions], dim: int) -> list[Positions] | None:
+    """What is left where the elements along a dim, on which all vary, are laid over each other;
+    None if two of them are no holes.
+    """
+    terms = [i._along(dim)[0] for i in index]
+    dims = sorted({d for t in terms if t is not None for d in t.dims})
+    arrays = [_joined([t], dims) for t in terms if t is not None]
+    is_element = np.logical_and.reduce(np.broadcast_arrays(*(a >= _LEAST for a in arrays)))
+    at = dims.index(dim)
+    if (is_element.sum(at) > 1).any():
+        return None
+    return [
+        sum_of(
+            i.ndim,
+            i.base,
+            [
+                *i._along(dim)[1],
+                Term(tuple(dims), np.where(is_element, a, HOLE).max(at, keepdims=True)),
+            ],
+        )
+        for i, a in zip(index, arrays, strict=True)
+    ]
+
+
+# Terms.
+
+
+def _progression(first: int, step: int, count: int) -> range:
+    """``count`` numbers; a step of 0 gives one, for all."""
+    return range(first, first + step * count, step) if step and count else range(first, first + 1)
+
+
+def _of_ranks(values: Index) -> Term:
+    """One number a rank as a term; ``values`` has a dim for each mesh axis."""
+    dims = tuple(d for d, size in enumerate(values.shape) if size > 1)
+    return Term(dims, values.reshape([values.shape[d] for d in dims]))
+
+
+def _counted(count: int, at: int, ndim: int) -> Index:
+    return np.arange(count).reshape([count if d == at else 1 for d in range(ndim)])
+
+
+def _over(term: Term, dims: Sequence[int]) -> Index:
+    """A term as an array over dims that contain its own."""
+    values = term.values
+    if isinstance(values, range):
+        values = np.arange(values.start, values.stop, values.step)
+    sizes = dict(zip(term.dims, values.shape, strict=True))
+    return values.reshape([sizes.get(d, 1) for d in dims])
+
+
+def _joined(terms: Sequence[Term], dims: Sequence[int]) -> Index:
+    """The sum of terms as an array over ``dims``; a hole of any is a hole."""
+    total = np.zeros((1,) * len(dims), dtype=np.int64)
+    for term in terms:
+        total = total + _over(term, dims)
+        total = np.where(total < _LEAST, HOLE, total)
+    return total
+
+
+def _merged_terms(terms: Sequence[Term]) -> Term:
+    if len(terms) == 1:
+        return terms[0]
+    dims = sorted({d for t in terms for d in t.dims})
+    return Term(tuple(dims), _joined(terms, dims))
+
+
+def _groups(terms: Sequence[Term]) -> list[list[Term]]:
+    """The terms, together where they share dims."""
+    groups: list[tuple[set[int], list[Term]]] = []
+    for term in terms:
+        dims, members = set(term.dims), [term]
+        apart = []
+        for group in groups:
+            if group[0] & dims:
+                dims |= group[0]
+                members = [*group[1], *members]
+            else:
+                apart.append(group)
+        groups = [*apart, (dims, members)]
+    return [members for _, members in groups]
+
+
+def _difference(a: Sequence[Term], b: Sequence[Term]) -> int | None:
+    """By how much the sum of ``a`` is more than that of ``b``, everywhere; None if it varies, or
+    if their holes differ.
+    """
+    if all(isinstance(t.values, range) for t in (*a, *b)):
+        steps = [{t.dims: (len(t.values), t.values.step) for t in terms} for terms in (a, b)]  # type: ignore[union-attr]
+        if steps[0] != steps[1]:
+            return None
+        return sum(t.values[0] for t in a) - sum(t.values[0] for t in b)
+    dims = sorted({d for t in (*a, *b) for d in t.dims})
+    x, y = np.broadcast_arrays(_joined(a, dims), _joined(b, dims))
+    is_hole = x < _LEAST
+    if not np.array_equal(is_hole, y < _LEAST):
+        return None
+    differences = (x - y)[~is_hole]
+    if not differences.size:
+        return 0
+    return int(differences[0]) if (differences == differences[0]).all() else None
+
+
+def _parts(term: Term) -> tuple[int, list[Term]]:
+    """A term as a constant and terms in normal form."""
+    values = term.values
+    if isinstance(values, range):
+        if len(values) < 2:
+            return (values[0] if values else 0), []
+        return values[0], [Term(term.dims, range(0, len(values) * values.step, values.step))]
+    if not values.size:
+        return 0, []
+    dims = tuple(d for d, size in zip(term.dims, values.shape, strict=True) if size > 1)
+    values = values.reshape([size for size in values.shape if size > 1])
+    is_hole = values < _LEAST
+    found: list[Term] = []
+    if is_hole.any():
+        if is_hole.all():
+            return HOLE, []
+        for dim in dims:  # along which nothing varies
+            at = dims.index(dim)
+            line = values.take([0], at)
+            if len(dims) > 1 and (values == line).all():
+                values, dims = line.squeeze(at), (*dims[:at], *dims[at + 1 :])
+        return 0, [Term(dims, values)]
+    base = int(values.flat[0])
+    values = values - base
+    for dim in dims if len(dims) > 1 else ():
+        at = dims.index(dim)
+        line = values[tuple(slice(None) if d == dim else 0 for d in dims)]
+        rest = values.take([0], at)
+        if (values == rest + line.reshape([-1 if d == dim else 1 for d in dims])).all():
+            found += _line(dim, line)
+            values, dims = rest.squeeze(at), (*dims[:at], *dims[at + 1 :])
+    if len(dims) == 1:
+        found += _line(dims[0], values)
+    elif dims:
+        found.append(Term(dims, values))
+    return base, found
+
+
+def _line(dim: int, values: Index) -> list[Term]:
+    """Numbers from 0 along one dim: as a range where they are a progression, none if all are 0."""
+    step, count = int(values[1]), len(values)
+    if np.array_equal(values, np.arange(count) * step):
+        return [Term((dim,), _progression(0, step, count))] if step else []
+    return [Term((dim,), values)]

@@ -1,0 +1,87 @@
+"""The ranks' programs of a certificate, for all ranks of a mesh at once."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+Coordinate = tuple[int, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Ranks:
+    """The ranks' programs: per rank a graph, and what the numbers hold that it takes after the
+    tensors. Arrays have a dim for each mesh axis, of size 1 where nothing changes along it.
+
+    Attributes:
+        shape: of the mesh.
+        number: which graph each rank runs.
+        offsets: per graph, the values of each number on the ranks that run it.
+    """
+
+    shape: tuple[int, ...]
+    graphs: tuple[fx.Graph, ...]
+    number: np.ndarray
+    offsets: tuple[tuple[np.ndarray, ...], ...]
+
+    @staticmethod
+    def of(
+        graphs: Sequence[fx.Graph], at: Mapping[Coordinate, tuple[int, Sequence[int]]]
+    ) -> "Ranks":
+        """From each rank's graph and numbers."""
+        shape = tuple(max(c) + 1 for c in zip(*at, strict=True))
+        number = np.zeros(shape, dtype=np.int64)
+        counts = {graph: len(given) for graph, given in at.values()}
+        offsets = [
+            [np.zeros(shape, dtype=np.int64) for _ in range(counts.get(graph, 0))]
+            for graph in range(len(graphs))
+        ]
+        for coordinate, (graph, given) in at.items():
+            number[coordinate] = graph
+            for values, value in zip(offsets[graph], given, strict=True):
+                values[coordinate] = value
+        return Ranks(
+            shape, tuple(graphs), shrunk(number), tuple(tuple(map(shrunk, o)) for o in offsets)
+        )
+
+    @property
+    def at(self) -> dict[Coordinate, tuple[int, tuple[int, ...]]]:
+        """Each rank's graph and numbers."""
+        number = np.broadcast_to(self.number, self.shape)
+        given = [[np.broadcast_to(v, self.shape) for v in values] for values in self.offsets]
+        return {
+            c: (int(number[c]), tuple(int(v[c]) for v in given[number[c]]))
+            for c in np.ndindex(*self.shape)
+        }
+
+    def graph_at(self, coordinate: Sequence[int]) -> int:
+        return int(np.broadcast_to(self.number, self.shape)[tuple(coordinate)])
+
+    def first(self, graph: int) -> Coordinate:
+        """The first rank that runs a graph."""
+        return tuple(np.argwhere(self.number == graph)[0].tolist())
+
+    @property
+    def misfit(self) -> str:
+        """Why these are no programs of a mesh's ranks; "" if they are."""
+        arrays = [self.number, *(v for values in self.offsets for v in values)]
+        if len(self.offsets) != len(self.graphs):
+            return f"{len(self.graphs)} graphs, and offsets for {len(self.offsets)}"
+        dims = [set(sizes) for sizes in zip(*(a.shape for a in arrays), strict=False)]
+        if any(a.ndim != len(self.shape) for a in arrays) or any(
+            sizes - {1, n} for sizes, n in zip(dims, self.shape, strict=True)
+        ):
+            return f"arrays that do not fit ranks of shape {self.shape}"
+        if set(np.unique(self.number).tolist()) != set(range(len(self.graphs))):
+            return f"{len(self.graphs)} graphs, of which the ranks run others"
+        return ""
+
+
+def shrunk(of_ranks: np.ndarray) -> np.ndarray:
+    """With dims along which nothing changes shrunk to size 1."""
+    for dim in range(of_ranks.ndim):
+        first = of_ranks.take([0], dim)
+        if (of_ranks == first).all():
+            of_ranks = first
+    return of_ranks

@@ -1,0 +1,143 @@
+"""Fused attention of a GPU in a trace that CPU kernels stood in for.
+
+A build of torch without CUDA traces programs for GPUs on the CPU's kernels. Their attention differs
+in what it keeps for the backward pass and in what it takes; the GPU's is the one that will run.
+"""
+
+import operator
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.node import map_arg
+
+aten = torch.ops.aten
+CPU = aten._scaled_dot_product_flash_attention_for_cpu.default
+CPU_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+FLASH = aten._scaled_dot_product_flash_attention.default
+FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+EFFICIENT = aten._scaled_dot_product_efficient_attention.default
+EFFICIENT_BACKWARD = aten._scaled_dot_product_efficient_attention_backward.default
+WIDEST_HEAD = 256  # of flash attention, in elements
+ALIGNED = 8  # elements that a head's size is a multiple of
+MASK_ALIGNED = 16  # elements that a mask's row is a multiple of
+
+
+def with_gpu_attention(graph: fx.Graph, mode: FakeTensorMode) -> None:
+    """Replace the CPU's fused attention by the kernel that torch picks on a GPU: flash attention in
+    half precision without a mask, else the memory-efficient one.
+
+    Calls that neither takes (float64, sizes that are not aligned) stay as they are.
+    """
+    forward = {n: kernel for n in graph.nodes if n.target is CPU and (kernel := _kernel(n))}
+    backward = [n for n in graph.nodes if n.target is CPU_BACKWARD]
+    for node in backward:
+        made = _forward_of(node)
+        if made is None:  # then its forward op keeps the kernel too
+            for out in (x for x in node.args[1:4] if isinstance(x, fx.Node)):
+                for user in out.users:
+                    forward.pop(user, None)
+    for node, kernel in forward.items():
+        _replace(node, kernel, mode)
+    for node in backward:
+        made = _forward_of(node)
+        if made is not None and made in forward:
+            _replace_backward(node, made, mode)
+
+
+def _kernel(node: fx.Node) -> Any:
+    q, k, v = (x.meta["val"] for x in node.args[:3])  # type: ignore[union-attr]
+    mask: Any = node.kwargs.get("attn_mask")
+    is_aligned = q.shape[3] % ALIGNED == v.shape[3] % ALIGNED == 0
+    if not is_aligned or q.dtype is torch.float64:
+        return None
+    is_half = q.dtype in (torch.float16, torch.bfloat16)
+    if is_half and mask is None and q.shape[3] == v.shape[3] <= WIDEST_HEAD:
+        return FLASH
+    if q.shape[1] != k.shape[1]:
+        return None
+    if mask is not None:
+        val = mask.meta["val"]
+        if val.dtype is not q.dtype or val.shape[-1] % MASK_ALIGNED:
+            return None
+    return EFFICIENT
+
+
+def _forward_of(node: fx.Node) -> fx.Node | None:
+    out: Any = node.args[4]
+    if not isinstance(out, fx.Node) or out.target is not operator.getitem:
+        return None
+    made: Any = out.args[0]
+    return made if made.target in (CPU, FLASH, EFFICIENT) else None
+
+
+def _replace(node: fx.Node, kernel: Any, mode: FakeTensorMode) -> None:
+    q, k, v, *rest = node.args
+    dropout, causal = [*rest, *(0.0, False)[len(rest) :]][:2]
+    scale = {"scale": node.kwargs["scale"]} if node.kwargs.get("scale") is not None else {}
+    mask: Any = node.kwargs.get("attn_mask")
+    node.target, node.kwargs = kernel, scale
+    if kernel is FLASH:
+        node.args = (q, k, v, dropout, causal)
+    else:
+        node.args = (q, k, v, _expanded(node, mask, q, k, mode), True, dropout, causal)
+    node.meta["val"] = _ran(node, mode)
+    for user in node.users:
+        user.meta["val"] = node.meta["val"][user.args[1]]  # type: ignore[index]
+
+
+def _expanded(node: fx.Node, mask: Any, q: Any, k: Any, mode: FakeTensorMode) -> Any:
+    """A mask that broadcasts, in full: the kernel reads it by strides."""
+    if mask is None:
+        return None
+    b, h, s, _ = q.meta["val"].shape
+    shape = [b, h, s, k.meta["val"].shape[2]]
+    if list(mask.meta["val"].shape) == shape:
+        return mask
+    with node.graph.inserting_before(node):
+        made = node.graph.call_function(aten.expand.default, (mask, shape))
+    made.meta = {**node.meta, "val": _ran(made, mode)}
+    return made
+
+
+def _replace_backward(node: fx.Node, made: fx.Node, mode: FakeTensorMode) -> None:
+    grad, q, k, v, out, lse, *rest = node.args
+    dropout, causal = [*rest, *(0.0, False)[len(rest) :]][:2]
+    scale = {"scale": node.kwargs["scale"]} if node.kwargs.get("scale") is not None else {}
+
+    def result(index: int) -> fx.Node:
+        for user in made.users:
+            if user.target is operator.getitem and user.args[1] == index:
+                return user
+        with node.graph.inserting_after(made):
+            item = node.graph.call_function(operator.getitem, (made, index))
+        item.meta = {**made.meta, "val": made.meta["val"][index]}
+        return item
+
+    node.kwargs = scale
+    if made.target is FLASH:
+        node.target = FLASH_BACKWARD
+        sizes = made.meta["val"][2:6]  # none, none, queries, keys
+        node.args = (grad, q, k, v, out, lse, *sizes, dropout, causal, result(6), result(7))
+    else:
+        node.target = EFFICIENT_BACKWARD
+        bias = made.args[3]
+        node.args = (
+            grad, q, k, v, bias, out, lse, result(2), result(3), dropout,
+            [True, True, True, False], causal,
+        )  # fmt: skip
+    node.meta["val"] = _ran(node, mode)
+    for user in node.users:
+        user.meta["val"] = node.meta["val"][user.args[1]]  # type: ignore[index]
+
+
+def _ran(node: fx.Node, mode: FakeTensorMode) -> Any:
+    """What a call gives, by the shapes of its arguments."""
+
+    def value(x: fx.Node) -> Any:
+        return x.meta["val"]
+
+    args, kwargs = map_arg((node.args, dict(node.kwargs)), value)
+    with mode:
+        return node.target(*args, **kwargs)  # type: ignore[operator]

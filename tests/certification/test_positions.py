@@ -1,0 +1,171 @@
+"""Positions as sums are what the same steps give on arrays of all ranks' positions."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ftp.certification.positions import (
+    Positions,
+    Term,
+    concatenated,
+    is_same,
+    overlaid,
+    sum_of,
+)
+
+HOLE = -(1 << 60)
+LEAD = 2  # mesh axes
+SOME = settings(max_examples=150, deadline=None)
+
+
+@st.composite
+def drawn(draw: Any) -> tuple[Positions, list[int]]:
+    """Positions over two mesh axes and two atoms, and the sizes of these dims."""
+    sizes = [draw(st.integers(1, 4)) for _ in range(LEAD + 2)]
+    terms, left = [], list(range(len(sizes)))
+    while left and draw(st.booleans()):
+        dims = tuple(sorted(draw(st.sets(st.sampled_from(left), min_size=1, max_size=2))))
+        left = [d for d in left if d not in dims]
+        shape = [sizes[d] for d in dims]
+        step = draw(st.integers(-3, 7))
+        if len(dims) == 1 and step and draw(st.booleans()):
+            terms.append(Term(dims, range(0, step * shape[0], step)))
+            continue
+        count = int(np.prod(shape))
+        number = st.one_of(st.integers(0, 9), st.just(HOLE))
+        values = draw(st.lists(number, min_size=count, max_size=count))
+        terms.append(Term(dims, np.array(values).reshape(shape)))
+    return sum_of(len(sizes), draw(st.sampled_from((30, 30, 30, HOLE))), terms), sizes
+
+
+def full(x: Positions, sizes: list[int]) -> np.ndarray:
+    return np.broadcast_to(x.dense(), sizes)
+
+
+@st.composite
+def steps(draw: Any, sizes: list[int]) -> tuple[str, Callable[[Any], Any], Callable[[Any], Any]]:
+    """A step on positions and the same on an array; sizes are those before."""
+    dim = draw(st.integers(LEAD, len(sizes) - 1))
+    n = sizes[dim]
+    kind = draw(st.sampled_from(("take", "starts", "pad", "split", "merge", "swap", "scale")))
+    match kind:
+        case "take":
+            places = draw(st.lists(st.integers(0, n - 1), min_size=1, max_size=4))
+            return kind, lambda x: x.taken(dim, places), lambda a: a.take(places, dim)
+        case "starts":
+            length = draw(st.integers(1, n))
+            count = sizes[0] * sizes[1]
+            at = st.lists(st.integers(0, n - length), min_size=count, max_size=count)
+            begins = np.array(draw(at)).reshape(sizes[0], sizes[1])
+
+            def moved(a: np.ndarray) -> np.ndarray:
+                lead = begins.reshape(*begins.shape, *(1,) * (a.ndim - LEAD))
+                line = np.arange(length).reshape([length if d == dim else 1 for d in range(a.ndim)])
+                return np.take_along_axis(a, lead + line, dim)
+
+            return kind, lambda x: x.from_starts(dim, begins, length), moved
+        case "pad":
+            margins = st.lists(st.integers(0, 2), min_size=sizes[0], max_size=sizes[0])
+            before = np.array(draw(margins))
+            total = n + 2
+
+            def padded(a: np.ndarray) -> np.ndarray:
+                rows = []
+                for rank, first in enumerate(before.tolist()):
+                    margin = [(first, 2 - first) if d == dim else (0, 0) for d in range(a.ndim)]
+                    rows.append(np.pad(a[rank : rank + 1], margin, constant_values=-1))
+                return np.concatenate(rows)
+
+            return kind, lambda x: x.padded(dim, n, before.reshape(-1, 1), total), padded
+        case "split":
+            major = draw(st.sampled_from([m for m in range(1, n + 1) if n % m == 0]))
+
+            def parted(a: np.ndarray) -> np.ndarray:
+                return a.reshape(*a.shape[:dim], major, n // major, *a.shape[dim + 1 :])
+
+            return kind, lambda x: x.split(dim, major, n // major), parted
+        case "merge" if dim + 1 < len(sizes):
+            more = sizes[dim + 1]
+
+            def joined(a: np.ndarray) -> np.ndarray:
+                return a.reshape(*a.shape[:dim], n * more, *a.shape[dim + 2 :])
+
+            return kind, lambda x: x.merged(dim, n, more), joined
+        case "swap":
+            places = list(range(len(sizes)))
+            places[0], places[dim] = dim, 0
+            return kind, lambda x: x.renamed(places, len(sizes)), lambda a: a.swapaxes(0, dim)
+    return "scale", lambda x: x.scaled(3), lambda a: np.where(a < 0, -1, 3 * a)
+
+
+@SOME
+@given(st.data())
+def test_steps(data: Any):
+    x, sizes = data.draw(drawn())
+    array = full(x, sizes)
+    for _ in range(4):
+        _, on_positions, on_array = data.draw(steps(sizes))
+        x, array = on_positions(x), on_array(array)
+        sizes = list(array.shape)
+        assert np.array_equal(full(x, sizes), array)
+        assert all(not x.varies(d) or sizes[d] > 1 for d in range(len(sizes)))
+
+
+@SOME
+@given(st.data())
+def test_comparison(data: Any):
+    """Equal and unequal ones, one element changed among them."""
+    x, sizes = data.draw(drawn())
+    array = full(x, sizes)
+    dims = tuple(range(len(sizes)))
+
+    def of(values: np.ndarray) -> Positions:
+        return sum_of(len(sizes), 0, [Term(dims, np.where(values < 0, HOLE, values))])
+
+    assert is_same(x, of(array)) and is_same(of(array), x)
+    at = tuple(data.draw(st.integers(0, n - 1)) for n in sizes)
+    other = array.copy()
+    other[at] = data.draw(st.sampled_from((-1, 5, 200)))
+    assert is_same(x, of(other)) == np.array_equal(array, other)
+    y, of_sizes = data.draw(drawn())
+    if of_sizes == sizes:
+        assert is_same(x, y) == np.array_equal(array, full(y, sizes))
+
+
+@SOME
+@given(st.data())
+def test_concatenation(data: Any):
+    x, sizes = data.draw(drawn())
+    parts = [x]
+    for _ in range(data.draw(st.integers(1, 2))):
+        y, of_sizes = data.draw(drawn())
+        parts.append(y if of_sizes == sizes else x.plus(sum_of(x.ndim, 7, [])))
+    dim = data.draw(st.integers(0, len(sizes) - 1))
+    found = concatenated(parts, dim, [sizes[dim]] * len(parts))
+    sizes[dim] *= len(parts)
+    expected = np.concatenate(
+        [full(p, [*sizes[:dim], sizes[dim] // len(parts), *sizes[dim + 1 :]]) for p in parts], dim
+    )
+    assert np.array_equal(full(found, sizes), expected)
+
+
+@SOME
+@given(st.data())
+def test_overlay(data: Any):
+    """Where no two ranks hold an element, each is kept."""
+    n = data.draw(st.integers(2, 4))
+    size = data.draw(st.integers(1, 6))
+    owner = np.array(data.draw(st.lists(st.integers(-1, n - 1), min_size=size, max_size=size)))
+    held = np.where(owner == np.arange(n)[:, None], np.arange(size) * 2, HOLE)
+    x = sum_of(2, 1, [Term((0, 1), held)])
+    if not x.varies(0):
+        return
+    (found,) = overlaid([x], 0) or (None,)
+    expected = np.where(owner < 0, -1, np.arange(size) * 2 + 1)
+    assert found is not None and np.array_equal(full(found, [1, size])[0], expected)
+    held[:2, data.draw(st.integers(0, size - 1))] = 3  # on two ranks
+    twice = sum_of(2, 1, [Term((0, 1), held)])
+    assert not twice.varies(0) or overlaid([twice], 0) is None
