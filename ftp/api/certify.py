@@ -40,13 +40,10 @@ def certify(lowered: Lowered) -> Certificate:
     """Prove that a program's collectives make every output of every rank right.
 
     Args:
-        lowered: the program, as ``step.lower(...)`` or ``ftp.lower`` returns it.
+        lowered: of ``ftp.lower`` or ``step.lower``, on a mesh of any kind and size.
 
     Returns:
         The proof, checked; its ``save`` writes it to a file.
-
-    Args:
-        lowered: of ``ftp.lower`` or ``step.lower``, on a mesh of any kind and size.
 
     Raises:
         CertificateError: each value that is wrong, on which rank, and why. That is a fault of ftp:

@@ -171,12 +171,6 @@ class PartitionSpec:
         unreduced: axes over which a sum is pending: the value is the sum of the ranks' tensors.
 
     Raises:
-        SpecError: an axis that is used twice, an entry of another type.
-
-    Args:
-        entries: for each dim of the tensor, from the first.
-
-    Raises:
         SpecError: an axis that is named twice, an entry that is none of these.
 
     >>> P("tp", None) == P("tp")
