@@ -167,11 +167,13 @@ class Partitioner:
                 self._programs[key] = _Emission(self, coordinate).run()
         return self._programs[key]
 
-    def tables(self) -> list[Table]:
-        """What tells the programs of ranks apart, for all ranks: those for which all tables are
-        equal run one program.
+    def tables(self, axes: Mapping[str, int]) -> list[Table]:
+        """What tells the programs of ranks apart, for all ranks of a mesh: those for which all
+        tables are equal run one program.
+
+        Args:
+            axes: the mesh's, in its order, which may be another than the plan's.
         """
-        axes = self.plan.axes
         return [
             *(chunk_table(axes, c, lambda chunk, at: chunk_at(chunk, at)[1]) for c in self._uneven),
             *(table(axes, [a], lambda at, a=a: int(at[a] == 0)) for a in self._contributing),

@@ -200,7 +200,7 @@ class Program:
 
     def alike(self) -> list[list[list[int]]]:
         """Per mesh axis its coordinates, together where exchanging them changes no rank's graph."""
-        return classes(self.mesh.axes, self._in_use[1].tables())
+        return classes(self.mesh.axes, self._in_use[1].tables(self.mesh.axes))
 
     def decide(self) -> None:
         """Decide what to do with collectives, for all ranks."""

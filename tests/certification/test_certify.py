@@ -492,6 +492,16 @@ def require_own_programs(program: Program, certificate: Certificate) -> None:
     assert at == certificate.ranks.at
 
 
+@pytest.mark.parametrize("shape", [(2, 2), (2, 3), (3, 2)])
+@pytest.mark.parametrize("axes", [("a", "b"), ("b", "a")])
+def test_ranks_where_axes_cut_in_another_order_than_the_meshs(shape: Any, axes: Any):
+    """The planner folds axes in the order in which they cut."""
+    step = ftp.spmd(lambda x: x @ x, ftp.simulated_mesh(shape, ("a", "b")), (P(axes),))
+    for size in (1, 5, 7):
+        lowered = step.lower(torch.ones(size, dtype=torch.float64))
+        require_own_programs(lowered._program, certify(lowered))
+
+
 @pytest.mark.slow
 @MANY
 @given(programs(gradients=True), st.sampled_from(PASSES))
