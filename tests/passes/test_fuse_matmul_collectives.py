@@ -108,8 +108,8 @@ def _on_gloo(compile: bool) -> tuple[int, int]:
 def test_processes_without_gpus_are_refused():
     (rank, *_) = launch(_refused, 1)
     assert rank.value == (
-        "async_tp=True, but the mesh (tp 1) on cpu has no GPUs, between which symmetric memory"
-        " lies. Leave it out; chunks=n hides the same"
+        "async_tp=True, but the mesh (tp 1) on cpu has no GPUs with symmetric memory."
+        " Leave it out; chunks=n hides the same"
         " moves behind products with ordinary collectives."
     ), rank.error
 
