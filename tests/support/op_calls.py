@@ -55,6 +55,8 @@ NOT_DRAWN = {  # calls of other sizes read memory that is not theirs
     aten._embedding_bag_per_sample_weights_backward.default: "the same",
     aten.reflection_pad3d_backward.default: "it takes gradients of other shapes than the padded"
     " one, and reads beyond them",
+    aten.unfold_backward.default: "it takes gradients of other shapes than the windows have, and"
+    " reads beyond them",
     torch.ops.ftp.map_slices.default: "its function fits its slices",
     torch.ops.ftp.random_bits.default: "a key is two words",
     torch.ops.ftp.random_keys.default: "the same",
