@@ -166,7 +166,10 @@ def _by_position(
     places = range(6 if at else 3) if tensors is None else tensors
     own = 3 if at else 2  # results of every kernel
     # Memory-efficient attention pads log-sum-exps, which the op of parts does not.
-    is_padded = "efficient" in str(call.target)
+    is_padded = call.target in (
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_efficient_attention_backward.default,
+    )
 
     def filled(op: LocalOp, made: Any) -> Any:
         """With the results of a kernel of its own: no random numbers were drawn."""
