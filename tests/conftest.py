@@ -2,8 +2,9 @@
 
 - Rules found by trial are kept apart from the user's own cache.
 - One hypothesis profile, without a deadline: machines that run the tests differ in speed.
-- Each test draws torch's random numbers from a seed of its own, so that its values depend neither
-  on the tests before it nor on the process that runs it. FTP_TEST_SEED=1 draws other values.
+- A test's values depend neither on the tests before it nor on the process that runs it: torch's
+  random numbers come from a seed of its own, hypothesis draws the same examples each time.
+  FTP_TEST_SEED=n draws others, with n = 1 others than with n = 2.
 - ``--slow-slice=N/M`` runs a part of the slow tests, see tests/support/slow_slice.py.
 """
 
@@ -18,14 +19,14 @@ import torch
 from hypothesis import settings
 
 os.environ.setdefault("FTP_CACHE", tempfile.mkdtemp(prefix="ftp-cache-"))
-settings.register_profile("ftp", deadline=None)
+SEED = os.environ.get("FTP_TEST_SEED", "")
+settings.register_profile("ftp", deadline=None, derandomize=not SEED)
 settings.load_profile("ftp")
 
 
 @pytest.fixture(autouse=True)
 def seed_of_this_test(request: Any) -> None:
-    name = f"{os.environ.get('FTP_TEST_SEED', '')}{request.node.nodeid}"
-    torch.manual_seed(zlib.crc32(name.encode()))
+    torch.manual_seed(zlib.crc32(f"{SEED}{request.node.nodeid}".encode()))
 
 
 def pytest_addoption(parser: Any) -> None:
@@ -33,6 +34,8 @@ def pytest_addoption(parser: Any) -> None:
 
 
 def pytest_configure(config: Any) -> None:
+    if SEED and config.getoption("hypothesis_seed", None) is None:
+        config.option.hypothesis_seed = SEED
     if text := config.getoption("--slow-slice"):
         limit = config.getoption("--slow-limit")
         config.pluginmanager.register(slow_slice.SlowSlice(text, limit), "slow-slice")

@@ -51,14 +51,17 @@ class _Event:
 
 def blame(certificate: Certificate, seen: Difference) -> Place:
     """The line of the rank's program where an output that differs goes wrong."""
+    found = None
     for _ in range(ATTEMPTS):
         try:
-            return _Search(certificate, seen).place()
+            found, is_final = _Search(certificate, seen).place()
+            if is_final:
+                break
         except Degenerate:
             continue
         except Blind:
             break
-    return _at_output(certificate, seen, "this line makes it.")
+    return found or _at_output(certificate, seen, "this line makes it.")
 
 
 def _at_output(certificate: Certificate, seen: Difference, why: str) -> Place:
@@ -103,7 +106,12 @@ class _Search:
         self.known: list[list[Tensor]] = [[] for _ in range(self.domain.field.levels)]
         self.count = 0
 
-    def place(self) -> Place:
+    def place(self) -> tuple[Place, bool]:
+        """The place, and whether another draw would show no better one.
+
+        A draw can turn elements of a ReLU off. Zeros of what differs then pass for values of the
+        reference.
+        """
         inputs = inputs_for(self.domain, self.certificate, 0)
         for x in inputs:
             self._remember(None, x)
@@ -149,7 +157,7 @@ class _Search:
         subsets = [s for n in range(len(axes) + 1) for s in combinations(axes, n)]
         for rank, own in enumerate(events):
             for i, event in enumerate(own):
-                if self._is_trivial(event.value):
+                if self._trivial(event.value).all():
                     if all(r.axes == () for r in event.reads):
                         event.axes = ()
                     continue
@@ -174,30 +182,30 @@ class _Search:
         level = x.window.high
         return bool(torch.isin(x.planes[level], self.sets[level]).all())
 
-    def _is_trivial(self, x: Value) -> bool:
-        """Whether a value is ones and minus ones, or zeros, which are nobody's in particular."""
+    def _trivial(self, x: Value) -> Tensor:
+        """Which elements are ones, minus ones or zeros, which are nobody's in particular."""
         level = min(x.window.high, self.domain.field.levels - 1)
         p = self.domain.field.primes[level]
-        return bool(torch.isin(x.planes[level], torch.tensor([0, 1, p - 1])).all())
+        return torch.isin(x.planes[level], torch.tensor([0, 1, p - 1]))
 
     # The first that is none.
 
-    def _first(self) -> Place:
+    def _first(self) -> tuple[Place, bool]:
         graph = _graph(self.certificate, self.seen.rank)
         (output,) = (n for n in graph.nodes if n.op == "output")
         node: Any = output.args[0][self.seen.output]  # type: ignore[index]
         own = self.events[self.seen.rank]
         final = self._event_of(own, node)
         if final is None:
-            return _at_output(self.certificate, self.seen, "this line makes it.")
+            return _at_output(self.certificate, self.seen, "this line makes it."), True
         if final.axes is not None:
             pending = self._stays_pending(final)
             if pending:
                 begun = _line(self._begun(final))
-                return Place(begun, f"a sum that is still pending over {', '.join(pending)}.")
-            return Place(
-                _line(self._maker(final)), "it is another value of the reference than is due here."
-            )
+                why = f"a sum that is still pending over {', '.join(pending)}."
+                return Place(begun, why), True
+            why = "it is another value of the reference than is due here."
+            return Place(_line(self._maker(final)), why), not self._trivial(final.value).any()
         region: list[_Event] = []
         todo = [final]
         while todo:
@@ -213,8 +221,9 @@ class _Search:
             if read.axes:
                 begun, there = _line(self._begun(read)), _line(culprit)
                 line = begun if begun == there else f"{begun}, read at {there}"
-                return Place(line, f"a sum that is still pending over {', '.join(read.axes)}.")
-        return Place(_line(culprit), "the first value that the reference does not hold.")
+                why = f"a sum that is still pending over {', '.join(read.axes)}."
+                return Place(line, why), True
+        return Place(_line(culprit), "the first value that the reference does not hold."), True
 
     def _event_of(self, own: Sequence[_Event], node: Any) -> _Event | None:
         if not isinstance(node, fx.Node):
