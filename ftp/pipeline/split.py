@@ -168,7 +168,7 @@ class _Split:
         if not kinds:
             return _Value(FREE)
         varies = any(n in self.of_batch for n in node.all_input_nodes)
-        if kinds == {OF_PARAMETERS} and not varies:
+        if kinds == {OF_PARAMETERS} and not varies and not _is_sum_over(node):
             return _Value(OF_PARAMETERS, first, first)
         return _Value(ACTIVATION, first, first)
 
@@ -530,6 +530,18 @@ def _is_seed(node: fx.Node, results: Sequence[fx.Node]) -> bool:
     reads = node.all_input_nodes
     is_scalar = isinstance(v := node.meta.get("val"), torch.Tensor) and not v.ndim
     return node.target in _FILLED and is_scalar and all(x in results[:1] for x in reads)
+
+
+def _is_sum_over(node: fx.Node) -> bool:
+    """Whether a node makes one number of a tensor: of a parameter it goes on from its stage, as an
+    activation does, so that the parameter stays.
+    """
+    return _ndim(node) == 0 and any(_ndim(x) for x in node.all_input_nodes)
+
+
+def _ndim(node: fx.Node) -> int | None:
+    val = node.meta.get("val")
+    return val.ndim if isinstance(val, torch.Tensor) else None
 
 
 def _ancestors(nodes: Iterable[fx.Node]) -> set[fx.Node]:

@@ -15,11 +15,12 @@ from torch import fx
 from ftp.errors import MeshError
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.split import Piece, Stages
+from ftp.pipeline.stacked import Stacks
 from ftp.planning.cost import Hardware
 from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
-from ftp.sharding.mesh import Mesh, resolve
+from ftp.sharding.mesh import Mesh, require_coordinate, resolve
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
 
@@ -74,6 +75,7 @@ class ProgramOfPieces:
         mesh: all axes.
         axis: the one that holds the stages.
         out_specs, out_shapes: per output.
+        stacks: inputs and outputs that the axis cuts, of which the pieces know one part a rank.
         tensor_leaves, leaf_specs, out_tree, out_leaves, is_static, assumptions: as of ``Program``.
     """
 
@@ -87,6 +89,7 @@ class ProgramOfPieces:
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
     assumptions: tuple[str, ...] = ()
+    stacks: Stacks | None = None
 
     @property
     def ranks(self) -> int:
@@ -134,7 +137,13 @@ class ProgramOfPieces:
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
                 " ftp.make_mesh or ftp.simulated_mesh to run."
             )
-        return self.run_as_rank if self.mesh.kind == "process" else self.run_simulated
+        run, rank = self.run_simulated, None
+        if self.mesh.kind == "process":
+            run, rank = self.run_as_rank, require_coordinate(self.mesh)[self.axis]
+        stacks = self.stacks
+        if stacks is None or stacks.is_empty:
+            return run
+        return lambda inputs: stacks.together(run(stacks.apart(inputs, rank)), rank)
 
     def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise NotImplementedError
