@@ -77,7 +77,7 @@ class Stacks:
             if sizes is None:
                 found += parts
             else:
-                found.append(torch.cat(parts) if rank is None else parts[rank])
+                found.append(torch.cat(list(parts)) if rank is None else parts[rank])
         return found
 
     def specs(self, specs: Sequence[Any], of: Sequence[Any], axis: str) -> list[Any]:
