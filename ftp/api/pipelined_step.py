@@ -113,7 +113,7 @@ def plan_pipeline(
     stacks = stacks_of(gm, [held.spec for held in inputs], out_specs, pipeline.axis, ranks)
     if not stacks.is_empty:
         pipeline.check_stacks(ranks)
-        gm, places = with_parts(gm, stacks), stacks.places(stacks.inputs[: len(inputs)])
+        gm, places = with_parts(gm, stacks, names), stacks.places(stacks.inputs[: len(inputs)])
         leaves = [k for leaf in leaves for k, (i, _) in enumerate(places) if i == leaf]
         names = [names[i] if r is None else f"{names[i]} of rank {r}" for i, r in places]
         specs = stacks.specs([held.spec for held in inputs], stacks.inputs, pipeline.axis)

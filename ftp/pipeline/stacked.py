@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.errors import RuleError
+from ftp.errors import RuleError, SpecError
 from ftp.ops.stack import STACK, UNSTACK
 from ftp.rules.bind import lookup
 from ftp.rules.rule import BoundRule, Call, Meta, replaced
@@ -135,15 +135,39 @@ def stacks_of(
     )
 
 
-def with_parts(gm: fx.GraphModule, stacks: Stacks) -> fx.GraphModule:
-    """The graph with each stack among its inputs and outputs as one tensor a rank."""
-    return gm if stacks.is_empty else _Expansion(stacks).run(gm.graph)
+def with_parts(
+    gm: fx.GraphModule, stacks: Stacks, names: Sequence[str] | None = None
+) -> fx.GraphModule:
+    """The graph with each stack among its inputs and outputs as one tensor a rank.
+
+    Args:
+        names: of the inputs, where no op may read a stack as a whole.
+
+    Raises:
+        SpecError: an op that does.
+    """
+    expansion = _Expansion(stacks)
+    made = expansion.run(gm.graph)
+    if names is not None and expansion.gathered:
+        node, reader = next(iter(expansion.gathered.items()))
+        inputs = [n for n in gm.graph.nodes if n.op == "placeholder"]
+        while node not in inputs:
+            node = next(n for n in node.all_input_nodes if n in expansion.parts)
+        source = f" at {reader.meta['source']}" if reader.meta.get("source") else ""
+        raise SpecError(
+            f"{names[inputs.index(node)]} has the spec of a stack of layers, whose dim 0 the stages"
+            f" share, but the function reads it as a whole{source}: {reader.target}. Run its layers"
+            " by ftp.scan; or leave the pipeline's axis out, and give it a stage: Make the specs"
+            " with pipeline.place(params, specs, mesh)."
+        )
+    return made
 
 
 class _Expansion:
     """Attributes:
     whole: per old node the new one.
     parts: per old node that is a stack its parts.
+    gathered: per old node whose parts are put together the node that reads it.
     cut: per old node that is none the parts that a stack is computed with.
     layers: per old node that takes a stack apart what it gives.
     """
@@ -153,6 +177,7 @@ class _Expansion:
         self.whole: dict[fx.Node, fx.Node] = {}
         self.parts: dict[fx.Node, list[fx.Node]] = {}
         self.cut: dict[fx.Node, list[fx.Node]] = {}
+        self.gathered: dict[fx.Node, fx.Node] = {}
         self.layers: dict[fx.Node, list[fx.Node]] = {}
 
     def run(self, old: fx.Graph) -> fx.GraphModule:
@@ -199,6 +224,7 @@ class _Expansion:
                     layer = self._emit(node, operator.getitem, (apart, i))
                     self.layers[node].append(layer)
         elif (rule := _rule(node)) is None or not self._by_rank(node, rule):
+            self.gathered |= {n: node for n in reads if n not in self.gathered}
             self.whole[node] = self.graph.node_copy(node, self._whole)
             self.whole[node].meta = dict(node.meta)
 
