@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.axis import OPS, axis_of
+from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.partitioning.collectives import Collective
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis

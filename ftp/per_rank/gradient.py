@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.axis import OPS
 from ftp.errors import TraceError
+from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.program import Port, Program, Shape, copied, needed, program_of
 from ftp.per_rank.varying import Axes, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec

@@ -22,8 +22,9 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftp.axis import OPS, Inside, entered, is_inside
+from ftp.axis import Inside, entered, is_inside
 from ftp.errors import SpecError, TraceError, join_failures
+from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.gradient import Apply, Pair, constant_ports, contributed, split
 from ftp.per_rank.program import Port, Program, interned
 from ftp.per_rank.varying import Axes, cause, infer

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.axis import OPS, axis_of
+from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.per_rank.program import Port, Program, factor
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Notation

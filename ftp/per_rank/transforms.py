@@ -12,7 +12,7 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftp.axis import axis_of, differentiable
+from ftp.ops.axis_collectives import axis_of, differentiable
 from ftp.per_rank.gradient import Pair, contributed, has_gradient, split
 from ftp.per_rank.program import Port, Program, program_of
 from ftp.sharding.pytree import flatten
