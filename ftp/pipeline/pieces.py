@@ -10,7 +10,7 @@ from ftp.pipeline.schedule import Kind
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageGraph:
     """What a stage computes in one action; of kind "R", what a rank reduces when all are done.
 
     Attributes:
@@ -48,7 +48,7 @@ class Stages:
         passed: values that skip stages, ``(name, from, to)``.
     """
 
-    pieces: Mapping[tuple[Kind, int], Piece]
+    pieces: Mapping[tuple[Kind, int], StageGraph]
     forward: tuple[tuple[str, ...], ...]
     backward: tuple[tuple[str, ...], ...]
     results: tuple[tuple[int, str], ...]

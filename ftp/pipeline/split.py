@@ -13,7 +13,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from ftp.errors import PlanningError
-from ftp.pipeline.pieces import Piece, Stages
+from ftp.pipeline.pieces import StageGraph, Stages
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.value_stages import (
     ACTIVATION,
@@ -121,7 +121,7 @@ class _Split(StepGraph):
             wanted.append(send)
             backward.append(made)
         forward, sent, saved = self._forward(results, backward, wanted)
-        pieces: dict[tuple[Kind, int], Piece] = {}
+        pieces: dict[tuple[Kind, int], StageGraph] = {}
         for k in range(self.stages):
             outputs = list(dict.fromkeys([*(n for s, n in results if s == k), *sent[k], *saved[k]]))
             made_here = [n for n in outputs if n in forward[k].made]
@@ -243,7 +243,7 @@ class _Split(StepGraph):
 
     def _piece(
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
-    ) -> Piece:
+    ) -> StageGraph:
         graph, env = fx.Graph(), {}
         groups = [[n for n in group if n in needed.inputs] for group in (self.params, self.batch)]
         groups += [needed.read, [n for n in self.constants if n in needed.inputs]]
@@ -256,7 +256,7 @@ class _Split(StepGraph):
                 env[node].meta = dict(node.meta)
         graph.output(tuple(env[n] for n in outputs))
         params, batch, values, constants = groups
-        return Piece(
+        return StageGraph(
             kind,
             stage,
             fx.GraphModule({}, graph),

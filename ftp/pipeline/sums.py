@@ -8,12 +8,12 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.pieces import Piece
+from ftp.pipeline.pieces import StageGraph
 
 aten = torch.ops.aten
 
 
-def with_sums(piece: Piece, gradients: Collection[str], kept: Collection[str]) -> Piece:
+def with_sums(piece: StageGraph, gradients: Collection[str], kept: Collection[str]) -> StageGraph:
     """The piece that takes the sums so far of those of its outputs that are ``gradients``, and
     returns the sums with them.
 
@@ -58,7 +58,7 @@ def with_sums(piece: Piece, gradients: Collection[str], kept: Collection[str]) -
     )
 
 
-def check_sums(piece: Piece, summed: Piece) -> None:
+def check_sums(piece: StageGraph, summed: StageGraph) -> None:
     """Raises unless ``summed`` returns what ``piece`` does, or it added to the sum so far.
 
     Raises:

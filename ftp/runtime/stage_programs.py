@@ -13,7 +13,7 @@ import torch
 from torch import fx
 
 from ftp.errors import MeshError
-from ftp.pipeline.pieces import Piece, Stages
+from ftp.pipeline.pieces import StageGraph, Stages
 from ftp.pipeline.schedule import Kind
 from ftp.pipeline.stacked import Stacks
 from ftp.pipeline.sums import check_sums, with_sums
@@ -27,7 +27,7 @@ from ftp.sharding.spec import PartitionSpec
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredValue:
     """A value that outlives the action that computed it: its spec over the other axes, its global
     shape and its dtype.
     """
@@ -64,9 +64,9 @@ class StagePrograms:
 
     mesh: Mesh
     stages: Stages
-    pieces: Mapping[tuple[Kind, int], Piece]
+    pieces: Mapping[tuple[Kind, int], StageGraph]
     programs: Mapping[tuple[Kind, int], Program]
-    values: Mapping[str, Held]
+    values: Mapping[str, StoredValue]
     reductions: Mapping[int, Reduction]
 
 
@@ -209,7 +209,7 @@ def plan_stages(
     order: list[tuple[Any, int]] = [("F", k) for k in numbers]
     order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
     planner = PiecePlanner(mesh, names, params, batch, constants, asked, options, hardware, check)
-    pieces: dict[tuple[Kind, int], Piece] = {}
+    pieces: dict[tuple[Kind, int], StageGraph] = {}
     for key, piece in stages.pieces.items():
         kind, k = key
         gradients = {found[k] for found in stages.gradients if k in found} if kind in "BW" else ()
@@ -258,7 +258,7 @@ class _Sums:
         ranks: int,
         stage_of: Sequence[int | None],
         asked: dict[str, PartitionSpec],
-    ) -> tuple[tuple[int, ...], tuple[int, ...], Piece]:
+    ) -> tuple[tuple[int, ...], tuple[int, ...], StageGraph]:
         """The results and parameters of which a rank's sums are not in their specs yet, and the
         piece that brings them there.
         """
@@ -287,7 +287,7 @@ class _Sums:
         return (
             tuple(at for at, _, _ in results),
             tuple(at for at, _, _ in leaves),
-            Piece("R", rank, gm, (), (), values, (), tuple(reduced)),
+            StageGraph("R", rank, gm, (), (), values, (), tuple(reduced)),
         )
 
 
@@ -316,17 +316,17 @@ class PiecePlanner:
     options: Options
     hardware: Hardware
     check: Callable[[Prepared], None]
-    values: dict[str, Held] = field(default_factory=dict)
+    values: dict[str, StoredValue] = field(default_factory=dict)
     _known: dict[str, Program] = field(default_factory=dict)
 
-    def start_sum(self, name: str, piece: Piece) -> None:
+    def start_sum(self, name: str, piece: StageGraph) -> None:
         """Decide how the sum of a gradient over microbatches is sharded: as the gradient is."""
         val = _outputs(piece.gm)[piece.outputs.index(name)].meta["val"]
-        held = Held(self.asked[name], tuple(val.shape), val.dtype)
+        held = StoredValue(self.asked[name], tuple(val.shape), val.dtype)
         self.values[name] = self.values[f"{name}, summed"] = held
         self.asked[f"{name}, summed"] = held.spec
 
-    def plan(self, piece: Piece) -> Program:
+    def plan(self, piece: StageGraph) -> Program:
         """The program of a piece; the one of an equal piece, if there was one."""
         given = [
             *(self.params[i] for i in piece.params),
@@ -351,12 +351,12 @@ class PiecePlanner:
         for name, spec, shape, node in zip(
             piece.outputs, program.out_specs, program.out_shapes, _outputs(piece.gm), strict=True
         ):
-            self.values[name] = Held(spec, shape, node.meta["val"].dtype)
+            self.values[name] = StoredValue(spec, shape, node.meta["val"].dtype)
         return program
 
 
 def _planned(
-    piece: Piece,
+    piece: StageGraph,
     mesh: Mesh,
     names: tuple[Sequence[str], Sequence[str]],
     given: Sequence[PartitionSpec],
@@ -404,7 +404,7 @@ def _planned(
 
 
 def _describe(
-    piece: Piece, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
+    piece: StageGraph, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
 ) -> str:
     """A piece as text without names, equal for those that one program serves."""
     number: dict[fx.Node, str] = {}
