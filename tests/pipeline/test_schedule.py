@@ -156,7 +156,7 @@ def test_dropped_doubled_and_permuted_actions_are_refused(drawn, random):
     own = actions[rank]
     at, other = random.randrange(len(own)), random.randrange(len(own))
     for changed in ([*own[:at], *own[at + 1 :]], [*own[:at], own[at], *own[at:]]):
-        with pytest.raises(ScheduleError, match="missing|must be|in the lists 2 times"):
+        with pytest.raises(ScheduleError, match=r"missing|must be|in the lists 2 times"):
             made([*actions[:rank], changed, *actions[rank + 1 :]])
     permuted = list(own)
     permuted[at], permuted[other] = own[other], own[at]
@@ -192,7 +192,7 @@ def test_no_more_messages_are_on_their_way_than_proven(drawn, random):
 
 
 def test_more_messages_than_a_buffer_holds_are_refused():
-    """Both ranks send twice before they read: with room for one message each waits for the other."""
+    """A rank that sends to a buffer without room waits, and the other one for it."""
     first = [Action("F", 0, 0), Action("F", 2, 0), Action("B", 2, 0), Action("B", 0, 0)]
     second = [Action("F", 1, 0), Action("F", 3, 0), Action("B", 3, 0), Action("B", 1, 0)]
     buffers.check_buffers([first, second], 4, {(0, 1): 1, (1, 0): 1})
