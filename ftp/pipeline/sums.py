@@ -2,6 +2,7 @@
 
 from collections.abc import Collection
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import fx
@@ -25,7 +26,8 @@ def with_sums(piece: StageGraph, gradients: Collection[str], kept: Collection[st
         return piece
     graph, env = fx.Graph(), dict[fx.Node, fx.Node]()
     old = piece.gm.graph
-    outputs = dict(zip(piece.outputs, old.output_node().args[0], strict=True))  # type: ignore[arg-type]
+    returned: Any = old.output_node().args[0]
+    outputs: dict[str, fx.Node] = dict(zip(piece.outputs, returned, strict=True))
     inputs = [node for node in old.nodes if node.op == "placeholder"]
     before = len(inputs) - len(piece.constants)
     for node in inputs[:before]:
