@@ -199,11 +199,13 @@ class _Expansion:
         val = node.meta["val"]
         if sizes is None:
             self.whole[node] = self.graph.placeholder(node.name)
+            self.whole[node].target = self.whole[node].name
             self.whole[node].meta = dict(node.meta)
             return
         made = []
         for rank, size in enumerate(sizes):
             made.append(self.graph.placeholder(f"{node.name}_of_{rank}"))
+            made[-1].target = made[-1].name  # which may differ, where an argument has that name
             with val.fake_mode:
                 made[-1].meta = {**node.meta, "val": val.new_empty(size, *val.shape[1:])}
         self.parts[node] = made

@@ -31,10 +31,10 @@ def with_sums(piece: StageGraph, gradients: Collection[str], kept: Collection[st
     inputs = [node for node in old.nodes if node.op == "placeholder"]
     before = len(inputs) - len(piece.constants)
     for node in inputs[:before]:
-        env[node] = graph.placeholder(node.name)
-    sums = {name: graph.placeholder(f"sum_{i}") for i, name in enumerate(names)}
+        env[node] = _input(graph, node.name)
+    sums = {name: _input(graph, f"sum_so_far_{i}") for i, name in enumerate(names)}
     for node in inputs[before:]:
-        env[node] = graph.placeholder(node.name)
+        env[node] = _input(graph, node.name)
     added: dict[str, fx.Node] = {}
 
     def add(node: fx.Node) -> None:
@@ -58,6 +58,13 @@ def with_sums(piece: StageGraph, gradients: Collection[str], kept: Collection[st
     return replace(
         piece, gm=gm, values=(*piece.values, *made), outputs=(*others, *made), sums=names
     )
+
+
+def _input(graph: fx.Graph, name: str) -> fx.Node:
+    """A placeholder; where another one has the name, it gets one of its own."""
+    made = graph.placeholder(name)
+    made.target = made.name
+    return made
 
 
 def check_sums(piece: StageGraph, summed: StageGraph) -> None:
