@@ -1,4 +1,4 @@
-"""Products of groups of rows with a matrix each, as of experts: ``torch._grouped_mm`` for all
+"""Matmuls of groups of rows with a matrix each, as of experts: ``torch._grouped_mm`` for all
 dtypes and strides, and for a rank that has some of the groups, or some of the rows.
 
 torch's kernel takes no float64 and no expanded gradients on CPU, and its kernel for shapes alone
@@ -43,14 +43,14 @@ def recorded(
     return torch.bmm(a, b) if offs is None else GROUPED_MM(a, b, offs, out_dtype)
 
 
-def as_products(
+def as_matmuls(
     a: Tensor,
     b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same by products of all rows with every matrix, and masks: for proofs."""
+    """The same by matmuls of all rows with every matrix, and masks: for proofs."""
     assert bias is None
     ends = offs.to(torch.int64).cummax(0).values
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])

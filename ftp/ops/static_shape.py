@@ -1,5 +1,5 @@
 """Ops of torch that a trace records in another form: those whose results' shapes depend on values,
-in forms whose shapes do not, as a trace has no values; and grouped products, for all dtypes.
+in forms whose shapes do not, as a trace has no values; and grouped matmuls, for all dtypes.
 
 `FIXED` maps an op to the form that is recorded for it.
 """

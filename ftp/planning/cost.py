@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ftp.rules.op_kinds import STACKS, VIEWS, is_product, multiplications
+from ftp.rules.op_kinds import STACKS, VIEWS, is_matmul, multiplications
 from ftp.rules.rule import BoundRule, Meta
 
 Curve = tuple[tuple[float, float], ...]
@@ -66,18 +66,18 @@ class Hardware:
         memory: bytes a second to and from device memory.
         link: between the ranks of an axis that ``links`` does not name.
         links: per mesh axis; a step refuses one that its mesh does not have.
-        rates: floating-point operations a second of products, per dtype.
+        rates: floating-point operations a second of matmuls, per dtype.
         cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is
             no telling.
         overhead: seconds that issuing an op costs, however small it is.
-        attention: share of the products' rate that fused attention reaches.
+        attention: share of the matmuls' rate that fused attention reaches.
         hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that
             only the larger of both counts.
         name: for reports.
         fresh: bytes a second of memory that is new to an op's result, by the result's bytes, beside
             what writing it costs: on a CPU it comes from main memory, or from the system page by
             page. No points: nothing.
-        cold: seconds beside ``overhead`` that issuing an op costs after a product of tensors of so
+        cold: seconds beside ``overhead`` that issuing an op costs after a matmul of tensors of so
             many bytes, which fills the caches.
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any on tensors that are not dense (``strided``), where memory is not what limits them.
@@ -272,7 +272,7 @@ def op_seconds(
         math.prod(sizes[f] for dim in dims for f in dim) for dims in (*rule.operands, *rule.results)
     )
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
-    if is_product(target):
+    if is_matmul(target):
         operations = 2 * multiplications(target, sizes, [len(dims) > 0 for dims in rule.results])
         seconds = max(seconds, operations / hardware.flops)
     return seconds

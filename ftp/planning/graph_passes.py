@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ftp.planning.graph import BATCH, Graph, Node, Value
-from ftp.rules.op_kinds import is_product
+from ftp.rules.op_kinds import is_matmul
 
 
 def live(graph: Graph) -> Graph:
@@ -36,7 +36,7 @@ def merge_common(graph: Graph) -> Graph:
                 node.region is not None
                 and original.region is None
                 and _is_seen(original, node)
-                and node.region.keeps(node.target, is_product(node.target))
+                and node.region.keeps(node.target, is_matmul(node.target))
             ):
                 first = canonical.get(id(original), original)
             else:

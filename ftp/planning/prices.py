@@ -17,11 +17,11 @@ from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import is_cut_again
 from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
-from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.layout import PARTIAL, Layout, R, estimated
 
 MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
-REPLICATED_PRODUCT = 1e4  # factor for a replicated matmul on batch data that could be cut
+REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that could be cut
 # Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
 PAD_LATENCIES = 3
 # Factor for a sum that is reduced before it is widened, on its price in the wider dtype.
@@ -129,10 +129,8 @@ class Prices:
                     if is_number or PARTIAL in self.problem.outputs
                     else PASS_ON
                 )
-            elif (
-                s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH
-            ):
-                price *= REPLICATED_PRODUCT
+            elif s.cut is None and could_be_cut and is_matmul(node.target) and node.depends & BATCH:
+                price *= REPLICATED_MATMUL
             prices.append(price)
         return prices
 
