@@ -315,7 +315,7 @@ class Joint:
             return 0.0 if there.kind == "S" else None
         if there == (GATHERED if here.kind == "P" else R):
             return None
-        if here.kind == "S" and not self.nets[i].prices.may_move(value, here):
+        if here.kind == "S" and not self.nets[i].prices.may_reshard(value, here):
             return None
         return self.move_price(Move("", self.n[i], here, there, ()).op, nbytes, self.n[i])
 

@@ -1,4 +1,4 @@
-"""Matmuls fused with the collective beside them: while one part is computed another travels.
+"""Matmuls fused with the collective beside them: one part is computed while another travels.
 
 ``gather_matmuls`` is a gather and the matmuls that read it, ``matmul_scatter`` a matmul and its
 reduce-scatter. On GPUs they are torch's ops on symmetric memory, which copy from GPU to GPU over
@@ -83,7 +83,9 @@ def _plain_matmul_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: 
 
 
 def multiplications(target: Any, args: Any) -> int:
-    """How many one of these ops does, from its arguments with shapes in place of tensors."""
+    """The number of multiplications of one of these ops, from its arguments with shapes in place of
+    tensors.
+    """
     if target is gather_matmuls:
         shard, weights, _, _, n, _ = args
         return n * math.prod(shard) * sum(columns for _, columns in weights)

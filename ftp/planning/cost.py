@@ -230,7 +230,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
 
 
 def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float = 0.0) -> float:
-    """As `collective_seconds`, from what was measured over the link where it was.
+    """As `collective_seconds`, but interpolated from measurements of the link where there are any.
 
     Args:
         nbytes: of a rank's buffer on the larger side, as of a record (`lowered.collectives`). All
@@ -250,7 +250,9 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
 
 
 def _through(points: Curve, x: float) -> float:
-    """Straight lines through the points; flat before the first, the last line beyond the last."""
+    """Interpolate linearly between the points: flat before the first, the last line beyond the
+    last.
+    """
     at = min(max(1, bisect_left(points, x, key=lambda point: point[0])), len(points) - 1)
     (x0, y0), (x1, y1) = points[at - 1], points[at]
     return y0 + max(0.0, x - x0) * (y1 - y0) / (x1 - x0)

@@ -9,13 +9,18 @@ from ftp.rules.op_kinds import BY_SLICE, is_matmul
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
-    """Values that no placement constraint binds, and values that a constraint does not bind after a
-    conflict matmul. A conflict matmul is one whose operands the batch cuts on different factors, as
-    context parallelism cuts q and k, or one of experts. Free are values with a required layout, and
-    those that feed conflict matmuls only, ids that are sliced along a dim that the batch cuts, and
-    what per-rank code and functions of slices take and give.
-    The result of one may be cut as the batch does not cut it
-    (Ulysses cuts heads, experts their own dim) and may be resharded until the next matmul.
+    """Values that no placement constraint binds, and values bound again from the next matmul on.
+
+    A conflict matmul is one of experts, or one whose operands the batch cuts on different factors,
+    as context parallelism cuts q and k. No constraint binds:
+
+    - values with a required layout;
+    - operands of conflict matmuls that feed no other matmul;
+    - ids that are sliced along a dim that the batch cuts;
+    - operands and results of per-rank code and of functions of slices.
+
+    The result of a conflict matmul may be cut otherwise than the batch cuts it (Ulysses cuts heads,
+    experts their own dim), and may be resharded until the next matmul.
     """
     free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
@@ -62,10 +67,9 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
 
 
 def _of_experts(problem: Problem, matmuls: Sequence[Node]) -> set[Node]:
-    """Matmuls of experts: of batch data with parameters that are cut on a factor which both share
-    with the result, and those that this cut reaches. On an axis that cuts the batch and the
-    experts, tokens are sent to the experts and back, forward and backward, rather than the experts
-    gathered.
+    """The matmuls of experts: of batch data with parameters, cut on a factor that both share with
+    the result, and those that this cut reaches. On an axis that cuts the batch and the experts,
+    tokens travel to the experts and back, forward and backward; experts are not gathered.
     """
     seeds = []
     for node in matmuls:

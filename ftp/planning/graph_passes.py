@@ -52,12 +52,12 @@ def merge_common(graph: Graph) -> Graph:
 
 
 def _is_seen(node: Node, user: Node) -> bool:
-    """Whether one node may read another's results: those of another branch are not computed."""
+    """Whether one node may read another's results: another branch's results are not computed."""
     return user.branch[: len(node.branch)] == node.branch
 
 
 def first_of_equals(graph: Graph) -> dict[Node, Node]:
-    """Per op or reshard the first of equal value and layout; empty without recomputed regions."""
+    """Per op or reshard, the first of equal value and layout; empty without recomputed regions."""
     if not any(node.region for node in graph.nodes):
         return {}
     first: dict[Any, Node] = {}

@@ -1,5 +1,5 @@
-"""Where a chain of casts, scales and views is narrowest: ops that a gathered copy passes through,
-so that a value may move before it is widened.
+"""Narrowest point of a chain of casts, scales and views: a value is resharded there, before it is
+widened.
 """
 
 import math
