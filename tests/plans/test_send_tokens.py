@@ -257,10 +257,9 @@ def test_what_send_tokens_refuses():
         warnings.simplefilter("error")
         with pytest.raises(ftp.errors.SpecError, match="no grouped product of the layer reads one"):
             run(dense, params, x)
-        with pytest.raises(
-            ftp.errors.SpecError, match=r"up'\] \(6, 4, 6\), whose numbers of experts"
-        ):
-            run(lambda p, x: form(p, x, 2), {**params, "down": params["down"][:4]}, x)
+        two = {"a": params, "b": drawn(4, 6, 0, 0)[0]}
+        with pytest.raises(ftp.errors.SpecError, match=r"up'\] \(4, 4, 6\).*, whose numbers of"):
+            run(lambda p, x: form(p["a"], x, 2) + form(p["b"], x, 2), two, x)
         with pytest.raises(ftp.errors.SpecError, match=r"shape \(2, 4\) and returns \(\)"):
             run(lambda p, x: form(p, x, 2).sum(), params, x)
         with pytest.raises(ftp.errors.InputError, match="would receive 6 rows, more than bound=3"):
