@@ -24,7 +24,7 @@ class Load:
     Attributes:
         source: the user's line.
         rows: per rank, in mesh order, those that arrive there.
-        experts: per rank those of each group of the grouped product that reads them, which are its
+        experts: per rank those of each group of the grouped matmul that reads them, which are its
             experts; empty where none does.
         room: the rows that a rank has room for.
 
@@ -104,7 +104,7 @@ def loads_of(program: Program, args: Sequence[torch.Tensor]) -> Loads:
 
 
 def _sites(graph: fx.Graph) -> list[tuple[fx.Node, list[fx.Node], fx.Node]]:
-    """The counts of each dispatch, the ends of groups of the first grouped product of its rows, and
+    """The counts of each dispatch, the ends of groups of the first grouped matmul of its rows, and
     its exchange. Rows go back, and gradients both ways, by the same counts.
     """
     found: dict[fx.Node, tuple[fx.Node, list[fx.Node], fx.Node]] = {}

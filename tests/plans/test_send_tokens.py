@@ -185,7 +185,7 @@ def test_a_layer_of_deepseek_trains_two_steps_as_on_one_device():
 
 
 def mixes_rows(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Between two products each row gets the mean of all rows of the rank."""
+    """Between two matmuls each row gets the mean of all rows of the rank."""
     expert = routed(p, x, 1)[1][:, 0]
     order = expert.argsort(stable=True)
     offs = F.one_hot(expert, p["up"].shape[0]).sum(0).cumsum(0).to(torch.int32)
@@ -255,7 +255,7 @@ def test_what_send_tokens_refuses():
     params, x = drawn(6, 6, 0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ftp.errors.SpecError, match="no grouped product of the layer reads one"):
+        with pytest.raises(ftp.errors.SpecError, match="no grouped matmul of the layer reads one"):
             run(dense, params, x)
         two = {"a": params, "b": drawn(4, 6, 0, 0)[0]}
         with pytest.raises(ftp.errors.SpecError, match=r"up'\] \(4, 4, 6\).*, whose numbers of"):
