@@ -578,6 +578,7 @@ class Searching:
         while (known := self._programs.get((self.is_folded, *key))) is None:
             made = self._program(patterns, along)
             if made is None:
+                assert self.is_folded
                 self.is_folded = False
             else:
                 self._programs[self.is_folded, *key] = made
