@@ -1,5 +1,5 @@
-"""Attention whose scores pass through functions (``flex_attention``), by tiles: no more scores than
-a tile's exist at a time, and tiles whose blocks a mask does not list are not computed.
+"""Attention whose scores pass through functions (``flex_attention``), tile by tile: only one tile's
+scores exist at a time, and tiles that the mask does not list are skipped.
 
 Where queries, keys, batch and heads stand reaches the op as numbers, as in `ftp.ops.attention`; the
 functions are graphs, as in `ftp.ops.score_functions`.
@@ -54,7 +54,7 @@ def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class ScoreTile:
     """A tile of some batches and heads: slices of the tensors.
 
     Attributes:
@@ -145,14 +145,14 @@ class Given:
 
     def parts(
         self, group: tuple[slice, slice, slice], row: Block, columns: Sequence[Block]
-    ) -> Iterator[Part]:
+    ) -> Iterator[ScoreTile]:
         """The tiles of a block of queries in which a query sees a key."""
         queries = slice(row.at, row.at + row.length)
         states = self._states(group, row)
         for block in columns:
             end = block.first + block.length
             if states is None:
-                yield Part(*group, queries, block.slice(block.first, end), bool(self.mask))
+                yield ScoreTile(*group, queries, block.slice(block.first, end), bool(self.mask))
                 continue
             width, first = self.block[1], block.first
             while first < end:
@@ -160,7 +160,7 @@ class Given:
                 while last < end and states[last // width] == state:
                     last = min((last // width + 1) * width, end)
                 if state:
-                    yield Part(*group, queries, block.slice(first, last), state == 1)
+                    yield ScoreTile(*group, queries, block.slice(first, last), state == 1)
                 first = last
 
     def _states(self, group: tuple[slice, slice, slice], row: Block) -> list[int] | None:
@@ -173,17 +173,17 @@ class Given:
         )
         return ((some | full).any(0).int() + full.all(0).int()).tolist()
 
-    def scores(self, part: Part) -> Tensor:
-        """Of a tile, before its functions."""
+    def scores(self, part: ScoreTile) -> Tensor:
+        """A tile's scores, before its functions."""
         wide = sum_dtype(self.q.dtype)
         q, k = part.of_queries(self.q).to(wide), _like(part.of(self.k).to(wide), part)
         return (q @ k.transpose(-2, -1)).mul_(self.scale)
 
-    def values(self, part: Part) -> Tensor:
+    def values(self, part: ScoreTile) -> Tensor:
         return _like(part.of(self.v).to(sum_dtype(self.v.dtype)), part)
 
-    def changed(self, scores: Tensor, part: Part, of_score: Sequence[Tensor]) -> Tensor:
-        """Scores after their function.
+    def changed(self, scores: Tensor, part: ScoreTile, of_score: Sequence[Tensor]) -> Tensor:
+        """A tile's scores, after its functions.
 
         Args:
             of_score: what it captures, within the tile.
@@ -194,7 +194,7 @@ class Given:
         found = evaluate(self.score, scores, at, _near(at), of_score)
         return found.to(scores.dtype).expand(scores.shape)
 
-    def sees(self, part: Part) -> Tensor | None:
+    def sees(self, part: ScoreTile) -> Tensor | None:
         """Which pairs of a tile see each other, a mask that broadcasts to it; None: all."""
         if not part.is_masked:
             return None
@@ -215,9 +215,9 @@ class Given:
         return (some if seen is None else some & seen) | full
 
     def within(
-        self, part: Part, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
+        self, part: ScoreTile, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
     ) -> list[Tensor]:
-        """Captured tensors, those dims that are cut as the scores within a tile."""
+        """The captured tensors, cut to the tile along the dims of the scores."""
         return [
             x[tuple(part.places[PLACE.index(c)] if c else slice(None) for c in of)]
             if any(of)
@@ -237,7 +237,7 @@ def _of_group(table: Tensor, group: tuple[slice, slice, slice]) -> Tensor:
     return table
 
 
-def _like(x: Tensor, part: Part) -> Tensor:
+def _like(x: Tensor, part: ScoreTile) -> Tensor:
     """Keys or values of a tile repeated for each head of queries."""
     heads = part.heads.stop - part.heads.start
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -248,7 +248,7 @@ def _over_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Log-sum-exps, of rows that see nothing 0: their weights are 0."""
+    """Log-sum-exps with 0 for rows that see nothing, whose weights are 0."""
     return x.masked_fill(x == -math.inf, 0)
 
 
@@ -311,7 +311,7 @@ def _backward(
 
 def _add(
     call: Given,
-    part: Part,
+    part: ScoreTile,
     sums: Sequence[Tensor],
     wants: Sequence[bool],
     grad: Tensor,

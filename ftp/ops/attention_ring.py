@@ -1,5 +1,5 @@
-"""Attention whose queries, keys and values are all cut over one axis: each rank computes its
-queries against one block of keys and values after another, while the next block travels.
+"""Ring attention: queries, keys and values are cut over one axis. Each rank computes its queries
+against one block of keys and values after another, while the next block travels.
 
 A rank's keys and values travel in ``PIECES`` pieces, each straight from its owner: in step h every
 rank sends to the rank h places after it. The gradients of a piece go back the same way and are
@@ -25,7 +25,6 @@ from torch import Tensor
 from ftp.ops import attention
 from ftp.ops.attention import (
     Block,
-    Piece,
     add_gradients,
     attend,
     blocks,
@@ -34,6 +33,7 @@ from ftp.ops.attention import (
 )
 from ftp.ops.sends import OneRank, Send, Sends, over, run, side_by_side
 from ftp.sharding.layout import pieces
+from ftp.sharding.spec import Interval
 
 PIECES = 16  # in which a rank's keys and values travel
 SHORTEST = 1024  # keys of a piece, where there are more
@@ -76,7 +76,7 @@ class Ring:
         size, n, is_zigzag, group, of_queries = keys
         return cls(size, n, bool(is_zigzag), group, bool(of_queries))
 
-    def keys_of(self, rank: int) -> list[Piece]:
+    def keys_of(self, rank: int) -> list[Interval]:
         return [(a, length) for a, length in pieces(self.size, self.n, rank, self.is_zigzag)]
 
     def length_of(self, rank: int) -> int:
@@ -88,7 +88,7 @@ class Ring:
 
     @property
     def count(self) -> int:
-        """In how many pieces keys travel."""
+        """The number of pieces in which keys travel."""
         return max(1, min(PIECES, self.longest // SHORTEST))
 
     @property
@@ -268,7 +268,7 @@ def _add_all(
 def _alone(
     held: Block, tensors: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[Block, list[Tensor], Tensor | None]:
-    """A block of keys without the others of its piece, and its columns of the mask."""
+    """One block of keys of a piece, and its columns of the mask."""
     if mask is not None and mask.shape[-1] != 1:
         mask = mask.narrow(-1, held.first, held.length)
     near = [x[:, :, held.at : held.at + held.length] for x in tensors]
