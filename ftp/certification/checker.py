@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 from torch.fx.node import map_arg
@@ -23,7 +22,7 @@ from ftp.certification.branches import leaks
 from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
-from ftp.certification.data_movement import FILLS, MOVEMENTS, filled, sliced
+from ftp.certification.data_movement import FILLS, MOVEMENTS, divided, filled
 from ftp.certification.element_map import ElementMap, MeshAxis, Pending, element_map, is_same
 from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.lockstep.check import check_recorded
@@ -287,12 +286,9 @@ class Checker:
             dim: Any = rest[0] if rest else 0
             if not -len(x.shape) <= dim < len(x.shape):
                 raise Unsound(f"a value of shape {list(x.shape)} is split along dim {dim}")
-            if sum(sizes) != x.shape[dim]:
-                raise Unsound(f"{x.shape[dim]} are split into {sum(sizes)}")
-            ends = np.cumsum(sizes).tolist()
-            self.splits[cell, node] = [
-                sliced(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)
-            ]
+            if sum(sizes) != x.shape[dim] or min(sizes, default=0) < 0:
+                raise Unsound(f"{x.shape[dim]} are split into parts of {list(sizes)}")
+            self.splits[cell, node] = divided(x, dim % len(x.shape), sizes)
         return self.splits[cell, node]
 
     def received(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:

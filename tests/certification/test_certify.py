@@ -699,6 +699,55 @@ def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
     certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
 
 
+def test_a_bucket_of_which_a_rank_has_empty_parts():
+    """The gradients of a layer with one output, cut over tp, are empty on the second rank."""
+    params = {
+        "bias": torch.randn(1, dtype=torch.float64),
+        "weight": torch.randn(1, 3, dtype=torch.float64),
+    }
+    step = ftp.shard(
+        lambda p, x: F.binary_cross_entropy(
+            F.linear(x, p["weight"], p["bias"]).sigmoid().squeeze(1), x[:, 0].sigmoid()
+        ),
+        ftp.simulated_mesh((2, 2), ("dp", "tp")),
+        {"bias": P(), "weight": P("tp")},
+        batch_specs=P("dp"),
+        bucket=True,
+    )
+    x = torch.randn(4, 3, dtype=torch.float64)
+    lowered = step.lower(params, x)
+    certificate = certify(lowered)
+    sizes = [
+        n.args[1]
+        for graph in certificate.ranks.graphs
+        for n in graph.nodes
+        if n.target is aten.split_with_sizes.default
+    ]
+    assert any(0 in found for found in sizes)
+    changed, _, _ = check_mutants(lowered, [*params.values(), x], 0, 60)
+    assert changed > 10
+
+
+def test_blocks_of_rows_of_a_product_without_terms():
+    """Of 3 rows of a batch over 4 ranks, the last has none: its blocks of the weight's gradient are
+    zeros.
+    """
+    weight = torch.randn(2, 5, dtype=torch.float64)
+    step = ftp.shard(
+        lambda p, x: (x @ p.T).tanh().sum(),
+        ftp.simulated_mesh((4,), ("dp",)),
+        P(None, "dp"),
+        batch_specs=P("dp"),
+        chunks=2,
+    )
+    x = torch.randn(3, 5, dtype=torch.float64)
+    lowered = step.lower(weight, x)
+    assert [r.op for r in lowered.collectives].count("reduce_scatter") == 2
+    certify(lowered)
+    changed, _, _ = check_mutants(lowered, [weight, x], 0, 60)
+    assert changed > 10
+
+
 def per_rank() -> tuple[Lowered, list[torch.Tensor]]:
     """A step with per-rank code, of which one result is not used, and its inputs."""
     mesh = ftp.simulated_mesh((2, 2), ("dp", "tp"))

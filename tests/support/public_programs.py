@@ -23,7 +23,7 @@ class Program:
 
     Attributes:
         cuts: path patterns to specs over "tp"; what they do not name is cut on its first dim, but
-            for vectors and matrices of one row.
+            for vectors.
         batch_specs: of the batch on a mesh that has "dp".
     """
 
@@ -62,7 +62,7 @@ def specs_of(program: Program, axis: str) -> Any:
         path: named[path]
         if named and named[path]
         else P("tp")
-        if p.ndim > 1 and len(p) > 1
+        if p.ndim > 1
         else P()
         for path, p in program.params.items()
     }
