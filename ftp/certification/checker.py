@@ -170,6 +170,16 @@ class Checker:
                 pending_sums(self.certificate.unreduced.outputs[at]),
                 f"output {at}",
             )
+        for node in self.graphs.pure[cell.graph].nodes:
+            if not node.users and node.target in MOVEMENTS and not self.graphs.is_operation(node):
+                self.require_that_it_runs(cell, node)
+
+    def require_that_it_runs(self, cell: Cell, node: fx.Node) -> None:
+        """What no op reads must not raise either: the other ranks would wait for this one."""
+        try:
+            self.map_of(cell, node)
+        except (Unsound, KeyError) as e:
+            raise e if isinstance(e, Refused) else Refused(f"{node.name}, unread, {e}") from None
 
     def operand(self, cell: Cell, name: str, at: int, slot: int) -> fx.Node:
         forms = self.forms.bind(cell, name)
