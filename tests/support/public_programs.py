@@ -59,11 +59,7 @@ def specs_of(program: Program, axis: str) -> Any:
         return {path: P("dp") if p.ndim else P() for path, p in program.params.items()}
     named = ftp.plan(program.params, program.cuts) if program.cuts else {}
     return {
-        path: named[path]
-        if named and named[path]
-        else P("tp")
-        if p.ndim > 1
-        else P()
+        path: named[path] if named and named[path] else P("tp") if p.ndim > 1 else P()
         for path, p in program.params.items()
     }
 
