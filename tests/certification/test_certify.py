@@ -29,10 +29,11 @@ import ftp
 from ftp import P
 from ftp.__main__ import main
 from ftp.api.certify import certificate_of, certify
+from ftp.certification.axis_collectives import Contribution, gather_axis
 from ftp.certification.certificate import Certificate, Ranks, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
-from ftp.certification.element_map import DimPart, element_map
+from ftp.certification.element_map import DimPart, MeshAxis, element_map, reshape, zeros_like
 from ftp.certification.positions import whole
 from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
@@ -726,6 +727,17 @@ def test_a_bucket_of_which_a_rank_has_empty_parts():
     assert any(0 in found for found in sizes)
     changed, _, _ = check_mutants(lowered, [*params.values(), x], 0, 30)
     assert changed > 5
+
+
+def test_copies_of_a_scalar_are_gathered():
+    """And zeros among them are not taken for it."""
+    along = MeshAxis("tp", 0, 2)
+    scalar = element_map("x.0", [])
+    copies = [Contribution((at,), reshape(scalar, (1,))) for at in range(2)]
+    found = gather_axis(copies, along)
+    assert (found.value, found.shape, found.is_zero) == ("x.0", (2,), False)
+    with pytest.raises(Unsound, match="zeros are moved with copies of a scalar"):
+        gather_axis([copies[0], replace(copies[1], held=zeros_like(copies[1].held))], along)
 
 
 def test_blocks_of_rows_of_a_product_without_terms():
