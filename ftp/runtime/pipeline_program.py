@@ -16,7 +16,7 @@ from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, Timed
 from ftp.runtime.program import Program
 from ftp.runtime.stage_messages import Key, Mailbox, Messages
-from ftp.runtime.stage_programs import Held, ProgramOfPieces, StagePrograms, as_bytes
+from ftp.runtime.stage_programs import ProgramOfPieces, StagePrograms, StoredValue, as_bytes
 from ftp.sharding.mesh import mesh_device, require_coordinate
 from ftp.sharding.spec import local_shape
 
@@ -39,9 +39,9 @@ class PipelineProgram(ProgramOfPieces):
     pipeline: Pipeline
     actions: Sequence[Sequence[Action]]
     made: StagePrograms
-    leaves: Sequence[Held]
+    leaves: Sequence[StoredValue]
     stage_of: Sequence[int | None]
-    batch: Sequence[Held]
+    batch: Sequence[StoredValue]
     measured: list[Timed] = field(default_factory=list)
 
     @property
@@ -115,7 +115,7 @@ class PipelineProgram(ProgramOfPieces):
         own = require_coordinate(self.mesh)
         return {axis: own[axis] for axis in self.made.mesh.axes}
 
-    def _local_shape(self, held: Held) -> tuple[int, ...]:
+    def _local_shape(self, held: StoredValue) -> tuple[int, ...]:
         return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
 
     def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -150,7 +150,7 @@ class _Worker:
         rank: int,
         inputs: Sequence[torch.Tensor],
         posts: "Mailbox | Messages",
-        local: Callable[[Held], tuple[int, ...]],
+        local: Callable[[StoredValue], tuple[int, ...]],
     ):
         self.program, self.rank, self.posts, self.local = program, rank, posts, local
         n = len(program.leaves)
@@ -241,7 +241,7 @@ class _Worker:
                         )
                         self.borrowed.append((key, leaf))
 
-    def _empty(self, held: Held) -> torch.Tensor:
+    def _empty(self, held: StoredValue) -> torch.Tensor:
         return torch.empty(
             self.local(held), dtype=held.dtype, device=mesh_device(self.program.mesh)
         )

@@ -16,7 +16,7 @@ from ftp.api.certify import certificate_of
 from ftp.api.step import Step
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref
 from ftp.certification.checker import Checker
-from ftp.certification.element_map import ElementMap, Part, element_map, on_rank
+from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
 from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError, TraceError
 from ftp.partitioning.partition import LocalProgram
@@ -367,7 +367,7 @@ def _places(held: ElementMap) -> Any:
             torch.from_numpy(i)
             for i in np.ix_(
                 *(
-                    Part(index, size).positions()
+                    DimPart(index, size).positions()
                     for index, size in zip(held.index, held.atoms, strict=True)
                 )
             )
