@@ -169,8 +169,8 @@ def merge_tiles(
         return
     for tile, mask in _tiles(q, k, ends, rows, columns, window):
         near = _within(q, tile.queries), _within(k, tile.keys), _within(v, tile.keys)
-        of_rows = (_within(x, tile.queries) for x in into)
-        attend(*of_rows, *near, *_whole(tile), False, scale, mask)
+        out, total = (_within(x, tile.queries) for x in into)
+        attend(out, total, *near, *_whole(tile), False, scale, mask)
 
 
 @torch.library.impl(
