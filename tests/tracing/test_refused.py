@@ -1,4 +1,4 @@
-"""docs/refused.md: each form gives the error that the page quotes, and what it names instead runs."""
+"""docs/refused.md: each form gives the error that the page quotes; what stands instead runs."""
 
 import re
 from pathlib import Path
