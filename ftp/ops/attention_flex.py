@@ -7,15 +7,20 @@ functions are graphs, as in `ftp.ops.score_functions`.
 Source: Dong et al. (2024), Flex Attention.
 """
 
+import base64
+import functools
 import math
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from ftp.errors import InputError
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
 from ftp.ops.score_functions import PLACE, evaluate, letters
@@ -23,11 +28,12 @@ from ftp.ops.score_functions import PLACE, evaluate, letters
 PAIRS = 1 << 21  # of a query and a key, all heads counted, whose scores exist at a time
 
 # ``tables``: of a BlockMask how many blocks of keys are listed for each block of queries, and which
-# come first; the same of full blocks, which the mask's function does not reach. ``block``: queries
+# come first; the same of full blocks, which the mask's function does not reach. ``known``: what the
+# trace knows of them, see `known_of`; "" where it knows nothing. ``block``: queries
 # and keys of a block. ``batch``, ``heads``: parts, as ``rows``; of heads those of the keys.
 GIVEN = (
     "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
-    " int[] columns, int[] block, float scale, str score, str mask"
+    " int[] columns, int[] block, float scale, str score, str mask, str known"
 )
 torch.library.define(
     "ftp::scaled_dot_product_attention_flex",
@@ -51,6 +57,27 @@ def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
     at = torch.where(is_listed, index, columns).long()
     table = torch.zeros((*index.shape[:-1], columns + 1), device=index.device)
     return table.scatter(-1, at, 1.0)[..., :columns] > 0
+
+
+def known_of(tables: Sequence[Tensor]) -> str:
+    """Which blocks of keys a block of queries lists in any batch or head, as text."""
+    columns = tables[1].shape[-1]
+    found = [
+        listed(count, index, columns).flatten(0, 1).any(0)
+        for count, index in zip(tables[::2], tables[1::2], strict=True)
+    ]
+    table = torch.stack(found).any(0).cpu().numpy()
+    packed = zlib.compress(np.packbits(table).tobytes(), 9)
+    return f"{table.shape[0]} {table.shape[1]} {base64.b85encode(packed).decode()}"
+
+
+@functools.lru_cache(64)
+def known_blocks(known: str) -> np.ndarray:
+    """The table of `known_of`, (blocks of queries, blocks of keys)."""
+    rows, columns, packed = known.split(" ")
+    shape = int(rows), int(columns)
+    bits = np.frombuffer(zlib.decompress(base64.b85decode(packed)), np.uint8)
+    return np.unpackbits(bits, count=shape[0] * shape[1]).reshape(shape).astype(bool)
 
 
 @dataclass(frozen=True)
@@ -106,6 +133,7 @@ class Given:
     scale: float
     score: str
     mask: str
+    known: str
 
     def with_keys(self, k: Tensor, v: Tensor, columns: Sequence[int]) -> "Given":
         """The same call for some of the keys."""
@@ -236,6 +264,25 @@ class Given:
             else x
             for x, of in zip(captured, named, strict=True)
         ]
+
+
+def check_known(call: Given) -> None:
+    """That the queries of a rank list no block that the trace did not know."""
+    if not call.known:
+        return
+    known = known_blocks(call.known)
+    every = slice(0, call.q.shape[0]), slice(0, call.q.shape[1]), slice(0, call.k.shape[1])
+    for row in blocks(call.rows, call.q.shape[2], attention.TILE):
+        first, last = row.first // call.block[0], (row.first + row.length - 1) // call.block[0]
+        some, full = call.blocks_listed(every, first, last)
+        now = (some | full).flatten(0, 1).any(0).cpu().numpy()
+        if (now & ~known[first : last + 1]).any():
+            raise InputError(
+                "A BlockMask that is a constant of the step was changed after the step was traced:"
+                f" it now lists blocks of keys for queries {row.first} to"
+                f" {row.first + row.length - 1} that it did not list then. Make a new BlockMask"
+                " and trace a new step, or make the mask inside the step."
+            )
 
 
 def _near(at: Sequence[Tensor]) -> list[Tensor]:

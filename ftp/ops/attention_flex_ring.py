@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ftp.ops import attention_flex
 from ftp.ops.attention import sum_dtype
-from ftp.ops.attention_flex import GIVEN, Given
-from ftp.ops.attention_ring import Ring, Steps, pass_keys, return_gradients
+from ftp.ops.attention_flex import GIVEN, Given, check_known, known_blocks
+from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
 from ftp.ops.sends import OneRank, over, run
 
 # ``columns`` is a `Ring`, as ints.
@@ -32,9 +32,23 @@ FLEX_RING = torch.ops.ftp.scaled_dot_product_attention_flex_ring.default
 FLEX_RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_ring_backward.default
 
 
+def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], known: str) -> Needs:
+    """Of known blocks: those of keys that a query's block lists."""
+    ring = Ring.of(keys)
+    if not known:
+        return Needs.of(ring, rows, lambda first, stop: (0, ring.size))
+    table = known_blocks(known)
+
+    def sees(first: int, stop: int) -> list[tuple[int, int]]:
+        listed = table[first // block[0] : -(-stop // block[0])].any(0)
+        return [(int(at) * block[1], (int(at) + 1) * block[1]) for at in listed.nonzero()[0]]
+
+    return Needs.of_runs(ring, rows, sees)
+
+
 def _steps(call: Given, rank: int) -> Steps:
-    ring = Ring.of(call.columns)
-    return Steps(ring, rank, ring.sends(call.rows, is_causal=False))
+    check_known(call)
+    return Steps(needs_of(call.columns, call.rows, call.block, call.known), rank)
 
 
 def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:
@@ -47,7 +61,7 @@ def one_rank(rank: int, q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> OneRank:
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        of_piece = call.with_keys(of_k, of_v, steps.ring.columns(owner, piece))
+        of_piece = call.with_keys(of_k, of_v, steps.columns(owner, piece))
         attention_flex.attend(of_piece, out, logsumexp, top)
 
     yield from pass_keys(steps, k, v, visit)
@@ -73,7 +87,7 @@ def one_rank_backward(
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        of_piece = call.with_keys(of_k, of_v, steps.ring.columns(owner, piece))
+        of_piece = call.with_keys(of_k, of_v, steps.columns(owner, piece))
         into = sums[0], *to, *sums[1:]
         attention_flex.add_gradients(of_piece, into, wants, grad_out, logsumexp, delta)
 

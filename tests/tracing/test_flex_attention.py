@@ -36,7 +36,7 @@ MESHES = [
 
 @pytest.fixture(autouse=True)
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ftp.ops.attention_ring.SHORTEST", 2)
+    monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
