@@ -123,7 +123,7 @@ class OpForms:
         if len(blocks) > 1:
             self.in_rows.add((cell, name))  # slices that its nodes read may be marked as its own
             whole = self.result(cell, op, rule, index, 0)
-            forms = [self.rows(cell, node, op, whole) for node in blocks]
+            forms = [self.rows(cell, node, op, whole, at) for at, node in enumerate(blocks)]
         if written := [node for node in nodes if node.meta.get("in_place")]:
             self.check_written(op, nodes, forms, written, cell)
         self.bound[cell, name] = forms
@@ -221,8 +221,8 @@ class OpForms:
         if given is None or (common_position(given),) != here:
             raise Refused(f"{node.name} is not the rank's index along {op.args[0]!r}")
 
-    def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap) -> Form:
-        """The form of a node that computes a block of rows of an op."""
+    def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap, at: int) -> Form:
+        """The form of a node that computes a block of rows of an op, the ``at``-th that does."""
         expected = self.expected_operand(op, cell, 0)
         given: Any = node.args[0]
         held = self.map_of(cell, given)
@@ -237,14 +237,11 @@ class OpForms:
         ):
             raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
         size = held.shape[0]
-        first = next(
-            (
-                a
-                for a in range(0, count, size)
-                if is_same(held, slice_dim(expected, 0, a, a + size))
-            ),
-            None,
-        )
+        found = [
+            a for a in range(0, count, size) if is_same(held, slice_dim(expected, 0, a, a + size))
+        ]
+        # Rows without elements are any block's, and give zeros or nothing: they are in order.
+        first = at * size if at * size in found else next(iter(found), None)
         if first is None:
             raise Refused(
                 f"operand 0 of {op}, {given.name}, holds other elements than any block of rows"

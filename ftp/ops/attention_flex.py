@@ -1,5 +1,5 @@
-"""Attention whose scores pass through functions (``flex_attention``), by tiles: no more scores than
-a tile's exist at a time, and tiles whose blocks a mask does not list are not computed.
+"""Attention whose scores pass through functions (``flex_attention``), tile by tile: only one tile's
+scores exist at a time, and tiles that the mask does not list are skipped.
 
 Where queries, keys, batch and heads stand reaches the op as numbers, as in `ftp.ops.attention`; the
 functions are graphs, as in `ftp.ops.score_functions`.
@@ -7,29 +7,25 @@ functions are graphs, as in `ftp.ops.score_functions`.
 Source: Dong et al. (2024), Flex Attention.
 """
 
-import base64
-import functools
 import math
-import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from ftp.errors import InputError
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
+from ftp.ops.listed_blocks import listed
 from ftp.ops.score_functions import PLACE, evaluate, letters
 
 PAIRS = 1 << 21  # of a query and a key, all heads counted, whose scores exist at a time
 
 # ``tables``: of a BlockMask how many blocks of keys are listed for each block of queries, and which
 # come first; the same of full blocks, which the mask's function does not reach. ``known``: what the
-# trace knows of them, see `known_of`; "" where it knows nothing. ``block``: queries
+# trace knows of them, see `ftp.ops.listed_blocks`; "" where it knows nothing. ``block``: queries
 # and keys of a block. ``batch``, ``heads``: parts, as ``rows``; of heads those of the keys.
 GIVEN = (
     "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
@@ -49,35 +45,6 @@ torch.library.define(
 FLEX = torch.ops.ftp.scaled_dot_product_attention_flex.default
 FLEX_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_backward.default
 KEYS, KEYS_BACKWARD = (12, 13), (15, 16)  # which arguments are the keys of the functions
-
-
-def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Which blocks of keys are listed: (batch or 1, heads or 1, blocks of queries, ``columns``)."""
-    is_listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    at = torch.where(is_listed, index, columns).long()
-    table = torch.zeros((*index.shape[:-1], columns + 1), device=index.device)
-    return table.scatter(-1, at, 1.0)[..., :columns] > 0
-
-
-def known_of(tables: Sequence[Tensor]) -> str:
-    """Which blocks of keys a block of queries lists in any batch or head, as text."""
-    columns = tables[1].shape[-1]
-    found = [
-        listed(count, index, columns).flatten(0, 1).any(0)
-        for count, index in zip(tables[::2], tables[1::2], strict=True)
-    ]
-    table = torch.stack(found).any(0).cpu().numpy()
-    packed = zlib.compress(np.packbits(table).tobytes(), 9)
-    return f"{table.shape[0]} {table.shape[1]} {base64.b85encode(packed).decode()}"
-
-
-@functools.lru_cache(64)
-def known_blocks(known: str) -> np.ndarray:
-    """The table of `known_of`, (blocks of queries, blocks of keys)."""
-    rows, columns, packed = known.split(" ")
-    shape = int(rows), int(columns)
-    bits = np.frombuffer(zlib.decompress(base64.b85decode(packed)), np.uint8)
-    return np.unpackbits(bits, count=shape[0] * shape[1]).reshape(shape).astype(bool)
 
 
 @dataclass(frozen=True)
@@ -214,7 +181,7 @@ class Given:
         return ((some | full).any(0).int() + full.all(0).int()).tolist()
 
     def scores(self, part: ScoreTile) -> Tensor:
-        """Of a tile, before its functions."""
+        """A tile's scores, before its functions."""
         wide = sum_dtype(self.q.dtype)
         q, k = part.of_queries(self.q).to(wide), _like(part.of(self.k).to(wide), part)
         return (q @ k.transpose(-2, -1)).mul_(self.scale)
@@ -223,7 +190,7 @@ class Given:
         return _like(part.of(self.v).to(sum_dtype(self.v.dtype)), part)
 
     def changed(self, scores: Tensor, part: ScoreTile, of_score: Sequence[Tensor]) -> Tensor:
-        """Scores after their function.
+        """A tile's scores, after its functions.
 
         Args:
             of_score: what it captures, within the tile.
@@ -257,32 +224,13 @@ class Given:
     def within(
         self, part: ScoreTile, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
     ) -> list[Tensor]:
-        """Captured tensors, those dims that are cut as the scores within a tile."""
+        """The captured tensors, cut to the tile along the dims of the scores."""
         return [
             x[tuple(part.captured[PLACE.index(c)] if c else slice(None) for c in of)]
             if any(of)
             else x
             for x, of in zip(captured, named, strict=True)
         ]
-
-
-def check_known(call: Given) -> None:
-    """That the queries of a rank list no block that the trace did not know."""
-    if not call.known:
-        return
-    known = known_blocks(call.known)
-    every = slice(0, call.q.shape[0]), slice(0, call.q.shape[1]), slice(0, call.k.shape[1])
-    for row in blocks(call.rows, call.q.shape[2], attention.TILE):
-        first, last = row.first // call.block[0], (row.first + row.length - 1) // call.block[0]
-        some, full = call.blocks_listed(every, first, last)
-        now = (some | full).flatten(0, 1).any(0).cpu().numpy()
-        if (now & ~known[first : last + 1]).any():
-            raise InputError(
-                "A BlockMask that is a constant of the step was changed after the step was traced:"
-                f" it now lists blocks of keys for queries {row.first} to"
-                f" {row.first + row.length - 1} that it did not list then. Make a new BlockMask"
-                " and trace a new step, or make the mask inside the step."
-            )
 
 
 def _near(at: Sequence[Tensor]) -> list[Tensor]:
@@ -307,7 +255,7 @@ def _over_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Log-sum-exps, of rows that see nothing 0: their weights are 0."""
+    """Log-sum-exps with 0 for rows that see nothing, whose weights are 0."""
     return x.masked_fill(x == -math.inf, 0)
 
 

@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ftp.ops import attention_flex
-from ftp.ops.attention import sum_dtype
-from ftp.ops.attention_flex import GIVEN, Given, check_known, known_blocks
+from ftp.errors import InputError
+from ftp.ops import attention, attention_flex
+from ftp.ops.attention import blocks, sum_dtype
+from ftp.ops.attention_flex import GIVEN, Given
 from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
+from ftp.ops.listed_blocks import known_blocks
 from ftp.ops.sends import OneRank, over, run
 
 # ``columns`` is a `Ring`, as ints.
@@ -46,8 +48,27 @@ def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], kno
     return Needs.of_runs(ring, rows, sees)
 
 
+def _check_known(call: Given) -> None:
+    """That the queries of a rank list no block that the trace did not know."""
+    if not call.known:
+        return
+    known = known_blocks(call.known)
+    every = slice(0, call.q.shape[0]), slice(0, call.q.shape[1]), slice(0, call.k.shape[1])
+    for row in blocks(call.rows, call.q.shape[2], attention.TILE):
+        first, last = row.first // call.block[0], (row.first + row.length - 1) // call.block[0]
+        some, full = call.blocks_listed(every, first, last)
+        now = (some | full).flatten(0, 1).any(0).cpu().numpy()
+        if (now & ~known[first : last + 1]).any():
+            raise InputError(
+                "A BlockMask that is a constant of the step was changed after the step was traced:"
+                f" it now lists blocks of keys for queries {row.first} to"
+                f" {row.first + row.length - 1} that it did not list then. Make a new BlockMask"
+                " and trace a new step, or make the mask inside the step."
+            )
+
+
 def _steps(call: Given, rank: int) -> Steps:
-    check_known(call)
+    _check_known(call)
     return Steps(needs_of(call.columns, call.rows, call.block, call.known), rank)
 
 

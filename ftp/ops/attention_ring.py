@@ -1,5 +1,5 @@
-"""Attention whose queries, keys and values are all cut over one axis: each rank computes its
-queries against one block of keys and values after another, while the next block travels
+"""Ring attention: queries, keys and values are cut over one axis. Each rank computes its queries
+against one block of keys and values after another, while the next block travels
 (`ftp.ops.key_ring`).
 
 A mask that is given is cut as the scores are: it has the rank's rows, and all columns.

@@ -36,8 +36,8 @@ VARLEN_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_varlen_backward.def
 
 
 def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The document of each position, and its place in it; what stands after the last document is
-    of one more.
+    """The document of each position, and the position within it. Positions after the last document
+    belong to one more.
     """
     ends = ends.long()
     document = torch.bucketize(at, ends[1:], right=True)

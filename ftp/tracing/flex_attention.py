@@ -19,7 +19,8 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ftp.ops.attention import sum_dtype
-from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD, known_of, listed
+from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
+from ftp.ops.listed_blocks import known_of, listed
 from ftp.ops.score_functions import evaluate
 from ftp.tracing.dense_attention import jvp_of, one_by_one, replaced, scores_of, weighted
 from ftp.tracing.score_functions import as_program
