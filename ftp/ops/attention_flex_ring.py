@@ -7,6 +7,7 @@ Blocks that a mask lists and tensors that functions capture are whole on each ra
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -43,7 +44,7 @@ def needs_of(keys: Sequence[int], rows: Sequence[int], block: Sequence[int], kno
 
     def sees(first: int, stop: int) -> list[tuple[int, int]]:
         listed = table[first // block[0] : -(-stop // block[0])].any(0)
-        return [(int(at) * block[1], (int(at) + 1) * block[1]) for at in listed.nonzero()[0]]
+        return [(int(at) * block[1], (int(at) + 1) * block[1]) for at in np.flatnonzero(listed)]
 
     return Needs.of_runs(ring, rows, sees)
 

@@ -13,7 +13,9 @@ of what they yielded before, so that a transfer has the time of a computation to
 Source: Liu, Zaharia and Abbeel (2023), Ring Attention with Blockwise Transformers.
 """
 
+import bisect
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -181,7 +183,10 @@ class Needs:
 def _seen(blocks: Sequence[Block], seen: Sequence[Interval]) -> Iterator[Block]:
     """What of blocks stands in some runs of the sequence."""
     for block in blocks:
-        for first, length in seen:
+        start = bisect.bisect_right(seen, (block.first, math.inf)) - 1
+        for first, length in itertools.islice(seen, max(start, 0), None):
+            if first >= block.first + block.length:
+                break
             low, high = max(first, block.first), min(first + length, block.first + block.length)
             if low < high:
                 yield Block(low, block.at + low - block.first, high - low)
