@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functionaltensor, is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -80,7 +80,7 @@ def _known(tables: Sequence[Tensor]) -> str:
 
 
 def _is_given(x: Tensor) -> bool:
-    is_wrapped = is_functionaltensor(x) or is_functorch_wrapped_tensor(x)
+    is_wrapped = is_functorch_wrapped_tensor(x)
     return type(x) is Tensor and not is_wrapped and x.device.type != "meta"
 
 
