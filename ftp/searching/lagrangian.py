@@ -146,18 +146,20 @@ class Searching:
     ) -> Solved:
         args = self.axes, order, self.data_axes, hardware or self.hardware, price, forced, is_bare
         try:
-            return solve_axes(self.primitives(along).copied(), *args)
+            return solve_axes(self.primitives(along), *args)
         except NotAlike:  # layers that an axis left unlike are searched one by one
             if not self.is_folded:
                 raise
             self.is_folded = False
-            return solve_axes(self.primitives(along).copied(), *args)
+            return solve_axes(self.primitives(along), *args)
 
     def primitives(self, along: Along) -> Opened:
         key = (self.is_folded, *along.items())
         if key not in self._primitives:
             base = self.primitives({}) if along else self.net
-            self._primitives[key] = on_primitives(base.copied(along), self.axes, self.data_axes)
+            self._primitives[key] = on_primitives(
+                base.constrained(along), self.axes, self.data_axes
+            )
         return self._primitives[key]
 
     def candidate(
@@ -562,19 +564,18 @@ class Searching:
         return known.estimate if known else self._measured(patterns, along)
 
     def _measured(self, patterns: Patterns, along: Along) -> Estimate:
-        net = self.net.copied(along)
+        net = self.net.constrained(along)
         inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch
         outputs = [
             inputs[net.mirrors[i]] if i in net.mirrors else PartitionSpec()
             for i in range(len(net.graph.outputs))
         ]
         specs = Specs(inputs, constraints(net.graph), outputs)
-        ties = net.folded.ties if net.folded else None
         found = plan_few(
             net.graph,
             self.mesh.axes,
             specs,
-            ties=ties,
+            folded=net.folded,
             batch_inputs=list(net.batch),
             data_axes=self.data_axes,
             hardware=self.hardware,
@@ -583,19 +584,20 @@ class Searching:
         if found is None:
             self.is_folded = False
             return self._measured(patterns, along)
+        planned = dict(zip(net.graph.inputs, found.graph.inputs, strict=True))
         program = Program(
             mesh=self.mesh,
             traced=self.traced.gm,
             plan=found,
             tensor_leaves=tuple(range(len(found.graph.inputs))),
-            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
+            in_specs=tuple(inputs.get(node, PartitionSpec()) for node in planned),
             out_tree=self.traced.out_tree,
-            roles=tuple(_role(net, node) for node in found.graph.inputs),
+            roles=tuple(_role(net, node) for node in planned),
             # What a bucket of several layers adds is not so much a layer.
             options=Options(bucket=self.bucket and net.folded is None),
             hardware=self.hardware,
         )
-        return estimate(Lowered(program), net.folded, self.hardware)
+        return estimate(Lowered(program), net.folded and net.folded.on(planned), self.hardware)
 
 
 def in_seconds_of(cost: float) -> float:
