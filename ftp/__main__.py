@@ -39,7 +39,7 @@ PROVED = (
 
 
 @dataclass(frozen=True)
-class Row:
+class OpRow:
     """An op, the factors of a small call of it, and where its sharding comes from.
 
     Attributes:
@@ -55,7 +55,7 @@ class Row:
     proven: bool
 
 
-def rows(pattern: str = "") -> list[Row]:
+def rows(pattern: str = "") -> list[OpRow]:
     """Every op with a rule or a decomposition, what was found by trial, and the core ops that are
     computed whole on every rank.
 
@@ -68,12 +68,12 @@ def rows(pattern: str = "") -> list[Row]:
     stated = {str(op) for op in (*RULES, *DECOMPOSITIONS)}
     found = {op: finding for op, finding in cached_findings().items() if op not in stated}
     table = [
-        Row(str(op), rule_text(op), _source(op), str(op) in proven)
+        OpRow(str(op), rule_text(op), _source(op), str(op) in proven)
         for op in (set(RULES) | set(DECOMPOSITIONS) | core)
         if str(op) not in found
     ]
     table += [
-        Row(op, f"{finding.rule}, found by trial", "discovered", True)
+        OpRow(op, f"{finding.rule}, found by trial", "discovered", True)
         for op, finding in found.items()
     ]
     return sorted((row for row in table if pattern in row.op), key=lambda row: row.op)
@@ -199,7 +199,7 @@ def _metas(values: Iterable[object]) -> tuple:
     return tuple(meta(v) for v in values)
 
 
-def _print(table: Sequence[Row]) -> None:
+def _print(table: Sequence[OpRow]) -> None:
     try:
         from rich.console import Console
         from rich.table import Table

@@ -28,11 +28,11 @@ ALLOWED = {
     "optim": "axis ops sharding tensors tracing",
     "per_rank": "axis ops rules sharding tracing",
     "plans": "functional ops per_rank sharding",
-    "certification": "axis ops per_rank rules tracing",
+    "certification": "ops per_rank rules tracing",
     "equivalence": "axis certification ops rules sharding",
     "planning": "functional ops per_rank rules sharding tracing",
     "pipeline": "sharding",
-    "partitioning": "axis ops per_rank planning rules sharding",
+    "partitioning": "ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors"
     " tracing",

@@ -25,8 +25,7 @@ from ftp.certification.checker import check
 from ftp.certification.rank_code import unproven
 from ftp.certification.value_numbering import check_traced
 from ftp.errors import InputError
-from ftp.per_rank.program import LOCAL
-from ftp.per_rank.program import Program as RankProgram
+from ftp.per_rank.program import LOCAL, RankCode
 from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
 from ftp.rules.rule import replaced
@@ -139,7 +138,7 @@ def _operation(node: Node, in_specs: Mapping[Node, PartitionSpec]) -> Operation:
             node.name, None, (), {}, node.results, spec=_cuts(in_specs.get(node, PartitionSpec()))
         )
     if node.kind == "local":
-        program: RankProgram = node.target
+        program: RankCode = node.target
         ports = Ports(
             tuple(_cuts(p.spec) for p in program.operands),
             tuple((_cuts(p.spec), p.pending) for p in program.results),

@@ -23,7 +23,7 @@ from ftp.pipeline.split import split
 from ftp.planning.planner import Watch
 from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.stage_programs import Held, plan_stages, within_stage
+from ftp.runtime.stage_programs import StoredValue, plan_stages, within_stage
 from ftp.sharding.arguments import Shape
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.spec import P, PartitionSpec, local_shape, without_stage
@@ -74,10 +74,10 @@ class PipelinedStep(Step):
         return planned_of(definition, inputs, traced, program)
 
 
-def held_of(inputs: Inputs) -> list[Held]:
+def held_of(inputs: Inputs) -> list[StoredValue]:
     """The tensors of a call."""
     leaves, specs, shapes = inputs.call.leaves, inputs.specs, inputs.shapes
-    return [Held(specs[i], shapes[i] or (), leaves[i].dtype) for i in inputs.tensors]
+    return [StoredValue(specs[i], shapes[i] or (), leaves[i].dtype) for i in inputs.tensors]
 
 
 def plan_pipeline(
@@ -85,7 +85,7 @@ def plan_pipeline(
     pipeline: Pipeline,
     gm: fx.GraphModule,
     names: Sequence[str],
-    inputs: Sequence[Held],
+    inputs: Sequence[StoredValue],
     leaves: Sequence[int],
     batch: int,
     constants: Sequence[torch.Tensor],
@@ -145,7 +145,7 @@ def plan_pipeline(
         actions=actions,
         made=made,
         leaves=[
-            Held(spec, held.shape, held.dtype)
+            StoredValue(spec, held.shape, held.dtype)
             for spec, held in zip(params, inputs[:n], strict=True)
         ],
         stage_of=stage_of,

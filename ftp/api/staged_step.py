@@ -22,7 +22,7 @@ from ftp.paused_gc import collection_paused
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
 from ftp.planning.planner import Watch
 from ftp.report.staged import LoweredRounds
-from ftp.runtime.stage_programs import Held, PiecePlanner, within_stage
+from ftp.runtime.stage_programs import PiecePlanner, StoredValue, within_stage
 from ftp.runtime.staged_program import StagedProgram
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, staged, without_stage
@@ -117,7 +117,7 @@ def plan_rounds(
     )
     for node, spec in zip(placeholders, plain, strict=True):
         val = node.meta["val"]
-        planner.values[node.name] = Held(spec, tuple(val.shape), val.dtype)
+        planner.values[node.name] = StoredValue(spec, tuple(val.shape), val.dtype)
     programs = {
         (at, rank): planner.plan(piece)
         for at, pieces in enumerate(rounds.pieces)

@@ -74,7 +74,7 @@ class MeshAxis:
 
 
 @dataclass(frozen=True)
-class Part:
+class DimPart:
     """A rank's part of one dim of a value: its positions, the last dim of ``index``, and how many
     they are.
     """
@@ -87,11 +87,11 @@ class Part:
         return np.broadcast_to(self.index.dense().reshape(-1), self.size).copy()
 
 
-def element_map(value: str, parts: Sequence[Part], pending: Pending = frozenset()) -> ElementMap:
+def element_map(value: str, parts: Sequence[DimPart], pending: Pending = frozenset()) -> ElementMap:
     """The map of a tensor whose dim ``d`` holds the part ``parts[d]`` of dim ``d`` of ``value``.
 
     >>> from ftp.certification.positions import whole
-    >>> element_map("x", [Part(whole(1, 0, 2), 2), Part(whole(1, 0, 3), 3)]).shape
+    >>> element_map("x", [DimPart(whole(1, 0, 2), 2), DimPart(whole(1, 0, 3), 3)]).shape
     (2, 3)
     """
     lead = parts[0].index.ndim - 1 if parts else 0

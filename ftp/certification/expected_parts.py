@@ -10,7 +10,7 @@ import numpy as np
 
 from ftp.certification.cells import Cell
 from ftp.certification.certificate import Operation, Spec, shrunk
-from ftp.certification.element_map import MeshAxis, Part
+from ftp.certification.element_map import DimPart, MeshAxis
 from ftp.certification.positions import (
     Index,
     Positions,
@@ -35,8 +35,8 @@ class ExpectedParts:
 
     def __init__(self, axes: Mapping[str, MeshAxis], operations: Sequence[Operation]):
         self.axes, self.operations = axes, operations
-        self._cuts: dict[Any, Part] = {}
-        self._factors: dict[Any, tuple[dict[str, Part], dict[str, list[Cut]]]] = {}
+        self._cuts: dict[Any, DimPart] = {}
+        self._factors: dict[Any, tuple[dict[str, DimPart], dict[str, list[Cut]]]] = {}
         self._chunks: dict[Any, list[tuple[Index, int]]] = {}
 
     @cached_property
@@ -48,18 +48,18 @@ class ExpectedParts:
             found[op.name] = rank_axes(op.target, op.args, operands) if op.args else frozenset()
         return found
 
-    def whole(self, size: int) -> Part:
-        return Part(whole(len(self.axes) + 1, len(self.axes), size), size)
+    def whole(self, size: int) -> DimPart:
+        return DimPart(whole(len(self.axes) + 1, len(self.axes), size), size)
 
     # Parts by a spec.
 
-    def cut_by_spec(self, shape: Sequence[int], spec: Spec, cell: Cell) -> list[Part]:
+    def cut_by_spec(self, shape: Sequence[int], spec: Spec, cell: Cell) -> list[DimPart]:
         return [
             self.cut(int(size), spec[dim] if dim < len(spec) else (), cell)
             for dim, size in enumerate(shape)
         ]
 
-    def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Part:
+    def cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart:
         """The positions along a dim that each rank of a cell holds."""
         key = (cell, size, tuple(cuts))
         if key not in self._cuts:
@@ -67,7 +67,7 @@ class ExpectedParts:
             self._cuts[key] = self._cut_alone(size, cuts, cell) if found is None else found
         return self._cuts[key]
 
-    def _cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Part | None:
+    def _cut(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart | None:
         """None if ranks of the cell hold parts of different sizes after one of several cuts."""
         held = self.whole(size)
         for axis, unit, packs in cuts:
@@ -89,7 +89,7 @@ class ExpectedParts:
             held = self.taken(held, 1, held.size, 1, self.starts(of_ranks, axis))
         return held
 
-    def _cut_alone(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> Part:
+    def _cut_alone(self, size: int, cuts: Sequence[tuple[str, int, Any]], cell: Cell) -> DimPart:
         """The same, rank by rank."""
         dims = {self.axes[axis].dim for axis, _, _ in cuts}
         ranges = [at if dim in dims else at[:1] for dim, at in enumerate(cell.at)]
@@ -101,7 +101,7 @@ class ExpectedParts:
         if len({len(r) for r in rows}) > 1:
             raise Unsound("ranks with one program hold parts of different sizes")
         stacked = np.stack(rows).reshape(*map(len, ranges), -1)
-        return Part(from_array(stacked), len(rows[0]))
+        return DimPart(from_array(stacked), len(rows[0]))
 
     def units(self, first: int, size: int, axis: str, unit: int, rank: int) -> tuple[int, int]:
         """Start and length of a rank's chunk of whole units, of ``size`` elements from ``first``.
@@ -120,7 +120,7 @@ class ExpectedParts:
 
     def factors(
         self, op: Operation, rule: BoundRule, cell: Cell
-    ) -> tuple[dict[str, Part], dict[str, list[Cut]]]:
+    ) -> tuple[dict[str, DimPart], dict[str, list[Cut]]]:
         """Check an op's claims against its rule.
 
         Returns, per factor, the claimed positions on each rank, and the claimed cuts in numbers.
@@ -133,7 +133,7 @@ class ExpectedParts:
 
     def _checked_factors(
         self, op: Operation, rule: BoundRule, cell: Cell
-    ) -> tuple[dict[str, Part], dict[str, list[Cut]]]:
+    ) -> tuple[dict[str, DimPart], dict[str, list[Cut]]]:
         index = {f: self.whole(size) for f, size in rule.sizes.items()}
         region = region_of(op.target, op.args)
         claimed = {claim.axis: claim.factor for claim in op.claims}
@@ -181,8 +181,13 @@ class ExpectedParts:
         return index, cuts
 
     def taken(
-        self, held: Part, outer: int, extent: int, inner: int, pieces: Sequence[tuple[Index, int]]
-    ) -> Part:
+        self,
+        held: DimPart,
+        outer: int,
+        extent: int,
+        inner: int,
+        pieces: Sequence[tuple[Index, int]],
+    ) -> DimPart:
         """The pieces, one after another, of each of ``outer`` blocks of ``extent`` times ``inner``
         positions.
         """
@@ -193,7 +198,7 @@ class ExpectedParts:
         found = concatenated(parts, dim + 1, lengths)
         length = sum(lengths)
         found = found.merged(dim + 1, length, inner).merged(dim, outer, length * inner)
-        return Part(found, outer * length * inner)
+        return DimPart(found, outer * length * inner)
 
     def starts(
         self, of_ranks: Sequence[Sequence[tuple[int, int]]], axis: str
@@ -296,17 +301,17 @@ class ExpectedParts:
         return found
 
 
-def positions_along(dim: Dim, index: Mapping[str, Part], sizes: Mapping[str, int]) -> Part:
+def positions_along(dim: Dim, index: Mapping[str, DimPart], sizes: Mapping[str, int]) -> DimPart:
     """The part of a dim composed of factors, major to minor."""
     if len(dim) == 1:
         return index[dim[0]]
     ndim = next(iter(index.values())).index.ndim if index else 1
-    found = Part(Positions(ndim, 0, ()), 1)
+    found = DimPart(Positions(ndim, 0, ()), 1)
     for name in dim:
         part = index[name]
         places = list(range(ndim))
         major = found.index.renamed(places, ndim + 1).scaled(sizes[name])
         minor = part.index.renamed([*places[:-1], ndim], ndim + 1)
         both = major.plus(minor).merged(ndim - 1, found.size, part.size)
-        found = Part(both, found.size * part.size)
+        found = DimPart(both, found.size * part.size)
     return found

@@ -9,7 +9,7 @@ import torch
 from torch import fx
 
 from ftp.certification.certificate import Operation, Ref
-from ftp.certification.element_map import Part
+from ftp.certification.element_map import DimPart
 from ftp.certification.positions import Index
 from ftp.rules.bind import bind, lookup
 from ftp.rules.local_op import Cut, LocalOp, RankGraph, localize
@@ -60,7 +60,7 @@ def rule_of(op: Operation, operations: Mapping[str, Operation]) -> BoundRule:
 def local_form(
     op: Operation,
     rule: BoundRule,
-    parts: Mapping[str, Part],
+    parts: Mapping[str, DimPart],
     cuts: Mapping[str, list[Cut]],
     device: torch.device,
     groups: Mapping[str, tuple[str, ...]],

@@ -14,8 +14,8 @@ from ftp.certification.certificate import Operation, Ports, Ref
 from ftp.certification.collective_semantics import COLLECTIVES
 from ftp.certification.data_movement import FILLS, constant
 from ftp.certification.element_map import (
+    DimPart,
     ElementMap,
-    Part,
     common_position,
     element_map,
     is_same,
@@ -281,7 +281,7 @@ class OpForms:
         return expected if rows is None or slot else slice_dim(expected, 0, *rows)
 
     def result(
-        self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, Part], at: int
+        self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, DimPart], at: int
     ) -> ElementMap:
         dims = rule.results[at]
         held = {f for dim in dims for f in dim}

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.axis import OPS
 from ftp.certification.lockstep.run import dtypes_of, is_view
+from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.planned import collective_axis
 
 aten = torch.ops.aten

@@ -16,7 +16,7 @@ from ftp.checkpoint.safetensors_io import OFFSETS, STORED, read_header, write_fi
 from ftp.distributed.shared_errors import all_gather_object
 from ftp.errors import CheckpointError
 from ftp.sharding.mesh import Mesh, require_coordinate
-from ftp.tensors.boxes import Box, Part, holders, parts_on
+from ftp.tensors.boxes import Box, ShardBox, holders, parts_on
 from ftp.tensors.sharded_tree import Leaf, ShardedTree
 
 Boxes = dict[
@@ -71,7 +71,7 @@ class Writing:
                 files[nth][leaf.path] = part.box, _on_cpu(leaf.value, part, copy, seen, nth)
         return files
 
-    def _parts(self, leaf: Leaf, turn: int) -> list[Part]:
+    def _parts(self, leaf: Leaf, turn: int) -> list[ShardBox]:
         """The parts of a leaf that this rank writes: ranks that hold the same take turns."""
         if leaf.shape is None:
             return []
@@ -184,7 +184,7 @@ class Writing:
         return Manifest(self.step, str(self.mesh), tensors, values, files)
 
 
-def _on_cpu(x: Tensor, part: Part, copy: bool, seen: set[tuple[int, int]], file: int) -> Tensor:
+def _on_cpu(x: Tensor, part: ShardBox, copy: bool, seen: set[tuple[int, int]], file: int) -> Tensor:
     """A part of a shard as a file holds it: contiguous, and with ``copy`` in memory of its own.
 
     Args:

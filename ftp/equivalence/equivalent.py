@@ -10,15 +10,16 @@ from torch import Tensor, fx
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
 from ftp.axis import Inside, entered
-from ftp.certification.certificate import Certificate, Ranks, Recorded, Spec, Unreduced
+from ftp.certification.certificate import Certificate, Ranks, Recorded, Unreduced
 from ftp.equivalence.decide import SEED, decide
 from ftp.equivalence.fake_world import as_rank
+from ftp.equivalence.given_specs import as_specs, cuts_of, placements_of
 from ftp.equivalence.program_lines import operations, without_dead
 from ftp.equivalence.recorded_exchanges import Exchanges
 from ftp.equivalence.recorder import Recorder, recording
 from ftp.errors import FtpError, InputError, SpecError, TraceError
 from ftp.sharding.arguments import argument_names, argument_specs
-from ftp.sharding.dtensor_placements import is_placements, specs_of_any
+from ftp.sharding.dtensor_placements import is_placements
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.pytree import broadcast_specs, check_specs, flatten, leaf_names
 from ftp.sharding.spec import PartitionSpec, local_shape
@@ -138,8 +139,8 @@ class _Call:
         if is_placements(in_specs):
             in_specs = tuple(in_specs for _ in args)
             whole = in_specs
-        placed = _placements(whole, args)
-        specs = argument_specs(_as_specs(in_specs, args, mesh, "in_specs"), args, roots, "in_specs")
+        placed = placements_of(whole, args)
+        specs = argument_specs(as_specs(in_specs, args, mesh, "in_specs"), args, roots, "in_specs")
         names = [
             name
             for i, arg in enumerate(args)
@@ -306,7 +307,7 @@ class _Call:
     def certificate(self, mesh: AnyMesh, whole: _Program) -> Certificate:
         results = whole.outputs[: whole.results]
         tree = whole.tree.unflatten(results)
-        given = _as_specs(self.out_specs, tree, self.mesh, "out_specs")
+        given = as_specs(self.out_specs, tree, self.mesh, "out_specs")
         specs = broadcast_specs(given, tree, "out_specs")
         check_specs(specs, results, whole.names[: whole.results], self.mesh.axes, takes_sums=True)
         programs, graphs = [], []
@@ -343,7 +344,7 @@ class _Call:
         lines, refs = operations(
             whole.recorder.graph,
             whole.nodes,
-            [_cuts(s) for s in in_specs],
+            [cuts_of(s) for s in in_specs],
             [name for _, _, name in tensors],
         )
         integers = {
@@ -355,7 +356,7 @@ class _Call:
             dict(self.mesh.axes),
             {},
             lines,
-            tuple(zip(refs, map(_cuts, out_specs), strict=True)),
+            tuple(zip(refs, map(cuts_of, out_specs), strict=True)),
             Unreduced(tuple(pending), tuple(out_pending)),
             Ranks.of(
                 graphs,
@@ -407,47 +408,3 @@ def _local(x: Any) -> Tensor:
     if isinstance(x, AsyncCollectiveTensor):
         x = x.wait()
     return x
-
-
-def _placements(specs: Any, args: Any) -> list[Any]:
-    """For each leaf the DTensor placements that are given for it, else None."""
-    if is_placements(specs):
-        return [specs if isinstance(x, Tensor) else None for x in flatten(args)[0]]
-    if isinstance(specs, dict) and isinstance(args, dict):
-        return [found for key in sorted(args) for found in _placements(specs.get(key), args[key])]
-    if (
-        isinstance(specs, tuple | list)
-        and isinstance(args, tuple | list)
-        and len(specs) == len(args)
-    ):
-        return [found for s, a in zip(specs, args, strict=True) for found in _placements(s, a)]
-    if isinstance(args, tuple) and len(args) == 1:
-        return _placements(specs, args[0])
-    return [None] * len(flatten(args)[0])
-
-
-def _as_specs(specs: Any, tree: Any, mesh: Mesh, where: str) -> Any:
-    """A spec tree with placements replaced by specs; a Partial placement is an unreduced axis."""
-    if is_placements(specs) and isinstance(tree, Tensor):
-        from torch.distributed.tensor import Replicate
-
-        pending = [p.is_partial("sum") for p in specs]
-        plain = [Replicate() if s else p for s, p in zip(pending, specs, strict=True)]
-        found = specs_of_any(plain, tree, mesh, where)
-        axes = [a for a, s in zip(mesh.axis_names, pending, strict=True) if s]
-        return PartitionSpec(*found.entries, unreduced=axes)
-    if isinstance(specs, dict) and isinstance(tree, dict):
-        return {k: _as_specs(s, tree.get(k), mesh, f"{where}[{k!r}]") for k, s in specs.items()}
-    if type(specs) in (tuple, list) and isinstance(tree, tuple | list) and len(specs) == len(tree):
-        return type(specs)(
-            _as_specs(s, x, mesh, f"{where}[{i}]")
-            for i, (s, x) in enumerate(zip(specs, tree, strict=True))
-        )
-    return specs_of_any(specs, tree, mesh, where)
-
-
-def _cuts(spec: PartitionSpec) -> Spec:
-    return tuple(
-        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
-        for d in range(len(spec))
-    )

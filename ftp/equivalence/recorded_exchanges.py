@@ -1,5 +1,5 @@
-"""Record collectives: torch's in-place ones, its functional ones, and those of ``ftp.axis``, as
-exchanges of tensors between the ranks of a group.
+"""Record torch's collectives, in-place and functional ones, as exchanges of tensors between the
+ranks of a group.
 """
 
 import functools
@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
-from torch.distributed import distributed_c10d as c10d
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from ftp.axis import OPS
+from ftp.equivalence.recorded_axis import AXIS
+from ftp.equivalence.recorded_call import Issued, RecordedCall
 from ftp.equivalence.recorder import Recorder
 from ftp.errors import TraceError
-from ftp.ops.exchange import ARRIVED, EXCHANGE
 from ftp.source import user_line
 
 _ops, _functional = torch.ops.c10d, torch.ops._c10d_functional
@@ -32,23 +31,20 @@ class Exchanges:
     """Records the collectives of one rank."""
 
     def __init__(self, mesh: DeviceMesh):
-        self.mesh, self.rank = mesh, dist.get_rank()
-        self.works: list[Any] = []
-        self._last: dict[int, int] = {}
-        self._groups: dict[str, str] = {}
+        self.issued = Issued(mesh)
         self.uses_axis = False
 
     def handles(self, func: Any) -> bool:
-        return func.namespace in ("c10d", "_c10d_functional") or func in _AXIS
+        return func.namespace in ("c10d", "_c10d_functional") or func in AXIS
 
     def record(
         self, recorder: Recorder, func: Any, args: Any, kwargs: Mapping[str, Any], line: str
     ) -> Any:
-        call = _Recording(self, recorder, line)
-        if func in _AXIS:
+        call = RecordedCall(self.issued, recorder, line)
+        if func in AXIS:
             self.uses_axis = True
             with recorder:
-                return _AXIS[func](call, *args, **kwargs)
+                return AXIS[func](call, *args, **kwargs)
         name = func._schema.name.split("::")[1]
         known = _IN_PLACE if func.namespace == "c10d" else _FUNCTIONAL
         if name not in known:
@@ -59,68 +55,6 @@ class Exchanges:
         given = dict(zip((a.name for a in func._schema.arguments), args, strict=False))
         with recorder:
             return known[name](call, {**given, **kwargs})
-
-    def group(self, given: Any) -> tuple[tuple[int, ...], str]:
-        """The ranks of a process group and its name, the same on all of them."""
-        if isinstance(given, str):
-            given = c10d._resolve_process_group(given)  # type: ignore[arg-type]
-        elif not isinstance(given, dist.ProcessGroup):
-            given = dist.ProcessGroup.unbox(given)
-        ranks = tuple(dist.get_process_group_ranks(given))
-        alike = [n for n, of in self._groups.items() if of == repr(ranks)]
-        self._groups.setdefault(given.group_name, repr(ranks))
-        at = alike.index(given.group_name) if given.group_name in alike else len(alike)
-        return ranks, str(at)
-
-
-class _Recording:
-    """One call on its way into the graph."""
-
-    def __init__(self, of: Exchanges, recorder: Recorder, line: str):
-        self.of, self.recorder, self.line = of, recorder, line
-
-    def issue(
-        self,
-        kind: str,
-        sent: Sequence[Tensor],
-        into: Sequence[Tensor],
-        ranks: Sequence[int],
-        group: str,
-        option: str = "",
-        sizes: Sequence[int] = (),
-    ) -> int:
-        r = self.recorder
-        for x in into:
-            r.refuse_write(x, kind)
-        number = r.calls
-        r.calls += 1
-        nodes: list[list[fx.Node]] = [[r.node_of(x) for x in xs] for xs in (sent, into)]
-        args = (kind, *nodes, list(ranks), group, option, list(sizes), number)
-        node = r.graph.call_function(EXCHANGE, args)
-        r._note(node, None, self.line)
-        for x in (*into, *sent):
-            self.of._last[x.untyped_storage()._cdata] = number
-        return number
-
-    def wait(self, number: int) -> None:
-        node = self.recorder.graph.call_function(ARRIVED, (number,))
-        Recorder._note(node, None, self.line)
-
-    def work(self, number: int) -> Any:
-        """A handle whose ``wait`` is recorded."""
-        from torch._C._distributed_c10d import PythonCallbackWork
-
-        def wait(*_: Any) -> bool:
-            node = self.recorder.graph.call_function(ARRIVED, (number,))
-            Recorder._note(node, None, user_line())
-            return True
-
-        made = PythonCallbackWork(wait)
-        self.of.works.append(made)
-        return made.boxed()
-
-    def fresh(self, like: Tensor, shape: Sequence[int] | None = None) -> Tensor:
-        return like.new_empty(tuple(like.shape if shape is None else shape))
 
 
 def _flat(x: Tensor, n: int) -> list[Tensor]:
@@ -135,14 +69,14 @@ def _rows(x: Tensor, sizes: Sequence[int], n: int) -> list[Tensor]:
 
 # torch.distributed's in-place collectives: `given` are the op's arguments by name.
 
-_IN_PLACE: dict[str, Callable[[_Recording, Mapping[str, Any]], Any]] = {}
-_FUNCTIONAL: dict[str, Callable[[_Recording, Mapping[str, Any]], Any]] = {}
+_IN_PLACE: dict[str, Callable[[RecordedCall, Mapping[str, Any]], Any]] = {}
+_FUNCTIONAL: dict[str, Callable[[RecordedCall, Mapping[str, Any]], Any]] = {}
 
 
 def _in_place(*names: str):
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        def run(call: _Recording, given: Mapping[str, Any]) -> Any:
+        def run(call: RecordedCall, given: Mapping[str, Any]) -> Any:
             ranks, group = call.of.group(given["process_group"])
             kind, sent, into, option, sizes, result = fn(given, len(ranks), ranks, call)
             number = call.issue(kind, sent, into, ranks, group, option, sizes)
@@ -268,7 +202,7 @@ def _recv(given: Any, n: int, ranks: Any, call: Any) -> Any:
 def _functional_op(*names: str):
     def register(fn: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(fn)
-        def run(call: _Recording, given: Mapping[str, Any]) -> Any:
+        def run(call: RecordedCall, given: Mapping[str, Any]) -> Any:
             ranks, group = call.of.group(given["group_name"])
             kind, sent, into, option, sizes, result = fn(given, len(ranks), call)
             call.issue(kind, sent, into, ranks, group, option, sizes)
@@ -332,7 +266,7 @@ def _f_broadcast(given: Any, n: int, call: Any) -> Any:
 def _f_coalesced(name: str, single: Callable[..., Any]) -> None:
     """Functional collectives of several tensors: one after another."""
 
-    def run(call: _Recording, given: Mapping[str, Any]) -> Any:
+    def run(call: RecordedCall, given: Mapping[str, Any]) -> Any:
         rest = {k: v for k, v in given.items() if k != "inputs"}
         return [single(call, {**rest, "input": x}) for x in given["inputs"]]
 
@@ -344,9 +278,9 @@ _f_coalesced("all_gather_into_tensor_coalesced", _f_all_gather)
 _f_coalesced("reduce_scatter_tensor_coalesced", _f_reduce_scatter)
 
 
-def _wait_tensor(call: _Recording, given: Mapping[str, Any]) -> Any:
+def _wait_tensor(call: RecordedCall, given: Mapping[str, Any]) -> Any:
     x = given["tensor"]
-    number = call.of._last.get(x.untyped_storage()._cdata)
+    number = call.of.last.get(x.untyped_storage()._cdata)
     if number is not None:
         call.wait(number)
     return x
@@ -356,103 +290,3 @@ _FUNCTIONAL["wait_tensor"] = _wait_tensor
 
 
 # ftp.axis.
-
-
-def _axis_exchange(
-    call: _Recording,
-    axis: str,
-    kind: str,
-    sent: Sequence[Tensor],
-    into: Sequence[Tensor],
-    option: str = "",
-) -> None:
-    ranks, group = call.of.group(call.of.mesh.get_group(axis))
-    call.wait(call.issue(kind, sent, into, ranks, group, option))
-
-
-def _axis_all_reduce(call: _Recording, x: Tensor, op: str, axis: str) -> Tensor:
-    out = call.fresh(x)
-    _axis_exchange(call, axis, "all_reduce", [x], [out], op)
-    return out
-
-
-def _axis_all_gather(call: _Recording, x: Tensor, axis: str, n: int, dim: int) -> Tensor:
-    parts = [call.fresh(x) for _ in range(n)]
-    _axis_exchange(call, axis, "all_gather", [x], parts)
-    return torch.cat(parts, dim)
-
-
-def _axis_reduce_scatter(call: _Recording, x: Tensor, axis: str, n: int, dim: int) -> Tensor:
-    sent = x.chunk(n, dim)
-    out = call.fresh(sent[0])
-    _axis_exchange(call, axis, "reduce_scatter", sent, [out], "sum")
-    return out
-
-
-def _axis_all_to_all(
-    call: _Recording, x: Tensor, axis: str, n: int, split: int, concat: int
-) -> Tensor:
-    sent = x.chunk(n, split)
-    parts = [call.fresh(sent[0]) for _ in range(n)]
-    _axis_exchange(call, axis, "all_to_all", sent, parts)
-    return torch.cat(parts, concat)
-
-
-def _axis_permute(call: _Recording, x: Tensor, axis: str, n: int, perm: Sequence[int]) -> Tensor:
-    me = call.of.mesh.get_local_rank(axis)
-    to = dict(zip(perm[::2], perm[1::2], strict=True))
-    out = torch.zeros_like(x)
-    parts = [call.fresh(x) for _ in range(n)]
-    sent = [x if to.get(me) == t else torch.zeros_like(x) for t in range(n)]
-    _axis_exchange(call, axis, "all_to_all", sent, parts)
-    for part in parts:
-        out = out + part
-    return out
-
-
-def _axis_own_part(call: _Recording, x: Tensor, axis: str, n: int, dim: int) -> Tensor:
-    return x.chunk(n, dim)[call.of.mesh.get_local_rank(axis)].clone()
-
-
-def _axis_contribute(call: _Recording, x: Tensor, axis: str) -> Tensor:
-    return x.clone() if call.of.mesh.get_local_rank(axis) == 0 else torch.zeros_like(x)
-
-
-def _axis_exchange_rows(
-    call: _Recording, x: Tensor, counts: Tensor, axis: str, n: int, bound: int, back: bool
-) -> Tensor:
-    """Rows whose part sizes are values, each part with room for all: a proof has no sizes."""
-    me = call.of.mesh.get_local_rank(axis)
-    sizes = counts.t() if back else counts
-    ends = sizes[me].cumsum(0)
-    at = torch.arange(x.shape[0], device=x.device)
-    sent = []
-    for to in range(n):
-        place = (at + (ends[to] - sizes[me, to])).clamp(max=max(x.shape[0] - 1, 0))
-        sent.append(_held(at < sizes[me, to], x.index_select(0, place)))
-    parts = [call.fresh(x) for _ in range(n)]
-    _axis_exchange(call, axis, "all_to_all", sent, parts)
-    arrived = sizes[:, me].cumsum(0)
-    at = torch.arange(bound, device=x.device)
-    out = x.new_zeros([bound, *x.shape[1:]])
-    for source, part in enumerate(parts):
-        place = at - (arrived[source] - sizes[source, me])
-        has = (place >= 0) & (at < arrived[source])
-        out = out + _held(has, part.index_select(0, place.clamp(0, max(x.shape[0] - 1, 0))))
-    return out
-
-
-def _held(has: Tensor, rows: Tensor) -> Tensor:
-    return torch.where(has.view(-1, *(1,) * (rows.ndim - 1)), rows, torch.zeros_like(rows))
-
-
-_AXIS = {
-    OPS.exchange_rows.default: _axis_exchange_rows,
-    OPS.all_reduce.default: _axis_all_reduce,
-    OPS.all_gather.default: _axis_all_gather,
-    OPS.reduce_scatter.default: _axis_reduce_scatter,
-    OPS.all_to_all.default: _axis_all_to_all,
-    OPS.ppermute.default: _axis_permute,
-    OPS.own_part.default: _axis_own_part,
-    OPS.contribute.default: _axis_contribute,
-}

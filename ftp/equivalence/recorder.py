@@ -29,6 +29,7 @@ _READS = (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.
 SHOWN = 3  # lines of a call
 _CALLER = os.path.join(os.path.dirname(os.path.abspath(__file__)), "equivalent.py")
 LARGEST = 1 << 20  # elements of a constant tensor
+LONGEST = 200_000  # nodes of a program
 
 
 class Recorder(TorchDispatchMode):
@@ -104,6 +105,12 @@ class Recorder(TorchDispatchMode):
 
     def node(self, target: Any, args: Any, kwargs: Any, result: Any, line: str) -> fx.Node:
         """Record a call and bind its results."""
+        if len(self.graph.nodes) >= LONGEST:
+            raise TraceError(
+                f"{user_line()}\n  The program has run {LONGEST:,} ops and goes on: a loop that"
+                " waits for another rank never ends here, where each rank is followed by itself."
+                " Wait with work.wait(); prove one layer of a very long program."
+            )
         args, kwargs = tree_map(
             lambda x: self.node_of(x) if isinstance(x, Tensor) else x, (tuple(args), dict(kwargs))
         )

@@ -27,7 +27,7 @@ class Signature:
 
 
 @dataclass(frozen=True, eq=False)
-class Call:
+class ModuleCall:
     """One call of a module.
 
     Attributes:
@@ -60,7 +60,7 @@ def modules_of(program: "ExportedProgram", paths: Sequence[str]) -> dict[str, st
 
 def calls_of(
     program: "ExportedProgram", signatures: "Sequence[tuple[str, ModuleCallSignature]]"
-) -> dict[str, list[Call]]:
+) -> dict[str, list[ModuleCall]]:
     """Each module's calls, in order.
 
     Args:
@@ -78,7 +78,7 @@ def calls_of(
     kept: dict[str, list[ModuleCallSignature]] = {}
     for path, signature in signatures:
         kept.setdefault(path.split("@")[0], []).append(signature)
-    found: dict[str, list[Call]] = {}
+    found: dict[str, list[ModuleCall]] = {}
     for path, by_key in nodes.items():
         signed = kept.get(path, [])
         for at, own in enumerate(by_key.values()):
@@ -98,7 +98,7 @@ def calls_of(
                 if len(signed) == len(by_key)
                 else None
             )
-            found.setdefault(path, []).append(Call(path, within, reads, gives, signature))
+            found.setdefault(path, []).append(ModuleCall(path, within, reads, gives, signature))
     return found
 
 

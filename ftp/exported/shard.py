@@ -15,7 +15,7 @@ from ftp.exported.build import KEY, Build, Entry, is_training, quiet
 from ftp.exported.check import check_program
 from ftp.exported.random_ops import drawn, module_of
 from ftp.exported.specs import argument_specs, names_of_leaves, result_specs, state_specs
-from ftp.exported.styles import Pin
+from ftp.exported.styles import ConstrainedValue
 from ftp.ops.constrain import constrain
 from ftp.partitioning.partition import Partitioner
 from ftp.planning.machine import hardware_on
@@ -262,13 +262,13 @@ class _Replay(fx.Interpreter):
     values of ``pins``.
     """
 
-    def __init__(self, module: fx.GraphModule, pins: Sequence[Pin]):
+    def __init__(self, module: fx.GraphModule, pins: Sequence[ConstrainedValue]):
         super().__init__(module)
         self.extra_traceback = False
         self.line = self._module = ""
         self.draws = Draws(None, "the program")
-        self._read: dict[tuple[fx.Node, fx.Node], tuple[Pin, ...]] = {}
-        self._given: dict[fx.Node, list[Pin]] = {}
+        self._read: dict[tuple[fx.Node, fx.Node], tuple[ConstrainedValue, ...]] = {}
+        self._given: dict[fx.Node, list[ConstrainedValue]] = {}
         # Inputs enter the outer module first, outputs leave the inner one first.
         for pin in sorted(pins, key=lambda pin: len(pin.call.nodes)):
             if not pin.is_read:
@@ -277,7 +277,7 @@ class _Replay(fx.Interpreter):
             for node in pin.call.nodes:
                 if pin.node in node.all_input_nodes:
                     self._read[node, pin.node] = (pin, *self._read.get((node, pin.node), ()))
-        self._arrived: dict[tuple[Pin, ...], Any] = {}
+        self._arrived: dict[tuple[ConstrainedValue, ...], Any] = {}
 
     def run_node(self, n: fx.Node) -> Any:
         self.line = told_line(n.meta.get("stack_trace") or "")
@@ -307,7 +307,7 @@ class _Replay(fx.Interpreter):
         return super().call_function(target, args, kwargs)
 
 
-def _pinned(value: torch.Tensor, pin: Pin) -> torch.Tensor:
+def _pinned(value: torch.Tensor, pin: ConstrainedValue) -> torch.Tensor:
     for spec in pin.specs:
         value = constrain(value, spec, axes=pin.axis)
     return value
@@ -317,7 +317,7 @@ def _planned(
     program: "ExportedProgram",
     entries: Sequence[Entry],
     out_specs: Sequence[P | None],
-    pins: Sequence[Pin],
+    pins: Sequence[ConstrainedValue],
     mesh: Mesh,
     strict: bool,
 ) -> tuple[Traced, Plan]:

@@ -8,7 +8,7 @@ from torch.utils import _pytree as pytree
 
 from ftp.errors import SpecError, join_failures
 from ftp.exported.module_calls import memory_of
-from ftp.exported.styles import Pin, StyleReader, check_style
+from ftp.exported.styles import ConstrainedValue, StyleReader, check_style
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import broadcast_specs, flatten, kind_of, leaf_names, match_patterns
@@ -26,7 +26,7 @@ def state_specs(
     given: Any,
     axis: str | None,
     signatures: "Sequence[tuple[str, ModuleCallSignature]]",
-) -> tuple[dict[str, P], list[Pin]]:
+) -> tuple[dict[str, P], list[ConstrainedValue]]:
     """A spec for every tensor of ``state`` {path: tensor}, and the styles' constraints on values.
 
     Args:
@@ -56,7 +56,7 @@ def state_specs(
         for path, match in zip(paths, found, strict=True)
         if match is not None
     }
-    pins: list[Pin] = []
+    pins: list[ConstrainedValue] = []
     if styles:
         reader = StyleReader(program, state, _style_axis(mesh, axis), failures, signatures)
         modules = reader.modules

@@ -12,7 +12,7 @@ import torch
 from torch import fx, nn
 
 from ftp.errors import SpecError
-from ftp.exported.module_calls import Call, calls_of, modules_of, reader_of
+from ftp.exported.module_calls import ModuleCall, calls_of, modules_of, reader_of
 from ftp.functional.module_constraints import Constraint, Pins
 from ftp.ops.constrain import entries_over
 from ftp.plans.styles import base_style, read_style, torch_styles
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, eq=False)
-class Pin:
+class ConstrainedValue:
     """A constraint on a value that a call of a module reads or returns.
 
     Attributes:
@@ -32,7 +32,7 @@ class Pin:
         specs: applied one after the other, over ``axis`` only.
     """
 
-    call: Call
+    call: ModuleCall
     node: fx.Node
     is_read: bool
     specs: tuple[P, ...]
@@ -73,14 +73,14 @@ class StyleReader:
     axis: str
     failures: list[str]
     signatures: Sequence[Any] = ()
-    pins: list[Pin] = field(default_factory=list)
+    pins: list[ConstrainedValue] = field(default_factory=list)
 
     @cached_property
     def modules(self) -> dict[str, str]:
         return modules_of(self.program, list(self.state))
 
     @cached_property
-    def calls(self) -> dict[str, list[Call]]:
+    def calls(self) -> dict[str, list[ModuleCall]]:
         return calls_of(self.program, self.signatures)
 
     def read(self, module: str, style: Any) -> dict[str, P]:
@@ -168,7 +168,7 @@ class StyleReader:
 
     def _pin_each(
         self,
-        call: Call,
+        call: ModuleCall,
         entries: Sequence[Pins | EllipsisType],
         signed: tuple[fx.Node | None, ...] | None,
         seen: tuple[fx.Node, ...],
@@ -199,7 +199,9 @@ class StyleReader:
         for at, (node, entry) in enumerate(zip(signed, stated, strict=False)):
             self._pin(call, node, entry, f"{side} {at}", label)
 
-    def _pin(self, call: Call, node: fx.Node | None, entry: Pins, what: str, label: str) -> None:
+    def _pin(
+        self, call: ModuleCall, node: fx.Node | None, entry: Pins, what: str, label: str
+    ) -> None:
         specs = tuple(
             s for s in (entry if isinstance(entry, tuple) else (entry,)) if isinstance(s, P)
         )
@@ -216,7 +218,9 @@ class StyleReader:
                 f"{label} says {over[0]} of {what}, but the value has {ndim} dims."
             )
             return
-        self.pins.append(Pin(call, node, what.startswith(("input", "keyword")), specs, self.axis))
+        self.pins.append(
+            ConstrainedValue(call, node, what.startswith(("input", "keyword")), specs, self.axis)
+        )
 
 
 def _held(layer: nn.Module) -> list[str]:

@@ -163,7 +163,7 @@ def _changed(
 
 
 @dataclass(frozen=True)
-class Pin:
+class ConstrainedModule:
     """A constraint on one module, with the pattern that named it."""
 
     pattern: str
@@ -181,9 +181,13 @@ class Pin:
         )
 
 
-def pins_of(model: nn.Module, constraints: Mapping[str, P | Constraint]) -> tuple[Pin, ...]:
+def pins_of(
+    model: nn.Module, constraints: Mapping[str, P | Constraint]
+) -> tuple[ConstrainedModule, ...]:
     return tuple(
-        Pin(pattern, path, Constraint(outputs=given) if isinstance(given, P) else given, module)
+        ConstrainedModule(
+            pattern, path, Constraint(outputs=given) if isinstance(given, P) else given, module
+        )
         for module, path, pattern, given in named_modules(model, constraints, _check_constraint)
     )
 
@@ -221,7 +225,7 @@ def _check_constraint(pattern: str, value: object) -> str | None:
 
 
 def pin_inputs(
-    pin: Pin, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]
+    pin: ConstrainedModule, ran: set[str], module: nn.Module, args: tuple, kwargs: dict[str, Any]
 ) -> tuple[tuple, dict[str, Any]]:
     ran.add(pin.path)
     given, by_name = pin.constraint.inputs, pin.constraint.kwargs or {}
@@ -250,7 +254,7 @@ def pin_inputs(
     }
 
 
-def pin_outputs(pin: Pin, module: nn.Module, args: tuple, out: Any) -> Any:
+def pin_outputs(pin: ConstrainedModule, module: nn.Module, args: tuple, out: Any) -> Any:
     given = pin.constraint.outputs
     if isinstance(out, Mapping) and (isinstance(given, Mapping | tuple) or len(out) == 1):
         return _pinned_by_key(out, (given,) if isinstance(given, P) else given, pin)
@@ -277,7 +281,7 @@ def pin_outputs(pin: Pin, module: nn.Module, args: tuple, out: Any) -> Any:
 
 
 def _pinned_by_key(
-    out: Mapping[str, Any], given: Mapping[str, Pins] | tuple | None, pin: Pin
+    out: Mapping[str, Any], given: Mapping[str, Pins] | tuple | None, pin: ConstrainedModule
 ) -> Any:
     """A copy of a dict of outputs, of transformers' kinds too."""
     if given is None:
@@ -306,7 +310,9 @@ def _listed(names: Iterable[str]) -> str:
     return ", ".join(map(repr, names))
 
 
-def _fitted(entries: tuple, n: int, pin: Pin, field: str, but: str) -> tuple[Pins, ...]:
+def _fitted(
+    entries: tuple, n: int, pin: ConstrainedModule, field: str, but: str
+) -> tuple[Pins, ...]:
     """An entry for each of ``n`` values."""
     is_open = entries[-1:] == (...,)
     given = len(entries) - is_open
@@ -315,7 +321,7 @@ def _fitted(entries: tuple, n: int, pin: Pin, field: str, but: str) -> tuple[Pin
     return (*entries[:given], *(None,) * (n - given))
 
 
-def _pinned(value: Any, entry: Pins, pin: Pin, what: str) -> Any:
+def _pinned(value: Any, entry: Pins, pin: ConstrainedModule, what: str) -> Any:
     chain = _chain(entry)
     for at, given in enumerate(chain):
         spec = given.spec if isinstance(given, Gradient) else given

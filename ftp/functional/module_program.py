@@ -15,7 +15,7 @@ from ftp.errors import InputError, TraceError, join_failures
 from ftp.functional import remat as recompute
 from ftp.functional.gradient_hooks import GradientHooks
 from ftp.functional.module_constraints import (
-    Pin,
+    ConstrainedModule,
     change_outputs,
     named_modules,
     pin_inputs,
@@ -55,7 +55,7 @@ class ModuleProgram:
     name: str
     model: nn.Module
     modules: tuple[ModuleState, ...]
-    pins: tuple[Pin, ...]
+    pins: tuple[ConstrainedModule, ...]
     taps: tuple[Tap, ...]
     blocks: "tuple[RematModule, ...]"
     other_names: dict[str, str]
@@ -154,7 +154,11 @@ def run(
     ran: set[str] = set()
     change_outputs((m.path, m.module) for m in program.modules)
     out = _call_hooked(program, program.model, draws, values, names, mutable, ran, args, kwargs)
-    placed: tuple[Pin | Tap | RematModule, ...] = (*program.pins, *program.taps, *program.blocks)
+    placed: tuple[ConstrainedModule | Tap | RematModule, ...] = (
+        *program.pins,
+        *program.taps,
+        *program.blocks,
+    )
     reached = {(type(given), given.pattern) for given in placed if given.path in ran}
     idle = [
         f"{given.where}, was not called, so it {given.does} nothing. Name {given.instead}."

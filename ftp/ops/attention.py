@@ -20,10 +20,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ftp.sharding.spec import Interval
+
 aten = torch.ops.aten
 QUERIES, KEYS = 1024, 8192  # of a tile, forward
 TILE = 1024  # queries and keys of a tile, backward
-Piece = tuple[int, int]  # start in the sequence, and length
 
 torch.library.define(
     "ftp::scaled_dot_product_attention_part",
@@ -42,7 +43,7 @@ PART = torch.ops.ftp.scaled_dot_product_attention_part.default
 PART_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_part_backward.default
 
 
-def pieces_of(part: Sequence[int], size: int) -> list[Piece]:
+def pieces_of(part: Sequence[int], size: int) -> list[Interval]:
     """The pieces of a sequence that a part holds, in its order.
 
     Args:
@@ -53,7 +54,7 @@ def pieces_of(part: Sequence[int], size: int) -> list[Piece]:
     """
     if not part:
         return [(0, size)]
-    held: list[Piece] | None = None
+    held: list[Interval] | None = None
     at = 0
     while at < len(part):
         outer, whole, inner, count = part[at : at + 4]
@@ -67,7 +68,7 @@ def pieces_of(part: Sequence[int], size: int) -> list[Piece]:
             for start, length in zip(numbers[::2], numbers[1::2], strict=True)
             for piece in _within(held, (o * whole + start) * inner, length * inner)
         ]
-    joined: list[Piece] = []
+    joined: list[Interval] = []
     for start, length in held or ():
         if joined and sum(joined[-1]) == start:
             joined[-1] = (joined[-1][0], joined[-1][1] + length)
@@ -76,7 +77,7 @@ def pieces_of(part: Sequence[int], size: int) -> list[Piece]:
     return joined
 
 
-def _within(held: Sequence[Piece], start: int, length: int) -> Iterator[Piece]:
+def _within(held: Sequence[Interval], start: int, length: int) -> Iterator[Interval]:
     """The pieces of ``length`` elements of those held, from ``start`` on."""
     stop, before = start + length, 0
     for first, size in held:
@@ -144,7 +145,7 @@ def tiles(rows: Block, columns: Block, is_causal: bool) -> list[Tile]:
     return found
 
 
-def visible(rows: Sequence[Piece], columns: Sequence[Piece], is_causal: bool) -> int:
+def visible(rows: Sequence[Interval], columns: Sequence[Interval], is_causal: bool) -> int:
     """How many pairs of a query and a key a mask leaves.
 
     >>> visible([(2, 3)], [(0, 4)], True), visible([(2, 3)], [(0, 4)], False)

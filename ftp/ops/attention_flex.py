@@ -54,7 +54,7 @@ def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Part:
+class ScoreTile:
     """A tile of some batches and heads: slices of the tensors.
 
     Attributes:
@@ -145,14 +145,14 @@ class Given:
 
     def parts(
         self, group: tuple[slice, slice, slice], row: Block, columns: Sequence[Block]
-    ) -> Iterator[Part]:
+    ) -> Iterator[ScoreTile]:
         """The tiles of a block of queries in which a query sees a key."""
         queries = slice(row.at, row.at + row.length)
         states = self._states(group, row)
         for block in columns:
             end = block.first + block.length
             if states is None:
-                yield Part(*group, queries, block.slice(block.first, end), bool(self.mask))
+                yield ScoreTile(*group, queries, block.slice(block.first, end), bool(self.mask))
                 continue
             width, first = self.block[1], block.first
             while first < end:
@@ -160,7 +160,7 @@ class Given:
                 while last < end and states[last // width] == state:
                     last = min((last // width + 1) * width, end)
                 if state:
-                    yield Part(*group, queries, block.slice(first, last), state == 1)
+                    yield ScoreTile(*group, queries, block.slice(first, last), state == 1)
                 first = last
 
     def _states(self, group: tuple[slice, slice, slice], row: Block) -> list[int] | None:
@@ -173,16 +173,16 @@ class Given:
         )
         return ((some | full).any(0).int() + full.all(0).int()).tolist()
 
-    def scores(self, part: Part) -> Tensor:
+    def scores(self, part: ScoreTile) -> Tensor:
         """Of a tile, before its functions."""
         wide = sum_dtype(self.q.dtype)
         q, k = part.of_queries(self.q).to(wide), _like(part.of(self.k).to(wide), part)
         return (q @ k.transpose(-2, -1)).mul_(self.scale)
 
-    def values(self, part: Part) -> Tensor:
+    def values(self, part: ScoreTile) -> Tensor:
         return _like(part.of(self.v).to(sum_dtype(self.v.dtype)), part)
 
-    def changed(self, scores: Tensor, part: Part, of_score: Sequence[Tensor]) -> Tensor:
+    def changed(self, scores: Tensor, part: ScoreTile, of_score: Sequence[Tensor]) -> Tensor:
         """Scores after their function.
 
         Args:
@@ -194,7 +194,7 @@ class Given:
         found = evaluate(self.score, scores, at, _near(at), of_score)
         return found.to(scores.dtype).expand(scores.shape)
 
-    def sees(self, part: Part) -> Tensor | None:
+    def sees(self, part: ScoreTile) -> Tensor | None:
         """Which pairs of a tile see each other, a mask that broadcasts to it; None: all."""
         if not part.is_masked:
             return None
@@ -215,7 +215,7 @@ class Given:
         return (some if seen is None else some & seen) | full
 
     def within(
-        self, part: Part, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
+        self, part: ScoreTile, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
     ) -> list[Tensor]:
         """Captured tensors, those dims that are cut as the scores within a tile."""
         return [
@@ -237,7 +237,7 @@ def _of_group(table: Tensor, group: tuple[slice, slice, slice]) -> Tensor:
     return table
 
 
-def _like(x: Tensor, part: Part) -> Tensor:
+def _like(x: Tensor, part: ScoreTile) -> Tensor:
     """Keys or values of a tile repeated for each head of queries."""
     heads = part.heads.stop - part.heads.start
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
@@ -311,7 +311,7 @@ def _backward(
 
 def _add(
     call: Given,
-    part: Part,
+    part: ScoreTile,
     sums: Sequence[Tensor],
     wants: Sequence[bool],
     grad: Tensor,

@@ -25,7 +25,6 @@ from torch import Tensor
 from ftp.ops import attention
 from ftp.ops.attention import (
     Block,
-    Piece,
     add_gradients,
     attend,
     blocks,
@@ -34,6 +33,7 @@ from ftp.ops.attention import (
 )
 from ftp.ops.sends import OneRank, Send, Sends, over, run, side_by_side
 from ftp.sharding.layout import pieces
+from ftp.sharding.spec import Interval
 
 PIECES = 16  # in which a rank's keys and values travel
 SHORTEST = 1024  # keys of a piece, where there are more
@@ -76,7 +76,7 @@ class Ring:
         size, n, is_zigzag, group, of_queries = keys
         return cls(size, n, bool(is_zigzag), group, bool(of_queries))
 
-    def keys_of(self, rank: int) -> list[Piece]:
+    def keys_of(self, rank: int) -> list[Interval]:
         return [(a, length) for a, length in pieces(self.size, self.n, rank, self.is_zigzag)]
 
     def length_of(self, rank: int) -> int:

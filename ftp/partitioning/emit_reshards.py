@@ -22,7 +22,7 @@ from ftp.partitioning.collectives import Collective
 from ftp.planning.graph import PARAMETER, Move, Node
 from ftp.sharding.layout import Layout
 from ftp.sharding.layout import pieces as pieces_held
-from ftp.sharding.spec import Piece
+from ftp.sharding.spec import Interval
 
 aten = torch.ops.aten
 c10d = torch.ops._c10d_functional
@@ -285,7 +285,7 @@ def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
 
 
 def emit_gathered_pieces(
-    site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Piece]]
+    site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Interval]]
 ) -> fx.Node:
     """Gather a dim of which rank i holds the pieces ``held[i]``, concatenated; ranks may hold the
     same piece. ``shape`` is this rank's.
@@ -296,7 +296,7 @@ def emit_gathered_pieces(
     x = _contiguous(site, _reshape(site, x, padded, [math.prod(padded)]))
     y = site.collective(c10d.all_gather_into_tensor.default, x, n, shape=[n * math.prod(padded)])
     y = site.emit(aten.reshape.default, y, [n, *padded])
-    where: dict[Piece, tuple[int, int]] = {}
+    where: dict[Interval, tuple[int, int]] = {}
     for rank, pieces in enumerate(held):
         at = 0
         for piece in pieces:
@@ -310,7 +310,7 @@ def emit_gathered_pieces(
     return _contiguous(site, site.emit(aten.cat.default, parts, dim))
 
 
-def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Piece]) -> fx.Node:
+def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Interval]) -> fx.Node:
     """This rank's pieces of a dim, concatenated."""
     parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
     return _contiguous(

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.axis import OPS, axis_of
+from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, FIRST_ROWS
 from ftp.partitioning.collectives import Collective
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
-from ftp.per_rank.program import Program
+from ftp.per_rank.program import RankCode
 from ftp.planning.graph import Move, Node, Value
 from ftp.rules.rule import replaced
 from ftp.sharding.layout import R, partial, shard, size_at
@@ -74,7 +74,7 @@ def _index(site: InlineSite, axis: str) -> fx.Node:
     return site.emit(aten.full.default, [], start, dtype=torch.int64, device=site.device)
 
 
-def inline(site: InlineSite, program: Program, operands: Sequence[fx.Node]) -> list[fx.Node]:
+def inline(site: InlineSite, program: RankCode, operands: Sequence[fx.Node]) -> list[fx.Node]:
     """Emit ``program`` on a rank's shards; returns its results."""
     # The code was traced on contiguous shards, and kernels were chosen for those.
     given = [site.emit(aten.contiguous.default, x) for x in operands]
@@ -143,7 +143,7 @@ def emit_collective(
     return site.move(x, _as_move(call), dtype, name, source)
 
 
-def axes_by_rank(program: Program) -> tuple[set[str], set[str]]:
+def axes_by_rank(program: RankCode) -> tuple[set[str], set[str]]:
     """The axes on which the first rank's graph differs, and those on which every rank's does."""
     nodes = [n for n in program.gm.graph.nodes if n.op == "call_function"]
     return axes_of_calls((n.target, n.args) for n in nodes)

@@ -39,7 +39,7 @@ from ftp.planning.plan import Plan
 from ftp.rules.local_op import Cut, LocalOp, RankGraph, as_module, localize
 from ftp.rules.rule import Meta, replaced
 from ftp.sharding.layout import Chunk, Product, R, Size, chunk_at, mul, pieces_at, shard, size_at
-from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, is_factored
+from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, is_factored
 
 Coordinate = Mapping[str, int]
 WAIT = torch.ops._c10d_functional.wait_tensor.default
@@ -211,7 +211,7 @@ class NestedCut:
     dim: int
     cut: Units
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Interval, ...]
     is_irregular: bool
 
     @property

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ftp.axis import OPS
 from ftp.errors import TraceError
-from ftp.per_rank.program import Port, Program, Shape, copied, needed, program_of
+from ftp.ops.axis_collectives import OPS
+from ftp.per_rank.program import Port, RankCode, Shape, copied, needed, program_of
 from ftp.per_rank.varying import Axes, infer, without_known_sums
 from ftp.sharding.spec import PartitionSpec
 from ftp.source import at_line
@@ -39,8 +39,8 @@ class Pair:
         differentiable: the results that have a cotangent.
     """
 
-    forward: Program
-    backward: Program
+    forward: RankCode
+    backward: RankCode
     constants: tuple[Tensor, ...]
     given: tuple[tuple[str, int], ...]
     wrt: tuple[int, ...]
@@ -48,7 +48,7 @@ class Pair:
 
 
 def split(
-    program: Program,
+    program: RankCode,
     n_tensors: int,
     traced: Traced,
     wrt: Sequence[int],
@@ -99,7 +99,7 @@ class _Joint:
         cotangents: gradients of the results ``differentiable``.
     """
 
-    program: Program
+    program: RankCode
     graph: fx.Graph
     operands: list[fx.Node]
     ports: list[Port]
@@ -136,7 +136,7 @@ class _Joint:
 
 
 def _joint(
-    program: Program, n_tensors: int, traced: Traced, differentiable: Sequence[int]
+    program: RankCode, n_tensors: int, traced: Traced, differentiable: Sequence[int]
 ) -> _Joint:
     graph = traced.gm.graph
     placeholders = [n for n in graph.nodes if n.op == "placeholder"]
@@ -284,7 +284,7 @@ def _reshaped(
 
 
 def contributed(
-    program: Program, differentiable: Sequence[int], cotangents: Sequence[Tensor]
+    program: RankCode, differentiable: Sequence[int], cotangents: Sequence[Tensor]
 ) -> list[Tensor]:
     """Cotangents of the results as this rank's terms: gradients are summed over ranks, so one rank
     contributes that of a replicated result. That of a pending sum is every term's.
@@ -365,7 +365,7 @@ class Run(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(program: Program, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
+    def forward(program: RankCode, *xs: Tensor) -> tuple[Tensor, ...]:  # type: ignore[override]
         return tuple(OPS.local.default(list(xs), program.key))
 
     @staticmethod
@@ -382,7 +382,7 @@ class Run(torch.autograd.Function):
         return _pulled(ctx.program, ctx.saved_tensors, grads)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, program: Program, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, program: RankCode, *xs: Tensor) -> Any:
         return _mapped(info, in_dims[1:], program, xs)
 
     @staticmethod
@@ -390,7 +390,7 @@ class Run(torch.autograd.Function):
         raise TraceError(_FORWARD_MODE.format(at_line()))
 
 
-def _pulled(program: Program, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
+def _pulled(program: RankCode, xs: Sequence[Tensor], grads: Sequence[Tensor | None]) -> Any:
     """The gradients of a program's operands, after a None for the program."""
     from ftp.per_rank.transforms import pair_of
 
@@ -409,7 +409,7 @@ def _pulled(program: Program, xs: Sequence[Tensor], grads: Sequence[Tensor | Non
 
 
 def _mapped(
-    info: Any, in_dims: Sequence[int | None], program: Program, xs: Sequence[Tensor]
+    info: Any, in_dims: Sequence[int | None], program: RankCode, xs: Sequence[Tensor]
 ) -> Any:
     """A program mapped over a batch, on tensors whose batch dims are ``in_dims``."""
     from ftp.per_rank.transforms import batched

@@ -1,6 +1,6 @@
 """``local``: per-rank code inside a global program, as one differentiable op on global tensors.
 
-The code is traced on local shapes into a ``Program``. The op ``ftp::local`` carries it through the
+The code is traced on local shapes into a ``RankCode``. The op ``ftp::local`` carries it through the
 surrounding trace; the partitioner inlines its nodes into each rank's graph. Its gradient is a
 second program, of the operands, the forward program's residuals and the results' gradients: no
 collective runs twice.
@@ -22,10 +22,11 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftp.axis import OPS, Inside, entered, is_inside
+from ftp.axis import Inside, entered, is_inside
 from ftp.errors import SpecError, TraceError, join_failures
+from ftp.ops.axis_collectives import OPS
 from ftp.per_rank.gradient import Apply, Pair, constant_ports, contributed, split
-from ftp.per_rank.program import Port, Program, interned
+from ftp.per_rank.program import Port, RankCode, interned
 from ftp.per_rank.varying import Axes, cause, infer
 from ftp.sharding.arguments import argument_names, argument_specs
 from ftp.sharding.mesh import AnyMesh, resolve
@@ -147,7 +148,7 @@ class _Local:
     tree: optree.PyTreeSpec
     names: list[str]
     device_type: str
-    program: Program
+    program: RankCode
     traced: Traced
     _pair: "Pair | None" = field(default=None, init=False)
 

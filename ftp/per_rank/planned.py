@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.axis import OPS, axis_of
-from ftp.per_rank.program import Port, Program, factor
+from ftp.ops.axis_collectives import OPS, axis_of
+from ftp.per_rank.program import Port, RankCode, factor
 from ftp.rules.local_op import LocalOp
 from ftp.rules.notation import Dim, Notation
 from ftp.rules.overloads import aten
@@ -55,7 +55,7 @@ def collective_axis(target: Any, args: Sequence[Any]) -> str | None:
     return axis_of(target, args[1:])
 
 
-def expanded(program: Program) -> fx.Graph:
+def expanded(program: RankCode) -> fx.Graph:
     """The program as ops on global values: each operand entered, the code, each result left."""
     if program.key in _expanded:
         return _expanded[program.key]
@@ -89,7 +89,7 @@ def expanded(program: Program) -> fx.Graph:
 _expanded: dict[str, fx.Graph] = {}
 
 
-def _arguments(program: Program, port: Port) -> tuple[list[Any], ...]:
+def _arguments(program: RankCode, port: Port) -> tuple[list[Any], ...]:
     axes, dims, packs = [], [], []
     for d in range(len(port.shape)):
         for cut in port.spec.cuts(d):

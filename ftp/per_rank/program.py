@@ -37,7 +37,7 @@ class Port:
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class RankCode:
     """Per-rank code.
 
     Attributes:
@@ -88,7 +88,7 @@ class Program:
         pending = tuple({factor(a): "sum" for a in p.pending} for p in self.results)
         return BoundRule(operands, results, whole, pending, (), sizes, None, False)
 
-    def giving(self, results: Sequence[int]) -> tuple["Program", list[int]]:
+    def giving(self, results: Sequence[int]) -> tuple["RankCode", list[int]]:
         """The program that computes only these results, and the operands that it takes."""
         output = next(reversed(self.gm.graph.nodes))
         wanted = [output.args[0][i] for i in results]  # type: ignore[index]
@@ -108,7 +108,7 @@ class Program:
 
     def like(
         self, gm: fx.GraphModule, operands: Sequence[Port], results: Sequence[Port]
-    ) -> "Program":
+    ) -> "RankCode":
         """Other code on the same axes."""
         return interned(gm, self.axes, operands, results, self.is_planned)
 
@@ -128,10 +128,10 @@ def factor(axis: str) -> str:
     return f"@{axis}"
 
 
-_programs: dict[str, Program] = {}
+_programs: dict[str, RankCode] = {}
 
 
-def program_of(key: str) -> Program:
+def program_of(key: str) -> RankCode:
     return _programs[key]
 
 
@@ -141,9 +141,9 @@ def interned(
     operands: Sequence[Port],
     results: Sequence[Port],
     is_planned: bool = False,
-) -> Program:
+) -> RankCode:
     """The program of this content; equal programs are one object."""
-    made = Program(gm, axes, tuple(operands), tuple(results), is_planned)
+    made = RankCode(gm, axes, tuple(operands), tuple(results), is_planned)
     return _programs.setdefault(made.key, made)
 
 

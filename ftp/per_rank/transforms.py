@@ -12,9 +12,9 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.fx.node import map_arg
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ftp.axis import axis_of, differentiable
+from ftp.ops.axis_collectives import axis_of, differentiable
 from ftp.per_rank.gradient import Pair, contributed, has_gradient, split
-from ftp.per_rank.program import Port, Program, program_of
+from ftp.per_rank.program import Port, RankCode, program_of
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec, Units
 from ftp.tracing.trace import Traced, trace
@@ -48,7 +48,7 @@ def pair_of(key: str, device_type: str) -> Pair:
 
 
 @lru_cache(maxsize=_KEPT)
-def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str) -> Program:
+def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str) -> RankCode:
     """A program mapped over a batch of ``size``: a leading dim of those operands for which
     ``is_batched`` says so, and of every result.
     """
@@ -67,7 +67,7 @@ def batched(key: str, is_batched: tuple[bool, ...], size: int, device_type: str)
     return program.like(traced.gm, ports, [_with_batch(port, size) for port in program.results])
 
 
-def _run(program: Program, values: Sequence[Any]) -> list[Any]:
+def _run(program: RankCode, values: Sequence[Any]) -> list[Any]:
     """The results of a program's ops, whose collectives have gradients."""
     env: dict[Any, Any] = {}
     feed = iter(values)
@@ -97,7 +97,7 @@ def _metas(ports: Sequence[Port]) -> list[Tensor]:
     return [torch.empty(port.shape, dtype=port.dtype, device="meta") for port in ports]
 
 
-def _index(program: Program) -> list[Tensor]:
+def _index(program: RankCode) -> list[Tensor]:
     return [torch.empty((), dtype=torch.int64, device="meta") for _ in program.axes]
 
 

@@ -15,8 +15,8 @@ import torch
 from torch import fx
 from torch.fx.node import map_arg
 
-from ftp.axis import OPS, axis_of
 from ftp.errors import RuleError
+from ftp.ops.axis_collectives import OPS, axis_of
 from ftp.rules.bind import lookup
 from ftp.rules.rule import Call, Meta, replaced
 

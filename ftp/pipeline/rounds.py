@@ -14,7 +14,7 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.split import Piece
+from ftp.pipeline.split import StageGraph
 
 ANY, ALL = -1, -2  # computed where it is read; on every rank
 
@@ -29,7 +29,7 @@ class Rounds:
         results: per output the name of its value.
     """
 
-    pieces: tuple[Mapping[int, Piece], ...]
+    pieces: tuple[Mapping[int, StageGraph], ...]
     shared: tuple[tuple[tuple[str, int], ...], ...]
     results: tuple[str, ...]
 
@@ -71,7 +71,7 @@ def split_in_rounds(
         if home[node] not in (ANY, ALL, at):
             shared.setdefault(node, level[node])
     count = max([0, *(level[n] for n in nodes), *(at + 1 for at in shared.values())]) + 1
-    made: list[dict[int, Piece]] = [{} for _ in range(count)]
+    made: list[dict[int, StageGraph]] = [{} for _ in range(count)]
     for rank in range(ranks):
         _pieces_of(rank, nodes, inputs, outputs, due, home, level, shared, made)
     order = {n: i for i, n in enumerate([*inputs, *nodes])}
@@ -100,7 +100,7 @@ def _pieces_of(
     home: Mapping[fx.Node, int],
     level: Mapping[fx.Node, int],
     shared: Mapping[fx.Node, int],
-    made: list[dict[int, Piece]],
+    made: list[dict[int, StageGraph]],
 ) -> None:
     """Add a rank's pieces, the last round first: what a round reads, an earlier one gives."""
     number = {n: i for i, n in enumerate(inputs)}
@@ -133,7 +133,7 @@ def _pieces_of(
                 env[node] = graph.node_copy(node, env.__getitem__)
                 env[node].meta = dict(node.meta)
         graph.output(tuple(env[n] for n in roots))
-        made[at][rank] = Piece(
+        made[at][rank] = StageGraph(
             "F",
             rank,
             fx.GraphModule({}, graph),

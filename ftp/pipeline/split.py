@@ -25,7 +25,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Piece:
+class StageGraph:
     """What a stage computes in one action; of kind "R", what a rank reduces when all are done.
 
     Attributes:
@@ -60,7 +60,7 @@ class Stages:
         passed: values that skip stages, ``(name, from, to)``.
     """
 
-    pieces: Mapping[tuple[Kind, int], Piece]
+    pieces: Mapping[tuple[Kind, int], StageGraph]
     forward: tuple[tuple[str, ...], ...]
     backward: tuple[tuple[str, ...], ...]
     results: tuple[tuple[int, str], ...]
@@ -364,7 +364,7 @@ class _Split:
             wanted.append(send)
             backward.append(made)
         forward, sent, saved = self._forward(results, backward, wanted)
-        pieces: dict[tuple[Kind, int], Piece] = {}
+        pieces: dict[tuple[Kind, int], StageGraph] = {}
         for k in range(self.stages):
             outputs = list(dict.fromkeys([*(n for s, n in results if s == k), *sent[k], *saved[k]]))
             made_here = [n for n in outputs if n in forward[k].made]
@@ -486,7 +486,7 @@ class _Split:
 
     def _piece(
         self, kind: Kind, stage: int, needed: "_Needed", outputs: Sequence[fx.Node]
-    ) -> Piece:
+    ) -> StageGraph:
         graph, env = fx.Graph(), {}
         groups = [[n for n in group if n in needed.inputs] for group in (self.params, self.batch)]
         groups += [needed.read, [n for n in self.constants if n in needed.inputs]]
@@ -499,7 +499,7 @@ class _Split:
                 env[node].meta = dict(node.meta)
         graph.output(tuple(env[n] for n in outputs))
         params, batch, values, constants = groups
-        return Piece(
+        return StageGraph(
             kind,
             stage,
             fx.GraphModule({}, graph),

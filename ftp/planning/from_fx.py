@@ -16,7 +16,7 @@ from ftp.ops.choose import Branch
 from ftp.ops.constrain import CONSTRAIN, Pin, pin_from_str
 from ftp.paused_gc import collection_paused
 from ftp.per_rank.planned import expanded, rank_axes, region_of
-from ftp.per_rank.program import LOCAL, Program, program_of
+from ftp.per_rank.program import LOCAL, RankCode, program_of
 from ftp.planning.graph import (
     Graph,
     Node,
@@ -148,7 +148,7 @@ class _Builder:
         else:
             self.env[node] = self.call(node)
 
-    def inlined(self, node: fx.Node, program: Program, operands: Sequence[Value]) -> list[Any]:
+    def inlined(self, node: fx.Node, program: RankCode, operands: Sequence[Value]) -> list[Any]:
         """Per-rank code as ops of the program, planned over the axes that are not its own."""
         graph = expanded(program)
         placeholders = [n for n in graph.nodes if n.op == "placeholder"]

@@ -35,7 +35,7 @@ Watch = Callable[[Problem], None]
 
 
 @dataclass(frozen=True)
-class _Program:
+class _Progress:
     """A graph between two passes, with the facts about its nodes.
 
     Attributes:
@@ -53,17 +53,17 @@ class _Program:
     @classmethod
     def of(
         cls, graph: Graph, specs: Specs, batch: Sequence[Node], folded: Folded | None = None
-    ) -> "_Program":
+    ) -> "_Progress":
         return cls(graph, specs, batch, {node: node for node in graph.nodes}, folded)
 
-    def after(self, rewrite: Rewrite) -> "_Program":
+    def after(self, rewrite: Rewrite) -> "_Progress":
         """The program after a pass."""
         graph, copies = rewrite
         if graph is self.graph:
             return self
         folded = self.folded and self.folded.on(copies)
         batch = [copies[node] for node in self.batch]
-        return _Program(graph, self.specs.on(copies), batch, in_turn(self.now, copies), folded)
+        return _Progress(graph, self.specs.on(copies), batch, in_turn(self.now, copies), folded)
 
     def ties(self) -> Ties | None:
         """The tied layers; None where there are none, or they differ by now (`NotAlike`)."""
@@ -138,13 +138,13 @@ def _make_plan(
     ):
         plan.graph, _ = placed(plan.graph)
         return plan
-    plan, program = _plan_axes(_Program.of(graph, specs, batch), *args, watch=watch)
+    plan, program = _plan_axes(_Progress.of(graph, specs, batch), *args, watch=watch)
     program = program.after(placed(program.graph))
     plan.graph = program.graph
     return _as_given(plan, given, program)
 
 
-def _as_given(plan: Plan, given: Specs, program: _Program) -> Plan:
+def _as_given(plan: Plan, given: Specs, program: _Progress) -> Plan:
     """The plan with the given specs, and the entries and exits where they differ from those planned
     for.
     """
@@ -180,7 +180,7 @@ def plan_few(
     """
     with collection_paused():
         order, fitting = axis_order(graph, axes, specs)
-        program = _Program.of(graph, fitting, list(batch_inputs), folded)
+        program = _Progress.of(graph, fitting, list(batch_inputs), folded)
         try:
             plan, program = _plan_axes(program, order, axes, data_axes, True, hardware, decompose)
         except NotAlike:
@@ -211,7 +211,7 @@ def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) 
     )
     few_batch = [copy for copy, node in folded.origin.items() if node in is_batch]
     try:
-        plan, program = _plan_axes(_Program.of(folded.graph, few, few_batch, folded), *args)
+        plan, program = _plan_axes(_Progress.of(folded.graph, few, few_batch, folded), *args)
     except NotAlike:
         return None
     assert program.folded is not None
@@ -225,7 +225,7 @@ def _plan_folded(graph: Graph, specs: Specs, batch: Sequence[Node], *args: Any) 
 
 
 def _plan_axes(
-    program: _Program,
+    program: _Progress,
     order: Sequence[str],
     axes: Mapping[str, int],
     data_axes: Sequence[str],
@@ -234,7 +234,7 @@ def _plan_axes(
     decompose: Decompose | None,
     *,
     watch: Watch | None = None,
-) -> tuple[Plan, _Program]:
+) -> tuple[Plan, _Progress]:
     """The plan, one axis after another, and the program that it plans.
 
     Raises:
@@ -277,7 +277,7 @@ def _plan_axes(
 
 
 def _problem(
-    program: _Program,
+    program: _Progress,
     name: str,
     folded: Sequence[str],
     axes: Mapping[str, int],
@@ -416,12 +416,12 @@ def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> floa
 
 
 def _decompose_on_demand(
-    program: _Program,
+    program: _Progress,
     order: Sequence[str],
     axes: Mapping[str, int],
     data_axes: Sequence[str],
     decompose: Decompose,
-) -> _Program:
+) -> _Progress:
     """Replace ops by primitives where an axis may cut a factor that they keep whole.
 
     On a data axis only the batch's cuts count, as activations keep those.

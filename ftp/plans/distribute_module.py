@@ -20,7 +20,7 @@ from ftp.functional.functionalize import functionalize
 from ftp.functional.module_constraints import Constraint
 from ftp.plans.mesh_axis import choose_axis
 from ftp.sharding.mesh import AnyMesh, resolve
-from ftp.sharding.pytree import Row, Specs, kind_of, leaf_names
+from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names
 from ftp.sharding.spec import P
 
 
@@ -74,7 +74,7 @@ def from_distribute_module(
     given_by = _name(partition_fn) if partition_fn else "no partition_fn"
     specs = {path: found.get(path, P()) for path in params}
     named = zip(sorted(params), leaf_names(dict(params), "params"), strict=True)
-    rows = {name: Row(specs[path], tuple(params[path].shape), given_by) for path, name in named}
+    rows = {name: SpecRow(specs[path], tuple(params[path].shape), given_by) for path, name in named}
     inputs, outputs = None, None
     if input_fn:
         count = len(inspect.signature(model.forward).parameters)

@@ -15,7 +15,7 @@ from ftp.errors import InputError, SpecError
 from ftp.functional.module_constraints import Constraint
 from ftp.ops.constrain import constrain
 from ftp.plans.mesh_axis import axis_of
-from ftp.plans.styles import Part, Style, constrained, shard_spec, summed_whole, then
+from ftp.plans.styles import Style, StyleSpecs, constrained, shard_spec, summed_whole, then
 from ftp.sharding.mesh import AnyMesh
 from ftp.sharding.pytree import kind_of
 from ftp.sharding.spec import P, units
@@ -160,10 +160,10 @@ class PairwiseParallel(OlderStyle):
     _prepare_input: Layouts = make_input_replicate_1d
     _prepare_output: Layouts = make_output_tensor
 
-    def read(self, module: nn.Module, axis: str) -> Part:
+    def read(self, module: nn.Module, axis: str) -> StyleSpecs:
         return _joined(self._parts(module, axis))
 
-    def _parts(self, module: nn.Module, axis: str) -> Iterator[tuple[str, Part]]:
+    def _parts(self, module: nn.Module, axis: str) -> Iterator[tuple[str, StyleSpecs]]:
         if isinstance(module, nn.MultiheadAttention):
             yield "", _attention(module, axis)
             (entry,) = self._last(axis).values()
@@ -196,7 +196,7 @@ class PairwiseParallel(OlderStyle):
         else:
             yield from self._mlp(module, axis)
 
-    def _mlp(self, module: nn.Module, axis: str) -> Iterator[tuple[str, Part]]:
+    def _mlp(self, module: nn.Module, axis: str) -> Iterator[tuple[str, StyleSpecs]]:
         layers = [
             (name, child) for name, child in module.named_children() if isinstance(child, nn.Linear)
         ]
@@ -243,7 +243,7 @@ class ColwiseParallel(OlderStyle):
     _prepare_input: Layouts = make_input_replicate_1d
     _prepare_output: Layouts = make_sharded_output_tensor
 
-    def read(self, module: nn.Module, axis: str) -> Part:
+    def read(self, module: nn.Module, axis: str) -> StyleSpecs:
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise SpecError(
                 "the older ColwiseParallel shards nn.Linear and nn.Embedding, not"
@@ -253,7 +253,7 @@ class ColwiseParallel(OlderStyle):
         outputs = (
             self._last(axis) if self._prepare_output.steps else {"outputs": shard_spec(-1, axis)}
         )
-        return Part(
+        return StyleSpecs(
             {name: cut for name, _ in module.named_parameters()},
             constrained(axis, **self._first(axis), **outputs).constraints,
         )
@@ -266,7 +266,7 @@ class RowwiseParallel(OlderStyle):
     _prepare_input: Layouts = make_input_shard_1d_last_dim
     _prepare_output: Layouts = make_output_tensor
 
-    def read(self, module: nn.Module, axis: str) -> Part:
+    def read(self, module: nn.Module, axis: str) -> StyleSpecs:
         if not isinstance(module, nn.Linear | nn.Embedding):
             raise SpecError(
                 "the older RowwiseParallel shards nn.Linear and nn.Embedding, not"
@@ -275,19 +275,19 @@ class RowwiseParallel(OlderStyle):
         is_table = isinstance(module, nn.Embedding)
         # An embedding's indices are never sharded: the input helper is for linear layers.
         around = self._last(axis) if is_table else self._first(axis) | self._last(axis)
-        part = Part(
+        part = StyleSpecs(
             {"weight": P(axis) if is_table else P(None, axis)},
             constrained(axis, **around).constraints,
         )
         return summed_whole(part) if not is_table and module.bias is not None else part
 
 
-def _pair(up: str, first: nn.Linear, down: str, axis: str) -> Iterator[tuple[str, Part]]:
-    yield up, Part({name: P(axis) for name, _ in first.named_parameters()})
-    yield down, Part({"weight": P(None, axis)})
+def _pair(up: str, first: nn.Linear, down: str, axis: str) -> Iterator[tuple[str, StyleSpecs]]:
+    yield up, StyleSpecs({name: P(axis) for name, _ in first.named_parameters()})
+    yield down, StyleSpecs({"weight": P(None, axis)})
 
 
-def _attention(module: nn.MultiheadAttention, axis: str) -> Part:
+def _attention(module: nn.MultiheadAttention, axis: str) -> StyleSpecs:
     """Shard packed q, k, v by heads, and the output projection row-wise by heads."""
     heads = {
         "in_proj_weight": P(units(axis, module.head_dim, pack=3)),
@@ -296,10 +296,10 @@ def _attention(module: nn.MultiheadAttention, axis: str) -> Part:
         "out_proj.weight": P(None, units(axis, module.head_dim)),
     }
     held = dict(module.named_parameters())
-    return Part({name: spec for name, spec in heads.items() if name in held})
+    return StyleSpecs({name: spec for name, spec in heads.items() if name in held})
 
 
-def _joined(parts: Iterator[tuple[str, Part]]) -> Part:
+def _joined(parts: Iterator[tuple[str, StyleSpecs]]) -> StyleSpecs:
     specs: dict[str, P] = {}
     constraints: dict[str, Constraint] = {}
     for prefix, part in parts:
@@ -309,7 +309,7 @@ def _joined(parts: Iterator[tuple[str, Part]]) -> Part:
             constraints[name] = (
                 constraint if known is None else replace(known, outputs=constraint.outputs)
             )
-    return Part(specs, constraints)
+    return StyleSpecs(specs, constraints)
 
 
 def _below(prefix: str, values: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from ftp.plans.mesh_axis import choose_axis
 from ftp.plans.styles import combine, read_style
 from ftp.sharding.mesh import AnyMesh
 from ftp.sharding.patterns import match_patterns, narrows
-from ftp.sharding.pytree import Row, Specs, kind_of, leaf_names, matches, nearest
+from ftp.sharding.pytree import SpecRow, Specs, kind_of, leaf_names, matches, nearest
 from ftp.sharding.spec import P
 
 Plan = tuple[Mapping[str, P], Mapping[str, Constraint]]
@@ -122,7 +122,7 @@ def merge(plans: Mapping[str, Plan]) -> tuple[Specs, dict[str, Constraint]]:
     """
     failures: list[str] = []
     specs: dict[str, P] = {}
-    rows: dict[str, Row] = {}
+    rows: dict[str, SpecRow] = {}
     constraints: dict[str, Constraint] = {}
     if not isinstance(plans, Mapping):
         raise SpecError(
@@ -187,7 +187,8 @@ def _listed(leaves: Mapping[str, Any], given: Mapping[str, tuple[P, str]]) -> Sp
     found = {path: given.get(path, (P(), "no style: replicated")) for path in leaves}
     named = zip(sorted(leaves), leaf_names(dict(leaves), "params"), strict=True)
     rows = {
-        name: Row(found[path][0], tuple(leaves[path].shape), found[path][1]) for path, name in named
+        name: SpecRow(found[path][0], tuple(leaves[path].shape), found[path][1])
+        for path, name in named
     }
     return Specs({path: spec for path, (spec, _) in found.items()}, rows)
 

@@ -18,7 +18,7 @@ from ftp.sharding.spec import P
 
 
 @dataclass(frozen=True)
-class Part:
+class StyleSpecs:
     """Specs of parameters and constraints of modules, by path below the styled module."""
 
     specs: Mapping[str, P] = field(default_factory=dict)
@@ -28,16 +28,16 @@ class Part:
 class Style:
     """A style that comes with ftp."""
 
-    def read(self, module: nn.Module, axis: str) -> Part:
+    def read(self, module: nn.Module, axis: str) -> StyleSpecs:
         raise NotImplementedError
 
 
-Reader = Callable[[Any, nn.Module, str], Part]
+Reader = Callable[[Any, nn.Module, str], StyleSpecs]
 
 
 @cache
 def torch_styles() -> Mapping[type, Reader]:
-    """torch's styles that ftp reads, with their readers ``(style, module, axis) -> Part``."""
+    """torch's styles that ftp reads, with their readers ``(style, module, axis) -> StyleSpecs``."""
     # Takes 0.2 s, which `import ftp` does not need.
     import torch.distributed.tensor.parallel as parallel
 
@@ -56,7 +56,7 @@ def base_style(kind: type) -> str | None:
     return next((base.__name__ for base in kind.__mro__ if base in torch_styles()), None)
 
 
-def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
+def read_style(style: object, path: str, module: nn.Module, axis: str) -> StyleSpecs:
     """The specs and constraints that ``style`` gives ``module``, at ``path`` of the model.
 
     Raises:
@@ -77,7 +77,7 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
     if isinstance(style, type):
         raise SpecError(f"{style.__name__} is a class; give an instance, {style.__name__}().")
     if callable(style):
-        return Part(*read_user_style(style, path, module))
+        return StyleSpecs(*read_user_style(style, path, module))
     if isinstance(style, ParallelStyle):
         base = base_style(type(style))
         derived = (
@@ -97,10 +97,10 @@ def read_style(style: object, path: str, module: nn.Module, axis: str) -> Part:
     )
 
 
-def constrained(axis: str, **constraint: Any) -> Part:
+def constrained(axis: str, **constraint: Any) -> StyleSpecs:
     """A constraint of the module itself, with gradients laid out as DTensor does."""
     made = Constraint(**constraint, axes=axis, grad="dtensor")
-    return Part(constraints={"": made} if made.specs() else {})
+    return StyleSpecs(constraints={"": made} if made.specs() else {})
 
 
 def shard_spec(dim: int, axis: str) -> P:
@@ -190,31 +190,33 @@ def _zipped(first: Any, second: Any) -> Any:
     return (*map(then, *columns), *((...,) if is_open else ()))
 
 
-def _colwise(style: Any, module: nn.Module, axis: str) -> Part:
+def _colwise(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     if isinstance(module, nn.Linear):
         spec = P(axis)
     elif isinstance(module, nn.Embedding):
         spec = P(None, axis)
     else:
         raise _cannot_shard(module)
-    return Part({name: spec for name, _ in module.named_parameters()}, _around(style, P(), axis))
+    return StyleSpecs(
+        {name: spec for name, _ in module.named_parameters()}, _around(style, P(), axis)
+    )
 
 
-def _rowwise(style: Any, module: nn.Module, axis: str) -> Part:
+def _rowwise(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     if isinstance(module, nn.Linear):
-        part = Part(
+        part = StyleSpecs(
             {"weight": P(None, axis)}, _around(style, shard_spec(-1, axis), axis, is_summed=True)
         )
         return summed_whole(part) if module.bias is not None else part
     if isinstance(module, nn.Embedding):
-        return Part(
+        return StyleSpecs(
             {name: P(axis) for name, _ in module.named_parameters()},
             _around(style, P(), axis, is_summed=True),
         )
     raise _cannot_shard(module)
 
 
-def summed_whole(part: Part) -> Part:
+def summed_whole(part: StyleSpecs) -> StyleSpecs:
     """Gather the output's gradient of a row-wise layer with a bias, as DTensor does.
 
     The weight's gradient needs it gathered anyway; the bias' gradient then needs no reduction.
@@ -262,21 +264,21 @@ def _around(
     return constrained(axis, inputs=inputs, outputs=read(gives, axis, "output_layouts")).constraints
 
 
-def _sequence(style: Any, module: nn.Module, axis: str) -> Part:
+def _sequence(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     (layout,) = style.sequence_sharding
     spec = _layout(layout, axis, "sequence_dim")
     return constrained(axis, inputs=(spec, ...), outputs=spec)
 
 
-def _prepared_input(style: Any, module: nn.Module, axis: str) -> Part:
+def _prepared_input(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     return constrained(axis, **_inputs(style, axis))
 
 
-def _prepared_output(style: Any, module: nn.Module, axis: str) -> Part:
+def _prepared_output(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     return constrained(axis, outputs=_outputs(style, axis))
 
 
-def _prepared_both(style: Any, module: nn.Module, axis: str) -> Part:
+def _prepared_both(style: Any, module: nn.Module, axis: str) -> StyleSpecs:
     inputs = _inputs(style.prepare_module_input, axis)
     return constrained(axis, **inputs, outputs=_outputs(style.prepare_module_output, axis))
 

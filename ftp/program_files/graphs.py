@@ -10,7 +10,7 @@ from ftp.errors import ProgramFileError
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD, KEYS, KEYS_BACKWARD
 from ftp.ops.map_slices import MAP_SLICES, remembered, slice_program_of
 from ftp.partitioning.partition import LocalProgram
-from ftp.per_rank.program import LOCAL, Program, interned, program_of
+from ftp.per_rank.program import LOCAL, RankCode, interned, program_of
 from ftp.planning.graph import Graph, Node
 from ftp.planning.plan import Plan
 from ftp.program_files.plain import GROUP, Reader, Writer
@@ -140,14 +140,14 @@ def _read_slices(reader: Reader, data: Sequence[Any]) -> None:
         remembered(gm, reader.of(inputs), reader.of(results))
 
 
-def _write_code(writer: Writer, program: Program) -> list[Any]:
+def _write_code(writer: Writer, program: RankCode) -> list[Any]:
     ports = [writer.of(tuple(program.operands)), writer.of(tuple(program.results))]
     kept = (*_OF_TRACE, "axis")
     graph = write_graph(writer, program.gm.graph, kept)
     return [writer.of(dict(program.axes)), *ports, program.is_planned, graph]
 
 
-def _read_code(reader: Reader, data: Sequence[Any]) -> Program:
+def _read_code(reader: Reader, data: Sequence[Any]) -> RankCode:
     axes, operands, results, is_planned, graph = data
     gm = fx.GraphModule({}, read_graph(reader, graph))
     return interned(gm, reader.of(axes), reader.of(operands), reader.of(results), bool(is_planned))

@@ -18,7 +18,7 @@ from ftp.partitioning.collectives import Collective, Member
 from ftp.partitioning.partition import LocalProgram
 from ftp.paused_gc import collection_paused
 from ftp.planning.graph import Node, Value
-from ftp.planning.layers.repeats import named_layers
+from ftp.planning.layers.labels import named_layers
 from ftp.planning.machine import GivenHardware, hardware_on
 from ftp.planning.plan import Plan
 from ftp.planning.problem import Problem

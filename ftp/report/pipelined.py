@@ -16,7 +16,7 @@ from ftp.report.lowered import Lowered
 from ftp.report.memory import in_bytes
 from ftp.report.startable import Startable
 from ftp.runtime.pipeline_program import PipelineProgram
-from ftp.runtime.stage_programs import Held
+from ftp.runtime.stage_programs import StoredValue
 from ftp.sharding.spec import local_shape
 
 
@@ -149,15 +149,15 @@ class LoweredPipeline(Startable):
         ranks = self._program.ranks
         return not 0 <= other < len(self.stages) or stage % ranks == other % ranks
 
-    def _message(self, held: Held, axis: str, cause: str) -> Collective:
+    def _message(self, held: StoredValue, axis: str, cause: str) -> Collective:
         shape = self._local(held)
         nbytes = math.prod(shape) * held.dtype.itemsize
         return Collective("send", (axis,), shape, held.dtype, nbytes, held.shape, nbytes, "", cause)
 
-    def _local(self, held: Held) -> tuple[int, ...]:
+    def _local(self, held: StoredValue) -> tuple[int, ...]:
         return local_shape(held.spec, held.shape, self._program.made.mesh.axes)
 
-    def _nbytes(self, held: Held) -> int:
+    def _nbytes(self, held: StoredValue) -> int:
         return math.prod(self._local(held)) * held.dtype.itemsize
 
     @cached_property

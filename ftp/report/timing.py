@@ -17,7 +17,7 @@ from ftp.passes.branch_order import branches
 from ftp.passes.fuse_optimizer_updates import changed
 from ftp.planning.cost import Hardware, measured_seconds, on_curve
 from ftp.report.flops import PIPELINED, flops_of, is_attention, op_name
-from ftp.runtime.local_shapes import Held, LocalShapes
+from ftp.runtime.local_shapes import LocalShapes, LocalTensor
 
 aten = torch.ops.aten
 
@@ -301,8 +301,8 @@ def _op(node: fx.Node, shapes: LocalShapes, hardware: Hardware, now: float, move
 
 def _arithmetic(
     node: fx.Node,
-    operands: Sequence[Held],
-    results: Sequence[Held],
+    operands: Sequence[LocalTensor],
+    results: Sequence[LocalTensor],
     flops: float,
     hardware: Hardware,
 ) -> float:
@@ -347,7 +347,7 @@ _LIKE = {
 """For an op that was not measured, a measured one with about the same time per element."""
 
 
-def _is_dense(held: Held) -> bool:
+def _is_dense(held: LocalTensor) -> bool:
     """Whether its elements fill a range of memory, in any order."""
     expected = 1
     for stride, size in sorted(

@@ -21,7 +21,7 @@ from ftp.rules.local_op import as_module
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered, with_writes
 from ftp.runtime.shared_memory import directly
-from ftp.runtime.split_at_collectives import Piece, known_numbers, split, with_pieces
+from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_pieces
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -102,7 +102,7 @@ def compiled(
     # for
 
 
-def _compiled(piece: Piece) -> Callable[[list[Any]], Sequence[Any]]:
+def _compiled(piece: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor's code for one subgraph; it takes a list, which it empties."""
     deferred_compiler.load()
     from torch._inductor import config

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ftp.partitioning.partition import WAIT
 
 
-class Held(NamedTuple):
+class LocalTensor(NamedTuple):
     """A local tensor; tensors of one ``storage`` share memory, which takes ``storage_nbytes``."""
 
     shape: tuple[int, ...]
@@ -38,7 +38,7 @@ class LocalShapes:
     the node that allocates it, and the numbers that are computed from the rank's offsets.
     """
 
-    values: Mapping[fx.Node, tuple[Held, ...]]
+    values: Mapping[fx.Node, tuple[LocalTensor, ...]]
     makers: Mapping[int, fx.Node]
     numbers: Mapping[fx.Node, int] = field(default_factory=dict)
 
@@ -95,7 +95,7 @@ class _Shapes:
         inputs: Sequence[tuple[tuple[int, ...], torch.dtype]],
         offsets: Sequence[int],
     ) -> LocalShapes:
-        values: dict[fx.Node, tuple[Held, ...]] = {}
+        values: dict[fx.Node, tuple[LocalTensor, ...]] = {}
         makers: dict[int, fx.Node] = {}
         numbers: dict[fx.Node, int] = {}
         feed, rest = iter(inputs), iter(offsets)
@@ -132,19 +132,19 @@ class _Shapes:
         stride: tuple[int, ...],
         dtype: torch.dtype,
         nbytes: int | None = None,
-    ) -> Held:
+    ) -> LocalTensor:
         self.storages += 1
         if nbytes is None:
             nbytes = _extent(shape, stride) * dtype.itemsize
-        return Held(shape, stride, dtype, self.storages, nbytes)
+        return LocalTensor(shape, stride, dtype, self.storages, nbytes)
 
     def _call(
         self,
         node: fx.Node,
-        values: Mapping[fx.Node, tuple[Held, ...]],
+        values: Mapping[fx.Node, tuple[LocalTensor, ...]],
         numbers: Mapping[fx.Node, int],
-    ) -> tuple[Held, ...]:
-        operands: list[Held] = []
+    ) -> tuple[LocalTensor, ...]:
+        operands: list[LocalTensor] = []
 
         def resolved(argument: Any) -> Any:
             if isinstance(argument, fx.Node):
@@ -176,7 +176,7 @@ class _Shapes:
                 made.append(self._fresh(shape, stride, dtype, nbytes))
             else:
                 made.append(
-                    Held(
+                    LocalTensor(
                         shape,
                         stride,
                         dtype,
@@ -187,7 +187,7 @@ class _Shapes:
         return tuple(made)
 
     def _run(
-        self, target: Any, args: Any, kwargs: Any, operands: Sequence[Held]
+        self, target: Any, args: Any, kwargs: Any, operands: Sequence[LocalTensor]
     ) -> tuple[tuple[Any, ...], ...]:
         with _disable_current_modes(), torch.no_grad(), self.mode:
             fakes = [

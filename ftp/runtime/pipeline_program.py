@@ -15,11 +15,11 @@ import torch.distributed as dist
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.schedule import Action, Timed
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import Held, ProgramOfPieces, StagePrograms, as_bytes
-from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
+from ftp.runtime.stage_messages import Key, Mailbox, Messages
+from ftp.runtime.stage_programs import ProgramOfPieces, StagePrograms, StoredValue, as_bytes
+from ftp.sharding.mesh import mesh_device, require_coordinate
 from ftp.sharding.spec import local_shape
 
-Key = tuple[str, int, int, int]  # what for, from stage, to stage, microbatch or leaf
 Values = dict[str, torch.Tensor]
 
 
@@ -39,9 +39,9 @@ class PipelineProgram(ProgramOfPieces):
     pipeline: Pipeline
     actions: Sequence[Sequence[Action]]
     made: StagePrograms
-    leaves: Sequence[Held]
+    leaves: Sequence[StoredValue]
     stage_of: Sequence[int | None]
-    batch: Sequence[Held]
+    batch: Sequence[StoredValue]
     measured: list[Timed] = field(default_factory=list)
 
     @property
@@ -67,7 +67,7 @@ class PipelineProgram(ProgramOfPieces):
         self.measured.clear()
         coordinate = require_coordinate(self.mesh)
         rank = coordinate[self.axis]
-        posts = _Messages(self.mesh, self.axis, self._tags)
+        posts = Messages(self.mesh, self.axis, self._tags)
         worker = _Worker(self, rank, inputs, posts, self._local_shape)
         for _ in worker.run():
             raise AssertionError("a message between processes is waited for where it is read")
@@ -115,12 +115,12 @@ class PipelineProgram(ProgramOfPieces):
         own = require_coordinate(self.mesh)
         return {axis: own[axis] for axis in self.made.mesh.axes}
 
-    def _local_shape(self, held: Held) -> tuple[int, ...]:
+    def _local_shape(self, held: StoredValue) -> tuple[int, ...]:
         return local_shape(held.spec, held.shape, self.made.mesh.axes, self._within)
 
     def run_simulated(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         self.measured.clear()
-        posts = _Mailbox()
+        posts = Mailbox()
         workers = [
             _Worker(self, rank, inputs, posts, lambda held: held.shape)
             for rank in range(self.ranks)
@@ -149,8 +149,8 @@ class _Worker:
         program: PipelineProgram,
         rank: int,
         inputs: Sequence[torch.Tensor],
-        posts: "_Mailbox | _Messages",
-        local: Callable[[Held], tuple[int, ...]],
+        posts: "Mailbox | Messages",
+        local: Callable[[StoredValue], tuple[int, ...]],
     ):
         self.program, self.rank, self.posts, self.local = program, rank, posts, local
         n = len(program.leaves)
@@ -241,7 +241,7 @@ class _Worker:
                         )
                         self.borrowed.append((key, leaf))
 
-    def _empty(self, held: Held) -> torch.Tensor:
+    def _empty(self, held: StoredValue) -> torch.Tensor:
         return torch.empty(
             self.local(held), dtype=held.dtype, device=mesh_device(self.program.mesh)
         )
@@ -388,73 +388,3 @@ class _Worker:
 def _add(sums: dict[Any, torch.Tensor], key: Any, value: torch.Tensor) -> None:
     """Not in place: the first value may share memory with the batch or a parameter."""
     sums[key] = sums[key] + value if key in sums else value
-
-
-class _Mailbox:
-    """Messages between simulated ranks; ``count`` is how often one was sent or taken."""
-
-    def __init__(self):
-        self.sent: dict[Key, list[torch.Tensor]] = {}
-        self.count = 0
-
-    def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
-        assert key not in self.sent
-        self.sent[key] = list(values)
-        self.count += 1
-
-    def is_expected(self, key: Key) -> bool:
-        return True
-
-    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
-        pass
-
-    def is_here(self, key: Key) -> bool:
-        return key in self.sent
-
-    def take(self, key: Key) -> list[torch.Tensor]:
-        self.count += 1
-        return self.sent.pop(key)
-
-
-class _Messages:
-    """Messages between processes, by torch.distributed's point-to-point calls."""
-
-    def __init__(self, mesh: Mesh, axis: str, tags: Mapping[Key, int]):
-        assert mesh.torch is not None
-        self.tags = tags
-        self.group = mesh.torch.get_group(axis)
-        self.expected: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
-        self.sending: list[tuple[Any, torch.Tensor]] = []
-
-    def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
-        self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
-        for i, value in enumerate(values):
-            if value.numel():
-                data = as_bytes(value.contiguous())
-                work = dist.isend(data, group=self.group, group_dst=rank, tag=self.tags[key] + i)
-                self.sending.append((work, data))
-
-    def is_expected(self, key: Key) -> bool:
-        return key in self.expected
-
-    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
-        works = [
-            dist.irecv(as_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
-            for i, x in enumerate(like)
-            if x.numel()
-        ]
-        self.expected[key] = works, list(like)
-
-    def is_here(self, key: Key) -> bool:
-        return True
-
-    def take(self, key: Key) -> list[torch.Tensor]:
-        works, values = self.expected.pop(key)
-        for work in works:
-            work.wait()
-        return values
-
-    def finish(self) -> None:
-        """Wait until all that was sent has been taken."""
-        for work, _ in self.sending:
-            work.wait()

@@ -3,7 +3,6 @@
 import functools
 import hashlib
 import itertools
-import linecache
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,6 +31,7 @@ from ftp.rules.local_op import as_module
 from ftp.rules.rule import Meta
 from ftp.runtime.compile import Run, compiled, eager
 from ftp.runtime.cuda_graph import Recorded, graphs_of
+from ftp.runtime.failed_op import begun, describe_op, failing
 from ftp.runtime.lowering import Decided, decide, rank_graph
 from ftp.runtime.options import DEFAULT, Options
 from ftp.runtime.process_groups import (
@@ -300,21 +300,21 @@ class Program:
         if not self.options.cuda_graph:
             return made
         names = [node.name for node in self.plan.graph.inputs]
-        return Recorded(made, self.donated, names, graphs_of(device), _describe_op)
+        return Recorded(made, self.donated, names, graphs_of(device), describe_op)
 
     def _eager(self, graph: fx.Graph, given: Sequence[Any]) -> Run:
         return eager(graph, given, self.donated, host=not self.options.cuda_graph)
 
     def has_issued(self, error: BaseException) -> bool:
         """Whether this rank may have issued a collective of its graph before ``error``."""
-        done = _done(error)
+        done = begun(error, Program._prepared.__code__)
         return done is None or any("collective" in n.meta or n.meta.get("issues") for n in done)
 
     def overwritten(self, error: BaseException) -> Sequence[int]:
         """The donated inputs that this rank may have written to before ``error``."""
         if self.mesh.kind == "simulated" and self.mesh.size() > 1:
             return ()  # a simulation writes to no input
-        done = _done(error)
+        done = begun(error, Program._prepared.__code__)
         if done is None or not (done and self.donated):
             return self.donated if done is None else ()
         root = families(done[0].graph)
@@ -333,7 +333,7 @@ class Program:
         """The collective of this rank's graph that raised ``error`` and the line it is for; ""
         where the graph was compiled.
         """
-        node = _failing(error)
+        node = failing(error)
         if node is not None and node.target is torch.ops._c10d_functional.wait_tensor.default:
             node = node.args[0]
         made = node.meta.get("collective") if isinstance(node, fx.Node) else None
@@ -362,47 +362,6 @@ class Program:
             join_parts([rank[i] for rank in outputs], spec, shape, axes, coordinates)
             for i, (spec, shape) in enumerate(zip(self.out_specs, self.out_shapes, strict=True))
         ]
-
-
-def _done(error: BaseException) -> list[fx.Node] | None:
-    """The nodes of a rank's graph that ran or began before the error; None if unknown."""
-    traceback = error.__traceback__
-    while traceback is not None:
-        if traceback.tb_frame.f_code is Program._prepared.__code__:
-            return []
-        traceback = traceback.tb_next
-    node = _failing(error, is_inner=False)
-    return (
-        None
-        if node is None
-        else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
-    )
-
-
-def _failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
-    """The node of a rank's graph that raised the error, within a branch or (not ``is_inner``) the
-    cond; None where the graph was compiled.
-    """
-    traceback, node = error.__traceback__, None
-    while traceback is not None and (is_inner or node is None):
-        frame = traceback.tb_frame
-        module = frame.f_locals.get("self")
-        if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
-            name = (
-                linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
-                .split("=")[0]
-                .strip()
-            )
-            node = next((n for n in module.graph.nodes if n.name == name), None)
-        traceback = traceback.tb_next
-    return node
-
-
-def _describe_op(error: BaseException) -> str:
-    node = _failing(error)
-    if node is None:
-        return ""
-    return f"{node.target}{f' at {source}' if (source := node.meta.get('source')) else ''}"
 
 
 def shard_of(

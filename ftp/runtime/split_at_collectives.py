@@ -24,7 +24,7 @@ _PRODUCTS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
 
 
 @dataclass(frozen=True)
-class Piece:
+class Subgraph:
     """A subgraph whose ops are compiled together.
 
     Attributes:
@@ -58,7 +58,7 @@ class Piece:
 
 def split(
     graph: fx.Graph, numbers: Mapping[fx.Node, Any], writes: Mapping[fx.Node, fx.Node]
-) -> list[Piece]:
+) -> list[Subgraph]:
     """The subgraphs of a graph of `with_values`. Nodes in none of them, collectives and lone
     matmuls, are run eagerly. A view is recomputed in every subgraph that uses it, so that no two
     inputs of one share memory.
@@ -193,10 +193,10 @@ def _piece(
     outputs: list[fx.Node],
     writes: list[tuple[fx.Node, fx.Node]],
     numbers: Mapping[fx.Node, Any],
-) -> Piece:
+) -> Subgraph:
     written = {new for new, _ in writes}  # whoever needs them reads them from the input
     piece, mine = (
-        Piece(run, outputs=[node for node in outputs if node not in written], writes=writes),
+        Subgraph(run, outputs=[node for node in outputs if node not in written], writes=writes),
         set(whole),
     )
     env: dict[fx.Node, Any] = {}
@@ -215,7 +215,9 @@ def _piece(
 
 
 def with_pieces(
-    graph: fx.Graph, pieces: Sequence[Piece], runs: Sequence[Callable[[list[Any]], Sequence[Any]]]
+    graph: fx.Graph,
+    pieces: Sequence[Subgraph],
+    runs: Sequence[Callable[[list[Any]], Sequence[Any]]],
 ) -> fx.Graph:
     """The graph with each subgraph as one call from a list of its inputs to its outputs."""
     place = {node: at for at, piece in enumerate(pieces) for node in piece.nodes}

@@ -14,7 +14,7 @@ from torch import fx
 
 from ftp.errors import MeshError
 from ftp.pipeline.schedule import Kind
-from ftp.pipeline.split import Piece, Stages
+from ftp.pipeline.split import StageGraph, Stages
 from ftp.planning.cost import Hardware
 from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.options import Options
@@ -25,7 +25,7 @@ from ftp.sharding.spec import PartitionSpec
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredValue:
     """A value that outlives the action that computed it: its spec over the other axes, its global
     shape and its dtype.
     """
@@ -62,7 +62,7 @@ class StagePrograms:
     mesh: Mesh
     stages: Stages
     programs: Mapping[tuple[Kind, int], Program]
-    values: Mapping[str, Held]
+    values: Mapping[str, StoredValue]
     reductions: Mapping[int, Reduction]
 
 
@@ -237,7 +237,7 @@ class _Sums:
         ranks: int,
         stage_of: Sequence[int | None],
         asked: dict[str, PartitionSpec],
-    ) -> tuple[tuple[int, ...], tuple[int, ...], Piece]:
+    ) -> tuple[tuple[int, ...], tuple[int, ...], StageGraph]:
         """The results and parameters of which a rank's sums are not in their specs yet, and the
         piece that brings them there.
         """
@@ -266,7 +266,7 @@ class _Sums:
         return (
             tuple(at for at, _, _ in results),
             tuple(at for at, _, _ in leaves),
-            Piece("R", rank, gm, (), (), values, (), tuple(reduced)),
+            StageGraph("R", rank, gm, (), (), values, (), tuple(reduced)),
         )
 
 
@@ -295,10 +295,10 @@ class PiecePlanner:
     options: Options
     hardware: Hardware
     check: Callable[[Prepared], None]
-    values: dict[str, Held] = field(default_factory=dict)
+    values: dict[str, StoredValue] = field(default_factory=dict)
     _known: dict[str, Program] = field(default_factory=dict)
 
-    def plan(self, piece: Piece) -> Program:
+    def plan(self, piece: StageGraph) -> Program:
         """The program of a piece; the one of an equal piece, if there was one."""
         given = [
             *(self.params[i] for i in piece.params),
@@ -323,12 +323,12 @@ class PiecePlanner:
         for name, spec, shape, node in zip(
             piece.outputs, program.out_specs, program.out_shapes, _outputs(piece.gm), strict=True
         ):
-            self.values[name] = Held(spec, shape, node.meta["val"].dtype)
+            self.values[name] = StoredValue(spec, shape, node.meta["val"].dtype)
         return program
 
 
 def _planned(
-    piece: Piece,
+    piece: StageGraph,
     mesh: Mesh,
     names: tuple[Sequence[str], Sequence[str]],
     given: Sequence[PartitionSpec],
@@ -374,7 +374,7 @@ def _planned(
 
 
 def _describe(
-    piece: Piece, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
+    piece: StageGraph, given: Sequence[PartitionSpec], asked: Sequence[PartitionSpec | None]
 ) -> str:
     """A piece as text without names, equal for those that one program serves."""
     number: dict[fx.Node, str] = {}

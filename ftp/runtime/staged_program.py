@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ftp.pipeline.rounds import ALL, Rounds, text_of
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import Held, ProgramOfPieces, as_bytes
+from ftp.runtime.stage_programs import ProgramOfPieces, StoredValue, as_bytes
 from ftp.sharding.mesh import Mesh, mesh_device, require_coordinate
 from ftp.sharding.spec import local_shape
 
@@ -32,7 +32,7 @@ class StagedProgram(ProgramOfPieces):
     within: Mesh
     rounds: Rounds
     programs: Mapping[tuple[int, int], Program]
-    values: Mapping[str, Held]
+    values: Mapping[str, StoredValue]
     inputs: Sequence[str]
     constants: Sequence[torch.Tensor]
     due: Sequence[int]

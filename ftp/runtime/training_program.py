@@ -10,7 +10,7 @@ import torch
 from ftp.pipeline.train_step import TrainStep
 from ftp.runtime.pipeline_program import PipelineProgram
 from ftp.runtime.program import Program
-from ftp.runtime.stage_programs import Held, ProgramOfPieces
+from ftp.runtime.stage_programs import ProgramOfPieces, StoredValue
 from ftp.runtime.staged_program import StagedProgram
 
 
@@ -28,7 +28,7 @@ class TrainingProgram(ProgramOfPieces):
     parts: TrainStep
     pipeline: PipelineProgram
     update: StagedProgram
-    inputs: Sequence[Held]
+    inputs: Sequence[StoredValue]
 
     @property
     def pieces(self) -> Mapping[Any, Program]:

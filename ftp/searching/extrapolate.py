@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ftp.planning.cost import Hardware
-from ftp.planning.layers.repeats import Folded, label
+from ftp.planning.layers.labels import label
+from ftp.planning.layers.repeats import Folded
 from ftp.report.lowered import Lowered
 
 

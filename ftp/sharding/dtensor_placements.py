@@ -11,7 +11,7 @@ import torch
 from ftp.errors import InputError, SpecError, join_failures
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.pytree import kind_of
-from ftp.sharding.spec import P, Piece, Units, chunk, local_pieces
+from ftp.sharding.spec import Interval, P, Units, chunk, local_pieces
 
 _Placement: Any = torch._C._distributed.Placement  # type: ignore[attr-defined]
 
@@ -200,14 +200,14 @@ def _differs(cuts: _Cuts, spec: P, dim: int, size: int, mesh: Mesh) -> int | Non
     return None
 
 
-def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Piece]:
+def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Interval]:
     """What a rank holds of a dim in DTensor: the dim is cut axis by axis in the mesh's order, each
     of ``factor`` chunks by itself.
     """
     held = [(0, size)]
     for (_, n, factor), index in zip(cuts, at, strict=True):
         length = sum(b - a for a, b in held)
-        found: list[Piece] = []
+        found: list[Interval] = []
         for part in range(factor):
             outer, long = chunk(length, factor, part)
             start, short = chunk(long, n, index)
@@ -216,7 +216,7 @@ def _dtensor_pieces(cuts: _Cuts, at: Sequence[int], size: int) -> list[Piece]:
     return held
 
 
-def _within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+def _within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
     found, before = [], 0
     for a, b in held:
         low, high = max(start, before), min(stop, before + b - a)
@@ -226,9 +226,9 @@ def _within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
     return found
 
 
-def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+def _joined(pieces: Sequence[Interval]) -> list[Interval]:
     """Without empty pieces, and with neighbours as one."""
-    found: list[Piece] = []
+    found: list[Interval] = []
     for a, b in pieces:
         if a == b:
             continue

@@ -83,10 +83,10 @@ class Specs(dict):
     patterns that gave them.
     """
 
-    rows: "Mapping[str, Row]"
+    rows: "Mapping[str, SpecRow]"
     note: str
 
-    def __init__(self, specs: Mapping, rows: "Mapping[str, Row]", note: str = ""):
+    def __init__(self, specs: Mapping, rows: "Mapping[str, SpecRow]", note: str = ""):
         super().__init__(specs)
         self.rows, self.note = rows, note
 
@@ -116,7 +116,7 @@ class Specs(dict):
 
 
 @dataclass(frozen=True)
-class Row:
+class SpecRow:
     spec: P
     shape: tuple[int, ...] | None
     given_by: str
@@ -206,12 +206,12 @@ def plan(
             f"plan(params, patterns) takes a dict of patterns or a function, not {patterns!r},"
             f" {kind_of(patterns)}.{hint}"
         )
-    rows: dict[str, Row] = {}
+    rows: dict[str, SpecRow] = {}
     for leaf, name, match in zip(leaves, names, found, strict=True):
         given_by, spec = match or ("no pattern: replicated", P())
         if match and (problem := _unfit(leaf, name, spec, given_by)):
             failures.append(problem)
-        rows[name] = Row(
+        rows[name] = SpecRow(
             spec, tuple(leaf.shape) if isinstance(leaf, torch.Tensor) else None, given_by
         )
     unmatched = [name for name, match in zip(names, found, strict=True) if match is None]

@@ -349,12 +349,12 @@ def local_bounds(
     return [pieces[0] for pieces in found]
 
 
-Piece = tuple[int, int]
+Interval = tuple[int, int]  # offset in a dim, and length
 
 
 def local_pieces(
     spec: PartitionSpec, shape: Sequence[int], axes: dict[str, int], coordinate: dict[str, int]
-) -> list[list[Piece]]:
+) -> list[list[Interval]]:
     """For each dim, the pieces (start, stop) of the global dim in the shard at ``coordinate``, in
     order: several only of a packed dim and of a zigzag.
 
@@ -365,7 +365,7 @@ def local_pieces(
     """
     found = []
     for dim, size in enumerate(shape):
-        held: list[Piece] = [(0, size)]
+        held: list[Interval] = [(0, size)]
         for cut in spec.cuts(dim):
             length = sum(stop - start for start, stop in held)
             held = [
@@ -377,7 +377,7 @@ def local_pieces(
     return found
 
 
-def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
+def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Interval]:
     """The pieces (start, stop) of a dim of ``size`` that rank ``index`` of ``n`` holds, pack after
     pack; at least one, which may be empty.
 
@@ -400,7 +400,7 @@ def cut_pieces(size: int, n: int, index: int, cut: Units) -> list[Piece]:
     return [p for p in found if p[0] < p[1]] or found[:1]
 
 
-def _within(held: Sequence[Piece], start: int, stop: int) -> list[Piece]:
+def _within(held: Sequence[Interval], start: int, stop: int) -> list[Interval]:
     """The pieces of the global dim at (start, stop) of the concatenation of ``held``."""
     found, before = [], 0
     for a, b in held:

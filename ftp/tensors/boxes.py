@@ -7,7 +7,7 @@ from itertools import accumulate, product
 from math import prod
 
 from ftp.sharding.mesh import Mesh
-from ftp.sharding.spec import PartitionSpec, Piece, local_pieces
+from ftp.sharding.spec import Interval, PartitionSpec, local_pieces
 
 Shape = tuple[int, ...]
 
@@ -75,7 +75,7 @@ class Box:
 
 
 @dataclass(frozen=True)
-class Part:
+class ShardBox:
     """A box of the global tensor, and where in the local shard it begins."""
 
     box: Box
@@ -117,7 +117,7 @@ def first_overlap(boxes: Sequence[Box]) -> tuple[int, int] | None:
     return None
 
 
-def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
+def parts_of(pieces: Sequence[Sequence[Interval]]) -> list[ShardBox]:
     """The parts of a shard, from its pieces of each dim; no part of an empty one.
 
     >>> [(p.box.start, p.origin) for p in parts_of([[(2, 4), (6, 8)], [(0, 3)]])]
@@ -129,12 +129,12 @@ def parts_of(pieces: Sequence[Sequence[Piece]]) -> list[Part]:
         held = [pieces[d][k] for d, k in enumerate(at)]
         box = Box(tuple(a for a, _ in held), tuple(b - a for a, b in held))
         if box.numel:
-            found.append(Part(box, tuple(starts[d][k] for d, k in enumerate(at))))
+            found.append(ShardBox(box, tuple(starts[d][k] for d, k in enumerate(at))))
     return found
 
 
 @lru_cache(maxsize=4096)
-def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[Part, ...], ...]:
+def parts_on(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> tuple[tuple[ShardBox, ...], ...]:
     """The parts that each rank of a mesh holds, row-major; on a simulated mesh one process holds
     all.
     """
@@ -163,7 +163,7 @@ def holders(mesh: Mesh, spec: PartitionSpec, shape: Shape) -> dict[Box, tuple[in
     return {box: tuple(positions) for box, positions in found.items()}
 
 
-def _joined(pieces: Sequence[Piece], size: int) -> Sequence[Piece]:
+def _joined(pieces: Sequence[Interval], size: int) -> Sequence[Interval]:
     """One piece where the pieces are the whole dim in order. Joined further, boxes of ranks that
     share units would differ.
     """

@@ -16,7 +16,7 @@ from ftp.errors import InputError, PlacementError, SpecError, join_failures
 from ftp.sharding.check_spec import check_spec
 from ftp.sharding.mesh import AnyMesh, Mesh, check_rank, mesh_device, require_coordinate, resolve
 from ftp.sharding.pytree import flatten, leaf_names
-from ftp.sharding.spec import PartitionSpec, Piece, Units, cut_pieces, local_pieces
+from ftp.sharding.spec import Interval, PartitionSpec, Units, cut_pieces, local_pieces
 from ftp.tensors.global_shapes import global_shape as global_shape  # where others look for it
 from ftp.tensors.placement import placed, placement_of
 from ftp.tensors.replicas import compare_copies
@@ -246,7 +246,7 @@ def local_slice(
     )
 
 
-def take(full: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> torch.Tensor:
+def take(full: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> torch.Tensor:
     """The shard of ``full`` made of these pieces of each dim (`local_pieces`)."""
     full = full[tuple(slice(p[0][0], p[0][1]) if len(p) == 1 else slice(None) for p in pieces)]
     for dim, p in enumerate(pieces):
@@ -255,7 +255,7 @@ def take(full: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> torch.Tensor:
     return full
 
 
-def put(full: torch.Tensor, shard: torch.Tensor, pieces: Sequence[Sequence[Piece]]) -> None:
+def put(full: torch.Tensor, shard: torch.Tensor, pieces: Sequence[Sequence[Interval]]) -> None:
     """Writes a shard to where ``take`` reads it."""
     starts = [list(accumulate((b - a for a, b in p), initial=0)) for p in pieces]
     for at in product(*(range(len(p)) for p in pieces)):
@@ -329,7 +329,7 @@ def _get(leaf: Leaf, mesh: Mesh) -> Any:
     return full
 
 
-def _length(pieces: Sequence[Piece]) -> int:
+def _length(pieces: Sequence[Interval]) -> int:
     return sum(b - a for a, b in pieces)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec, local_shape
-from ftp.tensors.boxes import Box, Part, Shape, parts_on
+from ftp.tensors.boxes import Box, Shape, ShardBox, parts_on
 
 ALIGNMENT = 16  # bytes; an element of any dtype may begin there
 DEFAULT_BYTES = 256 * 2**20  # bytes of messages at a time where no bound is given
@@ -34,7 +34,7 @@ class Moving:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Transfer:
     """One box of one tensor on its way between two ranks of the world."""
 
     tensor: int
@@ -84,12 +84,14 @@ def routes(
     return tuple(found)
 
 
-def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) -> list[list[Piece]]:
+def rounds(
+    pieces: Sequence[Transfer], moving: Sequence[Moving], max_bytes: int
+) -> list[list[Transfer]]:
     """The pieces, cut and grouped so that no rank sends and receives more than ``max_bytes`` in a
     round; equal on every rank.
 
     >>> w = Moving((8,), torch.float32, PartitionSpec("tp"), PartitionSpec())
-    >>> [[p.box.start for p in r] for r in rounds([Piece(0, Box((0,), (8,)), 0, 1)], [w], 16)]
+    >>> [[p.box.start for p in r] for r in rounds([Transfer(0, Box((0,), (8,)), 0, 1)], [w], 16)]
     [[(0,)], [(4,)]]
     """
     # Small enough for several peers in one round.
@@ -98,7 +100,7 @@ def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) ->
         if max_bytes >= 4 * ALIGNMENT
         else max_bytes // ALIGNMENT * ALIGNMENT
     )
-    found: list[list[Piece]] = []
+    found: list[list[Transfer]] = []
     room: list[dict[int, int]] = []
     first: dict[int, int] = defaultdict(int)  # of each rank the first round that may have room
     for piece in pieces:
@@ -113,7 +115,7 @@ def rounds(pieces: Sequence[Piece], moving: Sequence[Moving], max_bytes: int) ->
             if at == len(room):
                 found.append([])
                 room.append({})
-            found[at].append(Piece(piece.tensor, box, piece.source, piece.target))
+            found[at].append(Transfer(piece.tensor, box, piece.source, piece.target))
             for rank in (piece.source, piece.target):
                 room[at][rank] = room[at].get(rank, max_bytes) - nbytes
                 while (
@@ -155,7 +157,7 @@ def move(
             arrived[i] = torch.empty(shape, dtype=m.dtype, device=to or device)
         for box, source, target in routes(old, new, m.old, m.new, m.shape, world):
             if source != target:
-                pieces.append(Piece(i, box, source, target))
+                pieces.append(Transfer(i, box, source, target))
             elif rank == target:
                 _view(arrived[i], parts_on(new, m.new, m.shape)[there or 0], box).copy_(
                     _view(shards[i], parts_on(old, m.old, m.shape)[here or 0], box)
@@ -167,7 +169,7 @@ def move(
 
 
 def _exchange(
-    pieces: Sequence[Piece],
+    pieces: Sequence[Transfer],
     moving: Sequence[Moving],
     shards: Sequence[Tensor | None],
     arrived: Sequence[Tensor | None],
@@ -208,8 +210,8 @@ def _exchange(
 
 
 def _slots(
-    pieces: Sequence[Piece], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]
-) -> Iterator[tuple[Piece, Tensor]]:
+    pieces: Sequence[Transfer], moving: Sequence[Moving], messages: dict[tuple[int, int], Tensor]
+) -> Iterator[tuple[Transfer, Tensor]]:
     """Each piece with a view of its bytes in the messages, in its shape and dtype."""
     begin: dict[tuple[int, int], int] = defaultdict(int)
     for p in pieces:
@@ -219,7 +221,7 @@ def _slots(
         yield p, raw.view(m.dtype).view(p.box.size)
 
 
-def _view(shard: Tensor | None, parts: Sequence[Part], box: Box) -> Tensor:
+def _view(shard: Tensor | None, parts: Sequence[ShardBox], box: Box) -> Tensor:
     """``box`` within this rank's shard."""
     assert shard is not None
     return next(shard[part.slices(box)] for part in parts if part.box.meet(box) == box)

@@ -16,15 +16,15 @@ from ftp.api.certify import certificate_of
 from ftp.api.step import Step
 from ftp.certification.certificate import Certificate, Coordinate, Operation, Ref
 from ftp.certification.checker import Checker
-from ftp.certification.element_map import ElementMap, Part, element_map, on_rank
+from ftp.certification.element_map import DimPart, ElementMap, element_map, on_rank
 from ftp.certification.unsound import Unsound
 from ftp.errors import MeshError, TraceError
 from ftp.partitioning.partition import LocalProgram
 from ftp.rules.decompositions.registry import HALF
-from ftp.rules.rule import replaced
 from ftp.runtime.program import groups_of, shard_of
 from ftp.runtime.simulate import simulate
 from ftp.sharding.pytree import flatten
+from ftp.testing.evaluate import doubled, eps, evaluate, evaluate_in_double
 
 
 @dataclass(frozen=True)
@@ -182,15 +182,15 @@ def compare(
             env[Ref(op.name).key] = next(feed)
             continue
         operands = [env[ref.key] for ref in op.operands]
-        wide = list(map(_doubled, operands))
+        wide = list(map(doubled, operands))
         for slot, ref in enumerate(op.operands):
             if (op.name, slot) in read:
                 if found := judge.differing_read(op, ref, operands[slot], read[op.name, slot]):
                     return found
                 wide[slot], _ = judge.combined(operands[slot], read[op.name, slot])
                 operands[slot] = wide[slot].to(operands[slot].dtype)
-        results, exact, terms = _evaluated(op, operands, wide, checker)
-        for index, whole in enumerate(_run(op, [env[ref.key] for ref in op.operands])):
+        results, exact, terms = evaluate_in_double(op, operands, wide, checker)
+        for index, whole in enumerate(evaluate(op, [env[ref.key] for ref in op.operands])):
             env[Ref(op.name, index).key] = whole
             parts = made.get(Ref(op.name, index).key, {})
             if isinstance(whole, torch.Tensor) and (
@@ -235,7 +235,7 @@ class _Judge:
         were added; elsewhere ``like``.
         """
         names = list(self.certificate.axes)
-        total = _doubled(like).clone()
+        total = doubled(like).clone()
         size = total.abs()
         for coordinate, pieces in parts.items():
             for number, (held, value) in enumerate(pieces):
@@ -249,7 +249,7 @@ class _Judge:
                 ]
                 terms = torch.stack(
                     [
-                        _doubled(parts[c][number][1])
+                        doubled(parts[c][number][1])
                         for c in itertools.product(*moved)
                         if len(parts.get(c, ())) > number
                     ]
@@ -276,7 +276,7 @@ class _Judge:
         key = self.checker.forms.key(ref)
         source = self.made.get(key)
         if source is None:
-            expected, size = _doubled(like), _doubled(like).abs()
+            expected, size = doubled(like), doubled(like).abs()
         else:
             expected, size = self.combined(like, source)
         is_sum = any(
@@ -289,7 +289,7 @@ class _Judge:
             op,
             parts,
             expected,
-            _eps(like.dtype) * (OF_DTYPE + ranks) * size if ranks else torch.zeros_like(size),
+            eps(like.dtype) * (OF_DTYPE + ranks) * size if ranks else torch.zeros_like(size),
             like.dtype,
         )
 
@@ -306,14 +306,14 @@ class _Judge:
         """
         _, size = self.combined(one, parts)
         inner = torch.float32 if one.dtype in HALF else one.dtype  # in which kernels add up
-        own = (_doubled(one) - exact).abs()
+        own = (doubled(one) - exact).abs()
         worst = own[own.isfinite()].max() if own.isfinite().any() else 0.0
         room = (
-            OF_DTYPE * (_eps(one.dtype) * (size + exact.abs()) + _eps(inner) * terms)
+            OF_DTYPE * (eps(one.dtype) * (size + exact.abs()) + eps(inner) * terms)
             + OF_DEVICE * worst
         )
         found = self.first(op, parts, exact, room, one.dtype)
-        return found and self.first(op, parts, _doubled(one), room, one.dtype)
+        return found and self.first(op, parts, doubled(one), room, one.dtype)
 
     def first(
         self,
@@ -367,7 +367,7 @@ def _places(held: ElementMap) -> Any:
             torch.from_numpy(i)
             for i in np.ix_(
                 *(
-                    Part(index, size).positions()
+                    DimPart(index, size).positions()
                     for index, size in zip(held.index, held.atoms, strict=True)
                 )
             )
@@ -377,61 +377,6 @@ def _places(held: ElementMap) -> Any:
     )
 
 
-def _doubled(x: torch.Tensor) -> torch.Tensor:
-    return x.to(
-        torch.complex128
-        if x.is_complex()
-        else torch.float64
-        if x.is_floating_point()
-        else torch.int64
-    )
-
-
-def _eps(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point or dtype.is_complex else 0.0
-
-
-def _evaluated(
-    op: Operation, operands: Sequence[Any], wide: Sequence[Any], checker: Checker
-) -> tuple[Sequence[Any], Sequence[Any], Sequence[Any]]:
-    """An op's results on these operands as one device gives them, in double precision, and the
-    magnitudes that a linear op adds up.
-    """
-
-    def double(tree: Any) -> Any:
-        if isinstance(tree, torch.dtype) and (tree.is_floating_point or tree.is_complex):
-            return torch.complex128 if tree.is_complex else torch.float64
-        return tree
-
-    one = _run(op, operands)
-    wide = [
-        w if x.is_floating_point() or x.is_complex() else x
-        for x, w in zip(operands, wide, strict=True)
-    ]
-    precise = replace(
-        op,
-        args=replaced(op.args, torch.dtype, double),
-        kwargs=replaced(dict(op.kwargs), torch.dtype, double),
-    )
-    exact, terms = (
-        [_doubled(x) if isinstance(x, torch.Tensor) else x for x in one],
-        [0.0] * len(one),
-    )
-    if op.ports is not None or not any(
-        x.is_floating_point() or x.is_complex() for x in one if isinstance(x, torch.Tensor)
-    ):
-        return one, exact, terms
-    try:
-        found = _run(precise, wide)
-        exact = [_doubled(x) if isinstance(x, torch.Tensor) else x for x in found]
-        if checker.forms.rule(op).linear:
-            found = _run(precise, [x.abs() if x.is_floating_point() else x for x in wide])
-            terms = [_doubled(x).abs() if isinstance(x, torch.Tensor) else 0.0 for x in found]
-    except (RuntimeError, NotImplementedError):  # no kernel in double precision
-        pass
-    return one, exact, terms
-
-
 def _watching(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Graph:
     """A copy that returns ``nodes``."""
     copied = fx.Graph()
@@ -439,13 +384,3 @@ def _watching(graph: fx.Graph, nodes: Sequence[fx.Node]) -> fx.Graph:
     copied.graph_copy(graph, places)
     copied.output(tuple(places[n] for n in nodes))
     return copied
-
-
-def _run(op: Operation, operands: Sequence[Any]) -> Sequence[Any]:
-    feed = iter(operands)
-    args, kwargs = (
-        replaced(tuple(op.args), Ref, lambda _: next(feed)),
-        replaced(dict(op.kwargs), Ref, lambda _: next(feed)),
-    )
-    out = op.target(*args, **kwargs)
-    return out if isinstance(out, list | tuple) else [out]

@@ -5,7 +5,7 @@ Tensors that a branch captures become operands, so that they have a gradient.
 """
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,16 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 from torch._C._functorch import (
-    get_unwrapped,
-    is_batchedtensor,
-    is_functorch_wrapped_tensor,
     peek_interpreter_stack,
     unwrap_if_dead,
 )
-from torch._functorch import utils as functorch_utils
-from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ftp.axis import is_inside
@@ -31,6 +24,7 @@ from ftp.functional.remat import Again, run_again
 from ftp.ops.assume import assumptions_to
 from ftp.ops.choose import CHOOSE, Branch, branch, common, number_of, read_in
 from ftp.source import at_line
+from ftp.tracing.captured_tensors import Captured, Swapped, is_batched, nodes_so_far, plain
 from ftp.tracing.explain_errors import at_line as _at
 from ftp.tracing.functionalize_graph import storages, writes
 from ftp.tracing.known_values import KnownValues
@@ -54,7 +48,7 @@ class Conds:
             return true_fn(*operands) if known else false_fn(*operands)
         predicate = predicate.detach().reshape(())
         predicate = predicate if predicate.dtype is torch.bool else predicate != 0
-        if _is_batched(predicate):
+        if is_batched(predicate):
             return _where(predicate, true_fn(*operands), false_fn(*operands))
         leaves, tree = pytree.tree_flatten(tuple(operands))
         at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -71,12 +65,12 @@ class Conds:
         fns = given(true_fn), given(false_fn)
         operands = [leaves[i] for i in at]
         again = run_again()
-        before = _nodes()
+        before = nodes_so_far()
         captured: dict[fx.Node, Tensor] = {}
         found = []
         for side, fn in zip(SIDES, fns, strict=True):
-            with again(), _branch(-1, side), _Captured(before, captured) as mode:
-                result = fn([_plain(x) for x in operands])
+            with again(), _branch(-1, side), Captured(before, captured) as mode:
+                result = fn([plain(x) for x in operands])
             leaves_of, tree_of = pytree.tree_flatten(result)
             mode.check(leaves_of)
             found.append((leaves_of, tree_of))
@@ -86,7 +80,7 @@ class Conds:
 
         def some(fn: Callable[[Sequence[Tensor]], Any]) -> Some:
             def run(*tensors: Tensor) -> tuple[Tensor, ...]:
-                with _Swapped(before, dict(zip(outer, tensors[n:], strict=True))):
+                with Swapped(before, dict(zip(outer, tensors[n:], strict=True))):
                     leaves = pytree.tree_leaves(fn(tensors[:n]))
                 return tuple(x for x in leaves if isinstance(x, Tensor))
 
@@ -314,145 +308,3 @@ def unmark_cut(graph: fx.Graph) -> None:
         node.meta["branch"] = tuple(s for s in node.meta.get("branch", ()) if s[0] not in cut)
         if number_of(node.target, node.args) in cut:
             node.args = (*node.args[:3], -1)
-
-
-# Captured tensors.
-
-
-def _tracer() -> Any:
-    mode = get_proxy_mode()
-    assert mode is not None
-    return mode.tracer
-
-
-def _nodes() -> frozenset[fx.Node]:
-    return frozenset(_tracer().graph.nodes)
-
-
-def _node_of(x: Tensor) -> fx.Node | None:
-    """The node that a tensor is of, behind all transforms."""
-    with torch._C.DisableTorchFunction():
-        while is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
-        held = _tracer().tensor_tracker.get(x)
-    return None if held is None else held.proxy.node
-
-
-def _is_batched(x: Tensor) -> bool:
-    while is_functorch_wrapped_tensor(x):
-        if is_batchedtensor(x):
-            return True
-        x = get_unwrapped(x)
-    return False
-
-
-def _is_transformed(x: Tensor) -> bool:
-    """Whether a gradient is asked for of a tensor, or a transform sees it."""
-    return x.requires_grad or is_functorch_wrapped_tensor(x)
-
-
-_Custom: Any = CustomFunctionHigherOrderOperator
-
-
-class _Replacing(TorchFunctionMode):
-    """Functions get other tensors in place of those that were made before a cond.
-
-    Args:
-        before: the nodes before the cond.
-    """
-
-    def __init__(self, before: frozenset[fx.Node]) -> None:
-        super().__init__()
-        self._before = before
-
-    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
-        raise NotImplementedError
-
-    def __enter__(self) -> Any:
-        # An autograd.Function takes its arguments past modes: by one of two ways.
-        self._originals = _Custom.__call__, functorch_utils.unwrap_dead_wrappers
-        call, unwrapped = self._originals
-
-        def given(operator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-            return call(operator, function, *self._swapped(args), **self._swapped(kwargs))
-
-        _Custom.__call__ = given
-        functorch_utils.unwrap_dead_wrappers = lambda args: unwrapped(self._swapped(args))
-        return super().__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        _Custom.__call__, functorch_utils.unwrap_dead_wrappers = self._originals
-        super().__exit__(*error)
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*self._swapped(args), **self._swapped(kwargs or {}))
-
-    def _swapped(self, x: Any) -> Any:
-        if isinstance(x, Tensor):
-            with torch._C.DisableTorchFunction():
-                if not _is_transformed(x) or (node := _node_of(x)) not in self._before:
-                    return x
-                assert node is not None
-                return self.replaced(node, x)
-        if type(x) in (list, tuple):
-            return type(x)(map(self._swapped, x))
-        return {k: self._swapped(v) for k, v in x.items()} if type(x) is dict else x
-
-
-class _Captured(_Replacing):
-    """Finds the tensors that a branch captures. They are detached, so that what has a gradient all
-    the same is seen to come by another way.
-    """
-
-    def __init__(self, before: frozenset[fx.Node], found: dict[fx.Node, Tensor]) -> None:
-        super().__init__(before)
-        self._found = found
-        self._detached: dict[fx.Node, Tensor] = {}
-
-    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
-        self._found.setdefault(node, x)
-        if node not in self._detached:
-            self._detached[node] = _plain(x)
-        return self._detached[node]
-
-    def check(self, results: Sequence[Any]) -> None:
-        for x in results:
-            if isinstance(x, Tensor) and _has_gradient(x) and _node_of(x) not in self._before:
-                raise TraceError(
-                    f"{at_line()}A branch of torch.cond uses a captured tensor in a way in which"
-                    " no gradient would flow. Make it an operand: torch.cond(predicate, true_fn,"
-                    " false_fn, (x, weight))."
-                )
-
-
-class _Swapped(_Replacing):
-    """Gives a branch its operands in place of the tensors that it captures."""
-
-    def __init__(self, before: frozenset[fx.Node], given: Mapping[fx.Node, Tensor]) -> None:
-        super().__init__(before)
-        self._given = given
-
-    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
-        if node not in self._given:
-            raise TraceError(
-                f"{at_line()}A branch of torch.cond captures other tensors when it is traced again."
-                " Make them operands: torch.cond(predicate, true_fn, false_fn, (x, weight))."
-            )
-        return self._given[node]
-
-
-def _plain(x: Tensor) -> Tensor:
-    """A tensor without gradients; without transforms, too, if none maps over it."""
-    if not _is_batched(x):
-        while is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
-    return x.detach()
-
-
-def _has_gradient(x: Tensor) -> bool:
-    with torch._C.DisableTorchFunction():
-        if _is_batched(x):
-            return x.requires_grad
-        while not x.requires_grad and is_functorch_wrapped_tensor(x):
-            x = get_unwrapped(x)
-        return x.requires_grad

@@ -73,7 +73,7 @@ class _Known:
 
 
 @dataclass(frozen=True)
-class Call:
+class TracedCall:
     """One call: all that its nodes depend on, its tensors, and the nodes that those are when it
     is made.
     """
@@ -104,7 +104,7 @@ class Recall:
 
     def call(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any], tracer: Any
-    ) -> Call | None:
+    ) -> TracedCall | None:
         """The call, or None for one that is never recorded from memory."""
         in_place = func._schema.is_mutable
         if in_place and not _is_in_place(func):
@@ -119,9 +119,9 @@ class Recall:
             if known is None or known.constant is not None:
                 return None
             inputs.append(known.proxy.node)
-        return Call(tuple(found), given, inputs, in_place)
+        return TracedCall(tuple(found), given, inputs, in_place)
 
-    def again(self, call: Call, tracer: Any) -> Any:
+    def again(self, call: TracedCall, tracer: Any) -> Any:
         """The call's result, its nodes written to the tracer's graph; None where it is not
         known.
         """
@@ -188,7 +188,7 @@ class Recall:
         made.__dict__.update(self._fresh[val.device])  # type: ignore[attr-defined]
         return made
 
-    def learn(self, call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> None:
+    def learn(self, call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> None:
         """Remember the nodes that a call was recorded as."""
         if call.key not in self._known:
             self._known[call.key] = _known(call, result, nodes, tracer)
@@ -244,7 +244,7 @@ def _describe(tree: Any, found: list[Any], given: list[FakeTensor]) -> bool:
     return kind in _PLAIN
 
 
-def _known(call: Call, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _Known | None:
+def _known(call: TracedCall, result: Any, nodes: Sequence[fx.Node], tracer: Any) -> _Known | None:
     """What was recorded for a call, in terms of its inputs; None where that is not all there is
     to it.
     """

@@ -20,7 +20,7 @@ from ftp.rules.op_kinds import ATTENTION
 aten = torch.ops.aten
 
 # A call on tensors whose mapped dim is 0, or that have none (False): results, and which are mapped.
-Call = Callable[..., tuple[Any, Any]]
+MappedForm = Callable[..., tuple[Any, Any]]
 
 
 @contextmanager
@@ -37,7 +37,7 @@ def mapped_ops() -> Iterator[None]:
         lib._destroy()
 
 
-def _kernel(op: Any, call: Call) -> Callable[..., Any]:
+def _kernel(op: Any, call: MappedForm) -> Callable[..., Any]:
     def run(*args: Any, **kwargs: Any) -> Any:
         interpreter: Any = retrieve_current_functorch_interpreter()
         level = interpreter.level()
@@ -137,7 +137,7 @@ def _all(x: Tensor, n: int, mapped: bool) -> Tensor:
     return x if mapped else x.expand(n, *x.shape)
 
 
-RULES: dict[Any, Call] = {
+RULES: dict[Any, MappedForm] = {
     aten.embedding.default: _embedding,
     aten.embedding_dense_backward.default: _embedding_backward,
     **{

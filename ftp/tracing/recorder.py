@@ -31,7 +31,7 @@ from ftp.functional.remat import current_region
 from ftp.ops.choose import Branch, current_branch
 from ftp.ops.static_shape import FIXED
 from ftp.source import describe_line, is_users
-from ftp.tracing.call_cache import Call, Recall
+from ftp.tracing.call_cache import Recall, TracedCall
 from ftp.tracing.explain_errors import LEAKED, SURROUNDING, at_line, explain
 from ftp.tracing.op_facts import (
     ALWAYS,
@@ -181,7 +181,7 @@ class Recorder(TorchDispatchMode):
 
     def _again(
         self, func: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Call | None, Any]:
+    ) -> tuple[TracedCall | None, Any]:
         """The call, if it is one to remember, and its result, if it is remembered."""
         with (
             torch._C.DisableTorchFunction()

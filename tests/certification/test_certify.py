@@ -32,7 +32,7 @@ from ftp.api.certify import certificate_of, certify
 from ftp.certification.certificate import Certificate, Ranks, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
-from ftp.certification.element_map import Part, element_map
+from ftp.certification.element_map import DimPart, element_map
 from ftp.certification.positions import whole
 from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
@@ -462,7 +462,7 @@ def test_data_movement_that_torch_refuses(target: Any, args: tuple[Any, ...]):
     with pytest.raises((RuntimeError, IndexError)):
         target(torch.ones(2, 3), *args)
     with pytest.raises(Unsound):
-        MOVEMENTS[target](element_map("x", [Part(whole(1, 0, n), n) for n in (2, 3)]), *args)
+        MOVEMENTS[target](element_map("x", [DimPart(whole(1, 0, n), n) for n in (2, 3)]), *args)
 
 
 @FEW

@@ -24,7 +24,7 @@ from ftp.sharding.spec import local_pieces
 from ftp.tensors.boxes import parts_on
 from ftp.tensors.device_put import put, take
 from ftp.tensors.placement import placement, remember
-from ftp.tensors.transfer import ALIGNMENT, Moving, Piece, rounds, routes
+from ftp.tensors.transfer import ALIGNMENT, Moving, Transfer, rounds, routes
 from tests.checkpoint.test_checkpoint import drawn, same  # type: ignore[import-not-found]
 
 
@@ -160,8 +160,8 @@ def test_rounds_bring_everything_in_bounded_messages(case, dtype, max_bytes):
     moving = Moving(shape, dtype, before, after)
     ways = routes(a, b, before, after, shape, world)
     arrived = [torch.zeros_like(take(full, p)) for p in due]
-    sent = [[Piece(0, box, s, t) for box, s, t in ways if s == t]]
-    sent += rounds([Piece(0, box, s, t) for box, s, t in ways if s != t], [moving], max_bytes)
+    sent = [[Transfer(0, box, s, t) for box, s, t in ways if s == t]]
+    sent += rounds([Transfer(0, box, s, t) for box, s, t in ways if s != t], [moving], max_bytes)
     for at, turn in enumerate(sent):
         load = dict.fromkeys(world, 0)
         for p in turn:

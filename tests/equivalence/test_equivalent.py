@@ -250,6 +250,20 @@ def test_a_collective_that_is_polled():
     assert dist.Work.is_completed.__name__ == "is_completed"
 
 
+def test_a_loop_that_never_ends(monkeypatch):
+    """A rank's program that waits for what a peer writes is an error, not a hang."""
+    monkeypatch.setattr("ftp.equivalence.recorder.LONGEST", 500)
+
+    def program(x, w):
+        flag = torch.zeros(1)
+        while True:
+            dist.broadcast(flag, 0)
+            flag = flag.clone()
+
+    with pytest.raises(TraceError, match=r"flag.clone(.|\n)*has run 500 ops and goes on"):
+        prove(torch.matmul, program)
+
+
 def test_gradients_that_the_engine_adds_up_have_the_line_of_their_use():
     """One of two uses of an argument lacks the sum of its gradients."""
 

@@ -518,6 +518,44 @@ def norm_weight_over_two_axes(is_mended):
     return program
 
 
+def clipped(sinks, weight):
+    norm = (sinks.square().sum() + weight.square().sum()).sqrt()
+    return sinks / norm, weight / norm
+
+
+def sinks_of_one_rank(is_mended):
+    """Sinks cut over heads, but not marked so: the clipped norm counted those of one rank."""
+
+    def program(sinks, weight):
+        total = sinks.square().sum()
+        if not is_mended:
+            total = total * (dist.get_rank() == 0)  # BUG
+        dist.all_reduce(total)
+        norm = (total + weight.square().sum()).sqrt()
+        return sinks / norm, weight / norm
+
+    return program
+
+
+def balance_loss(probabilities, mask):
+    count = mask.sum()
+    load = (probabilities * mask[:, None]).sum(0) / count
+    return load.square().sum() * count
+
+
+def overwritten_count(is_mended):
+    """The number of this rank's tokens was summed over ranks in place, then read as its own."""
+
+    def program(probabilities, mask):
+        own = mask.sum()
+        count = own.clone() if is_mended else own
+        dist.all_reduce(count)
+        load = Reduce.apply((probabilities * mask[:, None]).sum(0)) / count
+        return load.square().sum() * own  # BUG
+
+    return program
+
+
 _X, _W, _DOWN = randn(4, 6), randn(6, 4), randn(4, 3)
 _TARGET = torch.tensor([1, 3, 0, 2])
 _TP_ROWS = (P(None, "tp"), P("tp"))
@@ -621,6 +659,24 @@ BUGS = [
         P("tp"),
         P(unreduced=("tp",)),
         (randn(4), torch.tensor([1, 1, 1, 0])),
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (8)",
+        clipped,
+        sinks_of_one_rank,
+        (P("tp"), P()),
+        (P("tp"), P()),
+        (randn(4), randn(3, 2)),
+        grad=False,
+    ),
+    Bug(
+        "NVIDIA/Megatron-LM#7452 (10)",
+        balance_loss,
+        overwritten_count,
+        (P("tp"), P("tp")),
+        P(unreduced=("tp",)),
+        (randn(4, 3), torch.tensor([1, 1, 1, 0])),
+        grad=False,
     ),
     Bug(
         "NVIDIA/Megatron-LM#7452 (11)",

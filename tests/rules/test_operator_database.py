@@ -13,7 +13,7 @@ import pytest
 import torch
 from op_sweep import Outcome, cases, op_names, run_case, summary, sweep
 
-from ftp.__main__ import Row, main, rows
+from ftp.__main__ import OpRow, main, rows
 from ftp.rules.proof.discover import discover
 from ftp.rules.proof.prove import call_of
 from ftp.rules.registry import RULES, make
@@ -169,8 +169,8 @@ def test_the_table_has_what_was_found_by_trial(monkeypatch: pytest.MonkeyPatch, 
     x = torch.randn(6, 4)
     found = discover(call_of(torch.ops.aten.renorm.default, (x, 2, 0, 0.3), {}, (x,)))
     (row,) = rows("aten.renorm.default")
-    assert row == Row("aten.renorm.default", f"{found.rule}, found by trial", "discovered", True)
-    assert rows("aten.nonzero.default") == [Row("aten.nonzero.default", "", "replicated", False)]
+    assert row == OpRow("aten.renorm.default", f"{found.rule}, found by trial", "discovered", True)
+    assert rows("aten.nonzero.default") == [OpRow("aten.nonzero.default", "", "replicated", False)]
 
 
 def test_what_was_proven_with_another_torch_is_not_proven(monkeypatch: pytest.MonkeyPatch):

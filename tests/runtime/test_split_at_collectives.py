@@ -21,12 +21,12 @@ from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered
 from ftp.runtime.program import groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
-from ftp.runtime.split_at_collectives import Piece, split, with_pieces
+from ftp.runtime.split_at_collectives import Subgraph, split, with_pieces
 from ftp.sharding.pytree import flatten
 from tests.passes.test_passes import ADAMW, FUSED, PLANS, compare, lowered, mesh_of
 
 
-def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
+def interpreted(piece: Subgraph) -> Callable[[list[Any]], tuple[Any, ...]]:
     """What a compiled piece does, by the ops themselves."""
     gm = fx.GraphModule({}, piece.graph)
 
@@ -41,7 +41,7 @@ def interpreted(piece: Piece) -> Callable[[list[Any]], tuple[Any, ...]]:
 
 def in_pieces(
     graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]
-) -> tuple[list[Piece], fx.Graph]:
+) -> tuple[list[Subgraph], fx.Graph]:
     graph = with_values(fx.GraphModule({}, ordered(graph)), inputs).graph
     graph = for_inductor(graph, donated, lambda products: ())
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
@@ -155,7 +155,7 @@ def test_kernels_of_several_graphs_are_one_library():
                 for node in (x, y):
                     node.meta["val"] = values[0]
                 added = next(iter(x.users)).users
-                piece = Piece(list(graph.nodes)[2:4], graph, [x, y], list(added))
+                piece = Subgraph(list(graph.nodes)[2:4], graph, [x, y], list(added))
                 made.append(_compiled(piece))
     assert len(loaded) == 1
     for run, op in zip(made, (torch.exp, torch.sin), strict=True):

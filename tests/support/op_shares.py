@@ -21,7 +21,7 @@ from ftp import P
 from ftp.planning.plan import Plan
 from ftp.rules.op_kinds import VIEWS, is_product
 from ftp.rules.proof.sandbox import Ended, apart
-from ftp.rules.proof.trial import Held, holding
+from ftp.rules.proof.trial import SoundPlacement, holding
 from ftp.sharding.layout import nominal
 
 MESH = ftp.AbstractMesh((2,), ("x",))
@@ -89,7 +89,7 @@ def _cut(apply: Any, given: Sequence[Tensor]) -> list[int | None] | None:
     if any(op_sweep._difference(a, b, b) for a, b in zip(first, again, strict=True)):
         return None
 
-    def preference(held: Held) -> tuple[int, int, str]:
+    def preference(held: SoundPlacement) -> tuple[int, int, str]:
         whole = sum(r is None for r in held.results)
         return (
             whole + sum(isinstance(r, str) for r in held.results),

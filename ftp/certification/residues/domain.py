@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_any, tree_leaves, tree_map
 
 from ftp.certification.residues import arithmetic as ar
 from ftp.certification.residues.field import Field
-from ftp.certification.residues.ops import FUNCTIONS, MOVEMENTS, Call, _rounded
+from ftp.certification.residues.ops import FUNCTIONS, MOVEMENTS, ResidueCall, _rounded
 from ftp.certification.residues.value import Blind, Value, drawn, embed, move, separate, write
 from ftp.certification.residues.words import words
 from ftp.ops.exchange import LITERAL
@@ -64,7 +64,7 @@ class Residues:
         if name in MOVEMENTS:
             return self._moved(target, args, kwargs, dtype)
         if name in FUNCTIONS:
-            call = Call(self.field, target, dtype)
+            call = ResidueCall(self.field, target, dtype)
             accepted = {k: v for k, v in kwargs.items() if k not in _IGNORED}
             return FUNCTIONS[name](call, *args, **accepted)
         return self._opaque(target, args, kwargs, dtypes)
@@ -75,7 +75,7 @@ class Residues:
         shares = any(r.alias_info is not None for r in target._schema.returns)
         lifted = tree_map(lambda x: x, (args, dict(kwargs)))
         if target._schema.name.split("::")[1] in ("cat", "stack", "index_copy"):
-            call = Call(self.field, target, dtype)
+            call = ResidueCall(self.field, target, dtype)
             lifted = tree_map(
                 lambda x: call.lift(x) if isinstance(x, Tensor) and not _is_index(x) else x, lifted
             )
@@ -113,7 +113,7 @@ class Residues:
         base = name.removesuffix("_")
         if base not in FUNCTIONS and base not in MOVEMENTS:
             raise Blind(f"{target}")
-        functional = Call(self.field, target, x.dtype)
+        functional = ResidueCall(self.field, target, x.dtype)
         if base in FUNCTIONS:
             accepted = {k: v for k, v in kwargs.items() if k not in _IGNORED}
             new = FUNCTIONS[base](functional, *args, **accepted)
@@ -217,7 +217,7 @@ class Residues:
 
     def write(self, x: Any, new: Any) -> None:
         if isinstance(x, Value):
-            new = _rounded(Call(self.field, None, x.dtype), new, x.dtype)
+            new = _rounded(ResidueCall(self.field, None, x.dtype), new, x.dtype)
             write(x, Value([p.reshape(x.shape) for p in new.planes], new.window, x.dtype))
         else:
             x.copy_(new.reshape(x.shape))

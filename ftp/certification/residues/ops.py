@@ -2,8 +2,8 @@
 
 Longer than other files because it is one table: every op of which the proofs know something.
 
-Each function takes a ``Call`` and the op's arguments. Operands may be values, numbers, or tensors
-of integers, whose elements are known numbers.
+Each function takes a ``ResidueCall`` and the op's arguments. Operands may be values, numbers, or
+tensors of integers, whose elements are known numbers.
 """
 
 import math
@@ -31,7 +31,7 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Call:
+class ResidueCall:
     """A call of an op: the field, the op, and the dtype of its first result."""
 
     field: Field
@@ -62,34 +62,34 @@ def op(*names: str):
 
 
 @op("add")
-def _add(c: Call, a: Any, b: Any, alpha: Any = 1) -> Value:
+def _add(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Value:
     b = c.lift(b)
     return ar.add(c.field, c.lift(a), b if alpha == 1 else _times(c, b, alpha))
 
 
 @op("sub", "subtract")
-def _sub(c: Call, a: Any, b: Any, alpha: Any = 1) -> Value:
+def _sub(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Value:
     return _add(c, a, ar.negate(c.field, c.lift(b)), alpha)
 
 
 @op("rsub")
-def _rsub(c: Call, a: Any, b: Any, alpha: Any = 1) -> Value:
+def _rsub(c: ResidueCall, a: Any, b: Any, alpha: Any = 1) -> Value:
     return _sub(c, b, a, alpha)
 
 
 @op("mul", "multiply")
-def _mul(c: Call, a: Any, b: Any) -> Value:
+def _mul(c: ResidueCall, a: Any, b: Any) -> Value:
     return _times(c, c.lift(a), b)
 
 
-def _times(c: Call, a: Value, b: Any) -> Value:
+def _times(c: ResidueCall, a: Value, b: Any) -> Value:
     if isinstance(b, bool | int):
         return ar.scaled(c.field, a, int(b)) if b != -1 else ar.negate(c.field, a)
     return ar.multiply(c.field, a, c.lift(b))
 
 
 @op("div", "true_divide", "divide")
-def _div(c: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
+def _div(c: ResidueCall, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
     if rounding_mode is not None:
         raise Blind(f"{c.target}, which rounds")
     if isinstance(b, int) and b:
@@ -98,37 +98,37 @@ def _div(c: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Value:
 
 
 @op("reciprocal")
-def _reciprocal(c: Call, a: Value) -> Value:
+def _reciprocal(c: ResidueCall, a: Value) -> Value:
     return ar.reciprocal(c.field, a)
 
 
 @op("neg")
-def _neg(c: Call, a: Value) -> Value:
+def _neg(c: ResidueCall, a: Value) -> Value:
     return ar.negate(c.field, a)
 
 
 @op("addcmul")
-def _addcmul(c: Call, x: Any, a: Any, b: Any, value: Any = 1) -> Value:
+def _addcmul(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Value:
     return _add(c, x, _mul(c, _mul(c, a, b), value))
 
 
 @op("addcdiv")
-def _addcdiv(c: Call, x: Any, a: Any, b: Any, value: Any = 1) -> Value:
+def _addcdiv(c: ResidueCall, x: Any, a: Any, b: Any, value: Any = 1) -> Value:
     return _add(c, x, _mul(c, _div(c, a, b), value))
 
 
 @op("lerp")
-def _lerp(c: Call, a: Any, b: Any, weight: Any) -> Value:
+def _lerp(c: ResidueCall, a: Any, b: Any, weight: Any) -> Value:
     return _add(c, a, _mul(c, _sub(c, b, a), weight))
 
 
 @op("square")
-def _square(c: Call, a: Value) -> Value:
+def _square(c: ResidueCall, a: Value) -> Value:
     return ar.multiply(c.field, a, a)
 
 
 @op("pow")
-def _pow(c: Call, a: Any, exponent: Any) -> Value:
+def _pow(c: ResidueCall, a: Any, exponent: Any) -> Value:
     if isinstance(exponent, int | float) and isinstance(a, Value):
         if exponent == int(exponent):
             return ar.integer_power(c.field, a, int(exponent))
@@ -139,17 +139,17 @@ def _pow(c: Call, a: Any, exponent: Any) -> Value:
 
 
 @op("sqrt")
-def _sqrt(c: Call, a: Value) -> Value:
+def _sqrt(c: ResidueCall, a: Value) -> Value:
     return ar.root(c.field, a)
 
 
 @op("rsqrt")
-def _rsqrt(c: Call, a: Value) -> Value:
+def _rsqrt(c: ResidueCall, a: Value) -> Value:
     return ar.reciprocal(c.field, ar.root(c.field, a))
 
 
 @op("mm", "bmm", "mv", "dot", "matmul")
-def _product(c: Call, a: Value, b: Value) -> Value:
+def _product(c: ResidueCall, a: Value, b: Value) -> Value:
     a, b = c.lift(a), c.lift(b)
     left = _reshaped(c, a, (1, *a.shape)) if len(a.shape) == 1 else a
     right = _reshaped(c, b, (*b.shape, 1)) if len(b.shape) == 1 else b
@@ -162,12 +162,12 @@ def _product(c: Call, a: Value, b: Value) -> Value:
     return _reshaped(c, found, shape)
 
 
-def _reshaped(c: Call, a: Value, shape: Sequence[int]) -> Value:
+def _reshaped(c: ResidueCall, a: Value, shape: Sequence[int]) -> Value:
     return move(c.field, lambda x: x.reshape(tuple(shape)), [a])
 
 
 @op("addmm", "baddbmm", "addmv")
-def _addmm(c: Call, bias: Any, a: Value, b: Value, beta: Any = 1, alpha: Any = 1) -> Value:
+def _addmm(c: ResidueCall, bias: Any, a: Value, b: Value, beta: Any = 1, alpha: Any = 1) -> Value:
     return _add(c, _mul(c, bias, beta), _mul(c, _product(c, a, b), alpha))
 
 
@@ -181,7 +181,9 @@ def _dims(x: Value, dim: Any) -> list[int]:
 
 
 @op("sum")
-def _sum(c: Call, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def _sum(
+    c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     x = c.lift(x)
     if not x.shape:
         return separate(x)
@@ -189,20 +191,22 @@ def _sum(c: Call, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = N
 
 
 @op("mean")
-def _mean(c: Call, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def _mean(
+    c: ResidueCall, x: Any, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     x = c.lift(x)
     count = math.prod(x.shape[d] for d in _dims(x, dim)) if x.shape else 1
     return ar.scaled(c.field, _sum(c, x, dim, keepdim), 1, count)
 
 
 @op("cumsum")
-def _cumsum(c: Call, x: Value, dim: int, dtype: Any = None) -> Value:
+def _cumsum(c: ResidueCall, x: Value, dim: int, dtype: Any = None) -> Value:
     return ar.summed(c.field, lambda p: p.cumsum(dim), c.lift(x))
 
 
 @op("var_mean")
 def _var_mean(
-    c: Call, x: Value, dim: Any = None, correction: Any = 1, keepdim: bool = False
+    c: ResidueCall, x: Value, dim: Any = None, correction: Any = 1, keepdim: bool = False
 ) -> tuple[Value, Value]:
     count = math.prod(x.shape[d] for d in _dims(x, dim))
     mean = _mean(c, x, dim, True)
@@ -214,12 +218,14 @@ def _var_mean(
 
 
 @op("var")
-def _var(c: Call, x: Value, dim: Any = None, correction: Any = 1, keepdim: bool = False) -> Value:
+def _var(
+    c: ResidueCall, x: Value, dim: Any = None, correction: Any = 1, keepdim: bool = False
+) -> Value:
     return _var_mean(c, x, dim, correction, keepdim)[0]
 
 
 @op("native_layer_norm")
-def _layer_norm(c: Call, x: Value, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
+def _layer_norm(c: ResidueCall, x: Value, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     dims = list(range(len(x.shape) - len(shape), len(x.shape)))
     var, mean = _var_mean(c, x, dims, 0, True)
     scale = _rsqrt(c, _add(c, var, eps))
@@ -229,7 +235,7 @@ def _layer_norm(c: Call, x: Value, shape: Any, weight: Any, bias: Any, eps: floa
 
 
 @op("_fused_rms_norm")
-def _rms_norm(c: Call, x: Value, shape: Any, weight: Any, eps: Any) -> Any:
+def _rms_norm(c: ResidueCall, x: Value, shape: Any, weight: Any, eps: Any) -> Any:
     dims = list(range(len(x.shape) - len(shape), len(x.shape)))
     eps = torch.finfo(x.dtype).eps if eps is None else eps
     scale = _rsqrt(c, _add(c, _mean(c, _square(c, x), dims, True), eps))
@@ -238,28 +244,32 @@ def _rms_norm(c: Call, x: Value, shape: Any, weight: Any, eps: Any) -> Any:
 
 
 @op("index_add")
-def _index_add(c: Call, x: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1) -> Value:
+def _index_add(
+    c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, alpha: Any = 1
+) -> Value:
     x, source = c.lift(x), _mul(c, source, alpha)
     both = zip(x.planes, source.planes, strict=True)
     return _modular(c, x, source, [p.index_add(dim, index, s) for p, s in both])
 
 
 @op("scatter_add")
-def _scatter_add(c: Call, x: Any, dim: int, index: Tensor, source: Any) -> Value:
+def _scatter_add(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any) -> Value:
     x, source = c.lift(x), c.lift(source)
     both = zip(x.planes, source.planes, strict=True)
     return _modular(c, x, source, [p.scatter_add(dim, index, s) for p, s in both])
 
 
 @op("index_put", "_unsafe_index_put", "_index_put_impl")
-def _index_put(c: Call, x: Any, indices: Any, values: Any, accumulate: bool = False) -> Value:
+def _index_put(
+    c: ResidueCall, x: Any, indices: Any, values: Any, accumulate: bool = False
+) -> Value:
     x, values = c.lift(x), c.lift(values)
     both = zip(x.planes, values.planes, strict=True)
     found = [p.index_put(tuple(indices), v, accumulate) for p, v in both]
     return _modular(c, x, values, found)
 
 
-def _modular(c: Call, a: Value, b: Value, planes: Sequence[Tensor]) -> Value:
+def _modular(c: ResidueCall, a: Value, b: Value, planes: Sequence[Tensor]) -> Value:
     """Sums of planes as the planes of a sum."""
     f = c.field
     residues = [x % p for x, p in zip(planes, f.primes, strict=False)]
@@ -270,7 +280,7 @@ def _modular(c: Call, a: Value, b: Value, planes: Sequence[Tensor]) -> Value:
 
 @op("embedding_dense_backward")
 def _embedding_backward(
-    c: Call, grad: Value, index: Tensor, rows: int, padding: int, scale: bool
+    c: ResidueCall, grad: Value, index: Tensor, rows: int, padding: int, scale: bool
 ) -> Value:
     if scale:
         raise Blind(f"{c.target} with scale_grad_by_freq")
@@ -284,7 +294,9 @@ def _embedding_backward(
 
 
 @op("prod")
-def _prod(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None) -> Value:
+def _prod(
+    c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any = None
+) -> Value:
     if dim is None:
         x, dim = _reshaped(c, x, (-1,)), 0
     parts = [move(c.field, lambda p, i=i: p.select(dim, i), [x]) for i in range(x.shape[dim])]
@@ -298,80 +310,80 @@ def _prod(c: Call, x: Value, dim: Any = None, keepdim: bool = False, dtype: Any 
 
 
 @op("exp")
-def _exp(c: Call, x: Any) -> Value:
+def _exp(c: ResidueCall, x: Any) -> Value:
     return ar.exponential(c.field, c.lift(x))
 
 
 @op("expm1")
-def _expm1(c: Call, x: Any) -> Value:
+def _expm1(c: ResidueCall, x: Any) -> Value:
     return _sub(c, _exp(c, x), 1)
 
 
 @op("log")
-def _log(c: Call, x: Any) -> Value:
+def _log(c: ResidueCall, x: Any) -> Value:
     return ar.natural_logarithm(c.field, c.lift(x))
 
 
 @op("log1p")
-def _log1p(c: Call, x: Any) -> Value:
+def _log1p(c: ResidueCall, x: Any) -> Value:
     return _log(c, _add(c, x, 1))
 
 
 @op("sigmoid")
-def _sigmoid(c: Call, x: Value) -> Value:
+def _sigmoid(c: ResidueCall, x: Value) -> Value:
     return ar.reciprocal(c.field, _add(c, _exp(c, _neg(c, x)), 1))
 
 
 @op("silu")
-def _silu(c: Call, x: Value) -> Value:
+def _silu(c: ResidueCall, x: Value) -> Value:
     return _mul(c, x, _sigmoid(c, x))
 
 
 @op("tanh")
-def _tanh(c: Call, x: Value) -> Value:
+def _tanh(c: ResidueCall, x: Value) -> Value:
     twice = _exp(c, _mul(c, x, 2))
     return _div(c, _sub(c, twice, 1), _add(c, twice, 1))
 
 
 @op("logsumexp")
-def _logsumexp(c: Call, x: Value, dim: Any, keepdim: bool = False) -> Value:
+def _logsumexp(c: ResidueCall, x: Value, dim: Any, keepdim: bool = False) -> Value:
     return _log(c, _sum(c, _exp(c, x), dim, keepdim))
 
 
 @op("_softmax", "_safe_softmax")
-def _softmax(c: Call, x: Value, dim: int, *_: Any, **__: Any) -> Value:
+def _softmax(c: ResidueCall, x: Value, dim: int, *_: Any, **__: Any) -> Value:
     terms = _exp(c, x)
     return _div(c, terms, _sum(c, terms, dim, True))
 
 
 @op("_log_softmax")
-def _log_softmax(c: Call, x: Value, dim: int, *_: Any) -> Value:
+def _log_softmax(c: ResidueCall, x: Value, dim: int, *_: Any) -> Value:
     return _sub(c, x, _logsumexp(c, x, dim, True))
 
 
 @op("_softmax_backward_data")
-def _softmax_backward(c: Call, grad: Value, out: Value, dim: int, *_: Any) -> Value:
+def _softmax_backward(c: ResidueCall, grad: Value, out: Value, dim: int, *_: Any) -> Value:
     weighted = _mul(c, grad, out)
     return _sub(c, weighted, _mul(c, out, _sum(c, weighted, dim, True)))
 
 
 @op("_log_softmax_backward_data")
-def _log_softmax_backward(c: Call, grad: Value, out: Value, dim: int, *_: Any) -> Value:
+def _log_softmax_backward(c: ResidueCall, grad: Value, out: Value, dim: int, *_: Any) -> Value:
     return _sub(c, grad, _mul(c, _exp(c, out), _sum(c, grad, dim, True)))
 
 
 @op("sigmoid_backward")
-def _sigmoid_backward(c: Call, grad: Value, out: Value) -> Value:
+def _sigmoid_backward(c: ResidueCall, grad: Value, out: Value) -> Value:
     return _mul(c, grad, _mul(c, out, _rsub(c, out, 1)))
 
 
 @op("tanh_backward")
-def _tanh_backward(c: Call, grad: Value, out: Value) -> Value:
+def _tanh_backward(c: ResidueCall, grad: Value, out: Value) -> Value:
     return _mul(c, grad, _rsub(c, _square(c, out), 1))
 
 
 @op("silu_backward")
-def _silu_backward(c: Call, grad: Value, x: Value) -> Value:
+def _silu_backward(c: ResidueCall, grad: Value, x: Value) -> Value:
     gate = _sigmoid(c, x)
     slope = _add(c, _mul(c, x, _rsub(c, gate, 1)), 1)
     return _mul(c, grad, _mul(c, gate, slope))
@@ -405,7 +417,7 @@ _elementwise("log_sigmoid_forward", "softplus", "softplus_backward", "elu_backwa
 
 
 def _compared(compare: Callable[[Tensor, Tensor], Tensor]):
-    def run(c: Call, a: Any, b: Any) -> Tensor:
+    def run(c: ResidueCall, a: Any, b: Any) -> Tensor:
         return compare(order(c.field, c.lift(a)), order(c.field, c.lift(b)))
 
     return run
@@ -416,55 +428,55 @@ for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
 
 
 @op("maximum", "fmax")
-def _maximum(c: Call, a: Any, b: Any) -> Value:
+def _maximum(c: ResidueCall, a: Any, b: Any) -> Value:
     return ar.larger(c.field, c.lift(a), c.lift(b))
 
 
 @op("minimum", "fmin")
-def _minimum(c: Call, a: Any, b: Any) -> Value:
+def _minimum(c: ResidueCall, a: Any, b: Any) -> Value:
     return ar.smaller(c.field, c.lift(a), c.lift(b))
 
 
 @op("clamp", "clip")
-def _clamp(c: Call, x: Any, min: Any = None, max: Any = None) -> Value:
+def _clamp(c: ResidueCall, x: Any, min: Any = None, max: Any = None) -> Value:
     x = c.lift(x)
     x = x if min is None else _maximum(c, x, min)
     return x if max is None else _minimum(c, x, max)
 
 
 @op("clamp_min")
-def _clamp_min(c: Call, x: Any, min: Any) -> Value:
+def _clamp_min(c: ResidueCall, x: Any, min: Any) -> Value:
     return _maximum(c, x, min)
 
 
 @op("clamp_max")
-def _clamp_max(c: Call, x: Any, max: Any) -> Value:
+def _clamp_max(c: ResidueCall, x: Any, max: Any) -> Value:
     return _minimum(c, x, max)
 
 
 @op("relu")
-def _relu(c: Call, x: Value) -> Value:
+def _relu(c: ResidueCall, x: Value) -> Value:
     return _maximum(c, x, 0)
 
 
 @op("threshold_backward")
-def _threshold_backward(c: Call, grad: Value, x: Value, threshold: Any) -> Value:
+def _threshold_backward(c: ResidueCall, grad: Value, x: Value, threshold: Any) -> Value:
     return ar.chosen(c.field, FUNCTIONS["gt"](c, x, threshold), grad, c.lift(0))
 
 
 @op("abs")
-def _abs(c: Call, x: Value) -> Value:
+def _abs(c: ResidueCall, x: Value) -> Value:
     return ar.chosen(c.field, FUNCTIONS["lt"](c, x, 0), _neg(c, x), x)
 
 
 @op("sign", "sgn")
-def _sign(c: Call, x: Value) -> Value:
+def _sign(c: ResidueCall, x: Value) -> Value:
     below, above = FUNCTIONS["lt"](c, x, 0), FUNCTIONS["gt"](c, x, 0)
     return c.lift(above.to(torch.int64) - below.to(torch.int64))
 
 
 @op("amax", "amin")
-def _amax(c: Call, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
+def _amax(c: ResidueCall, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
     largest = c.target._schema.name.endswith("max")
     dims = sorted(_dims(x, list(dim) if not isinstance(dim, int) else dim), reverse=True)
     for d in dims:
@@ -473,7 +485,7 @@ def _amax(c: Call, x: Value, dim: Any = (), keepdim: bool = False) -> Value:
 
 
 @op("max", "min")
-def _max(c: Call, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
+def _max(c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
     largest = c.target._schema.name.endswith("max")
     if isinstance(dim, int):
         return ar.extreme(c.field, x, dim, keepdim, largest)
@@ -483,51 +495,51 @@ def _max(c: Call, x: Value, dim: Any = None, keepdim: bool = False) -> Any:
 
 
 @op("argmax", "argmin")
-def _argmax(c: Call, x: Value, dim: Any = None, keepdim: bool = False) -> Tensor:
+def _argmax(c: ResidueCall, x: Value, dim: Any = None, keepdim: bool = False) -> Tensor:
     found = getattr(torch, c.target._schema.name.split("::")[1])
     return found(order(c.field, x), dim=dim, keepdim=keepdim)
 
 
 @op("sort")
 def _sort(
-    c: Call, x: Value, dim: int = -1, descending: bool = False, *, stable: bool = True
+    c: ResidueCall, x: Value, dim: int = -1, descending: bool = False, *, stable: bool = True
 ) -> Any:
     at = order(c.field, x).sort(dim=dim, descending=descending, stable=True).indices
     return move(c.field, lambda p: p.gather(dim, at), [x]), at
 
 
 @op("argsort")
-def _argsort(c: Call, x: Value, dim: int = -1, descending: bool = False, **_: Any) -> Tensor:
+def _argsort(c: ResidueCall, x: Value, dim: int = -1, descending: bool = False, **_: Any) -> Tensor:
     return order(c.field, x).argsort(dim=dim, descending=descending, stable=True)
 
 
 @op("topk")
 def _topk(
-    c: Call, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
+    c: ResidueCall, x: Value, k: int, dim: int = -1, largest: bool = True, sorted: bool = True
 ) -> Any:
     at = order(c.field, x).topk(k, dim, largest, sorted).indices
     return move(c.field, lambda p: p.gather(dim, at), [x]), at
 
 
 @op("isnan")
-def _isnan(c: Call, x: Value) -> Tensor:
+def _isnan(c: ResidueCall, x: Value) -> Tensor:
     return torch.zeros(x.shape, dtype=torch.bool)
 
 
 @op("isinf")
-def _isinf(c: Call, x: Value) -> Tensor:
+def _isinf(c: ResidueCall, x: Value) -> Tensor:
     if not c.field.has_infinities:
         return torch.zeros(x.shape, dtype=torch.bool)
     return x.planes[-1] != 0
 
 
 @op("isfinite")
-def _isfinite(c: Call, x: Value) -> Tensor:
+def _isfinite(c: ResidueCall, x: Value) -> Tensor:
     return ~_isinf(c, x)
 
 
 @op("logical_not")
-def _logical_not(c: Call, x: Value) -> Tensor:
+def _logical_not(c: ResidueCall, x: Value) -> Tensor:
     return FUNCTIONS["eq"](c, x, 0)
 
 
@@ -535,17 +547,17 @@ def _logical_not(c: Call, x: Value) -> Tensor:
 
 
 @op("where")
-def _where(c: Call, condition: Tensor, a: Any, b: Any) -> Value:
+def _where(c: ResidueCall, condition: Tensor, a: Any, b: Any) -> Value:
     return ar.chosen(c.field, condition, c.lift(a), c.lift(b))
 
 
 @op("masked_fill")
-def _masked_fill(c: Call, x: Value, mask: Tensor, value: Any) -> Value:
+def _masked_fill(c: ResidueCall, x: Value, mask: Tensor, value: Any) -> Value:
     return ar.chosen(c.field, mask, c.lift(value), x)
 
 
 @op("constant_pad_nd")
-def _pad(c: Call, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
+def _pad(c: ResidueCall, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
     fill = c.lift(value)
     planes = [
         aten.constant_pad_nd(p, pad, int(v)) for p, v in zip(x.planes, fill.planes, strict=True)
@@ -554,7 +566,7 @@ def _pad(c: Call, x: Value, pad: Sequence[int], value: Any = 0) -> Value:
 
 
 @op("scatter")
-def _scatter(c: Call, x: Any, dim: int, index: Tensor, source: Any, **kwargs: Any) -> Value:
+def _scatter(c: ResidueCall, x: Any, dim: int, index: Tensor, source: Any, **kwargs: Any) -> Value:
     if kwargs:
         raise Blind(f"{c.target} with {kwargs}")
     x, source = c.lift(x), c.lift(source)
@@ -564,23 +576,23 @@ def _scatter(c: Call, x: Any, dim: int, index: Tensor, source: Any, **kwargs: An
 
 
 @op("fill", "full_like")
-def _fill(c: Call, x: Value, value: Any, **_: Any) -> Value:
+def _fill(c: ResidueCall, x: Value, value: Any, **_: Any) -> Value:
     found = c.lift(value)
     return Value([p.expand(x.shape).clone() for p in found.planes], found.window, c.dtype)
 
 
 @op("zeros_like", "zero")
-def _zeros_like(c: Call, x: Value, **_: Any) -> Value:
+def _zeros_like(c: ResidueCall, x: Value, **_: Any) -> Value:
     return _fill(c, x, 0)
 
 
 @op("ones_like")
-def _ones_like(c: Call, x: Value, **_: Any) -> Value:
+def _ones_like(c: ResidueCall, x: Value, **_: Any) -> Value:
     return _fill(c, x, 1)
 
 
 @op("new_zeros", "new_ones", "new_full")
-def _new(c: Call, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> Value:
+def _new(c: ResidueCall, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> Value:
     if value is None:
         value = int(c.target._schema.name.endswith("ones"))
     found = c.lift(value)
@@ -588,14 +600,14 @@ def _new(c: Call, x: Any, size: Sequence[int], value: Any = None, **_: Any) -> V
 
 
 @op("copy")
-def _copy(c: Call, x: Value, source: Any, *_: Any) -> Value:
+def _copy(c: ResidueCall, x: Value, source: Any, *_: Any) -> Value:
     source = c.lift(source)
     source = _rounded(c, source, x.dtype)
     return Value([p.expand(x.shape).clone() for p in source.planes], source.window, x.dtype)
 
 
 @op("_to_copy", "to", "convert_element_type")
-def _to_copy(c: Call, x: Any, *_: Any, **__: Any) -> Any:
+def _to_copy(c: ResidueCall, x: Any, *_: Any, **__: Any) -> Any:
     if not c.dtype.is_floating_point:
         if c.dtype is torch.bool:
             return FUNCTIONS["ne"](c, x, 0)
@@ -603,7 +615,7 @@ def _to_copy(c: Call, x: Any, *_: Any, **__: Any) -> Any:
     return _rounded(c, separate(c.lift(x)), c.dtype)
 
 
-def _rounded(c: Call, x: Value, dtype: torch.dtype) -> Value:
+def _rounded(c: ResidueCall, x: Value, dtype: torch.dtype) -> Value:
     """A conversion to a dtype of fewer digits or a smaller range is a function without algebra."""
     if x.dtype == dtype or not x.dtype.is_floating_point:
         return Value(x.planes, x.window, dtype)

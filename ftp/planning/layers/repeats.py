@@ -1,49 +1,32 @@
 """Fold repeated layers: a graph with most of them left out, to plan, and the facts to put them
 back.
 
-The inputs' names say which layer they belong to (``layers.3.attn.wq``), or their places in a stack
-(``ftp.scan``); every other node belongs to the last layer that it is computed from, in a backward
-pass to the first one. What layers far apart read, such as a global norm, belongs to none. Two
-layers are equal where all of their nodes are, in order, each operand coming from an equally distant
-layer. Of a run of equal layers a few are kept; one of them counts for those left out.
+Of a run of equal layers a few are kept; one of them counts for those left out.
 """
 
-import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ftp.functional.remat import Region
-from ftp.ops.stack import STACK, UNSTACK
+from ftp.ops.stack import UNSTACK
 from ftp.planning.graph import Graph, Node, Value
+from ftp.planning.layers.labels import (
+    FEWEST,
+    Layers,
+    alike,
+    decisions,
+    describe_layer,
+    is_stack_of,
+    label,
+    numbered,
+    stack_shift,
+)
 from ftp.rules.rule import BoundRule
 
-FEWEST = 6  # equal layers in a row that are worth folding
 # Of them at each end: one beside the layers that differ, and one that is planned as those left out
 # are.
 KEPT = 2
-
-# A number after a word: layers.3, layers[3], layers']['3; of nn.Sequential after the tree itself:
-# params['3
-_INDEX = re.compile(r"(\w+)(?:\.|'\]\[|\[['\"]?|\"\]\[)(\d+)(?=\W|$)")
-
-_Layer = list[Any]
-
-
-@dataclass
-class Layers:
-    """The nodes of each layer, in order; a node of no layer is shared. Each slice of one of the
-    ``stacks`` belongs to a layer.
-    """
-
-    of: dict[Node, int]
-    at: dict[Node, int]  # its place in the layer
-    nodes: list[list[Node]]
-    stacks: set[Node]
-
-    def of_value(self, value: Value) -> int | None:
-        return value.index if value.node in self.stacks else self.of.get(value.node)
 
 
 @dataclass(frozen=True)
@@ -127,177 +110,6 @@ class Folded:
             return None
         twins = dict(zip(layers.nodes[t + 1], layers.nodes[t], strict=True))
         return Ties(twins, layers, t, self.left_out)
-
-
-def label(graph: Graph, of_inputs: Mapping[Node, int], slices: int) -> Layers:
-    """Each node's layer."""
-    users: dict[Node, int] = {}
-    for node in graph.nodes:
-        for value in node.operands:
-            users[value.node] = users.get(value.node, 0) + 1
-    shared: set[Node] = set()
-    _labelled(graph, of_inputs, slices, users, shared)
-    return _labelled(graph, of_inputs, slices, users, shared)
-
-
-def _labelled(
-    graph: Graph,
-    of_inputs: Mapping[Node, int],
-    slices: int,
-    users: Mapping[Node, int],
-    shared: set[Node],
-) -> Layers:
-    """Each node's layer. Of operands from layers far apart, the one with most users becomes
-    ``shared``.
-    """
-    stacks = {
-        node
-        for node in graph.nodes
-        if slices and node.target is UNSTACK and len(node.results) == slices
-    }
-    found = Layers({}, {}, [[] for _ in range(slices or max(of_inputs.values()) + 1)], stacks)
-    for node in graph.nodes:
-        if node.kind == "input":
-            layer = of_inputs.get(node)
-        elif node in stacks or node in shared or (slices and node.target is STACK):
-            layer = None
-        else:
-            layer = _layer_of(node, found, users, shared)
-        if layer is not None:
-            found.of[node], found.at[node] = layer, len(found.nodes[layer])
-            found.nodes[layer].append(node)
-    return found
-
-
-def _layer_of(
-    node: Node, layers: Layers, users: Mapping[Node, int], shared: set[Node]
-) -> int | None:
-    read = {
-        v.node: layer
-        for v in node.operands
-        if (layer := layers.of_value(v)) is not None and v.node not in shared
-    }
-    while read and max(read.values()) - min(read.values()) > 1:
-        most = max(read, key=lambda n: users[n])
-        if most.kind == "input" or users[most] <= FEWEST - 2:
-            return None
-        shared.add(most)
-        del read[most]
-    return None if not read else min(read.values()) if node.phase % 2 else max(read.values())
-
-
-def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
-    """The layer of each input that has one: the number in its path after the word that has most
-    of them.
-    """
-    _, found = _word_and_numbers(names)
-    order = {number: i for i, number in enumerate(sorted(set(found.values())))}
-    return {node: order[number] for node, number in found.items()}
-
-
-def _word_and_numbers(names: Mapping[Node, str]) -> tuple[str, dict[Node, int]]:
-    found: dict[str, dict[Node, int]] = {}
-    for node, name in names.items():
-        seen = set()
-        for match in _INDEX.finditer(name):
-            if match[1] not in seen:
-                seen.add(match[1])
-                found.setdefault(match[1], {})[node] = int(match[2])
-    best = max(found, key=lambda word: (len(set(found[word].values())), word), default="")
-    return best, found.get(best, {})
-
-
-def named_layers(graph: Graph) -> dict[Node, str]:
-    """Per node of a layer its name: ``layers.3``, or ``layer 3`` for a slice of a stack."""
-    names = {node: node.name for node in graph.inputs}
-    word, numbers = _word_and_numbers(names)
-    labels = numbered(names)
-    slices = max((len(node.results) for node in graph.nodes if node.target is UNSTACK), default=0)
-    if slices > len(set(numbers.values())):
-        return {node: f"layer {layer}" for node, layer in label(graph, {}, slices).of.items()}
-    if not labels:
-        return {}
-    called = {layer: f"{word}.{numbers[node]}" for node, layer in labels.items()}
-    of = label(graph, labels, 0).of
-    beside = _beside_layers(of, labels)
-    return {
-        node: called[layer]
-        for node, layer in of.items()
-        if (layer, _computed(node).source) not in beside
-    }
-
-
-def _beside_layers(of: Mapping[Node, int], labels: Mapping[Node, int]) -> set[tuple[int, str]]:
-    """Source lines before the first layer or after the last that read a layer's result, such as the
-    head's: (layer, line).
-
-    They are lines of no other layer, and read no parameter of this one. Backward ops have the lines
-    of their forward ops.
-    """
-    layers: dict[str, set[int]] = {}
-    reading: set[tuple[int, str]] = set()
-    for node, layer in of.items():
-        if node.kind == "op":
-            layers.setdefault(node.source, set()).add(layer)
-            if any(_computed(value.node) in labels for value in node.operands):
-                reading.add((layer, node.source))
-    ends, is_one = (
-        {0, max(labels.values())},
-        {line for line, found in layers.items() if len(found) == 1},
-    )
-    if len(is_one) == len(layers):  # each layer is written out
-        return set()
-    return {(layer, line) for line in is_one for layer in layers[line] & ends} - reading
-
-
-def _computed(node: Node) -> Node:
-    """The node that computed this value, before reshards and constraints."""
-    while node.kind in ("move", "constrain"):
-        node = node.operands[0].node
-    return node
-
-
-def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:
-    """Per layer whether it equals the next one."""
-    described: list[_Layer] = [describe_layer(r, layers, facts) for r in range(len(layers.nodes))]
-    return [described[r] == described[r + 1] for r in range(len(described) - 1)]
-
-
-def describe_layer(layer: int, layers: Layers, facts: Callable[[Node], Any]) -> _Layer:
-    of, at = layers.of, layers.at
-    regions: dict[Region, int] = {}
-
-    def refer(tree: Any) -> Any:
-        if isinstance(tree, Value):
-            if tree.node in layers.stacks:
-                return ("slice", id(tree.node), tree.index - layer)
-            there = of.get(tree.node)
-            if there is None:
-                return ("shared", id(tree.node), tree.index)
-            return ("layer", there - layer, at[tree.node], tree.index)
-        if isinstance(tree, list | tuple):
-            return tuple([refer(t) for t in tree])
-        if isinstance(tree, dict):
-            return tuple([(k, refer(t)) for k, t in tree.items()])
-        return tree if isinstance(tree, str) else (type(tree).__name__, repr(tree))
-
-    found = []
-    for node in layers.nodes[layer]:
-        region = None if node.region is None else regions.setdefault(node.region, len(regions))
-        found.append(
-            (
-                node.kind,
-                node.target,
-                refer(node.args),
-                refer(dict(node.kwargs)),
-                node.results,
-                node.phase,
-                region,
-                node.branch,
-                facts(node),
-            )
-        )
-    return found
 
 
 def fold(graph: Graph, facts: Callable[[Node], Any], out_facts: Sequence[Any]) -> Folded | None:
@@ -395,25 +207,6 @@ def _fold(
     )
 
 
-def is_stack_of(node: Node, slices: int) -> bool:
-    return bool(slices) and node.target is STACK and len(node.operands) == slices
-
-
-def stack_shift(node: Node, layers: Layers, layer: int) -> int:
-    """How far the slices of a stack are from the layers that compute them: a bias' gradient
-    belongs to the layer behind it.
-    """
-    found = {v.node: layers.of.get(v.node) for v in node.operands}
-    return next(
-        (
-            d
-            for d in (0, 1, -1)
-            if 0 <= layer - d < len(node.operands) and found[node.operands[layer - d].node] == layer
-        ),
-        0,
-    )
-
-
 def _shortened(results: Sequence[Any], by: int) -> tuple[Any, ...]:
     return tuple(results[: len(results) - by])
 
@@ -469,11 +262,3 @@ def _is_local(graph: Graph, layers: Layers, start: int, end: int) -> bool:
             ):
                 return False
     return True
-
-
-def decisions(node: Node) -> Any:
-    return (
-        tuple(node.sizes.items()),
-        tuple(node.cuts),
-        tuple((i, tuple(p)) for i, p in node.pending.items()),
-    )

@@ -5,8 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from ftp.functional.remat import Region
 from ftp.planning.graph import Graph, Node, Value
-from ftp.planning.layers.repeats import (
-    Folded,
+from ftp.planning.layers.labels import (
     Layers,
     decisions,
     describe_layer,
@@ -14,6 +13,7 @@ from ftp.planning.layers.repeats import (
     label,
     stack_shift,
 )
+from ftp.planning.layers.repeats import Folded
 
 
 def unfold(folded: Folded, planned: Graph) -> tuple[Graph, list[int]] | None:

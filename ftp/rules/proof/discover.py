@@ -24,7 +24,7 @@ from ftp.rules.notation import Notation, parse
 from ftp.rules.proof.findings import FORMAT, Finding, finding_of, load, save
 from ftp.rules.proof.prove import Case, prove, results_of
 from ftp.rules.proof.sandbox import Ended, apart
-from ftp.rules.proof.trial import Held, holding, resized, size_arguments
+from ftp.rules.proof.trial import SoundPlacement, holding, resized, size_arguments
 from ftp.rules.rule import Call, Meta, Rule, tensors
 
 CPU_SECONDS = 10  # per form of a call
@@ -171,7 +171,7 @@ def _search(call: Call) -> dict[str, Any]:
         for h in holding(cases[0].op, cases[0].args, cases[0].kwargs, cases[0].results)
         if _useful(h)
     ]
-    chosen: list[Held] = []
+    chosen: list[SoundPlacement] = []
     for candidate in sorted(held, key=_preference):
         if all(_apart(candidate, other) for other in chosen) and _holds(
             few, _notation(call, [candidate]), ()
@@ -329,11 +329,11 @@ def _tells(result: Any) -> bool:
     )
 
 
-def _useful(held: Held) -> bool:
+def _useful(held: SoundPlacement) -> bool:
     return any(r is not None for r in held.results)
 
 
-def _preference(held: Held) -> tuple[Any, ...]:
+def _preference(held: SoundPlacement) -> tuple[Any, ...]:
     """Cut results before pending ones before whole ones; the more operands cut the better, as
     they move less.
     """
@@ -345,19 +345,19 @@ def _preference(held: Held) -> tuple[Any, ...]:
     )
 
 
-def _apart(a: Held, b: Held) -> bool:
+def _apart(a: SoundPlacement, b: SoundPlacement) -> bool:
     """Whether two placements cut different dims everywhere, so that each is a factor of its own."""
     pairs = [*zip(a.operands, b.operands, strict=True), *zip(a.results, b.results, strict=True)]
     return all(x is None or isinstance(x, str) or x != y for x, y in pairs)
 
 
-def _notation(call: Call, chosen: Sequence[Held]) -> Notation:
+def _notation(call: Call, chosen: Sequence[SoundPlacement]) -> Notation:
     """A factor for each placement; every other dim is whole and each tensor's own."""
     letters: Iterator[str] = (a + b for b in ("", "1", "2") for a in "abcdefghijklmnopqrstuvwxyz")
     named = [next(letters) for _ in chosen]
     whole: list[str] = []
 
-    def dims(places: Callable[[Held], Any], ndim: int) -> tuple[tuple[str, ...], ...]:
+    def dims(places: Callable[[SoundPlacement], Any], ndim: int) -> tuple[tuple[str, ...], ...]:
         out = []
         for d in range(ndim):
             factor = next(

@@ -20,7 +20,7 @@ _TENSORS = (Tensor, Meta)
 
 
 @dataclass(frozen=True)
-class Held:
+class SoundPlacement:
     """A placement over one axis that holds.
 
     Attributes:
@@ -47,7 +47,7 @@ def holding(
     kwargs: Mapping[str, Any],
     results: Sequence[Any],
     n: int = 2,
-) -> list[Held]:
+) -> list[SoundPlacement]:
     """The placements that hold for one call, over an axis of ``n``; cut operands share one size.
 
     A kernel may crash on shards that make no sense: call it in a child process (``ftp.child``).
@@ -68,7 +68,7 @@ def holding(
                 continue
             places = _outcome(kernel, args, kwargs, results, operands, dims, n)
             if places is not None and any(p is not None for p in places):
-                found.append(Held(dims, places))
+                found.append(SoundPlacement(dims, places))
     return sorted(found, key=lambda h: [len(operands) if d is None else d for d in h.operands])
 
 
@@ -148,7 +148,7 @@ def _same(a: Tensor, b: Tensor) -> bool:
     )
 
 
-def stated(rule: BoundRule) -> set[Held]:
+def stated(rule: BoundRule) -> set[SoundPlacement]:
     """The contiguous cuts that a rule states: those of factors that come first in every dim they
     are in.
     """
@@ -164,7 +164,7 @@ def stated(rule: BoundRule) -> set[Held]:
             at if (at := place(dims)) is not None else pending.get(factor)
             for dims, pending in zip(rule.results, rule.pending, strict=True)
         ]
-        found.add(Held(tuple(place(dims) for dims in rule.operands), tuple(results)))
+        found.add(SoundPlacement(tuple(place(dims) for dims in rule.operands), tuple(results)))
     return found
 
 

@@ -1,0 +1,55 @@
+"""Specs and DTensor placements as `equivalent` is given them, made one form."""
+
+from typing import Any
+
+from torch import Tensor
+
+from ftp.certification.certificate import Spec
+from ftp.sharding.dtensor_placements import is_placements, specs_of_any
+from ftp.sharding.mesh import Mesh
+from ftp.sharding.pytree import flatten
+from ftp.sharding.spec import PartitionSpec
+
+
+def placements_of(specs: Any, args: Any) -> list[Any]:
+    """For each leaf the DTensor placements that are given for it, else None."""
+    if is_placements(specs):
+        return [specs if isinstance(x, Tensor) else None for x in flatten(args)[0]]
+    if isinstance(specs, dict) and isinstance(args, dict):
+        return [found for key in sorted(args) for found in placements_of(specs.get(key), args[key])]
+    if (
+        isinstance(specs, tuple | list)
+        and isinstance(args, tuple | list)
+        and len(specs) == len(args)
+    ):
+        return [found for s, a in zip(specs, args, strict=True) for found in placements_of(s, a)]
+    if isinstance(args, tuple) and len(args) == 1:
+        return placements_of(specs, args[0])
+    return [None] * len(flatten(args)[0])
+
+
+def as_specs(specs: Any, tree: Any, mesh: Mesh, where: str) -> Any:
+    """A spec tree with placements replaced by specs; a Partial placement is an unreduced axis."""
+    if is_placements(specs) and isinstance(tree, Tensor):
+        from torch.distributed.tensor import Replicate
+
+        pending = [p.is_partial("sum") for p in specs]
+        plain = [Replicate() if s else p for s, p in zip(pending, specs, strict=True)]
+        found = specs_of_any(plain, tree, mesh, where)
+        axes = [a for a, s in zip(mesh.axis_names, pending, strict=True) if s]
+        return PartitionSpec(*found.entries, unreduced=axes)
+    if isinstance(specs, dict) and isinstance(tree, dict):
+        return {k: as_specs(s, tree.get(k), mesh, f"{where}[{k!r}]") for k, s in specs.items()}
+    if type(specs) in (tuple, list) and isinstance(tree, tuple | list) and len(specs) == len(tree):
+        return type(specs)(
+            as_specs(s, x, mesh, f"{where}[{i}]")
+            for i, (s, x) in enumerate(zip(specs, tree, strict=True))
+        )
+    return specs_of_any(specs, tree, mesh, where)
+
+
+def cuts_of(spec: PartitionSpec) -> Spec:
+    return tuple(
+        tuple((c.axis, c.size, "zigzag" if c.zigzag else c.pack) for c in spec.cuts(d))
+        for d in range(len(spec))
+    )

@@ -1,0 +1,52 @@
+"""The op of a rank's graph that raised an error, found in the error's traceback."""
+
+import itertools
+import linecache
+from types import CodeType
+
+from torch import fx
+
+
+def begun(error: BaseException, preparing: CodeType) -> list[fx.Node] | None:
+    """The nodes of a rank's graph that ran or began before the error; None if unknown.
+
+    Args:
+        preparing: the function that compiles the graph: nothing has run where it raised the error.
+    """
+    traceback = error.__traceback__
+    while traceback is not None:
+        if traceback.tb_frame.f_code is preparing:
+            return []
+        traceback = traceback.tb_next
+    node = failing(error, is_inner=False)
+    return (
+        None
+        if node is None
+        else [*itertools.takewhile(lambda other: other is not node, node.graph.nodes), node]
+    )
+
+
+def failing(error: BaseException, *, is_inner: bool = True) -> fx.Node | None:
+    """The node of a rank's graph that raised the error, within a branch or (not ``is_inner``) the
+    cond; None where the graph was compiled.
+    """
+    traceback, node = error.__traceback__, None
+    while traceback is not None and (is_inner or node is None):
+        frame = traceback.tb_frame
+        module = frame.f_locals.get("self")
+        if "eval_with_key" in frame.f_code.co_filename and isinstance(module, fx.GraphModule):
+            name = (
+                linecache.getline(frame.f_code.co_filename, traceback.tb_lineno)
+                .split("=")[0]
+                .strip()
+            )
+            node = next((n for n in module.graph.nodes if n.name == name), None)
+        traceback = traceback.tb_next
+    return node
+
+
+def describe_op(error: BaseException) -> str:
+    node = failing(error)
+    if node is None:
+        return ""
+    return f"{node.target}{f' at {source}' if (source := node.meta.get('source')) else ''}"

@@ -1,0 +1,82 @@
+"""Messages between the stages of a pipeline: in one process, or between processes."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ftp.runtime.stage_programs import as_bytes
+from ftp.sharding.mesh import Mesh
+
+Key = tuple[str, int, int, int]  # what for, from stage, to stage, microbatch or leaf
+
+
+class Mailbox:
+    """Messages between simulated ranks; ``count`` is how often one was sent or taken."""
+
+    def __init__(self):
+        self.sent: dict[Key, list[torch.Tensor]] = {}
+        self.count = 0
+
+    def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
+        assert key not in self.sent
+        self.sent[key] = list(values)
+        self.count += 1
+
+    def is_expected(self, key: Key) -> bool:
+        return True
+
+    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
+        pass
+
+    def is_here(self, key: Key) -> bool:
+        return key in self.sent
+
+    def take(self, key: Key) -> list[torch.Tensor]:
+        self.count += 1
+        return self.sent.pop(key)
+
+
+class Messages:
+    """Messages between processes, by torch.distributed's point-to-point calls."""
+
+    def __init__(self, mesh: Mesh, axis: str, tags: Mapping[Key, int]):
+        assert mesh.torch is not None
+        self.tags = tags
+        self.group = mesh.torch.get_group(axis)
+        self.expected: dict[Key, tuple[list[Any], list[torch.Tensor]]] = {}
+        self.sending: list[tuple[Any, torch.Tensor]] = []
+
+    def send(self, key: Key, values: Sequence[torch.Tensor], rank: int) -> None:
+        self.sending = [(work, x) for work, x in self.sending if not work.is_completed()]
+        for i, value in enumerate(values):
+            if value.numel():
+                data = as_bytes(value.contiguous())
+                work = dist.isend(data, group=self.group, group_dst=rank, tag=self.tags[key] + i)
+                self.sending.append((work, data))
+
+    def is_expected(self, key: Key) -> bool:
+        return key in self.expected
+
+    def expect(self, key: Key, like: Sequence[torch.Tensor], rank: int) -> None:
+        works = [
+            dist.irecv(as_bytes(x), group=self.group, group_src=rank, tag=self.tags[key] + i)
+            for i, x in enumerate(like)
+            if x.numel()
+        ]
+        self.expected[key] = works, list(like)
+
+    def is_here(self, key: Key) -> bool:
+        return True
+
+    def take(self, key: Key) -> list[torch.Tensor]:
+        works, values = self.expected.pop(key)
+        for work in works:
+            work.wait()
+        return values
+
+    def finish(self) -> None:
+        """Wait until all that was sent has been taken."""
+        for work, _ in self.sending:
+            work.wait()

@@ -1,0 +1,158 @@
+"""Tensors that a function given to ``torch.cond`` captures: found, and replaced by operands."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+from torch._C._functorch import (
+    get_unwrapped,
+    is_batchedtensor,
+    is_functorch_wrapped_tensor,
+)
+from torch._functorch import utils as functorch_utils
+from torch._functorch.autograd_function import CustomFunctionHigherOrderOperator
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from ftp.errors import TraceError
+from ftp.source import at_line
+
+
+def _tracer() -> Any:
+    mode = get_proxy_mode()
+    assert mode is not None
+    return mode.tracer
+
+
+def nodes_so_far() -> frozenset[fx.Node]:
+    return frozenset(_tracer().graph.nodes)
+
+
+def _node_of(x: Tensor) -> fx.Node | None:
+    """The node that a tensor is of, behind all transforms."""
+    with torch._C.DisableTorchFunction():
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        held = _tracer().tensor_tracker.get(x)
+    return None if held is None else held.proxy.node
+
+
+def is_batched(x: Tensor) -> bool:
+    while is_functorch_wrapped_tensor(x):
+        if is_batchedtensor(x):
+            return True
+        x = get_unwrapped(x)
+    return False
+
+
+def _is_transformed(x: Tensor) -> bool:
+    """Whether a gradient is asked for of a tensor, or a transform sees it."""
+    return x.requires_grad or is_functorch_wrapped_tensor(x)
+
+
+_Custom: Any = CustomFunctionHigherOrderOperator
+
+
+class _Replacing(TorchFunctionMode):
+    """Functions get other tensors in place of those that were made before a cond.
+
+    Args:
+        before: the nodes before the cond.
+    """
+
+    def __init__(self, before: frozenset[fx.Node]) -> None:
+        super().__init__()
+        self._before = before
+
+    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def __enter__(self) -> Any:
+        # An autograd.Function takes its arguments past modes: by one of two ways.
+        self._originals = _Custom.__call__, functorch_utils.unwrap_dead_wrappers
+        call, unwrapped = self._originals
+
+        def given(operator: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
+            return call(operator, function, *self._swapped(args), **self._swapped(kwargs))
+
+        _Custom.__call__ = given
+        functorch_utils.unwrap_dead_wrappers = lambda args: unwrapped(self._swapped(args))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        _Custom.__call__, functorch_utils.unwrap_dead_wrappers = self._originals
+        super().__exit__(*error)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*self._swapped(args), **self._swapped(kwargs or {}))
+
+    def _swapped(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            with torch._C.DisableTorchFunction():
+                if not _is_transformed(x) or (node := _node_of(x)) not in self._before:
+                    return x
+                assert node is not None
+                return self.replaced(node, x)
+        if type(x) in (list, tuple):
+            return type(x)(map(self._swapped, x))
+        return {k: self._swapped(v) for k, v in x.items()} if type(x) is dict else x
+
+
+class Captured(_Replacing):
+    """Finds the tensors that a branch captures. They are detached, so that what has a gradient all
+    the same is seen to come by another way.
+    """
+
+    def __init__(self, before: frozenset[fx.Node], found: dict[fx.Node, Tensor]) -> None:
+        super().__init__(before)
+        self._found = found
+        self._detached: dict[fx.Node, Tensor] = {}
+
+    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
+        self._found.setdefault(node, x)
+        if node not in self._detached:
+            self._detached[node] = plain(x)
+        return self._detached[node]
+
+    def check(self, results: Sequence[Any]) -> None:
+        for x in results:
+            if isinstance(x, Tensor) and _has_gradient(x) and _node_of(x) not in self._before:
+                raise TraceError(
+                    f"{at_line()}A branch of torch.cond uses a captured tensor in a way in which"
+                    " no gradient would flow. Make it an operand: torch.cond(predicate, true_fn,"
+                    " false_fn, (x, weight))."
+                )
+
+
+class Swapped(_Replacing):
+    """Gives a branch its operands in place of the tensors that it captures."""
+
+    def __init__(self, before: frozenset[fx.Node], given: Mapping[fx.Node, Tensor]) -> None:
+        super().__init__(before)
+        self._given = given
+
+    def replaced(self, node: fx.Node, x: Tensor) -> Tensor:
+        if node not in self._given:
+            raise TraceError(
+                f"{at_line()}A branch of torch.cond captures other tensors when it is traced again."
+                " Make them operands: torch.cond(predicate, true_fn, false_fn, (x, weight))."
+            )
+        return self._given[node]
+
+
+def plain(x: Tensor) -> Tensor:
+    """A tensor without gradients; without transforms, too, if none maps over it."""
+    if not is_batched(x):
+        while is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+    return x.detach()
+
+
+def _has_gradient(x: Tensor) -> bool:
+    with torch._C.DisableTorchFunction():
+        if is_batched(x):
+            return x.requires_grad
+        while not x.requires_grad and is_functorch_wrapped_tensor(x):
+            x = get_unwrapped(x)
+        return x.requires_grad
