@@ -34,7 +34,7 @@ from ftp.rules.decompositions.registry import DECOMPOSITIONS
 from ftp.rules.proof.discover import discover
 from ftp.rules.registry import RULES
 from ftp.rules.rule import BoundRule, Call, Meta, replaced, tensors
-from ftp.tracing.trace import decompose as trace_decomposition
+from ftp.tracing.decompose import decompose as trace_decomposition
 
 aten = torch.ops.aten
 

@@ -32,7 +32,8 @@ from ftp.sharding.layout import Layout, R, is_even, nominal, shard
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
 from ftp.sharding.spec import PartitionSpec, Units, Zigzag
-from ftp.tracing.trace import Traced, grad_and_value, trace
+from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.trace import Traced, trace
 
 MARK = "@"  # begins the axis that a mark speaks of, which no mesh has; the module's pattern follows
 

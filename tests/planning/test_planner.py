@@ -20,7 +20,8 @@ from ftp.planning import cost_network as network
 from ftp.planning.prepare import plan_prepared, prepare
 from ftp.sharding.layout import PARTIAL, R
 from ftp.sharding.pytree import flatten
-from ftp.tracing.trace import grad_and_value, trace
+from ftp.tracing.gradient import grad_and_value
+from ftp.tracing.trace import trace
 
 
 class IntegerProgram:
