@@ -32,8 +32,8 @@ def send_tokens(
 
     The layer is one-device code that sorts rows by expert, multiplies them by ``F.grouped_mm`` (or
     ``torch._grouped_mm``) with stacked weights, and brings them back to their tokens in any way.
-    The experts' weights are found by what grouped products read. Each rank runs the layer on its
-    own tokens; rows go to the owners of their experts before the first grouped product, stay there
+    The experts' weights are found by what grouped matmuls read. Each rank runs the layer on its
+    own tokens; rows go to the owners of their experts before the first grouped matmul, stay there
     through all that acts on each row alone, and come back before anything else. What is read of
     the weights otherwise is gathered, and a ``PlanWarning`` names it.
 
@@ -54,7 +54,7 @@ def send_tokens(
         A function of global parameters and tokens, for ``ftp.shard`` and ``ftp.spmd``.
 
     Raises:
-        SpecError: no grouped product reads a parameter; experts that the axis does not divide; a
+        SpecError: no grouped matmul reads a parameter; experts that the axis does not divide; a
             result that is not of the tokens' shape.
 
     >>> import ftp
@@ -199,7 +199,7 @@ def _experts_of(
     n: int,
     token_axes: tuple[str, ...],
 ) -> tuple[int, set[str]]:
-    """How many experts there are, and the parameters that grouped products read."""
+    """How many experts there are, and the parameters that grouped matmuls read."""
     sees = RowsTravel(axis, n, None)
 
     def look(x: Tensor, *given: Any) -> Any:
@@ -216,7 +216,7 @@ def _experts_of(
     }
     if not shapes:
         raise SpecError(
-            f"{at_line()}send_tokens: no grouped product of the layer reads one of its parameters"
+            f"{at_line()}send_tokens: no grouped matmul of the layer reads one of its parameters"
             f" ({', '.join(names)}), so that no token can be sent to an expert: the layer must"
             " call F.grouped_mm with rows that are sorted by expert, offs= and stacked weights"
             " (experts, in, out), which may be transposed or converted before. Experts in a loop,"
@@ -238,7 +238,7 @@ def _say_what_is_gathered(sees: RowsTravel, axis: str, count: int) -> None:
     for name, where in sees.read.items():
         warnings.warn(
             f"send_tokens: the {count} experts of {name} are gathered over {axis!r} on every rank:"
-            f" {where} reads them otherwise than as the matrices of a grouped product.",
+            f" {where} reads them otherwise than as the matrices of a grouped matmul.",
             PlanWarning,
             stacklevel=2,
         )

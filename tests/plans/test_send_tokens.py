@@ -174,7 +174,7 @@ def test_a_layer_of_deepseek_trains_two_steps_as_on_one_device():
 
 
 def mixes_rows(p: Any, x: torch.Tensor) -> torch.Tensor:
-    """Between two products each row gets the mean of all rows of the rank."""
+    """Between two matmuls each row gets the mean of all rows of the rank."""
     expert = routed(p, x, 1)[1][:, 0]
     order = expert.argsort(stable=True)
     offs = F.one_hot(expert, p["up"].shape[0]).sum(0).cumsum(0).to(torch.int32)
@@ -238,7 +238,7 @@ def test_what_send_tokens_refuses():
     params, x = drawn(6, 6, 0, 0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        with pytest.raises(ftp.errors.SpecError, match="no grouped product of the layer reads one"):
+        with pytest.raises(ftp.errors.SpecError, match="no grouped matmul of the layer reads one"):
             run(dense, params, x)
         with pytest.raises(ftp.errors.SpecError, match=r"up'\] \(7, 4, 6\).* does not divide them"):
             run(lambda p, x: form(p, x, 2), drawn(7, 6, 0, 0)[0], x)
