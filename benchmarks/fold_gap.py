@@ -3,7 +3,7 @@
     python benchmarks/fold_gap.py [--json] [--graphs 60] [--limit 60]
 
 Both are priced by one model of two axes. An op takes its seconds on one device, divided by the
-ranks of each axis that cuts it (times ``REPLICATED_PRODUCT`` for each axis on which a product is
+ranks of each axis that cuts it (times ``REPLICATED_MATMUL`` for each axis on which a matmul is
 left whole that could be cut). A move on one axis takes ``collective_seconds`` of the bytes that the
 other axis leaves at that point: a value that the other axis cuts is cheaper to move. The
 nanoseconds that break ties are left out.
@@ -46,9 +46,9 @@ from ftp.planning import cost_network as network
 from ftp.planning import planner
 from ftp.planning.cost import Hardware, Link, collective_seconds, op_seconds
 from ftp.planning.graph import Move, Value
-from ftp.planning.prices import PAD_LATENCIES, REPLICATED_PRODUCT
+from ftp.planning.prices import PAD_LATENCIES, REPLICATED_MATMUL
 from ftp.planning.strategies import GATHERED
-from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.layout import PARTIAL, Layout, R, nominal
 
 JOINED = Layout(
@@ -136,10 +136,10 @@ class Joint:
             elif (
                 not is_pending[i]
                 and node.name in self.could_be_cut[i]
-                and is_product(node.target)
+                and is_matmul(node.target)
                 and node.depends
             ):
-                seconds *= REPLICATED_PRODUCT
+                seconds *= REPLICATED_MATMUL
         return seconds
 
     def fold(self, plan) -> tuple[float, int]:
@@ -315,7 +315,7 @@ class Joint:
             return 0.0 if there.kind == "S" else None
         if there == (GATHERED if here.kind == "P" else R):
             return None
-        if here.kind == "S" and not self.nets[i].prices.may_move(value, here):
+        if here.kind == "S" and not self.nets[i].prices.may_reshard(value, here):
             return None
         return self.move_price(Move("", self.n[i], here, there, ()).op, nbytes, self.n[i])
 
@@ -408,7 +408,7 @@ OWN = {"a": "ijk", "b": "lmn"}  # the names that an axis may cut
 
 
 def random_program(seed: int, ops: int):
-    """A graph of products, sums and pointwise ops over matrices with named dims; returns
+    """A graph of matmuls, sums and pointwise ops over matrices with named dims; returns
     make_step(axes) and its arguments.
     """
     draw = random.Random(seed)

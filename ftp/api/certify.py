@@ -1,6 +1,5 @@
 """``certify``: from a program to its checked certificate."""
 
-import itertools
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -30,7 +29,7 @@ from ftp.planning.graph import Node, Value
 from ftp.report.lowered import Lowered
 from ftp.rules.rule import replaced
 from ftp.runtime.executed import executed
-from ftp.runtime.program import Program
+from ftp.runtime.program import Program, axes_of_groups
 from ftp.sharding.layout import Size
 from ftp.sharding.spec import PartitionSpec
 
@@ -100,15 +99,10 @@ def certificate_of(program: Program) -> Certificate:
                 [next(k for k, c in enumerate(classes) if i in c) for i in range(mesh.shape[dim])],
                 dim,
             )
-    products = [
-        axes
-        for count in range(1, len(mesh.axes) + 1)
-        for axes in itertools.combinations(mesh.axes, count)
-    ]
     in_specs = dict(zip(plan.graph.inputs, program.in_specs, strict=False))
     made = Certificate(
         dict(mesh.axes),
-        {mesh.group_name(*axes): axes for axes in products},
+        axes_of_groups(mesh),
         tuple(
             _operation(node, in_specs)
             for node in plan.graph.nodes

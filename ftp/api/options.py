@@ -153,10 +153,10 @@ def _check_async_tp(options: Options, mesh: Mesh) -> None:
         raise MeshError(
             f"async_tp=True, but the mesh {mesh} has no GPUs with symmetric memory."
             " Leave it out; chunks=n hides the same"
-            " moves behind products with ordinary collectives."
+            " moves behind matmuls with ordinary collectives."
         )
     if options.chunks > 1:
         raise InputError(
-            f"async_tp=True and chunks={options.chunks} both take the moves beside products."
+            f"async_tp=True and chunks={options.chunks} both take the moves beside matmuls."
             " Leave one out."
         )

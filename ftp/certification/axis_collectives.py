@@ -62,6 +62,9 @@ def gather_axis(parts: Sequence[Contribution], along: MeshAxis) -> ElementMap:
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first, (along.n * first.shape[0], *first.shape[1:]))
     x = _column(parts, along)
+    if not x.index:
+        _require_no_zeros(parts)
+        return replace(x, atoms=(along.n, *x.atoms), groups=(x.groups[0] + 1, *x.groups[1:]))
     places = [d + (d >= x.lead) for d in range(x.lead + len(x.atoms))]
     places[along.dim] = x.lead
     index = tuple(i.renamed(places, len(places) + 1) for i in x.index)
@@ -134,9 +137,17 @@ def exchange_axis(parts: Sequence[Contribution], along: MeshAxis, at: Sequence[i
         raise Unsound(f"a sum still pending over {along.name} is exchanged along it")
     if all(p.held.is_zero for p in parts) or first.is_empty:
         return zeros_like(first)
+    if not first.index:
+        _require_no_zeros(parts)
     x = _column([Contribution(p.at, _in_parts(p.held, along.n)) for p in parts], along)
     index = tuple(_swapped(i, along.dim, x.lead, at) for i in x.index)
     return replace(x, groups=(x.groups[0] + x.groups[1], *x.groups[2:]), index=index)
+
+
+def _require_no_zeros(parts: Sequence[Contribution]) -> None:
+    """An element of a scalar has no position: nothing would tell it from a zero beside it."""
+    if any(p.held.is_zero for p in parts):
+        raise Unsound("zeros are moved with copies of a scalar")
 
 
 def _in_parts(x: ElementMap, n: int) -> ElementMap:

@@ -13,7 +13,6 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 from torch import fx
 from torch.fx.node import map_arg
@@ -23,7 +22,7 @@ from ftp.certification.branches import leaks
 from ftp.certification.cells import Cell, Cells
 from ftp.certification.certificate import Certificate, Ref
 from ftp.certification.collective_semantics import COLLECTIVES, IssuedCollective
-from ftp.certification.data_movement import FILLS, MOVEMENTS, filled, sliced
+from ftp.certification.data_movement import FILLS, MOVEMENTS, divided, filled
 from ftp.certification.element_map import ElementMap, MeshAxis, Pending, element_map, is_same
 from ftp.certification.expected_parts import ExpectedParts
 from ftp.certification.lockstep.check import check_recorded
@@ -171,6 +170,16 @@ class Checker:
                 pending_sums(self.certificate.unreduced.outputs[at]),
                 f"output {at}",
             )
+        for node in self.graphs.pure[cell.graph].nodes:
+            if not node.users and node.target in MOVEMENTS and not self.graphs.is_operation(node):
+                self.require_that_it_runs(cell, node)
+
+    def require_that_it_runs(self, cell: Cell, node: fx.Node) -> None:
+        """What no op reads must not raise either: the other ranks would wait for this one."""
+        try:
+            self.map_of(cell, node)
+        except (Unsound, KeyError) as e:
+            raise e if isinstance(e, Refused) else Refused(f"{node.name}, unread, {e}") from None
 
     def operand(self, cell: Cell, name: str, at: int, slot: int) -> fx.Node:
         forms = self.forms.bind(cell, name)
@@ -287,12 +296,9 @@ class Checker:
             dim: Any = rest[0] if rest else 0
             if not -len(x.shape) <= dim < len(x.shape):
                 raise Unsound(f"a value of shape {list(x.shape)} is split along dim {dim}")
-            if sum(sizes) != x.shape[dim]:
-                raise Unsound(f"{x.shape[dim]} are split into {sum(sizes)}")
-            ends = np.cumsum(sizes).tolist()
-            self.splits[cell, node] = [
-                sliced(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)
-            ]
+            if sum(sizes) != x.shape[dim] or min(sizes, default=0) < 0:
+                raise Unsound(f"{x.shape[dim]} are split into parts of {list(sizes)}")
+            self.splits[cell, node] = divided(x, dim % len(x.shape), sizes)
         return self.splits[cell, node]
 
     def received(self, cell: Cell, node: fx.Node) -> ElementMap | PackedValues:

@@ -1,6 +1,7 @@
 """Data movement on element maps: views, slices, pads, concatenations, and fills."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,6 +65,16 @@ def sliced(
     if isinstance(x, PackedValues):
         return x.sliced(dim % len(x.shape), first, last)
     return slice_dim(x, dim % len(x.shape), first, last)
+
+
+def divided(
+    x: ElementMap | PackedValues, dim: int, sizes: Sequence[int]
+) -> Sequence[ElementMap | PackedValues]:
+    """``x`` split along a dim into parts of these sizes, which add up to it."""
+    if isinstance(x, PackedValues):
+        return x.split(dim, sizes)
+    ends = accumulate(sizes)
+    return [slice_dim(x, dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
 
 def _padded(x: ElementMap, pad: Sequence[Any], value: float = 0.0) -> ElementMap:

@@ -1,5 +1,6 @@
 """Op forms: the nodes of a rank's graph that compute an op, matched with its rule's local form."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,6 +30,7 @@ from ftp.certification.rank_graphs import RankGraphs
 from ftp.certification.unsound import Refused
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS
 from ftp.per_rank.planned import AXIS_INDEX, collective_axis
+from ftp.rules.notation import Dim
 from ftp.rules.rule import BoundRule
 
 aten = torch.ops.aten
@@ -123,7 +125,7 @@ class OpForms:
         if len(blocks) > 1:
             self.in_rows.add((cell, name))  # slices that its nodes read may be marked as its own
             whole = self.result(cell, op, rule, index, 0)
-            forms = [self.rows(cell, node, op, whole) for node in blocks]
+            forms = [self.rows(cell, node, op, whole, at) for at, node in enumerate(blocks)]
         if written := [node for node in nodes if node.meta.get("in_place")]:
             self.check_written(op, nodes, forms, written, cell)
         self.bound[cell, name] = forms
@@ -221,8 +223,8 @@ class OpForms:
         if given is None or (common_position(given),) != here:
             raise Refused(f"{node.name} is not the rank's index along {op.args[0]!r}")
 
-    def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap) -> Form:
-        """The form of a node that computes a block of rows of an op."""
+    def rows(self, cell: Cell, node: fx.Node, op: Operation, result: ElementMap, at: int) -> Form:
+        """The form of a node that computes a block of rows of an op, the ``at``-th that does."""
         expected = self.expected_operand(op, cell, 0)
         given: Any = node.args[0]
         held = self.map_of(cell, given)
@@ -237,14 +239,11 @@ class OpForms:
         ):
             raise Refused(f"{node.name} = {node.target}{node.args} is not the local form of {op}")
         size = held.shape[0]
-        first = next(
-            (
-                a
-                for a in range(0, count, size)
-                if is_same(held, slice_dim(expected, 0, a, a + size))
-            ),
-            None,
-        )
+        found = [
+            a for a in range(0, count, size) if is_same(held, slice_dim(expected, 0, a, a + size))
+        ]
+        # Rows without elements are any block's, and give zeros or nothing: they are in order.
+        first = at * size if at * size in found else next(iter(found), None)
         if first is None:
             raise Refused(
                 f"operand 0 of {op}, {given.name}, holds other elements than any block of rows"
@@ -274,11 +273,24 @@ class OpForms:
             )
         rule = self.rule(op)
         index, _ = self.parts.factors(op, rule, cell)
+        shape = self.operations[ref.name].results[ref.index].shape
         expected = element_map(
             self.key(ref, cell),
-            [positions_along(dim, index, rule.sizes) for dim in rule.operands[slot]],
+            [
+                positions_along(dim, index, rule.sizes)
+                if math.prod(rule.sizes[f] for f in dim) == size
+                else self.parts.cut(size, self.cuts_of(op, dim), cell)
+                for dim, size in zip(rule.operands[slot], shape, strict=True)
+            ],
         )
         return expected if rows is None or slot else slice_dim(expected, 0, *rows)
+
+    def cuts_of(self, op: Operation, dim: Dim) -> list[tuple[str, int, Any]]:
+        """The cuts of a dim that an op gives another size: chunks of the size that it has."""
+        claims = [claim for claim in op.claims if claim.factor in dim]
+        if any((claim.outer, claim.inner, claim.zigzag) != (1, 1, False) for claim in claims):
+            raise Refused(f"{op} is claimed to be cut within {dim}, whose size it changes")
+        return [(claim.axis, 1, 1) for claim in claims]
 
     def result(
         self, cell: Cell, op: Operation, rule: BoundRule, index: Mapping[str, DimPart], at: int

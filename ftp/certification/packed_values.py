@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from ftp.certification.element_map import (
     ElementMap,
@@ -59,6 +60,14 @@ class PackedValues:
                 taken.append(slice_dim(part, dim, a, b))
             at += size
         return pack(taken or [slice_dim(self.parts[0], dim, 0, 0)], dim)
+
+    def split(self, dim: int, sizes: Sequence[int]) -> "Sequence[ElementMap | PackedValues]":
+        """Split as it was packed, it gives its parts, each empty one with its own value."""
+        if dim == self.dim and list(sizes) == [p.shape[dim] for p in self.parts]:
+            self.require_unflattened()
+            return self.parts
+        ends = accumulate(sizes)
+        return [self.sliced(dim, end - size, end) for size, end in zip(sizes, ends, strict=True)]
 
     # Collectives: each part is transferred as it would be alone.
 

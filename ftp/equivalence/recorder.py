@@ -21,7 +21,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ftp.certification.residues.ops import KNOWN
 from ftp.errors import TraceError
 from ftp.ops.exchange import LITERAL
-from ftp.ops.grouped_mm import as_products
+from ftp.ops.grouped_mm import as_matmuls
 from ftp.source import is_users, user_line, user_lines
 
 aten = torch.ops.aten
@@ -153,7 +153,7 @@ class Recorder(TorchDispatchMode):
             raise TraceError(f"{user_line()}\n  The single-device program calls {func}.")
         if func is aten._grouped_mm.default and len(args) > 2:
             with self:
-                return as_products(*args, **kwargs)
+                return as_matmuls(*args, **kwargs)
         name = func._schema.name.split("::")[1]
         is_known = name in KNOWN or (name.endswith("_") and name.removesuffix("_") in KNOWN)
         floats = any(x.is_floating_point() for x in tensors)

@@ -32,12 +32,12 @@ class Region:
 
     policy: Policy
 
-    def keeps(self, target: Any, is_product: bool) -> bool:
+    def keeps(self, target: Any, is_matmul: bool) -> bool:
         """Whether the forward pass' result of the op ``target`` is kept."""
         return (
             self.policy(target)
             if callable(self.policy)
-            else self.policy == "products" and is_product
+            else self.policy == "products" and is_matmul
         )
 
     @property

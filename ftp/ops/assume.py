@@ -1,4 +1,4 @@
-"""Claims about values that a traced function takes as true: a trace has no values to look at."""
+"""Claims about values: a trace, which has no values to check, takes a function's claims as true."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -10,14 +10,14 @@ _listener: ContextVar[Callable[[Tensor, str], None] | None] = ContextVar("listen
 
 
 def assume(condition: Tensor, claim: str) -> None:
-    """Note that ``condition``, a bool tensor, is taken to hold; nothing outside of a trace."""
+    """Claim that ``condition``, a bool tensor, holds. Outside of a trace it does nothing."""
     if (listener := _listener.get()) is not None:
         listener(condition, claim)
 
 
 @contextmanager
 def assumptions_to(listener: Callable[[Tensor, str], None] | None) -> Iterator[None]:
-    """Inside the block, ``assume`` calls ``listener``; None takes no claim."""
+    """Pass every claim made inside the block to ``listener``; None ignores them."""
     token = _listener.set(listener)
     try:
         yield
@@ -26,5 +26,5 @@ def assumptions_to(listener: Callable[[Tensor, str], None] | None) -> Iterator[N
 
 
 def is_listening() -> bool:
-    """Whether claims are taken."""
+    """Whether a trace listens to claims."""
     return _listener.get() is not None

@@ -1,5 +1,5 @@
-"""Attention between parts of a sequence: where queries and keys stand in it reaches the kernel as
-numbers, and no mask is made.
+"""Attention between parts of a sequence: the kernel gets the positions of queries and keys as
+numbers and makes no mask.
 
 A dim's part is a list of ints, one group for each cut of the dim, major to minor: ``outer, size,
 inner, count, start, length, ...``. A cut sees what the cuts before it left as ``[outer, size,
@@ -89,7 +89,7 @@ def _within(held: Sequence[Interval], start: int, length: int) -> Iterator[Inter
 
 @dataclass(frozen=True)
 class Block:
-    """Elements ``first`` on of a sequence, which stand at ``at`` on in a tensor."""
+    """A run of elements: position ``first`` in the sequence, position ``at`` in a rank's tensor."""
 
     first: int
     at: int
@@ -146,7 +146,7 @@ def tiles(rows: Block, columns: Block, is_causal: bool) -> list[Tile]:
 
 
 def visible(rows: Sequence[Interval], columns: Sequence[Interval], is_causal: bool) -> int:
-    """How many pairs of a query and a key a mask leaves.
+    """The number of (query, key) pairs that the mask leaves.
 
     >>> visible([(2, 3)], [(0, 4)], True), visible([(2, 3)], [(0, 4)], False)
     (11, 12)

@@ -1,5 +1,5 @@
-"""Attention whose scores pass through functions (``flex_attention``), by tiles: no more scores than
-a tile's exist at a time, and tiles whose blocks a mask does not list are not computed.
+"""Attention whose scores pass through functions (``flex_attention``), tile by tile: only one tile's
+scores exist at a time, and tiles that the mask does not list are skipped.
 
 Where queries, keys, batch and heads stand reaches the op as numbers, as in `ftp.ops.attention`; the
 functions are graphs, as in `ftp.ops.score_functions`.
@@ -174,7 +174,7 @@ class Given:
         return ((some | full).any(0).int() + full.all(0).int()).tolist()
 
     def scores(self, part: ScoreTile) -> Tensor:
-        """Of a tile, before its functions."""
+        """A tile's scores, before its functions."""
         wide = sum_dtype(self.q.dtype)
         q, k = part.of_queries(self.q).to(wide), _like(part.of(self.k).to(wide), part)
         return (q @ k.transpose(-2, -1)).mul_(self.scale)
@@ -183,7 +183,7 @@ class Given:
         return _like(part.of(self.v).to(sum_dtype(self.v.dtype)), part)
 
     def changed(self, scores: Tensor, part: ScoreTile, of_score: Sequence[Tensor]) -> Tensor:
-        """Scores after their function.
+        """A tile's scores, after its functions.
 
         Args:
             of_score: what it captures, within the tile.
@@ -217,7 +217,7 @@ class Given:
     def within(
         self, part: ScoreTile, captured: Sequence[Tensor], named: Sequence[Sequence[str]]
     ) -> list[Tensor]:
-        """Captured tensors, those dims that are cut as the scores within a tile."""
+        """The captured tensors, cut to the tile along the dims of the scores."""
         return [
             x[tuple(part.places[PLACE.index(c)] if c else slice(None) for c in of)]
             if any(of)
@@ -248,7 +248,7 @@ def _over_heads(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _finite(x: Tensor) -> Tensor:
-    """Log-sum-exps, of rows that see nothing 0: their weights are 0."""
+    """Log-sum-exps with 0 for rows that see nothing, whose weights are 0."""
     return x.masked_fill(x == -math.inf, 0)
 
 

@@ -1,5 +1,5 @@
-"""Attention whose queries, keys and values are all cut over one axis: each rank computes its
-queries against one block of keys and values after another, while the next block travels.
+"""Ring attention: queries, keys and values are cut over one axis. Each rank computes its queries
+against one block of keys and values after another, while the next block travels.
 
 A rank's keys and values travel in ``PIECES`` pieces, each straight from its owner: in step h every
 rank sends to the rank h places after it. The gradients of a piece go back the same way and are
@@ -88,7 +88,7 @@ class Ring:
 
     @property
     def count(self) -> int:
-        """In how many pieces keys travel."""
+        """The number of pieces in which keys travel."""
         return max(1, min(PIECES, self.longest // SHORTEST))
 
     @property
@@ -268,7 +268,7 @@ def _add_all(
 def _alone(
     held: Block, tensors: Sequence[Tensor], mask: Tensor | None
 ) -> tuple[Block, list[Tensor], Tensor | None]:
-    """A block of keys without the others of its piece, and its columns of the mask."""
+    """One block of keys of a piece, and its columns of the mask."""
     if mask is not None and mask.shape[-1] != 1:
         mask = mask.narrow(-1, held.first, held.length)
     near = [x[:, :, held.at : held.at + held.length] for x in tensors]

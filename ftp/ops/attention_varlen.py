@@ -32,8 +32,8 @@ VARLEN_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_varlen_backward.def
 
 
 def in_documents(ends: Tensor, at: Tensor) -> tuple[Tensor, Tensor]:
-    """The document of each position, and its place in it; what stands after the last document is
-    of one more.
+    """The document of each position, and the position within it. Positions after the last document
+    belong to one more.
     """
     document = (at.unsqueeze(1) >= ends[1:].unsqueeze(0)).sum(1)
     return document, at - ends.long().index_select(0, document)

@@ -51,7 +51,7 @@ _current: ContextVar[Branch] = ContextVar("ftp.ops.branch", default=())
 
 @contextmanager
 def branch(number: int, side: bool) -> Iterator[None]:
-    """What is traced now is of a branch."""
+    """Mark what is traced inside the block as part of a branch."""
     token = _current.set((*_current.get(), (number, side)))
     try:
         yield
@@ -60,12 +60,12 @@ def branch(number: int, side: bool) -> Iterator[None]:
 
 
 def current_branch() -> Branch:
-    """The branch that is traced now."""
+    """The branch that is being traced."""
     return _current.get()
 
 
 def number_of(target: Any, args: Sequence[Any]) -> int:
-    """The number of the cond that a call chooses a result of; negative for any other call."""
+    """The number of the cond whose result a call chooses; negative for any other call."""
     return args[3] if target is CHOOSE else -1
 
 
@@ -78,7 +78,7 @@ def read_in(target: Any, args: Sequence[Any], branch: Branch, slot: int) -> Bran
 
 
 def common(branches: Iterable[Branch]) -> Branch:
-    """The innermost branch that all of some are in."""
+    """The innermost branch that contains all the given branches."""
     first, *others = branches
     for other in others:
         shared = (i for i, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)

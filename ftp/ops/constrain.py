@@ -135,8 +135,7 @@ def asked_for(x: Tensor) -> Tensor:
 
 
 def probe(x: Tensor, number: int) -> Tensor:
-    """``x`` through a constraint that fixes nothing, and its gradient through another, both with
-    the number.
+    """``x`` with a numbered constraint that fixes nothing, on it and on its gradient.
 
     >>> probe(torch.ones(2), 3)
     tensor([1., 1.])
@@ -152,7 +151,9 @@ def entries_over(spec: P, ndim: int) -> bool:
 
 
 def misnamed(spec: P, axes: tuple[str, ...] | None) -> str | None:
-    """What is wrong with a spec that speaks of ``axes`` only, or with those."""
+    """What is wrong with a spec limited to ``axes``, or with ``axes`` themselves; None where
+    nothing is.
+    """
     if axes is None:
         return None
     if not axes or not all(isinstance(axis, str) for axis in axes):

@@ -144,7 +144,7 @@ def exchanged(calls: Sequence[tuple[Any, ...]]) -> list[Tensor]:
 
 
 def checked_counts(counts: Tensor, rows: int, bound: int, back: bool, source: str) -> Counts:
-    """The rows from each rank to each rank.
+    """The number of rows from each rank to each rank, checked.
 
     Raises:
         InputError: on all ranks alike, as all see all counts: a rank sends more rows than its

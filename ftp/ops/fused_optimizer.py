@@ -1,4 +1,4 @@
-"""torch's fused updates of optimizers as ops of a program: one parameter each, and pure.
+"""torch's fused optimizer updates as pure ops of a program, one parameter each.
 
 ``ftp.fused_adamw([param, grad, exp_avg, exp_avg_sq, step], lr=...)`` gives the new ``[param,
 exp_avg, exp_avg_sq, step]``, by torch's own kernel for lists of tensors. As a program runs, updates
@@ -32,7 +32,7 @@ class Update:
     counts: bool
 
     def run(self, rows: Sequence[Sequence[Tensor]], options: dict[str, Any]) -> None:
-        """Updates parameters in place, a row ``[param, grad, ...]`` each."""
+        """Update parameters in place, one row ``[param, grad, ...]`` each."""
         lists = self.lists(rows)
         if self.counts:
             aten._foreach_add_.Scalar(lists[-1], 1)
@@ -102,7 +102,7 @@ def _pure(update: Update) -> Callable[..., list[Tensor]]:
 
 
 def written(tensors: Sequence[Any]) -> list[Any]:
-    """Of an update's operands those that it gives anew: all but the gradient."""
+    """The operands that an update replaces: all but the gradient."""
     return [tensors[0], *tensors[2:]]
 
 

@@ -1,5 +1,6 @@
-"""Products of groups of rows with a matrix each, as of experts: ``torch._grouped_mm`` for all
-dtypes and strides, and for a rank that has some of the groups, or some of the rows.
+"""Grouped matmuls, as of experts: each group of rows is multiplied by its own matrix.
+``torch._grouped_mm`` for all dtypes and strides, and for a rank that holds some of the groups or
+some of the rows.
 
 torch's kernel takes no float64 and no expanded gradients on CPU, and its kernel for shapes alone
 takes bfloat16 only. What no group has is zero here; torch leaves it undefined.
@@ -37,20 +38,20 @@ def recorded(
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """What is recorded for ``torch._grouped_mm``."""
+    """The op that a trace records for ``torch._grouped_mm``."""
     if bias is not None or (offs is None and out_dtype is not None):
         return aten._grouped_mm.default(a, b, offs, bias, out_dtype)
     return torch.bmm(a, b) if offs is None else GROUPED_MM(a, b, offs, out_dtype)
 
 
-def as_products(
+def as_matmuls(
     a: Tensor,
     b: Tensor,
     offs: Tensor,
     bias: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The same by products of all rows with every matrix, and masks: for proofs."""
+    """The same result by matmuls of all rows with every matrix, and masks; for proofs."""
     assert bias is None
     ends = offs.to(torch.int64).cummax(0).values
     starts = torch.cat([ends.new_zeros(1), ends[:-1]])
@@ -152,7 +153,7 @@ torch.library.register_fake("ftp::grouped_mm_part", _fake_part)
 
 @register_flop_formula(torch.ops.ftp.grouped_mm)
 def _flops(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
-    """Every row, or term of a sum, is of one group."""
+    """Each row, or each term of a sum, belongs to one group."""
     return 2 * a[-2] * a[-1] * b[-1]
 
 
@@ -160,5 +161,5 @@ def _flops(a: Any, b: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
 def _part_flops(
     a: Any, b: Any, starts: Any, ends: Any, groups: int, *_: Any, out_val: Any = None, **__: Any
 ) -> int:
-    """Of equal groups."""
+    """Of groups of equal size."""
     return 2 * a[-2] * a[-1] * b[-1] * starts[0] // max(groups, 1)

@@ -1,5 +1,5 @@
-"""A function of one slice, applied to every slice along dim 0 of stacks: one op, whose results are
-stacks too.
+"""One op that applies a function to every slice along dim 0 of stacked tensors; its results are
+stacked too.
 
 The function is a graph on the shapes of one slice. A rank runs it on the slices that it holds; the
 other dims of a stack stay whole.
@@ -48,7 +48,7 @@ def slice_program_of(key: str) -> SliceProgram:
 
 
 def interned(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> SliceProgram:
-    """The program of this content; equal programs are one object.
+    """The one object for all programs of this content.
 
     Args:
         inputs: tensors like those that ``gm`` takes.
@@ -61,7 +61,7 @@ def interned(gm: fx.GraphModule, inputs: Sequence[Tensor]) -> SliceProgram:
 def remembered(
     gm: fx.GraphModule, inputs: tuple[Described, ...], results: tuple[Described, ...]
 ) -> SliceProgram:
-    """The program of these attributes; equal ones are one object."""
+    """The one object for all programs of these attributes."""
     lines = [node.format_node() or repr(node.args) for node in gm.graph.nodes]
     text = "\n".join([*map(str, lines), repr((inputs, results))])
     key = hashlib.sha256(text.encode()).hexdigest()[:16]

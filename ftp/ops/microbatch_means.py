@@ -1,5 +1,5 @@
-"""Where a traced function takes means over microbatches: a pipeline runs what is before them once
-for each microbatch, and what follows once a step.
+"""Means over microbatches in a traced function: a pipeline runs what comes before them once per
+microbatch, and what follows once per step.
 """
 
 from collections.abc import Iterator
@@ -32,12 +32,12 @@ class Means:
     is_within: bool = False
 
     def begin(self) -> None:
-        """Forget all, for a trace that begins."""
+        """Forget all means, for a new trace."""
         self.values, self.of, self.batch, self.calls = [], [], [], 0
 
     @contextmanager
     def taking(self) -> Iterator[None]:
-        """While a gradient is taken."""
+        """Inside the block a gradient is taken."""
         self.calls += 1
         self.is_within = True
         try:
@@ -55,7 +55,7 @@ class Means:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them, in one order: means, parameters, batch."""
+        """All tensors in one order: means, parameters, batch."""
         return [*self.values, *(x for x in self.of if x is not None), *self.batch]
 
 
@@ -63,21 +63,19 @@ _means: ContextVar[Means | None] = ContextVar("microbatch means", default=None)
 
 
 def current_means() -> Means | None:
-    """Those of the trace that is going on; None where no pipeline asks for them, and within a
-    gradient that is taken already.
-    """
+    """The current trace's means; None where no pipeline asks for them, and inside a gradient."""
     means = _means.get()
     return None if means is None or means.is_within else means
 
 
 def means_of_trace() -> Means | None:
-    """As `current_means`, within a gradient too."""
+    """As `current_means`, inside a gradient too."""
     return _means.get()
 
 
 @contextmanager
 def noting_means(microbatches: int) -> Iterator[Means]:
-    """Inside the block, a trace notes its means over microbatches."""
+    """Note the means over microbatches of a trace inside the block."""
     means = Means(microbatches)
     token = _means.set(means)
     try:
@@ -87,5 +85,5 @@ def noting_means(microbatches: int) -> Iterator[Means]:
 
 
 def is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is no wrapper of a torch.func transform that is going on."""
+    """Whether a tensor is not wrapped by an active torch.func transform."""
     return not torch._C._functorch.is_functorch_wrapped_tensor(tensor)  # type: ignore[attr-defined]

@@ -1,5 +1,5 @@
-"""Sums of a tensor's elements and of their squares in float64: those of parts add up, so that ranks
-which hold parts find a mean and a variance by one reduction.
+"""Sums of a tensor's elements and of their squares, in float64. Sums of parts add up, so ranks that
+hold parts find a mean and a variance by one reduction.
 """
 
 import math
@@ -27,7 +27,7 @@ def _on_tensors(x: Tensor, dims: list[int]) -> tuple[Tensor, Tensor]:
 def sums(
     emit: Callable[..., Any], x: Any, dims: Sequence[int], shape: Sequence[int], dtype: torch.dtype
 ) -> tuple[Any, Any]:
-    """The ops that find them over ``dims``, each given to ``emit``.
+    """Emit the ops that compute the sums over ``dims``.
 
     Elements are centred in their own dtype by a rounded mean m before they are squared; what m
     squared adds, which rounds most, is in float64: ``sum x² = sum (x - m)² + m (2 sum x - n m)``.

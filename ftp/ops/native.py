@@ -1,5 +1,5 @@
-"""C sources of the package, compiled where they are first needed; and the cache that keeps them and
-what else ftp has found out.
+"""The package's C sources, compiled on first use, and the cache folder that keeps them and other
+findings.
 
 What the cache holds is run and believed, so it must be this user's own: folders and files that
 another user owns or can write to are passed over. Without a compiler callers do without compiled
@@ -34,8 +34,8 @@ def cache_folder(part: str = "") -> Path:
 
 
 def open_own(path: Path) -> int:
-    """A descriptor of a file of the cache, which is checked: what the path names later does not
-    matter.
+    """A descriptor of a file of the cache. The descriptor is what is checked: the path may name
+    another file later.
 
     Raises:
         OSError: where there is none, or another user owns it or can write to it.
@@ -139,7 +139,7 @@ _ABSENT = "cannot be made"
 
 
 def _refused(folder: Path) -> str:
-    """Why a folder cannot be of the cache; empty where it can, and then it is there."""
+    """Why a folder cannot hold the cache; empty where it can, and then it exists."""
     if str(folder).startswith("~"):
         return f"{_ABSENT}: this user has no home"
     try:
@@ -151,7 +151,7 @@ def _refused(folder: Path) -> str:
 
 
 def _not_own(found: os.stat_result) -> str:
-    """Root's is as good as one's own: whoever is root needs no cache to run code."""
+    """Root's files count as one's own: root needs no cache to run code."""
     if found.st_uid not in (0, os.geteuid()):
         return f"belongs to user {found.st_uid}, not to {os.geteuid()} who runs this"
     if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):

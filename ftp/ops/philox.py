@@ -1,5 +1,5 @@
-"""Philox4x32-10: 32-bit words as a function of a key and a position, and the two ops that the rest
-of ``ftp.random`` is made of.
+"""Philox4x32-10: random 32-bit words as a function of a key and a position, and the two ops that
+``ftp.random`` is built on.
 
 The stream of a key (k, t), two int64, is the words w_0, w_1, ...: w_n is lane n % 4 of
 Philox4x32-10 with key k and counter (n // 4, t), low words first. ``random_bits`` reads any strided
@@ -38,7 +38,7 @@ Word = Any  # an int or an int64 tensor holding one in its lower half
 def block(
     counter: tuple[Word, Word, Word, Word], key: tuple[Word, Word]
 ) -> tuple[Word, Word, Word, Word]:
-    """The four words of one counter, or of a tensor of them.
+    """The four words of one counter, or of each in a tensor of counters.
 
     >>> [hex(w) for w in block((0, 0, 0, 0), (0, 0))]
     ['0x6627e8d5', '0xe169c58d', '0xbc57ac4c', '0x9b00dbd8']
@@ -61,7 +61,7 @@ def _product(word: Word, factor: int) -> tuple[Word, Word]:
 
 
 def bits_by_index(key: Tensor, size: Sequence[int], stride: Sequence[int], offset: int) -> Tensor:
-    """``random_bits`` an element at a time: four times the work, but one loop where a compiler
+    """``random_bits``, one element at a time: four times the work, but one loop where a compiler
     fuses it.
     """
     at = torch.zeros((), dtype=torch.int64, device=key.device) + offset

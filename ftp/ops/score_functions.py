@@ -64,7 +64,7 @@ def evaluate(
 
 @functools.cache
 def _broadcasts(key: str) -> bool:
-    """Whether the function is of numbers and lookups alone, which broadcast."""
+    """Whether the function uses only numbers and lookups, which broadcast."""
     for node in slice_program_of(key).gm.graph.nodes:
         if node.op != "call_function":
             continue
@@ -105,8 +105,7 @@ def letters(key: str, is_mask: bool) -> tuple[Letters, ...]:
 def intern(
     gm: fx.GraphModule, captured: Sequence[Tensor], is_mask: bool, sizes: Sequence[int]
 ) -> tuple[str, list[Tensor]]:
-    """The key of a function, and the tensors that it captures, one for each way in which it uses
-    them.
+    """The key of a function, and its captured tensors: one entry per way in which each is used.
 
     Args:
         gm: takes the score (a mask's does not), the place, the place again, which it does not use,

@@ -1,6 +1,6 @@
-"""One rank's program that sends while it computes, as a generator: what it yields is sent, and it
-is given what arrived of what it yielded before. It runs on a process of a group, or all ranks run
-side by side in one process.
+"""One rank's program that sends while it computes, as a generator: it yields what to send, and
+receives what arrived for the yield before. It runs on a process of a group, or all ranks run side
+by side in one process.
 """
 
 import itertools
@@ -15,8 +15,8 @@ from torch._C._distributed_c10d import _resolve_process_group
 
 @dataclass(frozen=True)
 class Send:
-    """A tensor to the rank ``step`` places after this one, and what arrives from the rank as many
-    places before it; None: nothing.
+    """A tensor for the rank ``step`` places after this one; the reply is from the rank ``step``
+    places before. None: nothing.
 
     Attributes:
         most: elements of the largest tensor that a rank sends.
@@ -40,7 +40,9 @@ Start = Callable[[Sends], Callable[[], Arrived]]
 
 
 def run(rank: OneRank, start: Start) -> Any:
-    """A rank's result. ``start`` begins exchanges, and gives a function that waits for them."""
+    """Run one rank and return its result. ``start`` begins exchanges and returns a function that
+    waits for them.
+    """
 
     def nothing() -> Arrived:
         return []

@@ -1,5 +1,5 @@
-"""Tensors of layers stacked along dim 0, apart and together again: two ops that the tracer and
-every transform keep.
+"""Stack and unstack tensors of layers along dim 0: two ops that the tracer and every transform
+keep.
 
 A slice of a stack is gathered or reduced by itself, never the stack as a whole, so that a program
 holds what one layer needs.

@@ -1,5 +1,5 @@
-"""Ops of torch that a trace records in another form: those whose results' shapes depend on values,
-in forms whose shapes do not, as a trace has no values; and grouped products, for all dtypes.
+"""Replacements for torch ops whose result shapes depend on values, which a trace does not have: the
+same ops with static shapes. Also grouped matmuls, for all dtypes.
 
 `FIXED` maps an op to the form that is recorded for it.
 """
@@ -61,8 +61,8 @@ def _are_vectors(a: Tensor, b: Tensor) -> bool:
 def _fixed_lstsq(
     a: Tensor, b: Tensor, rcond: float | None = None, *, driver: str | None = None
 ) -> Any:
-    """Residuals are given for matrices of full rank alone: where the driver finds the rank,
-    whether they are depends on values.
+    """Residuals are returned for matrices of full rank only; where the driver finds the rank, that
+    depends on values.
     """
     driver = driver or ("gelsy" if a.device.type in ("cpu", "meta") else "gels")
     more_rows = a.shape[-2] > a.shape[-1]
@@ -131,8 +131,8 @@ def _fake_ctc_loss_backward(grad: Tensor, log_probs: Tensor, *rest: Any) -> Tens
 
 
 def _width(targets: Tensor) -> int:
-    """Of the table: a blank before, between and behind the labels of the longest target that
-    there could be.
+    """The width of the table: a blank before, between and after the labels of the longest possible
+    target.
     """
     return 2 * targets.shape[-1] + 1
 

@@ -1,6 +1,6 @@
-"""Products fused with the collective beside them: while one part is computed another travels.
+"""Matmuls fused with the collective beside them: one part is computed while another travels.
 
-``gather_products`` is a gather and the products that read it, ``product_scatter`` a product and its
+``gather_matmuls`` is a gather and the matmuls that read it, ``matmul_scatter`` a matmul and its
 reduce-scatter. On GPUs they are torch's ops on symmetric memory, which copy from GPU to GPU over
 NVLink; elsewhere, for tests, torch's own plain forms of these.
 """
@@ -14,77 +14,79 @@ from torch import Tensor
 
 from ftp.sharding.process_group import gpu_uuid
 
-# Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its products with some
+# Of one dim ``dim`` of ``n`` ranks' shards the whole, if ``keeps``, and its matmuls with some
 # matrices.
 torch.library.define(
-    "ftp::gather_products",
+    "ftp::gather_matmuls",
     "(Tensor shard, Tensor[] weights, int dim, bool keeps, int n, str group) -> Tensor[]",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-# Of the sum over ``n`` ranks of a product this rank's part of dim ``dim``.
+# Of the sum over ``n`` ranks of a matmul this rank's part of dim ``dim``.
 torch.library.define(
-    "ftp::product_scatter",
+    "ftp::matmul_scatter",
     "(Tensor left, Tensor right, int dim, int n, str group) -> Tensor",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
-gather_products = torch.ops.ftp.gather_products.default
-product_scatter = torch.ops.ftp.product_scatter.default
+gather_matmuls = torch.ops.ftp.gather_matmuls.default
+matmul_scatter = torch.ops.ftp.matmul_scatter.default
 
 
-@torch.library.register_fake("ftp::gather_products")
+@torch.library.register_fake("ftp::gather_matmuls")
 def _gathered_shapes(
     shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str
 ) -> list[Tensor]:
     size = [*shard.shape]
     size[dim] *= n
-    products = [shard.new_empty([*size[:-1], w.shape[1]]) for w in weights]
-    return [shard.new_empty(size), *products] if keeps else products
+    matmuls = [shard.new_empty([*size[:-1], w.shape[1]]) for w in weights]
+    return [shard.new_empty(size), *matmuls] if keeps else matmuls
 
 
-@torch.library.register_fake("ftp::product_scatter")
+@torch.library.register_fake("ftp::matmul_scatter")
 def _scattered_shape(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
     size = [*left.shape[:-1], right.shape[1]]
     size[dim] //= n
     return left.new_empty(size)
 
 
-@torch.library.impl("ftp::gather_products", "CUDA")
-def _gather_products(
+@torch.library.impl("ftp::gather_matmuls", "CUDA")
+def _gather_matmuls(
     shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: str
 ) -> list[Tensor]:
-    whole, products = torch.ops.symm_mem.fused_all_gather_matmul.default(
+    whole, matmuls = torch.ops.symm_mem.fused_all_gather_matmul.default(
         shard, weights, dim, group, return_A=keeps
     )
-    return [t.contiguous() for t in ((whole, *products) if keeps else products)]
+    return [t.contiguous() for t in ((whole, *matmuls) if keeps else matmuls)]
 
 
-@torch.library.impl("ftp::product_scatter", "CUDA")
-def _product_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
+@torch.library.impl("ftp::matmul_scatter", "CUDA")
+def _matmul_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: str) -> Tensor:
     return torch.ops.symm_mem.fused_matmul_reduce_scatter.default(
         left, right, "sum", dim, group
     ).contiguous()
 
 
-@torch.library.impl("ftp::gather_products", "CPU")
-def _plain_gather_products(
+@torch.library.impl("ftp::gather_matmuls", "CPU")
+def _plain_gather_matmuls(
     shard: Tensor, weights: list[Tensor], dim: int, keeps: bool, n: int, group: Any
 ) -> list[Tensor]:
     from torch.distributed._symmetric_memory import _fused_all_gather_matmul_fallback
 
-    whole, products = _fused_all_gather_matmul_fallback(shard, weights, dim, group, return_A=keeps)
-    return [t.contiguous() for t in ((whole, *products) if whole is not None else products)]
+    whole, matmuls = _fused_all_gather_matmul_fallback(shard, weights, dim, group, return_A=keeps)
+    return [t.contiguous() for t in ((whole, *matmuls) if whole is not None else matmuls)]
 
 
-@torch.library.impl("ftp::product_scatter", "CPU")
-def _plain_product_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: Any) -> Tensor:
+@torch.library.impl("ftp::matmul_scatter", "CPU")
+def _plain_matmul_scatter(left: Tensor, right: Tensor, dim: int, n: int, group: Any) -> Tensor:
     from torch.distributed._symmetric_memory import _fused_matmul_reduce_scatter_fallback
 
     return _fused_matmul_reduce_scatter_fallback(left, right, "sum", dim, group).contiguous()
 
 
 def multiplications(target: Any, args: Any) -> int:
-    """How many one of these ops does, from its arguments with shapes in place of tensors."""
-    if target is gather_products:
+    """The number of multiplications of one of these ops, from its arguments with shapes in place of
+    tensors.
+    """
+    if target is gather_matmuls:
         shard, weights, _, _, n, _ = args
         return n * math.prod(shard) * sum(columns for _, columns in weights)
     left, right, *_ = args

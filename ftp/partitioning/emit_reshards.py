@@ -56,7 +56,7 @@ class _CutDim:
 
 
 @dataclass(frozen=True)
-class MoveSite:
+class ReshardSite:
     """Where a reshard is emitted: the rank's graph, the sizes of the reshard's factors on this
     rank, and its offsets.
 
@@ -127,7 +127,7 @@ class MoveSite:
         return self.emit(c10d.wait_tensor.default, node)
 
 
-def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
+def emit_reshard(site: ReshardSite, x: fx.Node) -> fx.Node:
     """Emit the ops that bring ``x`` from the reshard's source layout to its destination.
 
     Results are made contiguous: kernels of attention and of norms' backward accept strided views
@@ -139,20 +139,26 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
         case "all_reduce":
             return site.collective(c10d.all_reduce.default, x, move.src.op, shape=here)
         case "all_gather" if move.dst.kind == "R":
-            return _contiguous(site, _moved(_all_gather, site, x, here, there, site.cut(move.src)))
+            return _contiguous(
+                site, _resharded(_all_gather, site, x, here, there, site.cut(move.src))
+            )
         case "all_gather":
             return _contiguous(site, _recut(site, x, here, there))
         case "reduce_scatter":
             return _contiguous(
-                site, _moved(_reduce_scatter, site, x, here, there, None, site.cut(move.dst))
+                site, _resharded(_reduce_scatter, site, x, here, there, None, site.cut(move.dst))
             )
         case "all_to_all":
             return _contiguous(
                 site,
-                _moved(_all_to_all, site, x, here, there, site.cut(move.src), site.cut(move.dst)),
+                _resharded(
+                    _all_to_all, site, x, here, there, site.cut(move.src), site.cut(move.dst)
+                ),
             )
         case "slice":
-            return _contiguous(site, _moved(_slice, site, x, here, there, None, site.cut(move.dst)))
+            return _contiguous(
+                site, _resharded(_slice, site, x, here, there, None, site.cut(move.dst))
+            )
         case "contribute":
             return (
                 site.emit(aten.alias.default, x)
@@ -160,13 +166,13 @@ def emit_move(site: MoveSite, x: fx.Node) -> fx.Node:
                 else site.emit(aten.zeros_like.default, x)
             )
         case "pad":
-            return _moved(_pad, site, x, here, there, site.cut(move.src))
+            return _resharded(_pad, site, x, here, there, site.cut(move.src))
     raise AssertionError(move)
 
 
-def _moved(
+def _resharded(
     move: Callable[..., fx.Node],
-    site: MoveSite,
+    site: ReshardSite,
     x: fx.Node,
     here: list[int],
     there: list[int],
@@ -196,7 +202,9 @@ def _moved(
     return x
 
 
-def _padded_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -> fx.Node:
+def _padded_pieces(
+    site: ReshardSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int
+) -> fx.Node:
     """Both pieces of a zigzag, padded to whole chunks."""
     assert cut.pieces is not None
     a, b = cut.pieces
@@ -222,7 +230,9 @@ def _padded_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n
     return _reshape(site, site.emit(aten.cat.default, parts, at), full, whole)
 
 
-def _trimmed_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -> fx.Node:
+def _trimmed_pieces(
+    site: ReshardSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int
+) -> fx.Node:
     """The inverse of ``_padded_pieces``; ``shape`` has the padded dim."""
     assert cut.pieces is not None
     a, b = cut.pieces
@@ -241,8 +251,8 @@ def _trimmed_pieces(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, 
     return _reshape(site, made, [*before, a + b, *after], whole)
 
 
-def _dealt(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -> fx.Node:
-    """A whole dim, padded to 2n chunks, in the order of the ranks: chunks 0, 2n-1, 1, 2n-2, ..."""
+def _dealt(site: ReshardSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -> fx.Node:
+    """A whole dim, padded to 2n chunks, in zigzag order: chunks 0, 2n-1, 1, 2n-2, ..."""
     before, _, after = _split(shape, cut)
     at, half = len(before), -(-cut.f // (2 * n))
     seen = [*before, cut.f, *after]
@@ -255,7 +265,7 @@ def _dealt(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -
     return site.emit(aten.reshape.default, made, whole)
 
 
-def _undealt(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -> fx.Node:
+def _undealt(site: ReshardSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int) -> fx.Node:
     """The inverse of ``_dealt``; ``shape`` has the padded dim."""
     before, _, after = _split(shape, cut)
     at, half = len(before), -(-cut.f // (2 * n))
@@ -269,7 +279,7 @@ def _undealt(site: MoveSite, x: fx.Node, shape: list[int], cut: _CutDim, n: int)
     return _reshape(site, made, [*before, cut.f, *after], whole)
 
 
-def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
+def emit_chunks(site: ReshardSite, x: fx.Node, count: int) -> fx.Node:
     """The reshard in ``count`` equal chunks of dim 0, or of its part above the cut, each a
     collective of its own.
     """
@@ -278,14 +288,18 @@ def emit_chunks(site: MoveSite, x: fx.Node, count: int) -> fx.Node:
     rows, of_all = site.shape(site.node.rule.operands[0])[0] // count, site.global_shape[0] // count
     part = replace(site, sizes=sizes, global_shape=(of_all, *site.global_shape[1:]))
     moved = [
-        emit_move(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows))
+        emit_reshard(part, site.emit(aten.slice.Tensor, x, 0, i * rows, (i + 1) * rows))
         for i in range(count)
     ]
     return site.emit(aten.cat.default, moved)
 
 
 def emit_gathered_pieces(
-    site: MoveSite, x: fx.Node, dim: int, shape: Sequence[int], held: Sequence[Sequence[Interval]]
+    site: ReshardSite,
+    x: fx.Node,
+    dim: int,
+    shape: Sequence[int],
+    held: Sequence[Sequence[Interval]],
 ) -> fx.Node:
     """Gather a dim of which rank i holds the pieces ``held[i]``, concatenated; ranks may hold the
     same piece. ``shape`` is this rank's.
@@ -310,7 +324,7 @@ def emit_gathered_pieces(
     return _contiguous(site, site.emit(aten.cat.default, parts, dim))
 
 
-def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Interval]) -> fx.Node:
+def emit_pieces(site: ReshardSite, x: fx.Node, dim: int, pieces: Sequence[Interval]) -> fx.Node:
     """This rank's pieces of a dim, concatenated."""
     parts = [site.emit(aten.slice.Tensor, x, dim, a, b) for a, b in pieces]
     return _contiguous(
@@ -318,7 +332,7 @@ def emit_pieces(site: MoveSite, x: fx.Node, dim: int, pieces: Sequence[Interval]
     )
 
 
-def _reshape(site: MoveSite, x: fx.Node, old: Sequence[int], new: Sequence[int]) -> fx.Node:
+def _reshape(site: ReshardSite, x: fx.Node, old: Sequence[int], new: Sequence[int]) -> fx.Node:
     return x if list(old) == list(new) else site.emit(aten.reshape.default, x, list(new))
 
 
@@ -328,7 +342,7 @@ def _split(
     return [*shape[: cut.dim], cut.outer], list(middle), [cut.inner, *shape[cut.dim + 1 :]]
 
 
-def _pad_to(site: MoveSite, x: fx.Node, shape: Sequence[int], dim: int, size: int) -> fx.Node:
+def _pad_to(site: ReshardSite, x: fx.Node, shape: Sequence[int], dim: int, size: int) -> fx.Node:
     missing = size - shape[dim]
     if not missing:
         return x
@@ -337,12 +351,12 @@ def _pad_to(site: MoveSite, x: fx.Node, shape: Sequence[int], dim: int, size: in
     )
 
 
-def _contiguous(site: MoveSite, x: fx.Node) -> fx.Node:
+def _contiguous(site: ReshardSite, x: fx.Node) -> fx.Node:
     return site.emit(aten.contiguous.default, x)
 
 
 def _all_gather(
-    site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
+    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
 ) -> fx.Node:
     n = site.move.n
     before, _, after = _split(here, cut)
@@ -367,12 +381,12 @@ def _all_gather(
     return _reshape(site, y, [*before, cut.f, *after], there)
 
 
-def _trim(site: MoveSite, x: fx.Node, dim: int, size: int, to: int) -> fx.Node:
+def _trim(site: ReshardSite, x: fx.Node, dim: int, size: int, to: int) -> fx.Node:
     return x if size == to else site.emit(aten.slice.Tensor, x, dim, 0, to)
 
 
 def _reduce_scatter(
-    site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
+    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
 ) -> fx.Node:
     n = site.move.n
     before, _, after = _split(here, cut)
@@ -398,7 +412,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    site: MoveSite, x: fx.Node, here: list[int], there: list[int], src: _CutDim, dst: _CutDim
+    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], src: _CutDim, dst: _CutDim
 ) -> fx.Node:
     n = site.move.n
     s, d = (1, 4) if src.dim < dst.dim else (4, 1)  # positions of g and f in the view below
@@ -437,14 +451,16 @@ def _all_to_all(
     return site.emit(aten.reshape.default, y, there)
 
 
-def _slice(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim) -> fx.Node:
+def _slice(
+    site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim
+) -> fx.Node:
     before, _, after = _split(here, cut)
     x = _reshape(site, x, here, [*before, cut.f, *after])
     x = site.emit(aten.slice.Tensor, x, len(before), *_bounds(site, cut, "stop"))
     return site.emit(aten.reshape.default, x, there)
 
 
-def _pad(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim) -> fx.Node:
+def _pad(site: ReshardSite, x: fx.Node, here: list[int], there: list[int], cut: _CutDim) -> fx.Node:
     before, _, after = _split(here, cut)
     x = _reshape(site, x, here, [*before, cut.g, *after])
     x = site.emit(
@@ -456,11 +472,11 @@ def _pad(site: MoveSite, x: fx.Node, here: list[int], there: list[int], cut: _Cu
     return _reshape(site, x, [*before, cut.f, *after], there)
 
 
-def _bounds(site: MoveSite, cut: _CutDim, end: str) -> list[Offset]:
+def _bounds(site: ReshardSite, cut: _CutDim, end: str) -> list[Offset]:
     return [site.offset(kind, cut.dealt) for kind in ("start", end)]
 
 
-def _recut(site: MoveSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
+def _recut(site: ReshardSite, x: fx.Node, here: list[int], there: list[int]) -> fx.Node:
     """From one cut of a dim to another cut of it: gather, then slice."""
     d = site.move.src.dim
     src, dst = (
@@ -468,5 +484,5 @@ def _recut(site: MoveSite, x: fx.Node, here: list[int], there: list[int]) -> fx.
         for side, layout in (("x", site.move.src), ("y", site.move.dst))
     )
     full = [*here[:d], src.outer * src.f * src.inner, *here[d + 1 :]]
-    whole = _moved(_all_gather, site, x, here, full, src)
-    return _moved(_slice, site, whole, full, there, None, dst)
+    whole = _resharded(_all_gather, site, x, here, full, src)
+    return _resharded(_slice, site, whole, full, there, None, dst)

@@ -150,7 +150,7 @@ def axes_by_rank(program: RankCode) -> tuple[set[str], set[str]]:
 
 
 def axes_of_calls(calls: Iterable[tuple[Any, Sequence[Any]]]) -> tuple[set[str], set[str]]:
-    """The same of calls of ops."""
+    """As `axes_by_rank`, for calls of ops."""
     first: set[str] = set()
     every: set[str] = set()
     for target, args in calls:

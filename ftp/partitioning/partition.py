@@ -18,11 +18,11 @@ from torch import fx
 from ftp.dynamic_int import Conditions
 from ftp.partitioning.collectives import Collective
 from ftp.partitioning.emit_reshards import (
-    MoveSite,
+    ReshardSite,
     emit_chunks,
     emit_gathered_pieces,
-    emit_move,
     emit_pieces,
+    emit_reshard,
 )
 from ftp.partitioning.inline_per_rank import (
     InlineSite,
@@ -94,7 +94,7 @@ class LocalProgram:
         return [o.at(coordinate) for o in self.offsets]
 
     def offset_tables(self, axes: Mapping[str, int]) -> list[Table]:
-        """Each offset on every rank of a mesh that runs this program."""
+        """Every offset, on each rank of a mesh that runs this program."""
         return [offset.table(axes) for offset in self.offsets]
 
 
@@ -191,7 +191,7 @@ class Partitioner:
     def _held_outside(
         self, value: Value, spec: PartitionSpec, coordinate: Coordinate
     ) -> tuple[Any, ...]:
-        """What a rank holds of a value whose spec fits no order of the axes."""
+        """The intervals that a rank holds of a value whose spec fits no order of the axes."""
         return tuple(
             of_rank
             for cut in nested_cuts(spec, value.meta.shape, self.plan.axes, coordinate)
@@ -284,8 +284,8 @@ class _Emission:
         return LocalProgram(gm, tuple(self.offsets), collectives)
 
     def _enter_or_leave(self, value: Value, spec: PartitionSpec | None, enters: bool) -> fx.Node:
-        """A value whose spec fits no order of the axes, gathered whole from minor to major axis
-        or sliced from major to minor.
+        """Reshard a value whose spec fits no order of the axes: gather it whole from minor to major
+        axis, or slice it from major to minor.
         """
         x = self.env[value]
         if spec is None:
@@ -360,7 +360,9 @@ class _Emission:
                 self.env[node.operands[0]],
                 self.chunks.get(node.name, 1),
             )
-            self.env[Value(node)] = emit_chunks(site, x, count) if count > 1 else emit_move(site, x)
+            self.env[Value(node)] = (
+                emit_chunks(site, x, count) if count > 1 else emit_reshard(site, x)
+            )
             return
         if node.kind == "local" or node.rank_axes:
             operands = [self.env[v] for v in node.operands]
@@ -420,8 +422,8 @@ class _Emission:
             cause,
         )
 
-    def _site(self, node: Node, sizes: Mapping[str, int]) -> MoveSite:
-        return MoveSite(
+    def _site(self, node: Node, sizes: Mapping[str, int]) -> ReshardSite:
+        return ReshardSite(
             self.graph,
             node,
             sizes,

@@ -1,4 +1,4 @@
-"""Tables: what depends on the rank, for all ranks of a mesh at once. A table has a dim for each
+"""Tables of what depends on the rank, for all ranks of a mesh at once. A table has a dim for each
 mesh axis, of size 1 where nothing changes along it.
 """
 
@@ -15,7 +15,7 @@ Table = np.ndarray
 
 
 def table(axes: Mapping[str, int], over: Sequence[str], of: Callable[[Any], Hashable]) -> Table:
-    """``of`` the coordinate on each axis of ``over``: the value if it is an int, or a number for
+    """Tabulate ``of`` over the coordinates on the axes ``over``: an int as it is, or a number for
     each distinct value.
 
     >>> table({"dp": 2, "tp": 3}, ["tp"], lambda at: at["tp"] == 0)
@@ -70,7 +70,7 @@ def shrunk(found: Table) -> Table:
 
 
 def classes(axes: Mapping[str, int], tables: Sequence[Table]) -> list[list[list[int]]]:
-    """Per axis its coordinates, together where no table tells them apart.
+    """Per axis, its coordinates grouped: those that no table tells apart are together.
 
     >>> classes({"tp": 3}, [table({"tp": 3}, ["tp"], lambda at: at["tp"] == 0)])
     [[[0], [1, 2]]]

@@ -1,4 +1,4 @@
-"""What a ring inside an op sends, as a record of the collective that it is."""
+"""Records of the collectives that a ring inside an op issues."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -15,7 +15,7 @@ from ftp.sharding.layout import size_at
 def record_rings(
     last: fx.Node, node: Node, coordinate: Mapping[str, int], starts: Mapping[fx.Node, int]
 ) -> None:
-    """Note on the rings of an op, those after ``last`` in a rank's graph, what they send.
+    """Attach to each ring of an op, after ``last`` in a rank's graph, the record of what it sends.
 
     Args:
         starts: the rank's offsets.

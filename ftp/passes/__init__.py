@@ -11,11 +11,11 @@ from ftp.passes.bucket_collectives import packs as packs
 from ftp.passes.buffer_reuse import reuse_memory as reuse_memory
 from ftp.passes.buffer_reuse import with_values as with_values
 from ftp.passes.chunk_matmuls import Chunks as Chunks
-from ftp.passes.chunk_matmuls import chunk_products as chunk_products
+from ftp.passes.chunk_matmuls import chunk_matmuls as chunk_matmuls
 from ftp.passes.chunk_matmuls import chunks as chunks
 from ftp.passes.copy_elimination import drop_copies as drop_copies
 from ftp.passes.fuse_matmul_collectives import Joint as Joint
-from ftp.passes.fuse_matmul_collectives import join_products as join_products
+from ftp.passes.fuse_matmul_collectives import fuse_matmuls as fuse_matmuls
 from ftp.passes.fuse_matmul_collectives import joints as joints
 from ftp.passes.fuse_optimizer_updates import merge_updates as merge_updates
 from ftp.passes.merge_axes import merge_axes as merge_axes

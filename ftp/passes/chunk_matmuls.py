@@ -47,20 +47,18 @@ def chunks(graph: Graph, count: int) -> Chunks:
         ):
             continue
         if node.target.op == "all_gather" and node.target.dst.kind == "R":
-            if any(_feeds_product(user, slot, users) for user, slot in users.get(Value(node), ())):
+            if any(_feeds_matmul(user, slot, users) for user, slot in users.get(Value(node), ())):
                 moves.append(node.name)
         elif node.target.op == "reduce_scatter":
-            product = node.operands[0]
+            matmul = node.operands[0]
             while (
-                product.node.kind == "op"
-                and product.node.target in VIEWS
-                and len(users[product]) == 1
+                matmul.node.kind == "op" and matmul.node.target in VIEWS and len(users[matmul]) == 1
             ):
-                product = product.node.operands[0]
+                matmul = matmul.node.operands[0]
             if (
-                product.node.target is aten.mm.default
-                and len(users[product]) == 1
-                and _is_divisible(m := product.shape[0], count)
+                matmul.node.target is aten.mm.default
+                and len(users[matmul]) == 1
+                and _is_divisible(m := matmul.shape[0], count)
             ):
                 moves.append(node.name)
                 rows[node.name] = int(m)  # type: ignore[arg-type]
@@ -71,17 +69,15 @@ def _is_divisible(size: Any, count: int) -> bool:
     return isinstance(size, int) and size > 0 and size % count == 0
 
 
-def _feeds_product(
-    node: Node, slot: int, users: Mapping[Value, Sequence[tuple[Node, int]]]
-) -> bool:
+def _feeds_matmul(node: Node, slot: int, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> bool:
     if node.target is aten.mm.default:
         return slot == 0
     return node.target in VIEWS and any(
-        _feeds_product(user, at, users) for user, at in users.get(Value(node), ())
+        _feeds_matmul(user, at, users) for user, at in users.get(Value(node), ())
     )
 
 
-def chunk_products(graph: fx.Graph, found: Chunks) -> fx.Graph:
+def chunk_matmuls(graph: fx.Graph, found: Chunks) -> fx.Graph:
     """Chunk the matmuls on both sides of the graph's chunked reshards.
 
     A matmul of concatenated rows is the concatenation of matmuls; a chunk of a matmul's rows is the

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ftp.ops.symmetric_memory import gather_products, product_scatter
+from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
 from ftp.passes.bucket_collectives import ALL_GATHER, sorted_graph
 from ftp.passes.chunk_matmuls import VIEWS
 from ftp.passes.copy_elimination import copied
@@ -25,15 +25,15 @@ class Joint:
     """A reshard and the matmuls that it is fused with.
 
     Attributes:
-        products: names of the plan's matmuls: those that read the gather, or the one that the
+        matmuls: names of the plan's matmuls: those that read the gather, or the one that the
             reduce-scatter sums.
         part, whole: shapes of a rank's shard and of the gathered value.
-        columns: of the products' first factors, over which they sum.
+        columns: of the matmuls' first factors, over which they sum.
         before: the size of all dims above the cut, as one dim.
         n: ranks.
     """
 
-    products: tuple[str, ...]
+    matmuls: tuple[str, ...]
     part: tuple[int, ...]
     whole: tuple[int, ...]
     columns: int
@@ -67,10 +67,10 @@ def joints(graph: Graph) -> dict[str, Joint]:
             continue
         move, part, whole = node.target, node.operands[0], Value(node)
         if move.op == "all_gather" and move.dst.kind == "R":
-            products, cut = _readers(whole, users, whole.shape[-1:]), move.src
+            matmuls, cut = _readers(whole, users, whole.shape[-1:]), move.src
         elif move.op == "reduce_scatter":
             part, whole = whole, part
-            products, cut = _summed(node, users), move.dst
+            matmuls, cut = _summed(node, users), move.dst
         else:
             continue
         here, there, outer = (
@@ -78,18 +78,18 @@ def joints(graph: Graph) -> dict[str, Joint]:
             _known(whole.shape),
             _known([node.sizes.get(f"o{cut.dim}")]),
         )
-        factors = [_known(product.operands[0].shape) for product in products]
+        factors = [_known(matmul.operands[0].shape) for matmul in matmuls]
         if (
             cut.zigzag
             or not factors
-            or not taken.isdisjoint(products)
+            or not taken.isdisjoint(matmuls)
             or not all([here, there, outer, *factors])
             or there[cut.dim] != move.n * here[cut.dim]
         ):
             continue
         if cut.dim < len(here) - 1:
-            taken |= {*products}
-            names = tuple(product.name for product in products)
+            taken |= {*matmuls}
+            names = tuple(matmul.name for matmul in matmuls)
             found[node.name] = Joint(
                 names, here, there, factors[0][-1], math.prod(here[: cut.dim]) * outer[0], move.n
             )
@@ -127,15 +127,15 @@ def _summed(node: Node, users: Mapping[Value, Sequence[tuple[Node, int]]]) -> li
         and value.node.operands[0].shape[-1:] == columns
     ):
         value = value.node.operands[0]
-    is_product = (
+    is_matmul = (
         value.node.target is aten.mm.default
         and value.shape[-1:] == columns
         and len(users[value]) == 1
     )
-    return [value.node] if is_product else []
+    return [value.node] if is_matmul else []
 
 
-def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
+def fuse_matmuls(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
     """The graph with each reshard and its matmuls as one op, which issues its collective."""
     if not found:
         return graph
@@ -146,16 +146,16 @@ def join_products(graph: fx.Graph, found: Mapping[str, Joint]) -> fx.Graph:
     for name, joint in found.items():
         move = made[name]
         (issued,) = (node for node in move if "collective" in node.meta)
-        products = [
-            node for of in joint.products for node in made[of] if node.target is aten.mm.default
+        matmuls = [
+            node for of in joint.matmuls for node in made[of] if node.target is aten.mm.default
         ]
         with new.inserting_before(issued):
             if issued.target is ALL_GATHER:
-                last = _gathered(new, joint, move, issued, products)
+                last = _gathered(new, joint, move, issued, matmuls)
             else:
-                last = _scattered(new, joint, move, products[0], issued)
+                last = _scattered(new, joint, move, matmuls[0], issued)
         last.meta["collective"], last.meta["axis"] = issued.meta["collective"], issued.meta["axis"]
-        for node in reversed([*products, *move]):
+        for node in reversed([*matmuls, *move]):
             _erase(node)
     return sorted_graph(new)
 
@@ -165,38 +165,36 @@ def _gathered(
     joint: Joint,
     move: Sequence[fx.Node],
     issued: fx.Node,
-    products: Sequence[fx.Node],
+    matmuls: Sequence[fx.Node],
 ) -> fx.Node:
     last = move[-1]
-    read = {view for product in products for view in _views(product.args[0], last)}
-    keeps = any(user not in read and user not in products for node in read for user in node.users)
+    read = {view for matmul in matmuls for view in _views(matmul.args[0], last)}
+    keeps = any(user not in read and user not in matmuls for node in read for user in node.users)
     shard = _emit(
         graph, issued, aten.reshape.default, move[0].args[0], joint.seen(joint.part, joint.columns)
     )
-    weights = [product.args[1] for product in products]
+    weights = [matmul.args[1] for matmul in matmuls]
     made = _emit(
-        graph, issued, gather_products, shard, weights, joint.dim, keeps, joint.n, issued.args[-1]
+        graph, issued, gather_matmuls, shard, weights, joint.dim, keeps, joint.n, issued.args[-1]
     )
     if keeps:
         whole = _emit(graph, issued, operator.getitem, made, 0)
         last.replace_all_uses_with(
             _emit(graph, issued, aten.reshape.default, whole, list(joint.whole))
         )
-    for i, product in enumerate(products):
-        result = _emit(graph, product, operator.getitem, made, i + keeps)
-        rows = _emit(
-            graph, product, aten.reshape.default, result, [math.prod(joint.whole[:-1]), -1]
-        )
-        product.replace_all_uses_with(rows)
+    for i, matmul in enumerate(matmuls):
+        result = _emit(graph, matmul, operator.getitem, made, i + keeps)
+        rows = _emit(graph, matmul, aten.reshape.default, result, [math.prod(joint.whole[:-1]), -1])
+        matmul.replace_all_uses_with(rows)
     return made
 
 
 def _scattered(
-    graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], product: fx.Node, issued: fx.Node
+    graph: fx.Graph, joint: Joint, move: Sequence[fx.Node], matmul: fx.Node, issued: fx.Node
 ) -> fx.Node:
-    left, right = product.args
-    seen = _emit(graph, product, aten.reshape.default, left, joint.seen(joint.whole, joint.columns))
-    made = _emit(graph, issued, product_scatter, seen, right, joint.dim, joint.n, issued.args[-1])
+    left, right = matmul.args
+    seen = _emit(graph, matmul, aten.reshape.default, left, joint.seen(joint.whole, joint.columns))
+    made = _emit(graph, issued, matmul_scatter, seen, right, joint.dim, joint.n, issued.args[-1])
     move[-1].replace_all_uses_with(
         _emit(graph, issued, aten.reshape.default, made, list(joint.part))
     )

@@ -16,7 +16,7 @@ from ftp.ops.fused_optimizer import ADAM, ADAMW
 from ftp.passes.copy_elimination import copied
 
 aten = torch.ops.aten
-PRODUCT = 1 << 12  # multiplications up to which a matmul is written as a formula
+MATMUL = 1 << 12  # multiplications up to which a matmul is written as a formula
 UPDATE = 1 << 10  # elements of a parameter up to which its update is written as a formula
 
 
@@ -115,7 +115,7 @@ _FORMULAS: dict[Any, Callable[..., list[Tensor]]] = {
 }
 
 
-def small_products() -> dict[Any, Callable[..., Any]]:
+def small_matmuls() -> dict[Any, Callable[..., Any]]:
     """Decompositions of matmuls with few multiplications; larger ones return NotImplemented and
     stay.
     """
@@ -123,11 +123,11 @@ def small_products() -> dict[Any, Callable[..., Any]]:
 
 
 def _mm(a: Tensor, b: Tensor) -> Any:
-    if a.device.type != "cpu" or a.shape[0] * a.shape[1] * b.shape[1] > PRODUCT:
+    if a.device.type != "cpu" or a.shape[0] * a.shape[1] * b.shape[1] > MATMUL:
         return NotImplemented
     return (a.unsqueeze(2) * b.unsqueeze(0)).sum(1)
 
 
 def _addmm(bias: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1) -> Any:
-    product = _mm(a, b) if beta == alpha == 1 else NotImplemented
-    return product if product is NotImplemented else product + bias
+    matmul = _mm(a, b) if beta == alpha == 1 else NotImplemented
+    return matmul if matmul is NotImplemented else matmul + bias

@@ -23,43 +23,43 @@ MARGIN = 0.98  # of the time of aten::mm that another kernel must stay below
 _TURNS = 30
 _LONGEST = 0.05  # seconds to time one kernel on one matmul, if two runs take no longer
 
-Product = str
-Choose = Callable[[Collection[Product]], Collection[Product]]
+Matmul = str
+Choose = Callable[[Collection[Matmul]], Collection[Matmul]]
 
 
-def products(graph: fx.Graph) -> list[Product]:
+def matmuls(graph: fx.Graph) -> list[Matmul]:
     """The distinct large float32 matmuls of a graph of `with_values`, as shapes and strides of both
     operands.
     """
-    return sorted({p for node in graph.nodes if (p := _product(node))})
+    return sorted({p for node in graph.nodes if (p := _matmul(node))})
 
 
-def by_onednn(graph: fx.Graph, chosen: Collection[Product]) -> fx.Graph:
+def by_onednn(graph: fx.Graph, chosen: Collection[Matmul]) -> fx.Graph:
     """The graph with the chosen matmuls as calls of oneDNN."""
     new, env = copied(graph)
     for node in graph.nodes:
-        if _product(node) in chosen:
+        if _matmul(node) in chosen:
             env[node].target = BY_ONEDNN
     return new
 
 
-def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
+def measured(wanted: Sequence[Matmul], folder: Path) -> list[Matmul]:
     """The matmuls that oneDNN does faster on this machine; timed once, and kept in a file of
     ``folder``.
     """
-    file = folder / "products.json"
+    file = folder / "matmuls.json"
     machine = (
         f"{platform.processor() or platform.machine()}"
         f" {torch.backends.cpu.get_cpu_capability()} {torch.__version__}"
     )
     key = f"{machine} {os.cpu_count()} cores, {torch.get_num_threads()} threads"
-    known: dict[str, dict[Product, bool]] = {}
+    known: dict[str, dict[Matmul, bool]] = {}
     with contextlib.suppress(OSError, ValueError):  # none, or not one of ours: timed anew
         read = json.loads(read_own(file))
         known = (
             {k: v for k, v in read.items() if isinstance(v, dict)} if isinstance(read, dict) else {}
         )
-    here: dict[Product, bool] = known.setdefault(key, {})
+    here: dict[Matmul, bool] = known.setdefault(key, {})
     if missing := [p for p in wanted if p not in here]:
         here |= {p: _is_faster(p) for p in missing}
         with contextlib.suppress(
@@ -72,7 +72,7 @@ def measured(wanted: Sequence[Product], folder: Path) -> list[Product]:
     return [p for p in wanted if here[p]]
 
 
-def _product(node: fx.Node) -> Product | None:
+def _matmul(node: fx.Node) -> Matmul | None:
     if node.target is not aten.mm.default:
         return None
     a, b = (operand.meta["val"] for operand in node.args)  # type: ignore[union-attr]
@@ -85,8 +85,8 @@ def _product(node: fx.Node) -> Product | None:
     return json.dumps([[*map(int, x.shape), *map(int, x.stride())] for x in (a, b)])
 
 
-def _is_faster(product: Product) -> bool:
-    a, b = (_operand(*described) for described in json.loads(product))
+def _is_faster(matmul: Matmul) -> bool:
+    a, b = (_operand(*described) for described in json.loads(matmul))
     kernels = aten.mm.default, _mm_by_onednn
     best = [float("inf")] * 2
     spent = 0.0

@@ -1,10 +1,10 @@
-"""Grouped products of one rank's code computed where the experts are: rows travel there and back.
+"""Grouped matmuls of one rank's code computed where the experts are: rows travel there and back.
 
 The code runs as it is written, with whole weights. ``RowsTravel`` sees its calls. Of a tensor with
 experts or rows as dim 0 it remembers the form that the owner has: the rank's own experts, or the
-rows that were sent to them. A grouped product is computed on owners' forms; what acts on each row
+rows that were sent to them. A grouped matmul is computed on owners' forms; what acts on each row
 or expert alone is computed on both forms. The form that nobody reads is dead code, and so are the
-gather of weights and the way back of rows between two products.
+gather of weights and the way back of rows between two matmuls.
 """
 
 from collections.abc import Sequence
@@ -84,10 +84,10 @@ class _Owned:
 
 
 class RowsTravel(TorchFunctionMode):
-    """Send the rows of grouped products to the ranks of ``axis`` that own their experts.
+    """Send the rows of grouped matmuls to the ranks of ``axis`` that own their experts.
 
     Attributes:
-        used: the parameters that grouped products take as experts.
+        used: the parameters that grouped matmuls take as experts.
         read: ``{parameter: the line and the function}`` that read a weight of experts otherwise,
             for which it is gathered.
     """
@@ -103,9 +103,9 @@ class RowsTravel(TorchFunctionMode):
         self._is_looking = False
         self._calls = _Calls()
 
-    def whole(self, name: str, part: Tensor) -> Tensor:
-        """A weight of experts as the code sees it, from this rank's experts."""
-        whole = all_gather(part, self.axis)
+    def whole(self, name: str, part: Tensor, count: int) -> Tensor:
+        """A weight of ``count`` experts as the code sees it, from this rank's experts."""
+        whole = all_gather(part, self.axis)[:count]
         self._owned[id(whole)] = _Owned(whole, part, "experts", frozenset({name}))
         return whole
 
@@ -200,7 +200,7 @@ class RowsTravel(TorchFunctionMode):
         bias: Tensor | None = None,
         out_dtype: torch.dtype | None = None,
     ) -> Tensor | None:
-        """The product on the owner's forms, brought back; None if it is not of experts."""
+        """The matmul on the owner's forms, brought back; None if it is not of experts."""
         weight = self._of(b)
         if weight is None or isinstance(weight.of, Tensor) or a.ndim != 2 or offs is None:
             return None

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ftp.rules.op_kinds import STACKS, VIEWS, is_product, multiplications
+from ftp.rules.op_kinds import STACKS, VIEWS, is_matmul, multiplications
 from ftp.rules.rule import BoundRule, Meta
 
 Curve = tuple[tuple[float, float], ...]
@@ -66,18 +66,18 @@ class Hardware:
         memory: bytes a second to and from device memory.
         link: between the ranks of an axis that ``links`` does not name.
         links: per mesh axis; a step refuses one that its mesh does not have.
-        rates: floating-point operations a second of products, per dtype.
+        rates: floating-point operations a second of matmuls, per dtype.
         cache: bytes a second of an op whose tensors fit in ``cache_size`` bytes; 0 where there is
             no telling.
         overhead: seconds that issuing an op costs, however small it is.
-        attention: share of the products' rate that fused attention reaches.
+        attention: share of the matmuls' rate that fused attention reaches.
         hides_overhead: whether ops are issued ahead while the device computes, as on a GPU, so that
             only the larger of both counts.
         name: for reports.
         fresh: bytes a second of memory that is new to an op's result, by the result's bytes, beside
             what writing it costs: on a CPU it comes from main memory, or from the system page by
             page. No points: nothing.
-        cold: seconds beside ``overhead`` that issuing an op costs after a product of tensors of so
+        cold: seconds beside ``overhead`` that issuing an op costs after a matmul of tensors of so
             many bytes, which fills the caches.
         elements: elements a second of ops that are limited by arithmetic, by name (``exp``), and of
             any on tensors that are not dense (``strided``), where memory is not what limits them.
@@ -230,7 +230,7 @@ def collective_seconds(op: str, nbytes: float, n: int, link: Link) -> float:
 
 
 def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float = 0.0) -> float:
-    """As `collective_seconds`, from what was measured over the link where it was.
+    """As `collective_seconds`, but interpolated from measurements of the link where there are any.
 
     Args:
         nbytes: of a rank's buffer on the larger side, as of a record (`lowered.collectives`). All
@@ -250,7 +250,9 @@ def measured_seconds(op: str, nbytes: float, n: int, link: Link, computed: float
 
 
 def _through(points: Curve, x: float) -> float:
-    """Straight lines through the points; flat before the first, the last line beyond the last."""
+    """Interpolate linearly between the points: flat before the first, the last line beyond the
+    last.
+    """
     at = min(max(1, bisect_left(points, x, key=lambda point: point[0])), len(points) - 1)
     (x0, y0), (x1, y1) = points[at - 1], points[at]
     return y0 + max(0.0, x - x0) * (y1 - y0) / (x1 - x0)
@@ -272,7 +274,7 @@ def op_seconds(
         math.prod(sizes[f] for dim in dims for f in dim) for dims in (*rule.operands, *rule.results)
     )
     seconds = elements * results[0].dtype.itemsize / hardware.memory if results else 0.0
-    if is_product(target):
+    if is_matmul(target):
         operations = 2 * multiplications(target, sizes, [len(dims) > 0 for dims in rule.results])
         seconds = max(seconds, operations / hardware.flops)
     return seconds

@@ -39,8 +39,8 @@ def solve(problem: Problem) -> AxisPlan:
 
 
 def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, float | None]]:
-    """Per layout that a value can have on the axis, and whether its op passes parts around a ring
-    for it, the exact cost of the cheapest plan with it; None where there is no such plan.
+    """The cost of the cheapest plan with each layout of a value: (layout, whether its op runs as a
+    ring, cost). The cost is None where no such plan exists.
     """
     for violation in (math.inf, VIOLATION):
         network = _Network(problem, violation)
@@ -60,8 +60,8 @@ def layout_costs(problem: Problem, value: Value) -> list[tuple[Layout, bool, flo
 
 
 def open_costs(problem: Problem) -> tuple[Solution, dict[Node, dict[Layout, float]]]:
-    """The cheapest plan of a problem with open inputs, and per group of those (by its first node)
-    and layout the cost of the cheapest plan with it; a layout of which no plan is has none.
+    """The cheapest plan of a problem with open inputs, and its cost for each layout of each group
+    of open inputs, keyed by the group's first node. A layout without a plan has no entry.
 
     Where no plan keeps all placement constraints, violations have their price in all costs.
     """

@@ -5,26 +5,31 @@ from collections.abc import Mapping, Sequence
 from ftp.planning.graph import BATCH, Node, Value
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import factor_of, is_cut_again, reach
-from ftp.rules.op_kinds import BY_SLICE, is_product
+from ftp.rules.op_kinds import BY_SLICE, is_matmul
 
 
 def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[Value], set[Value]]:
-    """Values that no placement constraint binds, and values that a constraint does not bind after a
-    conflict matmul. A conflict matmul is one whose operands the batch cuts on different factors, as
-    context parallelism cuts q and k, or one of experts. Free are values with a required layout, and
-    those that feed conflict matmuls only, ids that are sliced along a dim that the batch cuts, and
-    what per-rank code and functions of slices take and give.
-    The result of one may be cut as the batch does not cut it
-    (Ulysses cuts heads, experts their own dim) and may be resharded until the next matmul.
+    """Values that no placement constraint binds, and values bound again from the next matmul on.
+
+    A conflict matmul is one of experts, or one whose operands the batch cuts on different factors,
+    as context parallelism cuts q and k. No constraint binds:
+
+    - values with a required layout;
+    - operands of conflict matmuls that feed no other matmul;
+    - ids that are sliced along a dim that the batch cuts;
+    - operands and results of per-rank code and of functions of slices.
+
+    The result of a conflict matmul may be cut otherwise than the batch cuts it (Ulysses cuts heads,
+    experts their own dim), and may be resharded until the next matmul.
     """
     free, after = set(required), set()
     feeds: dict[Value, int] = {}  # bit 1: a conflict matmul, bit 2: any other
-    products = (
-        [n for n in problem.graph.nodes if n.kind == "op" and is_product(n.target)]
+    matmuls = (
+        [n for n in problem.graph.nodes if n.kind == "op" and is_matmul(n.target)]
         if problem.is_data_axis
         else []
     )
-    conflicts = {n for n in products if _is_conflict(problem, n)} | _of_experts(problem, products)
+    conflicts = {n for n in matmuls if _is_conflict(problem, n)} | _of_experts(problem, matmuls)
     for node in problem.batch_reach.blocked:
         if is_cut_again(node):
             free.update(node.operands)
@@ -36,7 +41,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
                 (*node.operands, *(Value(node, index) for index in range(len(node.results))))
             )
         kind = 0
-        if node.kind == "op" and is_product(node.target):
+        if node.kind == "op" and is_matmul(node.target):
             kind = 1 if node in conflicts else 2
         else:
             for index in range(len(node.results)):
@@ -45,7 +50,7 @@ def exemptions(problem: Problem, required: Mapping[Value, object]) -> tuple[set[
             feeds[value] = feeds.get(value, 0) | kind
     for node in problem.graph.nodes:
         if node in conflicts or (
-            not is_product(node.target) and any(v in after for v in node.operands)
+            not is_matmul(node.target) and any(v in after for v in node.operands)
         ):
             after.update(Value(node, index) for index in range(len(node.results)))
     return free | {value for value, kind in feeds.items() if kind == 1}, after
@@ -61,14 +66,13 @@ def _is_conflict(problem: Problem, node: Node) -> bool:
     return len(cuts) > 1
 
 
-def _of_experts(problem: Problem, products: Sequence[Node]) -> set[Node]:
-    """Matmuls of experts: of batch data with parameters that are cut on a factor which both share
-    with the result, and those that this cut reaches. On an axis that cuts the batch and the
-    experts, tokens are sent to the experts and back, forward and backward, rather than the experts
-    gathered.
+def _of_experts(problem: Problem, matmuls: Sequence[Node]) -> set[Node]:
+    """The matmuls of experts: of batch data with parameters, cut on a factor that both share with
+    the result, and those that this cut reaches. On an axis that cuts the batch and the experts,
+    tokens travel to the experts and back, forward and backward; experts are not gathered.
     """
     seeds = []
-    for node in products:
+    for node in matmuls:
         if all(value.node.depends & BATCH for value in node.operands):
             continue
         for value, dims in zip(node.operands, node.rule.operands, strict=True):
@@ -88,7 +92,7 @@ def _of_experts(problem: Problem, products: Sequence[Node]) -> set[Node]:
     by_batch = problem.batch_reach.cuts
     return {
         n
-        for n in products
+        for n in matmuls
         if n in by_batch
         and any(_is_shared(n, f) and c not in by_batch[n] for c in cuts.get(n, ()) for f in c[:1])
     }

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 
 from ftp.planning.graph import BATCH, Graph, Node, Rewrite, Value, rewired, unchanged
-from ftp.rules.op_kinds import is_product
+from ftp.rules.op_kinds import is_matmul
 
 
 def live(graph: Graph) -> Graph:
@@ -33,7 +33,7 @@ def merge_common(graph: Graph) -> Rewrite:
                 node.region is not None
                 and original.region is None
                 and _is_seen(original, node)
-                and node.region.keeps(node.target, is_product(node.target))
+                and node.region.keeps(node.target, is_matmul(node.target))
             ):
                 first = now[original]
             else:
@@ -49,12 +49,12 @@ def merge_common(graph: Graph) -> Rewrite:
 
 
 def _is_seen(node: Node, user: Node) -> bool:
-    """Whether one node may read another's results: those of another branch are not computed."""
+    """Whether one node may read another's results: another branch's results are not computed."""
     return user.branch[: len(node.branch)] == node.branch
 
 
 def first_of_equals(graph: Graph) -> dict[Node, Node]:
-    """Per op or reshard the first of equal value and layout; empty without recomputed regions."""
+    """Per op or reshard, the first of equal value and layout; empty without recomputed regions."""
     if not any(node.region for node in graph.nodes):
         return {}
     first: dict[Any, Node] = {}

@@ -1,12 +1,12 @@
-"""Where a chain of casts, scales and views is narrowest: ops that a gathered copy passes through,
-so that a value may move before it is widened.
+"""Narrowest point of a chain of casts, scales and views: a value is resharded there, before it is
+widened.
 """
 
 import math
 from collections.abc import Collection
 
 from ftp.planning.graph import Graph, Node, Value
-from ftp.rules.op_kinds import is_product
+from ftp.rules.op_kinds import is_matmul
 from ftp.rules.registry import RULES
 from ftp.sharding.layout import estimated
 
@@ -44,8 +44,8 @@ def widening(graph: Graph, can_be_cut: Collection[Value]) -> set[Node]:
         results = [Value(node, i) for i in range(len(node.results))]
         for value in results:
             sources[value] = frozenset((value,)) if value in can_be_cut else frozenset()
-        # An op whose rule was found by trial may be a product too.
-        if node.kind != "op" or is_product(node.target) or node.target not in RULES:
+        # An op whose rule was found by trial may be a matmul too.
+        if node.kind != "op" or is_matmul(node.target) or node.target not in RULES:
             continue
         before = frozenset[Value]().union(*(sources[value] for value in node.operands))
         width = sum(map(nbytes, before))

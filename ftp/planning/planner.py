@@ -27,7 +27,7 @@ from ftp.planning.problem import NotAlike, Problem
 from ftp.planning.reachable_cuts import Cut, Reach, layout_of, reach
 from ftp.planning.regather import gather_again
 from ftp.planning.solver.reduce import Infeasible
-from ftp.rules.op_kinds import is_product
+from ftp.rules.op_kinds import is_matmul
 from ftp.sharding.layout import Layout, R, estimated
 
 Decompose = Callable[[Graph, Iterable[Node]], Rewrite]
@@ -402,7 +402,7 @@ def planned_latency(graph: Graph, hardware: Hardware, ties: Ties | None) -> floa
     sizes = [
         math.prod(map(estimated, Value(node).shape)) * node.results[0].dtype.itemsize
         for node in graph.nodes
-        if node.kind == "op" and node.depends & BATCH and is_product(node.target)
+        if node.kind == "op" and node.depends & BATCH and is_matmul(node.target)
         for _ in range(ties.weight(node) if ties else 1)
     ]
     return (

@@ -17,11 +17,11 @@ from ftp.planning.narrowest_point import nbytes
 from ftp.planning.problem import Problem
 from ftp.planning.reachable_cuts import is_cut_again
 from ftp.planning.strategies import GATHERED, PASS_ON, WHOLE, Strategy
-from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.layout import PARTIAL, Layout, R, estimated
 
 MOVE_OF_VIEW = 1e-10  # seconds; breaks ties: reshard the value, not a view of it
-REPLICATED_PRODUCT = 1e4  # factor for a replicated matmul on batch data that could be cut
+REPLICATED_MATMUL = 1e4  # factor for a replicated matmul on batch data that could be cut
 # Latencies that padding a shard to a pending sum costs beside a gather, so that it replaces none.
 PAD_LATENCIES = 3
 # Factor for a sum that is reduced before it is widened, on its price in the wider dtype.
@@ -59,8 +59,8 @@ class Prices:
         return self._sizes[value]
 
     def reduced_nbytes(self, value: Value) -> int:
-        """Bytes that reducing a pending sum is priced with: where every user widens it, those of
-        the narrowest dtype that they widen it to.
+        """Bytes that the reduction of a pending sum is priced at. Where every user widens the sum:
+        those of the narrowest dtype they widen it to.
         """
         if value not in self._reduced:
             here, users = value.meta.dtype.itemsize, self.users.get(value, ())
@@ -82,7 +82,7 @@ class Prices:
         return result.meta.dtype.itemsize if user.target is torch.ops.aten._to_copy.default else 0
 
     def movable(self, value: Value) -> Any:
-        """What ``may_move`` depends on, as part of a cache key."""
+        """What ``may_reshard`` depends on, as part of a cache key."""
         if value in self.free_to_move:
             return True
         if not self.problem.is_data_axis or not value.node.depends & BATCH:
@@ -129,16 +129,14 @@ class Prices:
                     if is_number or PARTIAL in self.problem.outputs
                     else PASS_ON
                 )
-            elif (
-                s.cut is None and could_be_cut and is_product(node.target) and node.depends & BATCH
-            ):
-                price *= REPLICATED_PRODUCT
+            elif s.cut is None and could_be_cut and is_matmul(node.target) and node.depends & BATCH:
+                price *= REPLICATED_MATMUL
             prices.append(price)
         return prices
 
     def _of_ring(self, node: Node, computed: float, factor: str) -> float:
-        """Seconds of an op while parts of its tensors along ``factor`` travel, and those of its
-        results.
+        """Seconds of an op that computes while parts of its tensors along ``factor`` travel, and
+        those of its results.
         """
         tensors = [
             *zip(node.operands, node.rule.operands, strict=True),
@@ -189,7 +187,7 @@ class Prices:
         seconds = collective_seconds(move.op, nbytes, self.problem.n, self.problem.hardware.link)
         if self.problem.open and self.problem.open.is_bare:
             return seconds + (
-                self.violation if src.kind == "S" and not self.may_move(value, src) else 0.0
+                self.violation if src.kind == "S" and not self.may_reshard(value, src) else 0.0
             )
         if src.kind == "P" and self.reduced_nbytes(value) > nbytes:
             # A user that widens a sum wants it added in the wider dtype. Reducing in the narrow
@@ -198,11 +196,11 @@ class Prices:
                 move.op, self.reduced_nbytes(value), self.problem.n, self.problem.hardware.link
             )
             seconds = TOO_NARROW * wide
-        if src.kind == "S" and not self.may_move(value, src):
+        if src.kind == "S" and not self.may_reshard(value, src):
             seconds += self.violation
         return seconds + (MOVE_OF_VIEW if value.node.target in VIEWS else 0.0)
 
-    def may_move(self, value: Value, home: Layout) -> bool:
+    def may_reshard(self, value: Value, home: Layout) -> bool:
         """Placement constraints C1 and C2: on a data axis activations keep their shards; on any
         other axis parameters do, and what is computed from them alone.
         """
@@ -240,8 +238,8 @@ class Prices:
         return self.violation if is_idle else 0.0
 
     def _is_of_statistics(self, node: Node) -> bool:
-        """Whether an op is on what was reduced over the batch (batch norm's mean and scale): on a
-        data axis nothing but a parameter's cut could reach it, and its result would be gathered.
+        """Whether an op works on batch statistics (batch norm's mean and scale). On a data axis
+        only a parameter's cut could reach it, and its result would be gathered.
         """
         return (
             self.problem.is_data_axis
@@ -260,8 +258,8 @@ class Prices:
         return found
 
     def _join_price(self, node: Node, strategy: Strategy, slot: int, have: Layout) -> float:
-        """Seconds to become an operand of a pending sum. A single operand is never padded to a
-        pending sum: reducing it would just be a gather.
+        """The price, in seconds, of turning a value into an operand of a pending sum. A single
+        operand is never padded to a pending sum: reducing it would just be a gather.
         """
         if have == PARTIAL:
             return 0.0
@@ -269,7 +267,7 @@ class Prices:
             return math.inf
         if have.kind == "R":
             return 0.0
-        if self.problem.open and not self.may_move(node.operands[slot], have):
+        if self.problem.open and not self.may_reshard(node.operands[slot], have):
             # To pad and reduce a shard is a gather in other words: one more equal plan to search.
             return self.violation
         nbytes = self.nbytes(node.operands[slot])
@@ -278,7 +276,7 @@ class Prices:
         )
 
     def of_kept(self, seconds: float, entry: tuple[Layout, ...]) -> float:
-        """Seconds that keeping a value for the backward pass is priced with: a shard's share where
+        """The price, in seconds, of keeping a value for the backward pass: a shard's share where
         every user reads a shard.
         """
         return seconds / self.problem.n if all(layout.kind == "S" for layout in entry) else seconds
@@ -298,7 +296,7 @@ class Prices:
 
 
 def is_at_rest(layout: Layout) -> bool:
-    """Whether an output that is left open may be returned so: as a spec can say it, no pending
-    sum and no strided cut.
+    """Whether an open output may be returned in this layout: one that a spec can express, without a
+    pending sum or a strided cut.
     """
     return layout.kind == "R" or (layout.kind == "S" and layout.outer == layout.inner == 1)

@@ -104,8 +104,8 @@ def reach(
 
 
 def is_cut_again(node: Node) -> bool:
-    """Whether the result of an op that keeps a dim whole is cut on that dim all the same: ids,
-    sliced, padded or joined, take few bytes to gather, and what is computed from them much time.
+    """Whether an op that needs a dim whole may still have its result cut on that dim: ids (sliced,
+    padded or joined) take few bytes to gather, and what is computed from them takes long.
     """
     result = node.results[0]
     return (

@@ -16,8 +16,8 @@ PASS_ON = 1e-9  # seconds per op that passes a pending sum on; breaks ties: redu
 
 
 class Strategy(NamedTuple):
-    """What one op does on one axis: the layouts of operands and results; the factor that is cut, or
-    the operands that are pending sums.
+    """One way to run an op on one axis: the layouts of operands and results; the factor that is
+    cut, or the operands that are pending sums.
 
     Attributes:
         beside: a second factor that the axis cuts, whose parts travel around its ranks.
@@ -53,7 +53,7 @@ def strategies(
     is_fixed: bool = False,
     rings: Sequence[Cut] = (),
 ) -> list[Strategy]:
-    """Everything an op may do on an axis of ``n`` ranks that may cut it on ``cuts``.
+    """All strategies of an op on an axis of ``n`` ranks that may cut it on ``cuts``.
 
     Args:
         widens: whether operands may be gathered for it, as its result has more bytes.

@@ -31,7 +31,7 @@ from ftp.program_files.graphs import (
 )
 from ftp.program_files.plain import Reader, Writer
 from ftp.program_files.trees import read_tree, write_tree
-from ftp.runtime.program import Program, products_of
+from ftp.runtime.program import Program, axes_of_groups
 from ftp.sharding.mesh import Mesh, mesh_device
 from ftp.sharding.spec import PartitionSpec
 from ftp.tensors.global_shapes import without_addresses
@@ -140,7 +140,7 @@ def ranks_section(program: Program, most: int) -> dict[str, Any]:
                 del programs[1:]
                 break
             numbers[local.gm] = len(programs)
-            programs.append(write_local(writer, local, products_of(mesh)))
+            programs.append(write_local(writer, local, axes_of_groups(mesh)))
         of_rank[at] = numbers[local.gm]
     return {"programs": programs, "of_rank": of_rank, "pool": writer.pool}
 

@@ -6,7 +6,7 @@ from typing import Any
 from ftp.planning.graph import BATCH, Graph, Move, Node, Value
 from ftp.report.causes import Origins, describe
 from ftp.report.lint import Finding, folded
-from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.spec import PartitionSpec
 
 
@@ -60,17 +60,17 @@ def _finding(
 
 def _is_odd(moved: Node, user: Node) -> bool:
     """Whether a reshard is of an activation, or re-cuts a parameter that meets one elementwise."""
-    is_recut = moved.target.op == "all_to_all" and not is_product(user.target)
+    is_recut = moved.target.op == "all_to_all" and not is_matmul(user.target)
     return bool(moved.depends & BATCH) or is_recut
 
 
 def _is_of_another(origin: Node, node: Node, other: Value, axis: str, found: Origins) -> bool:
-    """Whether the other operand is cut by another argument; of a product, by one of the batch."""
+    """Whether the other operand is cut by another argument; of a matmul, by one of the batch."""
     moved = moved_from(other)
     at = found.get((moved.operands[0] if moved is not None else other, axis))
     if at is None or at is origin or at.kind != "input":
         return False
-    return bool(at.depends & BATCH) or not is_product(node.target)
+    return bool(at.depends & BATCH) or not is_matmul(node.target)
 
 
 def moved_from(value: Value) -> Node | None:

@@ -13,10 +13,10 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 from ftp.ops.attention import PART, PART_BACKWARD, pieces_of, visible
 from ftp.ops.attention_ring import RING_BACKWARD, RINGS
 from ftp.ops.map_slices import MAP_SLICES, slice_program_of
-from ftp.ops.symmetric_memory import gather_products, multiplications, product_scatter
+from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter, multiplications
 from ftp.runtime.local_shapes import LocalShapes
 
-PIPELINED = (gather_products, product_scatter, *RINGS)  # compute while they send
+PIPELINED = (gather_matmuls, matmul_scatter, *RINGS)  # compute while they send
 
 
 def flops_of(node: fx.Node, shapes: LocalShapes) -> float:
@@ -51,7 +51,7 @@ def flops_of_call(
     """As `flops_of`, from a call's arguments with shapes in place of tensors."""
     if not _is_counted(target):
         return 0.0
-    if target in (gather_products, product_scatter):
+    if target in (gather_matmuls, matmul_scatter):
         return 2.0 * multiplications(target, args)
     if target is MAP_SLICES:
         return results[0][0] * _flops_of_slice(args[2])

@@ -1,4 +1,4 @@
-"""Products: rules for ops that are einsums."""
+"""Matmuls: rules for ops that are einsums."""
 
 from dataclasses import replace
 
@@ -21,11 +21,11 @@ einsum(aten.mv.default, "m k, k -> m")
 einsum(aten.vdot.default, "k, k -> ()")
 
 
-def added_product(op: OpOverload, text: str) -> None:
-    """A product to which ``self``, broadcast, is added. Every rank that holds a part of k would
+def added_matmul(op: OpOverload, text: str) -> None:
+    """A matmul to which ``self``, broadcast, is added. Every rank that holds a part of k would
     add it, so that k is whole; the decomposition cuts k.
 
-    >>> added_product(aten.addmm.default, "m [k], [k] n -> m n")
+    >>> added_matmul(aten.addmm.default, "m [k], [k] n -> m n")
     """
     n = parse(text)
     (result,) = n.results
@@ -41,10 +41,10 @@ def added_product(op: OpOverload, text: str) -> None:
     register([op], maker)
 
 
-added_product(aten.addmm.default, "m [k], [k] n -> m n")
-added_product(aten.addmv.default, "m [k], [k] -> m")
-added_product(aten.addr.default, "m, n -> m n")
-added_product(aten.baddbmm.default, "b m [k], b [k] n -> b m n")
+added_matmul(aten.addmm.default, "m [k], [k] n -> m n")
+added_matmul(aten.addmv.default, "m [k], [k] -> m")
+added_matmul(aten.addr.default, "m, n -> m n")
+added_matmul(aten.baddbmm.default, "b m [k], b [k] n -> b m n")
 
 
 _GROUPED = {

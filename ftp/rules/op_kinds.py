@@ -22,7 +22,7 @@ VIEWS = frozenset(
 )  # fmt: skip
 STACKS = frozenset({UNSTACK, STACK})  # views of layers, and copies that no choice avoids
 BY_SLICE = frozenset({MAP_SLICES})  # functions of slices, for which stacks are brought to owners
-PRODUCTS = frozenset(
+MATMULS = frozenset(
     {
         aten.mm.default, aten.bmm.default, aten.convolution.default,
         aten.convolution_backward.default, aten.mv.default, aten.dot.default, aten.addmm.default,
@@ -50,15 +50,15 @@ _OF_ATTENTION = ("b", "h", "r", "s", "t", "e", "v")
 BACKWARD = frozenset(target for target in ATTENTION if "backward" in str(target))
 
 
-def is_product(target: Any) -> bool:
+def is_matmul(target: Any) -> bool:
     """Whether an op's time is that of matmuls: matmuls, convolutions, attention."""
-    return target in PRODUCTS or target in ATTENTION
+    return target in MATMULS or target in ATTENTION
 
 
 def multiplications(
     target: Any, sizes: Mapping[str, int], wanted: Sequence[bool] = (True,)
 ) -> float:
-    """Multiplications of an op of `is_product` whose factors have these sizes; where rows are in
+    """Multiplications of an op of `is_matmul` whose factors have these sizes; where rows are in
     groups, in groups of equal size. ``wanted`` says which of its results it computes.
     """
     if target in ATTENTION:  # whose other factors are of masks, lengths and generators
@@ -71,7 +71,7 @@ def multiplications(
     if target is GROUPED_MM:
         return total / max(sizes["e"], 1) ** 2
     if target in ATTENTION and (both := sizes["e"] * sizes["v"]):
-        # Scores and their product with the values; backward scores again, and four gradients.
+        # Scores and their matmul with the values; backward scores again, and four gradients.
         e, v = (3, 2) if target in BACKWARD else (1, 1)
         return total * (e * sizes["e"] + v * sizes["v"]) / both
     return total

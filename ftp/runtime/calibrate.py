@@ -1,4 +1,4 @@
-"""This machine's own rates, measured: products by dtype, memory, what issuing an op costs, and
+"""This machine's own rates, measured: matmuls by dtype, memory, what issuing an op costs, and
 the links of a mesh of processes.
 """
 
@@ -21,7 +21,7 @@ from ftp.runtime.shared_memory import SharedGroup, is_asked_for
 from ftp.sharding.mesh import AnyMesh, resolve
 
 aten, c10d = torch.ops.aten, torch.ops._c10d_functional
-MATMUL = 512  # rows and columns of the products that are timed
+MATMUL = 512  # rows and columns of the matmuls that are timed
 CACHED, LARGE = 6 << 20, 96 << 20  # bytes of the tensors that are in cache, and that are not
 FRESH = (
     1 << 18,
@@ -32,7 +32,7 @@ FRESH = (
 BESIDE = (
     64 << 20
 )  # bytes of other results that are alive, so that a new one is not what was just freed
-BEFORE = (128, 512, 1024)  # rows and columns of the products after which an op is issued
+BEFORE = (128, 512, 1024)  # rows and columns of the matmuls after which an op is issued
 WIRE = (1 << 10, 1 << 16, 1 << 19, 1 << 21, 1 << 23)  # bytes of the collectives that are timed
 BETWEEN = (2e-4, 5e-3)  # seconds that ranks compute between collectives
 DTYPES = (torch.float32, torch.bfloat16, torch.float64)
@@ -53,7 +53,7 @@ def calibrate(
             them, axis by axis; every rank gets the mean. On any other mesh, or none, ranks are
             taken to share one memory.
         device_type: default the mesh's, else ``cpu``.
-        dtypes: of the products that are timed.
+        dtypes: of the matmuls that are timed.
         seconds: for each of some twenty measurements, and some forty an axis, about.
 
     Raises:
@@ -78,7 +78,7 @@ def calibrate(
             if n > 1
         }
     clock = _Clock(device, seconds, [group for group, _ in groups.values()])
-    rates = {dtype: _products(clock, dtype) for dtype in dtypes}
+    rates = {dtype: _matmuls(clock, dtype) for dtype in dtypes}
     overhead = clock(_small_ops(device)) / len(_KINDS)
     memory = _stream(clock, LARGE, overhead)
     cache = max(memory, _stream(clock, CACHED, overhead))
@@ -173,8 +173,8 @@ class _Clock:
         return torch.ones(shape, dtype=dtype, device=self.device)
 
 
-def _products(clock: _Clock, dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a linear layer's products, forward and backward."""
+def _matmuls(clock: _Clock, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a linear layer's matmuls, forward and backward."""
     size = MATMUL if clock.device.type == "cpu" else 8192
     x, w = (
         torch.rand(size, size, generator=torch.Generator().manual_seed(0)).to(clock.device, dtype)
@@ -201,7 +201,7 @@ def _attention(clock: _Clock, dtype: torch.dtype) -> float:
 
     return (
         (2 + 5) * 2 * heads * seq * seq * dim / clock(run)
-    )  # products of the forward and of the backward pass
+    )  # matmuls of the forward and of the backward pass
 
 
 def _convolution(clock: _Clock, dtype: torch.dtype) -> float:
@@ -242,8 +242,8 @@ def _small_ops(device: torch.device) -> Callable[[], object]:
 
 
 def _cold(clock: _Clock, overhead: float) -> Curve:
-    """Seconds beside ``overhead`` that a small op takes after a product, by the bytes of the
-    product's tensors.
+    """Seconds beside ``overhead`` that a small op takes after a matmul, by the bytes of the
+    matmul's tensors.
     """
     a, found = clock.ones(8, 8), []
     for size in BEFORE:

@@ -14,14 +14,14 @@ from ftp import deferred_compiler
 from ftp.ops.philox import AS_TENSOR_OPS
 from ftp.passes import outline_branches, with_values
 from ftp.passes.buffer_reuse import in_place
-from ftp.passes.inline_small_ops import small_products
+from ftp.passes.inline_small_ops import small_matmuls
 from ftp.passes.onednn_matmuls import Choose
 from ftp.paused_gc import collection_paused
 from ftp.rules.local_op import as_module
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered, with_writes
 from ftp.runtime.shared_memory import directly
-from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_pieces
+from ftp.runtime.split_at_collectives import Subgraph, known_numbers, split, with_subgraphs
 
 aten = torch.ops.aten
 Run = Callable[[Sequence[Any]], Sequence[torch.Tensor]]
@@ -90,19 +90,21 @@ def compiled(
             if not isinstance(x, torch.Tensor)
         },
     )
-    pieces = split(graph, numbers, _written(graph, [placeholders[i] for i in donated]))
+    subgraphs = split(graph, numbers, _written(graph, [placeholders[i] for i in donated]))
     made: dict[str, Callable[[list[Any]], Sequence[Any]]] = {}
     with compiled_together():
-        for piece in pieces:
-            if (key := piece.key()) not in made:
-                made[key] = _compiled(piece)
-    called = _direct(with_pieces(graph, pieces, [made[piece.key()] for piece in pieces]))
+        for subgraph in subgraphs:
+            if (key := subgraph.key()) not in made:
+                made[key] = _compiled(subgraph)
+    called = _direct(
+        with_subgraphs(graph, subgraphs, [made[subgraph.key()] for subgraph in subgraphs])
+    )
     forward = fx.GraphModule({}, outline_branches(called) if host else called).forward
     return lambda given: forward(*_dense(given, tensors))  # the strides that the code is compiled
     # for
 
 
-def _compiled(piece: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
+def _compiled(subgraph: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     """Inductor's code for one subgraph; it takes a list, which it empties."""
     deferred_compiler.load()
     from torch._inductor import config
@@ -110,30 +112,30 @@ def _compiled(piece: Subgraph) -> Callable[[list[Any]], Sequence[Any]]:
     from torch._inductor.decomposition import select_decomp_table
     from torch.fx.experimental.proxy_tensor import make_fx
 
-    table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_products()}
+    table = {**select_decomp_table(), **AS_TENSOR_OPS, **small_matmuls()}
     with torch.no_grad(), FakeTensorMode() as mode:
         fake = [
             torch.empty_strided(v.shape, v.stride(), dtype=v.dtype, device=v.device)
-            for v in piece.values()
+            for v in subgraph.values()
         ]
         gm = make_fx(
-            fx.GraphModule({}, piece.graph), decomposition_table=table, tracing_mode="real"
+            fx.GraphModule({}, subgraph.graph), decomposition_table=table, tracing_mode="real"
         )(*fake)
     output = gm.graph.output_node()
     results = list(output.args[0])  # type: ignore[arg-type]
     placeholders = [node for node in gm.graph.nodes if node.op == "placeholder"]
-    count = len(piece.outputs)
+    count = len(subgraph.outputs)
     with gm.graph.inserting_before(output):
-        for value, (_, old) in zip(results[count:], piece.writes, strict=True):
+        for value, (_, old) in zip(results[count:], subgraph.writes, strict=True):
             gm.graph.call_function(
-                aten.copy_.default, (placeholders[piece.inputs.index(old)], value)
+                aten.copy_.default, (placeholders[subgraph.inputs.index(old)], value)
             )
     output.args = (tuple(results[:count]),)
     output.meta["user_visible_output_idxs"] = list(range(count))  # others rely on their strides
     gm.graph.eliminate_dead_code()
     gm.recompile()
     # A step is recorded as a whole, if at all. It has checked sizes and strides, and made others
-    # dense: on a CPU, to check them once more takes as long as a small piece itself.
+    # dense: on a CPU, to check them once more takes as long as a small subgraph itself.
     changes: dict[str, Any] = {"triton.cudagraphs": False}
     if all(x.device.type == "cpu" for x in fake):
         changes |= {"size_asserts": False, "alignment_asserts": False}

@@ -22,11 +22,11 @@ from ftp.passes import (
     Joint,
     Packs,
     Span,
-    chunk_products,
+    chunk_matmuls,
     chunks,
     drop_copies,
+    fuse_matmuls,
     gradient_reductions,
-    join_products,
     joints,
     mark,
     merge_axes,
@@ -41,7 +41,7 @@ from ftp.passes import (
     spans,
 )
 from ftp.passes.inline_small_ops import small_updates
-from ftp.passes.onednn_matmuls import Choose, by_onednn, products
+from ftp.passes.onednn_matmuls import Choose, by_onednn, matmuls
 from ftp.planning.cost import DEFAULT, Hardware
 from ftp.planning.graph import Graph
 from ftp.runtime.options import Options
@@ -116,8 +116,8 @@ def rank_graph(
         graph = narrow_reductions(graph, decided.narrowed, options.reduce_dtype, axes)
     if decided.spans:
         graph = span_hosts(graph, decided.spans, axes)
-    graph = chunk_products(graph, decided.chunks)
-    return join_products(graph, decided.joints)
+    graph = chunk_matmuls(graph, decided.chunks)
+    return fuse_matmuls(graph, decided.joints)
 
 
 def ordered(graph: fx.Graph) -> fx.Graph:
@@ -139,4 +139,4 @@ def for_inductor(graph: fx.Graph, donated: Sequence[int], choose: Choose) -> fx.
     matmuls on the kernels that ``choose`` picks.
     """
     graph = merge_updates(small_updates(graph), donated)
-    return mark(by_onednn(graph, choose(products(graph))))
+    return mark(by_onednn(graph, choose(matmuls(graph))))

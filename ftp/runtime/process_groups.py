@@ -15,10 +15,10 @@ from torch._C._distributed_c10d import _resolve_process_group
 from ftp.distributed.agreement import exchange
 from ftp.errors import MeshError
 from ftp.ops.native import cache_folder
-from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
+from ftp.ops.symmetric_memory import gather_matmuls, lack, matmul_scatter
 from ftp.partitioning.collectives import gather_of
 from ftp.passes.copy_elimination import copied
-from ftp.passes.onednn_matmuls import Product, measured
+from ftp.passes.onednn_matmuls import Matmul, measured
 from ftp.runtime.shared_memory import SharedGroup, shared_groups
 from ftp.sharding.mesh import Mesh
 from ftp.sharding.mesh_groups import product_group
@@ -69,7 +69,7 @@ def check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
     devices = [tuple(json.loads(text)) for text in exchange(mesh, "GPUs", here)]
     mine = ""
     for group in dict.fromkeys(
-        node.args[-1] for node in graph.nodes if node.target in (gather_products, product_scatter)
+        node.args[-1] for node in graph.nodes if node.target in (gather_matmuls, matmul_scatter)
     ):
         ranks = dist.get_process_group_ranks(_resolve_process_group(group))
         mine = mine or lack(
@@ -80,7 +80,7 @@ def check_symmetric(graph: fx.Graph, mesh: Mesh) -> None:
         rank, why = next((rank, why) for rank, why in zip(mesh.ranks, reasons, strict=True) if why)
         raise MeshError(
             f"async_tp=True, but rank {rank} has no symmetric memory with the others: {why}."
-            " Leave it out; chunks=n hides the same moves behind products with ordinary"
+            " Leave it out; chunks=n hides the same moves behind matmuls with ordinary"
             " collectives."
         )
 
@@ -131,17 +131,17 @@ def memory_of(mesh: Mesh, graph: fx.Graph | None = None) -> dict[str, SharedGrou
 _memory: dict[Mesh, dict[str, SharedGroup | None]] = {}
 
 
-def faster_by_onednn(mesh: Mesh, products: Collection[Product]) -> Collection[Product]:
+def faster_by_onednn(mesh: Mesh, matmuls: Collection[Matmul]) -> Collection[Matmul]:
     """The matmuls that oneDNN does faster, as the first rank measured it: all ranks use one kernel,
     so that replicas stay equal.
     """
     if mesh.device_type != "cpu":
         return ()
     # A rank without oneDNN sends None: the others wait for its answer.
-    mine = list(products) if torch.backends.mkldnn.is_available() else None
-    everyone = [json.loads(text) for text in exchange(mesh, "products", json.dumps(mine))]
+    mine = list(matmuls) if torch.backends.mkldnn.is_available() else None
+    everyone = [json.loads(text) for text in exchange(mesh, "matmuls", json.dumps(mine))]
     if any(of_rank is None for of_rank in everyone):
         return ()
     wanted = sorted({p for of_rank in everyone for p in of_rank})
     found = measured(wanted, cache_folder()) if mesh.rank in (mesh.ranks or (0,))[:1] else []
-    return json.loads(exchange(mesh, "products by oneDNN", json.dumps(found))[0])
+    return json.loads(exchange(mesh, "matmuls by oneDNN", json.dumps(found))[0])

@@ -292,7 +292,7 @@ class Program:
                 graph,
                 given,
                 self.donated,
-                lambda products: faster_by_onednn(mesh, products),
+                lambda matmuls: faster_by_onednn(mesh, matmuls),
                 host=host,
             )
         else:
@@ -392,7 +392,7 @@ def join_parts(
     return functools.reduce(operator.add, terms.values())
 
 
-def products_of(mesh: Mesh) -> dict[str, tuple[str, ...]]:
+def axes_of_groups(mesh: Mesh) -> dict[str, tuple[str, ...]]:
     """Per name of a process group, along an axis or a product of axes, these axes."""
     names = mesh.axis_names
     return {

@@ -13,7 +13,7 @@ from torch import fx
 from ftp.ops.attention_ring import RINGS, ring_by_rank
 from ftp.ops.choose import number_of
 from ftp.ops.exchange_rows import ALL_TO_ALL_ROWS, exchanged
-from ftp.ops.symmetric_memory import gather_products, product_scatter
+from ftp.ops.symmetric_memory import gather_matmuls, matmul_scatter
 from ftp.partitioning.partition import LocalProgram
 from ftp.passes.branch_order import branches
 from ftp.passes.transport import pads_as_kernels_take
@@ -140,7 +140,7 @@ def _all_to_all(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
     return [torch.cat([p[rank] for p in parts]) for rank in range(len(calls))]
 
 
-def _gather_products(calls: list[tuple[Any, ...]]) -> list[list[torch.Tensor]]:
+def _gather_matmuls(calls: list[tuple[Any, ...]]) -> list[list[torch.Tensor]]:
     _, _, dim, keeps, *_ = calls[0]
     whole = torch.cat([shard for shard, *_ in calls], dim)
     return [
@@ -149,7 +149,7 @@ def _gather_products(calls: list[tuple[Any, ...]]) -> list[list[torch.Tensor]]:
     ]
 
 
-def _product_scatter(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
+def _matmul_scatter(calls: list[tuple[Any, ...]]) -> list[torch.Tensor]:
     total = reduce(operator.add, [left @ right for left, right, *_ in calls])
     return [part.contiguous() for part in total.chunk(len(calls), calls[0][2])]
 
@@ -164,6 +164,6 @@ BY_RANK: dict[Any, Callable[[list[tuple[Any, ...]]], list[Any]]] = {
     ALL_TO_ALL_ROWS: exchanged,
     c10d.all_to_all_single.default: _all_to_all,
     **dict.fromkeys(RINGS, ring_by_rank),
-    gather_products: _gather_products,
-    product_scatter: _product_scatter,
+    gather_matmuls: _gather_matmuls,
+    matmul_scatter: _matmul_scatter,
 }

@@ -20,7 +20,7 @@ from ftp.passes.onednn_matmuls import BY_ONEDNN
 
 aten = torch.ops.aten
 _KERNELS = {update.kernel for update in UPDATES.values()} | {aten._foreach_add_.Scalar}
-_PRODUCTS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
+_MATMULS = (aten.mm.default, aten.bmm.default, BY_ONEDNN)
 
 
 @dataclass(frozen=True)
@@ -65,13 +65,13 @@ def split(
 
     Args:
         numbers: the values of inputs that are numbers, which become constants.
-        writes: value -> the input that it should be written to; left undone where a later piece
+        writes: value -> the input that it should be written to; left undone where a later subgraph
             still reads the input.
     """
     for node in list(graph.nodes):
         for item in reversed(node.users):
             if item.target is operator.getitem:
-                node.append(item)  # a piece returns tensors, not tuples of them
+                node.append(item)  # a subgraph returns tensors, not tuples of them
     nodes = list(graph.nodes)
     position = {node: at for at, node in enumerate(nodes)}
     last = _last_reads(nodes, position)
@@ -90,7 +90,7 @@ def split(
         for run in runs
         if any(
             not is_view(node)
-            and node.target not in _PRODUCTS
+            and node.target not in _MATMULS
             and node.target is not aten.detach.default
             for node in run
         )
@@ -152,7 +152,7 @@ def _stands_alone(node: fx.Node) -> bool:
         return _stands_alone(node.all_input_nodes[0])
     if node.target in AS_TENSOR_OPS:
         return is_drawn_by_itself(node)
-    return node.target not in _PRODUCTS and (
+    return node.target not in _MATMULS and (
         not isinstance(node.target, torch._ops.OpOverload) or node.target.namespace != "aten"
     )
 
@@ -195,7 +195,7 @@ def _piece(
     numbers: Mapping[fx.Node, Any],
 ) -> Subgraph:
     written = {new for new, _ in writes}  # whoever needs them reads them from the input
-    piece, mine = (
+    subgraph, mine = (
         Subgraph(run, outputs=[node for node in outputs if node not in written], writes=writes),
         set(whole),
     )
@@ -205,22 +205,24 @@ def _piece(
         if x in numbers:
             env[x] = numbers[x]
         else:
-            piece.inputs.append(x)
-            env[x] = piece.graph.placeholder(f"x{len(piece.inputs)}")
+            subgraph.inputs.append(x)
+            env[x] = subgraph.graph.placeholder(f"x{len(subgraph.inputs)}")
     for node in whole:
         args, kwargs = map_arg((node.args, node.kwargs), env.__getitem__)  # type: ignore[misc]
-        env[node] = piece.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
-    piece.graph.output(tuple(env[node] for node in (*piece.outputs, *(new for new, _ in writes))))
-    return piece
+        env[node] = subgraph.graph.call_function(node.target, args, kwargs)  # type: ignore[arg-type]
+    subgraph.graph.output(
+        tuple(env[node] for node in (*subgraph.outputs, *(new for new, _ in writes)))
+    )
+    return subgraph
 
 
-def with_pieces(
+def with_subgraphs(
     graph: fx.Graph,
-    pieces: Sequence[Subgraph],
+    subgraphs: Sequence[Subgraph],
     runs: Sequence[Callable[[list[Any]], Sequence[Any]]],
 ) -> fx.Graph:
     """The graph with each subgraph as one call from a list of its inputs to its outputs."""
-    place = {node: at for at, piece in enumerate(pieces) for node in piece.nodes}
+    place = {node: at for at, subgraph in enumerate(subgraphs) for node in subgraph.nodes}
     new: fx.Graph = fx.Graph()
     env: dict[fx.Node, fx.Node] = {}
     done: set[int] = set()
@@ -230,22 +232,22 @@ def with_pieces(
             env[node] = new.node_copy(node, env.__getitem__)
         elif at not in done:
             done.add(at)
-            piece = pieces[at]
+            subgraph = subgraphs[at]
             # By a call of its own, so that the list alone holds what is used here last, and the
-            # piece frees it as it goes.
+            # subgraph frees it as it goes.
             before = new._root.prev
-            given = new.call_function(_listed, tuple(env[x] for x in piece.inputs))
+            given = new.call_function(_listed, tuple(env[x] for x in subgraph.inputs))
             call = new.call_function(runs[at], (given,))
             env.update(
                 {
                     output: new.call_function(operator.getitem, (call, i))
-                    for i, output in enumerate(piece.outputs)
+                    for i, output in enumerate(subgraph.outputs)
                 }
             )
             env.update(
                 {
                     value: new.call_function(aten.detach.default, (env[old],))
-                    for value, old in piece.writes
+                    for value, old in subgraph.writes
                 }
             )
             while before is not new._root.prev:

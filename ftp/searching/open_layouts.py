@@ -27,7 +27,7 @@ from ftp.planning.planner import planned_latency
 from ftp.planning.prepare import prepare
 from ftp.planning.problem import AxisPlan, NotAlike, Open, Problem
 from ftp.planning.reachable_cuts import Reach, factor_of, layout_of, reach
-from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.sharding.layout import Layout, R, is_even, nominal, shard
 from ftp.sharding.mesh import Mesh, use_mesh
 from ftp.sharding.pytree import flatten, leaf_names, leaf_paths
@@ -306,13 +306,13 @@ def unit_of(
     layout: Layout,
     n: int,
     users: Mapping[Value, Sequence[tuple[Node, int]]],
-    is_product_done: bool = False,
+    is_matmul_done: bool = False,
 ) -> int:
     """How many elements of a dim have to stay together: more than one where a parameter's
-    product runs into a view without that cut.
+    matmul runs into a view without that cut.
     """
     for user, slot in users.get(value, ()):
-        is_next = not is_product_done and is_product(user.target)
+        is_next = not is_matmul_done and is_matmul(user.target)
         if not is_next and user.target not in VIEWS and user.kind != "constrain":
             continue
         cut = factor_of(user.rule.operands[slot], user.sizes, layout, n)
@@ -323,7 +323,7 @@ def unit_of(
         there = layout_of(user.rule.results[0], user.sizes, cut, n)
         if (
             there.kind == "S"
-            and (unit := unit_of(Value(user), there, n, users, is_product_done or is_next)) > 1
+            and (unit := unit_of(Value(user), there, n, users, is_matmul_done or is_next)) > 1
         ):
             return unit
     return 1
@@ -409,7 +409,7 @@ def _reaches(
 def _packs(
     net: Opened, axes: Mapping[str, int], data_axes: Sequence[str]
 ) -> dict[tuple[str, str], list[Layout]]:
-    """Per axis and pattern the packed cuts that views and products ask for, no other axis having
+    """Per axis and pattern the packed cuts that views and matmuls ask for, no other axis having
     cut anything: an axis that cuts within another's shards reaches packs that no tensor has.
     """
     found: dict[tuple[str, str], list[Layout]] = {}

@@ -19,7 +19,7 @@ from ftp.axis import is_inside
 from ftp.ops.assume import assume, is_listening
 from ftp.tracing.guards import guard_at
 from ftp.tracing.selected import SELECTING, Selected, apply, selection
-from ftp.tracing.sparse_products import PRODUCTS, product
+from ftp.tracing.sparse_matmuls import MATMULS, matmul
 
 
 class unchecked(TorchFunctionMode):
@@ -34,7 +34,7 @@ class unchecked(TorchFunctionMode):
             found = selection(func, args, kwargs or {})
             if found is not None:
                 return found
-        if func in PRODUCTS and (found := product(args)) is not None:
+        if func in MATMULS and (found := matmul(args)) is not None:
             return found
         if func in _ASKING and (guarded := _guarded(args[0])) is not None:
             return guarded

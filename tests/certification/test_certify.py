@@ -29,10 +29,11 @@ import ftp
 from ftp import P
 from ftp.__main__ import main
 from ftp.api.certify import certificate_of, certify
+from ftp.certification.axis_collectives import Contribution, gather_axis
 from ftp.certification.certificate import Certificate, Ranks, load_certificate
 from ftp.certification.checker import check
 from ftp.certification.data_movement import MOVEMENTS
-from ftp.certification.element_map import DimPart, element_map
+from ftp.certification.element_map import DimPart, MeshAxis, element_map, reshape, zeros_like
 from ftp.certification.positions import whole
 from ftp.certification.unsound import Unsound
 from ftp.certification.value_numbering import check_traced
@@ -697,6 +698,66 @@ def test_ranks_with_equal_parts_and_other_lengths_on_the_way():
     mesh = ftp.simulated_mesh((2, 2), ("a", "b"))
     x, index = torch.randn(3, dtype=torch.float64), torch.tensor([2, 0, 1, 1])
     certify(ftp.spmd(lambda x, i: x.gather(0, i), mesh, (P(("a", "b")), P()), P()).lower(x, index))
+
+
+def test_a_bucket_of_which_a_rank_has_empty_parts():
+    """The gradients of a layer with one output, cut over tp, are empty on the second rank."""
+    params = {
+        "bias": torch.randn(1, dtype=torch.float64),
+        "weight": torch.randn(1, 3, dtype=torch.float64),
+    }
+    step = ftp.shard(
+        lambda p, x: F.binary_cross_entropy(
+            F.linear(x, p["weight"], p["bias"]).sigmoid().squeeze(1), x[:, 0].sigmoid()
+        ),
+        ftp.simulated_mesh((2, 2), ("dp", "tp")),
+        {"bias": P(), "weight": P("tp")},
+        batch_specs=P("dp"),
+        bucket=True,
+    )
+    x = torch.randn(4, 3, dtype=torch.float64)
+    lowered = step.lower(params, x)
+    certificate = certify(lowered)
+    sizes = [
+        n.args[1]
+        for graph in certificate.ranks.graphs
+        for n in graph.nodes
+        if n.target is aten.split_with_sizes.default
+    ]
+    assert any(0 in found for found in sizes)
+    changed, _, _ = check_mutants(lowered, [*params.values(), x], 0, 30)
+    assert changed > 5
+
+
+def test_copies_of_a_scalar_are_gathered():
+    """And zeros among them are not taken for it."""
+    along = MeshAxis("tp", 0, 2)
+    scalar = element_map("x.0", [])
+    copies = [Contribution((at,), reshape(scalar, (1,))) for at in range(2)]
+    found = gather_axis(copies, along)
+    assert (found.value, found.shape, found.is_zero) == ("x.0", (2,), False)
+    with pytest.raises(Unsound, match="zeros are moved with copies of a scalar"):
+        gather_axis([copies[0], replace(copies[1], held=zeros_like(copies[1].held))], along)
+
+
+def test_blocks_of_rows_of_a_product_without_terms():
+    """Of 3 rows of a batch over 4 ranks, the last has none: its blocks of the weight's gradient are
+    zeros.
+    """
+    weight = torch.randn(2, 5, dtype=torch.float64)
+    step = ftp.shard(
+        lambda p, x: (x @ p.T).tanh().sum(),
+        ftp.simulated_mesh((4,), ("dp",)),
+        P(None, "dp"),
+        batch_specs=P("dp"),
+        chunks=2,
+    )
+    x = torch.randn(3, 5, dtype=torch.float64)
+    lowered = step.lower(weight, x)
+    assert [r.op for r in lowered.collectives].count("reduce_scatter") == 2
+    certify(lowered)
+    changed, _, _ = check_mutants(lowered, [weight, x], 0, 30)
+    assert changed > 5
 
 
 def per_rank() -> tuple[Lowered, list[torch.Tensor]]:

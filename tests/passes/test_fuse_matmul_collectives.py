@@ -1,4 +1,4 @@
-"""Products that are one op with the move beside them: simulated, and by torch's plain forms on
+"""Matmuls that are one op with the move beside them: simulated, and by torch's plain forms on
 gloo; the kernels are test_cuda.py's.
 """
 
@@ -13,7 +13,7 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, sequence_paralle
 
 import ftp
 from ftp import P
-from ftp.ops.symmetric_memory import gather_products, lack, product_scatter
+from ftp.ops.symmetric_memory import gather_matmuls, lack, matmul_scatter
 from ftp.report.lowered import Lowered
 from tests.api.test_programs import compare
 
@@ -42,13 +42,11 @@ def test_joined_products_equal_one_device(ranks: int, bucket: bool, batch: int):
     plain = Lowered(joined._program.with_options(async_tp=False))
     targets = Counter(node.target for node in joined.graph.graph.nodes)
     # A layer has the gathers before q, k and v and before w1 and w3, and the gradients' of wo and
-    # w2; the products wo and w2 are summed.
-    assert targets[gather_products] == 4 + 1, "one for the head"
-    assert targets[product_scatter] == 2 + 1, "one for the head's gradient"
-    products = torch.ops.aten.mm.default
-    assert (
-        targets[products] < Counter(node.target for node in plain.graph.graph.nodes)[products] - 8
-    )
+    # w2; the matmuls wo and w2 are summed.
+    assert targets[gather_matmuls] == 4 + 1, "one for the head"
+    assert targets[matmul_scatter] == 2 + 1, "one for the head's gradient"
+    matmuls = torch.ops.aten.mm.default
+    assert targets[matmuls] < Counter(node.target for node in plain.graph.graph.nodes)[matmuls] - 8
     for op in ("all_gather", "reduce_scatter"):
         before, after = (
             Counter((c.nbytes, c.axes) for c in found.collectives if c.op == op)
@@ -63,7 +61,7 @@ def test_what_does_not_divide_is_left_as_it_is():
     mesh = ftp.AbstractMesh((3,), ("tp",), device_type="cuda")
     step, params, batch, _ = decoder(mesh, async_tp=True)
     targets = {node.target for node in step.lower(params, batch).graph.graph.nodes}
-    assert gather_products not in targets and product_scatter not in targets
+    assert gather_matmuls not in targets and matmul_scatter not in targets
 
 
 def test_moves_of_parameters_are_left_as_they_are():
@@ -72,7 +70,7 @@ def test_moves_of_parameters_are_left_as_they_are():
         lambda p, x: (x @ p["w"]).sum(), mesh, P("dp"), batch_specs=P("dp"), async_tp=True
     )
     lowered = step.lower({"w": torch.ones(4, 4)}, torch.ones(4, 4))
-    assert gather_products not in {node.target for node in lowered.graph.graph.nodes}
+    assert gather_matmuls not in {node.target for node in lowered.graph.graph.nodes}
 
 
 @pytest.mark.parametrize("compile", [False, pytest.param(True, marks=pytest.mark.slow)])
@@ -99,7 +97,7 @@ def _on_gloo(compile: bool) -> tuple[int, int]:
         torch.testing.assert_close(found, loss)
         torch.testing.assert_close(ftp.device_get(sharded, mesh, of_params), grads)
     ftp.destroy_process_group()
-    return targets[gather_products], targets[product_scatter]
+    return targets[gather_matmuls], targets[matmul_scatter]
 
 
 # Where it cannot be.
@@ -110,7 +108,7 @@ def test_processes_without_gpus_are_refused():
     assert rank.value == (
         "async_tp=True, but the mesh (tp 1) on cpu has no GPUs with symmetric memory."
         " Leave it out; chunks=n hides the same"
-        " moves behind products with ordinary collectives."
+        " moves behind matmuls with ordinary collectives."
     ), rank.error
 
 
@@ -126,7 +124,7 @@ def _refused() -> str:
 def test_chunks_as_well_are_refused():
     with pytest.raises(
         ftp.errors.InputError,
-        match=r"async_tp=True and chunks=2 both take the moves beside products\. Leave one out\.",
+        match=r"async_tp=True and chunks=2 both take the moves beside matmuls\. Leave one out\.",
     ):
         ftp.shard(
             lambda p, x: x.sum(), ftp.AbstractMesh((2,), ("tp",)), P(), async_tp=True, chunks=2

@@ -24,8 +24,15 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp import P
 from ftp.ops.fused_optimizer import UPDATES
-from ftp.passes import drop_copies, merge_updates, packs, reuse_memory, schedule, with_values
-from ftp.passes import onednn_matmuls as products
+from ftp.passes import (
+    drop_copies,
+    merge_updates,
+    onednn_matmuls,
+    packs,
+    reuse_memory,
+    schedule,
+    with_values,
+)
 from ftp.passes.aliasing import families
 from ftp.runtime.program import Program, groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
@@ -306,7 +313,7 @@ def test_gathers_run_ahead_within_their_limit_and_are_packed(plan: str):
 
 def test_a_gather_is_under_way_while_the_one_before_is_read():
     def gathers_at_products(made: ftp.Lowered) -> list[int]:
-        """Per product of the forward pass how many gathers have started that none has waited
+        """Per matmul of the forward pass how many gathers have started that none has waited
         for.
         """
         open_, found = set(), []
@@ -489,7 +496,7 @@ def test_products_beside_moves_are_chunked(ranks: int, bucket: bool):
             under_way.add(node)
         under_way -= set(node.all_input_nodes) if node.target is C10D.wait_tensor.default else set()
         covered += node.target is torch.ops.aten.mm.default and bool(under_way)
-    assert covered >= 6, "products are computed while a chunk is under way"
+    assert covered >= 6, "matmuls are computed while a chunk is under way"
 
 
 def test_chunks_that_do_not_divide_the_batch_are_left_out():
@@ -605,7 +612,7 @@ def test_compiled_steps_equal_one_device(fused: bool):
     _check_trained({"compile": True, "fused": fused}, 300)
 
 
-# Products.
+# Matmuls.
 
 
 def test_products_by_onednn_equal_one_device_and_are_timed_once(tmp_path, monkeypatch):
@@ -616,9 +623,9 @@ def test_products_by_onednn_equal_one_device_and_are_timed_once(tmp_path, monkey
         return x.t() @ w, w @ x, v @ x.t()
 
     graph = make_fx(fn)(x, w, v).graph
-    found = products.products(graph)
+    found = onednn_matmuls.matmuls(graph)
     assert len(found) == 2  # the third is small
-    other = products.by_onednn(graph, found)
+    other = onednn_matmuls.by_onednn(graph, found)
     done = ["onednn" in str(n.target) for n in other.nodes if "mm" in str(n.target)]
     assert sorted(done) == [False, True, True]
     exact = fn(x.double(), w.double(), v.double())
@@ -629,16 +636,18 @@ def test_products_by_onednn_equal_one_device_and_are_timed_once(tmp_path, monkey
     ):  # at most a rounding for each of the 128 terms, in any order
         assert got.shape == expected.shape
         assert ((got.double() - expected).abs() <= 128 * eps * size).all()
-    chosen = products.measured(found, tmp_path)
+    chosen = onednn_matmuls.measured(found, tmp_path)
     assert set(chosen) <= set(found)
-    monkeypatch.setattr(products, "_is_faster", None)  # would raise
-    assert products.measured(found, tmp_path) == chosen
+    monkeypatch.setattr(onednn_matmuls, "_is_faster", None)  # would raise
+    assert onednn_matmuls.measured(found, tmp_path) == chosen
 
 
 def test_products_are_chosen_where_nothing_can_be_kept(tmp_path, monkeypatch):
     wanted = ["[[128, 96, 96, 1], [96, 128, 128, 1]]"]
-    monkeypatch.setattr(products, "_is_faster", lambda product: True)
+    monkeypatch.setattr(onednn_matmuls, "_is_faster", lambda matmul: True)
     (tmp_path / "file").write_text("")
-    assert products.measured(wanted, tmp_path / "file") == wanted  # no folder can be made there
-    (tmp_path / "products.json").write_text("{")
-    assert products.measured(wanted, tmp_path) == wanted
+    assert (
+        onednn_matmuls.measured(wanted, tmp_path / "file") == wanted
+    )  # no folder can be made there
+    (tmp_path / "matmuls.json").write_text("{")
+    assert onednn_matmuls.measured(wanted, tmp_path) == wanted

@@ -6,7 +6,7 @@ from plan_moves import unbucketed
 
 import ftp
 from ftp import P
-from ftp.rules.op_kinds import is_product
+from ftp.rules.op_kinds import is_matmul
 
 
 def ops(lowered):
@@ -174,8 +174,8 @@ def test_figures_of_weights_that_are_widened():
 
 def products_cut(lowered):
     """How many matmuls a rank computes a part of, and how many there are."""
-    products = [n for n in lowered.plan.graph.nodes if n.kind == "op" and is_product(n.target)]
-    return sum(bool(n.cuts) for n in products), len(products)
+    matmuls = [n for n in lowered.plan.graph.nodes if n.kind == "op" and is_matmul(n.target)]
+    return sum(bool(n.cuts) for n in matmuls), len(matmuls)
 
 
 @pytest.mark.parametrize("n", [2, 3])

@@ -1,5 +1,5 @@
-"""Pieces of a rank's graph: run one by one they give what the graph gives, and repeated layers
-are equal pieces.
+"""Subgraphs of a rank's graph: run one by one they give what the graph gives, and repeated layers
+are equal subgraphs.
 """
 
 from collections.abc import Callable
@@ -15,26 +15,26 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import ftp
 from ftp.ops.fused_optimizer import UPDATES
 from ftp.passes import with_values
-from ftp.passes.inline_small_ops import PRODUCT, UPDATE, small_products, small_updates
+from ftp.passes.inline_small_ops import MATMUL, UPDATE, small_matmuls, small_updates
 from ftp.runtime.compile import _written, compiled
 from ftp.runtime.inductor_kernels import compiled_together
 from ftp.runtime.lowering import for_inductor, ordered
 from ftp.runtime.program import groups_of, join_parts, shard_of
 from ftp.runtime.simulate import simulate
-from ftp.runtime.split_at_collectives import Subgraph, split, with_pieces
+from ftp.runtime.split_at_collectives import Subgraph, split, with_subgraphs
 from ftp.sharding.pytree import flatten
 from tests.passes.test_passes import ADAMW, FUSED, PLANS, compare, lowered, mesh_of
 
 
-def interpreted(piece: Subgraph) -> Callable[[list[Any]], tuple[Any, ...]]:
-    """What a compiled piece does, by the ops themselves."""
-    gm = fx.GraphModule({}, piece.graph)
+def interpreted(subgraph: Subgraph) -> Callable[[list[Any]], tuple[Any, ...]]:
+    """What a compiled subgraph does, by the ops themselves."""
+    gm = fx.GraphModule({}, subgraph.graph)
 
     def run(inputs: list[Any]) -> tuple[Any, ...]:
         results = gm(*inputs)
-        for value, (_, old) in zip(results[len(piece.outputs) :], piece.writes, strict=True):
-            inputs[piece.inputs.index(old)].copy_(value)
-        return results[: len(piece.outputs)]
+        for value, (_, old) in zip(results[len(subgraph.outputs) :], subgraph.writes, strict=True):
+            inputs[subgraph.inputs.index(old)].copy_(value)
+        return results[: len(subgraph.outputs)]
 
     return run
 
@@ -43,7 +43,7 @@ def in_pieces(
     graph: fx.Graph, inputs: list[Any], donated: tuple[int, ...]
 ) -> tuple[list[Subgraph], fx.Graph]:
     graph = with_values(fx.GraphModule({}, ordered(graph)), inputs).graph
-    graph = for_inductor(graph, donated, lambda products: ())
+    graph = for_inductor(graph, donated, lambda matmuls: ())
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
     numbers = {
         node: x
@@ -67,12 +67,15 @@ def test_pieces_give_what_the_graph_gives(plan: str, opt: Any):
             for x, spec in zip(leaves, program.in_specs, strict=True)
         ]
         inputs.append([*shards, *program.constants, *local.offsets_at(coordinate)])
-        pieces, graph = in_pieces(local.gm.graph, inputs[-1], program.donated)
+        subgraphs, graph = in_pieces(local.gm.graph, inputs[-1], program.donated)
         locals_.append(
             replace(
                 local,
                 gm=fx.GraphModule(
-                    {}, with_pieces(graph, pieces, [interpreted(piece) for piece in pieces])
+                    {},
+                    with_subgraphs(
+                        graph, subgraphs, [interpreted(subgraph) for subgraph in subgraphs]
+                    ),
                 ),
             )
         )
@@ -98,8 +101,8 @@ def test_repeated_layers_are_equal_pieces():
             for x, spec in zip(leaves, program.in_specs, strict=True)
         ]
         inputs = [*shards, *program.constants, *program.local().offsets_at({"tp": 0})]
-        pieces, _ = in_pieces(program.local().gm.graph, inputs, program.donated)
-        counts.append((len(pieces), len({piece.key() for piece in pieces})))
+        subgraphs, _ = in_pieces(program.local().gm.graph, inputs, program.donated)
+        counts.append((len(subgraphs), len({subgraph.key() for subgraph in subgraphs})))
     assert counts[1][0] > counts[0][0]
     assert counts[1][1] == counts[0][1], "more layers, no more to compile"
 
@@ -155,8 +158,8 @@ def test_kernels_of_several_graphs_are_one_library():
                 for node in (x, y):
                     node.meta["val"] = values[0]
                 added = next(iter(x.users)).users
-                piece = Subgraph(list(graph.nodes)[2:4], graph, [x, y], list(added))
-                made.append(_compiled(piece))
+                subgraph = Subgraph(list(graph.nodes)[2:4], graph, [x, y], list(added))
+                made.append(_compiled(subgraph))
     assert len(loaded) == 1
     for run, op in zip(made, (torch.exp, torch.sin), strict=True):
         torch.testing.assert_close(run(list(values))[0], op(values[0]) + values[1])
@@ -180,11 +183,11 @@ def test_random_bits_that_are_compiled_are_those_of_one_device(monkeypatch: pyte
     )
     local = program.local({"dp": 1})
     given = [x[3:], key, *program.constants, *local.offsets_at({"dp": 1})]
-    run = compiled(local.gm.graph, given, (), lambda products: ())
+    run = compiled(local.gm.graph, given, (), lambda matmuls: ())
     torch.testing.assert_close(run(given)[0], due[3:], rtol=0, atol=0)
 
 
-# Small products and updates.
+# Small matmuls and updates.
 
 
 @pytest.mark.parametrize(
@@ -222,14 +225,14 @@ def test_small_updates_are_what_the_kernel_does(name: str, options: dict[str, An
 def test_small_products_are_loops(more: int):
     a, b, bias = (
         torch.randn(8, 16).double(),
-        torch.randn(PRODUCT // 128 + more, 16).double().t(),
+        torch.randn(MATMUL // 128 + more, 16).double().t(),
         torch.randn(1).double(),
     )
     traced = make_fx(
-        lambda a, b, bias: (a @ b, torch.addmm(bias, a, b)), decomposition_table=small_products()
+        lambda a, b, bias: (a @ b, torch.addmm(bias, a, b)), decomposition_table=small_matmuls()
     )(a, b, bias)
     compare(traced(a, b, bias), [a @ b, torch.addmm(bias, a, b)])
-    products = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {
+    matmuls = {torch.ops.aten.mm.default, torch.ops.aten.addmm.default} & {
         node.target for node in traced.graph.nodes
     }
-    assert len(products) == 2 * more
+    assert len(matmuls) == 2 * more

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 import ftp
 from ftp import P
 from ftp.planning.plan import Plan
-from ftp.rules.op_kinds import VIEWS, is_product
+from ftp.rules.op_kinds import VIEWS, is_matmul
 from ftp.rules.proof.sandbox import Ended, apart
 from ftp.rules.proof.trial import SoundPlacement, holding
 from ftp.sharding.layout import nominal
@@ -106,27 +106,27 @@ def _cut(apply: Any, given: Sequence[Tensor]) -> list[int | None] | None:
 
 
 def _share(cut: Plan, whole: Plan) -> float | None:
-    """Work per rank of the plan over that of one device: operations of products; elements where
+    """Work per rank of the plan over that of one device: operations of matmuls; elements where
     there are none.
     """
-    for products in (True, False):
-        one = _work(whole, products)
+    for matmuls in (True, False):
+        one = _work(whole, matmuls)
         if one:
-            return _work(cut, products) / one
+            return _work(cut, matmuls) / one
     return None
 
 
-def _work(plan: Plan, products: bool) -> float:
+def _work(plan: Plan, matmuls: bool) -> float:
     total = 0
     for node in plan.graph.nodes:
         if (
             node.kind != "op"
             or node.target in VIEWS
-            or (products is not is_product(node.target) and products)
+            or (matmuls is not is_matmul(node.target) and matmuls)
         ):
             continue
         sizes = {f: nominal(s) for f, s in node.sizes.items()}
-        if products:
+        if matmuls:
             total += math.prod(sizes.values())
         else:
             total += sum(

@@ -23,7 +23,7 @@ class Program:
 
     Attributes:
         cuts: path patterns to specs over "tp"; what they do not name is cut on its first dim, but
-            for vectors and matrices of one row.
+            for vectors.
         batch_specs: of the batch on a mesh that has "dp".
     """
 
@@ -59,11 +59,7 @@ def specs_of(program: Program, axis: str) -> Any:
         return {path: P("dp") if p.ndim else P() for path, p in program.params.items()}
     named = ftp.plan(program.params, program.cuts) if program.cuts else {}
     return {
-        path: named[path]
-        if named and named[path]
-        else P("tp")
-        if p.ndim > 1 and len(p) > 1
-        else P()
+        path: named[path] if named and named[path] else P("tp") if p.ndim > 1 else P()
         for path, p in program.params.items()
     }
 

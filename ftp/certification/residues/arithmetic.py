@@ -123,7 +123,7 @@ def summed(f: Field, op: Callable[[Tensor], Tensor], a: Value) -> Value:
     )
 
 
-def product_of_matrices(f: Field, a: Value, b: Value) -> Value:
+def matmul_of_values(f: Field, a: Value, b: Value) -> Value:
     if f.has_infinities and (a.planes[-1].any() or b.planes[-1].any()):
         raise Blind("a product with an infinity")
     found = [matmul(x, y, p) for x, y, p in zip(levels(f, a), levels(f, b), f.primes, strict=True)]

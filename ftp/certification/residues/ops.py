@@ -153,7 +153,7 @@ def _product(c: ResidueCall, a: Value, b: Value) -> Value:
     a, b = c.lift(a), c.lift(b)
     left = _reshaped(c, a, (1, *a.shape)) if len(a.shape) == 1 else a
     right = _reshaped(c, b, (*b.shape, 1)) if len(b.shape) == 1 else b
-    found = ar.product_of_matrices(c.field, left, right)
+    found = ar.matmul_of_values(c.field, left, right)
     shape = list(found.shape)
     if len(b.shape) == 1:
         shape = shape[:-1]

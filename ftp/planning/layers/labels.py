@@ -98,8 +98,8 @@ def _layer_of(
 
 
 def numbered(names: Mapping[Node, str]) -> dict[Node, int]:
-    """The layer of each input that has one: the number in its path after the word that has most
-    of them.
+    """The layer of each input that has one: the number in its path after the word that has the most
+    numbers.
     """
     _, found = _word_and_numbers(names)
     order = {number: i for i, number in enumerate(sorted(set(found.values())))}
@@ -169,7 +169,7 @@ def _computed(node: Node) -> Node:
 
 
 def alike(layers: Layers, facts: Callable[[Node], Any]) -> list[bool]:
-    """Per layer whether it equals the next one."""
+    """For each layer, whether it equals the next one."""
     described: list[_Layer] = [describe_layer(r, layers, facts) for r in range(len(layers.nodes))]
     return [described[r] == described[r + 1] for r in range(len(described) - 1)]
 
@@ -216,8 +216,8 @@ def is_stack_of(node: Node, slices: int) -> bool:
 
 
 def stack_shift(node: Node, layers: Layers, layer: int) -> int:
-    """How far the slices of a stack are from the layers that compute them: a bias' gradient
-    belongs to the layer behind it.
+    """The offset between the slices of a stack and the layers that compute them: a bias' gradient
+    is computed in a neighbouring layer.
     """
     found = {v.node: layers.of.get(v.node) for v in node.operands}
     return next(

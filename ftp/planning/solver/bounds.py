@@ -89,8 +89,8 @@ class Sweeps:
         }
 
     def shares(self) -> tuple[dict[int, np.ndarray], dict[int, dict[int, np.ndarray]]]:
-        """The same network with costs moved into the tables as the last pass, downwards, left
-        them: their minima add up to its bound.
+        """The equivalent network whose tables hold the costs as the last downward pass left them:
+        the tables' minima add up to the bound.
         """
         unary: dict[int, np.ndarray] = {}
         tables: dict[int, dict[int, np.ndarray]] = {v: {} for v in self.order}
@@ -148,8 +148,8 @@ class Sweeps:
 
 @dataclass(frozen=True)
 class _Visit:
-    """Variables visited together: rows of the messages they receive, each's from ``starts`` on,
-    and what each message sent takes.
+    """Variables that are visited together: the rows of the messages that each receives, from
+    ``starts`` on, and the inputs of each message that they send.
     """
 
     nodes: np.ndarray
@@ -165,8 +165,8 @@ class _Visit:
 def feasible(
     unary: Unary, tables: Tables, order: Sequence[int], messages: Messages
 ) -> dict[int, int] | int:
-    """An assignment of finite cost, as positions, or if there is none a variable that is left
-    without a value.
+    """Find an assignment of finite cost, as positions; where there is none, return a variable that
+    has no value left.
 
     Depth-first with arcs kept consistent; first the value that is cheapest by the choices made so
     far and the messages of variables still open. It restarts with the variables that lost all
@@ -217,8 +217,8 @@ def _restrict(
     tables: Tables,
     trail: list[tuple[int, int]],
 ) -> int | None:
-    """Leaves v the values of the mask, and the others what is consistent with it; the variable
-    that lost all values, if any.
+    """Restrict variable v to the values of the mask, and the others to what is consistent with it.
+    Return the variable that lost all its values, if any.
     """
     trail.append((v, domain[v]))
     domain[v] = mask

@@ -113,8 +113,8 @@ def min_marginals(
     values: Sequence[int] | None = None,
     max_table: int = 1_000_000,
 ) -> list[Solution | None]:
-    """Per value of the variable, or those of ``values``, the cheapest assignment with that value,
-    None where there is none: what any other choice would cost.
+    """The cheapest assignment for each value of the variable, or for each of ``values``; None where
+    there is none.
 
     >>> unary = [np.array([0.0, 1.0]), np.array([0.0, 0.5])]
     >>> network = [2, 2], unary, {(0, 1): np.array([[np.inf, 3.0], [0.0, 0.0]])}
@@ -147,8 +147,8 @@ _Factor = tuple[
 def _eliminate(
     order: list[int], unary: Unary, tables: Tables, limit: float = math.inf
 ) -> tuple[float, dict[int, int], int]:
-    """The minimum over the variables of the order, where it is (positions among their values), and
-    the entries of the largest table.
+    """Minimize over the variables of the order: the minimum, the minimizing positions among their
+    values, and the entries of the largest table.
 
     Where a table would pass the limit, the tables of a variable are minimised in groups
     (mini-buckets): the number is then a lower bound, the assignment a guess.
@@ -198,8 +198,8 @@ def _eliminate(
 
 @dataclass(frozen=True)
 class _Known:
-    """Of a component, by original value: the best assignment so far and the messages of the last
-    sweeps.
+    """What is known of a component, by original values: the best assignment so far, and the
+    messages of the last sweeps.
     """
 
     choice: dict[int, int]
@@ -288,7 +288,7 @@ def _cost(net: Network, part: list[int], at: Mapping[int, int]) -> float:
 
 
 def _improve(net: Network, plan: Order, at: dict[int, int]) -> None:
-    """Improves the assignment in place: the best with the cutset as it is."""
+    """Improve the assignment in place: the best one with the cutset as it is."""
     unary = {v: net.unary[v] for v in plan.order}
     for u in plan.cutset:
         for v, table in net.tables[u].items():

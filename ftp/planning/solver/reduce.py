@@ -21,8 +21,8 @@ class Infeasible(Exception):
 
 @dataclass(frozen=True)
 class _Fold:
-    """A variable's best value, by the positions of its neighbours' choices among the values that
-    they had then.
+    """A folded variable: its best value for each choice of its neighbours, by positions among the
+    values that they had when it was folded.
     """
 
     variable: int
@@ -31,7 +31,7 @@ class _Fold:
 
 
 class Network:
-    """What is left of the network, reduced in place, and how to undo each step. Tables are never
+    """The network that is left, reduced in place, and how to undo each step. Tables are never
     written to.
 
     ``tables[v][u]`` has shape (values of v, values of u), ``tables[u][v]`` is its transpose; a
@@ -195,8 +195,8 @@ class Network:
 
 @dataclass(frozen=True)
 class _Facts:
-    """Of one table: f and g if it is f(row) + g(column); the rows that are infinite; at [a, b],
-    by how much row b can be worse than a.
+    """Facts about one table: f and g if it is f(row) + g(column); the rows that are infinite; at
+    [a, b], by how much row b can exceed row a.
     """
 
     split: tuple[np.ndarray, np.ndarray] | None

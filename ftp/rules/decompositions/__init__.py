@@ -5,7 +5,7 @@ than means, nothing materialised that the fused op does not hold. Half precision
 float32 and rounded at the end, as the kernels do.
 """
 
-from ftp.rules.decompositions import index, norm, product, reduce, softmax
+from ftp.rules.decompositions import index, matmul, norm, reduce, softmax
 from ftp.rules.decompositions.registry import DECOMPOSITIONS, HALF, decomposition
 
 __all__ = [
@@ -13,8 +13,8 @@ __all__ = [
     "HALF",
     "decomposition",
     "index",
+    "matmul",
     "norm",
-    "product",
     "reduce",
     "softmax",
 ]

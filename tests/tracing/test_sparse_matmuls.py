@@ -1,4 +1,4 @@
-"""Products with a captured sparse matrix: values and gradients of the dense one."""
+"""Matmuls with a captured sparse matrix: values and gradients of the dense one."""
 
 import warnings
 
@@ -37,8 +37,8 @@ def test_a_graph_network(layout: str, mesh: tuple[tuple, tuple]):
     sparse = SPARSE[layout]
 
     def network(a: Tensor, params: dict[str, Tensor], x: Tensor, labels: Tensor) -> Tensor:
-        product = torch.mm if a.layout is torch.strided else torch.sparse.mm
-        hidden = product(a, x @ params["up"]).relu()
+        matmul = torch.mm if a.layout is torch.strided else torch.sparse.mm
+        hidden = matmul(a, x @ params["up"]).relu()
         out = a @ (hidden @ params["down"])
         return F.cross_entropy(out, labels) + (a @ hidden[:, 0]).square().sum()
 

@@ -1,5 +1,5 @@
-"""Products with a captured sparse matrix, such as a graph's adjacency, by its entries: a gather of
-rows, a product and a sum, which have rules. No spec describes a sparse layout.
+"""Matmuls with a captured sparse matrix, such as a graph's adjacency, by its entries: a gather of
+rows, a matmul and a sum, which have rules. No spec describes a sparse layout.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
-PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+MATMULS: frozenset[Callable[..., Any]] = frozenset(
     (
         torch.sparse.mm,
         torch.mm,
@@ -27,7 +27,7 @@ _LAYOUTS = (torch.sparse_coo, torch.sparse_csr)
 _entries: Any = WeakTensorKeyDictionary()
 
 
-def product(args: Sequence[Any]) -> Tensor | None:
+def matmul(args: Sequence[Any]) -> Tensor | None:
     """``a @ x`` of a sparse matrix and a dense matrix or vector; None for all others."""
     if len(args) != 2 or not all(isinstance(a, Tensor) for a in args):
         return None
