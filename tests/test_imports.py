@@ -31,7 +31,7 @@ ALLOWED = {
     "certification": "ops per_rank rules tracing",
     "equivalence": "axis certification ops rules sharding",
     "planning": "functional ops per_rank rules sharding tracing",
-    "pipeline": "sharding",
+    "pipeline": "ops rules sharding",
     "partitioning": "ops per_rank planning rules sharding",
     "passes": "ops partitioning planning rules sharding",
     "runtime": "distributed ops partitioning passes pipeline planning rules sharding tensors"

@@ -20,6 +20,7 @@ from ftp.paused_gc import collection_paused
 from ftp.pipeline.check import check_stages
 from ftp.pipeline.placement import Pipeline
 from ftp.pipeline.split import split
+from ftp.pipeline.stacked import Stacks, stacks_of, with_parts
 from ftp.planning.planner import Watch
 from ftp.report.pipelined import LoweredPipeline
 from ftp.runtime.pipeline_program import PipelineProgram
@@ -104,11 +105,26 @@ def plan_pipeline(
     Raises:
         ScheduleError, SpecError, PlanningError: stages or schedules that do not fit the graph.
     """
-    mesh, options, n = definition.mesh, definition.options, len(inputs) - batch
+    mesh, options, ranks = definition.mesh, definition.options, definition.mesh.axes[pipeline.axis]
+    whole: Any = gm.graph.output_node().args[0]
+    out_shapes = [tuple(node.meta["val"].shape) for node in whole]
+    # A stack of layers that the axis cuts is one parameter a rank from here on.
+    count, results = len(inputs), len(whole) - len(leaves)
+    stacks = stacks_of(gm, [held.spec for held in inputs], out_specs, pipeline.axis, ranks)
+    if not stacks.is_empty:
+        pipeline.check_stacks(ranks)
+        gm, places = with_parts(gm, stacks, names), stacks.places(stacks.inputs[: len(inputs)])
+        leaves = [k for leaf in leaves for k, (i, _) in enumerate(places) if i == leaf]
+        names = [names[i] if r is None else f"{names[i]} of rank {r}" for i, r in places]
+        specs = stacks.specs([held.spec for held in inputs], stacks.inputs, pipeline.axis)
+        inputs = [
+            replace(inputs[i], spec=spec, shape=stacks.shape(inputs[i].shape, i, r))
+            for (i, r), spec in zip(places, specs, strict=True)
+        ]
+    n = len(inputs) - batch
     stage_of = [
         pipeline.stage_of(held.spec, name) for held, name in zip(inputs[:n], names[:n], strict=True)
     ]
-    ranks = mesh.axes[pipeline.axis]
     actions = pipeline.actions(ranks)
     outputs: Any = gm.graph.output_node().args[0]
     stages = split(
@@ -151,7 +167,9 @@ def plan_pipeline(
         stage_of=stage_of,
         batch=list(inputs[n:]),
         out_specs=list(out_specs),
-        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
+        out_shapes=out_shapes,
+        # It returns a gradient for every parameter.
+        stacks=Stacks(stacks.inputs[:count], (None,) * results + stacks.inputs[: count - batch]),
         **facts,
     )
 

@@ -20,6 +20,7 @@ from ftp.api.step import Step
 from ftp.errors import SpecError
 from ftp.paused_gc import collection_paused
 from ftp.pipeline.rounds import ALL, check_rounds, split_in_rounds
+from ftp.pipeline.stacked import Stacks, is_stack, stacks_of, with_parts
 from ftp.planning.planner import Watch
 from ftp.report.staged import LoweredRounds
 from ftp.runtime.stage_programs import PiecePlanner, StoredValue, within_stage
@@ -87,6 +88,16 @@ def plan_rounds(
     mesh, options = definition.mesh, definition.options
     axis = _axis([*specs, *(s for s in out_specs if s is not None)])
     ranks = mesh.axes[axis]
+    count = len(names)
+    outputs: Any = gm.graph.output_node().args[0]
+    out_shapes = [tuple(node.meta["val"].shape) for node in outputs]
+    # A stack of layers that the axis cuts is one argument a rank from here on.
+    stacks, whole_specs = stacks_of(gm, specs, out_specs, axis, ranks), out_specs
+    if not stacks.is_empty:
+        gm, places = with_parts(gm, stacks), stacks.places(stacks.inputs[: len(names)])
+        names = [names[i] if r is None else f"{names[i]} of rank {r}" for i, r in places]
+        specs = stacks.specs(specs, stacks.inputs, axis)
+        out_specs = stacks.specs(out_specs, stacks.outputs, axis)
 
     def rank_of(spec: PartitionSpec | None) -> int:
         entry = None if spec is None else staged(spec)
@@ -124,11 +135,11 @@ def plan_rounds(
         for rank, piece in sorted(pieces.items())
     }
     check_programs(programs.values(), options)
+    at = [k for k, (_, r) in enumerate(stacks.places(stacks.outputs)) if r in (None, 0)]
     found_specs = [
-        planner.values[name].spec if spec is None else spec
-        for name, spec in zip(rounds.results, out_specs, strict=True)
+        planner.values[rounds.results[k]].spec if spec is None else spec
+        for k, spec in zip(at, whole_specs, strict=True)
     ]
-    outputs: Any = gm.graph.output_node().args[0]
     return StagedProgram(
         mesh=mesh,
         within=within,
@@ -140,7 +151,8 @@ def plan_rounds(
         constants=constants,
         due=due,
         out_specs=found_specs,
-        out_shapes=[tuple(node.meta["val"].shape) for node in outputs],
+        out_shapes=out_shapes,
+        stacks=Stacks(stacks.inputs[:count], stacks.outputs),
         **facts,
     )
 
@@ -151,10 +163,11 @@ def _axis(specs: Sequence[PartitionSpec]) -> str:
     axes = sorted({entry.axis for entry in entries})
     if len(axes) > 1:
         raise SpecError(f"The specs give stages over {' and '.join(axes)}. Use one axis.")
-    cut = [s for s in specs if axes[0] in s.axes and staged(s) is None]
+    cut = [s for s in specs if axes[0] in s.axes and staged(s) is None and not is_stack(s, axes[0])]
     if cut:
         raise SpecError(
             f"The spec {cut[0]} cuts a dim over {axes[0]!r}, whose ranks are stages of a"
-            " pipeline. Leave it out, or give a stage with pipeline.place."
+            " pipeline. Leave it out, or give a stage with pipeline.place. A stack of layers has"
+            f" {axes[0]!r} alone on dim 0."
         )
     return axes[0]

@@ -12,8 +12,8 @@ import torch
 from torch import fx
 
 from ftp.errors import CertificateError
+from ftp.pipeline.pieces import Stages
 from ftp.pipeline.schedule import Actions
-from ftp.pipeline.split import Stages
 
 Number = int
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from ftp.errors import InputError, MeshError, ScheduleError, SpecError, join_failures
 from ftp.pipeline.schedule import SCHEDULES, Action, Actions, check_work, simulate
+from ftp.pipeline.stacked import is_stack
 from ftp.sharding.mesh import AnyMesh, Mesh, resolve
 from ftp.sharding.patterns import dotted, match_patterns
 from ftp.sharding.pytree import broadcast_specs, flatten, leaf_names, leaf_paths
@@ -96,6 +97,19 @@ class Pipeline:
         """The number of stages."""
         return mesh.axes[self.axis] * self.chunks
 
+    def check_stacks(self, ranks: int) -> None:
+        """Raises where the axis cannot cut stacks of layers.
+
+        Raises:
+            SpecError: a rank with several stages, whose layers do not follow each other.
+        """
+        if self.chunks > 1:
+            raise SpecError(
+                f"A stack of layers of spec P({self.axis!r}) gives each of {ranks} ranks layers"
+                f" that follow each other, and chunks={self.chunks} gives it {self.chunks} stages"
+                " that do not. Give chunks=1, or a parameter for each layer."
+            )
+
     def actions(self, ranks: int) -> list[list[Action]]:
         """Each rank's actions, in order; they do all work once, and end.
 
@@ -129,7 +143,11 @@ class Pipeline:
             params: tree of parameters (real, fake or meta), of global shapes. Where ``stages`` is
                 None their order says which layer comes first: that of a dict's keys as they were
                 inserted.
-            specs: a spec tree for the other axes, a prefix of one, or one ``P``.
+            specs: a spec tree for the other axes, a prefix of one, or one ``P``. A stack of layers
+                that ``ftp.scan`` runs has the pipeline's axis alone on dim 0, ``P("pp", None,
+                "tp")``: each rank holds some of its layers. Of the other parameters those before
+                the first stack are then on the first stage and all else on the last one, where
+                ``stages`` does not say otherwise.
             mesh: default that of ``ftp.use_mesh``.
 
         Returns:
@@ -145,22 +163,38 @@ class Pipeline:
         leaves, treedef = flatten(params)
         given = broadcast_specs(P() if specs is None else specs, params, "specs")
         names, paths = leaf_names(params, "params"), leaf_paths(params)
+        stacks = [is_stack(spec, self.axis) for spec in given]
+        if any(stacks):
+            self.check_stacks(m.axes[self.axis])
         taken = [
             f"{name} has spec {spec}, which cuts a dim over {self.axis!r}, the axis of the"
-            " pipeline. Leave it out; place() gives the stage."
-            for name, spec in zip(names, given, strict=True)
-            if self.axis in spec.axes
+            " pipeline. Leave it out; place() gives the stage. A stack of layers, that ftp.scan"
+            f" runs, has {self.axis!r} alone on dim 0."
+            for name, spec, cut in zip(names, given, stacks, strict=True)
+            if self.axis in spec.axes and not cut
+        ]
+        taken += [
+            f"{name} has spec {spec} and shape {tuple(leaf.shape)}: a stack of {leaf.shape[0]}"
+            f" layers for {self.count(m)} stages. Give fewer ranks."
+            for leaf, name, spec, cut in zip(leaves, names, given, stacks, strict=True)
+            if cut and leaf.shape[0] < self.count(m)
         ]
         if taken:
             raise SpecError(join_failures(taken))
         stages = self.count(m)
-        if self.stages is None:
-            found = _by_cost(params, leaves, stages)
+        single = [i for i, cut in enumerate(stacks) if not cut]
+        if self.stages is not None:
+            of_single = [paths[i] for i in single], [names[i] for i in single]
+            found = dict(
+                zip(single, _by_pattern(self.stages, *of_single, stages, any(stacks)), strict=True)
+            )
+        elif any(stacks):
+            found = _around_stacks(params, stacks, stages)
         else:
-            found = _by_pattern(self.stages, paths, names, stages)
+            found = dict(enumerate(_by_cost(params, leaves, stages)))
         return treedef.unflatten(
-            _at_stage(spec, self.axis, stage, getattr(leaf, "ndim", 0))
-            for leaf, spec, stage in zip(leaves, given, found, strict=True)
+            spec if cut else _at_stage(spec, self.axis, found[i], getattr(leaf, "ndim", 0))
+            for i, (leaf, spec, cut) in enumerate(zip(leaves, given, stacks, strict=True))
         )
 
     def stage_of(self, spec: PartitionSpec, name: str) -> int | None:
@@ -189,7 +223,11 @@ def _at_stage(spec: PartitionSpec, axis: str, stage: int, ndim: int) -> Partitio
 
 
 def _by_pattern(
-    stages: Sequence[Sequence[str]], paths: Sequence[Any], names: Sequence[str], count: int
+    stages: Sequence[Sequence[str]],
+    paths: Sequence[Any],
+    names: Sequence[str],
+    count: int,
+    may_be_empty: bool,
 ) -> list[int]:
     if len(stages) != count:
         raise SpecError(
@@ -210,10 +248,18 @@ def _by_pattern(
         if not m
     ]
     held = {match[1] for match in found if match}
-    failures += [f"stages[{k}] is given no parameter." for k in range(count) if k not in held]
+    if not may_be_empty:
+        failures += [f"stages[{k}] is given no parameter." for k in range(count) if k not in held]
     if failures:
         raise SpecError(join_failures(failures))
     return [match[1] for match in found if match]
+
+
+def _around_stacks(params: Any, stacks: Sequence[bool], count: int) -> dict[int, int]:
+    """What comes before the first stack is on the first stage, all else on the last one."""
+    order = _in_order(params)
+    first = next(at for at, i in enumerate(order) if stacks[i])
+    return {i: 0 if at < first else count - 1 for at, i in enumerate(order) if not stacks[i]}
 
 
 def _by_cost(params: Any, leaves: Sequence[Any], count: int) -> list[int]:

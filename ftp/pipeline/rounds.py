@@ -14,7 +14,7 @@ from torch import fx
 
 from ftp.errors import CertificateError
 from ftp.pipeline.check import Numbering
-from ftp.pipeline.split import StageGraph
+from ftp.pipeline.pieces import StageGraph
 
 ANY, ALL = -1, -2  # computed where it is read; on every rank
 

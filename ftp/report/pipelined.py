@@ -235,7 +235,7 @@ class LoweredPipeline(Startable):
             or any(k % program.ranks == rank for k in (holder, *stages.borrowed[leaf]))
         ]
         base = sum(map(self._nbytes, own)) + program.pipeline.microbatches * sum(self._rows)
-        totals: dict[tuple[int, int], int] = {}
+        totals: dict[tuple[int, int], int] = {}  # of gradients, by parameter and stage
         held: dict[tuple[int, int], set[str]] = {}
         peak = base
         own_actions = program.actions[rank]
@@ -245,13 +245,17 @@ class LoweredPipeline(Startable):
                 held.setdefault(following[1:], set()).update(self._received(following, rank))
             here = held[stage, i]
             here.update(self._given(own_actions[at]))
-            piece, lowered = stages.pieces.get((kind, stage)), self.stages[stage].get(kind)
+            piece, lowered = program.made.pieces.get((kind, stage)), self.stages[stage].get(kind)
+            if kind in "BW":
+                for leaf, found in enumerate(stages.gradients):
+                    if stage in found:
+                        totals[leaf, stage] = self._nbytes(program.leaves[leaf])
             living = sum(self._sizes[n] for names in held.values() for n in names)
             living += base + sum(totals.values())
             if piece is not None and lowered is not None:
                 living += sum(self._rows[leaf] for leaf in piece.batch)
                 peak = max(peak, living + lowered.memory - sum(lowered.input_bytes.values()))
-                here.update(piece.outputs)
+                here.update(piece.outputs[: len(piece.outputs) - len(piece.sums)])
             later = {"F": "BIW", "I": "W"}.get(kind, "")
             kept = {
                 name
@@ -259,12 +263,12 @@ class LoweredPipeline(Startable):
                 for name in (stages.pieces[k, stage].values if (k, stage) in stages.pieces else ())  # type: ignore[index]
             }
             kept |= set(stages.backward[stage]) if kind == "F" else set()
-            if kind in "BW":
-                for leaf, found in enumerate(stages.gradients):
-                    if stage in found:
-                        totals[leaf, stage] = self._nbytes(program.leaves[leaf])
             here &= kept
-        return max(peak, base + 2 * sum(totals.values()))
+        end = base + sum(totals.values())
+        reduction = self._reductions.get(rank)
+        if reduction is not None:
+            peak = max(peak, end + reduction.memory - sum(reduction.input_bytes.values()))
+        return max(peak, end)
 
     def _given(self, action: Action) -> Sequence[str]:
         """What an action gets from the stage before, or of a gradient from the one after."""

@@ -62,7 +62,9 @@ class LoweredTraining(LoweredPipeline):
         stage = staged(held.spec)
         if stage is not None and stage.stage % program.ranks != rank:
             return 0
-        shape = local_shape(without_stage(held.spec), held.shape, program.pipeline.made.mesh.axes)
+        axes = program.mesh.axes
+        at = {**dict.fromkeys(axes, 0), program.axis: rank}
+        shape = local_shape(without_stage(held.spec), held.shape, axes, at)
         return math.prod(shape) * held.dtype.itemsize
 
     def _held(self, rank: int) -> int:

@@ -159,6 +159,7 @@ class _Worker:
         self.batch = [x.unflatten(0, (-1, program.pipeline.microbatches)) for x in batch]
         self.values: dict[tuple[int, int], Values] = {}
         self.results: dict[int, torch.Tensor] = {}  # sums over microbatches
+        self.sums: dict[tuple[int, str], torch.Tensor] = {}  # of gradients, by stage
         self.parts: dict[tuple[int, int], torch.Tensor] = {}  # of a parameter's gradient, by stage
         self.gradients: dict[int, torch.Tensor] = {}
         self.begin = time.perf_counter()
@@ -181,6 +182,7 @@ class _Worker:
                 raise
             end = time.perf_counter()
             program.measured.append(Timed(action, self.rank, start - self.begin, end - self.begin))
+        self._part()
         for leaf, found in enumerate(stages.gradients):
             holder = program.stage_of[leaf]
             if holder is not None and program.ranks > 1:
@@ -213,8 +215,10 @@ class _Worker:
                 gradients.append(self.given[leaf])
             elif total is None:
                 gradients.append(torch.empty_like(self.given[leaf], requires_grad=False))
-            else:
+            elif program.stage_of[leaf] is None:  # simulated ranks share it
                 gradients.append(total / count)
+            else:
+                gradients.append(total.div_(count))
         return [*(x / count for x in results), *gradients]
 
     # Messages. Those between stages of one rank are handed over.
@@ -299,15 +303,23 @@ class _Worker:
     def _act(self, action: Action) -> None:
         kind, stage, i = action
         program, stages = self.program, self.program.made.stages
-        own, piece = self._at(action), stages.pieces.get((kind, stage))
+        own, piece = self._at(action), program.made.pieces.get((kind, stage))
+        sums = () if piece is None else piece.sums
         if piece is not None:
+            read, made = (
+                names[: len(names) - len(sums)] for names in (piece.values, piece.outputs)
+            )
             given = [
                 *(self.params[leaf] for leaf in piece.params),
                 *(self.batch[leaf].select(1, i).contiguous() for leaf in piece.batch),
-                *(own[name] for name in piece.values),
+                *(own[name] for name in read),
+                *(self._sum(stage, name) for name in sums),
             ]
             outputs = program.made.programs[kind, stage].run(given)
-            own.update(zip(piece.outputs, outputs, strict=True))
+            own.update(zip(made, outputs, strict=False))
+            for name, total in zip(sums, outputs[len(made) :], strict=True):
+                self.sums[stage, name] = total
+            del given, outputs
         if kind == "F":
             for at, (of, name) in enumerate(stages.results):
                 if of == stage:
@@ -322,9 +334,31 @@ class _Worker:
             self._keep(own, self._read_later(stage, "W", ()))
             return
         for leaf, found in enumerate(stages.gradients):
-            if stage in found:
-                _add(self.parts, (leaf, stage), own[found[stage]])
+            if stage in found and found[stage] not in sums:
+                # A value that the piece did not compute: it may share memory with what it read.
+                _add(self.parts, (leaf, stage), own[found[stage]].clone())
         del self.values[stage, i]
+
+    def _sum(self, stage: int, name: str) -> torch.Tensor:
+        """A gradient's sum so far, which its piece writes to."""
+        if (stage, name) not in self.sums:
+            held = self.program.made.values[name]
+            device = mesh_device(self.program.mesh)
+            zeros = torch.zeros(self.local(held), dtype=held.dtype, device=device)
+            self.sums[stage, name] = zeros
+        return self.sums[stage, name]
+
+    def _part(self) -> None:
+        """Give each parameter its sums; two of one gradient have one each."""
+        taken: set[tuple[int, str]] = set()
+        for leaf, found in enumerate(self.program.made.stages.gradients):
+            for stage, name in found.items():
+                if (stage, name) in self.sums:
+                    total = self.sums[stage, name]
+                    is_first = (stage, name) not in taken
+                    self.parts[leaf, stage] = total if is_first else total.clone()
+                    taken.add((stage, name))
+        self.sums.clear()
 
     def _read_later(self, stage: int, kinds: str, sent: Sequence[str]) -> set[str]:
         pieces = self.program.made.stages.pieces
@@ -363,7 +397,11 @@ class _Worker:
                 while not self.posts.is_here(key):
                     yield
                 self.parts[leaf, stage] = self.posts.take(key)[0]
-            _add(self.gradients, leaf, self.parts.pop((leaf, stage)))
+            part = self.parts.pop((leaf, stage))
+            if leaf in self.gradients:
+                self.gradients[leaf].add_(part)
+            else:
+                self.gradients[leaf] = part
 
     def _share(self, leaf: int, found: Mapping[int, str]) -> Generator[None, None, None]:
         """The gradient of a parameter on every rank: each stage's part goes to all."""

@@ -13,13 +13,15 @@ import torch
 from torch import fx
 
 from ftp.errors import MeshError
+from ftp.pipeline.pieces import StageGraph, Stages
 from ftp.pipeline.schedule import Kind
-from ftp.pipeline.split import StageGraph, Stages
+from ftp.pipeline.stacked import Stacks
+from ftp.pipeline.sums import check_sums, with_sums
 from ftp.planning.cost import Hardware
 from ftp.planning.prepare import Prepared, plan_prepared, prepare
 from ftp.runtime.options import Options
 from ftp.runtime.program import Program
-from ftp.sharding.mesh import Mesh, resolve
+from ftp.sharding.mesh import Mesh, require_coordinate, resolve
 from ftp.sharding.pytree import flatten
 from ftp.sharding.spec import PartitionSpec
 
@@ -55,12 +57,14 @@ class StagePrograms:
 
     Attributes:
         mesh: the axes other than the pipeline's, for the ranks that share this rank's stage.
-        values: what crosses pieces, by name.
+        pieces: those of ``stages``, with the sums of gradients inside.
+        values: what crosses pieces, by name; a gradient's name, too, for the sum of it.
         reductions: per rank of the pipeline's axis; a rank without any has none.
     """
 
     mesh: Mesh
     stages: Stages
+    pieces: Mapping[tuple[Kind, int], StageGraph]
     programs: Mapping[tuple[Kind, int], Program]
     values: Mapping[str, StoredValue]
     reductions: Mapping[int, Reduction]
@@ -74,6 +78,7 @@ class ProgramOfPieces:
         mesh: all axes.
         axis: the one that holds the stages.
         out_specs, out_shapes: per output.
+        stacks: inputs and outputs that the axis cuts, of which the pieces know one part a rank.
         tensor_leaves, leaf_specs, out_tree, out_leaves, is_static, assumptions: as of ``Program``.
     """
 
@@ -87,6 +92,7 @@ class ProgramOfPieces:
     out_leaves: tuple[Any, ...]
     is_static: tuple[bool, ...]
     assumptions: tuple[str, ...] = ()
+    stacks: Stacks | None = None
 
     @property
     def ranks(self) -> int:
@@ -134,7 +140,13 @@ class ProgramOfPieces:
                 f"The mesh {self.mesh} is abstract: it plans programs and runs none. Use"
                 " ftp.make_mesh or ftp.simulated_mesh to run."
             )
-        return self.run_as_rank if self.mesh.kind == "process" else self.run_simulated
+        run, rank = self.run_simulated, None
+        if self.mesh.kind == "process":
+            run, rank = self.run_as_rank, require_coordinate(self.mesh)[self.axis]
+        stacks = self.stacks
+        if stacks is None or stacks.is_empty:
+            return run
+        return lambda inputs: stacks.together(run(stacks.apart(inputs, rank)), rank)
 
     def run_as_rank(self, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         raise NotImplementedError
@@ -197,14 +209,23 @@ def plan_stages(
     order: list[tuple[Any, int]] = [("F", k) for k in numbers]
     order += [(kind, k) for k in reversed(numbers) for kind in "BIW"]
     planner = PiecePlanner(mesh, names, params, batch, constants, asked, options, hardware, check)
-    programs = {key: planner.plan(stages.pieces[key]) for key in order if key in stages.pieces}
+    pieces: dict[tuple[Kind, int], StageGraph] = {}
+    for key, piece in stages.pieces.items():
+        kind, k = key
+        gradients = {found[k] for found in stages.gradients if k in found} if kind in "BW" else ()
+        read = {*stages.backward[k], *(v for p in stages.pieces.values() for v in p.values)}
+        pieces[key] = with_sums(piece, gradients, read)
+        check_sums(piece, pieces[key])
+        for name in pieces[key].sums:
+            planner.start_sum(name, piece)
+    programs = {key: planner.plan(pieces[key]) for key in order if key in pieces}
     reductions = {
         rank: Reduction(results, leaves, planner.plan(piece))
         for rank in range(ranks)
         for results, leaves, piece in [sums.piece(rank, ranks, stage_of, planner.asked)]
         if piece.outputs
     }
-    return StagePrograms(mesh, stages, programs, planner.values, reductions)
+    return StagePrograms(mesh, stages, pieces, programs, planner.values, reductions)
 
 
 class _Sums:
@@ -298,6 +319,13 @@ class PiecePlanner:
     values: dict[str, StoredValue] = field(default_factory=dict)
     _known: dict[str, Program] = field(default_factory=dict)
 
+    def start_sum(self, name: str, piece: StageGraph) -> None:
+        """Decide how the sum of a gradient over microbatches is sharded: as the gradient is."""
+        val = _outputs(piece.gm)[piece.outputs.index(name)].meta["val"]
+        held = StoredValue(self.asked[name], tuple(val.shape), val.dtype)
+        self.values[name] = self.values[f"{name}, summed"] = held
+        self.asked[f"{name}, summed"] = held.spec
+
     def plan(self, piece: StageGraph) -> Program:
         """The program of a piece; the one of an equal piece, if there was one."""
         given = [
@@ -354,7 +382,8 @@ def _planned(
         hardware=hardware,
     )
     roles = ["parameters"] * len(piece.params) + ["batch"] * len(piece.batch)
-    roles += ["activations"] * len(piece.values)
+    roles += ["activations"] * (len(piece.values) - len(piece.sums))
+    roles += ["gradients"] * len(piece.sums)
     outputs = len(piece.outputs)
     return Program(
         mesh=mesh,
@@ -368,6 +397,7 @@ def _planned(
         is_static=(False,) * outputs,
         leaf_specs=tuple(given),
         roles=tuple(roles),
+        donated=tuple(range(len(given) - len(piece.sums), len(given))),
         options=options,
         hardware=hardware,
     )
@@ -378,7 +408,8 @@ def _describe(
 ) -> str:
     """A piece as text without names, equal for those that one program serves."""
     number: dict[fx.Node, str] = {}
-    lines = [piece.kind, str(given), str(asked), str(piece.constants), str(len(piece.params))]
+    lines = [piece.kind, str(given), str(asked), str(piece.constants)]
+    lines += [str(len(piece.params)), str(len(piece.sums))]
     for node in piece.gm.graph.nodes:
         number[node] = f"%{len(number)}"
         val = node.meta.get("val")

@@ -69,15 +69,15 @@ class StagedProgram(ProgramOfPieces):
                 names = [name for name, of in shared if of == owner]
                 self._hand_on(names, owner, rank, given, held, coordinate)
         found = []
-        for name, due, spec, shape in zip(
-            self.rounds.results, self.due, self.out_specs, self.out_shapes, strict=True
-        ):
+        within = {axis: coordinate[axis] for axis in self.within.axes}
+        for name, due in zip(self.rounds.results, self.due, strict=True):
             if due in (ALL, rank):
                 found.append(held[name] if name in held else given[name].clone())
             else:
-                empty = local_shape(spec, shape, self.mesh.axes, coordinate)
-                dtype = self.values[name].dtype
-                found.append(torch.empty(empty, dtype=dtype, device=mesh_device(self.mesh)))
+                value = self.values[name]
+                _, *rest = local_shape(value.spec, value.shape, self.within.axes, within)
+                device = mesh_device(self.mesh)
+                found.append(torch.empty((0, *rest), dtype=value.dtype, device=device))
         return found
 
     def _hand_on(

@@ -10,6 +10,7 @@ import torch
 
 import ftp
 from ftp import P
+from tests.pipeline import test_stacks
 from tests.pipeline.test_steps import tensor_parallel, zero_with_tp
 from tests.pipeline.test_train_steps import adamw, train_step
 from tests.support.launch import launch
@@ -71,6 +72,37 @@ def test_equals_one_device(name):
         assert measured == len(pipe.actions(shape[axes.index("pp")])[0])
     held = [sum(torch.Size(s).numel() for s in rank.value[2]) for rank in ranks]
     assert max(held) < 0.8 * sum(x.numel() for x in optree.tree_leaves(model.params()))
+
+
+def stacked(rows):
+    ftp.init_process_group()
+    mesh, params = ftp.make_mesh((2,), ("pp",), device_type="cpu"), test_stacks.params_of(3)
+    pipe, opt = ftp.Pipeline("pp", 2), adamw()
+    specs = pipe.place(params, test_stacks.specs_of(None), mesh)
+    specs = (specs, opt.specs(params, specs))
+    fn = train_step(test_stacks.loss, opt, None)
+    step = ftp.spmd(fn, mesh, (*specs, P(), P()), pipeline=pipe)
+    held: Any = ftp.device_put((params, opt.init(params)), mesh, specs)
+    own = held[0]["layers"]["up"].shape[0]
+    *held, loss, norm = step(*held, *ftp.device_put(rows, mesh, P()))
+    full = ftp.device_get(tuple(held), mesh, specs)
+    ftp.destroy_process_group()
+    return own, (loss, norm, full)
+
+
+def test_stacked_layers_over_two_ranks():
+    rows, opt = test_stacks.batch_of(4), adamw()
+    ranks = launch(stacked, 2, rows, timeout=240)
+    params: Any = test_stacks.params_of(3)
+    due = train_step(test_stacks.loss, opt, 2)(params, opt.init(params), *rows)
+    for rank, layers in zip(ranks, (2, 1), strict=True):
+        assert rank.error is None, rank.error
+        own, (loss, norm, full) = rank.value
+        assert own == layers
+        for a, b in zip(
+            optree.tree_leaves((*full, loss, norm)), optree.tree_leaves(due), strict=True
+        ):
+            torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
 
 
 def training(model, shape, axes, pipe, steps):

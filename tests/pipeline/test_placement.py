@@ -53,7 +53,7 @@ def test_stages_by_pattern():
     ("pipe", "specs", "error", "text"),
     [
         (ftp.Pipeline("dp", 2), P(), MeshError, "over axis 'dp', but the mesh is"),
-        (ftp.Pipeline("pp", 2), P("pp"), SpecError, "which cuts a dim over 'pp'"),
+        (ftp.Pipeline("pp", 2), P(None, "pp"), SpecError, "which cuts a dim over 'pp'"),
         (
             ftp.Pipeline("pp", 2, "gpipe", chunks=2),
             P(),

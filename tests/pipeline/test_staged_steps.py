@@ -123,9 +123,9 @@ def test_errors():
     mesh = ftp.simulated_mesh((2, 2), ("pp", "dp"))
     params = {"layers": [torch.ones(4, 2)] * 2}
     specs = ftp.Pipeline("pp", 2).place(params, P(), mesh)
-    double = ftp.spmd(lambda p, x: (p, x), mesh, (specs, P("pp")))
+    double = ftp.spmd(lambda p, x: (p, x), mesh, (specs, P(None, "pp")))
     with pytest.raises(SpecError, match="whose ranks are stages of a pipeline"):
-        double(params, torch.ones(2))
+        double(params, torch.ones(2, 2))
     with pytest.raises(InputError, match="check_inputs= does not go with stages"):
         ftp.spmd(lambda p: p, mesh, specs, check_inputs=True)
     other = ftp.Pipeline("dp", 2).place(params, P(), mesh)

@@ -18,7 +18,7 @@ from ftp import P
 from ftp.api.options import check_pipeline
 from ftp.errors import CertificateError, InputError, MeshError, ScheduleError, SpecError
 from ftp.pipeline import check
-from ftp.pipeline.split import Stages
+from ftp.pipeline.pieces import Stages
 from ftp.runtime.options import Options
 from ftp.sharding.mesh import resolve
 from tests.support.staged_models import Model, plan_of

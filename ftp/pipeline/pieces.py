@@ -1,0 +1,57 @@
+"""A step of a pipeline in pieces: what a stage computes in one action, and what crosses stages."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import fx
+
+from ftp.pipeline.schedule import Kind
+
+
+@dataclass(frozen=True)
+class StageGraph:
+    """What a stage computes in one action; of kind "R", what a rank reduces when all are done.
+
+    Attributes:
+        gm: its inputs are ``params``, ``batch``, ``values`` and ``constants``, in this order.
+        params, batch, constants: which leaves of the parameters and of the batch, and which
+            captured tensors.
+        values: received, or computed by this stage before.
+        outputs: the names of the results.
+        sums: gradients that it adds up over microbatches: it takes their sums so far as its last
+            values, and returns them as its last outputs.
+    """
+
+    kind: Kind | Literal["R"]
+    stage: int
+    gm: fx.GraphModule
+    params: tuple[int, ...]
+    batch: tuple[int, ...]
+    values: tuple[str, ...]
+    constants: tuple[int, ...]
+    outputs: tuple[str, ...]
+    sums: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stages:
+    """A step in pieces.
+
+    Attributes:
+        pieces: per kind and stage; a stage without work of a kind has none.
+        forward: per stage, what it sends to the next one after its forward pass.
+        backward: per stage, what it sends to the one before, after "B" or "I".
+        results: per result other than gradients the stage and the name of its value.
+        gradients: per parameter, per stage that contributes, the value's name.
+        borrowed: per parameter the stages other than its own that read it.
+        passed: values that skip stages, ``(name, from, to)``.
+    """
+
+    pieces: Mapping[tuple[Kind, int], StageGraph]
+    forward: tuple[tuple[str, ...], ...]
+    backward: tuple[tuple[str, ...], ...]
+    results: tuple[tuple[int, str], ...]
+    gradients: tuple[Mapping[int, str], ...]
+    borrowed: tuple[tuple[int, ...], ...]
+    passed: tuple[tuple[str, int, int], ...]
