@@ -105,7 +105,6 @@ def test_a_folded_program_equals_one_device():
         mesh,
         ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp")),
         batch_specs=P("dp"),
-        certify=True,
     )
     assert step.lower(params, batch).plan.alike
     grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
