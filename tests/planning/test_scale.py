@@ -15,7 +15,7 @@ import ftp
 from ftp import P
 from ftp.planning.layers import repeats
 
-LLAMA = LlamaConfig(vocab=4096, dim=512, heads=8, kv_heads=4, hidden=1536, layers=10)
+LLAMA = LlamaConfig(vocab=4096, dim=512, heads=8, kv_heads=4, hidden=1536, layers=8)
 OPT = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
 PLANS: dict[
     str, tuple[dict[str, int], dict[str, str], P, dict[str, P]]
@@ -105,7 +105,6 @@ def test_a_folded_program_equals_one_device():
         mesh,
         ftp.plan(params, specs(cuts(cfg), tp="tp", zero="dp")),
         batch_specs=P("dp"),
-        certify=True,
     )
     assert step.lower(params, batch).plan.alike
     grads, loss = torch.func.grad_and_value(loss_fn)(params, batch)
@@ -167,7 +166,7 @@ def test_planning_does_not_grow_with_the_depth(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(network, "minimize", counted)
     sizes = []
-    for layers in (10, 20):
+    for layers in (8, 16):
         seen.clear()
         lowered("zero-3×tp", LlamaConfig(**{**LLAMA.__dict__, "layers": layers}))
         sizes.append(list(seen))
