@@ -14,12 +14,12 @@ from ftp.planning.cost import Hardware
 from ftp.planning.cost_network import VIOLATION, open_costs
 from ftp.planning.from_fx import constraints, decompose
 from ftp.planning.graph import Node, Value
+from ftp.planning.layers.repeats import Folded
 from ftp.planning.plan import Specs
 from ftp.planning.planner import plan_few
 from ftp.planning.problem import NotAlike
 from ftp.planning.solver.reduce import Infeasible
 from ftp.report.lowered import Lowered
-from ftp.runtime.options import Options
 from ftp.runtime.program import Program
 from ftp.searching.extrapolate import Estimate, estimate
 from ftp.searching.open_layouts import (
@@ -89,6 +89,7 @@ class Searching:
     is_folded: bool = True
     free: list[Candidate] = field(default_factory=list)  # found at no price of memory
     bucket: bool = True  # as in ``shard``
+    spare: Candidate | None = None  # refused for what buckets hold; it fits without them
 
     @cached_property
     def traced(self) -> Traced:
@@ -108,6 +109,10 @@ class Searching:
 
     @cached_property
     def _solved(self) -> dict[tuple[Any, ...], Solved]:
+        return {}
+
+    @cached_property
+    def _programs(self) -> dict[tuple[Any, ...], tuple[Program, Folded | None]]:
         return {}
 
     @cached_property
@@ -163,11 +168,10 @@ class Searching:
     def candidate(
         self, along: Along, order: tuple[str, ...], price: Price, forced: Choice | None = None
     ) -> Candidate:
-        key = tuple(along.items()), order, price
-        if forced is not None or (solved := self._solved.get(key)) is None:
-            solved = self.solve(along, order, price, forced)
-        if forced is None:
-            self._solved[key] = solved
+        fixed = tuple((axis, tuple(of.items())) for axis, of in (forced or {}).items())
+        key = tuple(along.items()), order, price, fixed
+        if (solved := self._solved.get(key)) is None:
+            solved = self._solved[key] = self.solve(along, order, price, forced)
         return self.noted(
             Candidate(
                 solved.patterns, along, order, price, solved, self._estimate(solved.patterns, along)
@@ -185,6 +189,13 @@ class Searching:
         """Note that a candidate that was to fit takes ``nbytes`` when it is lowered in full."""
         self.refused.add(candidate.key)
         self.excess = max(self.excess, nbytes - candidate.estimate.nbytes)
+
+    def spared(self) -> list[Candidate]:
+        """The candidate that fits without buckets, if there is one; then the search is without."""
+        if self.spare is None or not self.bucket:
+            return []
+        self.leave_buckets()
+        return [self.tried[self.spare.key]]
 
     def fitting(self) -> list[Candidate]:
         """The candidates that fit, fastest first."""
@@ -260,11 +271,12 @@ class Searching:
         """Go on without buckets: they hold copies, for which a limit may leave no room."""
         self.bucket, self.excess = False, 0
         self.refused.clear()
+        if self.net.folded is not None:  # estimates of repeated layers are without as it is
+            return
         known = list(self.tried.values())
         self.tried.clear()
         for one in known:
-            found = self._estimate(one.patterns, one.along)
-            self.noted(replace(one, estimate=found))
+            self.noted(replace(one, estimate=self._measured(one.patterns, one.along)))
         self.free = [self.tried[one.key] for one in self.free]
 
     def cut_heads(self, low: Candidate) -> None:
@@ -562,6 +574,23 @@ class Searching:
         return known.estimate if known else self._measured(patterns, along)
 
     def _measured(self, patterns: Patterns, along: Along) -> Estimate:
+        key = (tuple(patterns.items()), tuple(along.items()))
+        while (known := self._programs.get((self.is_folded, *key))) is None:
+            made = self._program(patterns, along)
+            if made is None:
+                assert self.is_folded
+                self.is_folded = False
+            else:
+                self._programs[self.is_folded, *key] = made
+        program, folded = known
+        # What a bucket of several layers adds is not so much a layer.
+        program = program.with_options(bucket=self.bucket and folded is None)
+        return estimate(Lowered(program), folded, self.hardware)
+
+    def _program(self, patterns: Patterns, along: Along) -> tuple[Program, Folded | None] | None:
+        """The planned program without its repeated layers, and which they are; None where they
+        come out different.
+        """
         net = self.net.copied(along)
         inputs = {node: patterns[net.patterns[node]] for node in net.params} | net.batch
         outputs = [
@@ -581,8 +610,7 @@ class Searching:
             decompose=decompose,
         )
         if found is None:
-            self.is_folded = False
-            return self._measured(patterns, along)
+            return None
         program = Program(
             mesh=self.mesh,
             traced=self.traced.gm,
@@ -591,11 +619,9 @@ class Searching:
             in_specs=tuple(inputs.get(node, PartitionSpec()) for node in found.graph.inputs),
             out_tree=self.traced.out_tree,
             roles=tuple(_role(net, node) for node in found.graph.inputs),
-            # What a bucket of several layers adds is not so much a layer.
-            options=Options(bucket=self.bucket and net.folded is None),
             hardware=self.hardware,
         )
-        return estimate(Lowered(program), net.folded, self.hardware)
+        return program, net.folded
 
 
 def in_seconds_of(cost: float) -> float:

@@ -16,6 +16,7 @@ from ftp.functional.module_constraints import Constraint, outputs_through
 from ftp.ops.constrain import constrain
 from ftp.planning.from_fx import constraints
 from ftp.planning.machine import GivenHardware, hardware_on
+from ftp.report.lowered import Lowered
 from ftp.searching.lagrangian import Candidate, Searching
 from ftp.searching.open_layouts import (
     Along,
@@ -67,7 +68,7 @@ def search(
     Returns:
         A ``Found``: ``shard(found.loss_fn, mesh, found.specs(params), batch_specs=...,
         bucket=found.bucket)`` is the program, and ``print`` says what else would cost. Only where
-        nothing fits with buckets, which hold copies, is ``found.bucket`` False.
+        nothing tried fits with buckets, which hold copies, is ``found.bucket`` False.
 
     Raises:
         PlanningError: nothing found fits in ``memory``. InputError: specs alone, without the shapes
@@ -109,7 +110,8 @@ def search(
     )
     task.explore()
     for _ in range(LOWERED):
-        if not (candidates := task.fitting()) and task.refused:
+        candidates = task.fitting() or task.spared()
+        if not candidates and task.refused:
             task.fit()
             candidates = task.fitting()
         if not candidates:
@@ -175,6 +177,9 @@ def _lowered(task: Searching, best: Candidate) -> Found | None:
     program = step.lower_traced(with_marks(task.traced, best.along), task.params, *task.batch)
     if task.memory is not None and (nbytes := int(program.memory)) > task.memory:
         task.refuse(best, nbytes)
+        if task.bucket and task.spare is None:
+            plain = Lowered(program._program.with_options(bucket=False))
+            task.spare = best if int(plain.memory) <= task.memory else None
         return None
     choice = task.choice_of(best.patterns)
     solved = best.solved or task.solve(best.along, best.order, best.price, choice)

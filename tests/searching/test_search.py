@@ -11,6 +11,8 @@ from models import LlamaConfig, build, cuts, lm_batch, lm_loss, specs
 
 import ftp
 from ftp import P
+from ftp.planning.planner import plan_few
+from ftp.searching import lagrangian
 from ftp.searching.open_layouts import opened, shared_heads, traced_loss
 from ftp.searching.search import Found
 
@@ -127,8 +129,15 @@ def test_what_is_found_equals_one_device():
         torch.testing.assert_close(found_grads[name], grad, rtol=1e-9, atol=1e-12)
 
 
-def test_buckets_that_a_limit_leaves_no_room_for_are_left_out():
-    """A bucket holds copies of all gradients of a small model."""
+def test_buckets_that_a_limit_leaves_no_room_for_are_left_out(monkeypatch: pytest.MonkeyPatch):
+    """A bucket holds copies of all gradients of a small model. No candidate is planned twice."""
+    planned: list[tuple[str, ...]] = []
+
+    def noted(graph, axes, specs, **options):
+        planned.append(tuple(map(str, specs.inputs.values())))
+        return plan_few(graph, axes, specs, **options)
+
+    monkeypatch.setattr(lagrangian, "plan_few", noted)
     params = {name: torch.empty(256, 256, device="meta") for name in ("a", "b", "c")}
     mesh, x = ftp.AbstractMesh((4,), ("dp",)), torch.empty(8, 256, device="meta")
 
@@ -143,7 +152,9 @@ def test_buckets_that_a_limit_leaves_no_room_for_are_left_out():
     assert free.bucket
     limit = int(lowered(dict.fromkeys(params, P("dp")), False).memory)
     assert limit < min(free.memory, int(lowered(dict.fromkeys(params, P("dp")), True).memory))
+    planned.clear()
     found = ftp.search(loss_fn, params, mesh, P("dp"), x, memory=limit)
+    assert 1 < len(planned) == len(set(planned))
     assert not found.bucket and "bucket=False" in str(found)
     assert found.memory == int(lowered(found.specs(params), found.bucket).memory) <= limit
 
