@@ -15,7 +15,7 @@ import ftp
 from ftp import P
 from ftp.planning.layers import repeats
 
-LLAMA = LlamaConfig(vocab=4096, dim=512, heads=8, kv_heads=4, hidden=1536, layers=8)
+LLAMA = LlamaConfig(vocab=4096, dim=512, heads=8, kv_heads=4, hidden=1536, layers=10)
 OPT = ftp.optim.from_torch(torch.optim.AdamW, lr=1e-3)
 PLANS: dict[
     str, tuple[dict[str, int], dict[str, str], P, dict[str, P]]
@@ -166,7 +166,7 @@ def test_planning_does_not_grow_with_the_depth(monkeypatch: pytest.MonkeyPatch):
 
     monkeypatch.setattr(network, "minimize", counted)
     sizes = []
-    for layers in (8, 16):
+    for layers in (10, 16):
         seen.clear()
         lowered("zero-3×tp", LlamaConfig(**{**LLAMA.__dict__, "layers": layers}))
         sizes.append(list(seen))

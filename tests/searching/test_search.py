@@ -99,7 +99,7 @@ def test_zero_is_found_where_memory_forces_it():
 
 
 def test_both_axes_and_many_layers():
-    loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 8}))
+    loss_fn, params, batch = program(LlamaConfig(**{**CFG.__dict__, "layers": 10}))
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((4, 8), ("dp", "tp")), P("dp"), batch)
     assert {p: found.patterns[p] for p in MEGATRON} == MEGATRON
     assert found.lowered.plan.alike
@@ -204,7 +204,7 @@ def test_sequence_parallelism_is_found_where_memory_forces_it():
 
 def test_what_is_promised_is_what_is_lowered():
     """Of many layers a few are planned and counted; what they promise for all of them holds."""
-    cfg = LlamaConfig(vocab=512, dim=256, heads=4, hidden=512, layers=7)
+    cfg = LlamaConfig(vocab=512, dim=256, heads=4, hidden=512, layers=9)
     loss_fn, params, batch = program(cfg)
     found = ftp.search(loss_fn, params, ftp.AbstractMesh((2, 2), ("dp", "tp")), P("dp"), batch)
     assert len(found.rivals) == 3
