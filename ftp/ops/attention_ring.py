@@ -31,12 +31,13 @@ from ftp.ops.attention import (
     pieces_of,
     sum_dtype,
 )
-from ftp.ops.sends import OneRank, Send, Sends, over, run, side_by_side
+from ftp.ops.sends import OneRank, Send, Sends, over, run
 from ftp.sharding.layout import pieces
 from ftp.sharding.spec import Interval
 
 PIECES = 16  # in which a rank's keys and values travel
 SHORTEST = 1024  # keys of a piece, where there are more
+Needs = Callable[[int, int, int], bool]  # whether a rank needs an owner's piece of keys
 
 # ``rows``: the queries' part, as in `ftp.ops.attention`. ``keys``: `Ring`, as ints.
 _GIVEN = "Tensor? attn_mask, int[] rows, int[] keys, bool is_causal, float? scale, str group"
@@ -53,7 +54,6 @@ torch.library.define(
 )
 RING = torch.ops.ftp.scaled_dot_product_attention_ring.default
 RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_ring_backward.default
-RINGS = {RING: 1, RING_BACKWARD: 2}  # which argument has the keys; the values follow
 
 
 @dataclass(frozen=True)
@@ -112,6 +112,11 @@ class Ring:
             before += length
         return found
 
+    def columns(self, rank: int, at: int) -> list[int]:
+        """A piece as a part of the sequence, as in `ftp.ops.attention`."""
+        held = self.blocks(rank, at, self.size + 1)
+        return [1, self.size, 1, len(held), *(x for b in held for x in (b.first, b.length))]
+
     def last_query(self, rows: Sequence[int], rank: int) -> int | None:
         """The last position of a rank's queries; -1 without any; None where it is not known."""
         if self.group < 0:
@@ -126,8 +131,8 @@ class Ring:
         part = [*part[: at + 3], len(held), *numbers]
         return max((a + count - 1 for a, count in pieces_of(part, length)), default=-1)
 
-    def sends(self, rows: Sequence[int], is_causal: bool) -> "Callable[[int, int, int], bool]":
-        """Whether a rank needs a piece of another's keys: ``(rank, owner, piece)``."""
+    def sends(self, rows: Sequence[int], is_causal: bool) -> Needs:
+        """What a causal mask leaves."""
         last = [self.last_query(rows, rank) for rank in range(self.n)]
 
         def needs(rank: int, owner: int, at: int) -> bool:
@@ -139,14 +144,13 @@ class Ring:
 
         return needs
 
-    def traffic(self, rows: Sequence[int], is_causal: bool, returns: bool) -> tuple[int, int]:
+    def traffic(self, needs: Needs, returns: bool) -> tuple[int, int]:
         """How many keys, with their values, the rank that sends most sends, and the one that
         receives most receives.
 
         Args:
             returns: whether their gradients go back.
         """
-        needs = self.sends(rows, is_causal)
         sent, received = [0] * self.n, [0] * self.n
         for owner in range(self.n):
             for at in range(self.count):
@@ -176,18 +180,16 @@ def one_rank(
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=sum_dtype(q.dtype))
     total = q.new_full(q.shape[:3], -math.inf, dtype=sum_dtype(q.dtype))
     row_blocks = blocks(rows, q.shape[2], attention.QUERIES) if out.numel() else []
-    steps = Steps(ring, rank, rows, is_causal)
-    for at, (piece, step) in enumerate(steps.all):
-        near: Any = yield steps.sends_keys(at + 1, k, v)
-        if not step:
-            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
-        for block in row_blocks if near[0] is not None else ():
+
+    def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
+        for block in row_blocks:
             whole = slice(block.at, block.at + block.length)
             into = out[:, :, whole], total[:, :, whole]
-            for held in ring.blocks((rank - step) % ring.n, piece, attention.KEYS):
+            for held in ring.blocks(owner, piece, attention.KEYS):
                 alone, (of_k, of_v), of_mask = _alone(held, near, mask)
                 attend(*into, q, of_k, of_v, block, alone, is_causal, scale, of_mask)
-        near.clear()
+
+    yield from pass_keys(Steps(ring, rank, ring.sends(rows, is_causal)), k, v, visit)
     return out.to(q.dtype), total.masked_fill_(total == -math.inf, 0)
 
 
@@ -208,47 +210,22 @@ def one_rank_backward(
     """One rank's gradients of queries, keys and values."""
     ring = Ring.of(keys)
     scale = 1 / math.sqrt(q.shape[3]) if scale is None else scale
-    wide = sum_dtype(q.dtype)
-    grad_q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
-    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    grad_q = torch.zeros_like(q, dtype=sum_dtype(q.dtype), memory_format=torch.contiguous_format)
     row_blocks = blocks(rows, q.shape[2], attention.TILE) if grad_out.numel() else []
-    steps = Steps(ring, rank, rows, is_causal)
-    sums: dict[int, list[Tensor]] = {}  # of the gradients of a piece
-    made: list[Tensor] = []  # the gradients of the step before
-    for at in range(len(steps.all) + 2):
-        near: Any = yield [*steps.sends_keys(at + 1, k, v), *steps.returns(at - 1, made, k, v)]
-        piece, step = steps.at(at)
-        _add(sums.get(steps.at(at - 2)[0], ()), near[2 if step else 0 :])
-        del near[2 if step else 0 :]
-        made = []
-        for done in [of for of in sums if steps.last_of(of) <= at - 2]:
-            for x, total in zip(grads, sums.pop(done), strict=True):
-                if total.dtype != x.dtype:
-                    _part(x, ring.piece(rank, done)).copy_(total)
-        if at >= len(steps.all):
-            continue
-        if not step:
-            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
-            parts = [_part(x, ring.piece(rank, piece)) for x in grads]
-            sums[piece] = [x if x.dtype == wide else x.to(wide) for x in parts]
-            to = sums[piece]
-        elif near[0] is not None:
-            to = [torch.zeros_like(x, dtype=wide) for x in near]
-        else:
-            continue
-        key_blocks = ring.blocks((rank - step) % ring.n, piece, attention.TILE)
-        given = grad_out, q, near[0], near[1], out, logsumexp
-        near.clear()
+
+    def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+        given = grad_out, q, *near, out, logsumexp
+        key_blocks = ring.blocks(owner, piece, attention.TILE)
         _add_all((grad_q, *to), given, mask, row_blocks, key_blocks, is_causal, scale)
-        del given
-        made = [x.to(k.dtype) for x in to] if step else []
-        del to
+
+    steps = Steps(ring, rank, ring.sends(rows, is_causal))
+    grads = yield from return_gradients(steps, k, v, visit)
     return grad_q.to(q.dtype), *grads
 
 
 def _add_all(
     sums: Sequence[Tensor],
-    given: tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor],
+    given: tuple[Tensor, ...],
     mask: Tensor | None,
     rows: Sequence[Block],
     keys: Sequence[Block],
@@ -281,14 +258,71 @@ def _add(sums: Sequence[Tensor], arrived: Sequence[Tensor | None]) -> None:
             total.add_(x)
 
 
+def pass_keys(
+    steps: "Steps", k: Tensor, v: Tensor, visit: Callable[[int, int, list[Tensor]], None]
+) -> OneRank:
+    """Visit the pieces that a rank needs: their owner, which piece it is, its keys and values."""
+    ring, rank = steps.ring, steps.rank
+    for at, (piece, step) in enumerate(steps.all):
+        near: Any = yield steps.sends_keys(at + 1, k, v)
+        if not step:
+            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
+        if near[0] is not None:
+            visit((rank - step) % ring.n, piece, near)
+        near.clear()
+
+
+def return_gradients(
+    steps: "Steps",
+    k: Tensor,
+    v: Tensor,
+    visit: Callable[[int, int, list[Tensor], list[Tensor]], None],
+) -> OneRank:
+    """The gradients of a rank's keys and values. A visit adds those of a piece to sums, which it is
+    given beside the piece.
+    """
+    ring, rank, wide = steps.ring, steps.rank, sum_dtype(k.dtype)
+    grads = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+    sums: dict[int, list[Tensor]] = {}  # of the gradients of a piece
+    made: list[Tensor] = []  # the gradients of the step before
+    for at in range(len(steps.all) + 2):
+        near: Any = yield [*steps.sends_keys(at + 1, k, v), *steps.returns(at - 1, made, k, v)]
+        piece, step = steps.at(at)
+        _add(sums.get(steps.at(at - 2)[0], ()), near[2 if step else 0 :])
+        del near[2 if step else 0 :]
+        made = []
+        for done in [of for of in sums if steps.last_of(of) <= at - 2]:
+            for x, total in zip(grads, sums.pop(done), strict=True):
+                if total.dtype != x.dtype:
+                    _part(x, ring.piece(rank, done)).copy_(total)
+        if at >= len(steps.all):
+            continue
+        if not step:
+            near = [_part(x, ring.piece(rank, piece)) for x in (k, v)]
+            parts = [_part(x, ring.piece(rank, piece)) for x in grads]
+            sums[piece] = [x if x.dtype == wide else x.to(wide) for x in parts]
+            to = sums[piece]
+        elif near[0] is not None:
+            to = [torch.zeros_like(x, dtype=wide) for x in near]
+        else:
+            continue
+        visit((rank - step) % ring.n, piece, near, to)
+        near.clear()
+        made = [x.to(k.dtype) for x in to] if step else []
+        del to
+    return grads
+
+
 class Steps:
     """What a rank computes: pairs of a piece and the places that it comes from, 0 its own; steps
     in which no rank needs anything are left out.
+
+    Args:
+        needs: the same function on all ranks.
     """
 
-    def __init__(self, ring: Ring, rank: int, rows: Sequence[int], is_causal: bool):
-        self.ring, self.rank, n = ring, rank, ring.n
-        self.needs = ring.sends(rows, is_causal)
+    def __init__(self, ring: Ring, rank: int, needs: Needs):
+        self.ring, self.rank, self.needs, n = ring, rank, needs, ring.n
         self.all = [
             (piece, step)
             for piece in range(ring.count)
@@ -373,9 +407,3 @@ def _fake(q, k, v, *_):
 @torch.library.register_fake("ftp::scaled_dot_product_attention_ring_backward")
 def _fake_backward(grad_out, q, k, v, *_):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
-
-
-def ring_by_rank(calls: Sequence[tuple[Any, ...]]) -> list[Any]:
-    """The results of `RING` or `RING_BACKWARD`, from its arguments on each rank of a group."""
-    body = one_rank_backward if len(calls[0]) == 12 else one_rank
-    return side_by_side([body(rank, *args[:-1]) for rank, args in enumerate(calls)])

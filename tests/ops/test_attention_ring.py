@@ -16,7 +16,8 @@ import ftp
 from ftp import P
 from ftp.errors import CertificateError
 from ftp.ops import attention, attention_ring
-from ftp.ops.attention_ring import Ring, one_rank, one_rank_backward, ring_by_rank
+from ftp.ops.attention_ring import RING, RING_BACKWARD, Ring, one_rank, one_rank_backward
+from ftp.ops.rings import RINGS
 from ftp.ops.sends import over, run
 from ftp.sharding.layout import pieces
 
@@ -65,8 +66,8 @@ def test_as_a_dense_softmax(data: Any):
         tensors = q[:, :, here], k[:, :, there], v[:, :, there]
         calls.append((*tensors, None, rows, ring, is_causal, None, "a group"))
         held.append((here, there))
-    made = ring_by_rank(calls)
-    back = ring_by_rank(
+    made = RINGS[RING].by_rank(calls)
+    back = RINGS[RING_BACKWARD].by_rank(
         [
             (grad[:, :, here], *call[:3], *of_rank, *call[3:])
             for (here, _), call, of_rank in zip(held, calls, made, strict=True)
@@ -80,14 +81,14 @@ def test_as_a_dense_softmax(data: Any):
 
 def test_what_no_query_sees_is_not_sent():
     rows, keys = [1, 32, 1, 1, 0, 8], Ring(32, 4, False, 0, False)
-    assert keys.traffic(rows, True, False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
-    assert keys.traffic(rows, False, False) == (3 * 8, 3 * 8)
-    needs = keys.sends(rows, True)
+    needs, every = keys.sends(rows, True), keys.sends(rows, False)
+    assert keys.traffic(needs, False) == (3 * 8, 3 * 8)  # the first rank's, the last rank's
+    assert keys.traffic(every, False) == (3 * 8, 3 * 8)
     assert [[needs(rank, owner, 0) for owner in range(4)] for rank in range(4)] == [
         [owner <= rank for owner in range(4)] for rank in range(4)
     ]
-    assert keys.traffic(rows, True, True) == (3 * 8, 3 * 8)
-    assert keys.traffic(rows, False, True) == (6 * 8, 6 * 8)
+    assert keys.traffic(needs, True) == (3 * 8, 3 * 8)
+    assert keys.traffic(every, True) == (6 * 8, 6 * 8)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -100,9 +101,9 @@ def test_dtypes(dtype: torch.dtype):
         rows, here = part(96, 4, rank, True)
         held = (x[:, :, here] for x in (q, k, v))
         calls.append((*held, None, rows, [96, 4, 1, 0, 1], True, None, "a group"))
-    made = ring_by_rank(calls)
+    made = RINGS[RING].by_rank(calls)
     given = zip(calls, made, range(4), strict=True)
-    back = ring_by_rank(
+    back = RINGS[RING_BACKWARD].by_rank(
         [(grad[:, :, part(96, 4, r, True)[1]], *c[:3], *of_r, *c[3:]) for c, of_r, r in given]
     )
     for rank in range(4):
