@@ -18,16 +18,18 @@ from torch import Tensor
 
 from ftp.ops import attention
 from ftp.ops.attention import Block, blocks, merge, pieces_of, sum_dtype
+from ftp.ops.listed_blocks import listed
 from ftp.ops.score_functions import PLACE, evaluate, letters
 
 PAIRS = 1 << 21  # of a query and a key, all heads counted, whose scores exist at a time
 
 # ``tables``: of a BlockMask how many blocks of keys are listed for each block of queries, and which
-# come first; the same of full blocks, which the mask's function does not reach. ``block``: queries
+# come first; the same of full blocks, which the mask's function does not reach. ``known``: what the
+# trace knows of them, see `ftp.ops.listed_blocks`; "" where it knows nothing. ``block``: queries
 # and keys of a block. ``batch``, ``heads``: parts, as ``rows``; of heads those of the keys.
 GIVEN = (
     "Tensor[] tables, Tensor[] of_score, Tensor[] of_mask, int[] batch, int[] heads, int[] rows,"
-    " int[] columns, int[] block, float scale, str score, str mask"
+    " int[] columns, int[] block, float scale, str score, str mask, str known"
 )
 torch.library.define(
     "ftp::scaled_dot_product_attention_flex",
@@ -43,14 +45,6 @@ torch.library.define(
 FLEX = torch.ops.ftp.scaled_dot_product_attention_flex.default
 FLEX_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_flex_backward.default
 KEYS, KEYS_BACKWARD = (12, 13), (15, 16)  # which arguments are the keys of the functions
-
-
-def listed(count: Tensor, index: Tensor, columns: int) -> Tensor:
-    """Which blocks of keys are listed: (batch or 1, heads or 1, blocks of queries, ``columns``)."""
-    is_listed = torch.arange(index.shape[-1], device=index.device) < count.unsqueeze(-1)
-    at = torch.where(is_listed, index, columns).long()
-    table = torch.zeros((*index.shape[:-1], columns + 1), device=index.device)
-    return table.scatter(-1, at, 1.0)[..., :columns] > 0
 
 
 @dataclass(frozen=True)
@@ -106,6 +100,7 @@ class Given:
     scale: float
     score: str
     mask: str
+    known: str
 
     def with_keys(self, k: Tensor, v: Tensor, columns: Sequence[int]) -> "Given":
         """The same call for some of the keys."""

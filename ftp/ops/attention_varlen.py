@@ -15,7 +15,11 @@ from torch import Tensor
 from ftp.ops import attention
 from ftp.ops.attention import Block, Tile, attend, blocks, pieces_of, sum_dtype
 
-GIVEN = "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale"
+# ``is_self``: queries and keys are of the same documents, so that a window is one of positions.
+GIVEN = (
+    "Tensor ends_q, Tensor ends_k, int[] rows, int[] columns, int left, int right, float scale,"
+    " bool is_self"
+)
 torch.library.define(
     "ftp::scaled_dot_product_attention_varlen",
     f"(Tensor q, Tensor k, Tensor v, {GIVEN}) -> (Tensor, Tensor)",
@@ -145,6 +149,7 @@ def _forward(
     left: int,
     right: int,
     scale: float,
+    is_self: bool,
 ) -> tuple[Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
@@ -190,6 +195,7 @@ def _backward(
     left: int,
     right: int,
     scale: float,
+    is_self: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     wide = sum_dtype(q.dtype)
     grads = [

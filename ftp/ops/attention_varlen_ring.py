@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ftp.ops import attention_varlen
 from ftp.ops.attention import sum_dtype
-from ftp.ops.attention_ring import Ring, Steps, pass_keys, return_gradients
 from ftp.ops.attention_varlen import GIVEN
+from ftp.ops.key_ring import Needs, Ring, Steps, pass_keys, return_gradients
 from ftp.ops.sends import OneRank, over, run
 
 # ``columns`` is a `Ring`, as ints.
@@ -30,9 +30,19 @@ VARLEN_RING = torch.ops.ftp.scaled_dot_product_attention_varlen_ring.default
 VARLEN_RING_BACKWARD = torch.ops.ftp.scaled_dot_product_attention_varlen_ring_backward.default
 
 
-def _steps(rank: int, rows: Sequence[int], keys: Sequence[int]) -> Steps:
+def needs_of(
+    keys: Sequence[int], rows: Sequence[int], left: int, right: int, is_self: bool
+) -> Needs:
+    """Of a window: no keys before the first query's and after the last query's, wherever
+    documents end.
+    """
     ring = Ring.of(keys)
-    return Steps(ring, rank, ring.sends(rows, is_causal=False))
+
+    def sees(first: int, stop: int) -> tuple[int, int]:
+        begin = first - left if is_self and left >= 0 else 0
+        return begin, stop + right if is_self and right >= 0 else ring.size
+
+    return Needs.of(ring, rows, sees)
 
 
 def one_rank(
@@ -47,15 +57,16 @@ def one_rank(
     left: int,
     right: int,
     scale: float,
+    is_self: bool,
 ) -> OneRank:
     """One rank's result and log-sum-exps."""
-    wide, steps = sum_dtype(q.dtype), _steps(rank, rows, keys)
+    wide, steps = sum_dtype(q.dtype), Steps(needs_of(keys, rows, left, right, is_self), rank)
     out = q.new_zeros((*q.shape[:3], v.shape[3]), dtype=wide)
     total = q.new_full(q.shape[:3], -torch.inf, dtype=wide)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        held = steps.ring.columns(owner, piece)
+        held = steps.columns(owner, piece)
         given = (ends_q, ends_k), rows, held, (left, right), scale
         attention_varlen.merge_tiles((out, total), q, of_k, of_v, *given)
 
@@ -78,14 +89,15 @@ def one_rank_backward(
     left: int,
     right: int,
     scale: float,
+    is_self: bool,
 ) -> OneRank:
     """One rank's gradients of queries, keys and values."""
-    wide, steps = sum_dtype(q.dtype), _steps(rank, rows, keys)
+    wide, steps = sum_dtype(q.dtype), Steps(needs_of(keys, rows, left, right, is_self), rank)
     grad_q = torch.zeros_like(q, dtype=wide, memory_format=torch.contiguous_format)
 
     def visit(owner: int, piece: int, near: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         of_k, of_v = near
-        held = steps.ring.columns(owner, piece)
+        held = steps.columns(owner, piece)
         rest = (ends_q, ends_k), rows, held, (left, right), scale
         given = grad_out, q, of_k, of_v, out, logsumexp
         attention_varlen.add_tiles((grad_q, *to), given, *rest)

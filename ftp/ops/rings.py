@@ -6,8 +6,9 @@ from typing import Any
 
 from ftp.ops import attention_flex_ring, attention_ring, attention_varlen_ring
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
-from ftp.ops.attention_ring import RING, RING_BACKWARD, Needs, Ring
+from ftp.ops.attention_ring import RING, RING_BACKWARD
 from ftp.ops.attention_varlen_ring import VARLEN_RING, VARLEN_RING_BACKWARD
+from ftp.ops.key_ring import Needs
 from ftp.ops.sends import OneRank, side_by_side
 
 
@@ -18,13 +19,14 @@ class RingOp:
     Attributes:
         one_rank: from a rank and the other arguments.
         at: which argument the queries are; keys and values follow.
-        columns: the name of the argument that is a `Ring`.
+        needs_of: from the arguments of the names in ``known``, what each rank needs.
     """
 
     target: Any
     one_rank: Callable[..., OneRank]
     at: int
-    columns: str = "columns"
+    needs_of: Callable[..., Needs]
+    known: tuple[str, ...]
 
     @property
     def returns(self) -> bool:
@@ -36,23 +38,32 @@ class RingOp:
         names = [a.name for a in self.target._schema.arguments]
         return args[names.index(name)] if name in names else None
 
-    def ring(self, args: Sequence[Any]) -> tuple[Ring, Needs]:
-        """How keys are cut, and who needs which."""
-        ring = Ring.of(self.argument(args, self.columns))
-        rows, is_causal = (self.argument(args, name) for name in ("rows", "is_causal"))
-        return ring, ring.sends(rows, bool(is_causal))
+    def needs(self, args: Sequence[Any]) -> Needs:
+        """Which keys each rank needs, from a call's arguments."""
+        return self.needs_of(*(self.argument(args, name) for name in self.known))
 
     def by_rank(self, calls: Sequence[tuple[Any, ...]]) -> list[Any]:
         """The results, from the arguments on each rank of a group."""
         return side_by_side([self.one_rank(rank, *args[:-1]) for rank, args in enumerate(calls)])
 
 
-_ALL = (
-    RingOp(RING, attention_ring.one_rank, 0, "keys"),
-    RingOp(RING_BACKWARD, attention_ring.one_rank_backward, 1, "keys"),
-    RingOp(FLEX_RING, attention_flex_ring.one_rank, 0),
-    RingOp(FLEX_RING_BACKWARD, attention_flex_ring.one_rank_backward, 1),
-    RingOp(VARLEN_RING, attention_varlen_ring.one_rank, 0),
-    RingOp(VARLEN_RING_BACKWARD, attention_varlen_ring.one_rank_backward, 1),
+_OPS = (
+    (attention_ring, (RING, RING_BACKWARD), ("keys", "rows", "is_causal")),
+    (
+        attention_flex_ring,
+        (FLEX_RING, FLEX_RING_BACKWARD),
+        ("columns", "rows", "block", "known"),
+    ),
+    (
+        attention_varlen_ring,
+        (VARLEN_RING, VARLEN_RING_BACKWARD),
+        ("columns", "rows", "left", "right", "is_self"),
+    ),
 )
-RINGS = {op.target: op for op in _ALL}
+RINGS = {
+    target: RingOp(target, body, at, module.needs_of, known)
+    for module, targets, known in _OPS
+    for at, (target, body) in enumerate(
+        zip(targets, (module.one_rank, module.one_rank_backward), strict=True)
+    )
+}

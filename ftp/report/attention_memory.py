@@ -10,8 +10,8 @@ from torch.fx.node import map_arg
 from ftp.ops import attention
 from ftp.ops.attention import PART, PART_BACKWARD, blocks, sum_dtype, tiles
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
-from ftp.ops.attention_ring import Steps
 from ftp.ops.attention_varlen import VARLEN, VARLEN_BACKWARD
+from ftp.ops.key_ring import Steps
 from ftp.ops.rings import RINGS, RingOp
 from ftp.runtime.local_shapes import LocalShapes
 
@@ -99,7 +99,8 @@ class _Given:
 
     def in_ring(self, op: RingOp, args: Sequence[Any]) -> int:
         """The most over all steps of this rank."""
-        ring, needs = op.ring(args)
+        needs = op.needs(args)
+        ring = needs.ring
         rank = next(r for r in range(ring.n) if ring.length_of(r) == self.k[2])
         queries, keys = self._most()
         base = math.prod(self.out if self.is_forward else self.q) * self.extra
@@ -108,7 +109,7 @@ class _Given:
             tile = self.tile(queries, keys) + queries * keys * (self.size + 1)
         else:
             tile = self.largest_tile(ring.blocks(rank, 0, keys), queries)
-        steps = Steps(ring, rank, needs)
+        steps = Steps(needs, rank)
         travel = travelling(steps, self.k, self.v, (self.size, self.wide), op.returns)
         return base + tile + travel
 

@@ -13,7 +13,7 @@ from ftp.ops import attention, attention_flex
 from ftp.ops.attention import sum_dtype
 from ftp.ops.attention_flex import FLEX, FLEX_BACKWARD
 from ftp.ops.attention_flex_ring import FLEX_RING, FLEX_RING_BACKWARD
-from ftp.ops.attention_ring import Steps
+from ftp.ops.key_ring import Steps
 from ftp.ops.map_slices import slice_program_of
 from ftp.ops.rings import RINGS
 from ftp.ops.score_functions import PLACE
@@ -44,10 +44,10 @@ def of_flex(node: fx.Node, shapes: LocalShapes) -> int:
     cast = wide if wide != size else 0
     travels, held = 0, k.shape[2]  # keys that are computed with at a time
     if ring is not None:
-        of_keys_cut, needs = ring.ring(given)
-        rank = next(r for r in range(of_keys_cut.n) if of_keys_cut.length_of(r) == held)
-        held = of_keys_cut.width
-        steps = Steps(of_keys_cut, rank, needs)
+        needs = ring.needs(given)
+        ranks = range(needs.ring.n)
+        steps = Steps(needs, next(r for r in ranks if needs.ring.length_of(r) == held))
+        held = needs.ring.width
         travels = travelling(steps, k.shape, v.shape, (size, wide), ring.returns)
         travels += math.prod((*q.shape[:3], v.shape[3])) * cast * is_forward
     batch, heads, of_keys = _group(q.shape, (*k.shape[:2], held, k.shape[3]))

@@ -91,7 +91,7 @@ def _part_flops(node: fx.Node, shapes: LocalShapes) -> float:
     given: Any = map_arg(node.args, lambda n: shapes.numbers.get(n, 0))
     if ring:
         rows, is_causal = (ring.argument(given, name) for name in ("rows", "is_causal"))
-        keys = [(0, ring.ring(given)[0].size)]
+        keys = [(0, ring.needs(given).ring.size)]
     else:
         rows, columns, *causal = given[6 if at else 3 :]
         keys, is_causal = pieces_of(columns, k[2]), causal and causal[0]

@@ -22,7 +22,7 @@ class Load:
     """The rows that one dispatch sends for a batch, such as those of tokens to their experts.
 
     Attributes:
-        source: the user's line.
+        source: the user's line; empty where it is a library's.
         rows: per rank, in mesh order, those that arrive there.
         experts: per rank those of each group of the grouped matmul that reads them, which are its
             experts; empty where none does.
@@ -50,9 +50,10 @@ class Load:
         return max(self.rows) / self.equal if any(self.rows) else 1.0
 
     def __str__(self) -> str:
+        at = f" at {self.source}" if self.source else ""
         lines = [
-            f"rows sent at {self.source}: {self.equal:.4g} a rank if equal, {max(self.rows)} at"
-            f" most ({self.most:.3g} x), room for {self.room}"
+            f"rows sent{at}: {self.equal:.4g} a rank if equal, {max(self.rows)} at most"
+            f" ({self.most:.3g} x), room for {self.room}"
         ]
         for rank, rows, experts in zip(self.ranks, self.rows, self.experts, strict=True):
             at = " ".join(f"{axis}={i}" for axis, i in rank.items())

@@ -11,7 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 import ftp
 from ftp import P, zigzag
-from ftp.ops import attention_ring
+from ftp.ops import key_ring
 
 pytestmark = pytest.mark.dist
 # Computing takes so long that every transfer hides behind it.
@@ -43,7 +43,7 @@ def _listed_whole(q: Any, k: Any, v: Any, grad: Any) -> Any:
 
 
 def _on_a_rank() -> Any:
-    attention_ring.SHORTEST = 2
+    key_ring.SHORTEST = 2
     torch.manual_seed(0)
     mesh = ftp.make_mesh((3,), ("cp",), device_type="cpu")
     full = [torch.randn(1, 2, 13, 4, dtype=torch.float64) for _ in range(4)]

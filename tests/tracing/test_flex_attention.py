@@ -20,8 +20,9 @@ from torch.nn.attention.varlen import varlen_attn
 import ftp
 from ftp import P, zigzag
 from ftp.certification.checker import check as check_certificate
-from ftp.errors import CertificateError, TraceError
+from ftp.errors import CertificateError, InputError, TraceError
 from ftp.ops.score_functions import letters
+from ftp.ops.sends import Send
 
 # Computing takes so long that every transfer hides behind it.
 SLOW = ftp.Hardware(flops=1e3, ring_step=0.0)
@@ -36,7 +37,7 @@ MESHES = [
 
 @pytest.fixture(autouse=True)
 def _in_pieces(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("ftp.ops.attention_ring.SHORTEST", 2)
+    monkeypatch.setattr("ftp.ops.key_ring.SHORTEST", 2)
 
 
 def mesh_of(shape: tuple[int, ...]) -> Any:
@@ -375,6 +376,90 @@ def test_memory_of_rings():
         lowered = ftp.lower(run, mesh, specs, *args, out_specs=specs[:4])
         assert [c.op for c in lowered.collectives] == ["ring"] * 2
         assert int(lowered.memory) <= 1.5 * (8 * x.numel() * 2 / 8)
+
+
+def moved_by(monkeypatch: pytest.MonkeyPatch, step: Any, args: Any) -> tuple[Any, int]:
+    """A step's results, and the bytes that its rings send over all ranks."""
+    total = 0
+
+    def counted(places: int, tensor: Tensor | None, *rest: Any) -> Send:
+        nonlocal total
+        total += 0 if tensor is None else tensor.nbytes
+        return Send(places, tensor, *rest)
+
+    monkeypatch.setattr("ftp.ops.key_ring.Send", counted)
+    return step(*args), total
+
+
+def keys_needed(sees: Tensor, entry: Any, n: int) -> list[list[int]]:
+    """How many of each owner's keys each rank's queries see."""
+    chunks = torch.arange(len(sees)).chunk(n if entry == "cp" else 2 * n)
+    held = [
+        chunks[r] if entry == "cp" else torch.cat([chunks[r], chunks[2 * n - 1 - r]])
+        for r in range(n)
+    ]
+    return [
+        [int(sees[held[r]].any(0)[held[o]].sum()) if o != r else 0 for o in range(n)]
+        for r in range(n)
+    ]
+
+
+@pytest.mark.parametrize("entry", ["cp", zigzag("cp")])
+def test_what_a_known_mask_rules_out_is_not_sent(monkeypatch: Any, entry: Any):
+    """Of blocks that are listed, and of a window over documents whose ends are values, each rank
+    is sent the keys that its queries see, and no others."""
+    document, at, cut = torch.arange(48) // 14, torch.arange(48), P(None, None, entry)
+    blocks = create_block_mask(
+        lambda b, h, q, k: (q >= k) & (document[q] == document[k]) | (k < 3),
+        None, None, 48, 48, "cpu", BLOCK_SIZE=4,
+    )  # fmt: skip
+    ends = torch.tensor([0, 14, 28, 42, 48], dtype=torch.int32)
+    back = at[:, None] - at
+
+    def listed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flex_attention(q, k, v, block_mask=blocks, enable_gqa=True)
+
+    def windowed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        x = (x[0].transpose(0, 1) for x in (q, k, v))
+        out = varlen_attn(*x, ends, None, 14, 14, window_size=(5, 0), enable_gqa=True)
+        return out.transpose(0, 1)[None]
+
+    torch.manual_seed(0)
+    args = [torch.randn(1, h, 48, 4, dtype=torch.float64) for h in (4, 2, 2, 4)]
+    of_key = 2 * 2 * 4 * 8  # bytes of a key and its value
+    dense_blocks = blocks.to_dense()[0, 0].bool().repeat_interleave(4, 0).repeat_interleave(4, 1)
+    same = document[:, None] == document
+    for run, sees, moves in (
+        (listed, (back >= 0) & same | (at < 3), dense_blocks),
+        (windowed, (back >= 0) & (back <= 5) & same, (back >= 0) & (back <= 5)),
+    ):
+        step = ftp.spmd(
+            with_gradients(run), mesh_of((4,)), (cut,) * 4, (cut,) * 4, certify=True, hardware=SLOW
+        )
+        needed = keys_needed(moves, entry, 4)
+        sent = [sum(row[o] for row in needed) for o in range(4)]
+        received = [sum(row) for row in needed]
+        both = [a + b for a, b in zip(sent, received, strict=True)]
+        rings = [c for c in step.lower(*args).collectives if c.op == "ring"]
+        assert [c.wire_nbytes for c in rings] == [max(sent) * of_key, max(both) * of_key]
+        found, total = moved_by(monkeypatch, step, args)
+        assert total == 3 * sum(sent) * of_key < 3 * 3 * 48 * of_key
+        right = with_gradients(lambda *x, sees=sees: dense(*x, lambda s: s, sees))(*args)
+        for one, other in zip(found, right, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_a_mask_that_is_changed_after_the_trace_is_refused():
+    sees = lambda b, h, q, k: (q >= k) & (q - k < 3)  # noqa: E731
+    blocks = create_block_mask(sees, None, None, 12, 12, "cpu", BLOCK_SIZE=2)
+    cut, x = P(None, None, "cp"), torch.randn(1, 1, 12, 4)
+    run = lambda x: flex_attention(x, x, x, block_mask=blocks)  # noqa: E731
+    step = ftp.spmd(run, mesh_of((2,)), cut, cut, hardware=SLOW)
+    step(x)
+    blocks.kv_num_blocks.fill_(6)
+    blocks.kv_indices.copy_(torch.arange(6))
+    with pytest.raises(InputError, match="changed after the step was traced"):
+        step(x)
 
 
 def test_wrong_rings_of_functions_are_refused():
