@@ -55,9 +55,7 @@ def _on_a_rank() -> Any:
         (_listed, _listed_whole, zigzag("cp"), False),
     ):
         cut, right = P(None, None, entry), expected(*full)
-        step = ftp.spmd(
-            run, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW, compile=is_compiled
-        )
+        step = ftp.spmd(run, mesh, (cut,) * 4, (cut,) * 4, hardware=SLOW, compile=is_compiled)
         placed = ftp.device_put(full, mesh, cut)
         assert [c.op for c in step.lower(*placed).collectives] == ["ring"] * 2
         for _ in range(2):

@@ -147,7 +147,7 @@ def test_every_rank_compiles_the_saved_program(tmp_path: Path):
 
 
 def _disagree(first: str, second: str):
-    """What the ranks raise: another file on each, another batch on one, a full tensor as a shard."""
+    """What the ranks raise: another file on each, another batch on one, a full tensor as shard."""
     mesh = ftp.make_mesh((2,), ("tp",), device_type="cpu")
     (params, x), rank = _arguments(), dist.get_rank()
     own = ftp.device_put(params, mesh, SPECS)
@@ -220,11 +220,11 @@ def _on_hosts(folder: str, mishap: str):
     params, x = _arguments()
     own, step = ftp.device_put(params, mesh, SPECS), _step(mesh)
     error, calls = 0.0, []
-    for x in (x, x[:2]):
+    for rows in (x, x[:2]):
         calls.append(1)
-        loss, grads = step(own, x)
+        loss, grads = step(own, rows)
         full = ftp.device_get(grads, mesh, SPECS)
-        expected, value = torch.func.grad_and_value(_loss)(params, x)
+        expected, value = torch.func.grad_and_value(_loss)(params, rows)
         error = max(error, *(float((full[k] - expected[k]).abs().max()) for k in full))
         error = max(error, float(abs(loss - value)))
     dist.barrier()
