@@ -5,14 +5,13 @@ loadable, and what is complete is right.
 import os
 import random
 import signal
-import socket
 import sys
 import time
 
 import pytest
 import torch
 import torch.distributed as dist
-from launch import launch
+from launch import free_port, launch
 
 import ftp
 from ftp import P
@@ -76,8 +75,7 @@ def _kills(folder, trials, seed):
     ended = []
     last = -1
     for trial in range(trials):
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         victim = draw.randrange(2)
         # Every other time at a moment, otherwise at an operation; the leading rank has about 50 of
         # them. The first save is left alone.

@@ -9,6 +9,7 @@ import inspect
 import multiprocessing
 import os
 import pickle
+import random
 import socket
 import sys
 import tempfile
@@ -50,14 +51,12 @@ def launch(
     """
     context = _context()
     source = job if isinstance(job, str) else (inspect.getfile(job), job.__qualname__)
-    with tempfile.TemporaryDirectory() as folder, socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-        free.close()
+    with tempfile.TemporaryDirectory() as folder:
         common = {
             "WORLD_SIZE": str(n),
             "LOCAL_WORLD_SIZE": str(n),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
+            "MASTER_PORT": str(free_port()),
             **(env or {}),
         }
         processes = [
@@ -86,6 +85,19 @@ def launch(
             _read(f"{folder}/{r}", None if late else process.exitcode)
             for r, (process, late) in enumerate(zip(processes, alive, strict=True))
         ]
+
+
+def free_port() -> int:
+    """A port for a store that is made later.
+
+    It lies below the range from which Linux gives connections their ports (32768 and above):
+    those of other tests cannot take it in the meantime.
+    """
+    draw = random.SystemRandom()
+    while True:
+        port = draw.randrange(10_000, 32_000)
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)):
+            return port
 
 
 def _context() -> Any:
